@@ -18,7 +18,7 @@ from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, print_value, screen
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet
-from hybrid_proxy.controller.serving.admin import NoAgentError, ask
+from hybrid_proxy.controller.serving.admin import NoAgentError, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ExplainAnswers,
@@ -149,7 +149,7 @@ def _show_status(args: argparse.Namespace) -> int:
 
     try:
         status = ask(args.admin_socket, GetStatus(), StatusAnswer).status
-    except NoAgentError as error:
+    except UnansweredError as error:
         return _show_without_agent(args, error)
     if status.draining:
         with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
@@ -174,7 +174,7 @@ def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentSta
     return msgspec.structs.replace(status, draining=draining)
 
 
-def _show_without_agent(args: argparse.Namespace, error: NoAgentError) -> int:
+def _show_without_agent(args: argparse.Namespace, error: UnansweredError) -> int:
     """No agent: what is programmed may still carry traffic."""
     from hybrid_proxy.controller.commands import status as text
     from hybrid_proxy.controller.commands.views import without_agent

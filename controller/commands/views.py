@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.serving.admin import NoAgentError, StartingError, ask
+from hybrid_proxy.controller.serving.admin import NoAgentError, StartingError, UnansweredError, ask
 from hybrid_proxy.controller.serving.memory import Memory, how_it_ended, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import GetNames, LeftBehind, NamesAnswer, NoAgentStatus
 from hybrid_proxy.controller.settings.config import available_modes
@@ -138,19 +138,26 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
         ControllerError: nothing is programmed in this network namespace, or the agent answers with an error.
         DataplaneError: it cannot be read.
     """
-    agent, note = None, ""
     try:
         agent = ask(admin_socket, GetNames(), NamesAnswer)
-    except NoAgentError as error:
-        memory = recall(memory_path(admin_socket))
-        views = list(left_here(pin_root, memory))
-        note = _note(admin_socket, memory, error)
+    except UnansweredError as error:
+        here = as_left(admin_socket, pin_root, error)
     else:
         modes = [agent.mode, *(agent.draining if draining else ())]
-        views = list(views_of(modes, pin_root or agent.pin_root, agent.names))
-    if not views:
+        here = Programmed(list(views_of(modes, pin_root or agent.pin_root, agent.names)), agent)
+    if not here.views:
         raise ControllerError("nothing is programmed in this network namespace")
-    return Programmed(views, agent, note)
+    return here
+
+
+def as_left(admin_socket: str, pin_root: str | None, error: ControllerError) -> Programmed:
+    """What is programmed, with the names that the agent wrote down, where none answers; it may be nothing.
+
+    Raises:
+        DataplaneError: it cannot be read.
+    """
+    memory = recall(memory_path(admin_socket))
+    return Programmed(list(left_here(pin_root, memory)), None, _note(admin_socket, memory, error))
 
 
 def checked_service(args: argparse.Namespace) -> str | None:
@@ -173,7 +180,7 @@ def left_here(pin_root: str | None, memory: Memory | None = None) -> Iterator[tu
     return views_of(available_modes(), pin_root, names, passed_over=(Unsupported,))
 
 
-def without_agent(admin_socket: str, pin_root: str | None, error: NoAgentError) -> NoAgentStatus:
+def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredError) -> NoAgentStatus:
     """What is known while no agent answers: what is programmed, and what the last agent wrote down."""
     path = memory_path(admin_socket)
     memory = recall(path)
@@ -188,14 +195,14 @@ def without_agent(admin_socket: str, pin_root: str | None, error: NoAgentError) 
         reason=str(error),
         programmed=left,
         starting=starting,
-        gone=how_it_ended(path, memory),
+        gone=how_it_ended(path, memory) if isinstance(error, NoAgentError) else None,
         error=memory.error,
         unprogrammed=memory.unprogrammed,
         problems=memory.problems,
     )
 
 
-def remembered_events(admin_socket: str, error: NoAgentError) -> tuple[list[str], list[PacketEvent], str]:
+def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[str], list[PacketEvent], str]:
     """Names of service ports, packet events until the agent was gone and since then, and a note about that."""
     memory = recall(memory_path(admin_socket))
     events = list(memory.events) if memory else []
@@ -209,10 +216,12 @@ def remembered_events(admin_socket: str, error: NoAgentError) -> tuple[list[str]
     return sorted(names), events, _note(admin_socket, memory, error)
 
 
-def _note(admin_socket: str, memory: Memory | None, error: NoAgentError) -> str:
+def _note(admin_socket: str, memory: Memory | None, error: ControllerError) -> str:
     """For people."""
     if isinstance(error, StartingError):
         return f"{error}; this is what the agent before it left"
+    if not isinstance(error, NoAgentError):
+        return f"{error}; this is what is in the kernel"
     if memory is None:
         return f"{error}, and nothing is known of one that was here: names may be missing"
     return how_it_ended(memory_path(admin_socket), memory).text(time.time())

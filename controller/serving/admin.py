@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import socketserver
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,11 +32,19 @@ REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
 A = TypeVar("A", bound=Answer)
 
 
-class BusyError(ControllerError):
-    """An agent is there, and did not answer in time."""
+class UnansweredError(ControllerError):
+    """No agent answers: what is known without it must do."""
 
 
-class NoAgentError(ControllerError):
+class BusyError(UnansweredError):
+    """An agent is there, and did not answer in time. `who` names it, with its process where that is known."""
+
+    def __init__(self, path: Path, pid: int, why: str) -> None:
+        self.who = f"the agent (PID {pid})" if pid else "the agent"
+        super().__init__(f"{path}: {self.who} does not answer: {why}")
+
+
+class NoAgentError(UnansweredError):
     """Nobody listens at the admin socket."""
 
 
@@ -54,18 +63,20 @@ def socket_path(asked: str) -> Path:
     return Path(ADMIN_SOCKET).with_name(f"netns-{netns_number()}.sock")
 
 
-def ask(asked: str, request: Request, expected: type[A]) -> A:
+def ask(asked: str, request: Request, expected: type[A], seconds: float = ANSWER_SECONDS) -> A:
     """Send one request to the running agent; returns its answer.
 
     Raises:
         NoAgentError: there is none, or one that is starting (StartingError).
+        BusyError: it did not answer in so many seconds.
         ControllerError: it answered with an error, or it is of another version than this command.
     """
-    path = socket_path(asked)
+    path, pid = socket_path(asked), 0
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(ANSWER_SECONDS)
+            connection.settimeout(seconds)
             connection.connect(str(path))
+            pid = _peer(connection)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             line = connection.makefile("rb").readline()
     except (FileNotFoundError, ConnectionRefusedError) as error:
@@ -73,7 +84,7 @@ def ask(asked: str, request: Request, expected: type[A]) -> A:
     except PermissionError as error:
         raise ControllerError(f"{path}: permission denied; run as root") from error
     except OSError as error:
-        raise BusyError(f"{path}: the agent does not answer: {error}") from error
+        raise BusyError(path, pid, str(error)) from error
     if not line:
         raise ControllerError(f"{path}: the agent closed the connection without an answer")
     try:
@@ -88,6 +99,13 @@ def ask(asked: str, request: Request, expected: type[A]) -> A:
     if not isinstance(answer, expected):
         raise ControllerError(f"{path}: the agent gave another answer than was asked for")
     return answer
+
+
+def _peer(connection: socket.socket) -> int:
+    """The process that listens; 0: it is in a PID namespace that is not seen from here."""
+    credentials = struct.Struct("3i")
+    pid: int = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[0]
+    return pid
 
 
 class _Handler(socketserver.StreamRequestHandler):

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.serving.admin import REST_SECONDS, Server, ask
+from hybrid_proxy.controller.serving.admin import REST_SECONDS, BusyError, Server, ask
 from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, GetStatus, StatusAnswer
 
 
@@ -103,3 +103,13 @@ def test_a_command_of_another_version_is_refused(tmp_path: Path) -> None:
             assert "another version" in msgspec.json.decode(asker.recv(1000))["failed"]
     finally:
         server.close()
+
+
+def test_an_agent_that_listens_and_does_not_answer_is_named_by_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "hung.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with pytest.raises(BusyError, match="does not answer") as found:
+            ask(str(path), GetStatus(), StatusAnswer, seconds=0.2)
+    assert found.value.who == f"the agent (PID {os.getpid()})"

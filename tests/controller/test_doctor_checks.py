@@ -141,6 +141,7 @@ NODES = [
     pytest.param({"events": (EVENT,)}, "drops", "warning", id="recent drops"),
     pytest.param({"reverse_path_drops": 3}, "reverse-path", "warning", id="rp_filter drops"),
     pytest.param({"programmed": {"ebpf": 7}}, "no-agent", "problem", id="no agent"),
+    pytest.param({"hung": "the agent (PID 7)", "programmed": {"ebpf": 7}}, "no-agent", "problem", id="an agent that hangs"),
     pytest.param({"unasked": True}, "no-agent", "problem", id="an agent that cannot be asked"),
     pytest.param({"starting": "reading objects"}, "no-agent", "warning", id="an agent that starts"),
 ]
@@ -152,6 +153,28 @@ def test_each_trouble_of_the_node_is_one_finding(changes: dict[str, object], cau
     findings = list(node_findings(msgspec.structs.replace(WELL, **changes)))
     assert [each.mark for each in findings if each.cause == cause] == [mark]
     assert all(each.todo for each in findings if each.mark == "problem")
+
+
+# fmt: off
+UNKNOWN_FACTS = [
+    pytest.param({"hung": "the agent (PID 7)", "programmed": {"ebpf": 2}}, {"backends"}, id="the agent hangs"),
+    pytest.param({"hung": "the agent (PID 7)", "unread": "no pins"}, {"backends", "endpoints"}, id="and the kernel cannot be read"),
+    pytest.param({}, {"backends", "endpoints"}, id="nothing is programmed"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("changes", "subjects"), UNKNOWN_FACTS)
+def test_what_is_not_known_is_not_called_well(changes: dict[str, object], subjects: set[str]) -> None:
+    findings = list(node_findings(msgspec.structs.replace(WELL, **changes)))
+    assert {each.subject for each in findings if each.mark == "unknown"} == subjects
+
+
+def test_an_agent_that_hangs_is_named_with_what_serves_without_it() -> None:
+    node = msgspec.structs.replace(WELL, hung="the agent (PID 7)", unasked=True, programmed={"ebpf": 2})
+    text = next(each.text for each in node_findings(node) if each.cause == "no-agent")
+    wanted = "mode ebpf serves 2 service ports as last programmed, and changes are not followed"
+    assert text == f"the agent (PID 7) does not answer: {wanted}"
 
 
 def test_every_cause_has_its_place_in_the_order() -> None:

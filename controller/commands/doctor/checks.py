@@ -99,9 +99,14 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
 def _without_agent(facts: NodeFacts) -> Finding:
     ports = ", ".join(f"mode {mode} serves {_many(count, 'service port')}" for mode, count in facts.programmed.items())
     what = f"{ports} as last programmed, and changes are not followed" if ports else "nothing is programmed here"
+    if facts.unread:
+        what = f"what is programmed cannot be read: {facts.unread}"
     if facts.starting:
         text = f"the agent is starting ({facts.starting}): {what}"
         return Finding("warning", "agent", text, "ask again in some seconds", "no-agent")
+    if facts.hung:
+        todo = f"look whether the process is stopped or stuck, read its log, and restart it ({facts.no_agent})"
+        return Finding("problem", "agent", f"{facts.hung} does not answer: {what}", todo, "no-agent")
     if facts.unasked:
         text = f"the agent cannot be asked: {facts.no_agent}"
         return Finding("problem", "agent", text, "ask as root, on the node itself; else read its log", "no-agent")
@@ -224,6 +229,8 @@ def _conntrack(facts: NodeFacts) -> Finding:
 
 
 def _ejected(facts: NodeFacts) -> Finding:
+    if not facts.ejections and facts.agent is None:
+        return Finding("unknown", "backends", "the agent alone knows which are ejected")
     if not facts.ejections:
         return Finding("ok", "backends", "none is ejected")
     rows = [f"{row.address} of {row.service}: {row.state}" for row in facts.ejections]
@@ -232,6 +239,8 @@ def _ejected(facts: NodeFacts) -> Finding:
 
 
 def _empty(facts: NodeFacts) -> Finding:
+    if not facts.empty and (facts.unread or not any(facts.programmed.values())):
+        return Finding("unknown", "endpoints", facts.unread or "no service port is programmed")
     if not facts.empty:
         return Finding("ok", "endpoints", "each service port has some")
     text = f"{_many(len(facts.empty), 'service port')} without a backend: {_some(facts.empty)}"
@@ -278,12 +287,12 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
             text = f"the {problem.kind} is refused{stays}: {problem.text}"
             return [Finding(mark, "object", text, "correct the object", "object-refused")]
     if facts.packet is not None:
-        return _destination(facts)
+        return _destination(facts, node)
     if facts.ports:
         names = dict.fromkeys(f"{port.name} ({port.protocol}, IPv{port.family})" for port in facts.ports)
         return [Finding("ok", "object", f"{', '.join(names)}")]
     if agent is None and not facts.services:
-        text = "its backends cannot be found by its name, because no agent runs"
+        text = "its backends cannot be found by its name, because no agent answers"
         return [Finding("problem", "object", text, "ask by its address: --to ADDRESS:PORT", "no-agent")]
     return [_unknown_name(facts)]
 
@@ -303,12 +312,15 @@ def _unknown_name(facts: ServiceFacts) -> Finding:
     return Finding("problem", "object", text, todo, "no-such-service")
 
 
-def _destination(facts: ServiceFacts) -> list[Finding]:
+def _destination(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     """What the table says of the packet's destination."""
     verdict = facts.verdicts[0] if facts.verdicts else None
     if verdict is None:
         if facts.ports:
             return [Finding("ok", "object", f"{facts.ports[0].name}, as last programmed")]
+        if node.unread:
+            text = f"what is programmed cannot be read: {node.unread}"
+            return [Finding("problem", "object", text, "ask as root, on the node itself", "no-agent")]
         text = "no service is programmed at this address and port"
         return [Finding("problem", "object", text, "`hybrid-proxy services` lists what is", "not-a-service")]
     if verdict.service is not None:

@@ -17,10 +17,10 @@ import msgspec
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, Rule, ServiceFacts
 from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft
-from hybrid_proxy.controller.commands.views import Programmed, programmed, remembered_events
+from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
-from hybrid_proxy.controller.serving.admin import NoAgentError, StartingError, ask
+from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     EventsAnswer,
@@ -43,6 +43,7 @@ from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, Pack
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, family_of, socket_text
 
 RECENT_SECONDS: Final = 300.0
+FIRST_SECONDS: Final = 4.0  # for the first answer; an agent that gives none is not asked again
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
 MOST_TABLES: Final = 32
@@ -62,12 +63,12 @@ class Node(NamedTuple):
 def at_node(args: argparse.Namespace) -> Node:
     """What is known of the node; never raises for what cannot be found out."""
     agent, error = _agent(args.admin_socket)
-    here = None
-    with contextlib.suppress(ControllerError, DataplaneError, OSError):
-        here = programmed(args.admin_socket, args.pin_root)
+    here, unread = _programmed(args, error)
     rows = _rows(here)
-    if isinstance(error, NoAgentError):
-        events, events_unknown = _remembered(args.admin_socket, error), ""
+    if isinstance(error, UnansweredError):
+        events, events_unknown = _remembered(args.admin_socket, error)
+    elif error is not None:
+        events, events_unknown = (), str(error)
     else:
         events, events_unknown = _recent_events(args.admin_socket)
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
@@ -76,6 +77,8 @@ def at_node(args: argparse.Namespace) -> Node:
         agent=agent,
         no_agent=(here.note if here and here.note else str(error)) if error else "",
         unasked=error is not None and not isinstance(error, NoAgentError),
+        hung=error.who if isinstance(error, BusyError) else "",
+        unread=unread,
         starting=error.part if isinstance(error, StartingError) else "",
         programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
         other_proxies=_other_proxies(agent, here),
@@ -103,9 +106,19 @@ def reverse_path_drops() -> int | None:
 
 def _agent(admin_socket: str) -> tuple[AgentStatus | None, ControllerError | None]:
     try:
-        return ask(admin_socket, GetStatus(), StatusAnswer).status, None
+        return ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status, None
     except ControllerError as error:
         return None, error
+
+
+def _programmed(args: argparse.Namespace, error: ControllerError | None) -> tuple[Programmed | None, str]:
+    """What is programmed, or why that is not known."""
+    try:
+        if error is not None:
+            return as_left(args.admin_socket, args.pin_root, error), ""
+        return programmed(args.admin_socket, args.pin_root), ""
+    except (ControllerError, DataplaneError, OSError) as reason:
+        return None, str(reason)
 
 
 def _rows(here: Programmed | None) -> list[ServiceRow]:
@@ -126,11 +139,12 @@ def _recent_events(admin_socket: str, after: int = 0) -> tuple[tuple[PacketEvent
     return _recent(events), ""
 
 
-def _remembered(admin_socket: str, error: NoAgentError) -> tuple[PacketEvent, ...]:
-    """What the last agent wrote down, and what the programs have reported since."""
-    with contextlib.suppress(ControllerError, DataplaneError, OSError):
-        return _recent(remembered_events(admin_socket, error)[1])
-    return ()
+def _remembered(admin_socket: str, error: UnansweredError) -> tuple[tuple[PacketEvent, ...], str]:
+    """What the agent wrote down, and what the programs have reported since; or why that is not known."""
+    try:
+        return _recent(remembered_events(admin_socket, error)[1]), ""
+    except (ControllerError, DataplaneError, OSError) as reason:
+        return (), str(reason)
 
 
 def _recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
