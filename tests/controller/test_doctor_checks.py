@@ -142,6 +142,7 @@ NODES = [
     pytest.param({"reverse_path_drops": 3}, "reverse-path", "warning", id="rp_filter drops"),
     pytest.param({"programmed": {"ebpf": 7}}, "no-agent", "problem", id="no agent"),
     pytest.param({"hung": "the agent (PID 7)", "programmed": {"ebpf": 7}}, "no-agent", "problem", id="an agent that hangs"),
+    pytest.param({"denied": True, "unread": "permission denied"}, "no-agent", "problem", id="no rights"),
     pytest.param({"unasked": True}, "no-agent", "problem", id="an agent that cannot be asked"),
     pytest.param({"starting": "reading objects"}, "no-agent", "warning", id="an agent that starts"),
 ]
@@ -159,6 +160,7 @@ def test_each_trouble_of_the_node_is_one_finding(changes: dict[str, object], cau
 UNKNOWN_FACTS = [
     pytest.param({"hung": "the agent (PID 7)", "programmed": {"ebpf": 2}}, {"backends"}, id="the agent hangs"),
     pytest.param({"hung": "the agent (PID 7)", "unread": "no pins"}, {"backends", "endpoints"}, id="and the kernel cannot be read"),
+    pytest.param({"denied": True, "unread": "permission denied"}, {"backends", "endpoints", "drops", "other proxies"}, id="permission is denied"),
     pytest.param({}, {"backends", "endpoints"}, id="nothing is programmed"),
 ]
 # fmt: on
@@ -175,6 +177,13 @@ def test_an_agent_that_hangs_is_named_with_what_serves_without_it() -> None:
     text = next(each.text for each in node_findings(node) if each.cause == "no-agent")
     wanted = "mode ebpf serves 2 service ports as last programmed, and changes are not followed"
     assert text == f"the agent (PID 7) does not answer: {wanted}"
+
+
+@pytest.mark.parametrize("packet", [None, PACKET])
+def test_without_rights_no_service_is_said_to_be_missing(packet: Packet | None) -> None:
+    node = msgspec.structs.replace(WELL, denied=True, unread="permission denied")
+    cause, _, findings = service(facts(ports=(), packet=packet), node)
+    assert (cause, [each.todo for each in findings]) == ("no-agent", ["run as root, on the node itself"])
 
 
 def test_every_cause_has_its_place_in_the_order() -> None:

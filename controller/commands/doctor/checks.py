@@ -25,6 +25,7 @@ from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, socket_text
 
 NEARLY_FULL: Final = 0.9
+AS_ROOT: Final = "run as root, on the node itself"
 SHOWN: Final = 3  # names in a sentence
 
 # What explains most comes first: a missing Service makes every other question idle, and a backend that refuses does so
@@ -85,6 +86,8 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     if facts.other_proxies:
         for text in facts.other_proxies:
             yield Finding("problem", "other proxies", text, "see docs/migration.md", "other-proxy")
+    elif facts.denied:
+        yield Finding("unknown", "other proxies", "permission denied", AS_ROOT)
     else:
         yield Finding("ok", "other proxies", "there is none")
     yield from _forwarding(facts)
@@ -104,6 +107,9 @@ def _without_agent(facts: NodeFacts) -> Finding:
     if facts.starting:
         text = f"the agent is starting ({facts.starting}): {what}"
         return Finding("warning", "agent", text, "ask again in some seconds", "no-agent")
+    if facts.denied:
+        text = "permission denied: nothing is known of the agent, nor of what is programmed here"
+        return Finding("problem", "agent", text, f"{AS_ROOT} ({facts.no_agent})", "no-agent")
     if facts.hung:
         todo = f"look whether the process is stopped or stuck, read its log, and restart it ({facts.no_agent})"
         return Finding("problem", "agent", f"{facts.hung} does not answer: {what}", todo, "no-agent")
@@ -240,7 +246,8 @@ def _ejected(facts: NodeFacts) -> Finding:
 
 def _empty(facts: NodeFacts) -> Finding:
     if not facts.empty and (facts.unread or not any(facts.programmed.values())):
-        return Finding("unknown", "endpoints", facts.unread or "no service port is programmed")
+        todo = AS_ROOT if facts.denied else ""
+        return Finding("unknown", "endpoints", facts.unread or "no service port is programmed", todo)
     if not facts.empty:
         return Finding("ok", "endpoints", "each service port has some")
     text = f"{_many(len(facts.empty), 'service port')} without a backend: {_some(facts.empty)}"
@@ -249,6 +256,8 @@ def _empty(facts: NodeFacts) -> Finding:
 
 
 def _recent_drops(facts: NodeFacts) -> Finding:
+    if facts.denied:
+        return Finding("unknown", "drops", "permission denied", AS_ROOT)
     if facts.events_unknown and not facts.events:
         return Finding("unknown", "drops", facts.events_unknown, "`hybrid-proxy trace --drops` asks the kernel")
     if not facts.events:
@@ -291,6 +300,9 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     if facts.ports:
         names = dict.fromkeys(f"{port.name} ({port.protocol}, IPv{port.family})" for port in facts.ports)
         return [Finding("ok", "object", f"{', '.join(names)}")]
+    if node.denied:
+        text = "its backends cannot be found by its name: permission denied"
+        return [Finding("problem", "object", text, AS_ROOT, "no-agent")]
     if agent is None and not facts.services:
         text = "its backends cannot be found by its name, because no agent answers"
         return [Finding("problem", "object", text, "ask by its address: --to ADDRESS:PORT", "no-agent")]
@@ -320,7 +332,7 @@ def _destination(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
             return [Finding("ok", "object", f"{facts.ports[0].name}, as last programmed")]
         if node.unread:
             text = f"what is programmed cannot be read: {node.unread}"
-            return [Finding("problem", "object", text, "ask as root, on the node itself", "no-agent")]
+            return [Finding("problem", "object", text, AS_ROOT, "no-agent")]
         text = "no service is programmed at this address and port"
         return [Finding("problem", "object", text, "`hybrid-proxy services` lists what is", "not-a-service")]
     if verdict.service is not None:

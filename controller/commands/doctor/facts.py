@@ -64,6 +64,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     agent: AgentStatus | None = None
     no_agent: str = ""  # why none answers, and since when
     unasked: bool = False  # it may run: the question failed in another way
+    denied: bool = False  # it was asked without the rights of root, which it takes
     hung: str = ""  # who listens and does not answer
     unread: str = ""  # why it is not known what is programmed
     starting: str = ""  # at which part of its start it is

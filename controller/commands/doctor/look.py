@@ -63,12 +63,16 @@ class Node(NamedTuple):
 def at_node(args: argparse.Namespace) -> Node:
     """What is known of the node; never raises for what cannot be found out."""
     agent, error = _agent(args.admin_socket)
-    here, unread = _programmed(args, error)
+    denied = error is not None and os.geteuid() != 0
+    here, unread = (None, "permission denied") if denied else _programmed(args, error)
     rows = _rows(here)
-    if isinstance(error, UnansweredError):
+    events: tuple[PacketEvent, ...] = ()
+    if denied:
+        events_unknown = unread
+    elif isinstance(error, UnansweredError):
         events, events_unknown = _remembered(args.admin_socket, error)
     elif error is not None:
-        events, events_unknown = (), str(error)
+        events_unknown = str(error)
     else:
         events, events_unknown = _recent_events(args.admin_socket)
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
@@ -77,6 +81,7 @@ def at_node(args: argparse.Namespace) -> Node:
         agent=agent,
         no_agent=(here.note if here and here.note else str(error)) if error else "",
         unasked=error is not None and not isinstance(error, NoAgentError),
+        denied=denied,
         hung=error.who if isinstance(error, BusyError) else "",
         unread=unread,
         starting=error.part if isinstance(error, StartingError) else "",
