@@ -12,13 +12,13 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
-from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, from_flags
+from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes, from_flags
 from hybrid_proxy.controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
 from hybrid_proxy.controller.settings.flags import add_flag, add_flags, add_removed_flags
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -55,6 +55,34 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"hybrid-proxy {__version__}")
         parser.exit(OK)
+
+
+def _number(least: int) -> Callable[[str], int]:
+    """A whole number, not below the least one."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+        return int(text)
+
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return found
+
+
+def _mode(text: str) -> str:
+    modes = available_modes()
+    if text not in modes:
+        raise argparse.ArgumentTypeError(f"there is no mode {text!r}; there are {', '.join(modes)}")
+    return text
 
 
 def _output(parser: argparse.ArgumentParser) -> None:
@@ -358,7 +386,7 @@ examples:
   hybrid-proxy lab demo                    everything in a minute: traffic, scaling, a killed agent; cleans up
   hybrid-proxy lab up --pods 5             a lab to play with; prints how to use it
   hybrid-proxy lab exec node -- hybrid-proxy status
-  hybrid-proxy lab exec client -- curl http://192.168.77.2:30080/
+  hybrid-proxy lab exec pod1 -- curl http://10.96.0.10/
   hybrid-proxy lab shell pod1              a shell in the pod, until `exit`
   hybrid-proxy lab down
 """
@@ -419,8 +447,10 @@ def parser() -> argparse.ArgumentParser:
                 "--exit-code", action="store_true", help="exit with 1 if the node is not in sync, also while it starts"
             )
         if name == "flows":
-            shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
-            shown.add_argument("--mode", metavar="MODE", help="only those of this mode, which serves or drains")
+            shown.add_argument("--limit", type=_number(1), default=1000, metavar="N", help="at most N (default: 1000)")
+            shown.add_argument(
+                "--mode", type=_mode, metavar="MODE", help="only those of this mode, which serves or drains"
+            )
         _admin(shown)
         _folders(shown)
         _table(shown)
@@ -432,7 +462,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="a packet's destination")
     doctor.add_argument("--path", metavar="PATH", help="ask backends for this path by HTTP, whatever the port's name")
     doctor.add_argument(
-        "--timeout", type=float, default=2.5, metavar="SECONDS",
+        "--timeout", type=_seconds, default=2.5, metavar="SECONDS",
         help="how long a connection, and then an answer, is waited for (default: 2.5)",
     )  # fmt: skip
     _admin(doctor)
@@ -452,7 +482,7 @@ def parser() -> argparse.ArgumentParser:
         "--interval", type=float, default=1, metavar="SECONDS", help="time between two updates (default: 1)"
     )
     top.add_argument(
-        "--count", type=int, default=0, metavar="N", help="with -o json: exit after N objects (default: never)"
+        "--count", type=_number(0), default=0, metavar="N", help="with -o json: exit after N objects (default: never)"
     )
     _admin(top)
     _folders(top)
@@ -463,7 +493,7 @@ def parser() -> argparse.ArgumentParser:
     drops.add_argument("--since", metavar="DURATION", help="only events of the last 30s, 5m, 2h (default: all)")
     trace = command("trace", "what happens to packets while they pass", _TRACE)
     trace.add_argument("--client", metavar="IP", help="only packets from or to this address")
-    trace.add_argument("--seconds", type=float, default=10, metavar="N", help="how long (default: 10)")
+    trace.add_argument("--seconds", type=_seconds, default=10, metavar="N", help="how long (default: 10)")
     group = trace.add_argument_group("measured in the kernel, in every mode (docs/trace.md)")
     for flag, text in (
         ("stages", "how long packets take in each stage, as histograms"),
@@ -487,7 +517,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for shown in (drops, trace):
         _named(shown)
-        shown.add_argument("--limit", type=int, default=1000, metavar="N", help="at most N (default: 1000)")
+        shown.add_argument("--limit", type=_number(1), default=1000, metavar="N", help="at most N (default: 1000)")
         _admin(shown)
         _table(shown)
 
@@ -528,18 +558,20 @@ def parser() -> argparse.ArgumentParser:
     _output(explain)
 
     switch = command("switch", "serve in another mode; what is open stays with the one before", _SWITCH)
-    switch.add_argument("mode", nargs="?", metavar="MODE", help="ebpf, nftables, iptables, ipvs or userspace")
+    switch.add_argument(
+        "mode", nargs="?", type=_mode, metavar="MODE", help="ebpf, nftables, iptables, ipvs or userspace"
+    )
     switch.add_argument("--back", action="store_true", help="to the mode before the last switch")
     switch.add_argument("--dry-run", action="store_true", help="change nothing; say what would happen")
     switch.add_argument("--wait", action="store_true", help="return when the last flow of the mode before is over")
     switch.add_argument("--now", action="store_true", help="move what is open to the new mode instead of waiting")
     switch.add_argument(
-        "--max-lost", type=int, default=0, metavar="N",
+        "--max-lost", type=_number(0), default=0, metavar="N",
         help="with --now: how many flows may end because they cannot be moved; with more, none is moved (default: 0)",
     )  # fmt: skip
     drain = command("drain", "have load balancers send nothing more to this node, and wait for what is open", _DRAIN)
     drain.add_argument("--off", action="store_true", help="have them send to it again")
-    drain.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait (default: to the end)")
+    drain.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="how long to wait (default: to the end)")
     for changing in (switch, drain):
         _admin(changing)
         _output(changing)
@@ -547,7 +579,7 @@ def parser() -> argparse.ArgumentParser:
     takeover.add_argument("--dry-run", action="store_true", help="say what would be removed, and change nothing")
     takeover.add_argument("--now", action="store_true", help="move flows that began at kube-proxy's rules to us")
     takeover.add_argument(
-        "--max-lost", type=int, default=0, metavar="N",
+        "--max-lost", type=_number(0), default=0, metavar="N",
         help="with --now: how many flows may end because they cannot be moved; with more, nothing is done (default: 0)",
     )  # fmt: skip
     _admin(takeover)
@@ -588,7 +620,9 @@ def _lab(parser: argparse.ArgumentParser) -> None:
             "--name", default="lab", metavar="NAME", help="several labs can be up at once (default: lab)"
         )
         if name in ("up", "demo"):
-            action.add_argument("--pods", type=int, default=3, metavar="N", help="number of serving pods (default: 3)")
+            action.add_argument(
+                "--pods", type=_number(1), default=3, metavar="N", help="number of serving pods (default: 3)"
+            )
             _output(action)
         if name in ("exec", "shell"):
             action.add_argument("place", metavar="NODE", help="node, client, or a pod such as pod1")

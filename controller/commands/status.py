@@ -67,7 +67,8 @@ def troubles(status: AgentStatus) -> list[Trouble]:
         )
     if dataplane.failing:
         details = [f"{name}: each backend refused its last connection, or did not answer" for name in dataplane.failing]
-        found.append(Trouble(f"all backends of {_many(details, 'service port')} fail", "failing", details))
+        ports = "a service port" if len(details) == 1 else f"{len(details)} service ports"
+        found.append(Trouble(f"all backends of {ports} fail", "failing", details))
     if dataplane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in dataplane.unprogrammed]
         found.append(Trouble(f"{_many(details, 'service port')} not programmed", "NOT PROGRAMMED", details))

@@ -17,6 +17,11 @@ WRONG = (
     pytest.param(["services", "a/b", "c/d"],       "c/d",                       id="one-word-too-many"),
     pytest.param(["services", "-o", "table"],      "table",                     id="no-such-output"),
     pytest.param(["services", "-n", "a", "-A"],    "not allowed with",          id="one-namespace-and-all"),
+    pytest.param(["flows", "--limit", "-1"],       "'-1' is not a whole number", id="a-limit-below-one"),
+    pytest.param(["trace", "--seconds", "-1"],     "'-1' is not a number of",  id="no-time"),
+    pytest.param(["trace", "--seconds", "nan"],    "'nan' is not a number of", id="no-number"),
+    pytest.param(["switch", "ebfp"],               "no mode 'ebfp'; there are ebpf", id="no-such-mode"),
+    pytest.param(["flows", "--mode", "foo"],       "no mode 'foo'",            id="flows-of-no-mode"),
     pytest.param(["completion", "tcsh"],           "tcsh",                      id="no-such-shell"),
 )
 # fmt: on

@@ -146,11 +146,10 @@ def test_packets_are_reported_by_the_mode_that_can(engines: Engines) -> None:
             assert done.returncode == 0, done.stderr
             assert other in done.stderr
             lines = done.stdout.splitlines()
-            assert len(lines) == 2
             if output == "json":
-                assert {json.loads(line)["mode"] for line in lines} == {"ebpf"}
+                assert [json.loads(line)["mode"] for line in lines] == ["ebpf", "ebpf"]
             else:
-                assert all("mode ebpf, " in line for line in lines)
+                assert len([line for line in lines if "mode ebpf, " in line]) == 2
     assert other in engines.bench.agent.command("drops", *admin).stderr
 
 

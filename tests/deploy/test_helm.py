@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import tomllib
 from typing import Any
 
 import pytest
 import yaml
 
+from hybrid_proxy.controller import __version__
+
 from .helm import program
-from .manifests import DEPLOY, OVERLAYS, ROOT, build, one
+from .manifests import DEPLOY, OVERLAYS, build, one
 
 CHART = DEPLOY / "helm/hybrid-proxy"
 SERVER = "https://control-plane.invalid:6443"  # what deploy/base has
@@ -108,8 +109,7 @@ def test_values_reach_the_documents_and_the_pod() -> None:
 
 def test_it_is_a_chart_of_this_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     image = one("base", "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["image"]
-    assert chart["appVersion"] == project["version"] == image.partition(":")[2]
+    assert chart["appVersion"] == __version__ == image.partition(":")[2]
     linted = helm("lint", "--strict", str(CHART), "--set", f"apiServer={SERVER}")
     assert linted.returncode == 0, linted.stdout + linted.stderr
