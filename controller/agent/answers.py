@@ -35,7 +35,7 @@ from hybrid_proxy.dataplane.mode import PacketEvents, belongs
 from hybrid_proxy.dataplane.netfilter import translated_flows
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
 
-ANSWER_SECONDS: Final = 30.0
+ANSWER_SECONDS: Final = 9.0  # a command waits for ten
 
 
 @dataclass(slots=True)
@@ -45,14 +45,16 @@ class Query:
     request: p.Request
     answered: threading.Event = field(default_factory=threading.Event)
     answer: p.Answer | None = None
+    claim: threading.Lock = field(default_factory=threading.Lock)  # held for good: it is answered, or given up
 
 
 def ask(put: Callable[[Query], None], request: p.Request) -> p.Answer:
     """Put a request into the loop's queue and wait for the answer."""
     query = Query(request)
     put(query)
-    query.answered.wait(ANSWER_SECONDS)
-    return query.answer or p.FailedAnswer(f"the agent is busy and did not answer within {ANSWER_SECONDS:g} s")
+    if not query.answered.wait(ANSWER_SECONDS) and query.claim.acquire(blocking=False):
+        return p.FailedAnswer(f"the agent is busy: it did not begin with this within {ANSWER_SECONDS:g} s, and won't")
+    return query.answer or p.FailedAnswer(f"the agent is busy with this, for more than {ANSWER_SECONDS:g} s")
 
 
 @dataclass(slots=True)
@@ -71,6 +73,9 @@ class Answers:
     switch: Callable[[str | None], p.SwitchAnswer]
 
     def answer(self, query: Query) -> None:
+        """Do nothing for somebody who was told that nothing would be done."""
+        if not query.claim.acquire(blocking=False):
+            return
         try:
             query.answer = self._answer(query.request)
         except (ControllerError, DataplaneError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import socketserver
 import struct
@@ -116,13 +117,22 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         try:
-            reply = self.server.answer(REQUESTS.decode(self.rfile.readline(1 << 20)))
+            line = self.rfile.readline(1 << 20)
+            if self._asker_left():
+                return
+            reply = self.server.answer(REQUESTS.decode(line))
         except msgspec.MsgspecError as error:
             reply = FailedAnswer(f"the request is not understood, is this command of another version? ({error})")
         except TimeoutError as error:
             reply = FailedAnswer(str(error) or "no request in time")
         with contextlib.suppress(OSError):  # the asker left
             self.wfile.write(msgspec.json.encode(reply) + b"\n")
+
+    def _asker_left(self) -> bool:
+        """While this process was stopped, a command may have given up: what it asked for must not happen now."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLHUP)  # not when it only has no more to say
+        return bool(poll.poll(0))
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):

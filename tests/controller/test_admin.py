@@ -16,9 +16,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from hybrid_proxy.controller.agent import answers
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import REST_SECONDS, BusyError, Server, ask
-from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, GetStatus, StatusAnswer
+from hybrid_proxy.controller.serving.protocol import (
+    EventsAnswer,
+    FailedAnswer,
+    GetEvents,
+    GetStatus,
+    StatusAnswer,
+    SwitchMode,
+)
 
 
 class _Counting(Server):
@@ -71,6 +79,64 @@ def test_a_request_has_its_answer(tmp_path: Path) -> None:
         assert ask(str(server.path), GetEvents(7), EventsAnswer) == EventsAnswer([], 7, "ebpf", [])
     finally:
         server.close()
+
+
+class _Stopped(Server):
+    """Accepts nothing until it goes on, as a process that was stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self.goes_on, self.handled = threading.Event(), threading.Event()
+        self.asked: list[object] = []
+        super().__init__(path, self._answer)
+
+    def _answer(self, request: object) -> EventsAnswer:
+        self.asked.append(request)
+        return EventsAnswer([], 0, "ebpf", [])
+
+    def get_request(self) -> Any:
+        self.goes_on.wait()
+        return super().get_request()
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self.handled.set()
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_what_a_command_gave_up_does_not_happen_when_the_agent_goes_on(tmp_path: Path, gives_up: bool) -> None:
+    server = _Stopped(tmp_path / "socket")
+    try:
+        with socket.socket(socket.AF_UNIX) as asker:
+            asker.connect(str(server.path))
+            asker.sendall(msgspec.json.encode(SwitchMode("nftables")) + b"\n")
+            if gives_up:
+                asker.close()
+            else:
+                asker.shutdown(socket.SHUT_WR)
+            server.goes_on.set()
+            assert server.handled.wait(20)
+        assert server.asked == ([] if gives_up else [SwitchMode("nftables")])
+    finally:
+        server.goes_on.set()
+        server.close()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_request_that_waited_too_long_is_given_up_unless_it_has_begun(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "ANSWER_SECONDS", 0.01)
+    queries: list[answers.Query] = []
+
+    def put(query: answers.Query) -> None:
+        queries.append(query)
+        if begun:
+            query.claim.acquire()
+
+    answer = answers.ask(put, SwitchMode("nftables"))
+    assert isinstance(answer, FailedAnswer)
+    assert ("and won't" in answer.failed) is not begun
+    assert queries[0].claim.locked(), "the loop would do it all the same"
 
 
 @pytest.mark.parametrize(
