@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
-from hybrid_proxy.controller.commands.inspect import _status_lines
+from hybrid_proxy.controller.commands.columns import Screen
+from hybrid_proxy.controller.commands.status import lines
 from hybrid_proxy.workshop.lab.apiserver import ApiServer, service
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from hybrid_proxy.workshop.lab.network import Lab
@@ -43,9 +45,9 @@ def test_status_names_each_kind(start: Callable[..., Served], api: ApiServer, la
     until(lambda: "after the start" in agent.log.read_text(), "all of it", 20 * DEADLINES)
 
     assert kinds(agent) == {"Service": "read", "EndpointSlice": "read", "Node": "read", "ServiceCIDR": "not served"}
-    lines = [line.strip() for line in _status_lines(agent.status())]
-    assert "read: Services, EndpointSlices, Nodes" in lines
-    assert any(line.startswith("not served: ServiceCIDRs, since") for line in lines)
+    shown = [line.strip() for line in lines(agent.status(), Screen(), time.time())]
+    assert "read: Services, EndpointSlices, Nodes" in shown
+    assert any(line.startswith("ServiceCIDRs: not served since ") for line in shown), shown
 
 
 def test_the_first_event_is_not_late(start: Callable[..., Served], api: ApiServer) -> None:
