@@ -115,12 +115,17 @@ def test_the_cause_explains_what_was_found(found: ServiceFacts, cause: Cause, ce
     assert service(found)[:2] == (cause, certain)
 
 
-def test_an_unaffected_service_is_well_with_a_warning() -> None:
-    """A relay's connections are not forwarded: the firewall does not matter to the service."""
+@pytest.mark.parametrize(
+    ("mode", "mark"),
+    [("userspace", "warning"), ("ipvs", "warning"), ("ebpf", "problem"), ("nftables", "problem"), (None, "problem")],
+)
+def test_a_firewall_in_forward_is_harmless_to_modes_that_do_not_forward_alone(mode: str | None, mark: str) -> None:
+    """A relay's connections are not forwarded. In other modes one that succeeded was lucky."""
+    node = msgspec.structs.replace(WELL, programmed={mode: 1} if mode else {})
     lost = facts(tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP), rules=(DROP,), counted={DROP: 4})
-    _, _, findings = service(lost)
-    assert {each.mark for each in findings if each.cause == "firewall"} == {"warning"}
-    assert diagnose("shop/web", findings, lost.tried).well
+    _, _, findings = service(lost, node)
+    assert [each.mark for each in findings if each.cause == "firewall"] == [mark]
+    assert diagnose("shop/web", findings, lost.tried).well is (mark == "warning")
 
 
 def test_the_node_says_that_forwarding_is_off_and_no_firewall_is_suspected() -> None:

@@ -25,6 +25,7 @@ from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, socket_text
 
 NEARLY_FULL: Final = 0.9
+WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 AS_ROOT: Final = "run as root, on the node itself"
 SHOWN: Final = 3  # names in a sentence
 
@@ -483,8 +484,10 @@ def _on_the_way(facts: ServiceFacts, node: NodeFacts, lost: Sequence[Tried], *, 
     suspects = [rule for rule in facts.rules if "forward" in rule.hooks]
     where = f"from a pod to {_targets(lost)}" if lost else "to the service's address"
     seen = f"connections {where} fail, and from the node they do not" if lost else f"connections {where} fail"
-    mark: Mark = "warning" if served else "problem"
-    ease = "; the service is served all the same, because this mode does not forward its packets" if served else ""
+    # In other modes a connection that succeeded says nothing of the next one, which may be to another backend.
+    harmless = served and bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
+    mark: Mark = "warning" if harmless else "problem"
+    ease = "; the service is served all the same, because this mode does not forward its packets" if harmless else ""
     if counted:
         rule = counted[0]
         text = (
