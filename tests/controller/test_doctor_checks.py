@@ -24,6 +24,7 @@ from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.serving.protocol import TableFrontend, TablePort
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, WhenEmpty
+from tests.workshop.top.samples import agent_status, dataplane
 
 A, B = "10.0.0.1:8080", "10.0.0.2:8080"
 VIP = "10.96.0.1:80"
@@ -189,6 +190,17 @@ def test_without_rights_no_service_is_said_to_be_missing(packet: Packet | None) 
     node = msgspec.structs.replace(WELL, denied=True, unread="permission denied")
     cause, _, findings = service(facts(ports=(), packet=packet), node)
     assert (cause, [each.todo for each in findings]) == ("no-agent", ["run as root, on the node itself"])
+
+
+def test_a_service_port_of_which_all_backends_fail_comes_before_old_drops() -> None:
+    fails = msgspec.structs.replace(EVENT, what="fail", message="no answer", service="shop/web:http")
+    agent = agent_status(dataplane=dataplane(failing=["shop/web:http"]))
+    node = msgspec.structs.replace(WELL, agent=agent, events=(EVENT, EVENT, fails))
+    verdict = diagnose("node", list(node_findings(node)))
+    assert (verdict.cause, verdict.well) == ("backends-fail", False)
+    assert verdict.verdict == "all backends of 1 service port fail: shop/web:http"
+    drops = next(each.text for each in verdict.findings if each.subject == "drops")
+    assert drops == "in the last minutes: 1 x no answer (shop/web:http); 2 x no such source (shop/web:http)"
 
 
 def test_every_cause_has_its_place_in_the_order() -> None:

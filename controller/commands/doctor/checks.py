@@ -35,8 +35,9 @@ ORDER: Final[tuple[Cause, ...]] = (
     "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
     "no-endpoint", "no-local-endpoint", "forwarding-off", "firewall", "forwarding-loses", "backend-refuses",
     "backend-silent", "backend-unreachable", "backend-never-answers", "backend-closes", "kernel-differs", "other-proxy",
-    "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served", "drops",
-    "degraded", "ejected", "reverse-path", "refused-objects", "configuration", "empty-services", "untold",
+    "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served",
+    "backends-fail", "drops", "degraded", "ejected", "reverse-path", "refused-objects", "configuration",
+    "empty-services", "untold",
 )  # fmt: skip
 
 
@@ -134,6 +135,10 @@ def _agent_findings(agent: AgentStatus) -> Iterator[Finding]:
     yield from _source(agent)
     yield from _objects(agent)
     yield from _tables(agent)
+    if failing := agent.dataplane.failing:
+        text = f"all backends of {_many(len(failing), 'service port')} fail: {_some(failing)}"
+        todo = f"hybrid-proxy doctor {failing[0].partition(':')[0]}"
+        yield Finding("problem", "backends", text, todo, "backends-fail")
     for trouble in (*agent.health_checks.listeners.values(), *agent.health_checks.failed.values()):
         yield Finding("problem", "health checks", f"not served: {trouble}", "free the port", "not-served")
 
@@ -267,9 +272,12 @@ def _recent_drops(facts: NodeFacts) -> Finding:
     return Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
 
 
-def _by_reason(events: Iterable[PacketEvent]) -> str:
+def _by_reason(events: Sequence[PacketEvent]) -> str:
+    """How often each thing happened: failures of backends first, then what happened most."""
     counts = Counter((row.message, row.service or row.destination) for row in events)
-    return _some([f"{count} x {message} ({where})" for (message, where), count in counts.most_common()], "; ")
+    failed = {(row.message, row.service or row.destination) for row in events if row.what == "fail"}
+    rows = sorted(counts.most_common(), key=lambda row: row[0] not in failed)
+    return _some([f"{count} x {message} ({where})" for (message, where), count in rows], "; ")
 
 
 # A service, or a packet

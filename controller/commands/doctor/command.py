@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗", "unknown": "?"}
 STYLES: Final = {"ok": "green", "warning": "yellow", "problem": "bold red", "unknown": "dim"}
 MOST_SECONDS: Final = 30.0
+OTHERS: Final = ("map-full", "backends-fail")  # of other services: those of this one are found with it
 WIDTH: Final = 120  # of what is no terminal
 
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
     else:
         own = list(service_findings(service, node.facts))
         # Of the node only what can have to do with this service.
-        about = [each for each in findings if each.mark == "problem" and each.cause != "map-full"]
+        about = [each for each in findings if each.mark == "problem" and each.cause not in OTHERS]
         found = diagnose(service.asked, [*own, *about], service.tried, time.monotonic() - began)
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())

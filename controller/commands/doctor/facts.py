@@ -76,7 +76,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     conntrack: Fill | None = None
     empty: tuple[str, ...] = ()  # service ports that have no backend
     ejections: tuple[Ejection, ...] = ()
-    events: tuple[PacketEvent, ...] = ()  # drops and rejects of the last minutes
+    events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
     events_unknown: str = ""  # why there are none to be had
 
 
@@ -133,6 +133,7 @@ Cause = Literal[
     "api-unreachable",
     "conntrack-full",
     "not-served",
+    "backends-fail",
     "drops",
     "degraded",
     "ejected",

@@ -154,7 +154,7 @@ def _remembered(admin_socket: str, error: UnansweredError) -> tuple[tuple[Packet
 
 def _recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
     since = time.time() - RECENT_SECONDS
-    return tuple(row for row in events if row.what in ("drop", "refuse") and row.time >= since)
+    return tuple(row for row in events if row.what in ("drop", "refuse", "fail") and row.time >= since)
 
 
 def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[str, ...]:
@@ -268,7 +268,7 @@ def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> S
         rules=rules,
         counted=dict(counters),
         rules_unknown=rules_unknown,
-        events=tuple(row for row in events if _is_about(row, facts, attempts)),
+        events=tuple(row for row in events if row.what != "fail" and _is_about(row, facts, attempts)),
     )
 
 
