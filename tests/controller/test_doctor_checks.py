@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from hybrid_proxy.controller.commands.doctor.checks import ORDER, diagnose, node_findings, service_findings
+from hybrid_proxy.controller.commands.doctor.connect import speech_of
 from hybrid_proxy.controller.commands.doctor.facts import (
     Cause,
     Finding,
@@ -214,3 +215,17 @@ def test_a_problem_makes_the_exit_code_and_a_warning_does_not() -> None:
     assert not diagnose("node", [warning, problem]).well
     assert diagnose("node", [warning, problem]).cause == "no-agent"
     assert diagnose("node", [warning]).well
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "protocol", "waits"),
+    [("dns", 53, "UDP", True), ("dns-tcp", 53, "TCP", False), ("", 53, "TCP", False), ("http", 9000, "TCP", True)],
+)
+def test_an_answer_is_awaited_where_the_protocol_is_known(name: str, number: int, protocol: str, waits: bool) -> None:
+    assert speech_of(name, number, protocol).waits is waits
+
+
+def test_the_verdict_does_not_take_an_accepted_connection_for_one_without_an_answer() -> None:
+    connections = [*tried(A), *tried(B, "accepted", "accepted")]
+    text = diagnose("shop/web", [], connections).verdict
+    assert text == "shop/web is well: 2 of 4 connections were answered, and the others accepted"

@@ -71,7 +71,12 @@ def _verdict(target: str, problems: list[Finding], warnings: list[Finding], trie
     well = "the node is well" if target == "node" else f"{target} is well"
     if asked:
         answered = sum(each.outcome == "answered" for each in asked)
-        well += f": {answered} of {len(asked)} connections were answered" if answered else ": connections are accepted"
+        others = ", and the others accepted" if answered < len(asked) else ""
+        well += (
+            f": {answered} of {len(asked)} connections were answered{others}"
+            if answered
+            else ": connections are accepted"
+        )
     return f"{well}, but {warnings[0].text}" if warnings else well
 
 

@@ -64,6 +64,7 @@ class Attempt(NamedTuple):
 def speech_of(port_name: str, port: int, protocol: str, *, path: str | None = None, host: str = "") -> Speech:
     """What to say at a port of this name and number; `path` (of HTTP) overrules both.
 
+    DNS is asked by UDP alone: what listens by TCP may be anything, and a wrong guess looks like a server that hangs.
     `port_name` is that of the Service's port: the application protocol begins it by custom (`http-admin`, `grpc`).
     """
     word = port_name.lower().replace("_", "-").partition("-")[0]
@@ -77,8 +78,6 @@ def speech_of(port_name: str, port: int, protocol: str, *, path: str | None = No
         return Speech(_client_hello(host), waits=True)
     if word in ("grpc", "h2c", "http2"):
         return Speech(HTTP2, waits=True)
-    if word == "dns" or port == DNS_PORT:
-        return Speech(struct.pack(">H", len(DNS_QUESTION)) + DNS_QUESTION, waits=True)
     if word in GREETING:
         return Speech(waits=True)
     if port in TLS_PORTS:
