@@ -229,3 +229,12 @@ def test_the_verdict_does_not_take_an_accepted_connection_for_one_without_an_ans
     connections = [*tried(A), *tried(B, "accepted", "accepted")]
     text = diagnose("shop/web", [], connections).verdict
     assert text == "shop/web is well: 2 of 4 connections were answered, and the others accepted"
+
+
+def test_a_client_that_is_not_on_this_node_is_not_passed_over_in_silence() -> None:
+    cause, _, findings = service(facts(*GOOD, stranger="10.0.7.7"))
+    unknown = [each.text for each in findings if each.mark == "unknown"]
+    assert (cause, unknown) == (
+        "",
+        ["none was tried from 10.0.7.7: neither this node nor a pod of it has this address"],
+    )

@@ -449,6 +449,11 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     for each in facts.tried:
         if each.outcome == "failed":
             yield Finding("unknown", "connections", f"{each.target} could not be tried: {each.detail}")
+    if facts.stranger and facts.tried:
+        text = f"none was tried from {facts.stranger}: neither this node nor a pod of it has this address"
+        yield Finding(
+            "unknown", "connections", text, "for a pod, ask on its node; here the table was asked for this client"
+        )
     if facts.no_pod and facts.tried:
         text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
         yield Finding("unknown", "connections", text, "run doctor as root on the node itself")

@@ -99,6 +99,7 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     backends: tuple[BackendRow, ...] = ()
     tried: tuple[Tried, ...] = ()
     left_out: int = 0  # backends that were not tried, because there are very many
+    stranger: str = ""  # the client that was named, if it is neither this node nor a pod of it
     no_pod: str = ""  # why no connection was tried from a pod
     rules: tuple[Rule, ...] = ()  # before the connections
     counted: dict[Rule, int] = {}  # of these rules, what was counted during the connections

@@ -245,11 +245,13 @@ def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> S
     facts = _objects(args, packet, node)
     interfaces = links.read_node()
     own = interfaces.addresses
-    pods, no_pod = _pods({each.name for each in interfaces.interfaces if links.is_pod(each, (), (), ())})
+    source = facts.packet.src if facts.packet else str(ip_address(args.source)) if args.source else ""
+    pods, no_pod = _pods({each.name for each in interfaces.interfaces if links.is_pod(each, (), (), ())}, source)
     live, live_unknown = _live(args, facts, node, pods, own)
     facts = msgspec.structs.replace(facts, live=live, live_unknown=live_unknown)
     origins = [Origin("node", "", own)]
-    if (pod := _chosen(pods, facts)) is not None:
+    here = {*own, *(each for pod in pods for each in pod.addresses)}
+    if (pod := _chosen(pods, facts, source)) is not None:
         origins.append(Origin("pod", pod.path, pod.addresses))
         no_pod = ""
     idle = {one.entry for one in node.facts.agent.dataplane.unprogrammed} if node.facts.agent else set()
@@ -264,6 +266,7 @@ def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> S
         facts,
         tried=tuple(tried),
         left_out=left_out,
+        stranger=source if pods and source not in here else "",
         no_pod=no_pod,
         rules=rules,
         counted=dict(counters),
@@ -364,7 +367,7 @@ def _live(
         first = next(_frontends(facts.ports), None)
         if first is None or node.facts.agent is None:
             return None, ""
-        sources = [each for pod in pods for each in pod.addresses] + list(own)
+        sources = [args.source] * bool(args.source) + [each for pod in pods for each in pod.addresses] + list(own)
         source = next((each for each in sources if family_of(each) == first[0].family), None)
         if source is None:
             return None, ""
@@ -378,22 +381,21 @@ def _live(
         return None, str(error)
 
 
-def _pods(interfaces: Container[str]) -> tuple[list[namespaces.Pod], str]:
-    """Pods behind these interfaces; behind an uplink may be a namespace, too, and it is no pod."""
+def _pods(interfaces: Container[str], source: str) -> tuple[list[namespaces.Pod], str]:
+    """Pods behind these interfaces, that of the source among them; a namespace behind an uplink is no pod."""
     found: list[namespaces.Pod] = []
     try:
         for pod in namespaces.pods():
             found += [pod] if pod.interface in interfaces else []
-            if len(found) >= MOST_PODS:
+            if len(found) >= MOST_PODS and (not source or any(source in each.addresses for each in found)):
                 break
     except (OSError, DataplaneError) as error:
         return [], f"no pod could be entered: {error}"
     return found, "" if found else "no network namespace of a pod can be entered from here"
 
 
-def _chosen(pods: Sequence[namespaces.Pod], facts: ServiceFacts) -> namespaces.Pod | None:
-    """The pod that sent the packet, else one that is no backend, so that connections cross the node."""
-    source = facts.packet.src if facts.packet else ""
+def _chosen(pods: Sequence[namespaces.Pod], facts: ServiceFacts, source: str) -> namespaces.Pod | None:
+    """The pod that was named as the client, else one that is no backend, so that connections cross the node."""
     ends = {backend.address for port in facts.ports for each in port.backend_sets for backend in each.backends}
     usable = [pod for pod in pods if pod.addresses]
     return min(
