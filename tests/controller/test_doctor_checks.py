@@ -238,3 +238,11 @@ def test_a_client_that_is_not_on_this_node_is_not_passed_over_in_silence() -> No
         "",
         ["none was tried from 10.0.7.7: neither this node nor a pod of it has this address"],
     )
+
+
+@pytest.mark.parametrize(("ports", "mark"), [((), "problem"), ((port(A),), "warning")])
+def test_an_address_that_another_service_has_is_named(ports: tuple[TablePort, ...], mark: str) -> None:
+    message = "ClusterIP 10.96.0.1:80 TCP of shop/web:http belongs to shop/old"
+    node = msgspec.structs.replace(WELL, agent=agent_status(conflicts={"shop/web": [message], "shop/x": ["other"]}))
+    found = next(each for each in service(facts(ports=ports), node)[2] if each.subject == "object")
+    assert (found.mark, found.cause, found.text) == (mark, "object-refused", f"shop/web: {message}")

@@ -311,6 +311,16 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
             return [Finding(mark, "object", text, "correct the object", "object-refused")]
     if facts.packet is not None:
         return _destination(facts, node)
+    lost = [
+        Finding(
+            "warning" if _has_address(facts) else "problem", "object", f"{service}: {'; '.join(messages)}",
+            "give one of both another address", "object-refused",
+        )
+        for service, messages in (agent.conflicts.items() if agent else ())
+        if facts.name and belongs(facts.name, service)
+    ]  # fmt: skip
+    if lost:
+        return lost
     if facts.ports:
         names = dict.fromkeys(f"{port.name} ({port.protocol}, IPv{port.family})" for port in facts.ports)
         return [Finding("ok", "object", f"{', '.join(names)}")]
@@ -321,6 +331,10 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         text = "its backends cannot be found by its name, because no agent answers"
         return [Finding("problem", "object", text, "ask by its address: --to ADDRESS:PORT", "no-agent")]
     return [_unknown_name(facts)]
+
+
+def _has_address(facts: ServiceFacts) -> bool:
+    return any(port.frontends for port in facts.ports)
 
 
 def _unknown_name(facts: ServiceFacts) -> Finding:
@@ -334,7 +348,10 @@ def _unknown_name(facts: ServiceFacts) -> Finding:
         text = f'no service "{service}"'
     except UnknownName as error:
         text = str(error)
-    todo = "`hybrid-proxy services` lists what is served; headless and ExternalName Services are not"
+    todo = (
+        "`hybrid-proxy services` lists what is served; headless and ExternalName Services are not, nor those that "
+        "choose another proxy by their label service.kubernetes.io/service-proxy-name"
+    )
     return Finding("problem", "object", text, todo, "no-such-service")
 
 
