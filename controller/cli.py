@@ -462,7 +462,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="a packet's destination")
     doctor.add_argument("--path", metavar="PATH", help="ask backends for this path by HTTP, whatever the port's name")
     doctor.add_argument(
-        "--timeout", type=_seconds, default=2.5, metavar="SECONDS",
+        "--timeout", type=float, default=2.5, metavar="SECONDS",
         help="how long a connection, and then an answer, is waited for (default: 2.5)",
     )  # fmt: skip
     _admin(doctor)

@@ -32,7 +32,7 @@ def event_columns(screen: Screen, now: float | None) -> list[Column[PacketEvent]
 
     return [
         Column("AGE" if now is not None else "TIME", when),
-        Column("VERDICT", _verdict),
+        Column("VERDICT", _verdict, least=max(len(cell.text) for cell in VERDICTS.values())),
         Column("REASON", _reason, wrap=True),
         Column("SERVICE", lambda row: row.service),
         Column("PACKET", ends),
