@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -73,6 +74,8 @@ REFUSED = [
     pytest.param(["--from", "10.0.0.1", "--to", "10.0.0.2/icmp"], id="no service answers by ICMP"),
     pytest.param(["--from", "here", "--to", "10.0.0.1:80"], id="a source that is no address"),
     pytest.param(["shop/web", "--from", "here"], id="a client that is no address"),
+    pytest.param(["--timeout", "0"], id="no time at all"),
+    pytest.param(["--timeout", "nan"], id="a time that is no number"),
     pytest.param(["--timeout", "31"], id="too much time"),
     pytest.param(["-n", "shop"], id="a namespace without a service"),
     pytest.param(["shop/web", "-n", "other"], id="two namespaces"),
@@ -83,3 +86,9 @@ REFUSED = [
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_a_command_line_that_cannot_be_used_is_exit_code_2(arguments: list[str]) -> None:
     assert cli.main(["doctor", *arguments]) == 2
+
+
+def test_where_nothing_was_ever_programmed_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["doctor", "--admin-socket", str(tmp_path / "none.sock"), "--pin-root", str(tmp_path)]
+    assert cli.main(asked) == 1
+    assert "no agent runs: " in " ".join(capsys.readouterr().out.split())

@@ -70,8 +70,8 @@ def _packet(args: argparse.Namespace, pod_address: PodAddress) -> Packet | None:
         raise ConfigError("a service or a packet? name the service, or the packet's destination with --to")
     if args.source and not (args.target or args.service):
         raise ConfigError("--from needs a destination: --to DST:PORT/PROTO, or the name of a service")
-    if args.timeout > MOST_SECONDS:
-        raise ConfigError(f"--timeout: must be at most {MOST_SECONDS:g} seconds")
+    if not 0 < args.timeout <= MOST_SECONDS:  # nor is it NaN
+        raise ConfigError(f"--timeout: must be seconds, above 0 and at most {MOST_SECONDS:g}")
     args.flows, args.source_class = None, None
     find = partial(ask_agent, args.admin_socket)
     if args.service:

@@ -159,7 +159,8 @@ def _recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
 
 def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[str, ...]:
     """The agent looks every minute; what came since then is found here."""
-    modes = [agent.mode.effective] if agent else [name for name, _ in here.views] if here else [""]
+    modes = [agent.mode.effective] if agent else [name for name, _ in here.views] if here else []
+    modes = modes or [""]
     drains = [left.mode for left in agent.draining] if agent else modes[1:]
     found = find_other_proxies(modes[0], drains)
     if len(found.agents) < 2:  # the one is that of this node
