@@ -175,7 +175,9 @@ class Draining:
         """Each mode that drains."""
         now = time.monotonic()
         return [
-            DrainingMode(name, dict(left.flows), round(now - left.since, 1), left.counters)
+            DrainingMode(
+                name, dict(left.flows), round(now - left.since, 1), left.counters, counted=left.first is not None
+            )
             for name, left in self._left.items()
             if left.since is not None
         ]

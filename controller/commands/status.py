@@ -222,7 +222,7 @@ def _latency_text(change: ChangeLatency) -> str:
 def _draining_lines(left: DrainingMode, now: float) -> Iterator[str]:
     listed = f"; `hybrid-proxy flows --mode {left.mode}` lists them" if left.quiet else ""
     since = f"{duration(left.seconds)}, since {_clock(now - left.seconds)}"
-    yield f"mode {left.mode} drains for {since}: {left.text} are open{listed}"
+    yield f"mode {left.mode} drains for {since}: {left.text}{listed}"
     for row in left.quiet:
         idle = "" if row.idle is None else f"idle for {row.idle} s: "
         yield f"  {idle}{row.protocol} {row.client} -> {row.frontend}, backend {row.backend}, of {row.service or '-'}"

@@ -89,9 +89,7 @@ def _switch(args: argparse.Namespace) -> int:
         status = _waited(args.admin_socket, answer)
     left = _of(answer.before, status)
     done = Switched(answer.before, answer.mode, True, "", dict(left.flows) if left else {})
-    drains = (
-        f"mode {answer.before} drains: {left.text} are open" if left else f"nothing is left of mode {answer.before}"
-    )
+    drains = f"mode {answer.before} drains: {left.text}" if left else f"nothing is left of mode {answer.before}"
     _print(args, done, f"mode {answer.mode} serves; {drains}")
     return 0
 
@@ -155,7 +153,7 @@ def _waited(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
             return status
         if left.text != shown:
             shown = left.text
-            print(f"mode {answer.before} drains: {shown} are open", file=sys.stderr)
+            print(f"mode {answer.before} drains: {shown}", file=sys.stderr)
         time.sleep(COUNT_SECONDS)
 
 

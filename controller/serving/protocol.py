@@ -55,6 +55,7 @@ class DrainingMode(msgspec.Struct, frozen=True):
         mode: Its name.
         flows: How many flows are open, by protocol.
         seconds: For how long it has drained; every flow is older.
+        counted: Whether its flows were counted yet.
         counters: Events by reason, as of the mode that serves.
         quiet: Open flows that were idle for longest, at most three. `status` fills it in, unless very many are open.
     """
@@ -64,10 +65,12 @@ class DrainingMode(msgspec.Struct, frozen=True):
     seconds: float
     counters: dict[str, int] = {}
     quiet: list[FlowRow] = []
+    counted: bool = True
 
     @property
     def text(self) -> str:
-        return described(self.flows)
+        """What is open, as a sentence."""
+        return f"{described(self.flows)} are open" if self.counted else "its flows are not counted yet"
 
 
 class QueueStatus(msgspec.Struct, frozen=True):

@@ -105,6 +105,14 @@ def test_wide_adds_the_maps_and_pins() -> None:
     assert shown.startswith(text(WELL))
 
 
+def test_flows_that_were_not_counted_yet_are_not_none() -> None:
+    left = DrainingMode("ebpf", {}, 0.2, counted=False)
+    assert "its flows are not counted yet" in text(msgspec.structs.replace(WELL, draining=[left]))
+    assert "no flows are open" in text(
+        msgspec.structs.replace(WELL, draining=[msgspec.structs.replace(left, counted=True)])
+    )
+
+
 # fmt: off
 ONE_TROUBLE = (
     pytest.param({"error": "boom"},                                      Verdict.NOT_IN_SYNC, id="a-failed-sync"),

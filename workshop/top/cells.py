@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.controller.commands.columns import duration
+from hybrid_proxy.controller.serving.protocol import described
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
 __all__ = [
@@ -159,7 +160,9 @@ def head(shown: Snapshot) -> Sequence[str]:
     mode = status.mode
     asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
     sync = "in sync" if status.synced else "NOT in sync"
-    drains = "".join(f"   {left.mode} drains for {duration(left.seconds)}: {left.text}" for left in status.draining)
+    drains = "".join(
+        f"   {left.mode} drains for {duration(left.seconds)}: {described(left.flows)}" for left in status.draining
+    )
     agent = f"agent up {duration(status.uptime_seconds)}, {size(status.memory_bytes)}"
     return f"node {status.node}   mode {mode.effective}{asked}{drains}   {sync}   {agent}", _totals(shown)
 
