@@ -213,7 +213,7 @@ def test_flows_of_both_modes_are_listed(bench: Bench) -> None:
 
 
 def test_what_cannot_be_done_is_refused_and_changes_nothing(bench: Bench) -> None:
-    assert "no mode floppy" in refused(bench, "floppy")
+    assert "no mode 'floppy'" in refused(bench, "floppy")
     assert "serves already" in refused(bench, "ebpf")
     assert "name one" in refused(bench, "--back")
     assert "--back" in refused(bench)
