@@ -11,7 +11,6 @@ import io
 import os
 import platform
 import socket
-import subprocess
 import sys
 import tarfile
 import time
@@ -26,6 +25,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.commands.redact import redact
+from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import programmed
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import ask, socket_path
@@ -131,7 +131,7 @@ def _gathered(args: argparse.Namespace, deadline: float) -> tuple[dict[str, byte
         name = running[future]
         try:
             text = redact(future.result())
-        except (ControllerError, DataplaneError, OSError, ValueError, subprocess.SubprocessError) as error:
+        except (ControllerError, DataplaneError, OSError, ValueError) as error:
             missing[name] = redact(str(error))
         else:
             contents[name] = _cut(text.encode(errors="replace"), end=name.startswith("agent/log"))
@@ -308,11 +308,7 @@ def _output(*argv: str) -> str:
     Raises:
         OSError: it is not installed, failed, or took too long.
     """
-    path = os.pathsep.join(filter(None, (os.environ.get("PATH"), "/usr/sbin", "/sbin")))
-    done = subprocess.run(
-        argv, env=os.environ | {"PATH": path, "LC_ALL": "C"}, stdin=subprocess.DEVNULL, capture_output=True,
-        timeout=TOOL_SECONDS, check=False,
-    )  # fmt: skip
+    done = run_tool(argv, TOOL_SECONDS)
     if done.returncode:
-        raise OSError(f"{' '.join(argv)}: {done.stderr.decode(errors='replace').strip()[:300]}")
-    return done.stdout.decode(errors="replace")
+        raise OSError(f"{' '.join(argv)}: {done.stderr.strip()[:300]}")
+    return done.stdout

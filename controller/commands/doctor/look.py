@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from ipaddress import ip_address, ip_network
@@ -17,6 +16,7 @@ import msgspec
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, Rule, ServiceFacts
 from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft
+from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
@@ -54,10 +54,11 @@ FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"
 
 
 class Node(NamedTuple):
-    """What is known of the node, and what is programmed on it."""
+    """What is known of the node, and what is programmed on it; `rows` are its service ports."""
 
     facts: NodeFacts
     here: Programmed | None
+    rows: list[ServiceRow]
 
 
 def at_node(args: argparse.Namespace) -> Node:
@@ -95,7 +96,7 @@ def at_node(args: argparse.Namespace) -> Node:
         events=events,
         events_unknown=events_unknown,
     )
-    return Node(facts, here)
+    return Node(facts, here, rows)
 
 
 def reverse_path_drops() -> int | None:
@@ -223,16 +224,7 @@ def _run(*argv: str) -> str:
     Raises:
         OSError: it is not installed, failed, or took too long.
     """
-    path = os.pathsep.join(filter(None, (os.environ.get("PATH"), "/usr/sbin", "/sbin")))
-    try:
-        done = subprocess.run(
-            argv, env=os.environ | {"PATH": path, "LC_ALL": "C"}, capture_output=True, text=True,
-            timeout=TOOL_SECONDS, check=False,
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise OSError(f"{argv[0]} is not installed") from None
-    except subprocess.SubprocessError as error:
-        raise OSError(str(error)) from error
+    done = run_tool(argv, TOOL_SECONDS)
     if done.returncode:
         raise OSError(f"{argv[0]}: {done.stderr.strip().partition(chr(10))[0]}")
     return done.stdout
@@ -291,7 +283,7 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
                 verdicts = ask(args.admin_socket, GetTable(None, packets), TableAnswer).verdicts
     if packet is not None and verdicts:
         name = verdicts[0].service
-    rows = [row for row in _rows(node.here) if _is_meant(row, name, packet)]
+    rows = [row for row in node.rows if _is_meant(row, name, packet)]
     if not name and rows:
         name = rows[0].name
     backends = _backends(node, rows, name) if rows or name else ()
@@ -299,7 +291,7 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
         ports, services = answer.ports, answer.services
     else:
         ports = [_port_of(row, backends) for row in rows]
-        services = [] if rows else sorted({(row.name or "").partition(":")[0] for row in _rows(node.here) if row.name})
+        services = [] if rows else sorted({(row.name or "").partition(":")[0] for row in node.rows if row.name})
     return ServiceFacts(
         asked=asked,
         name=name,
