@@ -78,8 +78,9 @@ def _look(args: argparse.Namespace, look: _Look) -> _Found:
 
 
 def _services(here: Programmed, args: argparse.Namespace) -> _Found:
-    asked = here.asked(args.service, args.namespace)
-    rows = [row for row in here.services() if asked.has(row.name)]
+    known = here.services()
+    asked = here.asked(args.service, args.namespace, known)
+    rows = [row for row in known if asked.has(row.name)]
     return _Found(rows, listings.service_columns(rows, here.agent.ejections if here.agent else ()))
 
 

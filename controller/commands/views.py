@@ -46,8 +46,10 @@ class Programmed(NamedTuple):
         """A row for each backend of each service port, or of this one's alone (see `View.backends`)."""
         return _of_mode((name, view.backends(of)) for name, view in self.views)
 
-    def asked(self, service: str | None, namespace: str | None = None) -> Asked:
-        """The service that somebody named (see `asked_for`), which must be programmed here.
+    def asked(
+        self, service: str | None, namespace: str | None = None, known: Iterable[ServiceRow] | None = None
+    ) -> Asked:
+        """The service that somebody named (see `asked_for`), which must be programmed here: one of `known`, if read.
 
         Raises:
             ControllerError: it is not (UnknownName), or no agent runs that knows names.
@@ -56,7 +58,7 @@ class Programmed(NamedTuple):
         asked = asked_for(service, namespace)
         if not any(asked):
             return asked
-        names = {row.name for row in self.services()}
+        names = {row.name for row in (self.services() if known is None else known)}
         if names == {None}:
             raise ControllerError(f"{self.note}; without names there is only the list of all services")
         return checked(asked, names)
