@@ -243,7 +243,7 @@ class TranslatingMode(NetfilterMode):
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         """With those of the node's own sockets to a backend that would lose a port that conntrack gave them."""
-        backends = {(at.address, at.port, int(entry.protocol)) for entry in table.entries() for at in entry.serving}
+        backends = ((at.address, at.port, int(entry.protocol)) for entry in table.entries() for at in entry.serving)
         return open_flows(frontends(table)) + open_renumbered(backends)
 
     def abandon(self, table: ServiceTable) -> None:

@@ -177,7 +177,7 @@ def open_flows(services: Mapping[Key, str | None], at: Collection[Place] | None 
     )
 
 
-def open_renumbered(backends: Collection[Place]) -> Counter[str]:
+def open_renumbered(backends: Iterable[Place]) -> Counter[str]:
     """How many flows to these places are not over of which conntrack changed nothing but the client's port.
 
     A socket of this node that goes to a backend by itself may have the port of a flow that conntrack translates to
@@ -186,21 +186,20 @@ def open_renumbered(backends: Collection[Place]) -> Counter[str]:
     Raises:
         OSError: conntrack cannot be read.
     """
-    packed = _packed(backends)
-    found = Counter[str]()
-    for protocol in sorted({protocol for _, _, protocol in packed}):
-        for family in (4, 6):
-            for entry in dump(family, protocol, status=MASQUERADED):
-                place = (entry.destination, entry.destination_port, entry.protocol)
-                if (
-                    place in packed
-                    and place == (entry.answerer, entry.answerer_port, entry.protocol)
-                    and entry.peer == entry.source
-                    and entry.peer_port != entry.source_port
-                    and _state(entry) != "closed"
-                ):
-                    found[Protocol(protocol).name] += 1
-    return found
+    found = [
+        entry
+        for family in (4, 6)
+        for entry in dump(family, status=MASQUERADED)
+        if (entry.answerer, entry.answerer_port) == (entry.destination, entry.destination_port)
+        and entry.peer == entry.source
+        and entry.peer_port != entry.source_port
+    ]
+    packed = _packed(backends) if found else ()  # often there is none, and backends are many
+    return Counter(
+        Protocol(entry.protocol).name
+        for entry in found
+        if (entry.destination, entry.destination_port, entry.protocol) in packed and _state(entry) != "closed"
+    )
 
 
 def delete_translated(services: Mapping[Key, str | None], at: Collection[Place] | None = None) -> int:
