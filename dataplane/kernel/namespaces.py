@@ -51,7 +51,7 @@ class Pod(NamedTuple):
 
 
 @contextlib.contextmanager
-def inside(path: str) -> Iterator[None]:
+def inside(path: str | Path) -> Iterator[None]:
     """The calling thread is in that namespace until the block ends; sockets stay where they were opened.
 
     Raises:
@@ -61,7 +61,7 @@ def inside(path: str) -> Iterator[None]:
     try:
         wanted = os.open(path, os.O_RDONLY)
         try:
-            _enter(wanted, path)
+            _enter(wanted, str(path))
         finally:
             os.close(wanted)
         try:

@@ -7,54 +7,24 @@ within stay where they were opened.
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from hybrid_proxy.dataplane.kernel.namespaces import CLONE_NEWNET, inside
+
 __all__ = ["CLONE_NEWNET", "DEADLINES", "FOLDER", "PATIENCE", "cgroup2_root", "command", "inside", "is_current"]
 
-CLONE_NEWNET: Final = 0x40000000
 FOLDER: Final = Path("/run/netns")
 # How many times as long everything takes: more than 1 where the processor is emulated.
 PATIENCE: Final = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))
 # How many times as long as usual a deadline is. Nobody waits for a deadline that is met, and other processes may take
 # the processors for seconds: so it is much longer than an idle machine needs.
 DEADLINES: Final = max(PATIENCE, 6.0)
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 # The process joins its cgroup before the namespace: the cgroup folder is found in the first mounts.
 _JOIN: Final = 'echo $$ > "$1/cgroup.procs" && shift && net="$1" && shift && exec nsenter --net="$net" -- "$@"'
-
-
-@contextmanager
-def inside(path: Path) -> Iterator[None]:
-    """The calling thread is in the namespace bound at `path` until the block ends.
-
-    Raises:
-        OSError: no such namespace, or no CAP_SYS_ADMIN.
-    """
-    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    try:
-        wanted = os.open(path, os.O_RDONLY)
-        try:
-            _enter(wanted, str(path))
-        finally:
-            os.close(wanted)
-        try:
-            yield
-        finally:
-            _enter(before, "the namespace it came from")
-    finally:
-        os.close(before)
-
-
-def _enter(descriptor: int, name: str) -> None:
-    if _LIBC.setns(descriptor, CLONE_NEWNET) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot enter {name}: {os.strerror(number)}")
 
 
 def is_current(path: Path) -> bool:
