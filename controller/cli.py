@@ -282,8 +282,8 @@ the metric hybrid_proxy_events_total count all of them. docs/counters.md explain
 command shows what the last one wrote down, and what the programs have reported since.
 
 verdicts:
-  DROPPED   nobody was told
-  REJECTED  the client was told, by a reset or an ICMP error
+  DROPPED   without an answer
+  REJECTED  with a reset or an ICMP error to the client
   FAILED    a backend refused a connection, or did not answer
   NOTED     the packet went on, with a remark
 

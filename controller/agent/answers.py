@@ -73,7 +73,7 @@ class Answers:
     switch: Callable[[str | None], p.SwitchAnswer]
 
     def answer(self, query: Query) -> None:
-        """Do nothing for somebody who was told that nothing would be done."""
+        """Answer, unless the asker has given up."""
         if not query.claim.acquire(blocking=False):
             return
         try:
