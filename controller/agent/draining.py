@@ -125,14 +125,19 @@ class Draining:
             table: what it serves.
             max_lost: how many flows that cannot be moved may end.
 
+        Returns:
+            What was moved: nothing of a mode whose last flow was over before.
+
         Raises:
-            ControllerError: the mode does not drain, or some flows could not be moved after all and stay with it.
+            ControllerError: the mode may still take new flows, or some could not be moved after all and stay with it.
             DataplaneError, OSError: what has not been moved goes on draining.
         """
-        left = self._left.get(name)
-        if left is None or not left.drains:
-            raise ControllerError(f"mode {name} does not drain")
         with self._lock:
+            left = self._left.get(name)
+            if left is None or left.over:
+                return HandOver({}, {})
+            if not left.drains:
+                raise ControllerError(f"mode {name} may still take new flows: the agent's log says why; try again")
             done = hand_over(left.programmer, serving, table, max_lost)
             if done.lost > max_lost:
                 reasons = ", ".join(f"{count}: {reason}" for reason, count in done.left.items())
