@@ -21,11 +21,14 @@ CLANG    ?= clang
 INCLUDES := -I/usr/include/$(shell uname -m)-linux-gnu
 CFLAGS_BPF := -O2 -g -target bpf -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare $(INCLUDES)
 
-# $(call quiet,words) says what is being done; V=1 shows the commands too.
+# A step of the installation is one line. What its command prints is shown if it fails; V=1 shows all of it.
+# $(call step,words,command)
 ifeq ($(V),1)
 Q :=
+step = echo "$(1)"; $(2)
 else
 Q := @
+step = echo "$(1)"; log=$$(mktemp); ( $(2) ) >$$log 2>&1 || { code=$$?; cat $$log >&2; rm $$log; exit $$code; }; rm $$log
 endif
 
 .PHONY: help demo test test-quick test-long test-kernels check bench compare compare-vm setup vm bpf docs pictures format clean
@@ -34,7 +37,7 @@ endif
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: setup ## show the main job on this machine, in namespaces of its own (root; under a minute)
+demo: $(STAMPS)/agent bpf ## show the main job on this machine, in namespaces of its own (root; under a minute)
 	$(Q)$(VENV)/bin/hybrid-proxy lab demo
 
 # Most tests wait rather than compute: there are more workers than processors. Without IPVS in this kernel, its tests
@@ -132,8 +135,7 @@ build/%: %.c
 define packages
 	@missing=$$(for p in $(1); do dpkg -s $$p >/dev/null 2>&1 || printf '%s ' $$p; done); \
 	if [ -n "$$missing" ]; then \
-		echo "apt      $$missing"; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+		$(call step,apt      $$missing,apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $$missing); \
 	fi
 endef
 
@@ -144,26 +146,24 @@ $(STAMPS)/vm: Makefile $(STAMPS)/apt
 
 # What answers in `compare`, and what reads alerts: unpacked, because the installed packages would start servers here.
 $(TOOLS)/nginx:
-	@echo "apt      nginx (unpacked to build/tools)"
-	$(Q)mkdir -p build/tools && cd build/tools && apt-get download -qq nginx && dpkg -x nginx_*.deb . && rm nginx_*.deb
+	@$(call step,apt      nginx (unpacked to build/tools),mkdir -p build/tools && cd build/tools && apt-get download -q nginx && dpkg -x nginx_*.deb . && rm nginx_*.deb)
 	@touch $@
 
 $(PROMTOOL):
-	@echo "apt      promtool (unpacked to build/tools)"
-	$(Q)mkdir -p build/tools && cd build/tools && apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	@$(call step,apt      promtool (unpacked to build/tools),mkdir -p build/tools && cd build/tools && apt-get download -q prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb)
 	@touch $@
 
 # What checks deploy/, vagrant/ and the screen of `top`, and compares modes. Without these the tests that need them are skipped, and say so.
 $(STAMPS)/lab: Makefile tests/deploy/kubectl.py tests/deploy/helm.py $(TOOLS)/nginx $(PROMTOOL) $(STAMPS)/apt $(STAMPS)/venv
 	$(call packages,$(APT_LAB) $(APT_COMPARE))
-	-$(Q)$(PYTHON) -m tests.deploy.kubectl
-	-$(Q)$(PYTHON) -m tests.deploy.helm
+	-@$(call step,kubectl  for the tests of deploy/,$(PYTHON) -m tests.deploy.kubectl)
+	-@$(call step,helm     for the tests of deploy/,$(PYTHON) -m tests.deploy.helm)
 	@touch $@
 
 # What `hybrid-proxy trace` measures with. Without it the tests of that are skipped, and say so.
 $(STAMPS)/trace: Makefile workshop/tracing/headers.py $(STAMPS)/apt $(STAMPS)/venv
 	-$(call packages,$(APT_TRACE))
-	-$(Q)$(PYTHON) -m hybrid_proxy.controller trace --fetch-headers >/dev/null
+	-@$(call step,headers  of this kernel (for trace),$(PYTHON) -m hybrid_proxy.controller trace --fetch-headers)
 	@touch $@
 
 $(STAMPS)/apt: Makefile
@@ -172,8 +172,11 @@ $(STAMPS)/apt: Makefile
 	@test -x $(PYTHON) || { echo "venv     $(VENV)"; python3 -m venv $(VENV); }
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/venv: pyproject.toml setup.py $(wildcard dataplane/kernel/*_build.py) $(STAMPS)/apt
-	@echo "pip      hybrid-proxy and its development tools"
-	$(Q)$(PYTHON) -m pip install --quiet --upgrade 'pip>=25.1'
-	$(Q)$(PYTHON) -m pip install --quiet --group dev --editable '.[compare]'
+# What runs an agent and the lab; then what tests, benchmarks and compares them.
+$(STAMPS)/agent: pyproject.toml setup.py $(wildcard dataplane/kernel/*_build.py) $(STAMPS)/apt
+	@$(call step,pip      hybrid-proxy,$(PYTHON) -m pip install --editable .)
+	@touch $@
+
+$(STAMPS)/venv: $(STAMPS)/agent
+	@$(call step,pip      the development tools,$(PYTHON) -m pip install --upgrade 'pip>=25.1' && $(PYTHON) -m pip install --group dev --editable '.[compare]')
 	@touch $@
