@@ -24,6 +24,7 @@ from hybrid_proxy.controller.semantics.entries import (
     health_check,
     node_network,
 )
+from hybrid_proxy.controller.semantics.shards import Shards
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 
 Key = tuple[str | int, int, Protocol]  # address (or family, for a node port), port, protocol
@@ -36,6 +37,7 @@ class Builder:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._table = EMPTY
+        self._services = Shards[Entries]()
         self._claims = _Claims()
         self._asked: tuple[Node | None, tuple[str, ...], tuple[str, ...]] | None = None
         self._basis: object = None
@@ -120,16 +122,9 @@ class Builder:
         ports = tuple(sorted({check.port for check in self._checks.values()}))
         if not changed and network == last.node and ports == last.health_ports:
             return last
-        services = last.services
-        if changed:
-            services = dict(services)
-            for name, new in changed.items():
-                if new:
-                    services[name] = new
-                else:
-                    del services[name]
+        self._services = self._services.replaced(changed)
         self._table = ServiceTable(
-            services=services,
+            services=self._services,
             node=network,
             generation=last.generation + 1,
             base=last.generation,

@@ -100,7 +100,7 @@ def _changes(plan: Plan, view: View, counts: dict[int, int], changes: int) -> Se
             for number in range(changes):
                 index = number * STEP % len(counts)
                 counts[index] -= 1
-                seconds.append(_change(plan, view, agent, index, counts[index]))
+                seconds.append(timed_change(plan, view, agent, index, counts[index]))
                 time.sleep(plan.pause)
         latency, memory = agent.running_status().change_seconds, agent.memory()["VmRSS"]
         own = {"p50": latency.p50 or 0.0, "p99": latency.p99 or 0.0}
@@ -112,7 +112,7 @@ def _changes(plan: Plan, view: View, counts: dict[int, int], changes: int) -> Se
     return Seen(seconds, own, memory, control)
 
 
-def _change(plan: Plan, view: View, agent: ApiAgent, index: int, wanted: int) -> float:
+def timed_change(plan: Plan, view: View, agent: ApiAgent, index: int, wanted: int) -> float:
     """Seconds from the API server's write to the kernel; where that cannot be seen, until the agent says so."""
     before = view.state(index)
     done = _done(agent) if before is None else 0

@@ -91,7 +91,7 @@ class Loops:
 @contextlib.contextmanager
 def loops() -> Iterator[Loops]:
     """One service, its flows, and the loops."""
-    options = Options(max_flows=262_144)
+    options = Options(max_services=32_768, max_backends=262_144, max_slots=262_144, max_flows=262_144)
     with (
         pin_folder() as folder,
         contextlib.closing(MapSet(folder, options)) as maps,

@@ -20,6 +20,7 @@ from hybrid_proxy.controller.kubernetes.model import Upserted
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.entries import Settings
 from hybrid_proxy.controller.semantics.tables import Builder
+from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.kernel.netlink import attribute, nested, string
 from hybrid_proxy.dataplane.kernel.nfnetlink import NFPROTO, Nfnetlink
 from hybrid_proxy.dataplane.kernel.xtables import Xtables
@@ -98,6 +99,10 @@ class View:
         """All services, as the kernel has them."""
         raise NotImplementedError
 
+    def rules(self, status: AgentStatus) -> int:
+        """Entries of maps, elements of sets and maps, or rules, that follow the cluster's size."""
+        raise NotImplementedError
+
     def loaded(self, counts: Mapping[int, int]) -> float:
         """Seconds for something else to load the same cluster; the agent has ended."""
         raise NotImplementedError
@@ -142,6 +147,11 @@ class EbpfView(View):
         """By every step that the programs take."""
         with contextlib.closing(kit.Kernel(self.lab)) as kernel:
             return {address: set(kernel.backends_of(number)) for address, number in kernel.ids().items()}
+
+    def rules(self, status: AgentStatus) -> int:
+        """Entries in use of the maps that grow."""
+        assert status.dataplane.ebpf is not None
+        return sum(row.used or 0 for row in status.dataplane.ebpf.maps.values())
 
     def loaded(self, counts: Mapping[int, int]) -> float:
         """The official client's typed lists."""
@@ -210,6 +220,11 @@ class NftablesView(View):
             if slot < pick.backends:
                 found[str(address)].add(f"{backend[0]}:{backend[1]}")
         return found
+
+    def rules(self, status: AgentStatus) -> int:  # noqa: ARG002 - the kernel is asked
+        """Elements of all sets and maps."""
+        with contextlib.closing(Kernel(TABLE, SETS, chain_named)) as kernel:
+            return sum(len(kernel.contents(IPV4, name)) for name in SETS)
 
     def loaded(self, counts: Mapping[int, int]) -> float:
         """`nft` parses and sends the same elements."""
@@ -296,6 +311,11 @@ class IptablesView(View):
         for row in view.backends():
             found.setdefault(str(row.service), set()).add(row.address)
         return {row.frontends[0].rpartition(":")[0]: found[str(row.name)] for row in view.services()}
+
+    def rules(self, status: AgentStatus) -> int:
+        """Rules of all tables."""
+        assert status.dataplane.iptables is not None
+        return sum(sum(tables.values()) for tables in status.dataplane.iptables.rules.values())
 
     def loaded(self, counts: Mapping[int, int]) -> float:  # noqa: ARG002 - it loads what the last agent had
         """One restore as one would write it: all chains, then all rules, in no particular order."""

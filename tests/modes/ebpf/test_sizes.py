@@ -33,7 +33,7 @@ def test_every_map_that_grows_has_a_bound_a_floor_and_a_setting() -> None:
 
 def test_a_start_is_small() -> None:
     assert least(UPPER) == {
-        "services": 1024, "backends": 8192, "slots": 8192, "frontends4": 65_536, "frontends6": 65_536
+        "services": 1024, "backends": 8192, "slots": 8192, "frontends4": 131_072, "frontends6": 131_072
     }  # fmt: skip
 
 
@@ -50,8 +50,8 @@ SIZES = [
     ("services", 683,     2048),
     ("services", 10_001,  15360),
     ("backends", 100_001, 155_648),
-    ("slots",    200_000, 262144),  # the bound
-    ("frontends4", 10,    65536),  # takes no memory before it is used
+    ("slots",    4_000_000, 1 << 22),  # the bound
+    ("frontends4", 10,    131_072),  # takes no memory before it is used
 ]  # fmt: skip
 
 

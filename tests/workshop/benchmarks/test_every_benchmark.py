@@ -7,12 +7,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybrid_proxy.workshop.benchmarks.__main__ import available, run
 from hybrid_proxy.workshop.benchmarks.api_scale import Load
+from hybrid_proxy.workshop.benchmarks.scale import Size
 
 CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
 ROUNDS = {"ROUNDS": 1}
@@ -54,6 +56,12 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
     "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
     "relists": {"relists": {**CLUSTER, "RELISTS": 1, "RATE": 50.0, "AWAY": 1, "SETTLED": 0.2}},
+    "scale": {
+        "scale": {
+            "SIZES": (Size(20, 3),), "CHANGES": 3, "SETTLED": 0.1, "PAUSE": 0.0, "MODES": ("ebpf",),
+            "PLOT": Path(os.devnull),
+        }
+    },
     "selection": {"selection": {**ROUNDS, "SERVICES": 64, "BACKENDS": 4, "TOTAL": 256, "CHOICES": 1 << 10}},
     "soak": {"soak": {**CLUSTER, "SECONDS": 2.0, "CONNECTIONS": 50, "CHANGES": 20, "SAMPLES": 8}},
     "start": {"start": {**CLUSTER, "RUNS": {"ebpf": 1}}},

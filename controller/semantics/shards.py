@@ -1,0 +1,52 @@
+"""PURE. A mapping by name of which a changed copy costs what changed, however long it is.
+
+A dictionary of 50,000 services takes 2 ms to copy, which is more than all else that one change costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final, Generic, Self, TypeVar
+from zlib import crc32
+
+_SHARDS: Final = 512  # at 65,536 names each has 128
+
+Value = TypeVar("Value")
+
+
+class Shards(Mapping[str, Value], Generic[Value]):
+    """Never changes. Names are in the same order in every process that made the same copies."""
+
+    __slots__ = ("_count", "parts")
+
+    def __init__(self, parts: Sequence[Mapping[str, Value]] = ({},) * _SHARDS, count: int = 0) -> None:
+        self.parts = parts  # copies share those in which nothing changed
+        self._count = count
+
+    def replaced(self, changed: Mapping[str, Value]) -> Self:
+        """A copy with these values; a name whose value is empty is not in it."""
+        if not changed:
+            return self
+        parts, own, count = [*self.parts], dict[int, dict[str, Value]](), self._count
+        for name, value in changed.items():
+            number = crc32(name.encode()) % _SHARDS
+            if number not in own:
+                own[number] = parts[number] = {**parts[number]}
+            part = own[number]
+            count -= name in part
+            if value:
+                part[name] = value
+                count += 1
+            else:
+                part.pop(name, None)
+        return type(self)(parts, count)
+
+    def __getitem__(self, name: str) -> Value:
+        return self.parts[crc32(name.encode()) % _SHARDS][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(self.parts)
+
+    def __len__(self) -> int:
+        return self._count
