@@ -1,7 +1,7 @@
 """Our filters at clsact qdiscs, for kernels without TCX links: attached, detached, and checked for drift.
 
 The kernel reports when a filter or a qdisc changes, and only then the filters are read. pyroute2 does not decode the
-id of a filter's program, so that dump is unpacked here.
+id of a filter's program, so that dump is unpacked here. Where the kernel has TCX, nothing imports pyroute2.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pyroute2 import IPRoute
-from pyroute2.netlink.exceptions import NetlinkError
-from pyroute2.netlink.rtnl import RTM_GETTFILTER, RTMGRP_TC
-
 from hybrid_proxy.dataplane.kernel.attachment import program_number
 from hybrid_proxy.dataplane.kernel.bpf import BpfError
 from hybrid_proxy.dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, NetlinkFailed, attributes
 
+RTM_GETTFILTER, RTMGRP_TC = 46, 8  # linux/rtnetlink.h
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3  # TC_H_CLSACT with TC_H_MIN_INGRESS and TC_H_MIN_EGRESS
 PRIORITY: Final = 1
 HANDLE: Final = 0x4850  # "HP": our filters have this handle and a name of ours
@@ -31,6 +28,9 @@ _TCMSG: Final = struct.Struct("=B3xiIII")  # family, interface, handle, parent, 
 
 def attach(index: int, program: int, name: str, *, ingress: bool) -> None:
     """Attach or replace our filter of this name at an interface's clsact qdisc, which is made if need be."""
+    from pyroute2 import IPRoute
+    from pyroute2.netlink.exceptions import NetlinkError
+
     parent = INGRESS if ingress else EGRESS
     with IPRoute() as ip:
         try:
@@ -56,6 +56,9 @@ def _is_ours(found: Any) -> bool:
 
 def detach(index: int) -> int:
     """Remove our filters from an interface, and no others; returns how many there were."""
+    from pyroute2 import IPRoute
+    from pyroute2.netlink.exceptions import NetlinkError
+
     removed = 0
     with IPRoute() as ip:
         for parent in (INGRESS, EGRESS):

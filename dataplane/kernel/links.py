@@ -8,38 +8,59 @@ in the options replace either half of the rule.
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
+from typing import Final
 
 import msgspec
-from pyroute2 import IPRoute
-from pyroute2.netlink.exceptions import NetlinkError
-from pyroute2.netlink.rtnl import (
-    RTMGRP_IPV4_IFADDR,
-    RTMGRP_IPV4_ROUTE,
-    RTMGRP_IPV6_IFADDR,
-    RTMGRP_IPV6_ROUTE,
-    RTMGRP_LINK,
-    rt_scope,
-    rt_type,
-)
 
-from hybrid_proxy.dataplane.kernel.netlink import NLM_F_DUMP, ROUTE, Events, Message, Netlink, attributes
+from hybrid_proxy.dataplane.kernel.netlink import (
+    AF,
+    NLM_F_DUMP,
+    ROUTE,
+    Events,
+    Message,
+    Netlink,
+    NetlinkFailed,
+    attribute,
+    attributes,
+)
+from hybrid_proxy.dataplane.table import family_of
 
 POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
-UNICAST, LOCAL, BROADCAST, MAIN_TABLE = rt_type["unicast"], rt_type["local"], rt_type["broadcast"], 254
 UPLINK_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
 SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addresses are services'
-RTNLGRP_IPV4_NETCONF = 24  # IPv4's settings of interfaces, such as rp_filter
-GROUPS = (
-    RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_ROUTE
-    | 1 << (RTNLGRP_IPV4_NETCONF - 1)
-)  # fmt: skip
+# linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h
+GET_LINK, GET_ADDRESS, GET_ROUTE = 18, 22, 26
+IFLA_ADDRESS, IFLA_IFNAME, IFLA_LINK, IFLA_MASTER, IFLA_OPERSTATE, IFLA_LINKINFO = 1, 3, 5, 10, 16, 18
+IFLA_EXT_MASK, IFLA_LINK_NETNSID, IFLA_INFO_KIND = 29, 37, 1
+WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: they are most of what is said of an interface
+OPERATION_DOWN = 2  # IF_OPER_DOWN
+IFA_ADDRESS, IFA_LOCAL = 1, 2
+RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 9, 15, 18
+UNICAST, LOCAL, BROADCAST, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 254, 253, 254
+GROUPS = sum(
+    1 << (group - 1)
+    for group in (
+        1,  # RTNLGRP_LINK
+        5,  # RTNLGRP_IPV4_IFADDR
+        7,  # RTNLGRP_IPV4_ROUTE
+        9,  # RTNLGRP_IPV6_IFADDR
+        11,  # RTNLGRP_IPV6_ROUTE
+        24,  # RTNLGRP_IPV4_NETCONF: IPv4's settings of interfaces, such as rp_filter
+    )
+)
+_LINK: Final = struct.Struct("=BxHiII")  # family, type of hardware, index, flags, changed ones
+_ADDRESS: Final = struct.Struct("=BBBBI")  # family, length of the prefix, flags, scope, index of the interface
+_ROUTE: Final = struct.Struct("=BBBBBBBBI")  # family, lengths of destination and source, tos, table, ..., scope, type
+_HOP: Final = struct.Struct("=HBBi")  # length, flags, weight, index of the interface
 RTM_GETNETCONF, NETCONFA_IFINDEX, NETCONFA_RP_FILTER, NETCONFA_IFINDEX_ALL = 82, 1, 3, -1  # linux/netconf.h
 
 
@@ -89,70 +110,125 @@ def interface_name(index: int) -> str | None:
 
 def hardware_address(index: int) -> bytes:
     """Of an interface; zeros where there is none, as loopback's."""
-    with IPRoute() as ip:
-        try:
-            links = list(ip.get_links(index)) if index else []
-        except NetlinkError:
-            links = []
-    mac = links[0].get_attr("IFLA_ADDRESS") if links else None
-    return bytes.fromhex(mac.replace(":", "")) if mac else bytes(6)
+    request = Message(GET_LINK, _LINK.pack(0, 0, index, 0, 0), what=f"reading interface {index}")
+    found = None
+    if index:
+        with Netlink(ROUTE) as wire, contextlib.suppress(NetlinkFailed):
+            found = wire.get(request)
+    return _hardware_address(dict(attributes(found, _LINK.size)) if found else {})
+
+
+def _hardware_address(known: Mapping[int, bytes]) -> bytes:
+    mac = known.get(IFLA_ADDRESS, b"")
+    return mac if len(mac) == 6 else bytes(6)  # tunnels have addresses of other lengths
 
 
 def interface_towards(address: str) -> int | None:
     """Index of the interface by which this node's packets to an address leave; None: by none."""
-    with IPRoute() as ip:
+    family = AF[family_of(address)]
+    packed = socket.inet_pton(family, address)
+    body = _ROUTE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0) + attribute(RTA_DST, packed)
+    with Netlink(ROUTE) as wire:
         try:
-            found = ip.route("get", dst=address)
-        except NetlinkError:
+            found = wire.get(Message(GET_ROUTE, body, what=f"reading the route to {address}"))
+        except NetlinkFailed:
             return None
-        index: int | None = found[0].get_attr("RTA_OIF") if found else None
-        return index
+    return _number(dict(attributes(found, _ROUTE.size)).get(RTA_OIF)) if found else None
+
+
+class _Route(msgspec.Struct):
+    """What is read of a route."""
+
+    family: int
+    length: int  # of the destination's prefix
+    table: int
+    kind: int
+    known: dict[int, bytes]
+
+    @property
+    def destination(self) -> str:
+        """The zero address for a default route."""
+        found = self.known.get(RTA_DST)
+        return _text(self.family, found or bytes(4 if self.family == socket.AF_INET else 16))
+
+    def hops(self) -> Iterator[Hop]:
+        """The next hops, where there are several."""
+        data, start = self.known.get(RTA_MULTIPATH, b""), 0
+        while start + _HOP.size <= len(data):
+            length, _, _, index = _HOP.unpack_from(data, start)
+            if length < _HOP.size:
+                return
+            known = dict(attributes(data[start : start + length], _HOP.size))
+            via, gateway = known.get(RTA_VIA), known.get(RTA_GATEWAY)
+            if via:  # a gateway of the other family, after the number of that
+                yield Hop(index, _text(int.from_bytes(via[:2], sys.byteorder), via[2:]))
+            else:
+                yield Hop(index, _text(self.family, gateway) if gateway else "")
+            start += (length + 3) & ~3
 
 
 def read_node() -> Node:
-    with IPRoute() as ip:
-        routes = [route for family in (socket.AF_INET, socket.AF_INET6) for route in ip.get_routes(family=family)]
-        unicast = [route for route in routes if route["type"] == UNICAST]
-        defaults = {
-            route.get_attr("RTA_OIF")
-            for route in unicast
-            if route["dst_len"] == 0 and route.get_attr("RTA_TABLE") == MAIN_TABLE
-        }
-        local = {
-            route.get_attr("RTA_DST")
-            for route in routes
-            if route["type"] in (LOCAL, BROADCAST) and route["dst_len"] == (32 if _is_ipv4(route) else 128)
-        }
-        links = list(ip.get_links())
-        services = {link["index"] for link in links if link.get_attr("IFLA_IFNAME") == SERVICES_DEVICE}
+    """What the kernel has now, by one dump each of links, addresses and the routes of a family."""
+    with Netlink(ROUTE) as wire:
+        routes = [route for family in AF.values() for route in _routes(wire, family)]
+        body = _LINK.pack(0, 0, 0, 0, 0) + attribute(IFLA_EXT_MASK, _word(WITHOUT_STATISTICS))
+        links = [
+            (kind, index, dict(attributes(answer, _LINK.size)))
+            for answer in wire.dump(Message(GET_LINK, body, NLM_F_DUMP, "reading the interfaces"))
+            for _, kind, index, _, _ in [_LINK.unpack_from(answer)]
+        ]
+        services = {index for _, index, known in links if _name(known) == SERVICES_DEVICE}
         addresses: dict[int, list[str]] = {}
         usable: list[str] = []
-        for message in ip.get_addr():
-            text = message.get_attr("IFA_LOCAL") or message.get_attr("IFA_ADDRESS")
-            addresses.setdefault(message["index"], []).append(text)
-            if message["scope"] not in (rt_scope["link"], rt_scope["host"]) and message["index"] not in services:
+        wanted = Message(GET_ADDRESS, _ADDRESS.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the addresses")
+        for answer in wire.dump(wanted):
+            family, _, _, scope, index = _ADDRESS.unpack_from(answer)
+            known = dict(attributes(answer, _ADDRESS.size))
+            text = _text(family, known.get(IFA_LOCAL) or known[IFA_ADDRESS])
+            addresses.setdefault(index, []).append(text)
+            if scope not in (SCOPE_LINK, SCOPE_HOST) and index not in services:
                 usable.append(text)
-        interfaces = tuple(_interface(link, defaults, addresses) for link in links)
-    several = frozenset(
-        (
-            route.get_attr("RTA_DST") or (str(ip_address(0)) if _is_ipv4(route) else "::"),
-            route["dst_len"],
-            tuple(map(_hop, hops)),
-        )
+    unicast = [route for route in routes if route.kind == UNICAST]
+    defaults = {
+        _number(route.known[RTA_OIF])
         for route in unicast
-        if (hops := route.get_attr("RTA_MULTIPATH"))
+        if route.length == 0 and route.table == MAIN_TABLE and RTA_OIF in route.known
+    }
+    return Node(
+        tuple(_interface(kind, index, known, defaults, addresses) for kind, index, known in links),
+        tuple(dict.fromkeys(usable)),
+        frozenset(
+            route.destination
+            for route in routes
+            if route.kind in (LOCAL, BROADCAST) and route.length == (32 if route.family == socket.AF_INET else 128)
+        ),
+        frozenset((route.destination, route.length, hops) for route in unicast if (hops := tuple(route.hops()))),
     )
-    return Node(interfaces, tuple(dict.fromkeys(usable)), frozenset(local), several)
 
 
-def _is_ipv4(route: object) -> bool:
-    return bool(route["family"] == socket.AF_INET)  # type: ignore[index]
+def _routes(wire: Netlink, family: int) -> Iterator[_Route]:
+    body = _ROUTE.pack(family, 0, 0, 0, 0, 0, 0, 0, 0)
+    for answer in wire.dump(Message(GET_ROUTE, body, NLM_F_DUMP, "reading the routes")):
+        found, length, _, _, table, _, _, kind, _ = _ROUTE.unpack_from(answer)
+        known = dict(attributes(answer, _ROUTE.size))
+        if found == family:  # a kernel without that family answers with all
+            yield _Route(family, length, _number(known.get(RTA_TABLE)) or table, kind, known)
 
 
-def _hop(hop: object) -> Hop:
-    via = hop.get_attr("RTA_VIA")  # type: ignore[attr-defined]
-    gateway = via["addr"] if via else hop.get_attr("RTA_GATEWAY")  # type: ignore[attr-defined]
-    return Hop(hop["oif"], gateway or "")  # type: ignore[index]
+def _text(family: int, packed: bytes) -> str:
+    return socket.inet_ntop(family, packed)
+
+
+def _word(value: int) -> bytes:
+    return value.to_bytes(4, sys.byteorder)
+
+
+def _number(value: bytes | None) -> int:
+    return int.from_bytes(value or b"", sys.byteorder)
+
+
+def _name(known: Mapping[int, bytes]) -> str:
+    return known.get(IFLA_IFNAME, b"").rstrip(b"\0").decode()
 
 
 def read_reverse_path_filters() -> dict[int, int]:
@@ -171,22 +247,22 @@ def read_reverse_path_filters() -> dict[int, int]:
     return {index: max(value, everywhere) for index, value in own.items() if index > 0}
 
 
-def _interface(link: object, defaults: set[int], addresses: dict[int, list[str]]) -> Interface:
-    get = link.get_attr  # type: ignore[attr-defined]
-    info = get("IFLA_LINKINFO")
-    index = link["index"]  # type: ignore[index]
+def _interface(
+    kind: int, index: int, known: Mapping[int, bytes], defaults: Iterable[int], addresses: Mapping[int, Iterable[str]]
+) -> Interface:
+    info = dict(attributes(known.get(IFLA_LINKINFO, b"")))
     return Interface(
         index=index,
-        name=get("IFLA_IFNAME"),
-        kind=(info.get_attr("IFLA_INFO_KIND") if info else None) or "",
-        up=get("IFLA_OPERSTATE") != "DOWN",
-        peer_elsewhere=get("IFLA_LINK_NETNSID") is not None,
+        name=_name(known),
+        kind=info.get(IFLA_INFO_KIND, b"").rstrip(b"\0").decode(),
+        up=_number(known.get(IFLA_OPERSTATE)) != OPERATION_DOWN,
+        peer_elsewhere=IFLA_LINK_NETNSID in known,
         default_route=index in defaults,
         addresses=tuple(addresses.get(index, ())),
-        master=get("IFLA_MASTER") or 0,
-        ethernet=link["ifi_type"] == ETHERNET,  # type: ignore[index]
-        lower=get("IFLA_LINK") or 0,
-        mac=get("IFLA_ADDRESS") or "00:00:00:00:00:00",
+        master=_number(known.get(IFLA_MASTER)),
+        ethernet=kind == ETHERNET,
+        lower=_number(known.get(IFLA_LINK)),
+        mac=_hardware_address(known).hex(":"),
     )
 
 
