@@ -51,3 +51,20 @@ def test_the_parts_are_few() -> None:
     parts = int(said(SIZE.format("from hybrid_proxy.controller.kubernetes.client import client; client()"))[0])
     whole = int(said(SIZE.format("import kubernetes"))[0])
     assert parts < whole * 0.8, f"{parts} modules for the parts, {whole} for the whole client"
+
+
+RENEWAL = """
+import sys
+from hybrid_proxy.controller.kubernetes.client import client
+parts = client().kube_config
+print(any(name.partition(".")[0] in ("oauthlib", "requests", "requests_oauthlib") for name in sys.modules))
+print(type(parts.OAuth2Session(client_id="us")).__module__)
+print(parts.oauthlib.oauth2.rfc6749.errors.InvalidClientIdError.__name__)
+"""
+
+
+def test_what_renews_a_token_is_imported_when_one_is_renewed() -> None:
+    at_start, session, error = said(RENEWAL)
+    assert at_start == "False"
+    assert session.startswith("requests_oauthlib")
+    assert error == "InvalidClientIdError"
