@@ -22,7 +22,7 @@
 /* Cookie of a connected UDP socket -> its backend: user space ends the socket when the backend goes, because no
  * program sees what a connected socket sends.
  */
-LRU_MAP(connected, __u64, __u32, 65536);
+LRU_MAP(connected, __u64, __u32, 16384);
 
 ARRAY_MAP(host_netns, struct host_netns, 1);
 

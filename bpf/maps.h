@@ -78,12 +78,12 @@ GROWING_MAP(pod_links, __u32, __u32, 4096);
 /* This node's addresses, on whatever interface, and its networks' broadcast addresses: no source of a packet from
  * outside.
  */
-GROWING_MAP(own_addresses, struct own_address, __u32, 65536);
+GROWING_MAP(own_addresses, struct own_address, __u32, 16384);
 /* How packets are checked, by the index of the interface that they come in at: enum interface_flags. */
-GROWING_MAP(interfaces, __u32, __u32, 65536);
+GROWING_MAP(interfaces, __u32, __u32, 16384);
 /* Routes with several next hops, by number, and these by twos. */
 PREFIX_MAP(equal_routes, struct equal_route, 4096);
-GROWING_MAP(equal_paths, struct equal_path, __u32, 16384);
+GROWING_MAP(equal_paths, struct equal_path, __u32, 4096);
 /* Interfaces that programs are at (keys: enum link_kind). The kernel removes the entries of one that goes; it keeps no
  * types of such a map's rows.
  */
@@ -114,7 +114,7 @@ ARRAY_MAP(timewait, struct timewait_bucket, 1 << TIMEWAIT_BITS);
 /* Client and service -> backend | jiffies of the last connection << 32. */
 LRU_MAP(affinity, struct affinity_key, __u64, 65536);
 /* Datagrams in fragments: ports for those that have none. */
-LRU_MAP(fragments, struct fragment_key, struct fragments, 4096);
+LRU_MAP(fragments, struct fragment_key, struct fragments, 2048);
 /* Fragments that wait for their first; a ring. */
 ARRAY_MAP(frag_queue, struct queued_fragment, FRAG_QUEUE);
 /* Addresses of this node; what else may change at run time. */

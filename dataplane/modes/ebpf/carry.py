@@ -35,7 +35,7 @@ from hybrid_proxy.dataplane.modes.ebpf.layouts import ARRAY, ours, recorded
 from hybrid_proxy.dataplane.modes.ebpf.maps import BITMAPS, make, remove_unfinished, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.pins import LINK, former_layouts
 from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
-from hybrid_proxy.dataplane.modes.ebpf.traffic import traffic_sizes
+from hybrid_proxy.dataplane.modes.ebpf.traffic import possible_cpus, traffic_sizes
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Carry:
 
     def _sizes(self, former: Mapping[str, Map], options: Options) -> dict[str, int]:
         """Each map at least as large as the former one."""
-        wanted = {**sizes.least(sizes.bounds(options)), **sizes.fixed(options)}
+        wanted = {**sizes.least(sizes.bounds(options)), **sizes.fixed(options, possible_cpus())}
         wanted = {name: max(size, former[name].entries if name in former else 0) for name, size in wanted.items()}
         return wanted | traffic_sizes(wanted["services"], wanted["backends"], traffic_cpus(options))
 

@@ -57,7 +57,7 @@ class MapSet:
             self._adopt()
         else:
             remove_unfinished(folder)
-        fixed = policy.fixed(options)
+        fixed = policy.fixed(options, possible_cpus())
         bounds = policy.bounds(options)
         self.other_sizes = {name: size for name, size in fixed.items() if self._entries(name, size) != size} | {
             name: bound for name, bound in bounds.items() if self._entries(name, 0) > bound

@@ -4,13 +4,15 @@ Arrays of services and backends follow the table: few entries at first, more whe
 A size is a multiple of the smallest one, or the bound. What shrinks is left as it is: memory that was needed once may
 be needed again.
 
-Tables of frontends and flows take memory for each entry that there is, so they have their bound from the beginning.
-Tables that forget their oldest entries are made whole, and a quarter of that bound long.
+Tables of frontends take memory for each entry, and 16 bytes for each that there may be, so they grow, too. Tables of
+flows have their bound from the beginning. Tables that forget their oldest entries are made whole, with 100 to 200 bytes
+for each: a quarter of that bound, or less where a node has few processors, which make few flows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Final
 
 from hybrid_proxy.dataplane.mode import FIRST_SIZES, Options
 from hybrid_proxy.dataplane.modes.ebpf.pools import size_class
@@ -23,7 +25,8 @@ PLAIN = frozenset({"random", "rr"})  # algorithms that fill one slot for each ba
 LUXURY = 128  # slots for each backend that others fill, about
 FORGETFUL = ("half_open4", "half_open6", "affinity")
 SMALLEST_FORGETFUL = 1 << 14  # each CPU of the kernel keeps some entries to itself
-FLOOR = {**FIRST_SIZES, "frontends4": 1 << 30, "frontends6": 1 << 30}
+FORGETFUL_EACH_CPU: Final = 1 << 13  # 4,000 half-open flows: 2,000 new ones a second of datagrams live for two seconds
+FLOOR = {**FIRST_SIZES, "frontends4": 1 << 14, "frontends6": 1 << 14}
 
 
 def bounds(options: Options) -> dict[str, int]:
@@ -34,10 +37,11 @@ def bounds(options: Options) -> dict[str, int]:
     }  # fmt: skip
 
 
-def fixed(options: Options) -> dict[str, int]:
-    """The sizes of tables that programs write."""
+def fixed(options: Options, cpus: int) -> dict[str, int]:
+    """The sizes of tables that programs write, on a node with so many processors."""
     flows = options.max_flows
-    return {"flows4": flows, "flows6": flows} | dict.fromkeys(FORGETFUL, max(SMALLEST_FORGETFUL, flows // 4))
+    forgetful = max(SMALLEST_FORGETFUL, min(flows // 4, cpus * FORGETFUL_EACH_CPU))
+    return {"flows4": flows, "flows6": flows} | dict.fromkeys(FORGETFUL, forgetful)
 
 
 def least(upper: Sizes) -> dict[str, int]:
@@ -65,7 +69,8 @@ def crowded(entries: Sizes, used: Sizes) -> list[str]:
 
 
 def foreseen(ports: int, endpoints: int) -> dict[str, int]:
-    return {"services": ports + 1, "backends": endpoints + 1, "slots": 2 * endpoints}
+    frontends = dict.fromkeys(("frontends4", "frontends6"), 2 * ports)
+    return {"services": ports + 1, "backends": endpoints + 1, "slots": 2 * endpoints, **frontends}
 
 
 def needs(entries: Iterable[Entry]) -> dict[str, int]:

@@ -33,7 +33,7 @@ def test_every_map_that_grows_has_a_bound_a_floor_and_a_setting() -> None:
 
 def test_a_start_is_small() -> None:
     assert least(UPPER) == {
-        "services": 1024, "backends": 8192, "slots": 8192, "frontends4": 131_072, "frontends6": 131_072
+        "services": 1024, "backends": 8192, "slots": 8192, "frontends4": 16_384, "frontends6": 16_384
     }  # fmt: skip
 
 
@@ -51,7 +51,8 @@ SIZES = [
     ("services", 10_001,  15360),
     ("backends", 100_001, 155_648),
     ("slots",    4_000_000, 1 << 22),  # the bound
-    ("frontends4", 10,    131_072),  # takes no memory before it is used
+    ("frontends4", 20_000, 32_768),
+    ("frontends4", 1_000_000, 131_072),  # the bound
 ]  # fmt: skip
 
 
@@ -78,11 +79,23 @@ def test_growing_doubles_at_least_and_ends_at_the_bound(name: str, entries: int,
         assert entries < sizes[name] <= UPPER[name]
 
 
-def test_tables_that_programs_write_have_their_size_from_the_beginning() -> None:
-    assert fixed(Options(max_flows=1 << 20)) == {
-        "flows4": 1 << 20, "flows6": 1 << 20, "half_open4": 1 << 18, "half_open6": 1 << 18, "affinity": 1 << 18
+FORGETFUL = [
+    # flows    cpus  entries
+    (1 << 20,  2,    1 << 14),
+    (1 << 20,  8,    1 << 16),
+    (1 << 20,  256,  1 << 18),
+    (1 << 18,  256,  1 << 16),
+    (64,       2,    1 << 14),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flows", "cpus", "entries"), FORGETFUL)
+def test_tables_that_forget_follow_the_processors_up_to_a_quarter_of_the_flows(
+    flows: int, cpus: int, entries: int
+) -> None:
+    assert fixed(Options(max_flows=flows), cpus) == {
+        "flows4": flows, "flows6": flows, "half_open4": entries, "half_open6": entries, "affinity": entries
     }  # fmt: skip
-    assert fixed(Options(max_flows=64))["half_open4"] == 16_384
 
 
 def test_three_quarters_are_enough() -> None:
