@@ -64,7 +64,10 @@ check: setup ## formatters, linters, types and the import contracts
 	$(Q)$(VENV)/bin/lint-imports --no-cache
 	$(Q)clang-format --dry-run --Werror $(SOURCES) $(HEADERS)
 
+# An agent starts from bytecode, as where it is installed.
+bench: export PYTHONDONTWRITEBYTECODE =
 bench: setup ## run the benchmarks, or one: make bench BENCH=selection
+	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.benchmarks $(BENCH)
 
 # With what `make compare-vm` has measured, if it has.

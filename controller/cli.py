@@ -427,6 +427,10 @@ def parser() -> argparse.ArgumentParser:
     _files(run)
     add_flags(run, SOURCES, SERVICES, NODE, IPVS_MODE, SERVERS, MORE, LOG)
     add_removed_flags(run)
+    run.add_argument(
+        "--timings", action="store_true",
+        help="print what the time of the start went to, when it is over; `status -o wide` shows it, too",
+    )  # fmt: skip
     _output(run)
 
     for name, summary, epilog in (
@@ -819,8 +823,11 @@ def _run(args: argparse.Namespace) -> int:
             return OK
     from hybrid_proxy.controller.agent import loop
     from hybrid_proxy.controller.agent.config_follower import Followed
+    from hybrid_proxy.dataplane.timings import START
 
-    config = loaded.config if loaded else from_flags(flags)
+    START.imported()
+    with START.part("configuration"):
+        config = loaded.config if loaded else from_flags(flags)
     followed = Followed(Path(args.config), flags, loaded) if loaded else None
 
     if config.task == "cleanup":

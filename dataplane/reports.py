@@ -7,6 +7,7 @@ since the dataplane was set up. docs/json.md is generated from this module.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -248,6 +249,30 @@ class ExplainAnswer(msgspec.Struct, kw_only=True):
     service: str | None
     reason: str
     steps: list[ExplainStep]
+
+
+class StartPart(msgspec.Struct, frozen=True):
+    """A part of the agent's start. Several threads work at once, so parts overlap.
+
+    Attributes:
+        name: What was done.
+        began: Seconds after the process began.
+        seconds: How long it took.
+        processor: Seconds of a processor that the thread used; null where that is not one thread's.
+    """
+
+    name: str
+    began: float
+    seconds: float
+    processor: float | None = None
+
+
+def start_lines(parts: Iterable[StartPart]) -> Iterator[str]:
+    """The parts of a start for people, in the order in which they began."""
+    yield f"{'PART':<28}{'BEGAN':>8}{'TOOK':>8}{'PROCESSOR':>11}   (seconds)"
+    for part in sorted(parts, key=lambda part: part.began):
+        processor = "-" if part.processor is None else f"{part.processor:.3f}"
+        yield f"{part.name:<28}{part.began:>8.3f}{part.seconds:>8.3f}{processor:>11}"
 
 
 class Fill(msgspec.Struct, frozen=True):

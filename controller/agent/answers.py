@@ -34,6 +34,7 @@ from hybrid_proxy.dataplane.handover import TranslatesByMaps, from_conntrack
 from hybrid_proxy.dataplane.mode import PacketEvents, belongs
 from hybrid_proxy.dataplane.netfilter import translated_flows
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
+from hybrid_proxy.dataplane.timings import START
 
 ANSWER_SECONDS: Final = 9.0  # a command waits for ten
 
@@ -190,6 +191,8 @@ class Answers:
             change_seconds=_latency(syncer.latencies),
             memory_bytes=resident_bytes(),
             uptime_seconds=time.monotonic() - syncer.started,
+            start_parts=list(START.parts),
+            start_processor_seconds=START.processor,
             dataplane=self.mode.programmer.status(),
         )
 

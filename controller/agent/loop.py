@@ -56,6 +56,8 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.mode import SyncResult
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
+from hybrid_proxy.dataplane.reports import start_lines
+from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
     from hybrid_proxy.controller.settings.configfile import Loaded
@@ -242,6 +244,7 @@ class Agent:
             self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http,
             self.notebook, self._switch,
         )  # fmt: skip
+        self._prints_timings = bool(flags.get("timings"))
         self._busy_with = ""  # the part of the start in which no query is answered
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._unprogrammed: frozenset[str] = frozenset()
@@ -261,15 +264,18 @@ class Agent:
         with contextlib.ExitStack() as stack:
             stack.enter_context(hold_namespace())
             self._busy_with = f"it opens mode {self.config.mode}"
-            self._serve_admin(stack)
-            self.http.start()
+            with START.part("servers"):
+                self._serve_admin(stack)
+                self.http.start()
             stack.callback(self.http.close)
+            START.begin("list and decode")
             self._start_thread("source", self._run_source)
             stack.callback(self.queue.close)
             stack.callback(self._stop.set)
             stack.callback(self.mode.close)
             stack.push(self.notebook.leave)
-            self.mode.open()
+            with START.part("open the mode"):
+                self.mode.open()
             self.other_proxies.start()
             stack.callback(self.other_proxies.stop)
             self.events.start()
@@ -378,9 +384,11 @@ class Agent:
 
     def _first_sync_done(self, *, at_start: bool) -> None:
         """The mode has programmed its first table, and serves."""
-        prepare(self.config)
+        with START.part("settings of the node"):
+            prepare(self.config)
         services = len(self.syncer.builder.table.services)
         if at_start:
+            self._report_timings()
             log.info("programmed %d services, %.2f s after the start", services, self.syncer.ready_seconds)
         else:
             log.info("mode %s serves %d services", self.mode.choice.effective, services)
@@ -389,6 +397,11 @@ class Agent:
         if at_start:
             settle_down()
             self.follower.start(lambda found: self.queue.put(_ConfigChanged(found)), self._stop)
+
+    def _report_timings(self) -> None:
+        START.close()
+        if self._prints_timings:
+            print(*start_lines(START.parts), f"{START.processor:.3f} s of a processor in all", sep="\n", flush=True)
 
     def _report_unprogrammed(self, result: SyncResult) -> None:
         self.notebook.unprogrammed = list(result.unprogrammed)

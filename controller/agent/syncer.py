@@ -40,6 +40,7 @@ from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import SyncError, Unsupported
 from hybrid_proxy.dataplane.mode import Prewarmed, SyncResult
+from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
     from hybrid_proxy.dataplane.mode import Programmer
@@ -173,6 +174,7 @@ class Syncer:
             self._on(Input.CHANGED)
         if self.state is State.LISTING and self.cluster.complete:
             self._on(Input.LISTED)
+            START.end("list and decode")
         self._health.awaited = self.cluster.awaited
         here = self.cluster.node
         self._health.node(here.eligible if here else None)
@@ -225,11 +227,13 @@ class Syncer:
         start = self._clock()
         if first and isinstance(programmer, Prewarmed):
             programmer.prewarm(*self.cluster.extent)
-        table = self.builder.build(self.cluster, self._addresses)
+        with START.part("table"):
+            table = self.builder.build(self.cluster, self._addresses)
         if first and self.state is not State.RETRYING:  # to serve matters more than to remember
             table = msgspec.structs.replace(table, clients=tuple(clients(table)))
         try:
-            result = programmer.sync(table)
+            with START.part("first sync"):
+                result = programmer.sync(table)
         except (SyncError, Unsupported) as error:
             if first and isinstance(error, Unsupported):
                 raise

@@ -18,7 +18,7 @@ from hybrid_proxy.controller.serving.protocol import (
     NoAgentStatus,
     SourceStatus,
 )
-from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status
+from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status, start_lines
 
 __all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "verdict"]
 
@@ -154,6 +154,10 @@ def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, w
     yield from _source_lines(status.source, status.services)
     yield from _configuration_lines(status.configuration)
     yield from _dataplane_lines(status.dataplane, wide=wide)
+    if wide and status.start_parts:
+        used = status.start_processor_seconds
+        yield "the start" + ("" if used is None else f" took {used:.2f} s of a processor") + ":"
+        yield from (f"  {line}" for line in start_lines(status.start_parts))
     if status.health_checks.served:
         yield f"health-check node ports: {status.health_checks.served} are served"
 

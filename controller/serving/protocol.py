@@ -20,6 +20,7 @@ from hybrid_proxy.dataplane.reports import (
     ExplainAnswer,
     FlowRow,
     PacketEvent,
+    StartPart,
     Status,
     TrafficRow,
     Unprogrammed,
@@ -161,6 +162,8 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         change_seconds: How long the last changes took.
         memory_bytes: The resident memory of the agent.
         uptime_seconds: The time since the start.
+        start_parts: What the time of the start went to.
+        start_processor_seconds: Processor time of the start, of all threads; null until it is over.
         dataplane: What the mode reports.
     """
 
@@ -191,6 +194,8 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     change_seconds: ChangeLatency
     memory_bytes: int
     uptime_seconds: float
+    start_parts: list[StartPart] = []
+    start_processor_seconds: float | None = None
     dataplane: Status
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,13 @@ SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
 RINGBUF_BUSY, RINGBUF_DISCARDED = 1 << 31, 1 << 30  # BPF_RINGBUF_BUSY_BIT, BPF_RINGBUF_DISCARD_BIT
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
+LOG_STATISTICS = 4  # BPF_LOG_STATS
+_EFFORT: Final = {
+    "instructions": re.compile(r"^processed (\d+) insns", re.MULTILINE),
+    "states": re.compile(r" total_states (\d+)"),
+    "peak_states": re.compile(r" peak_states (\d+)"),
+    "microseconds": re.compile(r"^verification time (\d+) usec", re.MULTILINE),
+}
 _untouched = ffi.new_allocator(should_clear_after_alloc=False)  # memory that nobody writes costs nothing
 
 
@@ -38,6 +46,25 @@ class BpfError(DataplaneError):
             reason += " (CAP_BPF and CAP_NET_ADMIN are needed; run as root)"
         super().__init__(f"{what}: {reason}" + (f"\n{detail}" if detail else ""))
         self.code = code
+
+
+class Effort(NamedTuple):
+    """What a program cost the verifier, with the functions of its object that it calls.
+
+    It walks each way through a program; at a point where it was before in a state like this one, it stops. So
+    instructions are the work, states what it had to remember to save more of it.
+    """
+
+    instructions: int
+    states: int
+    peak_states: int
+    microseconds: int
+
+
+def effort_of(log: str) -> Effort:
+    """What the verifier's log says of it, 0 where it says nothing."""
+    found = {name: pattern.search(log) for name, pattern in _EFFORT.items()}
+    return Effort(**{name: int(match[1]) if match else 0 for name, match in found.items()})
 
 
 @lru_cache(maxsize=1)
@@ -360,8 +387,8 @@ class Object:
     def leave_out(self, program: str) -> None:
         check(library().bpf_program__set_autoload(self._programs[program], False), f"leaving out {program}")
 
-    def load(self) -> None:
-        """Give everything to the verifier.
+    def load(self, *, effort: bool = False) -> dict[str, Effort]:
+        """Give everything to the verifier. With `effort` it says by program what that cost.
 
         Raises:
             BpfError: with the last lines of the verifier's log of the program that it refused.
@@ -370,11 +397,15 @@ class Object:
             self._logs[name] = _untouched("char[]", LOG_SIZE)
             self._logs[name][0] = b"\0"
             library().bpf_program__set_log_buf(handle, self._logs[name], LOG_SIZE)
+            if effort:
+                library().bpf_program__set_log_level(handle, LOG_STATISTICS)
         code = library().bpf_object__load(self.handle)
         if code < 0:
             check(code, f"loading {self.path.name}", self._last_words())
+        said = {name: effort_of(ffi.string(log).decode(errors="replace")) for name, log in self._logs.items() if effort}
         self._logs.clear()
         self._keep_descriptors()
+        return said
 
     def _keep_descriptors(self) -> None:
         """What is loaded lives by its descriptors; libbpf's own picture of the object, some megabytes, may go."""

@@ -49,6 +49,7 @@ builder.cdef(
     void *bpf_map__initial_value(struct bpf_map *, size_t *);
     int bpf_program__set_autoload(struct bpf_program *, bool);
     int bpf_program__set_log_buf(struct bpf_program *, char *, size_t);
+    int bpf_program__set_log_level(struct bpf_program *, unsigned int);
     struct bpf_map_create_opts {
         size_t sz; uint32_t btf_fd; uint32_t btf_key_type_id; uint32_t btf_value_type_id;
         uint32_t btf_vmlinux_value_type_id; uint32_t inner_map_fd; uint32_t map_flags;

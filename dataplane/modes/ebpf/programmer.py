@@ -97,6 +97,7 @@ from hybrid_proxy.dataplane.reports import (
     Unprogrammed,
 )
 from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
+from hybrid_proxy.dataplane.timings import START
 
 OTHERS_LOOKS = 2  # after the first table: what others began while our programs were attached
 SHOWN = 5  # things that others changed, in one line of the log
@@ -300,7 +301,8 @@ class Ebpf:
             if self.gc.graced > self.store.graced_stamp:
                 self.store.graced(self.gc.graced)  # `maintain` does the rest of `_collect`
             services = {name: table.services.get(name, ()) for name in names}
-            changed, removed = self.store.apply(services)
+            with START.part("lowering and maps"):
+                changed, removed = self.store.apply(services)
             plan = self.store.plan
             if plan.full:
                 changed += self._make_room(services)
@@ -464,7 +466,8 @@ class Ebpf:
         except BpfError as error:
             raise Unsupported("eBPF", f"the kernel refused the programs: {error}") from error
         if self._carry is None or not self._carry.live or self._attached:
-            self._refresh_links()
+            with START.part("attach: interfaces"):
+                self._refresh_links()
         else:
             self._carry_flows(self._carry)
         self._attached = True

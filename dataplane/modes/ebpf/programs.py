@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_proxy.dataplane.kernel.attachment import program_number
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, has_helper
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Effort, Map, Object, has_helper
 from hybrid_proxy.dataplane.kernel.host_paths import netns_cookie
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus
+from hybrid_proxy.dataplane.timings import START
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ SO_COOKIE = 57  # asm-generic/socket.h
 UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
 DATAPATHS = ("datapath4", "datapath6")  # in upper case, enum datapath of bpf/abi.h
 CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
+SET_RETVAL = 187  # BPF_FUNC_set_retval (Linux 5.18)
 
 
 @dataclass(slots=True)
@@ -86,13 +88,27 @@ class Loader:
         """
         loaded = Object(layout.OBJECTS / f"{name}.bpf.o")
         try:
-            loaded.constants(self._settings(can_set_errno=can_set_errno, quiet=quiet))
-            self._maps.share_with(loaded, larger)
-            loaded.load()
+            self._prepare(loaded, larger, can_set_errno=can_set_errno, quiet=quiet)
+            with START.part(f"verifier: {name}"):
+                loaded.load()
         except BpfError:
             loaded.close()
             raise
         return loaded
+
+    def _prepare(self, opened: Object, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> None:
+        opened.constants(self._settings(can_set_errno=can_set_errno, quiet=quiet))
+        self._maps.share_with(opened, larger)
+
+    def effort(self, name: str) -> dict[str, Effort]:
+        """What each program of the object `NAME.bpf.o` costs the verifier; it is loaded, and let go.
+
+        Raises:
+            BpfError: the kernel refuses one.
+        """
+        with contextlib.closing(Object(layout.OBJECTS / f"{name}.bpf.o")) as opened:
+            self._prepare(opened, None, can_set_errno=has_helper(SET_RETVAL), quiet=False)
+            return opened.load(effort=True)
 
     def generation(self, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
         """All programs that carry traffic, those for drivers if `xdp`.

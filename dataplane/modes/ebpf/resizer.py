@@ -24,6 +24,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet
 from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS
 from hybrid_proxy.dataplane.modes.ebpf.programs import Programs
 from hybrid_proxy.dataplane.modes.ebpf.sizes import Sizes, crowded, fitting, grown
+from hybrid_proxy.dataplane.timings import START
 
 log = logging.getLogger(__name__)
 
@@ -137,12 +138,14 @@ class MapResizer:
         assert self._loading is not None
         started = time.monotonic()
         try:
-            programs = self._loading.result()
+            with START.part("wait for the verifier"):
+                programs = self._loading.result()
             self._maps.copy_into(self._larger)
         except (DataplaneError, OSError):
             self._drop()
             raise
-        self._use(programs)
+        with START.part("attach: sockets"):
+            self._use(programs)
         larger, self._larger, self._loading, self.failure = self._larger, {}, None, ""
         self._replace(larger)
         if larger:

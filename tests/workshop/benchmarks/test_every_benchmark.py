@@ -69,6 +69,7 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "switch": {"switch": {"MODES": ("ebpf", "nftables"), "SECONDS": 1.0}},
     "tail": {"tail": {**ROUNDS, "SIZES": (5, 10)}, "connections": {"SECONDS": 0.05}},
     "upgrade": {"upgrade": {**ROUNDS, "FLOWS": 1000}},
+    "verifier": {"verifier": ROUNDS},
 }  # fmt: skip
 MARKS = {
     "connections": [pytest.mark.long],  # the clients of `mode_connections`

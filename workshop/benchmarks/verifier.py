@@ -1,0 +1,79 @@
+"""What each program of mode ebpf costs the verifier of this kernel: instructions, states, milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from hybrid_proxy.dataplane.kernel.bpf import Effort
+from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
+from hybrid_proxy.workshop.benchmarks.kit import Result, Target, median, say
+from hybrid_proxy.workshop.lab.pins import pin_folder
+
+ROUNDS = 5
+AT_START: Final = frozenset({"tc_datapath", "hooks", "connect", "sockops", "inspect"})
+LIMIT: Final = 1_000_000  # instructions, in every kernel since 5.2
+# Instructions that a program may cost, by its name; the others have `SMALL`. It is half as much again as in Linux 6.18:
+# kernels differ, because each version forgets other states. A program beyond its budget makes every start longer, and
+# the next kernel may refuse it, so what makes it larger should be worth that.
+SMALL: Final = 2_000
+BUDGET: Final[Mapping[str, int]] = {
+    "explain_pod": 300_000, "explain_uplink": 300_000, "explain_socket": 36_000,
+    "datapath4": 215_000, "datapath6": 290_000,
+    "connect4": 23_000, "connect6": 48_000, "sendmsg4": 26_000, "sendmsg6": 53_000,
+    "pod_ingress": 50_000, "pod_egress": 50_000, "uplink_ingress": 50_000, "uplink_egress": 50_000,  # of carry
+    "sweep": 48_000, "leave": 25_000, "xdp_uplink": 19_000,
+}  # fmt: skip
+
+
+def budget(program: str) -> int:
+    """Instructions that this program may cost."""
+    return BUDGET.get(program, SMALL)
+
+
+def objects() -> list[str]:
+    """The names of all objects that an agent may load."""
+    return sorted(path.name.removesuffix(".bpf.o") for path in layout.OBJECTS.glob("*.bpf.o"))
+
+
+def measure() -> Result:
+    """Load every object several times; the figure is the time of those that every start loads."""
+    options = Options()
+    rounds: list[dict[str, Effort]] = []
+    with pin_folder() as folder, contextlib.closing(MapSet(folder, options)) as maps:
+        loader = Loader(maps, options, jiffies_per_second())
+        for _ in range(ROUNDS):
+            rounds.append({})
+            for name in objects():
+                rounds[-1] |= {f"{name}/{program}": effort for program, effort in loader.effort(name).items()}
+    found = {
+        name: effort._replace(microseconds=int(median([each[name].microseconds for each in rounds])))
+        for name, effort in rounds[0].items()
+    }
+    for line in lines(found):
+        say(line)
+    worst = max(effort.instructions / budget(name.rpartition("/")[2]) for name, effort in found.items())
+    at_start = sum(effort.microseconds for name, effort in found.items() if name.partition("/")[0] in AT_START)
+    return Result(
+        "verifier", at_start / 1000, "ms", "", 0.0,
+        [(Target("of its budget, the program that is nearest to it", 1.0), worst)],
+        [f"Linux {platform.release()}"],
+        {name: list(effort) for name, effort in found.items()},
+    )  # fmt: skip
+
+
+def lines(found: Mapping[str, Effort]) -> Iterator[str]:
+    """The table of the documentation."""
+    yield "| program | instructions | budget | states | at most at once | ms |"
+    yield "|---|---|---|---|---|---|"
+    for name, effort in sorted(found.items(), key=lambda item: -item[1].instructions):
+        yield (
+            f"| {name} | {effort.instructions:,} | {budget(name.rpartition('/')[2]):,} | {effort.states:,} "
+            f"| {effort.peak_states:,} | {effort.microseconds / 1000:.1f} |"
+        )
