@@ -166,7 +166,7 @@ enum flow_flags {
 	FLOW_REPLY = 1 << 0,	   /* the backend's direction */
 	FLOW_HAIRPIN = 1 << 1,	   /* client and backend are one pod: back out of the interface it came from */
 	FLOW_DIRECT = 1 << 2,	   /* not to a service: keeps a reply tuple apart from that of a service's flow */
-	FLOW_FIN = 1 << 3,	   /* this direction has ended */
+	FLOW_FIN = 1 << 3,	   /* this direction has ended, and the other one has sent a packet since */
 	FLOW_FIN_ACKED = 1 << 4,   /* and the other end knows; a pair of which both halves are so is deleted */
 	FLOW_RESET = 1 << 5,	   /* a reset ended the connection */
 	FLOW_COLLISION = 1 << 6,   /* the reply tuple turned out to be a direct connection's: choose another port */
@@ -212,14 +212,14 @@ struct flow {
 	__u32 seen;    /* the last packet of either direction, to a second */
 	__u32 tag;     /* hash of the key, which proves the entry: see flow.h */
 	__u32 ifindex; /* hand established packets to this pod's interface; 0: they go through the stack */
-	/* When the flow began: in jiffies, of TCP in ticks of ktime(). Of TCP after FLOW_FIN: the sequence number that
-	 * acknowledges the FIN.
+	/* When the flow began: in jiffies, of TCP in ticks of ktime(). Of TCP after its FIN: the sequence number that
+	 * acknowledges that.
 	 */
 	__u32 started_or_fin;
 	__u8 mac[12]; /* destination and source of frames to that pod */
 	__u32 origin; /* enum origin */
-	/* Of TCP: what this direction acknowledged last; before its first segment, what that must acknowledge. Of
-	 * FLOW_DSR: the client's last sequence number.
+	/* Of TCP: what this direction acknowledged last, 0: that is not known; before its first segment, what that must
+	 * acknowledge. Of FLOW_DSR: the client's last sequence number.
 	 */
 	__u32 ack;
 	__u32 challenged_at; /* the last SYN that asked */

@@ -12,7 +12,7 @@
 #define DATAGRAM_SECONDS 2
 #define LONGEST_CONNECT (1u << 26) /* ticks of ktime(), 67 s: longer than clients try */
 #define RESET_WINDOW (1u << 16)	   /* by how much a reset may be ahead of what its receiver has acknowledged */
-#define FIN_WINDOW (1u << 26)	   /* the same for a FIN, which may follow all data that is under way */
+#define FIN_WINDOW (1u << 26)	   /* the same for what may follow all data that is under way: a FIN */
 #define DSR_WINDOW (1u << 20)	   /* by how much a client's segment may be ahead of its last, with DSR */
 
 /* A connection ended in good order: delete its pair, remember its tuple. */
@@ -79,6 +79,24 @@ INLINE bool answers_syn(const struct packet *p, const struct flow *reply)
 	return p->tcp_flags & TCP_ACK && p->tcp_flags & (TCP_SYN | TCP_RST) && p->ack == reply->ack;
 }
 
+/* Is it known what this direction has acknowledged? Not of a connection that another mode had so far, until its next
+ * segment.
+ */
+INLINE bool knows_progress(const struct flow *f)
+{
+	return f->ack;
+}
+
+/* By how much may this reset of `f`'s direction be ahead? One that acknowledges what its sender has received was not
+ * guessed: it may follow all data that is under way.
+ */
+INLINE __u32 reset_window(const struct packet *p, const struct flow *f)
+{
+	bool proved = p->tcp_flags & TCP_ACK && knows_progress(f) && is_ahead(p->ack, f->ack, RESET_WINDOW);
+
+	return proved ? FIN_WINDOW : RESET_WINDOW;
+}
+
 /* What a reset of `f`'s direction means. FLOW_RESET: the connection is over. FLOW_DOUBTED: it is over if neither end
  * goes on. 0: the reset cannot be the sender's.
  *
@@ -92,7 +110,7 @@ INLINE __u16 evaluate_reset(const struct packet *p, const struct flow *f, const 
 		return answers_syn(p, f) ? FLOW_RESET : 0;
 	if (p->seq == other->ack)
 		return FLOW_RESET;
-	return is_ahead(p->seq, other->ack, RESET_WINDOW) ? FLOW_DOUBTED : 0;
+	return !knows_progress(other) || is_ahead(p->seq, other->ack, reset_window(p, f)) ? FLOW_DOUBTED : 0;
 }
 
 INLINE void note_reset(const struct packet *p, struct flow *f, struct flow *other)
@@ -105,14 +123,16 @@ INLINE void note_reset(const struct packet *p, struct flow *f, struct flow *othe
 	other->flags |= meaning;
 }
 
+/* Both ends may close at once, on two processors. So each direction notes its FIN, and what it acknowledges, in the
+ * other half's flags alone: there no note of the other direction's is lost.
+ */
 INLINE void note_fin(const struct packet *p, struct flow *f, struct flow *other)
 {
-	if (!is_ahead(p->fin_end, other->ack, FIN_WINDOW)) {
+	if (knows_progress(other) && !is_ahead(p->fin_end, other->ack, FIN_WINDOW)) {
 		count(COUNT_OUT_OF_WINDOW);
 		return;
 	}
-	f->started_or_fin = p->fin_end;
-	f->flags |= FLOW_FIN;
+	WRITE_ONCE(f->started_or_fin, p->fin_end);
 	other->flags |= FLOW_PEER_FIN;
 }
 
@@ -138,9 +158,12 @@ INLINE void note_alive(struct flow *f, struct flow *other)
  */
 INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
 {
-	if (other->flags & FLOW_FIN && p->tcp_flags & TCP_ACK && p->ack == other->started_or_fin)
-		other->flags |= FLOW_FIN_ACKED;
-	return f->flags & FLOW_FIN_ACKED && other->flags & FLOW_FIN_ACKED;
+	bool acked = p->tcp_flags & TCP_ACK && p->ack == other->started_or_fin;
+
+	if (!(f->flags & FLOW_PEER_FIN))
+		return false;
+	other->flags |= acked ? FLOW_FIN | FLOW_FIN_ACKED : FLOW_FIN;
+	return acked && f->flags & FLOW_FIN_ACKED;
 }
 
 /* What the sender has received: resets of the other side are judged by it. */

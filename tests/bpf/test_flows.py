@@ -153,7 +153,7 @@ def test_without_an_address_of_the_node_a_hairpin_is_dropped(bench: Bench, net: 
 
 Step = tuple[bool, str, int, int]  # from the client, flags, sequence number, acknowledgement
 
-ENDS: list[object] = [
+ENDS = [
     pytest.param([(True, "FA", 1001, 1), (False, "A", 1, 1002), (False, "FA", 1, 1002), (True, "A", 1002, 2)],
                  True,  id="client-first"),
     pytest.param([(False, "FA", 1, 1001), (True, "A", 1001, 2), (True, "FA", 1001, 2), (False, "A", 2, 1002)],
@@ -183,6 +183,24 @@ def test_a_pair_ends_when_both_fins_are_acknowledged(bench: Bench, net: Net, ste
         _, seen = bench.talk(net, there, net.vip, 80, 40000, flags, up=up, seq=seq, ack=ack)
         assert seen.tuple == (there.tuple if up else (net.vip, 80, net.client, 40000)), position
     assert bench.flow_count(net.family) == ((0, 0) if ended else (2, 0))
+
+
+@pytest.mark.parametrize("steps", [param.values[0] for param in ENDS], ids=[param.id for param in ENDS])
+def test_either_end_closes_in_the_flags_of_the_other_half_alone(bench: Bench, net: Net, steps: list[Step]) -> None:
+    """Two processors that note two FINs at once write to different words, and neither note is lost."""
+    bench.serve(web(net))
+    there = bench.open_tcp(net, net.vip)
+    for up, flags, seq, ack in steps:
+        before = own_flags(bench, net, up)
+        bench.talk(net, there, net.vip, 80, 40000, flags, up=up, seq=seq, ack=ack)
+        assert own_flags(bench, net, up) in (before, None)
+
+
+def own_flags(bench: Bench, net: Net, up: bool) -> int | None:
+    """Those of the client's half (`up`) or of the backend's; None: there is none."""
+    reply = 0 if up else FLAGS["FLOW_REPLY"]
+    rows = bench.flows(net.family).values()
+    return next((int(row["flags"]) for row in rows if row["flags"] & FLAGS["FLOW_REPLY"] == reply), None)
 
 
 @pytest.mark.parametrize("base", [0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFF0])

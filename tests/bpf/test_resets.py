@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
 
 from .kit import HZ, PASS, Bench, Net, Seen, frame, read, segment, syn
 from .test_flows import web
@@ -56,6 +57,56 @@ def test_a_reset_counts_where_it_can_be_the_senders(
     bench.age_flows(net.family, 3 * HZ)
     bench.gc.scan()
     assert (bench.flow_count(net.family) == (0, 0)) is bool(judged)
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["from-the-client", "from-the-backend"])
+@pytest.mark.parametrize(("distance", "received", "judged"), [
+    pytest.param(1 << 20, 0, "FLOW_DOUBTED", id="after-much-data"),
+    pytest.param(1 << 20, 1000, "FLOW_DOUBTED", id="with-the-first-acknowledgement-of-some"),
+    pytest.param(1 << 20, -1, "", id="with-an-old-acknowledgement"),
+    pytest.param(1 << 20, 1 << 20, "", id="with-another-acknowledgement"),
+    pytest.param((1 << 26) + 1, 0, "", id="beyond-all-windows"),
+])  # fmt: skip
+def test_a_reset_that_acknowledges_what_its_sender_received_may_follow_all_data_under_way(
+    bench: Bench, net: Net, up: bool, distance: int, received: int, judged: str
+) -> None:
+    """A process that is killed while it streams resets its connection far ahead of what was acknowledged."""
+    bench.serve(web(net))
+    there = bench.open_tcp(net, net.vip)
+    say(bench, net, there, "PA", up=True, seq=CLIENT, ack=BACKEND)
+    say(bench, net, there, "PA", up=False, seq=BACKEND, ack=CLIENT)
+    own, others = (CLIENT, BACKEND) if up else (BACKEND, CLIENT)
+    say(bench, net, there, "RA", up=up, seq=own + distance, ack=others + received)
+    assert state(bench, net) & (FLAGS["FLOW_RESET"] | FLAGS["FLOW_DOUBTED"]) == FLAGS.get(judged, 0)
+
+
+def arrive(bench: Bench, net: Net) -> None:
+    """What either end has acknowledged is not known, as of flows that another mode had so far."""
+    known = bench.maps.maps[f"flows{net.family}"]
+    for key, value in zip(*flow_arrays(known, net.family), strict=True):
+        value["ack"] = 0
+        known.update(key.tobytes(), value.tobytes())
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["from-the-client", "from-the-backend"])
+@pytest.mark.parametrize("flags", ["FA", "R"])
+def test_the_end_of_a_flow_that_came_from_another_mode_is_seen_at_once(
+    bench: Bench, net: Net, up: bool, flags: str
+) -> None:
+    """Its first packet here is its last one."""
+    far = 3 << 30
+    bench.serve(web(net))
+    there = bench.open_tcp(net, net.vip)
+    arrive(bench, net)
+    say(bench, net, there, flags, up=up, seq=far, ack=77)
+    assert (
+        state(bench, net) & (FLAGS["FLOW_RESET"] | FLAGS["FLOW_DOUBTED"] | FLAGS["FLOW_PEER_FIN"])
+        == (FLAGS["FLOW_PEER_FIN" if flags == "FA" else "FLOW_DOUBTED"])
+    )
+    if flags == "FA":
+        say(bench, net, there, "FA", up=not up, seq=77, ack=far + 1)
+        say(bench, net, there, "A", up=up, seq=far + 1, ack=78)
+        assert bench.flow_count(net.family) == (0, 0)
 
 
 @pytest.mark.parametrize("by_client", [True, False], ids=["the-client", "the-backend"])
@@ -143,7 +194,7 @@ def test_a_fin_counts_where_it_can_be_the_senders(
     there = bench.open_tcp(net, net.vip)
     say(bench, net, there, "PA", up=False, seq=BACKEND, ack=CLIENT)
     say(bench, net, there, "FA", up=up, seq=(CLIENT if up else BACKEND) + distance, ack=BACKEND if up else CLIENT)
-    assert bool(state(bench, net) & FLAGS["FLOW_FIN"]) is believed
+    assert bool(state(bench, net) & FLAGS["FLOW_PEER_FIN"]) is believed
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["of-the-client", "of-the-backend"])

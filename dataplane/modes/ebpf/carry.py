@@ -344,7 +344,8 @@ class Table:
             keys, values = self._converted(rows, slice(index, index + 1))
             present = self._ours.lookup(keys.tobytes()) if len(keys) else None
             if present is not None and self._reply:
-                merged = _merged(np.frombuffer(present, values.dtype).copy(), values)
+                _, copied = self._converted(former, slice(max(known, 0), known + 1))
+                merged = _merged(np.frombuffer(present, values.dtype).copy(), values, copied)
                 self._ours.update(keys.tobytes(), merged.tobytes())
             elif len(keys) and known < 0:
                 self._ours.update(keys.tobytes(), values.tobytes())
@@ -417,12 +418,12 @@ def _without(numbers: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[
     return np.flatnonzero(~np.isin(numbers, known))
 
 
-def _merged(row: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
-    """Our row, with what the former one says more; theirs, where it is another flow."""
+def _merged(row: NDArray[Any], theirs: NDArray[Any], copied: NDArray[Any]) -> NDArray[Any]:
+    """Our row, with what the former one says more than when it was copied; theirs, where it is another flow."""
     if not all(np.array_equal(row[name], theirs[name]) for name in ("saddr", "daddr", "sport", "dport")):
         return theirs
-    ended = theirs["flags"] & ~row["flags"] & layout.abi_constants()["FLOW_FIN"] != 0
-    row["started_or_fin"] = np.where(ended, theirs["started_or_fin"], row["started_or_fin"])
+    if len(copied) and copied["started_or_fin"] != theirs["started_or_fin"]:  # a FIN
+        row["started_or_fin"] = theirs["started_or_fin"]
     row["flags"] |= theirs["flags"]
     for name in ("seen", "ack"):
         later = (theirs[name] - row[name]).astype(np.int32) > 0

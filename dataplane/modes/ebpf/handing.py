@@ -230,6 +230,10 @@ def _values(flows: Flows, answers: Mask, arrival: Arrival) -> NDArray[Any]:
     tcp = rows["protocol"] == Protocol.TCP
     lasting = np.isin(rows["state"], [TcpState.ESTABLISHED, TcpState.CLOSE_WAIT])
     flags |= np.where(tcp & ~lasting, names["FLOW_DOUBTED"], 0)  # over in a minute, unless it goes on
+    # Which end has closed is not known: both halves look as if they had, and the FIN that is to come ends the flow.
+    closing = np.isin(rows["state"], [TcpState.CLOSE_WAIT, TcpState.LAST_ACK])
+    flags |= np.where(tcp & closing, names["FLOW_FIN"] | names["FLOW_FIN_ACKED"], 0)
+    flags |= np.where(tcp & (rows["state"] == TcpState.LAST_ACK), names["FLOW_PEER_FIN"], 0)
     of_node = flows.flagged(FlowFlag.NODE)
     flags |= np.where(of_node, names["FLOW_MASQUERADE"], 0)
     flags |= np.where(answers, names["FLOW_REPLY"], 0)
