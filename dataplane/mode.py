@@ -306,3 +306,5 @@ class Mode(NamedTuple):
     drain: Callable[[Options], bool] | None = None
     conntrack: bool = True  # it translates by conntrack: flows of another such mode go on when that is removed
     collect: Callable[[Options], int] | None = None  # removes what it left of network namespaces that are gone
+    # Refuses a table that it has no room for, without being open; raises Unsupported.
+    check_room: Callable[[Options, ServiceTable], None] | None = None

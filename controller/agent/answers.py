@@ -19,6 +19,7 @@ from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.agent.config_follower import ConfigFollower
 from hybrid_proxy.controller.agent.event_queue import EventQueue
+from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.agent.notebook import Notebook
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
 from hybrid_proxy.controller.agent.process import resident_bytes
@@ -29,7 +30,7 @@ from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destina
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
-from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.handover import TranslatesByMaps, from_conntrack
 from hybrid_proxy.dataplane.mode import PacketEvents, belongs
 from hybrid_proxy.dataplane.netfilter import translated_flows
@@ -72,6 +73,7 @@ class Answers:
     http: HttpHandlers
     notebook: Notebook
     switch: Callable[[str | None], p.SwitchAnswer]
+    check_switch: Callable[[str], None]
 
     def answer(self, query: Query) -> None:
         """Answer, unless the asker has given up."""
@@ -123,6 +125,8 @@ class Answers:
                 return p.TraceAnswer()
             case p.SwitchMode(mode):
                 return self.switch(mode)
+            case p.TrySwitch(mode):
+                return p.TrialAnswer(self.mode.choice.effective, self._missing_for(mode))
             case p.HandOverFlows(mode, max_lost):
                 done = self.mode.draining.hand_over(mode, programmer, self.syncer.builder.table, max_lost)
                 return p.HandOverAnswer(dict(done.moved), dict(done.left))
@@ -131,6 +135,16 @@ class Answers:
             case p.DrainNode(on):
                 self.health.leaving = on
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
+
+    def _missing_for(self, mode: str) -> str:
+        """Why it could not serve what is served now; empty: it could."""
+        try:
+            self.check_switch(mode)
+            if (check_room := open_mode(mode).check_room) is not None:
+                check_room(self.mode.config.options, self.syncer.builder.table)
+        except (ControllerError, Unsupported) as error:
+            return str(error)
+        return ""
 
     def _take_flows(self, max_lost: int) -> p.HandOverAnswer:
         programmer, table = self.mode.programmer, self.syncer.builder.table

@@ -242,7 +242,7 @@ class Agent:
         self.notebook = Notebook(memory_path(config.admin_socket), self.mode, self.syncer)
         self.answers = Answers(
             self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http,
-            self.notebook, self._switch,
+            self.notebook, self._switch, self._check_switch,
         )  # fmt: skip
         self._prints_timings = bool(flags.get("timings"))
         self._busy_with = ""  # the part of the start in which no query is answered
@@ -471,6 +471,22 @@ class Agent:
         before, mode = self.mode.choice.effective, mode or self.mode.former
         if mode is None:
             raise ControllerError("this agent has served in no other mode that it could go back to; name one")
+        self._check_switch(mode)
+        log.info("mode %s is asked for, in place of %s", mode, before)
+        configured = self._switched[0] if self._switched else self.config.mode
+        if (error := self._apply(replace(self.config, mode=mode))) is not None:
+            self._go_on_as_before()
+            raise ControllerError(f"mode {mode} cannot serve, and {before} does: {error}")
+        self._switched = (configured, mode)
+        return SwitchAnswer(before, mode)
+
+    def _check_switch(self, mode: str) -> None:
+        """See whether another mode could serve, as far as that is known without opening it.
+
+        Raises:
+            ControllerError, Unsupported: it could not.
+        """
+        before = self.mode.choice.effective
         if mode not in available_modes():
             raise ControllerError(f"there is no mode {mode}; there are {', '.join(available_modes())}")
         if mode == before:
@@ -481,13 +497,6 @@ class Agent:
             refuse_full_conntrack()  # before a trial: with that, too, the kernel would begin to track
         if missing := open_mode(mode).probe(self.config.options):
             raise ControllerError(f"mode {mode} does not work here: {missing}")
-        log.info("mode %s is asked for, in place of %s", mode, before)
-        configured = self._switched[0] if self._switched else self.config.mode
-        if (error := self._apply(replace(self.config, mode=mode))) is not None:
-            self._go_on_as_before()
-            raise ControllerError(f"mode {mode} cannot serve, and {before} does: {error}")
-        self._switched = (configured, mode)
-        return SwitchAnswer(before, mode)
 
     def _apply(self, config: Config) -> Exception | None:
         """Go on with another configuration; why it cannot serve, while the one before does."""

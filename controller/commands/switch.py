@@ -12,7 +12,6 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving.admin import BusyError, ask
@@ -27,9 +26,10 @@ from hybrid_proxy.controller.serving.protocol import (
     StatusAnswer,
     SwitchAnswer,
     SwitchMode,
+    TrialAnswer,
+    TrySwitch,
     described,
 )
-from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.reports import FlowRow
 
 SERVE_SECONDS: Final = 60.0  # until another mode has programmed its first table
@@ -44,7 +44,7 @@ class Switched(msgspec.Struct, frozen=True):
         before: The mode that served.
         mode: The mode that serves now, or would.
         done: Whether it was done.
-        missing: What the mode lacks here, so that it could not serve; empty: nothing.
+        missing: Why the mode could not serve here; empty: it could.
         flows: The open flows that stay with the mode before, by protocol.
         moved: The flows that were handed over (`--now`), by protocol.
         lost: The flows that ended, because they could not be handed over, by the reason.
@@ -107,14 +107,13 @@ def _hand_over(args: argparse.Namespace, answer: SwitchAnswer, status: AgentStat
 
 
 def _would_switch(args: argparse.Namespace) -> int:
-    status = _status(args.admin_socket)
-    before = status.mode.effective
     if args.back:
         raise ConfigError("--dry-run needs the name of a mode")
-    missing = open_mode(args.mode).probe(Options()) or ""
+    answer = ask(args.admin_socket, TrySwitch(args.mode), TrialAnswer)
+    before, missing = answer.before, answer.missing
     flows = dict(_open_flows(args, lambda row: row.mode == before))
     stay = f"{described(flows)} stay with mode {before} until they end"
-    text = f"mode {args.mode} does not work here: {missing}" if missing else f"mode {args.mode} would serve; {stay}"
+    text = f"mode {args.mode} would not serve: {missing}" if missing else f"mode {args.mode} would serve; {stay}"
     _print(args, Switched(before, args.mode, False, missing, flows), text)
     return 1 if missing else 0
 

@@ -335,6 +335,12 @@ class SwitchMode(msgspec.Struct, frozen=True, tag_field="command", tag="switch")
     mode: str | None
 
 
+class TrySwitch(msgspec.Struct, frozen=True, tag_field="command", tag="try-switch"):
+    """Say whether another mode could serve; nothing changes."""
+
+    mode: str
+
+
 class HandOverFlows(msgspec.Struct, frozen=True, tag_field="command", tag="hand-over"):
     """Move the flows of a mode that drains to the one that serves; at most `max_lost` may end instead."""
 
@@ -364,6 +370,7 @@ Request = (
     | GetEvents
     | SetTrace
     | SwitchMode
+    | TrySwitch
     | HandOverFlows
     | TakeFlows
     | DrainNode
@@ -452,6 +459,13 @@ class SwitchAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="switch"
     mode: str
 
 
+class TrialAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trial"):
+    """To `TrySwitch`: the mode that serves, and why the other one could not; empty: it could."""
+
+    before: str
+    missing: str
+
+
 class HandOverAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="hand-over"):
     """To `HandOverFlows` and `TakeFlows`: the flows that were moved, by protocol, and those that end, by the reason."""
 
@@ -482,6 +496,7 @@ Answer = (
     | TraceAnswer
     | StartingAnswer
     | SwitchAnswer
+    | TrialAnswer
     | HandOverAnswer
     | DrainAnswer
     | FailedAnswer

@@ -498,6 +498,8 @@ def test_a_mode_without_room_for_everything_does_not_begin(node: Node, small: Ag
             clients.begin(f"the start {number}")
             clients.begin(f"the start again {number}")
         clients.goes_on()
+        tried = small.command("switch", "ebpf", "--dry-run", "--admin-socket", str(small.socket))
+        assert (tried.returncode, missing in tried.stdout) == (1, True)
         done = small.command("switch", "ebpf", "--admin-socket", str(small.socket))
         assert done.returncode == 1
         assert missing in done.stderr
@@ -538,6 +540,10 @@ def test_a_mode_that_needs_conntrack_does_not_begin_while_that_is_full(node: Nod
         clients.goes_on()
         with full_conntrack(node.bench.lab, 5):
             clients.goes_on()
+            tried = node.bench.agent.command(
+                "switch", mode, "--dry-run", "--admin-socket", str(node.bench.agent.socket)
+            )
+            assert (tried.returncode, "nf_conntrack_max" in tried.stdout) == (1, True)
             done = node.bench.agent.command("switch", mode, "--now", "--admin-socket", str(node.bench.agent.socket))
             assert done.returncode == 1
             assert "nf_conntrack_max" in done.stderr

@@ -58,7 +58,7 @@ class OthersFlows:
             DataplaneError, OSError: conntrack cannot be read.
         """
         with self._lock:
-            found = _with_unbound(translated_keys(frontends(table, DATAGRAMS)), table.node.addresses)
+            found = datagram_flows(table)
             if connections or any(key.protocol == Protocol.TCP for key in self.known):
                 found |= self._half_open(table)
             if connections or (self._answers and time.monotonic() - self._answers_at > ANSWERS_SECONDS):
@@ -89,14 +89,32 @@ class OthersFlows:
         Raises:
             Unsupported: there are more than the tables have room for, and some would get another backend.
         """
-        theirs = Counter(key.family for key in self.known - self._answers if key.protocol in DATAGRAMS)
-        for family, flows in self._flows.items():
-            if theirs[family] > flows.entries:
-                raise Unsupported(
-                    "room for the datagram flows of others",
-                    f"{theirs[family]} of IPv{family} are open, and the table of flows has room for {flows.entries}: "
-                    "raise --max-flows",
-                )
+        refuse_crowd(self.known - self._answers, {family: flows.entries for family, flows in self._flows.items()})
+
+
+def refuse_crowd(theirs: Iterable[FlowKey], room: Mapping[int, int]) -> None:
+    """See whether the table of flows of each family has `room` for the datagram flows of others.
+
+    Raises:
+        Unsupported: it has not.
+    """
+    counts = Counter(key.family for key in theirs if key.protocol in DATAGRAMS)
+    for family, entries in room.items():
+        if counts[family] > entries:
+            raise Unsupported(
+                "room for the datagram flows of others",
+                f"{counts[family]} of IPv{family} are open, and the table of flows has room for {entries}: "
+                "raise --max-flows",
+            )
+
+
+def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
+    """Those to services of the table that conntrack translates.
+
+    Raises:
+        DataplaneError, OSError: conntrack cannot be read.
+    """
+    return _with_unbound(translated_keys(frontends(table, DATAGRAMS)), table.node.addresses)
 
 
 def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:

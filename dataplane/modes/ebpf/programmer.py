@@ -83,6 +83,7 @@ from hybrid_proxy.dataplane.modes.ebpf.programs import (
     teach_namespace,
 )
 from hybrid_proxy.dataplane.modes.ebpf.resizer import MapResizer
+from hybrid_proxy.dataplane.modes.ebpf.room import check_room
 from hybrid_proxy.dataplane.modes.ebpf.store import ForeignEntries, Store
 from hybrid_proxy.dataplane.netfilter import relays
 from hybrid_proxy.dataplane.reports import (
@@ -825,4 +826,4 @@ def look(options: Options, names: Mapping[int, str]) -> listing.Pinned | None:
     return listing.Pinned(str(folder), maps, names) if maps else None
 
 
-MODE = Mode("ebpf", Ebpf, clean, probe, look, drain, conntrack=False, collect=collect)
+MODE = Mode("ebpf", Ebpf, clean, probe, look, drain, conntrack=False, collect=collect, check_room=check_room)

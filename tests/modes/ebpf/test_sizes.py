@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.lower import lower
 from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS, size_class
+from hybrid_proxy.dataplane.modes.ebpf.room import refuse_unfit
 from hybrid_proxy.dataplane.modes.ebpf.sizes import (
     FLOOR,
     bounds,
@@ -131,3 +133,17 @@ def test_the_guess_is_never_less_than_what_rows_take(shapes: list[tuple[int, int
     assert need["slots"] >= sum(size_class(len(ring)) for r in rows for ring in r.sets)
     for family in (4, 6):
         assert need[f"frontends{family}"] == 2 * sum(e.family == family for e in entries)
+
+
+@pytest.mark.parametrize(("room", "missing"), [
+    pytest.param({"services": 11, "backends": 21}, None, id="enough"),
+    pytest.param({"services": 10, "backends": 21}, "--max-services", id="services"),
+    pytest.param({"services": 11, "backends": 20}, "--max-backends", id="backends"),
+])  # fmt: skip
+def test_a_table_without_room_is_refused_before_there_are_maps(room: dict[str, int], missing: str | None) -> None:
+    ports = [entry(number, 2, 0) for number in range(10)]
+    if missing is None:
+        refuse_unfit(ports, UPPER | room)
+    else:
+        with pytest.raises(Unsupported, match=missing):
+            refuse_unfit(ports, UPPER | room)
