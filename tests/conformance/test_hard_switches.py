@@ -34,6 +34,7 @@ from tests.loads import goes_on
 from .conftest import FOREVER, IFA_F_NODAD, bench_of, new_lab, route_services, serve
 from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, extra_pod, forget_connections
 from .test_rows import target_of
+from .world import SECOND
 
 MODES = ("ebpf", "nftables", "iptables", "userspace")  # those that need no module of the kernel's that few load
 UDP_ENDS_SOON = (
@@ -605,3 +606,82 @@ def test_the_node_changes_while_a_mode_drains(node: Node, former: str, mode: str
             assert (flow.failed, flow.backend) == ("", "pod2")
         clients.goes_on()
         assert [row.mode for row in bench.agent.running_status().draining] == [former]
+
+
+@contextmanager
+def readdressed(bench: Bench) -> Iterator[dict[int, str]]:
+    """The node has other addresses than before in the block, by family, and everybody knows; its Node object, too."""
+    lab, manifest = bench.lab, bench.agent.manifests / "node.json"
+    link, text = lab.netlink("node"), manifest.read_text()
+    index = link.link_lookup(ifname="eth0")[0]
+    old = {family: lab["node"].address(family) for family in (V4, V6)}
+    new = {V4: "192.168.77.98", V6: "fd77::98"}
+
+    def move(gone: Mapping[int, str], come: Mapping[int, str]) -> None:
+        for family, length in ((V4, 24), (V6, 64)):
+            more = {"flags": IFA_F_NODAD} if family == V6 else {}
+            link.addr("add", index=index, address=come[family], prefixlen=length, **more)
+            for place in ("client", "node2"):
+                ip = ["ip", "-6" if family == V6 else "-4", "route"]
+                for line in lab.run(place, [*ip, "show", "via", gone[family]]).stdout.splitlines():
+                    done = lab.run(place, [*ip, "replace", line.split()[0], "via", come[family]])
+                    assert done.returncode == 0, done.stderr
+            link.addr("del", index=index, address=gone[family], prefixlen=length)
+
+    with lab.inside("node"):
+        Path("/proc/sys/net/ipv4/conf/eth0/promote_secondaries").write_text("1")  # the others stay
+    move(old, new)
+    try:
+        manifest.write_text(text.replace(f'"{old[V4]}"', f'"{new[V4]}"').replace(f'"{old[V6]}"', f'"{new[V6]}"'))
+        yield new
+    finally:
+        move(new, old)
+        for change in ("del", "add"):  # it is the second one again
+            link.addr(change, index=index, address=SECOND[0], prefixlen=24)
+        manifest.write_text(text)
+
+
+@pytest.mark.parametrize(("former", "mode"), BOTH_WAYS[:2])  # the relay's own connections have the node's address
+def test_the_primary_address_of_the_node_changes_while_a_mode_drains(node: Node, former: str, mode: str) -> None:
+    """Flows that do not use the address go on in both modes; new ones use the other address."""
+    bench = node.bench
+    settled(bench, former)
+    local = bench.service("pod2", outside=True, settle=False, spec={"externalTrafficPolicy": "Local"})
+    with traffic(node, ("pod1",)) as clients, ExitStack() as stack:
+        flows = list[Flow]()
+
+        def begin() -> None:
+            for family in (V4, V6):
+                flows.append(tcp_flow(bench, stack, "pod1", node.web.vip(family), family))
+                flows.append(tcp_flow(bench, stack, "client", target_of(bench, local, "external", family), family))
+                flows.append(
+                    udp_flow(bench, stack, "pod1", node.dns.vip(family), family, connected=len(flows) % 2 == 1)
+                )
+
+        def all_go_on() -> None:
+            for flow in flows:
+                flow.once()
+            assert [f"{flow.name}: {flow.failed}" for flow in flows if flow.failed] == []
+
+        eventually(lambda: bench.seen("client", local, V4, 1) is not None, 10, "the Service is not served yet")
+        begin()
+        all_go_on()
+        switch(bench, mode)
+        begin()
+        all_go_on()
+        with readdressed(bench) as now:
+            all_go_on()
+            for family in (V4, V6):
+                target = now[family], node.web.node_port
+
+                def answered(target: tuple[str, int] = target, family: int = family) -> bool:
+                    with bench.connect("client", target, family) as connection:
+                        return ask_tcp(connection).peer[0] != bench.lab["node"].address(family)
+
+                eventually(answered, 10, f"node port {target} does not answer")
+            clients.goes_on()
+            all_go_on()
+            assert [row.mode for row in bench.agent.running_status().draining] == [former]
+        clients.goes_on()
+        all_go_on()
+    settled(bench, mode)
