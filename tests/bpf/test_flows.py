@@ -14,6 +14,7 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.modes.ebpf import others as module
 from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, idle_limits
+from hybrid_proxy.dataplane.modes.ebpf.listing import flow_state
 from hybrid_proxy.dataplane.table import EMPTY, Protocol
 
 from .kit import (
@@ -288,6 +289,18 @@ def test_idle_limits(flags: list[str], protocol: Protocol, seconds: int) -> None
     keys["protocol"] = protocol
     values["flags"] = sum(FLAGS[flag] for flag in flags)
     assert idle_limits(keys, values, Options()).tolist() == [seconds]
+
+
+@pytest.mark.parametrize(("flags", "state"), [
+    pytest.param([],                                                          "opening",     id="opening"),
+    pytest.param(["FLOW_REPLIED"],                                            "opening",     id="answered"),
+    pytest.param(["FLOW_ESTABLISHED"],                                        "established", id="established"),
+    pytest.param(["FLOW_ESTABLISHED", "FLOW_FIN", "FLOW_FIN_ACKED"],          "established", id="half-closed"),
+    pytest.param(["FLOW_ESTABLISHED", "FLOW_FIN_ACKED", "FLOW_PEER_FIN"],     "closed",      id="both-fins"),
+    pytest.param(["FLOW_ESTABLISHED", "FLOW_RESET"],                          "closed",      id="reset"),
+])  # fmt: skip
+def test_a_flow_is_called_what_its_flags_say(flags: list[str], state: str) -> None:
+    assert flow_state(sum(FLAGS[flag] for flag in flags)) == state
 
 
 def test_a_half_closed_connection_may_be_silent_for_long(bench: Bench, net: Net) -> None:

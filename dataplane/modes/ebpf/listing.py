@@ -14,7 +14,7 @@ from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.modes.ebpf import affinity, layout
 from hybrid_proxy.dataplane.modes.ebpf.events import Addresses, Journal
 from hybrid_proxy.dataplane.modes.ebpf.failures import histories
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, is_over
 from hybrid_proxy.dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
@@ -237,14 +237,14 @@ def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
     constants = layout.abi_constants()
     hidden = constants["FLOW_REPLY"] | constants["FLOW_OTHERS"]
     for family in (4, 6):
-        for table, state in (("flows", "established"), ("half_open", "opening")):
+        for table in ("flows", "half_open"):
             keys, values = flow_arrays(maps[f"{table}{family}"], family)
             forward = np.flatnonzero(values["flags"] & hidden == 0)
             total += len(forward)
             idle = (np.uint32(now) - values["seen"]).astype(np.int32) // hz
             order = forward[np.argsort(-idle[forward], kind="stable")]
             for position in order[: max(0, limit - len(rows))].tolist():
-                row = _flow(keys[position], values[position], family, state, names)
+                row = _flow(keys[position], values[position], family, names)
                 row.idle = max(0, int(idle[position]))
                 rows.append(row)
     return rows, total
@@ -265,7 +265,14 @@ def _clock(maps: Maps) -> int:
         loaded.close()
 
 
-def _flow(key: Any, value: Any, family: int, state: str, names: Names) -> FlowRow:
+def flow_state(flags: int) -> str:
+    """What a flow with these flags is called. One of which only one end has closed may still carry much."""
+    if is_over(np.array([flags])).any():
+        return "closed"
+    return "established" if flags & layout.abi_constants()["FLOW_ESTABLISHED"] else "opening"
+
+
+def _flow(key: Any, value: Any, family: int, names: Names) -> FlowRow:
     constants = layout.abi_constants()
 
     def end(row: Any, address: str, port: str) -> str:
@@ -273,6 +280,7 @@ def _flow(key: Any, value: Any, family: int, state: str, names: Names) -> FlowRo
         return socket_text(text, int(layout.swap16([int(row[port])])[0]))
 
     flags = int(value["flags"])
+    state = flow_state(flags)
     return FlowRow(
         service=names.get(int(value["service"])),
         protocol=_protocol(int(key["protocol"])),
@@ -280,7 +288,7 @@ def _flow(key: Any, value: Any, family: int, state: str, names: Names) -> FlowRo
         frontend=end(key, "daddr", "dport"),
         backend=end(value, "daddr", "dport"),
         source=end(value, "saddr", "sport"),
-        state="closed" if flags & (constants["FLOW_FIN_ACKED"] | constants["FLOW_RESET"]) else state,
+        state=state,
         hairpin=bool(flags & constants["FLOW_HAIRPIN"]),
         direct=bool(flags & constants["FLOW_DIRECT"]),
         fast_path=bool(value["ifindex"]) and state == "established",
