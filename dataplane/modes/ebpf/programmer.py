@@ -252,7 +252,7 @@ class Ebpf:
         former, self.programs = self.programs, programs
         for loaded in programs:
             self.maps.pin_new(loaded)
-        put_datapaths(self.maps.maps["datapaths"], programs.tc_datapath)
+        put_datapaths(self.maps.maps["datapaths"], programs.datapaths)
         self.pods.use(programs.hooks)
         self.uplinks.use(programs.hooks)
         if programs.xdp is not None:
@@ -567,7 +567,7 @@ class Ebpf:
         for held in self._pinned():
             yield from held.wrong(pins)
         if self.programs is not None:
-            yield from missing_datapaths(self.maps.maps["datapaths"], self.programs.tc_datapath)
+            yield from missing_datapaths(self.maps.maps["datapaths"], self.programs.datapaths)
 
     def _mend(self) -> None:
         """Put back what is `_wrong`; what cannot be put back stays in `unrepaired`, and is tried again next time."""
@@ -601,7 +601,7 @@ class Ebpf:
             except (BpfError, OSError) as error:
                 failures.append(str(error))
         if self.programs is not None:
-            put_datapaths(self.maps.maps["datapaths"], self.programs.tc_datapath)
+            put_datapaths(self.maps.maps["datapaths"], self.programs.datapaths)
         return failures
 
     def _remove_misplaced(self) -> None:

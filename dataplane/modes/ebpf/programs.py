@@ -6,7 +6,7 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -38,13 +38,13 @@ class Programs:
     """
 
     hooks: Object
-    tc_datapath: Object
+    datapaths: tuple[Object, ...]  # one for each of `DATAPATHS`, in that order
     connect: Object | None = None
     sockops: Object | None = None
     xdp: Object | None = None
 
     def __iter__(self) -> Iterator[Object]:
-        loaded = (self.hooks, self.tc_datapath, self.connect, self.sockops, self.xdp)
+        loaded = (self.hooks, *self.datapaths, self.connect, self.sockops, self.xdp)
         return (one for one in loaded if one is not None)
 
     def close(self) -> None:
@@ -80,16 +80,26 @@ class Loader:
         )
 
     def one(
-        self, name: str, larger: Larger | None = None, *, can_set_errno: bool = True, quiet: bool = False
+        self,
+        name: str,
+        larger: Larger | None = None,
+        *,
+        only: str = "",
+        can_set_errno: bool = True,
+        quiet: bool = False,
     ) -> Object:
         """The object `NAME.bpf.o`, on the maps of the set, or on `larger` ones in place of some.
 
-        With `quiet` it counts nothing and emits no events. `can_set_errno`: the kernel has bpf_set_retval.
+        With `only` it is loaded with this one of its programs. With `quiet` it counts nothing and emits no events.
+        `can_set_errno`: the kernel has bpf_set_retval.
         """
         loaded = Object(layout.OBJECTS / f"{name}.bpf.o")
         try:
             self._prepare(loaded, larger, can_set_errno=can_set_errno, quiet=quiet)
-            with START.part(f"verifier: {name}"):
+            for other in loaded.program_names if only else ():
+                if other != only:
+                    loaded.leave_out(other)
+            with START.part(f"verifier: {only or name}"):
                 loaded.load()
         except BpfError:
             loaded.close()
@@ -113,26 +123,26 @@ class Loader:
     def generation(self, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
         """All programs that carry traffic, those for drivers if `xdp`.
 
-        The verifier takes a third of a second for those that carry, so all are loaded at once. May be called by another
-        thread than that of the maps' owner.
+        The verifier takes a third of a second for those that carry, so all are loaded at once, the two families by
+        two threads. May be called by another thread than that of the maps' owner.
 
         Raises:
             BpfError: the kernel refuses programs without which there is no service.
         """
-        with ThreadPoolExecutor(3, thread_name_prefix="load") as threads:
-            loading = {
-                name: threads.submit(self.one, name, larger) for name in ("tc_datapath", "hooks", *["xdp"] * xdp)
-            }
+        with ThreadPoolExecutor(4, thread_name_prefix="load") as threads:  # what takes longest comes first
+            datapaths = [threads.submit(self.one, "tc_datapath", larger, only=name) for name in reversed(DATAPATHS)]
             sockets = threads.submit(self._sockets, larger)
+            loading = {name: threads.submit(self.one, name, larger) for name in ("hooks", *["xdp"] * xdp)}
         try:
             loaded = {name: known.result() for name, known in loading.items()}
+            both = tuple(known.result() for known in reversed(datapaths))
         except BpfError:
-            for programs in _those_loaded(*loading.values()):
+            for programs in _those_loaded(*loading.values(), *datapaths):
                 programs.close()
             for programs in sockets.result().values():
                 programs.close()
             raise
-        return Programs(**loaded, **sockets.result())
+        return Programs(datapaths=both, **loaded, **sockets.result())
 
     def _sockets(self, larger: Larger | None) -> dict[str, Object]:
         """The cgroup programs; without bpf_set_retval (Linux 5.18) they refuse nobody.
@@ -158,15 +168,15 @@ class Loader:
         return loaded
 
 
-def put_datapaths(datapaths: Map, loaded: Object) -> None:
+def put_datapaths(datapaths: Map, programs: Sequence[Object]) -> None:
     """Let the programs of `tc_datapath.bpf.o` be those that hooks call."""
-    for name in DATAPATHS:
+    for name, loaded in zip(DATAPATHS, programs, strict=True):
         datapaths.update(_place(name), loaded.program(name).to_bytes(4, sys.byteorder))
 
 
-def missing_datapaths(datapaths: Map, loaded: Object) -> Iterator[str]:
+def missing_datapaths(datapaths: Map, programs: Sequence[Object]) -> Iterator[str]:
     """Which of them is not the one that was put there, as messages."""
-    for name in DATAPATHS:
+    for name, loaded in zip(DATAPATHS, programs, strict=True):
         found = datapaths.lookup(_place(name))
         if found is None or int.from_bytes(found, sys.byteorder) != program_number(loaded.program(name)):
             yield f"{name} is not what hooks call"
