@@ -321,7 +321,7 @@ class MapUsage(msgspec.Struct, frozen=True):
 
 
 class InterfaceHooks(msgspec.Struct, frozen=True):
-    """Programs at interfaces: by which hook (tcx or clsact), where, and where it failed and why."""
+    """Programs at interfaces: by which hooks (tcx, clsact, or "tcx and clsact"), where, and where that failed."""
 
     kind: str
     interfaces: list[str]

@@ -38,8 +38,15 @@ def test_clsact_filters_are_swapped_in_place_and_removed_exactly(inside_node: La
     programs.load()
     index = next(i.index for i in read_node().interfaces if i.name == inside_node["pod1"].interface)
     for _ in range(2):
-        clsact.attach(index, programs.program("pod_ingress"), "pod_ingress", ingress=True)
-        clsact.attach(index, programs.program("pod_egress"), "pod_egress", ingress=False)
+        assert (
+            clsact.attach(
+                [
+                    clsact.Filter(index, "pod_ingress", programs.program("pod_ingress"), ingress=True),
+                    clsact.Filter(index, "pod_egress", programs.program("pod_egress"), ingress=False),
+                ]
+            )
+            == {}
+        )
     with IPRoute() as ip:
         ip.tc(
             "add-filter", "bpf", index, handle=7, prio=9, fd=programs.program("pod_egress"), name="somebody_elses",

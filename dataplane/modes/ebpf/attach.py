@@ -1,7 +1,9 @@
-"""Attachments: programs at pods' interfaces and uplinks (TCX links, else clsact) and at the node's cgroup.
+"""Attachments: programs at pods' interfaces and uplinks (TCX links or clsact filters) and at the node's cgroup.
 
 Links are pinned, so that traffic goes on when the process ends, and a new process swaps its programs in by
-link update. A kernel without TCX refuses the first link; from then on clsact is used, and `status` says so.
+link update. Each new one costs a grace period, and the kernel holds the lock of all interfaces for so long. Where many
+interfaces come at once, filters serve them, which stay when the process ends, too. A kernel without TCX refuses the
+first link; from then on filters are used. `status` says which there are.
 
 What others remove is noticed: `wrong` says what is not as it was attached, `mend` attaches it again.
 """
@@ -12,7 +14,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hybrid_proxy.dataplane.errors import Unsupported
@@ -41,6 +43,9 @@ SOCKET_HOOKS = {
     "getpeername4": 29, "getpeername6": 30,
 }  # fmt: skip
 SOCKOPS_HOOKS = {"sockops_cb": 3}  # BPF_CGROUP_SOCK_OPS
+# Interfaces to which links are attached at once. Eight take a third of a second, and longer on a busy node. Later it is
+# more, because a network plugin may be about to give a new interface a qdisc of its own, which excludes clsact.
+MANY, MANY_LATER = 8, 32
 NO_SUCH_LINK = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -62,16 +67,18 @@ class Links:
         self.hooks = tuple((f"{kind}_{way}", attach_type, ingress) for way, attach_type, ingress in HOOKS)
         self.attached: dict[int, Interface] = {}
         self.failed: dict[str, str] = {}
-        self.kind = "tcx"
-        self._held: dict[tuple[int, str], Attachment] = {}  # by interface and program, of kind tcx
-        self._filters: clsact.Filters | None = None  # of kind clsact
+        self.kind = "tcx"  # of links; "clsact" where the kernel has none
+        self._held: dict[tuple[int, str], Attachment] = {}  # by interface and program
+        self._filtered: set[int] = set()  # interfaces that filters serve
+        self._filters: clsact.Filters | None = None  # what becomes of these
+        self._many = MANY
 
     def use(self, programs: Object) -> None:
         """Attach this loaded object's `KIND_ingress` and `KIND_egress` from now on, and now where others are."""
         self.programs = programs
-        for interface in list(self.attached.values()):
-            del self.attached[interface.index]
-            self._attach(interface)
+        interfaces = list(self.attached.values())
+        self.attached.clear()
+        self._attach(interfaces)
 
     def refresh(self, interfaces: Iterable[Interface], primary: Iterable[str]) -> None:
         """Attach to interfaces that are new, forget what is gone, leave those that are of another kind (by now)."""
@@ -79,58 +86,100 @@ class Links:
         wanted = {interface.index: interface for interface in interfaces if self.chosen(interface, primary)}
         for index in [i for i in self.attached if i not in wanted or wanted[i].name != self.attached[i].name]:
             self._detach(index)
-        for index, interface in wanted.items():
-            if index not in self.attached:
-                self._attach(interface)
-                if index in self.attached:
-                    log.info("serving %s interface %s by %s", self.what, interface.name, self.kind)
+        new = [interface for index, interface in wanted.items() if index not in self.attached]
+        self._attach(new)
+        for interface in new:
+            if interface.index in self.attached:
+                kind = "clsact" if interface.index in self._filtered else "tcx"
+                log.info("serving %s interface %s by %s", self.what, interface.name, kind)
         self._forget_stale(wanted)
+        self._many = MANY_LATER
 
-    def _attach(self, interface: Interface) -> None:
-        if not interface.ethernet:
-            self._note_failure(interface, "its packets have no Ethernet header, which the programs expect")
-            return
+    def _attach(self, interfaces: Iterable[Interface]) -> None:
+        """Swap the programs in where ours are. Elsewhere a few interfaces get links, and many get filters."""
+        fresh: list[Interface] = []
+        for interface in interfaces:
+            if not interface.ethernet:
+                self._note_failure(interface, "its packets have no Ethernet header, which the programs expect")
+                continue
+            linked = interface.index not in self._filtered and self._has_links(interface.index)
+            if not (linked and self._attach_links(interface)):
+                fresh.append(interface)
+        filtered = [one for one in fresh if one.index in self._filtered or len(fresh) > self._many]
+        for interface in fresh:
+            if interface not in filtered and not self._attach_links(interface):
+                filtered.append(interface)
+        if filtered:
+            self._attach_filters(filtered)
+
+    def _has_links(self, index: int) -> bool:
+        """Whether this process or a former one has attached a link there."""
+        return any(
+            (index, name) in self._held or _link_path(self.folder, name, index).exists() for name, _, _ in self.hooks
+        )
+
+    def _attach_links(self, interface: Interface) -> bool:
+        """Whether links serve the interface, or cannot; False: this kernel has none."""
+        if self.kind != "tcx" or self.programs is None:
+            return False
+        fresh = not self._has_links(interface.index)
         try:
-            for name, attach_type, ingress in self.hooks:
-                self._attach_one(interface, name, attach_type, ingress=ingress)
+            for name, attach_type, _ in self.hooks:
+                path = _link_path(self.folder, name, interface.index)
+                made = Attachment(path, attach_type, interface.index, interface.name)
+                held = self._held.get((interface.index, name), made)
+                held.run(self.programs.program(name))
+                self._held[interface.index, name] = held
         except BpfError as error:
-            if error.code == errno.ENODEV:
-                return
+            if error.code in NO_SUCH_LINK:
+                self.kind = "clsact"
+                log.warning("this kernel has no TCX links (%s); clsact filters are used instead", error)
+                return False
+            self._attached(interface, error)
+            return True
+        if fresh:
+            clsact.detach(interface.index)  # of a former process
+        self._attached(interface)
+        return True
+
+    def _attach_filters(self, interfaces: Sequence[Interface]) -> None:
+        assert self.programs is not None
+        self._filters = self._filters or clsact.Filters()
+        failed = clsact.attach(
+            [
+                clsact.Filter(interface.index, name, self.programs.program(name), ingress)
+                for interface in interfaces
+                for name, _, ingress in self.hooks
+            ]
+        )
+        for interface in interfaces:
+            error = failed.get(interface.index)
+            if error is not None and interface.index not in self._filtered and self._attach_links(interface):
+                continue  # a qdisc or a filter of others excludes ours
+            if self._attached(interface, error):
+                self._filtered.add(interface.index)
+
+    def _attached(self, interface: Interface, error: BpfError | None = None) -> bool:
+        """Take note of what became of an interface; whether it is served. One that is gone meanwhile is no failure."""
+        if error is None:
+            self.failed.pop(interface.name, None)
+            self.attached[interface.index] = interface
+        elif error.code != errno.ENODEV:
             self._note_failure(interface, str(error))
-            return
-        self.failed.pop(interface.name, None)
-        self.attached[interface.index] = interface
+        return error is None
 
     def _note_failure(self, interface: Interface, why: str) -> None:
         if self.failed.get(interface.name) != why:
             log.warning("cannot serve %s interface %s: %s", self.what, interface.name, why)
         self.failed[interface.name] = why
 
-    def _attach_one(self, interface: Interface, name: str, attach_type: int, *, ingress: bool) -> None:
-        assert self.programs is not None
-        program = self.programs.program(name)
-        if self.kind == "tcx":
-            path = _link_path(self.folder, name, interface.index)
-            made = Attachment(path, attach_type, interface.index, interface.name)
-            try:
-                held = self._held.get((interface.index, name), made)
-                held.run(program)
-                self._held[interface.index, name] = held
-            except BpfError as error:
-                if error.code not in NO_SUCH_LINK:
-                    raise
-                self.kind = "clsact"
-                log.warning("this kernel has no TCX links (%s); clsact filters are used instead", error)
-        if self.kind == "clsact":
-            self._filters = self._filters or clsact.Filters()
-            clsact.attach(interface.index, program, name, ingress=ingress)
-
     def _detach(self, index: int) -> None:
         interface = self.attached.pop(index)
         for name, _, _ in self.hooks:
             if held := self._held.pop((index, name), None):
                 held.remove()
-        if self.kind == "clsact":
+        if index in self._filtered:
+            self._filtered.remove(index)
             clsact.detach(index)
         log.info("%s interface %s is gone", self.what, interface.name)
 
@@ -144,9 +193,11 @@ class Links:
                 yield f"{name} at {held.where} {what}"
         if self._filters is not None and self.programs is not None:
             programs = {(name, ingress): self.programs.program(name) for name, _, ingress in self.hooks}
-            for interface in self.attached.values():
-                for name in self._filters.missing(interface.index, programs):
-                    yield f"{name} at {interface.name} is no filter any more"
+            for index in self._filtered & self.attached.keys():
+                name = self.attached[index].name
+                for missing in self._filters.missing(index, programs):
+                    if interface_name(index) == name:
+                        yield f"{missing} at {name} is no filter any more"
 
     def pins(self) -> dict[str, int]:
         return dict(held.pin for held in self._held.values())
@@ -156,9 +207,8 @@ class Links:
         for (index, name), held in self._held.items():
             if held.wrong(pins) and interface_name(index) == held.where and self.programs is not None:
                 held.run(self.programs.program(name))
-        if self._filters is not None:
-            for interface in list(self.attached.values()):
-                self._attach(interface)
+        if filtered := [interface for index, interface in self.attached.items() if index in self._filtered]:
+            self._attach_filters(filtered)
 
     def close(self) -> None:
         for held in self._held.values():
@@ -176,7 +226,8 @@ class Links:
     def status(self) -> InterfaceHooks:
         """Where programs are, and where attaching failed."""
         names = sorted(interface.name for interface in self.attached.values())
-        return InterfaceHooks(self.kind, names, dict(self.failed))
+        kinds = ["tcx"] * bool(self._held) + ["clsact"] * bool(self._filtered)
+        return InterfaceHooks(" and ".join(kinds) or self.kind, names, dict(self.failed))
 
 
 def pods(folder: Path, options: Options) -> Links:
