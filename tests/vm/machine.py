@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from .accel import BOOT_LIMIT, TCG, choose_accelerator
+from .accel import BOOT_LIMIT, COUNTED, KVM, choose_accelerator
 from .kernels import FOLDER, ROOT, Kernel
 
 __all__ = ["GUEST", "PATIENCE", "Finished", "GuestFailed", "Machine", "missing_programs"]
@@ -75,12 +75,14 @@ class Machine:
         kernel: from `kernels.get`.
         cpus: of the guest.
         log: gets messages about what is being waited for.
+        counted: the processor is emulated, and its clock counts instructions.
     """
 
-    def __init__(self, kernel: Kernel, cpus: int = 2, log: Progress = lambda _: None) -> None:
+    def __init__(self, kernel: Kernel, cpus: int = 2, log: Progress = lambda _: None, *, counted: bool = False) -> None:
         self.kernel = kernel
         self.cpus = cpus
         self.log = log
+        self.counted = counted
 
     def run(
         self,
@@ -112,8 +114,8 @@ class Machine:
         stop = stop or threading.Event()
         with _one_at_a_time(self.log, stop), tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
             control = Path(made)
-            accel = choose_accelerator(self._boots, FOLDER / "accelerator.json")
-            environment = {GUEST: self.kernel.series, PATIENCE: "5" if accel is TCG else "1"} | dict(env or {})
+            accel = COUNTED if self.counted else choose_accelerator(self._boots, FOLDER / "accelerator.json")
+            environment = {GUEST: self.kernel.series, PATIENCE: "1" if accel is KVM else "5"} | dict(env or {})
             self._prepare(control, _command(argv, folder, environment), shared)
             return self._boot(control, self._qemu(control, accel, memory, shared), timeout, progress, stop)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -25,12 +23,22 @@ from hybrid_proxy.dataplane.table import (
     ServiceTable,
 )
 from hybrid_proxy.dataplane.virtual_servers import Server
-from hybrid_proxy.workshop.benchmarks.kit import ROOT, Result, Target, entry, lab, median, quantile, say
+from hybrid_proxy.workshop.benchmarks.kit import (
+    GUEST,
+    ROOT,
+    Result,
+    Target,
+    entry,
+    in_a_guest,
+    lab,
+    median,
+    quantile,
+    say,
+)
 
 CONTROL, SIZES, ENDPOINTS = 10, (100, 1000), 10
 CHANGES = 120
 STEP = 7  # services are taken in no particular order
-KERNEL = "6.1"
 NODE = NodeNetwork(pods=PodMatch(("10.128.0.0/9",)), service_cidrs=("10.96.0.0/12",))
 CONSTANT = 2  # times the control: a cost for each service would be 10 and 100 times
 
@@ -42,12 +50,12 @@ def measure() -> Result:
         found = None if missing else {size: _measure(size) for size in (CONTROL, *SIZES)}
     if found is None:
         say(f"  in a virtual machine: {missing}")
-        found = _elsewhere()
+        found = {int(size): figures for size, figures in in_a_guest(__name__).items()}
     control = found[CONTROL]["p50"]
     largest = SIZES[-1]
     target = Target(f"cost at {' and '.join(map(str, SIZES))} services, in times of that at {CONTROL},", CONSTANT)
     worst = max(found[size]["p50"] for size in SIZES) / control
-    where = f"Debian's kernel {KERNEL} in a virtual machine" if missing else "this kernel"
+    where = f"Debian's kernel {GUEST} in a virtual machine" if missing else "this kernel"
     note = (
         f"ipvs-change: {CHANGES} changes at each size on {where}, from the new table to the real server in the kernel "
         "(conntrack's stale entries included)"
@@ -61,16 +69,6 @@ def measure() -> Result:
          "p99": {str(size): round(found[size]["p99"], 2) for size in found},
          "first_sync_ms": start, "endpoints": ENDPOINTS},
     )  # fmt: skip
-
-
-def _elsewhere() -> dict[int, dict[str, float]]:
-    """The figures of a run of this file in a virtual machine."""
-    argv = [sys.executable, "-m", "tests.vm", "run", KERNEL, "--timeout", "1800", "--"]
-    argv += [sys.executable, "-m", "hybrid_proxy.workshop.benchmarks.ipvs_change"]
-    done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the benchmark failed in the virtual machine:\n{done.stdout}")
-    return {int(size): figures for size, figures in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 def _table(entries: dict[str, tuple[Entry, ...]], generation: int, changed: frozenset[str]) -> ServiceTable:

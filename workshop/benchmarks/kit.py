@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import os
+import platform
 import queue
 import re
 import statistics
@@ -33,9 +34,11 @@ from hybrid_proxy.dataplane.modes.ebpf.pins import folder_of
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
 from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
 from hybrid_proxy.workshop.lab.agent import Agent, remove_forsaken, resident
+from hybrid_proxy.workshop.lab.machine import mitigations, processor
 from hybrid_proxy.workshop.lab.network import Lab
 
 __all__ = [
+    "GUEST",
     "HEALTH_CHECKS",
     "NODE",
     "ROOT",
@@ -46,6 +49,7 @@ __all__ = [
     "Target",
     "built",
     "entry",
+    "in_a_guest",
     "lab",
     "listed",
     "median",
@@ -57,6 +61,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = "node-0"  # the Node that the fake API server has
+GUEST = "6.1"  # the kernel of virtual machines: Debian 12's
 HEALTH_CHECKS = 10  # services with a health-check node port, where all servers of the agent are on
 METRICS, HEALTHZ = ("127.0.0.1", 10249), ("127.0.0.1", 10256)  # as kube-proxy's
 
@@ -109,17 +114,28 @@ class Result:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def report(self) -> None:
-        """Print the notes and targets, and one JSON object as the last line."""
+        """Print the notes and targets, the machine, and one JSON object as the last line."""
+        machine = _machine()
         for note in self.notes:
             print(note)
         for target, found in self.targets:
             print(f"{self.name}: {target.summary(found)}")
+        weak = "; ".join(f"{name}: {what}" for name, what in machine["mitigations"].items()) or "none"
+        cpus = f"{machine['cpus']} CPUs, load {machine['load']}"
+        print(f"{self.name}: {machine['processor']}, {cpus}, Linux {machine['kernel']}; mitigations: {weak}")
         report = {
             "name": self.name, "value": _short(self.value), "unit": self.unit,
             "control": {"what": self.what, "value": _short(self.control)},
-            "ratio": _short(self.value / self.control) if self.control else None, **self.extra,
+            "ratio": _short(self.value / self.control) if self.control else None, **self.extra, "machine": machine,
         }  # fmt: skip
         print(json.dumps(report), flush=True)
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "processor": processor(), "kernel": platform.release(), "cpus": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1), "mitigations": mitigations(),
+    }  # fmt: skip
 
 
 def _short(number: float) -> float:
@@ -136,6 +152,24 @@ def built(target: str) -> Path:
     return ROOT / target
 
 
+def in_a_guest(module: str, *, counted: bool = False) -> dict[str, Any]:
+    """What a module of this folder prints as its last line, when it is run in a virtual machine: JSON.
+
+    With `counted`, the processor is emulated and its clock counts instructions: rates there are rates per instruction,
+    whatever else this machine does.
+
+    Raises:
+        RuntimeError: it failed there.
+    """
+    machine = ["--timeout", "1800", *(["--counted", "--cpus", "1"] if counted else [])]
+    argv = [sys.executable, "-m", "tests.vm", "run", GUEST, *machine, "--", sys.executable, "-m", module]
+    done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{module} failed in the virtual machine:\n{done.stdout}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 @contextlib.contextmanager
 def lab(pods: int = 0, plain: int = 0, kind: str = "bench", remote: int = 0) -> Iterator[Lab]:
     """A lab of this process, one of each kind; those of benchmarks that were killed are removed first."""
@@ -145,11 +179,17 @@ def lab(pods: int = 0, plain: int = 0, kind: str = "bench", remote: int = 0) -> 
 
 
 def entry(
-    name: str, address: str, port: int, backends: tuple[Backend, ...], masquerade: Masquerade = Masquerade.NEVER
+    name: str,
+    address: str,
+    port: int,
+    backends: tuple[Backend, ...],
+    masquerade: Masquerade = Masquerade.NEVER,
+    protocol: Protocol = Protocol.TCP,
 ) -> Entry:
-    """A TCP service port with its ClusterIP alone."""
+    """A service port with its ClusterIP alone."""
     frontend = Frontend(Kind.CLUSTER_IP, address, port, 0, 0, masquerade)
-    return Entry(name, 4, Protocol.TCP, (frontend,), (BackendSet(backends, why="every endpoint"),), backends)
+    family = 6 if ":" in address else 4
+    return Entry(name, family, protocol, (frontend,), (BackendSet(backends, why="every endpoint"),), backends)
 
 
 class Scraper:

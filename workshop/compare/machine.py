@@ -12,6 +12,7 @@ from typing import Final
 
 from hybrid_proxy.workshop.compare.loads import TOOLS
 from hybrid_proxy.workshop.compare.result import Machine
+from hybrid_proxy.workshop.lab.machine import processor
 
 __all__ = ["describe", "missing_tools"]
 
@@ -20,17 +21,17 @@ _HINTS: Final = {"nginx": " (its program alone is used: `systemctl disable --now
 
 def describe() -> Machine:
     """This machine, as the kernel and the tools report it."""
-    processor = _processor(_text("/proc/cpuinfo"))
+    name = processor()
     vendor = _text("/sys/class/dmi/id/sys_vendor").strip()
     virtual = _detected() or vendor
     return Machine(
         kernel=platform.release(),
         system=platform.freedesktop_os_release().get("PRETTY_NAME", platform.system()),
-        processor=processor,
+        processor=name,
         cpus=len(os.sched_getaffinity(0)),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         virtual=virtual,
-        emulated="TCG" in processor,  # what QEMU calls the processor that it translates
+        emulated="TCG" in name,  # what QEMU calls the processor that it translates
         load=os.getloadavg()[0],
         tools={name: _version(name) for name in TOOLS if shutil.which(name)},
     )
@@ -50,11 +51,6 @@ def _text(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _processor(cpuinfo: str) -> str:
-    found = re.search(r"^(?:model name|Processor|cpu model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
 
 
 def _detected() -> str:

@@ -46,6 +46,10 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "ipt_change": {"change": {**CLUSTER, "CHANGES": {"iptables": 3, "legacy": 3}}},
     "ipt_start": {"start": {**CLUSTER, "RUNS": {"iptables": 1}}},
     "ipvs_change": {"ipvs_change": {**CHANGES, "CONTROL": 2, "SIZES": (3, 4), "ENDPOINTS": 3}},
+    "ipvs_connections": {
+        "ipvs_connections": {"SIZES": (3,), **ROUNDS},
+        "connections": {"SECONDS": 0.05},
+    },
     "memory": {"memory": {**CLUSTER, **CHANGES, "SETTLED": 0.2, "SCRAPES": 0.1}},
     "mode_connections": {
         "mode_connections": {**ROUNDS, "SIZES": (20,)},
@@ -54,7 +58,9 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "nft_change": {"change": {**CLUSTER, "CHANGES": {"nftables": 5}}},
     "nft_start": {"start": {**CLUSTER, "RUNS": {"nftables": 1}}},
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
+    "packet_kinds": {"packet_kinds": {**ROUNDS, "REPEAT": 20, "BATCH": 5, "BATCHES": 1}},
     "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
+    "peer_change": {"peer_change": {"SIZES": (3, 5), "TIMES": 1}},
     "relists": {"relists": {**CLUSTER, "RELISTS": 1, "RATE": 50.0, "AWAY": 1, "SETTLED": 0.2}},
     "scale": {
         "scale": {
@@ -83,6 +89,7 @@ MARKS = {
     "passing": [pytest.mark.long],  # the loops of `established`
     "tail": [pytest.mark.long],  # the clients of `connections`
     "ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
+    "ipvs_connections": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
 }
 
 
