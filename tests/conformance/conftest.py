@@ -135,9 +135,12 @@ def route_services(made: Lab) -> None:
             made.netlink(place).route("add", dst=cidr, gateway=made["node"].address(family), family=family)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    """The lab with an agent that runs; what it leaves behind is cleaned up, and what it said is shown on failure."""
+    """The lab with an agent that runs; what it leaves behind is cleaned up, and what it said is shown on failure.
+
+    It ends with the tests of this folder: until the end of the run, its agent would work beside all others.
+    """
     with new_lab(5, 2) as made:
         route_services(made)
         serve(made, SECOND)
@@ -154,7 +157,7 @@ def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
         assert cleaned.returncode == 0, cleaned.stderr
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def world(bench: Bench) -> World:
     return World(bench, bench.static, table_of(bench, bench.agent))
 

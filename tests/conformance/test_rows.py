@@ -30,7 +30,7 @@ def _params() -> list[object]:
     return made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def silences(world: World, mode: str) -> dict[tuple[str, int], Seen]:
     """Silence shows only after a time-out: all probes that should get no answer run at once and wait once."""
     asked = [(case, family) for case in CASES for family in FAMILIES.values() if case.wanted(mode) == SILENT]
