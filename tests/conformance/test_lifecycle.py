@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 from hybrid_proxy.controller.agent.notebook import WRITE_SECONDS
 from hybrid_proxy.controller.serving.memory import memory_path, recall
 from hybrid_proxy.workshop.lab.network import Lab
-from hybrid_proxy.workshop.lab.traffic import Tally, load, meanwhile
+from hybrid_proxy.workshop.lab.traffic import Stream, Tally, load, meanwhile
 from tests.loads import goes_on
 
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, silent
@@ -28,10 +29,10 @@ SOME = max(2, int(10 / PATIENCE))  # answers of each load
 FAMILIES = (V4, V6)  # in one test where each start of an agent would be another one's copy
 
 
-@pytest.fixture
-def bench(bench: Bench) -> Iterator[Bench]:
+@pytest.fixture(autouse=True)
+def at_work(bench: Bench) -> Iterator[None]:
     """The agent is what changes here; the next test finds it at work again."""
-    yield bench
+    yield
     if not bench.agent.running():
         bench.agent.start()
 
@@ -79,55 +80,65 @@ def test_kill_and_restart_under_load(bench: Bench) -> None:
     assert after.services == before.services
 
 
-@pytest.mark.row("6.1", "a restarted agent works on")
-def test_a_restarted_agent_works_on(bench: Bench) -> None:
-    web = bench.service("pod2")
-    streams = {family: bench.stream("pod1", web.vip(family), family) for family in FAMILIES}
-    for stream in streams.values():
-        stream.ask()
-    bench.agent.kill()
-    web.write(bench.lab["pod3"])  # changed while nobody watches
-    bench.agent.start()
-    later = bench.service("pod4")
-    for family, stream in streams.items():
-        bench.settle(web, {"pod3"}, family)
-        with stream.connection:
-            assert stream.ask().pod == "pod2"
-        assert bench.seen("pod1", later, family, 4) == {"pod4"}
-        assert bench.seen("node", later, family, 4) == {"pod4"}
+@dataclass
+class Restart:
+    """What was there before the agent was killed; what changed while nobody watched; another agent works."""
+
+    web: Service  # of pod2, and of pod3 now
+    dns: Service
+    doomed: Service  # deleted
+    kept: Service
+    streams: dict[int, Stream]  # from a pod to `web`, by family
+    sockets: dict[int, tuple[socket.socket, socket.socket]]  # of the node: to `web`, and with an answer of `dns`
 
 
-def test_sockets_of_the_node_see_the_service_over_a_restart(bench: Bench) -> None:
-    """What a socket asked for belongs to the socket, not to the agent that ran when it asked."""
-    web = bench.service("pod2")
+@pytest.fixture(scope="module")
+def restart(bench: Bench) -> Iterator[Restart]:
+    web, doomed, kept = bench.service("pod2"), bench.service("pod2"), bench.service("pod3")
     dns = bench.service("pod2", protocol="UDP", port=53, target=UDP)
     with ExitStack() as stack:
-        sockets = []
+        streams, sockets = {}, {}
         for family in FAMILIES:
+            streams[family] = bench.stream("pod1", web.vip(family), family)
+            stack.enter_context(streams[family].connection)
+            streams[family].ask()
             connection = stack.enter_context(bench.connect("node", web.vip(family), family))
             client = stack.enter_context(bench.socket("node", family, socket.SOCK_DGRAM))
             client.sendto(b"question", dns.vip(family))
             assert select.select([client], [], [], 2 * PATIENCE)[0], "no answer waits in the socket"
-            sockets.append((family, connection, client))
+            sockets[family] = connection, client
         bench.agent.kill()
+        web.write(bench.lab["pod3"])
+        doomed.delete()
         bench.agent.start()
-        for family, connection, client in sockets:
-            assert client.recvfrom(1000)[1][:2] == dns.vip(family)
-            assert connection.getpeername()[:2] == web.vip(family)
+        yield Restart(web, dns, doomed, kept, streams, sockets)
+
+
+@pytest.mark.row("6.1", "a restarted agent works on")
+def test_a_restarted_agent_works_on(bench: Bench, restart: Restart) -> None:
+    later = bench.service("pod4")
+    for family, stream in restart.streams.items():
+        bench.settle(restart.web, {"pod3"}, family)
+        assert stream.ask().pod == "pod2"
+        assert bench.seen("pod1", later, family, 4) == {"pod4"}
+        assert bench.seen("node", later, family, 4) == {"pod4"}
+
+
+def test_sockets_of_the_node_see_the_service_over_a_restart(restart: Restart) -> None:
+    """What a socket asked for belongs to the socket, not to the agent that ran when it asked."""
+    for family, (connection, client) in restart.sockets.items():
+        assert client.recvfrom(1000)[1][:2] == restart.dns.vip(family)
+        assert connection.getpeername()[:2] == restart.web.vip(family)
 
 
 @pytest.mark.row("6.1", "a service deleted while the agent was down goes")
-def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench) -> None:
-    doomed, kept = bench.service("pod2"), bench.service("pod3")
-    bench.agent.kill()
-    doomed.delete()
-    bench.agent.start()
+def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench, restart: Restart) -> None:
     for family in FAMILIES:
         eventually(
-            lambda family=family: silent(bench, "pod1", doomed, family, 0.3),
+            lambda family=family: silent(bench, "pod1", restart.doomed, family, 0.3),
             8, "a service deleted in the meantime still answers",
         )  # fmt: skip
-        assert bench.seen("pod1", kept, family, 4) == {"pod3"}
+        assert bench.seen("pod1", restart.kept, family, 4) == {"pod3"}
 
 
 def said(bench: Bench, *arguments: str, code: int = 0) -> Any:
@@ -222,12 +233,16 @@ def test_cleanup_removes_everything_of_ours_and_nothing_else(
     web = bench.service("pod2")
     for family in FAMILIES:
         assert bench.seen("pod1", web, family, 2) == {"pod2"}
+    pins = []
     if mode == "ebpf":
         assert attached(bench.lab) > 0, "the check below would pass with nothing attached at all"
+        pins = [Path(bench.agent.running_status().dataplane.ebpf.pins)]
+        assert any(path.is_file() for path in pins[0].rglob("*"))
     bench.agent.terminate()
     cleaned = bench.agent.cleanup()
     assert cleaned.returncode == 0, cleaned.stderr
     eventually(lambda: attached(bench.lab) == 0, 2, "programs are still attached after cleanup")
+    assert not [path for root in pins if root.exists() for path in root.iterdir()]
     for place, family in itertools.product(("pod1", "node"), FAMILIES):
         assert silent(bench, place, web, family)
     assert " u32 " in bench.lab.run("node", foreign_filter).stdout
@@ -236,17 +251,6 @@ def test_cleanup_removes_everything_of_ours_and_nothing_else(
     for family in FAMILIES:
         with bench.connect("pod1", (bench.lab["pod2"].address(family), 8080), family):
             pass  # the node still is a router
-
-
-@pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
-def test_cleanup_leaves_no_pins(bench: Bench, mode: str) -> None:
-    bench.service("pod2")
-    root = Path(bench.agent.running_status().dataplane.ebpf.pins)
-    assert root.is_dir()
-    assert any(path.is_file() for path in root.rglob("*"))
-    bench.agent.terminate()
-    bench.agent.cleanup()
-    assert not root.exists() or not any(root.iterdir())
 
 
 @pytest.mark.row("2.18", "a firewall that drops INVALID loses nothing")
