@@ -24,8 +24,8 @@ from .kit import PATIENCE, UDP, V4, V6, Bench, Service
 from .test_fragments import ECHO, echo, returned
 from .test_rows import target_of
 
-EACH = 0.15  # seconds from one turn of a flow to the next
-OFTEN = 0.03
+EACH = 0.3  # seconds from one turn of a flow to the next
+OFTEN = 0.06
 ENOUGH = 3  # failures, after which a flow has shown what it can
 FAMILIES = {V4: "IPv4", V6: "IPv6"}
 QUIET, SILENT, MUTE, LATE, ONE_WAY = 8123, 8124, 8125, 8126, 8127  # ports of servers of these flows alone
@@ -302,7 +302,7 @@ def half_open(scene: Scene) -> Iterator[Flow]:
         if name == "late" and place not in CLIENTS:
             continue
         client, target = scene.socket(place, socket.SOCK_STREAM), scene.target(place, name)
-        client.settimeout(60.0 * PATIENCE)
+        client.settimeout(120.0 * PATIENCE)  # longer than any of these tests waits with the switch
 
         def body(flow: Flow, client: socket.socket = client, target: tuple[str, int] = target) -> None:
             if flow.take(partial(client.connect, target)):
