@@ -33,6 +33,7 @@ from .test_rows import target_of
 from .world import table_of
 
 PORT, SLOW_PORT = 8123, 8124  # of servers of this test's own
+PAUSE = 0.02  # seconds between an answer and the next question
 LOCAL = {"externalTrafficPolicy": "Local"}
 SILENCE = f"""
 table inet silence {{
@@ -82,7 +83,7 @@ def fresh(node: Node) -> None:
 
 @dataclass
 class Flow:
-    """A conversation without a pause: `ask` is a question and its answer, and returns who gave it."""
+    """A conversation almost without a pause: `ask` is a question and its answer, and returns who gave it."""
 
     name: str
     ask: Callable[[], str]
@@ -91,7 +92,7 @@ class Flow:
     failed: str = ""
 
     def go_on(self, stop: threading.Event) -> None:
-        while not stop.is_set():
+        while not stop.wait(PAUSE):
             self.asked += 1
             try:
                 self.backends.add(self.ask())
