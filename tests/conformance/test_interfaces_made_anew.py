@@ -38,9 +38,9 @@ def renewing(house: Lab, mode: str) -> Iterator[Bench]:
         yield bench
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sandbox(renewing: Bench) -> Iterator[Callable[[], None]]:
-    """Makes pod9 anew, as often as it is called."""
+    """Makes pod9, which stands, anew as often as it is called."""
     lab, servers = renewing.lab, []
 
     def stop() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 
 from .cases import node, own
@@ -31,8 +32,8 @@ MORE = "192.168.77.0/24,fd77::/64"
 
 
 @pytest.fixture(scope="module")
-def field() -> Iterator[Lab]:
-    """A smaller lab, whose agent changes with every setting."""
+def field(mode: str) -> Iterator[Lab]:
+    """A smaller lab, whose agent changes with every setting: each takes over from the one before, which was killed."""
     with new_lab(2, 1) as made:
         route_services(made)
         for place in made.places:
@@ -40,11 +41,26 @@ def field() -> Iterator[Lab]:
                 Path("/proc/sys/net/ipv4/ping_group_range").write_text("0 0")
         serve(made, SECOND)
         yield made
+        cleaned = Agent(made, made.folder / "manifests", mode).cleanup()
+        assert cleaned.returncode == 0, cleaned.stderr
 
 
 @contextmanager
 def agent_with(field: Lab, mode: str, *flags: str) -> Iterator[tuple[Bench, dict[str, Service]]]:
-    """An agent of that mode with these flags, later ones win, and three services: far, near and local."""
+    """The same as `next_agent`, with its dataplane removed at the end."""
+    with next_agent(field, mode, *flags) as (bench, services):
+        try:
+            yield bench, services
+        finally:
+            if bench.agent.running():
+                bench.agent.kill()
+            cleaned = bench.agent.cleanup()
+            assert cleaned.returncode == 0, cleaned.stderr
+
+
+@contextmanager
+def next_agent(field: Lab, mode: str, *flags: str) -> Iterator[tuple[Bench, dict[str, Service]]]:
+    """An agent of that mode with these flags, later ones win, and four services; its dataplane stays when it ends."""
     bench = bench_of(field, mode, flags, pod_cidrs=flags != NO_CIDR)
     agent = bench.agent
     plans = {"far": ("remote1", {}), "near": ("pod2", {}), "local": ("pod2", LOCAL), "away": ("remote1", LOCAL)}
@@ -59,8 +75,6 @@ def agent_with(field: Lab, mode: str, *flags: str) -> Iterator[tuple[Bench, dict
             agent.kill()
         for path in agent.manifests.iterdir():
             path.unlink()
-        cleaned = agent.cleanup()
-        assert cleaned.returncode == 0, cleaned.stderr
 
 
 # Setting -> flags, and for each question (place, service, way) the answer.
@@ -97,7 +111,7 @@ SETTINGS: dict[str, tuple[str, str, tuple[str, ...], list[tuple[str, str, str, T
 )
 def test_who_is_a_pod_and_who_is_masqueraded(field: Lab, mode: str, setting: str) -> None:
     flags, questions = SETTINGS[setting][2:]
-    with agent_with(field, mode, *flags) as (bench, services):
+    with next_agent(field, mode, *flags) as (bench, services):
         table = table_of(bench, bench.agent)
         for (place, name, way, want, given), family in itertools.product(questions, (V4, V6)):
             target = target_of(bench, services[name], way, family)
@@ -113,7 +127,7 @@ def test_another_masquerade_bit(field: Lab, mode: str) -> None:
     """The default's bit is somebody else's then: it stays set on what passes, and ours is nowhere to be seen."""
     rules = CNI.replace("0x10000", "0x4000").replace("meta mark and 0x4000 != 0 counter name kept",
                                                         "meta mark and 0x100000 != 0 counter name kept")  # fmt: skip
-    with agent_with(field, mode, "--iptables-masquerade-bit=20") as (bench, services):
+    with next_agent(field, mode, "--iptables-masquerade-bit=20") as (bench, services):
         run(bench, "nft", rules)
         name, want = ("local", own("pod2")) if mode == "ebpf" else ("far", node("remote1"))  # see test_other_proxies
         try:
@@ -131,7 +145,7 @@ def test_another_masquerade_bit(field: Lab, mode: str) -> None:
 
 @pytest.mark.row("3.2", "nodePortAddresses: only addresses in the CIDRs")
 def test_node_ports_only_at_the_chosen_addresses(field: Lab, mode: str) -> None:
-    with agent_with(field, mode, f"--nodeport-addresses={SUBNETS}") as (bench, services):
+    with next_agent(field, mode, f"--nodeport-addresses={SUBNETS}") as (bench, services):
         for family in (V4, V6):
             port = services["far"].node_port
             probe = Probe("client", (SECOND[family != V4], port), STREAM)
@@ -143,7 +157,7 @@ def test_node_ports_only_at_the_chosen_addresses(field: Lab, mode: str) -> None:
 
 @pytest.mark.row("3.4", "nodePortAddresses: keywords and CIDRs in any mix")
 def test_node_ports_at_addresses_by_keyword_and_by_cidr(field: Lab, mode: str) -> None:
-    with agent_with(field, mode, f"--nodeport-addresses=localhost,{SUBNETS},primary") as (bench, services):
+    with next_agent(field, mode, f"--nodeport-addresses=localhost,{SUBNETS},primary") as (bench, services):
         for family in (V4, V6):
             for address in (SECOND[family != V4], field["node"].address(family)):
                 seen = observe(bench, Probe("client", (address, services["far"].node_port), STREAM), node("remote1"))
@@ -154,7 +168,7 @@ def test_node_ports_at_addresses_by_keyword_and_by_cidr(field: Lab, mode: str) -
 @pytest.mark.row("3.9", "no endpoints: at an address that is excluded the node's own port is left alone")
 def test_an_excluded_address_refuses_for_no_service(field: Lab, mode: str) -> None:
     """A process of the node listens there: a refusal would be ours."""
-    with agent_with(field, mode, f"--nodeport-addresses={SUBNETS}") as (bench, services):
+    with next_agent(field, mode, f"--nodeport-addresses={SUBNETS}") as (bench, services):
         services["far"].empty()
         table = table_of(bench, bench.agent)
         for family in (V4, V6):
@@ -174,7 +188,7 @@ def test_an_excluded_address_refuses_for_no_service(field: Lab, mode: str) -> No
 def test_addresses_that_come_later_serve(field: Lab, mode: str) -> None:
     link = field.netlink("node")
     index = link.link_lookup(ifname="eth0")[0]
-    with agent_with(field, mode, f"--nodeport-addresses={MORE}") as (bench, services):
+    with next_agent(field, mode, f"--nodeport-addresses={MORE}") as (bench, services):
         try:
             for address, length in zip(THIRD, (24, 64), strict=True):
                 link.addr("add", index=index, address=address, prefixlen=length, flags=0x02)
@@ -193,7 +207,7 @@ def test_addresses_that_come_later_serve(field: Lab, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
 def test_pings_are_answered_where_the_setting_says_so(field: Lab, mode: str) -> None:
-    with agent_with(field, mode, "--answer-ping") as (bench, made):
+    with next_agent(field, mode, "--answer-ping") as (bench, made):
         bench.settle(made["near"], {"pod2"}, V4)
         for place, family in itertools.product(("pod1", "client", "node"), FAMILIES.values()):
             data = ping(bench, place, made["near"].address(family), family)

@@ -24,8 +24,11 @@ NAME = "lab.example"
 SYNC = 1.0  # seconds that a kube-proxy takes
 
 
-@pytest.fixture(params=[pytest.param("iptables", marks=pytest.mark.long), "nftables"])  # the other: test_takeover.py
+@pytest.fixture(
+    scope="module", params=[pytest.param("iptables", marks=pytest.mark.long), "nftables"]  # the other: test_takeover.py
+)  # fmt: skip
 def node(mode: str, request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A Service that a test moves is ours again at its end."""
     with new_lab(3, 1) as lab:
         route_services(lab)
         serve(lab)
@@ -115,3 +118,5 @@ def test_a_connection_outlives_the_agent_that_knew_its_service(node: Node) -> No
             wait_for_answers(opened)
     for flow in opened:
         assert not flow.failed, f"{flow.name}, {flow.asked} questions: {flow.failed}"
+    move(node, NAME)
+    wait_until_served(node, OURS)

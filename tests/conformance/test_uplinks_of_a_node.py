@@ -13,7 +13,7 @@ from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .cases import node
 from .conftest import new_lab, route_services, serve
-from .kit import UDP, V4, V6, Bench
+from .kit import UDP, V4, V6, Bench, Service
 from .probes import Probe, observe
 from .test_node_settings import agent_with
 from .test_rows import target_of
@@ -54,6 +54,15 @@ def _second_link(lab: Lab) -> None:
 
 
 FLAGS = ("--uplink-interfaces=eth*", "--nodeport-addresses=0.0.0.0/0,::/0")
+Serving = tuple[Bench, dict[str, Service]]
+
+
+@pytest.fixture(scope="module")
+def serving(crossroads: Lab, mode: str) -> Iterator[Serving]:
+    """One agent for all."""
+    with agent_with(crossroads, mode, *FLAGS) as (bench, services):
+        bench.node_addresses = (*bench.node_addresses, *NODE_SIDE)
+        yield bench, services
 
 
 def _is_masqueraded(bench: Bench, target: tuple[str, int], backend: str) -> None:
@@ -63,35 +72,33 @@ def _is_masqueraded(bench: Bench, target: tuple[str, int], backend: str) -> None
 
 
 @pytest.mark.row("3.1", "answers leave by another uplink than requests came in at")
-def test_answers_leave_by_another_uplink(crossroads: Lab, mode: str) -> None:
-    with agent_with(crossroads, mode, *FLAGS) as (bench, services):
-        bench.node_addresses = (*bench.node_addresses, *NODE_SIDE)
-        for family, (name, backend) in itertools.product((V4, V6), (("far", "remote1"), ("near", "pod2"))):
-            target = target_of(bench, services[name], "nodeport", family)
-            _is_masqueraded(bench, target, backend)
-            with bench.connect("client", target, family, timeout=30.0) as connection:
-                assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
-                assert download(connection, SIZE) == SIZE
+def test_answers_leave_by_another_uplink(serving: Serving) -> None:
+    bench, services = serving
+    for family, (name, backend) in itertools.product((V4, V6), (("far", "remote1"), ("near", "pod2"))):
+        target = target_of(bench, services[name], "nodeport", family)
+        _is_masqueraded(bench, target, backend)
+        with bench.connect("client", target, family, timeout=30.0) as connection:
+            assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
+            assert download(connection, SIZE) == SIZE
 
 
 @pytest.mark.row("3.1", "every chosen address of the node serves, at whichever uplink it is")
-def test_each_address_answers_for_itself(crossroads: Lab, mode: str) -> None:
-    with agent_with(crossroads, mode, *FLAGS) as (bench, services):
-        bench.node_addresses = (*bench.node_addresses, *NODE_SIDE)
-        for family in (V4, V6):
-            for address in (SECOND[family != V4], NODE_SIDE[family != V4]):
-                _is_masqueraded(bench, (address, services["far"].node_port), "remote1")
+def test_each_address_answers_for_itself(serving: Serving) -> None:
+    bench, services = serving
+    for family in (V4, V6):
+        for address in (SECOND[family != V4], NODE_SIDE[family != V4]):
+            _is_masqueraded(bench, (address, services["far"].node_port), "remote1")
 
 
 @pytest.mark.row("2.6", "datagrams through another uplink, and from a second address")
-def test_datagrams_are_answered_from_the_address_that_was_asked(crossroads: Lab, mode: str) -> None:
-    with agent_with(crossroads, mode, *FLAGS) as (bench, _):
-        plan = {"protocol": "UDP", "port": 53, "target": UDP, "outside": True, "settle": False}
-        service = bench.service("remote1", title="datagrams", **plan)  # type: ignore[arg-type]
-        for family in (V4, V6):  # a mode may program one before the other
-            bench.settle(service, {"remote1"}, family)
-            for address in (SECOND[family != V4], NODE_SIDE[family != V4]):
-                with bench.socket("client", family, 2) as sender:  # SOCK_DGRAM
-                    reply, source = ask_udp(sender, (address, service.node_port))
-                assert reply.pod == "remote1"
-                assert source == (address, service.node_port)
+def test_datagrams_are_answered_from_the_address_that_was_asked(serving: Serving) -> None:
+    bench, _ = serving
+    plan = {"protocol": "UDP", "port": 53, "target": UDP, "outside": True, "settle": False}
+    service = bench.service("remote1", title="datagrams", **plan)  # type: ignore[arg-type]
+    for family in (V4, V6):  # a mode may program one before the other
+        bench.settle(service, {"remote1"}, family)
+        for address in (SECOND[family != V4], NODE_SIDE[family != V4]):
+            with bench.socket("client", family, 2) as sender:  # SOCK_DGRAM
+                reply, source = ask_udp(sender, (address, service.node_port))
+            assert reply.pod == "remote1"
+            assert source == (address, service.node_port)

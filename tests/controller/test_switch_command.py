@@ -33,8 +33,8 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-@pytest.fixture
-def bench(lab: Lab) -> Iterator[Bench]:
+@contextlib.contextmanager
+def serving(lab: Lab) -> Iterator[Bench]:
     """An agent in mode ebpf that serves nothing yet."""
     manifests = lab.folder / "manifests"
     manifests.mkdir(exist_ok=True)
@@ -47,6 +47,12 @@ def bench(lab: Lab) -> Iterator[Bench]:
         print(f"--- log of the agent\n{agent.tail(80)}")
     for path in (*manifests.iterdir(), agent.log):
         path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def bench(lab: Lab) -> Iterator[Bench]:
+    with serving(lab) as made:
+        yield made
 
 
 def switch(bench: Bench, *arguments: str) -> dict[str, object]:
@@ -129,31 +135,33 @@ def test_the_agent_is_killed_while_a_mode_drains(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
-@pytest.mark.parametrize("family", [V4, V6], ids=["IPv4", "IPv6"])
-def test_a_port_that_conntrack_gave_lasts_as_long_as_its_connection(bench: Bench, mode: str, family: int) -> None:
+def test_a_port_that_conntrack_gave_lasts_as_long_as_its_connection(bench: Bench, mode: str) -> None:
     """A new connection of the node has the port of one that conntrack still translates to the same backend.
 
     So it gets another port on the way. The mode that drains waits for it, and nothing that is over holds a port.
     """
     web = bench.service("pod2")
     switch(bench, mode, "--wait")
-    old = bench.connect("node", web.vip(family), family)
-    taken = ask_tcp(old).peer[1]
+    old = {family: bench.connect("node", web.vip(family), family) for family in (V4, V6)}
+    taken = {family: ask_tcp(one).peer[1] for family, one in old.items()}
     switch(bench, "--back")
-    new = bench.connect("node", web.vip(family), family, port=taken)
-    given = ask_tcp(new).peer[1]
-    assert given != taken
+    new = {family: bench.connect("node", web.vip(family), family, port=port) for family, port in taken.items()}
+    given = {family: ask_tcp(one).peer[1] for family, one in new.items()}
+    assert all(given[family] != taken[family] for family in taken)
     counts = partial(drains_with, bench)
-    eventually(lambda: counts(2), 20, f"mode {mode} does not count the connection whose port conntrack changed")
-    ask_tcp(old, close=True)
-    old.close()
-    eventually(lambda: counts(1), 20, f"mode {mode} does not wait for the connection whose port conntrack changed")
-    assert ask_tcp(new, close=True).peer[1] == given
-    new.close()
+    eventually(lambda: counts(4), 20, f"mode {mode} does not count connections whose port conntrack changed")
+    for one in old.values():
+        ask_tcp(one, close=True)
+        one.close()
+    eventually(lambda: counts(2), 20, f"mode {mode} does not wait for connections whose port conntrack changed")
+    for family, one in new.items():
+        assert ask_tcp(one, close=True).peer[1] == given[family]
+        one.close()
     eventually(lambda: left_of(mode, bench.lab) is None, 20, f"mode {mode} is still there")
-    for port in (taken, given):
-        with bench.connect("node", web.vip(family), family, port=port, timeout=5) as again:
-            assert ask_tcp(again).peer[1] == port
+    for family, before in taken.items():
+        for port in (before, given[family]):
+            with bench.connect("node", web.vip(family), family, port=port, timeout=5) as again:
+                assert ask_tcp(again).peer[1] == port
 
 
 def test_a_backend_goes_while_its_flows_drain(bench: Bench) -> None:
@@ -186,18 +194,6 @@ def test_what_is_open_is_handed_over(bench: Bench) -> None:
             goes_on(tallies, 5)
 
 
-def test_a_dry_run_counts_and_changes_nothing(bench: Bench) -> None:
-    web = bench.service("pod2")
-    streams = [bench.stream("pod1", web.vip(family), family) for family in (V4, V6)]
-    for stream in streams:
-        stream.ask()
-    answer = switch(bench, "nftables", "--dry-run")
-    would = {"before": "ebpf", "mode": "nftables", "done": False, "missing": "", "moved": {}, "lost": {}}
-    assert answer == would | {"flows": {"TCP": 2}}
-    assert bench.agent.running_status().mode.effective == "ebpf"
-    assert left_of("nftables", bench.lab) is None
-
-
 def test_flows_of_both_modes_are_listed(bench: Bench) -> None:
     web = bench.service("pod2")
     streams = [bench.stream("pod1", web.vip(V4), V4)]
@@ -212,14 +208,6 @@ def test_flows_of_both_modes_are_listed(bench: Bench) -> None:
     ]  # fmt: skip
 
 
-def test_what_cannot_be_done_is_refused_and_changes_nothing(bench: Bench) -> None:
-    assert "no mode 'floppy'" in refused(bench, "floppy")
-    assert "serves already" in refused(bench, "ebpf")
-    assert "name one" in refused(bench, "--back")
-    assert "--back" in refused(bench)
-    assert bench.agent.running_status().mode.effective == "ebpf"
-
-
 def healthz(lab: Lab) -> int:
     with lab.inside("node"):
         connection = http.client.HTTPConnection(*HEALTH, timeout=10)
@@ -229,24 +217,51 @@ def healthz(lab: Lab) -> int:
         return connection.getresponse().status
 
 
-def test_a_drained_node_serves_on_and_load_balancers_leave_it(bench: Bench) -> None:
-    web = bench.service("pod2", outside=True)
-    outside = (bench.lab["node"].address(V4), web.node_port)
-    inside, stream = bench.stream("pod1", web.vip(V4), V4), bench.stream("client", outside, V4)
-    inside.ask(), stream.ask()
-    assert healthz(bench.lab) == 200
-    drain = ("drain", "-o", "json", "--admin-socket", str(bench.agent.socket))
-    waited = bench.agent.command(*drain, "--timeout", "1")
-    assert waited.returncode == 1
-    assert json.loads(waited.stdout) == {"leaving": True, "flows": {"TCP": 1}}
-    assert healthz(bench.lab) == 503
-    assert bench.agent.running_status().leaving
-    stream.ask()
-    with bench.connect("client", outside, V4):  # what comes all the same is served
-        pass
-    stream.connection.shutdown(socket.SHUT_RDWR)
-    stream.connection.close()
-    assert json.loads(bench.agent.command(*drain).stdout) == {"leaving": True, "flows": {}}
-    inside.ask()
-    assert bench.agent.command(*drain, "--off").returncode == 0
-    assert healthz(bench.lab) == 200
+@pytest.fixture(scope="class")
+def unswitched(lab: Lab) -> Iterator[Bench]:
+    with serving(lab) as made:
+        yield made
+
+
+class TestWithoutASwitch:
+    """One agent for all."""
+
+    def test_a_dry_run_counts_and_changes_nothing(self, unswitched: Bench) -> None:
+        web = unswitched.service("pod2")
+        streams = [unswitched.stream("pod1", web.vip(family), family) for family in (V4, V6)]
+        for stream in streams:
+            stream.ask()
+        answer = switch(unswitched, "nftables", "--dry-run")
+        would = {"before": "ebpf", "mode": "nftables", "done": False, "missing": "", "moved": {}, "lost": {}}
+        assert answer == would | {"flows": {"TCP": 2}}
+        assert unswitched.agent.running_status().mode.effective == "ebpf"
+        assert left_of("nftables", unswitched.lab) is None
+
+    def test_what_cannot_be_done_is_refused_and_changes_nothing(self, unswitched: Bench) -> None:
+        assert "no mode 'floppy'" in refused(unswitched, "floppy")
+        assert "serves already" in refused(unswitched, "ebpf")
+        assert "name one" in refused(unswitched, "--back")
+        assert "--back" in refused(unswitched)
+        assert unswitched.agent.running_status().mode.effective == "ebpf"
+
+    def test_a_drained_node_serves_on_and_load_balancers_leave_it(self, unswitched: Bench) -> None:
+        web = unswitched.service("pod2", outside=True)
+        outside = (unswitched.lab["node"].address(V4), web.node_port)
+        inside, stream = unswitched.stream("pod1", web.vip(V4), V4), unswitched.stream("client", outside, V4)
+        inside.ask(), stream.ask()
+        assert healthz(unswitched.lab) == 200
+        drain = ("drain", "-o", "json", "--admin-socket", str(unswitched.agent.socket))
+        waited = unswitched.agent.command(*drain, "--timeout", "1")
+        assert waited.returncode == 1
+        assert json.loads(waited.stdout) == {"leaving": True, "flows": {"TCP": 1}}
+        assert healthz(unswitched.lab) == 503
+        assert unswitched.agent.running_status().leaving
+        stream.ask()
+        with unswitched.connect("client", outside, V4):  # what comes all the same is served
+            pass
+        stream.connection.shutdown(socket.SHUT_RDWR)
+        stream.connection.close()
+        assert json.loads(unswitched.agent.command(*drain).stdout) == {"leaving": True, "flows": {}}
+        inside.ask()
+        assert unswitched.agent.command(*drain, "--off").returncode == 0
+        assert healthz(unswitched.lab) == 200
