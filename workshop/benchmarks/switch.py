@@ -28,6 +28,7 @@ TCP, UDP, BACKENDS = 8080, 5353, ("pod2", "pod3")
 WEB, DNS, WEB_NODE, DNS_NODE = "10.96.0.10", "10.96.0.11", 30_080, 30_053
 UDP_ENDS_SOON = ("--conntrack-udp-timeout", "10s", "--conntrack-udp-timeout-stream", "10s")
 PLAIN = "plain"  # the load whose waits are the machine's
+PLACES: Sequence[str] = ("pod1", "node", "client")
 NEW_RATE = 200  # new connections a second of all places
 
 
@@ -118,7 +119,7 @@ def _switched(made: Lab, agent: Agent, mode: str | None) -> Seen:
 def _loads(made: Lab) -> list[Load]:
     """From each place: connections that stay open, new ones, and datagrams of both kinds of sockets."""
     node, loads = made["node"].address4, [Load(PLAIN, "plain1", "streams", f"{made['plain2'].address4}:{TCP}")]
-    for place in ("pod1", "node", "client"):
+    for place in PLACES:
         web, dns = (f"{node}:{WEB_NODE}", f"{node}:{DNS_NODE}") if place == "client" else (f"{WEB}:80", f"{DNS}:53")
         loads += [
             Load(f"{place} streams", place, "streams", web),

@@ -72,7 +72,14 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "soak": {"soak": {**CLUSTER, "SECONDS": 2.0, "CONNECTIONS": 50, "CHANGES": 20, "SAMPLES": 8}},
     "start": {"start": {**CLUSTER, "RUNS": {"ebpf": 1}}},
     "stream": {"stream": {**ROUNDS, "SECONDS": 0.05}},
-    "switch": {"switch": {"MODES": ("ebpf", "nftables"), "SECONDS": 1.0}},
+    "switch": {
+        "switch": {
+            "MODES": ("nftables", "iptables"),
+            "PLACES": ("pod1",),
+            "SECONDS": 1.0,
+            "UDP_ENDS_SOON": ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s"),
+        }
+    },
     "tail": {"tail": {**ROUNDS, "SIZES": (5, 10)}, "connections": {"SECONDS": 0.05}},
     "upgrade": {"upgrade": {**ROUNDS, "FLOWS": 1000}},
     "verifier": {"verifier": ROUNDS},
