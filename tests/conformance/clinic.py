@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pytest
@@ -17,12 +17,14 @@ from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import AgentStatus, GetTable, TableAnswer
 from hybrid_proxy.controller.settings.config import MODES
-from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
-from tests.served import FromServer, api_server
 
 from .matrix import BEGIN, END
+
+if TYPE_CHECKING:
+    from hybrid_proxy.workshop.lab.apiserver import ApiServer
+    from tests.served import FromServer
 
 FILE: Final = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
 PROPERTY: Final = "doctor"  # of a report: (incident, mode, verdict, seconds)
@@ -129,6 +131,8 @@ class Clinic:
 @contextmanager
 def clinic_of(lab: Lab, mode: str, flags: Sequence[str]) -> Iterator[Clinic]:
     """The lab's pods serve, the API server runs on the node, and the agent has seen the Service."""
+    from tests.served import FromServer, api_server  # aiohttp takes seconds in a guest, where nobody asks for this
+
     lab.serve(*PODS, "pod4", http=(HTTP,), udp=())
     lab.serve("remote1", http=(HTTP,), udp=())
     with api_server(lab) as api:

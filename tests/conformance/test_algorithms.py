@@ -31,8 +31,9 @@ def weights(bench: Bench, by_pod: dict[str, int]) -> str:
 FAMILIES = (2, 10)  # AF_INET, AF_INET6
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("place", ["pod1", "node"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("pod1", marks=pytest.mark.core), pytest.param("node", marks=pytest.mark.core(long=True))]
+)
 def test_round_robin_is_exact(bench: Bench, family: int, place: str) -> None:
     service = balanced(bench, "rr")
     assert bench.spread(place, service, family, 12) == dict.fromkeys(PODS, 4)

@@ -81,7 +81,7 @@ def test_the_mode_works_here_and_trying_it_leaves_nothing(home: None) -> None:
         start(ipvs_scheduler="nosuch")
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_over(
     home: None, ipvs: VirtualServers
 ) -> None:
@@ -122,7 +122,7 @@ def test_strict_arp_sets_what_keeps_the_node_from_answering_for_others(home: Non
     agent.close()
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 def test_draining_takes_the_rules_away_and_leaves_connections_until_cleaning(home: None, ipvs: VirtualServers) -> None:
     assert not drain(Options())
     agent = start()
