@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from units import Unit, choose
+from units import Unit, choose, in_order
 from xdist.scheduler.loadscope import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 
 class Scheduler(LoadScopeScheduling):
-    """The largest units first, as many tests go; see `units.choose`.
+    """Units in the order of `units.in_order`, as `units.choose` takes them.
 
     Args:
         units_file: a JSON file with the unit of each test, by its node id.
@@ -34,7 +34,7 @@ class Scheduler(LoadScopeScheduling):
         return self.units[nodeid].name
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        waiting = [self.units[next(iter(tests))] for tests in self.workqueue.values()]
+        waiting = in_order({self.units[next(iter(tests))]: len(tests) for tests in self.workqueue.values()})
         chosen = self.former[node] = choose(waiting, self.former.get(node))
         self.workqueue.move_to_end(chosen.name, last=False)  # from where the next line takes it
         super()._assign_work_unit(node)

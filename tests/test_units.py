@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from units import GUEST, Unit, choose
+from units import GUEST, Unit, choose, in_order
 
 GUESTS, ROWS, CHANGES, PARSE = Unit(GUEST), Unit("rows[ebpf]", "ebpf"), Unit("changes[nftables]", "nftables"), Unit("p")
 
@@ -36,6 +36,11 @@ def test_one(number):
 )
 def test_the_guest_begins_and_a_bench_is_kept(waiting: list[Unit], former: Unit | None, chosen: Unit) -> None:
     assert choose(waiting, former) == chosen
+
+
+def test_files_with_few_tests_come_before_those_with_many_and_after_benches() -> None:
+    small = Unit("small[ebpf]", "ebpf")
+    assert in_order({PARSE: 300, small: 2, Unit("kill"): 1, ROWS: 400}) == [ROWS, small, Unit("kill"), PARSE]
 
 
 def test_each_test_runs_once_and_a_file_stays_together(tmp_path: Path) -> None:

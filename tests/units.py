@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["GUEST", "UNITS", "Unit", "choose"]
+__all__ = ["GUEST", "UNITS", "Unit", "choose", "in_order"]
 
 GUEST: Final = "guest"  # the name of the unit that runs in a virtual machine
 UNITS: Final = "units"  # in a worker's input: the file with the unit of each test
@@ -17,6 +17,14 @@ class Unit(NamedTuple):
     name: str
     bench: str = ""
     quick: bool = False  # takes no time
+
+
+def in_order(tests: Mapping[Unit, int]) -> list[Unit]:
+    """By how many tests each has: first the largest of those with a bench, then the smallest of the others.
+
+    Files with few tests are those that take minutes: at the end of a run one of them would keep one worker alone.
+    """
+    return sorted(tests, key=lambda unit: (unit.bench == "", -tests[unit] if unit.bench else tests[unit]))
 
 
 def choose(waiting: Sequence[Unit], former: Unit | None) -> Unit:

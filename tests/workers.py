@@ -23,6 +23,7 @@ from vm.plugin import is_away, mode_of
 
 _FOLDER: Final = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 _COSTS: Final = pytest.StashKey["Costs"]()
+AWAY: Final = "(a virtual machine)"  # among files
 
 
 def unit_of(item: pytest.Item) -> Unit:
@@ -65,24 +66,42 @@ class Worker:
 
 
 class Costs:
-    """CPU seconds for each file: of its tests, their fixtures, and the processes that ended with them."""
+    """CPU seconds for each file: of its tests, their fixtures, and the processes that ended with them.
+
+    Those of a virtual machine are known when it ends: they come with the report after it.
+    """
 
     def __init__(self) -> None:
         self.spent: Counter[str] = Counter()
         self.lasted: Counter[str] = Counter()
         self.before = _spent()
+        self.away = 0.0  # not reported yet
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+        done = yield
+        if is_away(item):
+            self.away += self._since()
+        return done
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        now = _spent()
-        report.cpu, self.before = now - self.before, now
+        report.cpu = self._since()
+        report.away, self.away = self.away, 0.0
         return report
+
+    def _since(self) -> float:
+        """CPU seconds since the last time that this was asked."""
+        before, self.before = self.before, _spent()
+        return self.before - before
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0]
         self.spent[file] += getattr(report, "cpu", 0.0)
+        if away := getattr(report, "away", 0.0):
+            self.spent[AWAY] += away
         self.lasted[file] += report.duration
 
 
@@ -116,6 +135,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if count := config.getoption("--costs"):
         costs = config.stash[_COSTS]
+        if costs.away:
+            costs.spent[AWAY] += costs.away
         terminalreporter.section(f"CPU seconds by file ({costs.spent.total():.0f} in all)")
         for file, spent in costs.spent.most_common(count):
             terminalreporter.line(f"{spent:7.1f} of {costs.lasted[file]:7.1f} s  {file}")

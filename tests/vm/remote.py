@@ -79,6 +79,8 @@ class Remote:
             for report in here[sent:]:
                 yield report
                 if report["when"] == "teardown":
+                    if nodeid == self.nodeids[-1]:
+                        self._thread.join(60)  # its CPU time counts from its end on
                     return
             sent = len(here)
             ended = not self._running()
