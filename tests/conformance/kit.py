@@ -288,16 +288,17 @@ def eventually(check: Callable[[], Any], timeout: float, explain: Callable[[], s
 
     `timeout`: seconds on an idle machine, 10 at least; the deadline is several times as long.
     """
-    deadline = time.monotonic() + max(timeout, 10) * DEADLINES
+    began = time.monotonic()
     while True:
         try:
             if check():
                 return
         except OSError:
             pass
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > max(timeout, 10) * DEADLINES:
             raise AssertionError(explain if isinstance(explain, str) else explain())
-        time.sleep(0.02)
+        time.sleep(min(max(0.02, waited / 20), 0.1))  # what is long in coming may come a little later
 
 
 def refused(bench: Bench, place: str, service: Service, family: int) -> bool:

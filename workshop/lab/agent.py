@@ -154,16 +154,17 @@ class Agent:
 
     def wait(self, reached: Callable[[AgentStatus], object], timeout: float = 10.0, what: str = "there") -> AgentStatus:
         """Ask for the status until `reached(status)`; returns that status."""
-        deadline = time.monotonic() + timeout * namespace.DEADLINES
+        began = time.monotonic()
         while True:
             status = self.status()
             if status is not None and reached(status):
                 return status
             if self.process is not None and self.process.poll() is not None:
                 raise LabError(f"the agent ended with exit code {self.process.returncode}:\n{self.tail()}")
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > timeout * namespace.DEADLINES:
                 raise LabError(f"the agent is not {what} in time, its status is {status}:\n{self.tail()}")
-            time.sleep(0.05)
+            time.sleep(min(max(0.05, waited / 20), 0.5))  # each question takes the agent some time
 
     def status(self) -> AgentStatus | None:
         """As `hybrid-proxy status -o json` prints it, asked at the same socket; None while nobody answers."""
