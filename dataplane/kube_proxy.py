@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from ipaddress import ip_address
 from typing import Final, NamedTuple
 
 from hybrid_proxy.dataplane.errors import Unsupported
@@ -35,7 +36,7 @@ class Leftovers(NamedTuple):
 
     things: tuple[str, ...]
     stays: tuple[str, ...]
-    ipvs: bool = False  # virtual servers, whose connections end with them
+    servers: tuple[Server, ...] = ()  # of IPVS; their connections end with them
 
 
 def find() -> Leftovers:
@@ -59,13 +60,21 @@ def find() -> Leftovers:
         things.append(f"device {IPVS_DEVICE} with {len(addresses)} addresses")
     if sets:
         things.append(f"{len(sets)} ipsets {SETS}*")
-    return Leftovers(tuple(things), tuple(stays), bool(servers))
+    return Leftovers(tuple(things), tuple(stays), tuple(servers))
 
 
-def open_ipvs_connections() -> Counter[str]:
-    """How many connections IPVS has that are not over, by protocol."""
+def open_ipvs_connections(servers: Collection[Server]) -> Counter[str]:
+    """How many connections of these virtual servers are not over, by protocol."""
+    ends = {
+        (server.family, server.protocol, ip_address(server.address).packed, server.port.to_bytes(2, "big"))
+        for server in servers
+    }
     with contextlib.suppress(OSError):
-        return Counter(Protocol(each.protocol).name for each in connections() if not each.is_over)
+        return Counter(
+            Protocol(each.protocol).name
+            for each in connections()
+            if not each.is_over and (each.family, each.protocol, each.address, each.port) in ends
+        )
     return Counter()
 
 

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -30,10 +30,11 @@ from hybrid_proxy.controller.serving.protocol import (
     described,
 )
 from hybrid_proxy.dataplane import kube_proxy
-from hybrid_proxy.dataplane.kernel.conntrack import Key, delete_translated, open_flows
+from hybrid_proxy.dataplane.kernel.conntrack import BY_CONNTRACK, Key, delete_translated, open_flows
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.reports import ServiceRow
 from hybrid_proxy.dataplane.table import Protocol
+from hybrid_proxy.dataplane.virtual_servers import Server
 
 LOOK_SECONDS: Final = 1.0
 SAY_SECONDS: Final = 10.0
@@ -109,15 +110,17 @@ def _look(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:
         remove=list(left.things),
         stays=list(left.stays),
         flows=_present(open_flows(services)),
-        need=_present(_need(agent, services, ipvs=left.ipvs)),
+        need=_present(_need(agent, services, left.servers)),
     )
 
 
-def _need(agent: AgentStatus, services: Mapping[Key, None], *, ipvs: bool) -> Counter[str]:
-    """Open flows that end with what kube-proxy left."""
-    if not _is_translated(agent):
-        return open_flows(services)
-    return kube_proxy.open_ipvs_connections() if ipvs else Counter()
+def _need(agent: AgentStatus, services: Mapping[Key, None], servers: Collection[Server]) -> Counter[str]:
+    """Open flows that end with what kube-proxy left.
+
+    Conntrack knows those of IPVS, too, and goes by other timeouts: they are counted where they are translated.
+    """
+    translated = Counter() if _is_translated(agent) else open_flows(services, status=BY_CONNTRACK)
+    return translated + kube_proxy.open_ipvs_connections(servers)
 
 
 def _is_translated(agent: AgentStatus) -> bool:
@@ -161,7 +164,7 @@ def _move(args: argparse.Namespace, agent: AgentStatus) -> None:
     Raises:
         ControllerError: more than may be lost cannot be moved; nothing has been removed.
     """
-    lost = kube_proxy.open_ipvs_connections().total() if kube_proxy.find().ipvs else 0
+    lost = kube_proxy.open_ipvs_connections(kube_proxy.find().servers).total()
     if lost > args.max_lost:
         raise ControllerError(
             f"{lost} connections of IPVS would end, because they cannot be moved: wait for them (without --now), "
@@ -177,8 +180,8 @@ def _move(args: argparse.Namespace, agent: AgentStatus) -> None:
 def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     """Until the flows are over. Nothing is changed meanwhile, so it may be interrupted."""
     said: float = -SAY_SECONDS
-    ipvs = kube_proxy.find().ipvs
-    while need := _present(_need(agent := _status(args), services, ipvs=ipvs)):
+    servers = kube_proxy.find().servers
+    while need := _present(_need(agent := _status(args), services, servers)):
         if time.monotonic() - said >= SAY_SECONDS:
             said = time.monotonic()
             print(f"{_text(need)} still need what kube-proxy left; --now does not wait for them", file=sys.stderr)

@@ -52,8 +52,9 @@ CTA_FILTER_ORIG_FLAGS: Final = 1
 FILTER_PROTO_NUM: Final = 1 << 3  # CTA_FILTER_F_CTA_PROTO_NUM, net/netfilter/nf_internals.h (Linux 5.8)
 PROTOINFO_KINDS: Final = {socket.IPPROTO_TCP: 1, socket.IPPROTO_SCTP: 3}
 PROTOINFO_STATE: Final = 1
-IPS_ASSURED, IPS_SRC_NAT = 1 << 2, 1 << 4
+IPS_ASSURED, IPS_SRC_NAT, IPS_DST_NAT = 1 << 2, 1 << 4, 1 << 5
 NOT_ASSURED, MASQUERADED = (0, IPS_ASSURED), (IPS_SRC_NAT, IPS_SRC_NAT)  # value and mask of a status: `dump`
+BY_CONNTRACK = IPS_DST_NAT, IPS_DST_NAT  # flows of a service that IPVS translates do not have it
 # TCP: 1 SYN_SENT, 2 SYN_RECV, 9 SYN_SENT2; 6 LAST_ACK, 7 TIME_WAIT, 8 CLOSE. SCTP: up to 4 COOKIE_ECHOED, 5 and on
 OPENING: Final = {socket.IPPROTO_TCP: frozenset({0, 1, 2, 9}), socket.IPPROTO_SCTP: frozenset({0, 1, 2, 3})}
 ENDED: Final = frozenset({7, 8})
@@ -165,15 +166,17 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow]
     return rows, total
 
 
-def open_flows(services: Mapping[Key, str | None], at: Collection[Place] | None = None) -> Counter[str]:
+def open_flows(
+    services: Mapping[Key, str | None], at: Collection[Place] | None = None, *, status: Status | None = None
+) -> Counter[str]:
     """How many translated flows of services are not over, by the name of their protocol.
 
-    Args, raises: as `flows`; `at` are the places that answer them, None: any.
+    Args, raises: as `flows`; `at` are the places that answer them, None: any. `status`: see `dump`.
     """
     return Counter(
         Protocol(entry.protocol).name
-        for _, entry, _ in _answered_at(at, translated_entries(services))
-        if _state(entry) != "closed"
+        for _, entry, _ in _answered_at(at, translated_entries(services, status=status))
+        if _state(entry) != "closed" and (status is None or _status(entry) & status[1] == status[0])
     )
 
 
@@ -364,8 +367,7 @@ def _idle(entry: Entry, timeouts: Mapping[str, int]) -> int | None:
     known = fields(entry)
     left = int.from_bytes(known.get(CTA_TIMEOUT, b""), "big")
     if entry.protocol == socket.IPPROTO_UDP:
-        status = int.from_bytes(known.get(CTA_STATUS, b""), "big")
-        idle = timeouts["udp_timeout_stream" if status & IPS_ASSURED else "udp_timeout"] - left
+        idle = timeouts["udp_timeout_stream" if _status(entry) & IPS_ASSURED else "udp_timeout"] - left
     elif entry.protocol == socket.IPPROTO_TCP and stage_of(entry.protocol, known) == TCP_ESTABLISHED:
         idle = timeouts["tcp_timeout_established"] - left if left > timeouts["tcp_timeout_unacknowledged"] else -1
     else:
@@ -377,12 +379,15 @@ def _state(entry: Entry) -> str:
     """As mode ebpf reports it: half-open connections and one-way datagrams are opening."""
     known = fields(entry)
     if entry.protocol not in OPENING:
-        status = int.from_bytes(known.get(CTA_STATUS, b""), "big")
-        return "established" if status & IPS_ASSURED else "opening"
+        return "established" if _status(entry) & IPS_ASSURED else "opening"
     state = stage_of(entry.protocol, known)
     if state in OPENING[entry.protocol]:
         return "opening"
     return "closed" if state in CLOSED[entry.protocol] else "established"
+
+
+def _status(entry: Entry) -> int:
+    return int.from_bytes(fields(entry).get(CTA_STATUS, b""), "big")
 
 
 def stage_of(protocol: int, known: Mapping[int, bytes]) -> int:

@@ -14,15 +14,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+from hybrid_proxy.dataplane.virtual_servers import Destination
 from hybrid_proxy.workshop.benchmarks import peer_rules
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS
 from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load
+from tests import kube_ipvs
 
 from .kit import PATIENCE, V4, Bench, Service, eventually
 
 OURS, KUBE_PROXYS = "pod2", "pod3"  # who answers the flows of whom; both serve, so flows to either go on
 PLACES = ("pod1", "node", "client")
-EACH = 0.02  # seconds between two questions of a flow
+EACH = 0.02 * PATIENCE**2  # seconds between two questions of a flow; an emulated processor needs what is left
 
 
 HOLDS_ITS_PORTS = """
@@ -62,8 +64,20 @@ class KubeProxy:
         self.process.kill()
         self.process.wait(10)
 
-    def sync(self, *services: Service) -> None:
+    def sync(self, *services: Service, endpoint: bool = True) -> None:
+        """Program these Services; `endpoint`: theirs has not gone."""
         address = self.bench.lab[KUBE_PROXYS].address4
+        if self.mode == "ipvs":
+            node = [address for address in self.bench.node_addresses if ":" not in address]
+            ipvs = [
+                kube_ipvs.Row(*one.vip(V4), (Destination(address, one.target),) if endpoint else (),
+                              one.protocol.lower(), one.node_port, tuple(node))
+                for one in services
+            ]  # fmt: skip
+            with self.bench.lab.inside("node"):
+                kube_ipvs.put(ipvs, CLUSTER_CIDRS[0], hooks=not self.began)
+            self.began = True
+            return
         rows = [peer_rules.Row(one.vip(V4), ((address, one.target),), one.protocol.lower()) for one in services]
         peer_rules.put(self.bench.lab, self.mode, peer_rules.Rows(CLUSTER_CIDRS[0], rows, not self.began))
         self.began = True
@@ -74,6 +88,9 @@ class KubeProxy:
 
     def is_here(self) -> bool:
         """Whether it has rules; a chain is the kubelet's."""
+        if self.mode == "ipvs":
+            with self.bench.lab.inside("node"):
+                return bool(kube_ipvs.traces())
         text = self.text().replace("KUBE-FIREWALL", "")
         return "KUBE-" in text or "kube-proxy" in text
 
@@ -130,7 +147,10 @@ class Flow:
 
 
 def flows(node: Node, stack: ExitStack) -> list[Flow]:
-    """To both Services that may move, from everywhere."""
+    """To both Services that may move, from everywhere.
+
+    Beside mode ipvs also by the node port, and from the node by a socket that is not connected.
+    """
     made = []
     for place in PLACES:
         stream = stack.enter_context(node.bench.connect(place, node.tcp.vip(V4), V4, timeout=5.0))
@@ -138,6 +158,15 @@ def flows(node: Node, stack: ExitStack) -> list[Flow]:
         sender = stack.enter_context(node.bench.socket(place, V4, socket.SOCK_DGRAM, timeout=5.0))
         sender.connect(node.udp.vip(V4))
         made.append(Flow(f"UDP from {place}", lambda sender=sender: ask_udp(sender)[0].pod))
+    if node.kube_proxy.mode == "ipvs":
+        port = node.bench.lab["node"].address4, node.tcp.node_port
+        by_port = stack.enter_context(node.bench.connect("client", port, V4, timeout=5.0))
+        made.append(Flow("TCP from client by the node port", lambda: ask_tcp(by_port).pod))
+        loose, vip = (
+            stack.enter_context(node.bench.socket("node", V4, socket.SOCK_DGRAM, timeout=5.0)),
+            node.udp.vip(V4),
+        )
+        made.append(Flow("UDP from node, not connected", lambda: ask_udp(loose, vip)[0].pod))
     return made
 
 
@@ -149,7 +178,7 @@ def new_flows(node: Node) -> tuple[dict[str, Tally], list[Callable[..., object]]
         for service, kind in ((node.other, "connections"), (node.tcp, "connections"), (node.udp, "udp")):
             tally = tallies[f"{kind} from {place} to {service.name}"] = Tally()
             clients.append(
-                partial(load, kind, (V4, service.vip(V4)), tally=tally, rate=10 / PATIENCE, concurrency=1,
+                partial(load, kind, (V4, service.vip(V4)), tally=tally, rate=10 / PATIENCE**2, concurrency=1,
                         timeout=5 * PATIENCE, open_socket=partial(node.bench.lab.socket, place))
             )  # fmt: skip
     return tallies, clients
@@ -157,7 +186,7 @@ def new_flows(node: Node) -> tuple[dict[str, Tally], list[Callable[..., object]]
 
 def wait_for_answers(opened: list[Flow]) -> None:
     """Until each flow has had many more, or has failed."""
-    goals = [flow.asked + 50 for flow in opened]
+    goals = [flow.asked + 50 / PATIENCE for flow in opened]
     eventually(
         lambda: all(flow.asked > goal or flow.failed for flow, goal in zip(opened, goals, strict=True)),
         30, "open flows do not go on",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -13,14 +14,16 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from pyroute2 import IPRoute
+from pyroute2 import IPRoute, IPSet
 
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
 from hybrid_proxy.dataplane import kube_proxy
 from hybrid_proxy.dataplane.kernel import ipvs
+from hybrid_proxy.dataplane.kernel.ipset import Ipsets
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, kube_proxy_rules, warnings
-from tests import namespaces
+from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Server, Verb
+from tests import kube_ipvs, namespaces
 
 pytestmark = pytest.mark.root
 HEALTHY = b'{"lastUpdated": "2026-01-01 00:00:00 +0000 UTC","currentTime": "2026-01-01 00:00:01 +0000 UTC"}'
@@ -244,15 +247,19 @@ CONNECTIONS = """Pro FromIP   FPrt ToIP     TPrt DestIP   DPrt State       Expir
 TCP C0A84D01 9C40 0A600701 0050 0A4D010C 1F90 ESTABLISHED     899
 TCP C0A84D01 9C41 0A600701 0050 0A4D010C 1F90 TIME_WAIT        12
 TCP C0A84D01 0000 0A600701 0050 0A4D010C 1F90 NONE            177
+TCP C0A84D01 9C43 C6336407 0050 0A4D010C 1F90 ESTABLISHED     899
 UDP C0A84D01 9C42 0A600701 0035 0A4D010C 14E9 UDP             299
 """
+
+
+SERVERS = [Server(4, 6, "10.96.7.1", 80), Server(4, 17, "10.96.7.1", 53)]  # 198.51.100.7 is somebody else's
 
 
 @pytest.mark.parametrize(("text", "found"), [(CONNECTIONS, {"TCP": 1, "UDP": 1}), ("", {})])
 def test_connections_of_ipvs_that_are_not_over(tmp_path, monkeypatch, text, found):
     monkeypatch.setattr(ipvs, "CONNECTIONS", tmp_path / "ip_vs_conn")
     (tmp_path / "ip_vs_conn").write_text(text)
-    assert kube_proxy.open_ipvs_connections() == found
+    assert kube_proxy.open_ipvs_connections(SERVERS) == found
 
 
 @pytest.mark.usefixtures("home")
@@ -262,14 +269,14 @@ class TestWhatItLeft:
     def test_rules_and_tables(self):
         if not shutil.which("iptables-nft-restore"):
             pytest.skip("missing: the command iptables-nft-restore (apt-get install iptables)")
-        assert kube_proxy.find() == ((), (), False)
+        assert kube_proxy.find() == kube_proxy.Leftovers((), ())
         nft("table ip kube-proxy {}\ntable ip6 kube-proxy {}\ntable ip others {}")
         subprocess.run(["iptables-nft-restore", "--noflush"], input=SAVED, text=True, check=True)
         found = kube_proxy.find()
         assert len(found.things) == 3
         assert found.stays == ()
         kube_proxy.remove()
-        assert kube_proxy.find() == ((), (), False)
+        assert kube_proxy.find() == kube_proxy.Leftovers((), ())
         left = subprocess.run(["iptables-nft-save", "-t", "nat"], capture_output=True, text=True, check=True).stdout
         assert [line.split()[0] for line in left.splitlines() if line.startswith(":") and " - " in line] == [
             ":HP-SERVICES", ":KUBE-KUBELET-CANARY", ":OTHERS"
@@ -281,6 +288,39 @@ class TestWhatItLeft:
         ]
         tables = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True).stdout
         assert "table ip others" in tables.splitlines()
+
+    @pytest.mark.kernel("ip_vs")
+    @pytest.mark.core
+    def test_what_mode_ipvs_has(self):
+        backends = (Destination("10.77.1.12", 8080),)
+        with IPRoute() as link, IPSet() as sets, contextlib.closing(ipvs.Ipvs()) as servers:
+            for name, address in (("eth0", "192.168.77.10"), ("others0", "198.51.100.7")):
+                link.link("add", ifname=name, kind="dummy")
+                link.addr("add", index=link.link_lookup(ifname=name)[0], address=address, prefixlen=32)
+            sets.create("others", stype="hash:ip")
+            others = Server(4, 6, "198.51.100.8", 80)  # a director's, at an address that the node does not have
+            servers.change([Change(Verb.NEW_SERVER, others, Config("rr"))])
+            nft("table ip nat {\nchain OTHERS {\n}\n}")
+            rows = [
+                kube_ipvs.Row("10.96.7.1", 80, backends, "tcp", 30080, ("192.168.77.10", "198.51.100.7")),
+                kube_ipvs.Row("10.96.7.2", 53, backends, "udp"),
+            ]
+            kube_ipvs.put(rows, "10.77.0.0/16")
+            seen = find_other_proxies("ebpf").kube_proxy
+            assert seen == ("chain KUBE-SERVICES in ip nat", "device kube-ipvs0", "5 IPVS virtual servers")
+            found = kube_proxy.find()
+            assert found.stays == ()
+            assert set(found.servers) == {server for row in rows for server in row.servers()}
+            assert len(found.things) == 5  # rules of nat and of filter, virtual servers, the device, ipsets
+            kube_proxy.remove()
+            assert kube_proxy.find() == kube_proxy.Leftovers((), ())
+            assert kube_ipvs.traces() == ["198.51.100.8:80"]
+            assert list(servers.servers()) == [others]
+            with contextlib.closing(Ipsets()) as known:
+                assert known.names("") == ["others"]
+            assert {each.get_attr("IFLA_IFNAME") for each in link.get_links()} == {"lo", "eth0", "others0"}
+        tables = subprocess.run(["nft", "list", "table", "ip", "nat"], capture_output=True, text=True, check=True)
+        assert "chain OTHERS" in tables.stdout
 
 
 @pytest.mark.usefixtures("home")

@@ -118,12 +118,15 @@ def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
 
 
 def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:
-    """The same, and those of this node's own datagrams as a socket knows them that is bound to no address."""
+    """The same, and those of this node's own datagrams as a socket knows them that is bound to no address.
+
+    To an address on kube-proxy's device, the node sends from that very address.
+    """
     packed = {ip_address(address).packed for address in own}
     return keys | {
         key._replace(saddr=bytes(len(key.saddr)))
         for key in keys
-        if key.protocol == Protocol.UDP and key.saddr in packed
+        if key.protocol == Protocol.UDP and (key.saddr in packed or key.saddr == key.daddr)
     }
 
 
