@@ -13,7 +13,7 @@ server no copy of everything). The rules that keep a node right through all weat
 - Nothing is held without a bound: neither an answer, nor a line of a stream, nor all of a list. The bounds are far
   above what clusters have; an answer of another kind is none.
 - When a kind can be read again, or when credentials change, the pauses of the others end: what kept them away has
-  probably ended, too. While the server refuses our credentials, one kind asks for all.
+  probably ended, too. While the server refuses our credentials, or has too much to do (429), one kind asks for all.
 
 Objects are decoded from raw JSON straight into model values, page by page: a cluster with 100,000 endpoints
 is never held as text. Objects of a new list that did not change stay the same values, so that a list costs memory for
@@ -60,7 +60,7 @@ from hybrid_proxy.controller.kubernetes.model import (
 )
 from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, UNNAMED, decode
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
-from hybrid_proxy.controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy
+from hybrid_proxy.controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy, honoured
 from hybrid_proxy.controller.kubernetes.watch import (
     ListPage,
     ObjectHead,
@@ -244,7 +244,7 @@ class _Health:
         self._since = 0.0
         self._reported: bool | None = None
         self._news = dict.fromkeys(kinds, 0)  # how often each kind had news for the others
-        self._asker = ""  # the kind that goes on asking while our credentials are refused
+        self._asker = ""  # the kind that goes on asking while the server refuses all
         self._closed = False
 
     def states(self) -> list[KindState]:
@@ -342,7 +342,7 @@ class _Health:
             )
 
     def is_asker(self, kind: str, *, refused: bool) -> bool:
-        """Whether this kind goes on asking. When our credentials are `refused`, one of all does."""
+        """Whether this kind goes on asking. While the server has `refused` us, one of all does."""
         with self._changed:
             if refused:
                 self._asker = self._asker or kind
@@ -419,17 +419,15 @@ class _Reflector:
     def _failed(self, error: Exception) -> tuple[float, float]:
         """Note a failure; how long to wait before the next try, and at least if there are news, in seconds."""
         code = error.code if isinstance(error, StatusError) else 0
-        asks = self._health.is_asker(self._kind, refused=code == 401)
+        asks = self._health.is_asker(self._kind, refused=code in {401, 429})
         if isinstance(error, StatusError) and code in {403, 404} and self._resource.optional and not self._was_read:
             return self._not_served(error)
         pause = self._count(error) * random.uniform(0.5, 1.0)
         least = self._least(pause)
-        if isinstance(error, StatusError) and error.retry_after is not None:
-            # Many nodes get the same number: come a little later than asked, not all at once.
-            asked = min(error.retry_after, 10 * self._policy.longest) * random.uniform(1.0, 1.25)
-            pause = least = max(asked, least)
-        elif not asks:
+        if not asks:
             pause = self._policy.longest
+        elif isinstance(error, StatusError) and error.retry_after is not None:
+            pause = least = honoured(error.retry_after, pause, self._policy.longest, random.random())
         if not self._retry.passing:
             if not _expected(error):
                 log.exception("%ss: an error that should not happen", self._kind, exc_info=error)

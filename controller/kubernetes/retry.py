@@ -32,6 +32,16 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     rarely: float = 600.0
 
 
+def honoured(asked: float, pause: float, longest: float, share: float) -> float:
+    """Seconds to wait for a server that asks for so many (Retry-After), where ours would be `pause`.
+
+    Many nodes get the same number, so each comes later than asked by a `share` of it, from 0 to 1. Who is refused again
+    and again waits for our own pause, which doubles: otherwise all of them would come back each second, for as long as
+    it takes. But the server is there, so it is asked again soon enough.
+    """
+    return max(min(asked, 10 * longest) * (1 + share), min(pause, longest / 3))
+
+
 class Backoff:
     """The tries of one kind. Methods that return a number return the pause in seconds before the next try."""
 
