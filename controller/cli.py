@@ -33,7 +33,7 @@ exit codes:
 """
 ENVIRONMENT: Final = """
 environment:
-  NO_COLOR  if it is not empty, nothing is coloured; otherwise what goes to a terminal is.
+  NO_COLOR  if it is not empty, nothing is coloured, bold or dim; otherwise what goes to a terminal is.
   COLUMNS   the width of the terminal, for tables.
 """
 
@@ -448,7 +448,9 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "status":
             shown.add_argument(
-                "--exit-code", action="store_true", help="exit with 1 if the node is not in sync, also while it starts"
+                "--exit-code",
+                action="store_true",
+                help="exit with 1 if the verdict is NOT IN SYNC, also while the agent starts; otherwise with 0",
             )
         if name == "flows":
             shown.add_argument("--limit", type=_number(1), default=1000, metavar="N", help="at most N (default: 1000)")
@@ -684,6 +686,17 @@ def _compare(parser: argparse.ArgumentParser) -> None:
 # -------------------------------------------------------------------------------------------------- main
 
 
+def _explained(args: argparse.Namespace, error: Exception) -> Exception:
+    """The agent may know why a Service that somebody named is not served."""
+    from hybrid_proxy.controller.commands.names import UnknownName
+
+    if not isinstance(error, UnknownName) or not getattr(args, "live", True):
+        return error
+    from hybrid_proxy.controller.commands.views import why_unknown
+
+    return why_unknown(args.admin_socket, error)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. `--help` and unknown flags raise SystemExit, as argparse does."""
     root = parser()
@@ -699,7 +712,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"hybrid-proxy {args.command}: {error}")
         return USAGE
     except (ControllerError, DataplaneError) as error:
-        _say(f"hybrid-proxy {args.command}: {error}")
+        _say(f"hybrid-proxy {args.command}: {_explained(args, error)}")
         return FAILED
     except KeyboardInterrupt:
         return FAILED

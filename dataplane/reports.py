@@ -16,8 +16,8 @@ import msgspec
 class TrafficCounts(msgspec.Struct, frozen=True, gc=False):
     """What a service port, or one of its backends, carried from and to this node's clients.
 
-    `answered` are TCP connections that a backend accepted, `connect_ns` how many nanoseconds these took for that,
-    together. Bytes are those of IP packets.
+    `flows` are all that were opened, also those that are over. `answered` are TCP connections that a backend accepted,
+    `connect_ns` how many nanoseconds these took for that, together. Bytes are those of IP packets.
     """
 
     flows: int
@@ -99,6 +99,9 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         ejected: How many more backends there are, which are ejected.
         failing: How many failed at their last connection; ejected ones count, too.
         when_empty: What happens to new connections while there is no backend.
+        without_backend: Whose new connections find no backend on this node: `all`, those from `outside` the cluster,
+            or those from `inside` it at the ClusterIP; null: nobody's, or no agent tells.
+        reason: Why; null as before.
         id: The number of the service port in the maps.
         chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `round-robin`, `random`.
         scheduler: The IPVS scheduler.
@@ -117,6 +120,8 @@ class ServiceRow(msgspec.Struct, kw_only=True):
     ejected: int | None = None
     failing: int | None = None
     when_empty: Literal["reject", "drop"] | None = None
+    without_backend: Literal["all", "outside", "inside"] | None = None
+    reason: str | None = None
     id: int | None = None
     chosen_by: str | None = None
     scheduler: str | None = None

@@ -27,6 +27,7 @@ from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.kubernetes import Source
 from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of
+from hybrid_proxy.controller.semantics.lacks import Lack, lacks, with_policy
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
@@ -44,19 +45,27 @@ ANSWER_SECONDS: Final = 9.0  # a command waits for ten
 class Query:
     """A request from another thread, and the answer when there is one."""
 
-    request: p.Request
+    request: p.LoopRequest
     answered: threading.Event = field(default_factory=threading.Event)
     answer: p.Answer | None = None
     claim: threading.Lock = field(default_factory=threading.Lock)  # held for good: it is answered, or given up
 
 
-def ask(put: Callable[[Query], None], request: p.Request) -> p.Answer:
+def ask(put: Callable[[Query], None], request: p.LoopRequest) -> p.Answer:
     """Put a request into the loop's queue and wait for the answer."""
     query = Query(request)
     put(query)
     if not query.answered.wait(ANSWER_SECONDS) and query.claim.acquire(blocking=False):
         return p.FailedAnswer(f"the agent is busy: it did not begin with this within {ANSWER_SECONDS:g} s, and won't")
     return query.answer or p.FailedAnswer(f"the agent is busy with this, for more than {ANSWER_SECONDS:g} s")
+
+
+def ignored(source: Source, service: str) -> p.Answer:
+    """In the thread that asks: the loop does not wait for an API server."""
+    try:
+        return p.IgnoredAnswer(source.ignored(service))
+    except ControllerError as error:
+        return p.FailedAnswer(str(error))
 
 
 @dataclass(slots=True)
@@ -74,6 +83,7 @@ class Answers:
     notebook: Notebook
     switch: Callable[[str | None], p.SwitchAnswer]
     check_switch: Callable[[str], None]
+    _lacks: tuple[tuple[int, int], list[Lack]] = ((0, -1), [])  # of the last table that somebody asked about
 
     def answer(self, query: Query) -> None:
         """Answer, unless the asker has given up."""
@@ -87,7 +97,7 @@ class Answers:
             query.answer = p.FailedAnswer(f"{type(error).__name__}: {error}")
         query.answered.set()
 
-    def _answer(self, request: p.Request) -> p.Answer:
+    def _answer(self, request: p.LoopRequest) -> p.Answer:
         programmer, config = self.mode.programmer, self.mode.config
         match request:
             case p.GetStatus():
@@ -99,6 +109,7 @@ class Answers:
                     pin_root=config.options.pin_root,
                     names={**self.mode.draining.service_names(), **programmer.names()},
                     ejections=programmer.ejections(),
+                    without_backend=self._without_backend(),
                 )
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
@@ -119,6 +130,7 @@ class Answers:
                 silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {reports.name})
                 rows, last = reports.packet_events(after)
                 before = [row for row in self.notebook.events_before() if row.number > after] if after < 0 else []
+                rows = [with_policy(row, self._without_backend) for row in rows]
                 return p.EventsAnswer(before + rows, last, reports.name, silent)
             case p.SetTrace(service, client, seconds):
                 self._packet_events().trace(service, client, seconds)
@@ -145,6 +157,13 @@ class Answers:
         except (ControllerError, Unsupported) as error:
             return str(error)
         return ""
+
+    def _without_backend(self) -> list[Lack]:
+        builder = self.syncer.builder
+        table = (id(builder), builder.table.generation)
+        if self._lacks[0] != table:
+            self._lacks = table, list(lacks(builder.table.entries()))
+        return self._lacks[1]
 
     def _take_flows(self, max_lost: int) -> p.HandOverAnswer:
         programmer, table = self.mode.programmer, self.syncer.builder.table
@@ -194,6 +213,7 @@ class Answers:
                 kinds=source.states(),
             ),
             problems=list(cluster.problems.values()),
+            without_backend=self._without_backend(),
             conflicts={service: list(messages) for service, messages in builder.conflicts.items()},
             configuration=self.follower.status(self.mode.config),
             other_proxies=list(self.other_proxies.warnings),

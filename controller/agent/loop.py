@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode, Phase
-from hybrid_proxy.controller.agent.answers import Answers, Query, ask
+from hybrid_proxy.controller.agent.answers import Answers, Query, ask, ignored
 from hybrid_proxy.controller.agent.config_follower import ConfigFollower, Followed
 from hybrid_proxy.controller.agent.event_queue import EventQueue
 from hybrid_proxy.controller.agent.maintenance import Maintenance
@@ -50,7 +50,14 @@ from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.controller.serving.memory import forget, memory_path
-from hybrid_proxy.controller.serving.protocol import Answer, ModeStatus, Request, StartingAnswer, SwitchAnswer
+from hybrid_proxy.controller.serving.protocol import (
+    Answer,
+    FindIgnored,
+    ModeStatus,
+    Request,
+    StartingAnswer,
+    SwitchAnswer,
+)
 from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
@@ -310,6 +317,8 @@ class Agent:
     def _ask(self, request: Request) -> Answer:
         if part := self._busy_with:
             return StartingAnswer(os.getpid(), part, time.monotonic() - self.syncer.started)
+        if isinstance(request, FindIgnored):
+            return ignored(self.source, request.service)
         return ask(self.queue.put, request)
 
     # The loop

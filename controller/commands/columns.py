@@ -12,12 +12,13 @@ from enum import StrEnum
 from textwrap import wrap
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-__all__ = ["Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "layout", "painted", "table"]
+__all__ = ["Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "table"]
 
 Row = TypeVar("Row")
 Row_contra = TypeVar("Row_contra", contravariant=True)
 
 GAP: Final = 2
+INDENT: Final = 4
 UNKNOWN: Final = "-"
 LEAST: Final = 12  # characters in a line of a text that is cut or wrapped
 CUT: Final = "…"
@@ -64,6 +65,7 @@ class Column(Generic[Row_contra]):
         cut: Where it is narrow, its texts end with an ellipsis.
         wrap: Where it is narrow, its texts go on in further lines.
         least: Its least width, for rows that are printed before the next ones are known.
+        below: On a terminal its texts stand in lines of their own below the row, without a title.
         live: Its values change all the time, so that `--watch` does not report a row for them.
     """
 
@@ -75,12 +77,14 @@ class Column(Generic[Row_contra]):
     cut: bool = False
     wrap: bool = False
     least: int = 0
+    below: bool = False
     live: bool = False
 
 
 class _Place(NamedTuple):
     column: Column[Any]
     width: int
+    least: int  # narrower than this it is of no use
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Layout(Generic[Row_contra]):
 
     places: tuple[_Place, ...]
     screen: Screen
+    below: tuple[Column[Row_contra], ...] = ()
 
     def header(self) -> str:
         return self._line([Cell(place.column.header, Tone.HEAD) for place in self.places])
@@ -98,6 +103,10 @@ class Layout(Generic[Row_contra]):
         cells = [_wrapped(_cells(place.column.value(row), self.screen), place) for place in self.places]
         for number in range(max(map(len, cells), default=0)):
             yield self._line([parts[number] if number < len(parts) else Cell("") for parts in cells])
+        for column in self.below:
+            for cell in _cells(column.value(row), self.screen):
+                for text in _lines(cell.text, (self.screen.width or 0) - INDENT):
+                    yield " " * INDENT + painted(text, cell.tone, self.screen)
 
     def _line(self, cells: Sequence[Cell]) -> str:
         texts = []
@@ -118,11 +127,18 @@ def table(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen, *
 def layout(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen, *, wide: bool = False) -> Layout[Row]:
     """Choose columns and widths for these rows; without rows, for those that are still to come."""
     asked = [column for column in columns if wide or not column.wide]
-    sizes = {column.header: _size(column, rows, screen) for column in asked}
-    places = [_Place(column, size) for column in asked if (size := sizes[column.header]) is not None]
+    below = tuple(column for column in asked if column.below and screen.width is not None)
+    places = [place for column in asked if column not in below and (place := _place(column, rows, screen)) is not None]
     if screen.width is not None and not wide:
         places = _fitted(places, screen.width)
-    return Layout(tuple(places), screen)
+    return Layout(tuple(places), screen, below)
+
+
+def fits(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen) -> bool:
+    """Whether the columns that always stay have room."""
+    stay = [column for column in columns if not (column.wide or column.leave)]
+    places = [place for column in stay if (place := _place(column, rows, screen)) is not None]
+    return screen.width is None or _taken(places) <= screen.width
 
 
 def painted(text: str, tone: Tone, screen: Screen) -> str:
@@ -139,13 +155,19 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def _size(column: Column[Any], rows: Iterable[Any], screen: Screen) -> int | None:
+def _place(column: Column[Any], rows: Iterable[Any], screen: Screen) -> _Place | None:
     """The width that shows every cell; None: there are rows, and none has anything to show."""
     values = [column.value(row) for row in rows]
     if values and all(value is None or value == "" for value in values):
         return None
-    texts = (part.text for value in values for part in _cells(value, screen))
-    return max(len(column.header), column.least, *map(len, texts), 0)
+    texts = [part.text for value in values for part in _cells(value, screen)]
+    width = max(len(column.header), column.least, *map(len, texts), 0)
+    least = width
+    if column.cut or column.wrap:
+        # A text goes on between words alone, so that an address stays whole.
+        words = (len(word) for text in texts for word in text.split()) if column.wrap else ()
+        least = min(width, max(LEAST, len(column.header), column.least, *words))
+    return _Place(column, width, least)
 
 
 def _cells(value: Value, screen: Screen) -> list[Cell]:
@@ -165,30 +187,30 @@ def _cells(value: Value, screen: Screen) -> list[Cell]:
 
 def _fitted(places: list[_Place], width: int) -> list[_Place]:
     """Leave out columns until the rest fits with its texts cut short, then give the texts the room that is left."""
-
-    def taken(shown: Sequence[_Place]) -> int:
-        return sum(_least(place) for place in shown) + GAP * (len(shown) - 1)
-
-    while taken(places) > width and any(place.column.leave for place in places):
+    while _taken(places) > width and any(place.column.leave for place in places):
         places.remove(max(reversed(places), key=lambda place: place.column.leave))
-    room = max(0, width - taken(places))
+    room = max(0, width - _taken(places))
     fitted = []
     for place in places:
-        given = min(place.width, _least(place) + room)
-        room -= given - _least(place)
-        fitted.append(_Place(place.column, given))
+        given = min(place.width, place.least + room)
+        room -= given - place.least
+        fitted.append(place._replace(width=given))
     return fitted
 
 
-def _least(place: _Place) -> int:
-    gives = place.column.cut or place.column.wrap
-    return min(place.width, max(LEAST, len(place.column.header))) if gives else place.width
+def _taken(places: Sequence[_Place]) -> int:
+    """The least width of a line."""
+    return sum(place.least for place in places) + GAP * (len(places) - 1)
 
 
 def _wrapped(cells: list[Cell], place: _Place) -> list[Cell]:
     if not place.column.wrap:
         return cells
-    return [Cell(part, cell.tone) for cell in cells for part in wrap(cell.text, max(1, place.width)) or [""]]
+    return [Cell(part, cell.tone) for cell in cells for part in _lines(cell.text, place.width)]
+
+
+def _lines(text: str, width: int) -> list[str]:
+    return wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _shortened(text: str, width: int) -> str:

@@ -115,12 +115,12 @@ def named_target(text: str) -> NamedTarget | None:
 def ask_agent(admin_socket: str, named: NamedTarget, family: int) -> Fields:
     from hybrid_proxy.controller.commands.names import asked_for, checked
     from hybrid_proxy.controller.serving.admin import ask
-    from hybrid_proxy.controller.serving.protocol import FindService, FoundAnswer, GetNames, NamesAnswer
+    from hybrid_proxy.controller.serving.protocol import FindService, FoundAnswer, GetTable, TableAnswer
     from hybrid_proxy.dataplane.table import Protocol
 
-    names = ask(admin_socket, GetNames(), NamesAnswer).names
-    if names:  # modes without numbers have none
-        checked(asked_for(named.service), names.values())
+    table = ask(admin_socket, GetTable(named.service, []), TableAnswer)
+    if not table.ports:
+        checked(asked_for(named.service), table.services)
     found = ask(admin_socket, FindService(*named, family), FoundAnswer)
     return {"dst": found.address, "port": found.port, "proto": Protocol(found.protocol).name}
 

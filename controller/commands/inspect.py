@@ -15,6 +15,7 @@ from hybrid_proxy.controller.commands import listings
 from hybrid_proxy.controller.commands.columns import Column
 from hybrid_proxy.controller.commands.explain import MEANINGS
 from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
+from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, print_value, screen
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet
@@ -114,12 +115,19 @@ def _watch(args: argparse.Namespace, look: _Look) -> int:
     first = _look(args, look)
     start = [Change("added", row) for row in first.rows]
 
+    def following(before: _Found) -> _Found:
+        """A service that goes is gone, and may come again."""
+        try:
+            return _look(args, look)
+        except UnknownName:
+            return before._replace(rows=[])
+
     def followed() -> Iterator[Change[Any]]:
         yield from start
         before = first
         while True:
             time.sleep(WATCH_SECONDS)
-            now = _look(args, look)
+            now = following(before)
             yield from changes(before.rows, now.rows, now.columns)
             before = now
 

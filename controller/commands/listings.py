@@ -12,7 +12,7 @@ from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, Servic
 
 __all__ = [
     "Change", "Listed", "ModeRow", "backend_columns", "change_columns", "changes", "flow_columns", "mode_columns",
-    "service_columns",
+    "service_columns", "service_state",
 ]  # fmt: skip
 
 
@@ -47,7 +47,8 @@ def service_columns(rows: Sequence[ServiceRow], ejections: Iterable[Ejection] = 
         Column("BACKENDS", lambda row: str(row.backends), leave=2, right=True),
         Column("LOCAL", lambda row: _number(row.local_backends), wide=True, right=True),
         *_COUNTS,
-        Column("STATE", lambda row: _service_state(row, known)),
+        Column("STATE", lambda row: service_state(row, known)),
+        Column("REASON", lambda row: row.reason or "", leave=4, wrap=True),
         Column("AFFINITY", lambda row: "client" if row.affinity else "none", wide=True),
         Column("CHOSEN BY", lambda row: row.chosen_by, wide=True),
         Column("SCHEDULER", lambda row: row.scheduler, wide=True),
@@ -136,7 +137,7 @@ def _of_change(column: Column[Row]) -> Column[Change[Row]]:
 
     return Column(
         column.header, value, leave=column.leave, wide=column.wide, right=column.right, cut=column.cut,
-        wrap=column.wrap, least=column.least, live=column.live,
+        wrap=column.wrap, least=column.least, below=column.below, live=column.live,
     )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def _connect(counts: TrafficCounts) -> str | None:
 
 # Since the dataplane was set up; the time to connect is a mean.
 _COUNTS: Final[tuple[Column[ServiceRow | BackendRow], ...]] = (
-    Column("FLOWS", _counted(lambda counts: str(counts.flows)), leave=5, right=True, live=True),
+    Column("OPENED", _counted(lambda counts: str(counts.flows)), leave=5, right=True, live=True),
     Column("PACKETS", _counted(lambda counts: str(counts.packets)), wide=True, right=True, live=True),
     Column("BYTES", _counted(lambda counts: str(counts.bytes)), wide=True, right=True, live=True),
     Column("REPLY PACKETS", _counted(lambda counts: str(counts.reply_packets)), wide=True, right=True, live=True),
@@ -165,7 +166,7 @@ _COUNTS: Final[tuple[Column[ServiceRow | BackendRow], ...]] = (
 )
 
 
-def _service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
+def service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
     """Whether new connections are served, and where not, what happens to them."""
     if not row.backends and not row.local_backends:
         return Cell(f"no backends: {row.when_empty}s" if row.when_empty else "no backends", Tone.BAD)
@@ -175,6 +176,8 @@ def _service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
     total = row.backends + (row.ejected or 0)
     if failing and failing >= total:
         return Cell("all backends fail", Tone.BAD)
+    if row.without_backend in ("outside", "inside"):
+        return Cell(f"{row.without_backend}: drops (Local)", Tone.WARN)  # a traffic policy alone makes a difference
     if ejected:
         return Cell(f"{ejected} of {total} ejected", Tone.WARN)
     return Cell(f"{failing} of {total} failing", Tone.WARN) if failing else Cell("serving", Tone.GOOD)

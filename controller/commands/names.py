@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Final, NamedTuple
 
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.dataplane.mode import belongs
 
-__all__ = ["Asked", "UnknownName", "asked_for", "checked", "closest", "either"]
+__all__ = ["Asked", "NotServed", "UnknownName", "asked_for", "checked", "closest", "either"]
 
 MOST: Final = 3  # suggestions
 
@@ -19,7 +19,15 @@ class UnknownName(ControllerError):
 
     def __init__(self, what: str, name: str, suggestions: Sequence[str]) -> None:
         super().__init__(f'no {what} "{name}"' + (f"; did you mean {either(suggestions)}?" if suggestions else ""))
+        self.what, self.name = what, name
         self.suggestions = suggestions
+
+
+class NotServed(ControllerError):
+    """This node does not serve the Services of this name. A command that was asked for one exits with 1."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{service} is not served here: {why}" for service, why in sorted(reasons.items())))
 
 
 class Asked(NamedTuple):

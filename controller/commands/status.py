@@ -23,38 +23,48 @@ from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status, start_l
 __all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "verdict"]
 
 NEARLY_FULL: Final = 0.9
-FIRST: Final = 3  # reasons in the first line
+FIRST: Final = 3  # reasons in the first line, names in a list
 
 
 class Verdict(Enum):
     """The first words of `status`, and how they are shown."""
 
     OK = "OK", Tone.GOOD
+    DRAINED = "DRAINED", Tone.WARN  # all is well, and load balancers are told to send nothing
     DEGRADED = "DEGRADED", Tone.WARN  # it serves what the cluster has, and something is wrong
     NOT_IN_SYNC = "NOT IN SYNC", Tone.BAD  # it does not serve what the cluster has
 
 
 class Trouble(NamedTuple):
-    """Something that is wrong: in a few words, and in detail, each detail behind a word that says what it is."""
+    """Something that is wrong: in a few words, and in detail, each detail behind a word that says what it is.
+
+    `verdict` is what it makes of the whole. OK is a remark: the node does what it should, and there are details alone.
+    """
 
     reason: str
     label: str = ""
     details: Sequence[str] = ()
-    in_sync: bool = True  # False: because of it, the node does not serve what the cluster has
+    verdict: Verdict = Verdict.DEGRADED
 
 
 def verdict(status: AgentStatus) -> Verdict:
     """Whether everything is well."""
-    found = list(troubles(status))
-    if not all(trouble.in_sync for trouble in found):
-        return Verdict.NOT_IN_SYNC
-    return Verdict.DEGRADED if found else Verdict.OK
+    return _worst(troubles(status))
+
+
+def _worst(found: Iterable[Trouble]) -> Verdict:
+    order = list(Verdict)
+    return max((trouble.verdict for trouble in found), key=order.index, default=Verdict.OK)
 
 
 def troubles(status: AgentStatus) -> list[Trouble]:
-    """What is wrong, the worst first."""
+    """What is wrong, the worst first, and at the end what is only remarkable."""
     dataplane, mode = status.dataplane, status.mode
     found = [*_sync_troubles(status)]
+    if status.leaving:
+        text = "load balancers are told to send nothing to this node"
+        drained = Trouble(text, "drained", ["`hybrid-proxy drain --off` ends that"], Verdict.DRAINED)
+        found.insert(min(1, len(found)), drained)  # the first line has room for few reasons
     if status.other_proxies:
         found.append(Trouble("another proxy is on this node", "OTHER PROXY", status.other_proxies))
     if mode.degraded:
@@ -67,8 +77,7 @@ def troubles(status: AgentStatus) -> list[Trouble]:
         )
     if dataplane.failing:
         details = [f"{name}: each backend refused its last connection, or did not answer" for name in dataplane.failing]
-        ports = "a service port" if len(details) == 1 else f"{len(details)} service ports"
-        found.append(Trouble(f"all backends of {ports} fail", "failing", details))
+        found.append(Trouble(f"all backends of {_some(dataplane.failing)} fail", "failing", details))
     if dataplane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in dataplane.unprogrammed]
         found.append(Trouble(f"{_many(details, 'service port')} not programmed", "NOT PROGRAMMED", details))
@@ -85,21 +94,33 @@ def troubles(status: AgentStatus) -> list[Trouble]:
         )
     if status.configuration.refused:
         found.append(Trouble("the newest configuration is not used", "configuration", [status.configuration.refused]))
+    if empty := sorted({lack.service.partition(":")[0] for lack in status.without_backend if lack.clients == "all"}):
+        text = f"{_several(len(empty), 'service')} without a backend: {_some(empty)}"
+        found.append(Trouble("", "note", [text], Verdict.OK))
     return found
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - FIRST
+    return ", ".join(names[:FIRST]) + (f" and {more} more" if more > 0 else "")
 
 
 def _sync_troubles(status: AgentStatus) -> Iterator[Trouble]:
     if status.error:
-        yield Trouble("the last sync failed", "last sync failed", [status.error], in_sync=False)
+        yield Trouble("the last sync failed", "last sync failed", [status.error], verdict=Verdict.NOT_IN_SYNC)
     if status.drift:
-        yield Trouble(f"{_many(status.drift, 'object')} not in place", "NOT IN PLACE", status.drift, in_sync=False)
+        yield Trouble(
+            f"{_many(status.drift, 'object')} not in place", "NOT IN PLACE", status.drift, verdict=Verdict.NOT_IN_SYNC
+        )
     if not status.source.healthy:
-        yield Trouble("the objects cannot be read", "source", _source_details(status.source), in_sync=False)
+        yield Trouble(
+            "the objects cannot be read", "source", _source_details(status.source), verdict=Verdict.NOT_IN_SYNC
+        )
     elif not status.synced and status.ready_seconds is None:
         details = [status.starting] * bool(status.starting) + _source_details(status.source)
-        yield Trouble("the agent is starting", "starting", details, in_sync=False)
+        yield Trouble("the agent is starting", "starting", details, verdict=Verdict.NOT_IN_SYNC)
     elif not (status.synced or status.error or status.drift):
-        yield Trouble("changes are being programmed", in_sync=False)
+        yield Trouble("changes are being programmed", verdict=Verdict.NOT_IN_SYNC)
 
 
 def _source_details(source: SourceStatus) -> list[str]:
@@ -137,7 +158,7 @@ def _many(details: Sequence[object], one: str, more: str = "") -> str:
 def lines(status: AgentStatus, screen: Screen, now: float, *, wide: bool = False) -> Iterator[str]:
     """All lines, folded where the screen ends; `now` are seconds since 1970."""
     found = troubles(status)
-    yield from _first_lines(verdict(status), [trouble.reason for trouble in found], screen)
+    yield from _first_lines(_worst(found), [trouble.reason for trouble in found if trouble.reason], screen)
     for line in _other_lines(status, found, now, wide=wide):
         yield from _folded(line, screen)
 
@@ -149,8 +170,6 @@ def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, w
     yield from _agent_lines(status)
     for left in status.draining:
         yield from _draining_lines(left, now)
-    if status.leaving:
-        yield "load balancers are told to send nothing to this node (`hybrid-proxy drain --off` ends that)"
     yield from _source_lines(status.source, status.services)
     yield from _configuration_lines(status.configuration)
     yield from _dataplane_lines(status.dataplane, wide=wide)

@@ -10,11 +10,21 @@ from ipaddress import ip_address
 from typing import Final, NamedTuple, TypeVar
 
 from hybrid_proxy.controller.agent.modes import open_mode
-from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
+from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, asked_for, checked
 from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.admin import NoAgentError, StartingError, UnansweredError, ask
 from hybrid_proxy.controller.serving.memory import Memory, how_it_ended, memory_path, recall
-from hybrid_proxy.controller.serving.protocol import GetNames, LeftBehind, NamesAnswer, NoAgentStatus
+from hybrid_proxy.controller.serving.protocol import (
+    FindIgnored,
+    GetNames,
+    GetStatus,
+    IgnoredAnswer,
+    LeftBehind,
+    NamesAnswer,
+    NoAgentStatus,
+    StatusAnswer,
+)
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack
@@ -40,6 +50,7 @@ class Programmed(NamedTuple):
     def services(self, of: str | None = None) -> list[ServiceRow]:
         """A row for each service port (see `View.services`); of one service (namespace/name), for its own."""
         rows = _of_mode((name, view.services()) for name, view in self.views)
+        note_lacks(rows, self.agent.without_backend if self.agent else ())
         return [row for row in rows if belongs(row.name, of)]
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
@@ -102,6 +113,15 @@ class Programmed(NamedTuple):
             view.close()
 
 
+def note_lacks(rows: Iterable[ServiceRow], lacks: Iterable[Lack]) -> None:
+    """Note in the rows which of them have no backend here, and why."""
+    known = {(each.service, each.family): each for each in lacks}
+    for row in rows if known else ():
+        family = 6 if any(frontend.startswith("[") for frontend in row.frontends) else 4
+        if lack := known.get((row.name or "", family)):
+            row.without_backend, row.reason = lack.clients, lack.why
+
+
 def _of_mode(found: Iterable[tuple[str, list[Row]]]) -> list[Row]:
     """All rows, each with its mode."""
     rows = []
@@ -150,6 +170,20 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
     if not here.views:
         raise ControllerError("nothing is programmed in this network namespace")
     return here
+
+
+def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
+    """The same error, or a better one: the agent and the source of its objects know Services that are not served."""
+    name = unknown.name
+    if unknown.what != "service" or ("/" not in name and unknown.suggestions):
+        return unknown
+    try:
+        status = ask(admin_socket, GetStatus(), StatusAnswer).status
+        reasons = {one.entry: one.reason for one in status.dataplane.unprogrammed if belongs(one.entry, name)}
+        reasons = reasons or ask(admin_socket, FindIgnored(name.partition(":")[0]), IgnoredAnswer).services
+    except ControllerError:
+        return unknown
+    return NotServed(reasons) if reasons else unknown
 
 
 def as_left(admin_socket: str, pin_root: str | None, error: ControllerError) -> Programmed:

@@ -41,5 +41,14 @@ class Source(Protocol):
     def states(self) -> list[KindState]:
         """How each kind is read, where that differs from kind to kind; for any thread."""
 
+    def ignored(self, service: str) -> dict[str, str]:
+        """Services of this name (namespace/name, or a name in any namespace) that are there and not emitted, and why.
+
+        For any thread.
+
+        Raises:
+            SourceError: that cannot be found out.
+        """
+
     def describe(self) -> str:
         """One line for the log and `status`."""

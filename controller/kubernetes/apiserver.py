@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from hybrid_proxy.controller.errors import Refused
+from hybrid_proxy.controller.errors import Refused, SourceError
 from hybrid_proxy.controller.kubernetes import Emit
 from hybrid_proxy.controller.kubernetes.connection import (
     Connection,
@@ -91,6 +91,7 @@ _STOP_SECONDS: Final = 0.8
 _LIST_SECONDS: Final = 60.0  # the API server's own limit for a request that is no watch
 _OVERDUE: Final = 60.0  # seconds that a server may take to end a stream which has lived as long as it was asked to
 _LEAST: Final = 0.5  # seconds of a pause that news end
+_ASK_SECONDS: Final = 5.0  # for what a person asks: commands wait for ten
 _LOOK_SECONDS: Final = 1.0  # between two looks at the files with credentials, while nothing can be read
 # Servers refuse to begin a stream with all objects: with 422 where they know the option, or where they forbid
 # `resourceVersionMatch` in a watch, as all before 1.27 do. The others are what things between answer.
@@ -167,6 +168,32 @@ class Kubernetes:
 
     def describe(self) -> str:
         return f"Kubernetes API at {self.connection.where}"
+
+    def ignored(self, service: str) -> dict[str, str]:
+        """Asked of the server: its selectors keep these Services from us.
+
+        Raises:
+            SourceError: it does not answer with a list.
+        """
+        namespace, _, name = service.rpartition("/")
+        if not all(part.replace("-", "").replace(".", "").isalnum() for part in filter(None, (namespace, name))):
+            return {}  # no object has such a name
+        path = f"/api/v1/namespaces/{namespace}/services" if namespace else "/api/v1/services"
+        resource = _Resource("Service", path, fields=f"metadata.name={name}", proxy_name=self._proxy_name)
+        try:
+            page = decode_page(body_of(self.connection.get(path, resource.query(), _ASK_SECONDS), _MAX_PAGE))
+        except Exception as error:
+            if not (isinstance(error, TooLargeError) or _expected(error)):
+                raise
+            raise SourceError(f"API server {self.connection.where}: {_hint(resource, error)}") from error
+        found = {}
+        for raw in page.items or ():
+            obj = _decode_one(resource, raw)
+            if isinstance(obj, Ignored):
+                found[obj.key] = obj.why
+            elif isinstance(obj, Refused):
+                found[obj.key] = f"refused: {obj}"
+        return found
 
     def states(self) -> list[KindState]:
         """How each kind is read; for any thread."""

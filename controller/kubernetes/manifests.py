@@ -595,6 +595,18 @@ class Manifests:
         """Files have all kinds together."""
         return []
 
+    def ignored(self, service: str) -> dict[str, str]:
+        """Of the files as they were last read."""
+        found = {}
+        for file in list(self._folder.files.values()):
+            for (kind, key), result, _ in file.content.documents:
+                if kind == "Service" and service in (key, key.rpartition("/")[2]):
+                    if isinstance(result, Ignored):
+                        found[key] = result.why
+                    elif isinstance(result, Refused):
+                        found[key] = f"refused: {result}"
+        return found
+
     def describe(self) -> str:
         snapshot = self._folder.snapshot
         foreign = f", {snapshot.foreign} of other kinds" if snapshot.foreign else ""

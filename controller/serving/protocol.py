@@ -14,6 +14,7 @@ import msgspec
 
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
+from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.dataplane.reports import (
     Ejection,
@@ -151,6 +152,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         waiting: The queue of changes that are not applied yet.
         source: Where objects come from, and whether they can be read.
         problems: Objects that were refused; the last good version stays in use.
+        without_backend: Service ports that have no backend on this node.
         conflicts: By service, the frontends that it lost because another service has them.
         configuration: The configuration in effect.
         other_proxies: Warnings about other proxies on this node.
@@ -183,6 +185,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     waiting: QueueStatus
     source: SourceStatus
     problems: list[Problem]
+    without_backend: list[Lack] = []
     conflicts: dict[str, list[str]]
     configuration: ConfigurationStatus
     other_proxies: list[str]
@@ -315,6 +318,12 @@ class FindService(msgspec.Struct, frozen=True, tag_field="command", tag="find"):
     family: int
 
 
+class FindIgnored(msgspec.Struct, frozen=True, tag_field="command", tag="ignored"):
+    """Why a Service (namespace/name, or a name in any namespace) that the source has is not served."""
+
+    service: str
+
+
 class GetEvents(msgspec.Struct, frozen=True, tag_field="command", tag="events"):
     """Packet events with larger numbers. Those of agents before this one have numbers up to 0."""
 
@@ -360,7 +369,7 @@ class DrainNode(msgspec.Struct, frozen=True, tag_field="command", tag="drain"):
     on: bool
 
 
-Request = (
+LoopRequest = (  # answered by the agent's loop
     GetStatus
     | GetNames
     | GetTraffic
@@ -375,6 +384,7 @@ Request = (
     | TakeFlows
     | DrainNode
 )
+Request = LoopRequest | FindIgnored
 
 
 # Answers
@@ -387,13 +397,17 @@ class StatusAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="status"
 
 
 class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
-    """To `GetNames`: the mode that serves, those that drain, its folder of pins, names by number, failing backends."""
+    """To `GetNames`: the mode that serves, those that drain, its folder of pins, names by number, failing backends.
+
+    `without_backend` are the service ports that have none on this node.
+    """
 
     mode: str
     draining: list[str]
     pin_root: str | None
     names: dict[int, str]
     ejections: list[Ejection]
+    without_backend: list[Lack] = []
 
 
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):
@@ -426,6 +440,12 @@ class FoundAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="found"):
     address: str
     port: int
     protocol: int
+
+
+class IgnoredAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="ignored"):
+    """To `FindIgnored`: Services of this name, and why each is not served."""
+
+    services: dict[str, str]
 
 
 class EventsAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="events"):
@@ -492,6 +512,7 @@ Answer = (
     | TableAnswer
     | ExplainAnswers
     | FoundAnswer
+    | IgnoredAnswer
     | EventsAnswer
     | TraceAnswer
     | StartingAnswer

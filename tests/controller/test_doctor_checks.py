@@ -117,6 +117,19 @@ def test_the_cause_explains_what_was_found(found: ServiceFacts, cause: Cause, ce
     assert service(found)[:2] == (cause, certain)
 
 
+# fmt: off
+TEXTS = [
+    pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not served"),
+    pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("found", "text"), TEXTS)
+def test_the_verdict_says_why(found: ServiceFacts, text: str) -> None:
+    assert diagnose(found.asked, service(found)[2], found.tried).verdict == text
+
+
 @pytest.mark.parametrize(
     ("mode", "mark"),
     [("userspace", "warning"), ("ipvs", "warning"), ("ebpf", "problem"), ("nftables", "problem"), (None, "problem")],

@@ -18,7 +18,7 @@ from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes, RetryPolicy
 from hybrid_proxy.controller.kubernetes.client import client
 from hybrid_proxy.controller.kubernetes.connection import StatusError, is_expired
 from hybrid_proxy.controller.kubernetes.model import KINDS, Ignored, Removed, Replaced, SourceState, Upserted, key_of
-from hybrid_proxy.controller.kubernetes.parse import decode
+from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, decode
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit, TokenBucket
 from hybrid_proxy.controller.kubernetes.retry import Backoff
 from hybrid_proxy.controller.kubernetes.watch import Versions, decode_head, version_number
@@ -107,6 +107,33 @@ def watcher(api: ApiServer, watch: Start) -> Watcher:
     made = watch()
     connected(api, made)
     return made
+
+
+# ------------------------------------------------------------------------------------------ what is not served
+
+
+def test_services_that_the_selectors_keep_away_have_a_reason(api: ApiServer, watcher: Watcher) -> None:
+    names, (space, _, served) = ("headless", "external", "foreign"), key(0).partition("/")
+    labels = {"foreign": {PROXY_NAME: "another"}}
+    specs = {"headless": {"clusterIP": "None", "clusterIPs": ["None"]}, "external": {"type": "ExternalName"}}
+    for name in names:
+        made = service(0, **specs.get(name, {}))
+        made["metadata"] |= {"name": name, "namespace": space, "labels": labels.get(name, {})}
+        api.put(made)
+    found = {name: watcher.source.ignored(f"{space}/{name}") for name in names}
+    assert {name: list(reasons) for name, reasons in found.items()} == {name: [f"{space}/{name}"] for name in names}
+    assert "headless" in found["headless"][f"{space}/headless"]
+    assert "ExternalName" in found["external"][f"{space}/external"]
+    assert "another proxy" in found["foreign"][f"{space}/foreign"]
+    assert watcher.source.ignored("foreign") == found["foreign"]
+    for absent in (f"{space}/{served}", f"{space}/nothing", "a,b", "../nodes"):
+        assert watcher.source.ignored(absent) == {}
+
+
+def test_a_server_that_does_not_answer_knows_no_reason(api: ApiServer, watcher: Watcher) -> None:
+    api.serve("services", False)
+    with pytest.raises(SourceError, match="services"):
+        watcher.source.ignored("default/web")
 
 
 def expected(api: ApiServer) -> dict[str, dict[str, object]]:

@@ -21,8 +21,13 @@ SHOP = service("default/shop-frontend:https", 20_417, "10.96.14.201:443", backen
 SHOP.frontends += ["198.51.100.7:443", "node port 30443"]
 DNS = service("kube-system/kube-dns:dns", 88_012, "10.96.0.2:53", protocol="UDP", backends=2, chosen_by="round-robin")
 LOST = service("default/lost:http", 0, "10.96.0.99:80", backends=0, when_empty="reject", chosen_by="random")
+OUTER = service("shop/web:http", 41, "10.96.0.31:80", backends=1, local_backends=0, chosen_by="random")
+OUTER.frontends += ["node port 30080"]
+AWAY = "no endpoint on this node, there are some on others"
+LOST.without_backend, LOST.reason = "all", "the service has no endpoints"
+OUTER.without_backend, OUTER.reason = "outside", f"externalTrafficPolicy Local: {AWAY}"
 SICK = service("shop/payments:grpc", 310, "10.96.77.3:9090", backends=2, affinity=True, chosen_by="client")
-SERVICES = [WEB4, WEB6, SHOP, LOST, DNS, SICK]
+SERVICES = [WEB4, WEB6, SHOP, LOST, DNS, OUTER, SICK]
 EJECTIONS = [
     Ejection("default/web:http", "10.77.1.12:8080", ejected=True, seconds=8.0, state="ejected for 8 s: 3 failed"),
     Ejection("shop/payments:grpc", "10.77.1.31:9090", ejected=True, seconds=20.0, state="ejected for 20 s: 3 failed"),
@@ -136,10 +141,14 @@ def test_watching_reports_a_state_that_changes_and_names_what_went() -> None:
         ({"backends": 3, "ejected": 0, "failing": 1}, "1 of 3 failing"),
         ({"backends": 1, "ejected": 0, "failing": 1}, "all backends fail"),
         ({"backends": 3, "ejected": 0, "failing": 0}, "serving"),
+        ({"backends": 3, "without_backend": "outside"}, "outside: drops (Local)"),
+        ({"backends": 0, "local_backends": 3, "without_backend": "inside"}, "inside: drops (Local)"),
+        ({"backends": 1, "failing": 1, "without_backend": "outside"}, "all backends fail"),
+        ({"backends": 0, "when_empty": "reject", "without_backend": "all"}, "no backends: rejects"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_service_whose_backends_fail_does_not_serve(fields: dict[str, int], state: str) -> None:
+def test_a_service_whose_backends_fail_does_not_serve(fields: dict[str, Any], state: str) -> None:
     """Ejected backends are not among those that get connections, and count all the same."""
     row = ServiceRow(name="a/b:c", frontends=["1.2.3.4:1"], protocol="TCP", **fields)
     (column,) = (column for column in listings.service_columns([row]) if column.header == "STATE")

@@ -22,10 +22,23 @@ from tests.waiting import until
 pytestmark = pytest.mark.root
 
 
+UNSERVED = [
+    {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "namespace": "default", "labels": labels},
+     "spec": {"ports": [{"name": "http", "port": 80}], **spec}}
+    for name, labels, spec in (
+        ("headless", {}, {"clusterIP": "None"}),
+        ("elsewhere", {}, {"type": "ExternalName", "externalName": "example.com"}),
+        ("foreign", {"service.kubernetes.io/service-proxy-name": "other"}, {"clusterIP": "10.96.0.78"}),
+        ("broken", {}, {"clusterIP": "10.96.0.300"}),
+    )
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def node() -> Iterator[Lab]:
     with new_lab("w", 4) as lab:
         examples.serve(lab, lab.pods()[:3])
+        (lab.folder / "manifests" / "unserved.json").write_text(json.dumps({"kind": "List", "items": UNSERVED}))
         agent = start_agent(lab, "ebpf")
         yield lab
         agent.terminate()
@@ -49,6 +62,12 @@ CODES = (
     pytest.param("trace web --seconds 1",           1, "did you mean default/web?",    id="trace"),
     pytest.param("trace web --drops --seconds 1",   1, "did you mean default/web?",    id="trace-of-the-kernel"),
     pytest.param("top web -o json --count 1",       1, "did you mean default/web?",    id="top"),
+    pytest.param("services default/headless",       1, "default/headless is not served here: headless", id="headless"),
+    pytest.param("services headless",               1, "default/headless is not served here: headless", id="bare-name"),
+    pytest.param("backends elsewhere -n default",   1, "type ExternalName",            id="external-name"),
+    pytest.param("flows default/foreign:http",      1, "service-proxy-name",           id="another-proxy's"),
+    pytest.param("services default/broken",         1, "10.96.0.300",                  id="refused"),
+    pytest.param("explain --live --from 10.0.0.1 --to default/foreign", 1, "service-proxy-name", id="explain"),
     pytest.param("services default/web -n kube-system", 2, "not in namespace kube-system", id="two-namespaces"),
     pytest.param("status --exit-code",              0, "",                             id="status-in-sync"),
     pytest.param("status --admin-socket /nowhere.sock", 1, "",                             id="status-without-agent"),
@@ -80,6 +99,15 @@ def test_status_begins_with_a_verdict_and_names_the_agent(node: Lab) -> None:
     assert Path(f"/proc/{status['pid']}").is_dir()
 
 
+@pytest.mark.parametrize("line", ["status", "services", "doctor", "drops --since 1h", "trace --seconds 0.1"])
+def test_no_color_leaves_no_escape_sequence(node: Lab, line: str) -> None:
+    for environment, coloured in (("NO_COLOR=1", False), ("TERM=dumb", False), ("TERM=xterm NO_COLOR=", True)):
+        done = shell(node, f"{environment} script -qec 'hybrid-proxy {line}' /dev/null")
+        assert coloured or "\x1b" not in done.stdout, environment
+        assert not coloured or "\x1b[" in done.stdout or line.startswith(("drops", "trace"))
+    assert "\x1b" not in shell(node, f"hybrid-proxy {line}").stdout
+
+
 def test_watching_prints_a_row_that_goes_and_one_that_comes(node: Lab) -> None:
     manifest = node.folder / "manifests" / "watched.json"
     service = {
@@ -92,9 +120,11 @@ def test_watching_prints_a_row_that_goes_and_one_that_comes(node: Lab) -> None:
             "node", [sys.executable, "-m", "hybrid_proxy.controller", "services", "--watch", "-o", "json"],
             output=written, errors=subprocess.STDOUT,
         )  # fmt: skip
+    named = node.folder / "named.out"
+    watcher_of_one = None
     try:
 
-        def seen(event: str) -> bool:
+        def seen(event: str, output: Path = output) -> bool:
             changes = [json.loads(line) for line in output.read_text().splitlines()]
             return any(
                 change["event"] == event and change["row"]["name"] == "default/watched:http" for change in changes
@@ -104,11 +134,23 @@ def test_watching_prints_a_row_that_goes_and_one_that_comes(node: Lab) -> None:
         assert not seen("added")
         manifest.write_text(json.dumps(service))
         until(lambda: seen("added"), "the row that came", 30)
+        with named.open("w") as written:
+            asked = ["services", "watched", "-n", "default", "-w", "-o", "json"]
+            watcher_of_one = node.start(
+                "node", [sys.executable, "-m", "hybrid_proxy.controller", *asked], output=written,
+                errors=subprocess.STDOUT,
+            )  # fmt: skip
+        until(lambda: seen("added", named), "the one row", 30)
         manifest.unlink()
         until(lambda: seen("gone"), "the row that went", 30)
+        until(lambda: seen("gone", named), "the one row that went", 30)
+        manifest.write_text(json.dumps(service))
+        until(lambda: named.read_text().count('"added"') == 2, "the row that came again", 30)
+        assert watcher_of_one.poll() is None
     finally:
-        watcher.terminate()
-        watcher.wait(30)
+        for each in filter(None, (watcher, watcher_of_one)):
+            each.terminate()
+            each.wait(30)
         manifest.unlink(missing_ok=True)
 
 

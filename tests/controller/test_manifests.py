@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes import manifests
-from hybrid_proxy.controller.kubernetes.manifests import load
+from hybrid_proxy.controller.kubernetes.manifests import Manifests, load
 from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
     Removed,
@@ -39,6 +39,22 @@ def _events_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_kind_is_announced_even_without_files(tmp_path: Path) -> None:
     assert [event.kind for event in load(tmp_path) if isinstance(event, Replaced)] == list(KINDS)
+
+
+def test_services_that_are_not_served_have_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        service("a")
+        + "---\n" + service("b").replace("10.", "None #")
+        + "---\n" + service("c").replace("name: c", "name: c, labels: {service.kubernetes.io/service-proxy-name: x}")
+    )  # fmt: skip
+    source = Watcher(Manifests(tmp_path))
+    try:
+        source.complete()
+        assert source.source.ignored("default/a") == source.source.ignored("default/nothing") == {}
+        assert "headless" in source.source.ignored("b")["default/b"]
+        assert "another proxy" in source.source.ignored("default/c")["default/c"]
+    finally:
+        source.stop()
 
 
 SPEC = '"spec":{"clusterIP":"10.0.0.1"}'

@@ -11,6 +11,7 @@ import pytest
 from hybrid_proxy.controller.commands.columns import Screen
 from hybrid_proxy.controller.commands.status import Verdict, lines, lines_without_agent, verdict
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
+from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ChangeLatency,
@@ -75,9 +76,26 @@ STARTING = agent_status(
     source=SourceStatus(SERVER, True, "", [KindState("EndpointSlice", "waiting", NOW - 2)]),
 )  # fmt: skip
 
-STATUS = {"well": WELL, "degraded": DEGRADED, "behind": BEHIND, "starting": STARTING}
+FAILING = agent_status(
+    leaving=True, dataplane=dataplane(failing=["default/hung:http", "shop/payments:grpc"]),
+    without_backend=[Lack(f"default/{name}:http", 4, "all", "the service has no endpoints") for name in "abcd"],
+)  # fmt: skip
+DRAINED = agent_status(leaving=True)
+REMARK = agent_status(
+    without_backend=[
+        Lack("default/web:http", 4, "all", "the service has no endpoints"),
+        Lack("default/web:http", 6, "all", "the service has no endpoints"),
+        Lack("default/lb:http", 4, "outside", "externalTrafficPolicy Local: no endpoint on this node"),
+    ]
+)
+
+STATUS = {
+    "well": WELL, "degraded": DEGRADED, "behind": BEHIND, "starting": STARTING, "failing": FAILING, "drained": DRAINED,
+    "remark": REMARK,
+}  # fmt: skip
 VERDICTS = {
     "well": Verdict.OK, "degraded": Verdict.DEGRADED, "behind": Verdict.NOT_IN_SYNC, "starting": Verdict.NOT_IN_SYNC,
+    "failing": Verdict.DEGRADED, "drained": Verdict.DRAINED, "remark": Verdict.OK,
 }  # fmt: skip
 
 
@@ -123,7 +141,10 @@ ONE_TROUBLE = (
     pytest.param({"mode": ModeStatus("ebpf", "nftables", "no ebpf")},    Verdict.DEGRADED,    id="another-mode"),
     pytest.param({"configuration": ConfigurationStatus("f", [], [], "bad")}, Verdict.DEGRADED, id="a-refused-file"),
     pytest.param({"configuration": ConfigurationStatus("f", ["w"], ["x"], "")}, Verdict.OK,   id="a-warning"),
-    pytest.param({"leaving": True},                                      Verdict.OK,          id="a-drained-node"),
+    pytest.param({"leaving": True},                                      Verdict.DRAINED,     id="a-drained-node"),
+    pytest.param({"leaving": True, "error": "boom"},                     Verdict.NOT_IN_SYNC, id="drained-not-in-sync"),
+    pytest.param({"without_backend": [Lack("a/b:c", 4, "all", "none")]}, Verdict.OK,          id="no-backend"),
+    pytest.param({"dataplane": dataplane(failing=["a/b:c"])},            Verdict.DEGRADED,    id="all-backends-fail"),
     pytest.param({"draining": [DrainingMode("ipvs", {"TCP": 1}, 2.0)]},  Verdict.OK,          id="a-mode-that-drains"),
     pytest.param({"dataplane": dataplane(ebpf=attached(SICK))},          Verdict.DEGRADED,    id="an-ejected-backend"),
     pytest.param({"dataplane": dataplane(ebpf=attached(maps={"flows4": MapUsage(100, 1, 90, 100)}))},

@@ -18,7 +18,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     ServiceFacts,
     Tried,
 )
-from hybrid_proxy.controller.commands.names import Asked, UnknownName, checked
+from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
@@ -343,16 +343,15 @@ def _unknown_name(facts: ServiceFacts) -> Finding:
     if port and ports:
         text = f"{service} has no port {port!r}; its ports are {_some([p.partition(':')[2] for p in ports])}"
         return Finding("problem", "object", text, "name one of these", "no-such-port")
+    if facts.ignored:
+        text, todo = str(NotServed(facts.ignored)), "give it a ClusterIP or take away the label, if it shall be served"
+        return Finding("problem", "object", text, todo, "no-such-service")
     try:
         checked(Asked(service), (name for name in facts.services if ":" not in name))
         text = f'no service "{service}"'
     except UnknownName as error:
         text = str(error)
-    todo = (
-        "`hybrid-proxy services` lists what is served; headless and ExternalName Services are not, nor those that "
-        "choose another proxy by their label service.kubernetes.io/service-proxy-name"
-    )
-    return Finding("problem", "object", text, todo, "no-such-service")
+    return Finding("problem", "object", text, "`hybrid-proxy services` lists what is served", "no-such-service")
 
 
 def _destination(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
@@ -395,6 +394,7 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
     cluster = [port.backend_sets[each.internal] for each in port.frontends if each.internal < len(port.backend_sets)]
     if not any(each.backends for each in port.backend_sets):
         why = next((each.why for each in port.backend_sets if each.why), "the service has no endpoints")
+        why = why.removeprefix("no endpoint is ready, and ")
         text = f"no endpoint is ready: {why} ({port.name}, IPv{port.family})"
         todo = "check the Service's selector, the pods' readiness, and the names of its ports"
         yield Finding("problem", "table", text, todo, "no-endpoint")

@@ -91,6 +91,7 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     name: str | None = None
     packet: Packet | None = None
     services: tuple[str, ...] = ()  # all that are known here, and the ports of the one that has no such port
+    ignored: dict[str, str] = {}  # Services of this name that are not served, and why
     ports: tuple[TablePort, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     live: ExplainAnswer | None = None

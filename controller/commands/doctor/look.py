@@ -25,9 +25,11 @@ from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     EventsAnswer,
     ExplainAnswers,
+    FindIgnored,
     GetEvents,
     GetStatus,
     GetTable,
+    IgnoredAnswer,
     RunExplain,
     StatusAnswer,
     TableAnswer,
@@ -272,11 +274,13 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
     """What the agent's table has; without an agent, what is programmed."""
     asked = args.service or f"{args.source or 'this node'} -> {args.target}"
     name = args.service
-    answer, verdicts = None, list[Verdict]()
+    answer, verdicts, ignored = None, list[Verdict](), dict[str, str]()
     if node.facts.agent is not None:
         with contextlib.suppress(ControllerError):
             answer = ask(args.admin_socket, GetTable(name, [packet] if packet else []), TableAnswer)
             verdicts = answer.verdicts
+            if name and not answer.ports:
+                ignored = ask(args.admin_socket, FindIgnored(name.partition(":")[0]), IgnoredAnswer).services
             if name and args.source:
                 packets = [_packet_to(args.source, port, frontend) for port, frontend in _frontends(answer.ports)]
                 packets = [each for each in packets if family_of(each.dst) == family_of(each.src)]
@@ -297,6 +301,7 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
         name=name,
         packet=packet,
         services=tuple(services),
+        ignored=ignored,
         ports=tuple(ports),
         verdicts=tuple(verdicts),
         rows=tuple(rows),

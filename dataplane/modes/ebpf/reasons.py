@@ -44,7 +44,7 @@ WORDS: Final = {
     "backend_refused": "a backend refused a connection: it answered a SYN with a reset",
     "backend_unanswered": "a backend did not answer a SYN",
     # What was dropped
-    "drop_empty": "there is no backend, and the service's policy is to drop",
+    "drop_empty": "no backend on this node, and the Service's traffic policy is Local",
     "drop_source_ranges": "the client is not in loadBalancerSourceRanges",
     "drop_martian": "no packet from outside has this source: the node's own, a ClusterIP, loopback, multicast, none",
     "drop_reverse_path": "the route back to the source is not by the interface where the packet came in (rp_filter)",

@@ -1,0 +1,62 @@
+"""PURE. Service ports that have no backend on this node, for all clients or for some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from hybrid_proxy.dataplane.reports import PacketEvent
+from hybrid_proxy.dataplane.table import Entry, Kind
+
+__all__ = ["Clients", "Lack", "lacks", "with_policy"]
+
+Clients = Literal["all", "outside", "inside"]
+
+
+class Lack(msgspec.Struct, frozen=True, gc=False):
+    """A service port that has no backend on this node.
+
+    Attributes:
+        service: `namespace/name:port`.
+        family: 4 or 6.
+        clients: Who finds none: `all`, those `outside` the cluster, or those `inside` it, at the ClusterIP.
+        why: A message.
+    """
+
+    service: str
+    family: int
+    clients: Clients
+    why: str
+
+
+def lacks(entries: Iterable[Entry]) -> Iterator[Lack]:
+    """Those of a service table."""
+    for entry in entries:
+        for backend_set in entry.backend_sets:
+            if not backend_set.backends:
+                yield from _lack(entry)
+                break
+
+
+def _lack(entry: Entry) -> Iterator[Lack]:
+    if not any(each.backends for each in entry.backend_sets):
+        yield Lack(entry.name, entry.family, "all", entry.backend_sets[0].why)
+        return
+    for frontend in entry.frontends:
+        inside = frontend.kind is Kind.CLUSTER_IP
+        backend_set = entry.backend_sets[frontend.internal if inside else frontend.external]
+        if not backend_set.backends:
+            yield Lack(entry.name, entry.family, "inside" if inside else "outside", backend_set.why)
+            return
+
+
+def with_policy(event: PacketEvent, known: Callable[[], Iterable[Lack]]) -> PacketEvent:
+    """The same event. Programs know that a policy is Local; the table knows which one, as long as it is so."""
+    if event.reason != "drop_empty":
+        return event
+    family = 6 if event.destination.startswith("[") else 4
+    whys = (each.why for each in known() if (each.service, each.family) == (event.service, family))
+    why = next(whys, "")
+    return msgspec.structs.replace(event, message=why) if "Local" in why else event

@@ -1,0 +1,59 @@
+"""Which service ports have no backend on this node, and for whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybrid_proxy.controller.semantics.lacks import Lack, lacks, with_policy
+from hybrid_proxy.dataplane.reports import PacketEvent
+from tests.semantics.make import away, endpoint_slice, here, only, service
+
+EXTERNAL = ("1.1.1.1",)
+PORT = {"external_ips": EXTERNAL, "external_local": True}
+
+# fmt: off
+INTERNAL = {"internal_local": True}
+BOTH = {**INTERNAL, "external_ips": EXTERNAL}
+NO_ENDPOINTS, UNREADY = "the service has no endpoints", "no endpoint is ready"
+OUTSIDE, INSIDE = "externalTrafficPolicy Local", "internalTrafficPolicy Local"
+AWAY, HERE = [away("1.0.0.1")], [here("1.0.0.1")]
+CASES = [
+    pytest.param({},       AWAY,                         [],          "",           id="somebody serves"),
+    pytest.param({},       [],                           ["all"],     NO_ENDPOINTS, id="no endpoints"),
+    pytest.param({},       [away("1.0.0.1", "unready")], ["all"],     UNREADY,      id="none is ready"),
+    pytest.param(PORT,     AWAY,                         ["outside"], OUTSIDE,      id="external Local, none here"),
+    pytest.param(PORT,     HERE,                         [],          "",           id="external Local, one here"),
+    pytest.param(INTERNAL, AWAY,                         ["all"],     INSIDE,       id="internal Local alone"),
+    pytest.param(BOTH,     AWAY,                         ["inside"],  INSIDE,       id="internal Local, external IP"),
+    pytest.param(PORT,     [],                           ["all"],     NO_ENDPOINTS, id="external Local, none anywhere"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("fields", "endpoints", "clients", "why"), CASES)
+def test_a_port_without_a_backend_here_is_told_with_the_reason(
+    fields: dict[str, Any], endpoints: list[Any], clients: list[str], why: str
+) -> None:
+    found = list(lacks([only(service(**fields), endpoint_slice(*endpoints))]))
+    assert [lack.clients for lack in found] == clients
+    assert all(lack.why.startswith(why) and lack.service == "default/web:http" for lack in found)
+
+
+DROPPED = PacketEvent(
+    number=1, time=0.0, what="drop", reason="drop_empty", message="the traffic policy is Local",
+    service="default/web:http", protocol="TCP", source="192.168.0.9:1", destination="192.168.0.1:30080", backend=None,
+    where="from outside", interface=None,
+)  # fmt: skip
+WHY = "externalTrafficPolicy Local: no endpoint on this node, there are some on others"
+
+
+@pytest.mark.parametrize(
+    ("family", "why", "message"),
+    [(4, WHY, WHY), (6, WHY, DROPPED.message), (4, "the service has no endpoints", DROPPED.message)],
+    ids=["the policy", "another family's", "it changed since"],
+)
+def test_a_dropped_packet_names_the_policy(family: int, why: str, message: str) -> None:
+    lack = Lack("default/web:http", family, "outside", why)
+    assert with_policy(DROPPED, lambda: [lack]).message == message
