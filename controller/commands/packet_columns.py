@@ -1,47 +1,66 @@
-"""PURE. The columns of packet events: when, the verdict, why, whose, from where to where."""
+"""PURE. The columns of packet events: when, the verdict, why, whose, from where to where and to which backend."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
-from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, duration
+from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, duration, fits
 from hybrid_proxy.dataplane.reports import PacketEvent
 
 __all__ = ["event_columns"]
-
-ROOMY: Final = 140  # columns of a terminal at which both ends of a packet stand in one line
 
 VERDICTS: Final = {
     "drop": Cell("DROPPED", Tone.BAD), "refuse": Cell("REJECTED", Tone.BAD), "fail": Cell("FAILED", Tone.BAD),
     "trace": Cell("SEEN", Tone.GOOD), "note": Cell("NOTED", Tone.WARN),
 }  # fmt: skip
-FAILURES: Final = {"backend_refused": "refused the connection", "backend_unanswered": "did not answer a SYN"}
+FAILURES: Final = {
+    "backend_refused": "the backend refused the connection", "backend_unanswered": "the backend did not answer a SYN",
+}  # fmt: skip
+SEEN: Final = {
+    "new_flow": "a new flow", "dnat": "translated to the backend", "reply": "a reply, translated back",
+    "fast": "redirected to the pod", "xdp_dnat": "translated in the driver", "xdp_reply": "a reply, in the driver",
+}  # fmt: skip
+REASON: Final = 20  # characters of a line
+EVENT: Final = 52
 
 
-def event_columns(screen: Screen, now: float | None) -> list[Column[PacketEvent]]:
-    """For a list of what has happened until now, with ages; None: for what happens, with the times of day."""
-    narrow = screen.width is not None and screen.width < ROOMY
+def event_columns(screen: Screen, rows: Sequence[PacketEvent], now: float | None) -> list[Column[PacketEvent]]:
+    """For a list of what has happened until now, with ages; None: for what happens, with the times of day.
 
-    def ends(row: PacketEvent) -> Value:
-        first, second = f"{row.protocol} {row.source}", f"-> {row.destination}"
-        return [first, second] if narrow else f"{first} {second}"
+    Where the screen is too narrow for such rows, the packet is in a line of its own.
+    """
 
     def when(row: PacketEvent) -> Value:
         return _time_of_day(row.time) if now is None else duration(max(0.0, now - row.time))
 
-    return [
+    begin: list[Column[PacketEvent]] = [
         Column("AGE" if now is not None else "TIME", when),
         Column("VERDICT", _verdict, least=max(len(cell.text) for cell in VERDICTS.values())),
-        Column("REASON", _reason, wrap=True),
-        Column("SERVICE", lambda row: row.service),
-        Column("PACKET", ends),
-        Column("FLAGS", lambda row: row.flags, leave=1),
-        Column("BACKEND", lambda row: row.backend, leave=3),
-        Column("WHERE", lambda row: row.where, leave=4),
-        Column("INTERFACE", lambda row: row.interface, leave=2, wide=True),
+    ]
+    rest: list[Column[PacketEvent]] = [
+        Column("WHERE", lambda row: row.where, leave=2),
+        Column("INTERFACE", lambda row: row.interface, leave=3, wide=True),
         Column("COUNTER", lambda row: row.reason, wide=True),
         Column("MODE", lambda row: row.mode or None, wide=True),
+    ]
+    line: list[Column[PacketEvent]] = [
+        *begin,
+        Column("REASON", _reason, wrap=True, least=REASON),
+        Column("SERVICE", lambda row: row.service),
+        Column("PACKET", _packet),
+        Column("FLAGS", lambda row: row.flags or "", leave=1),
+        *rest,
+    ]
+    if fits(line, rows, screen):
+        return line
+    room = (screen.width or 0) - sum(map(len, ("hh:mm:ss.mmm", "  ", "REJECTED", "  ")))
+    return [
+        *begin,
+        Column("EVENT", _event, wrap=True, least=max(REASON, min(EVENT, room))),
+        *rest,
+        Column("PACKET", lambda row: f"{_packet(row)} {row.flags or ''}".rstrip(), below=True),
     ]
 
 
@@ -52,10 +71,26 @@ def _verdict(row: PacketEvent) -> Value:
     return VERDICTS[row.what]
 
 
-def _reason(row: PacketEvent) -> Value:
-    if row.what == "fail" and row.backend:
-        return f"{row.backend} {FAILURES.get(row.reason, row.message)}"
+def _reason(row: PacketEvent) -> str:
+    if row.what == "fail" and row.reason in FAILURES:
+        return FAILURES[row.reason]
+    if row.what == "trace" and row.reason in SEEN:
+        return SEEN[row.reason]
     return (row.message.partition(": ")[2] if row.what == "refuse" else row.message) or row.reason
+
+
+def _packet(row: PacketEvent) -> str:
+    """From the client to the backend, whose refusal is a packet the other way; the reply of a backend as it went."""
+    ends = [row.source, row.destination]
+    if row.what == "fail" and row.source == row.backend:
+        ends.reverse()
+    if row.backend and row.backend not in ends:
+        ends.insert(0 if row.reason.endswith("reply") else len(ends), row.backend)
+    return f"{row.protocol} {' -> '.join(ends)}"
+
+
+def _event(row: PacketEvent) -> str:
+    return f"{row.service}: {_reason(row)}" if row.service else _reason(row)
 
 
 def _time_of_day(moment: float) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from typing import Final, NamedTuple
 
+from hybrid_proxy.controller.commands.columns import Column, Screen
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
 from hybrid_proxy.controller.commands.packet_columns import event_columns
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, screen
@@ -61,12 +62,16 @@ def _show_remembered(args: argparse.Namespace, since: float | None, error: NoAge
 def _print(args: argparse.Namespace, rows: list[PacketEvent], when: str) -> None:
     shown = rows[-args.limit :]
     if shown or args.output not in ("text", "wide"):
-        print_rows(args, event_columns(screen(), time.time()), shown)
+        print_rows(args, _columns(args, shown, time.time()), shown)
     if len(shown) < len(rows):
         _say(f"{len(shown)} of {len(rows)} events; --limit shows more")
     if not rows:
         whose = f" of {args.service}" if args.service else ""
         _say(f"no packet{whose} was dropped or rejected{when}, and no backend failed, as far as events are kept")
+
+
+def _columns(args: argparse.Namespace, rows: list[PacketEvent], now: float | None) -> list[Column[PacketEvent]]:
+    return event_columns(Screen() if args.output == "wide" else screen(), rows, now)
 
 
 def _show_trace(args: argparse.Namespace) -> int:
@@ -94,7 +99,7 @@ def _stream(args: argparse.Namespace, rows: Iterator[PacketEvent]) -> int:
                 return
 
     with contextlib.suppress(KeyboardInterrupt):
-        print_stream(args, event_columns(screen(), None), counted(), LIKELY)
+        print_stream(args, _columns(args, LIKELY, None), counted(), LIKELY)
     return shown
 
 
@@ -171,7 +176,7 @@ def _say(text: str) -> None:
 # For the widths of columns whose rows are still to come.
 LIKELY: Final = [
     PacketEvent(
-        number=0, time=0.0, what="drop", reason="new_flow", message="a flow to a backend was created",
+        number=0, time=0.0, what="drop", reason="new_flow", message="the client is not in loadBalancerSourceRanges",
         service="kube-system/kube-dns:dns-tcp", protocol="TCP", source="255.255.255.255:65535",
         destination="255.255.255.255:65535", backend="255.255.255.255:65535", where="from a pod", interface=None,
         flags="PSH ACK",

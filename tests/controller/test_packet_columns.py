@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybrid_proxy.controller.commands import watch
-from hybrid_proxy.controller.commands.columns import Screen, table
+from hybrid_proxy.controller.commands.columns import Screen, layout, table
 from hybrid_proxy.controller.commands.packet_columns import event_columns
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.dataplane.modes.ebpf.reasons import WORDS, kind_of
@@ -42,18 +43,62 @@ EVENTS = [
 ]  # fmt: skip
 
 
+CLIENT, FRONTEND, BACKEND = "10.77.1.11:40228", "10.96.0.10:80", "10.77.1.12:8080"
+TRACED = [
+    event(0.010, "new_flow", CLIENT, FRONTEND, what="trace", backend=BACKEND),
+    event(0.009, "dnat", CLIENT, FRONTEND, what="trace", backend=BACKEND),
+    event(0.008, "reply", FRONTEND, CLIENT, what="trace", backend=BACKEND, flags="SYN ACK", where="to a pod"),
+    event(0.007, "fast", "192.168.177.210:60526", "198.51.100.7:8443", what="trace", backend="10.77.12.112:8080"),
+    event(0.006, "drop_source_ranges", "192.168.77.1:60526", "198.51.100.7:80", what="trace", service="a/lb:http"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "packet"),
+    [
+        (TRACED[0], f"TCP {CLIENT} -> {FRONTEND} -> {BACKEND}"),
+        (TRACED[2], f"TCP {BACKEND} -> {FRONTEND} -> {CLIENT}"),
+        (event(0, "backend_refused", BACKEND, CLIENT, backend=BACKEND), f"TCP {CLIENT} -> {BACKEND}"),
+        (event(0, "backend_unanswered", CLIENT, FRONTEND, backend=BACKEND), f"TCP {CLIENT} -> {FRONTEND} -> {BACKEND}"),
+        (event(0, "reject", CLIENT, FRONTEND), f"TCP {CLIENT} -> {FRONTEND}"),
+    ],
+    ids=["to-a-backend", "a-reply", "refused", "not-answered", "rejected"],
+)  # fmt: skip
+def test_the_packet_goes_from_the_client_to_the_backend(row: PacketEvent, packet: str) -> None:
+    (column,) = (column for column in event_columns(Screen(None), [row], NOW) if column.header == "PACKET")
+    assert column.value(row) == packet
+
+
 @pytest.mark.parametrize("width", [80, 120, 160, None], ids=["80", "120", "160", "pipe"])
 def test_the_screen(width: int | None) -> None:
-    lines = table(event_columns(Screen(width), NOW), EVENTS, Screen(width))
+    lines = table(event_columns(Screen(width), EVENTS, NOW), EVENTS, Screen(width))
     assert "\n".join(lines) + "\n" == (SCREENS / f"drops-{width or 'pipe'}.txt").read_text()
     assert width is None or all(len(line) <= width for line in lines)
 
 
-@pytest.mark.parametrize("width", [80, 120, 160])
+@pytest.mark.parametrize("width", [80, 120], ids=["80", "120"])
+def test_the_screen_of_a_trace(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lines a packet, on a screen that is laid out before any packet came."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    screen = Screen(width)
+    shown = layout(event_columns(screen, watch.LIKELY, None), watch.LIKELY, screen)
+    lines = [shown.header(), *(line for row in TRACED for line in shown.lines(row))]
+    assert "\n".join(lines) + "\n" == (SCREENS / f"trace-{width}.txt").read_text()
+    assert all(len(line) <= width for line in lines)
+    assert all(len(list(shown.lines(row))) == 2 for row in TRACED[:-1])
+
+
+def test_wide_folds_nothing() -> None:
+    lines = table(event_columns(Screen(), EVENTS, NOW), EVENTS, Screen(80), wide=True)
+    assert len(lines) == 1 + len(EVENTS)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 160])
 def test_who_talks_to_whom_is_never_cut(width: int) -> None:
-    text = "\n".join(table(event_columns(Screen(width), NOW), EVENTS, Screen(width)))
+    text = "\n".join(table(event_columns(Screen(width), EVENTS, NOW), EVENTS, Screen(width)))
     for row in EVENTS:
-        assert all(part in text for part in (row.service, row.source, row.destination))
+        assert all(part in text for part in (row.service, row.source, row.destination, row.backend or ""))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +110,7 @@ def test_who_talks_to_whom_is_never_cut(width: int) -> None:
 )  # fmt: skip
 def test_the_verdict_is_one_word(reason: str, what: str, verdict: str) -> None:
     row = event(0, reason, "10.0.0.1:1", "10.0.0.2:2", what=what)
-    (column,) = (column for column in event_columns(Screen(None), NOW) if column.header == "VERDICT")
+    (column,) = (column for column in event_columns(Screen(None), [row], NOW) if column.header == "VERDICT")
     cell = column.value(row)
     assert getattr(cell, "text", cell) == verdict
 
