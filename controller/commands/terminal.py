@@ -13,17 +13,19 @@ import msgspec
 
 from hybrid_proxy.controller.commands.columns import Column, Screen, layout, table
 
-__all__ = ["encoded", "print_rows", "print_stream", "print_value", "screen"]
+__all__ = ["encoded", "print_rows", "print_stream", "print_value", "screen", "wants_colours"]
 
 Row = TypeVar("Row")
 
 
 def screen() -> Screen:
-    """The width and the colours of standard output. NO_COLOR and TERM=dumb turn colours off (no-color.org)."""
-    if not sys.stdout.isatty():
-        return Screen()
-    colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return Screen(shutil.get_terminal_size().columns, colours)
+    """The width of standard output, and whether it is a terminal that wants colours."""
+    return Screen(shutil.get_terminal_size().columns, wants_colours()) if sys.stdout.isatty() else Screen()
+
+
+def wants_colours() -> bool:
+    """Unless NO_COLOR (no-color.org) or TERM=dumb say otherwise; bold and dim text are colours in this respect."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def print_rows(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> None:

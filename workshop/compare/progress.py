@@ -11,6 +11,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from hybrid_proxy.controller.commands.terminal import wants_colours
 from hybrid_proxy.workshop.compare.plan import Step
 from hybrid_proxy.workshop.compare.result import Cell
 
@@ -63,7 +64,7 @@ def progress(total: int, done: int) -> Iterator[Display]:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True, color_system="auto" if wants_colours() else None)) as bar:
         yield _Bar(bar, total, done)
 
 

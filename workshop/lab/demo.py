@@ -27,6 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hybrid_proxy.controller.commands.terminal import wants_colours
 from hybrid_proxy.workshop.lab import examples
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab, LabError, Place
@@ -64,7 +65,9 @@ def run(name: str, pods: int, *, as_json: bool = False, console: Console | None 
     Raises:
         LabError: no lab can be built here.
     """
-    console = console or Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console = console or Console(
+        stderr=as_json, highlight=False, soft_wrap=True, color_system="auto" if wants_colours() else None
+    )
     summary = Summary()
     start = time.monotonic()
     console.print("[bold]hybrid-proxy: a Service is an address that no machine has.[/bold]")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final
 
-from rich.console import Console
-from rich.markup import escape
-
-from hybrid_proxy.controller.commands.columns import Column, table
+from hybrid_proxy.controller.commands.columns import Column, Screen, Tone, painted, table
 from hybrid_proxy.controller.commands.terminal import print_value, screen
 
-__all__ = ["show"]
+__all__ = ["lines", "show"]
 
 Row = Mapping[str, Any]
 BAR: Final = 40  # characters of the longest bar
+
+
+# Columns that a narrow screen may lack, the largest first; the others identify or judge.
+_LEAVE: Final = {
+    "p50": 8, "mean": 7, "seen by": 6, "max": 5, "direction": 4, "protocol": 3, "SYNs repeated": 2, "last seen": 2,
+    "connections": 1, "in": 1, "repeated by": 1,
+}  # fmt: skip
+_WRAPPED: Final = frozenset({"stage", "reason"})
 
 
 def show(answer: Row, output: str) -> None:
@@ -25,26 +29,31 @@ def show(answer: Row, output: str) -> None:
     if output in ("json", "yaml"):
         print_value(output, answer)
         return
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200, highlight=False)
-    {
-        "stages": _stages, "latency": _latency, "drops": _drops, "retransmits": _retransmits, "follow": _follow,
-    }[answer["view"]](console, answer)  # fmt: skip
+    for line in lines(answer, Screen(None, screen().colours) if output == "wide" else screen()):
+        print(line)
+
+
+def lines(answer: Row, on: Screen) -> Iterator[str]:
+    """The answer as text, not wider than the screen."""
+    made = {"stages": _stages, "latency": _latency, "drops": _drops, "retransmits": _retransmits, "follow": _follow}
+    yield from made[answer["view"]](answer, on)
     for point, reason in answer["missing"].items():
-        console.print(f"[dim](not seen: {escape(point)}: {escape(reason.splitlines()[0])})[/dim]")
+        yield painted(f"(not seen: {point}: {reason.splitlines()[0]})", Tone.DIM, on)
 
 
-def _table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def _table(on: Screen, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     texts = [[_cell(value) for value in row] for row in rows]
     made = [
         Column[list[str]](
             title.upper(),
             itemgetter(index),
-            right=all(row[index][:1].isdigit() or row[index] == "-" for row in texts),
+            leave=_LEAVE.get(title, 0),
+            right=all((row[index][:1].isdigit() and ":" not in row[index]) or row[index] == "-" for row in texts),
+            wrap=title in _WRAPPED,
         )
         for index, title in enumerate(columns)
     ]
-    for line in table(made, texts, screen()):
-        console.out(line, highlight=False)
+    return table(made, texts, on)
 
 
 def _cell(value: Any) -> str:
@@ -68,32 +77,32 @@ def _times(row: Row) -> list[str]:
 _MANY: Final = {"request": "requests", "reply": "replies"}
 
 
-def _stages(console: Console, answer: Row) -> None:
-    console.print(f"mode {answer['mode'] or '-'}, {answer['seconds']:.1f} s")
+def _stages(answer: Row, on: Screen) -> Iterator[str]:
+    yield f"mode {answer['mode'] or '-'}, {answer['seconds']:.1f} s"
     parts: defaultdict[tuple[str, bool], list[Row]] = defaultdict(list)
     for row in answer["stages"]:
         parts[row["direction"], row["opening"]].append(row)
     for (direction, opening), rows in parts.items():
-        console.print(
-            f"\n[bold]{_MANY[direction]}, {'the first of a connection' if opening else 'all later ones'}[/bold]"
-        )
+        title = f"{_MANY[direction]}, {'the first of a connection' if opening else 'all later ones'}"
+        yield from ("", painted(title, Tone.HEAD, on))
         timed = [row for row in rows if row["from"] is not None]
         begun = ", ".join(f"{row['count']:,} {row['to']}" for row in rows if row["from"] is None)
-        console.print(f"packets: {begun or 'none'}")
-        _table(console, ("stage", "packets", *_TIMES), ([row["stage"], row["count"], *_times(row)] for row in timed))
+        yield f"packets: {begun or 'none'}"
+        yield from _table(
+            on, ("stage", "packets", *_TIMES), ([row["stage"], row["count"], *_times(row)] for row in timed)
+        )
         for row in timed:
             if row["whole"]:
-                console.print(f"\n{row['stage']}")
-                _bars(console, row["histogram"])
+                yield from ("", row["stage"], *_bars(row["histogram"]))
     if not answer["stages"]:
-        console.print("no packet of a service passed")
+        yield "no packet of a service passed"
     if answer["programs"]:
-        console.print("\n[bold]runs of the programs of mode ebpf[/bold]")
-        _table(console, ("hook", "runs", "mean"),
-               ([row["program"], row["runs"], _time(row["mean_ns"])] for row in answer["programs"]))  # fmt: skip
+        yield from ("", painted("runs of the programs of mode ebpf", Tone.HEAD, on))
+        programs = ([row["program"], row["runs"], _time(row["mean_ns"])] for row in answer["programs"])
+        yield from _table(on, ("hook", "runs", "mean"), programs)
 
 
-def _bars(console: Console, histogram: Sequence[Row]) -> None:
+def _bars(histogram: Sequence[Row]) -> Iterator[str]:
     """A bar for each power of two."""
     octaves: defaultdict[int, int] = defaultdict(int)
     for slot in histogram:
@@ -102,15 +111,15 @@ def _bars(console: Console, histogram: Sequence[Row]) -> None:
     for octave in range(min(octaves), max(octaves) + 1) if octaves else ():
         count = octaves.get(octave, 0)
         bar = "█" * max(1, round(BAR * count / most)) if count else ""
-        console.print(f"  {_time(1 << octave):>8} to {_time(2 << octave):>8} {count:>9,}  {bar}")
+        yield f"  {_time(1 << octave):>8} to {_time(2 << octave):>8} {count:>9,}  {bar}".rstrip()
 
 
-def _latency(console: Console, answer: Row) -> None:
+def _latency(answer: Row, on: Screen) -> Iterator[str]:
     if not answer["services"]:
-        console.print("nobody connected to a service")
+        yield "nobody connected to a service"
         return
-    _table(
-        console,
+    yield from _table(
+        on,
         ("service", "connections", "answered", "refused", "unanswered", "SYNs repeated"),
         (
             [r["service"], r["connections"], r["answered"], r["refused"], r["unanswered"], r["syn_repeated"]]
@@ -119,9 +128,9 @@ def _latency(console: Console, answer: Row) -> None:
     )
     if not any(row["backends"] for row in answer["services"]):
         return
-    console.print()
-    _table(
-        console,
+    yield ""
+    yield from _table(
+        on,
         ("service", "backend", "seen by", "answered", "refused", *_TIMES),
         (
             [row["service"], one["backend"], one["seen"], one["count"], one["refused"], *_times(one)]
@@ -131,41 +140,48 @@ def _latency(console: Console, answer: Row) -> None:
     )
 
 
-def _drops(console: Console, answer: Row) -> None:
+def _drops(answer: Row, on: Screen) -> Iterator[str]:
     if answer["drops"]:
-        _table(console, ("service", "direction", "protocol", "to", "reason", "in", "last seen", "packets"),
-               (row.values() for row in answer["drops"]))  # fmt: skip
+        titles = ("service", "direction", "protocol", "to", "reason", "in", "last seen", "packets")
+        yield from _table(on, titles, (list(row.values()) for row in answer["drops"]))
     else:
-        console.print("the kernel dropped no packet of a service")
+        yield "the kernel dropped no packet of a service"
     if answer["programs"]:
-        console.print("\n[bold]dropped and refused by the programs of mode ebpf (docs/counters.md)[/bold]")
-        _table(console, ("reason", "count"), (row.values() for row in answer["programs"]))
+        title = "dropped and refused by the programs of mode ebpf (docs/counters.md)"
+        yield from ("", painted(title, Tone.HEAD, on))
+        yield from _table(on, ("reason", "count"), (list(row.values()) for row in answer["programs"]))
 
 
-def _retransmits(console: Console, answer: Row) -> None:
+def _retransmits(answer: Row, on: Screen) -> Iterator[str]:
     if answer["retransmits"]:
-        _table(console, ("service", "backend", "repeated by", "segments"),
-               (row.values() for row in answer["retransmits"]))  # fmt: skip
+        titles = ("service", "backend", "repeated by", "segments")
+        yield from _table(on, titles, (list(row.values()) for row in answer["retransmits"]))
     else:
-        console.print("no segment of a service was repeated")
+        yield "no segment of a service was repeated"
 
 
-def _follow(console: Console, answer: Row) -> None:
+def _follow(answer: Row, on: Screen) -> Iterator[str]:
+    """A line for each point; where the packet's ends do not fit behind it, they stand below."""
     points = answer["points"]
     if not points:
-        console.print("no such packet passed")
+        yield "no such packet passed"
         return
     first = points[0]
-    console.print(f"{first['source']} -> {first['destination']}, {first['service']}")
+    yield f"{first['source']} -> {first['destination']}, {first['service']}"
     packet, ends = 0, ""
     for row in points:
         if row["packet"] != packet:
             packet, ends = row["packet"], ""
             flags = f", {row['flags']}" if row["flags"] else ""
-            console.print(f"[bold]packet {packet}: {row['direction']}{flags}, {row['bytes']} bytes[/bold]")
+            title = f"packet {packet}: {row['direction']}{flags}, {row['bytes']} bytes"
+            yield painted(title, Tone.HEAD, on)
         now = f"{row['source']} -> {row['destination']}"
         where = f"{row['where']} {row['interface'] or ''}".strip()
         why = f" {row['reason']} in {row['function']}" if "reason" in row else ""
         text = f"  {row['us']:>10.1f} us {'+' + format(row['step_us'], '.1f'):>8}  {row['point'] + why:<28} {where:<24}"
-        console.print(escape(f"{text} {now if now != ends else ''}".rstrip()))
+        shown = now if now != ends else ""
+        if on.width is None or len(f"{text} {shown}".rstrip()) <= on.width:
+            yield f"{text} {shown}".rstrip()
+        else:
+            yield from (text.rstrip(), *([f"{'':25}{shown}"] if shown else []))
         ends = now

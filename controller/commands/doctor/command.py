@@ -16,6 +16,7 @@ from hybrid_proxy.controller.commands.doctor.checks import diagnose, node_findin
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
 from hybrid_proxy.controller.commands.explain import PodAddress, ask_agent, named_target, no_pods, packets_of, target
 from hybrid_proxy.controller.commands.names import asked_for
+from hybrid_proxy.controller.commands.terminal import wants_colours
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.semantics.explain import Packet
 
@@ -118,5 +119,8 @@ def screen(found: Diagnosis) -> Iterator[RenderableType]:
 def _print(found: Diagnosis) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(
+        highlight=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH,
+        color_system="auto" if wants_colours() else None,
+    )  # fmt: skip
     console.print(*screen(found), sep="\n")

@@ -1,0 +1,109 @@
+"""What was measured, as people see it: tests/controller/screens has the screens at 80 and 120 columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_proxy.controller.commands.columns import Screen
+from hybrid_proxy.workshop.tracing.report import lines
+
+SCREENS = Path(__file__).parents[2] / "controller" / "screens"
+TIMES = {"count": 11, "mean_ns": 31_800, "p50_ns": 28_700, "p99_ns": 73_800, "max_ns": 73_800, "histogram": []}
+
+
+def answer(view: str, **rows: Any) -> dict[str, Any]:
+    return {"view": view, "mode": "nftables", "seconds": 1.0, "hooks": "programs", "missing": {}, **rows}
+
+
+def stage(name: str, begin: str | None, count: int, *, whole: bool = False) -> dict[str, Any]:
+    times = TIMES | {"count": count, "histogram": [{"from_ns": 8192, "to_ns": 10_240, "count": count}] * whole}
+    return {
+        "stage": name, "from": begin, "to": "received", "whole": whole, "direction": "request", "opening": True, **times
+    }  # fmt: skip
+
+
+def connected(service: str, *backends: str) -> dict[str, Any]:
+    known = [{"backend": each, "seen": "socket of this node", "refused": 0, **TIMES} for each in backends]
+    return {
+        "service": service, "connections": 100, "answered": 98, "refused": 1, "unanswered": 1, "syn_repeated": 3,
+        "backends": known,
+    }  # fmt: skip
+
+
+def point(number: int, at: float, name: str, source: str, destination: str, **more: Any) -> dict[str, Any]:
+    return {
+        "packet": number, "direction": "request", "flags": "SYN", "bytes": 74, "source": source,
+        "destination": destination, "service": "default/web:http", "us": at, "step_us": 1.5, "point": name,
+        "where": "another namespace", "interface": "eth0", **more,
+    }  # fmt: skip
+
+
+CLIENT, FRONTEND, BACKEND = "[fd77:1::14]:40228", "[fd96::10]:80", "[fd77:2::11]:8080"
+ANSWERS = {
+    "stages": answer(
+        "stages",
+        stages=[
+            stage("received", None, 200),
+            stage("conntrack's last word, neighbour, tc programs, queue", "POSTROUTING", 200),
+            stage("whole way: received to sent", "received", 1_204_200, whole=True),
+        ],
+        programs=[{"program": "from a pod", "runs": 1200, "mean_ns": 310}],
+    ),
+    "latency": answer(
+        "latency",
+        services=[
+            connected("default/web:http", "10.77.1.11:8080", BACKEND),
+            connected("kube-system/kube-dns:dns-tcp", "10.77.12.140:5353"),
+        ],
+    ),
+    "drops": answer(
+        "drops",
+        drops=[
+            {
+                "service": "kube-system/kube-dns:dns-tcp", "direction": "request", "protocol": "TCP",
+                "to": "192.168.177.140:5353", "reason": "NETFILTER_DROP", "function": "nf_hook_slow",
+                "last_seen": "FORWARD begins", "count": 1200,
+            }
+        ],
+        programs=[{"reason": "drop_source_ranges", "count": 3}],
+    ),
+    "retransmits": answer(
+        "retransmits",
+        retransmits=[{"service": "default/web:http", "backend": BACKEND, "by": "socket of this node", "segments": 12}],
+    ),
+    "follow": answer(
+        "follow",
+        points=[
+            point(1, 0.0, "sent", CLIENT, FRONTEND),
+            point(1, 83.2, "PREROUTING, after NAT", CLIENT, BACKEND, where="node", interface="veth4"),
+            point(1, 85.7, "PREROUTING ends", CLIENT, BACKEND, where="node", interface="veth4"),
+        ],
+        missing={"tcp_probe": "this kernel does not have it\nnor another"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("view", ANSWERS)
+def test_a_report_looks_as_its_screen(view: str, width: int) -> None:
+    shown = list(lines(ANSWERS[view], Screen(width)))
+    assert "\n".join(shown) + "\n" == (SCREENS / f"trace-{view}-{width}.txt").read_text()
+    assert max(map(len, shown)) <= width
+    assert not any("\x1b" in line for line in shown)
+
+
+@pytest.mark.parametrize("width", [80, 120, None])
+@pytest.mark.parametrize("view", ANSWERS)
+def test_no_name_and_no_address_is_cut(view: str, width: int | None) -> None:
+    shown = "\n".join(lines(ANSWERS[view], Screen(width)))
+    rows = [row for key in ("services", "drops", "retransmits", "points") for row in ANSWERS[view].get(key, ())]
+    rows += [each for row in rows for each in row.get("backends", ())]
+    for row in rows:
+        assert all(row[key] in shown for key in ("service", "backend", "to", "source", "destination") if key in row)
+
+
+def test_a_terminal_with_colours_shows_titles_in_bold() -> None:
+    assert "\x1b[1mpacket 1: request, SYN, 74 bytes\x1b[0m" in list(lines(ANSWERS["follow"], Screen(80, colours=True)))
