@@ -38,6 +38,7 @@ class Listing(DataTable[Text]):
     def __init__(self, columns: Sequence[cells.Column], sort: str, name: str) -> None:
         super().__init__(id=name, cursor_type="row", zebra_stripes=True, cell_padding=1)
         self._columns_of = columns
+        self._shown_columns = list(columns)
         self.sort_by = next(position for position, column in enumerate(columns) if column.title == sort)
         self.falling = columns[self.sort_by].falling
         self._rows: list[Any] = []
@@ -55,15 +56,27 @@ class Listing(DataTable[Text]):
         """Titles."""
         self._head()
 
+    def on_resize(self) -> None:
+        """Other columns may fit."""
+        self._redraw()
+
     def _head(self) -> None:
         self.clear(columns=True)
-        for position, column in enumerate(self._columns_of):
-            arrow = (FALLING if self.falling else RISING) if position == self.sort_by else ""
+        sorted_by = self._columns_of[self.sort_by]
+        for column in self._shown_columns:
+            arrow = (FALLING if self.falling else RISING) if column is sorted_by else ""
             self.add_column(Text(f"{column.title}{arrow}", justify="right" if column.right else "left"))
 
     def sort_next(self) -> None:
-        """Go by the next column."""
-        self.sort_at((self.sort_by + 1) % len(self._columns_of))
+        """Go by the next column that is shown."""
+        last = self._columns_of[self.sort_by]
+        shown = self._shown_columns
+        following = shown[(shown.index(last) + 1) % len(shown)] if last in shown else shown[0]
+        self.sort_at(self._columns_of.index(following))
+
+    def sort_at_title(self, position: int) -> None:
+        """Go by the column whose title stands there."""
+        self.sort_at(self._columns_of.index(self._shown_columns[position]))
 
     def sort_at(self, position: int) -> None:
         """Go by this column; the other way round if it was that already."""
@@ -78,13 +91,24 @@ class Listing(DataTable[Text]):
 
     def _redraw(self) -> None:
         at = self.chosen
+        self._choose_columns()
         self._head()
         self._fill(at)
+
+    def _choose_columns(self) -> bool:
+        """Those that fit; whether they are others than before."""
+        before = self._shown_columns
+        width = self.size.width - self.styles.scrollbar_size_vertical
+        shown = cells.arranged(self._rows, self._columns_of[self.sort_by], falling=self.falling)[:MOST]
+        self._shown_columns = cells.fitting(self._columns_of, shown, width)
+        return self._shown_columns != before
 
     def show(self, rows: Sequence[Any]) -> None:
         """These rows from now on; a cursor that was moved stays with its row."""
         at = self.chosen
         self._rows = list(rows)
+        if self._choose_columns():
+            self._head()
         self.clear()
         self._fill(at)
 
@@ -94,7 +118,7 @@ class Listing(DataTable[Text]):
         for row in shown:
             texts = (
                 Text(each.text(row), style=_style(row, each.title), justify="right" if each.right else "left")
-                for each in self._columns_of
+                for each in self._shown_columns
             )
             self.add_row(*texts, key=row.key)
         if self._held and cursor is not None and cursor in self.rows:
@@ -111,8 +135,10 @@ class Listing(DataTable[Text]):
 def _style(row: Any, title: str) -> str:
     """What wants to be seen."""
     match row:
-        case ServiceRates() if title == "backends" and (row.ejected or not row.backends):
+        case ServiceRates() if row.failing and title in ("service", "state"):
             return "bold red"
+        case ServiceRates() if title == "state" and row.state != "serving":
+            return "yellow"
         case BackendRates() if title == "health" and row.state != "serving":
             return "bold red" if row.state.startswith("ejected") else "yellow"
         case ReasonRow() if row.kind != "note" and row.rate:
@@ -154,10 +180,10 @@ class Top(App[None]):
         Binding("ctrl+c", "quit", "quit", show=False, priority=True),
         Binding("slash", "filter", "filter", key_display="/"),
         Binding("escape", "forget_filter", "no filter", show=False),
-        Binding("s", "sort", "sort by next"),
-        Binding("r", "turn", "turn order"),
+        Binding("s", "sort", "sort"),
+        Binding("r", "turn", "reverse"),
         Binding("b", "below('backends')", "backends"),
-        Binding("d", "below('reasons')", "drops, events"),
+        Binding("d", "below('reasons')", "drops"),
         Binding("m", "below('maps')", "maps"),
         Binding("p", "pause", "pause"),
     ]
@@ -256,7 +282,7 @@ class Top(App[None]):
     @on(DataTable.HeaderSelected)
     def _clicked(self, message: DataTable.HeaderSelected) -> None:
         if isinstance(message.data_table, Listing):
-            message.data_table.sort_at(message.column_index)
+            message.data_table.sort_at_title(message.column_index)
 
     # Keys
 

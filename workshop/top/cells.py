@@ -16,6 +16,7 @@ __all__ = [
     "SERVICES",
     "Column",
     "arranged",
+    "fitting",
     "head",
     "matches",
     "number",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 UNKNOWN: Final = "-"
+FIRST: Final = 3  # names in a message
 UNITS: Final = ("", "k", "M", "G", "T")
 
 
@@ -36,6 +38,7 @@ class Column(NamedTuple):
     text: Callable[[Any], str]
     falling: bool = True  # sorted so at first: the largest is of interest
     right: bool = True
+    leave: int = 0  # 0: it identifies or judges, and always stays; of the others the largest is left out first
 
 
 def number(value: int | None) -> str:
@@ -85,39 +88,51 @@ def _shown(column: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda row: text(getattr(row, column))
 
 
-def _endpoints(row: ServiceRates) -> str:
-    return f"{row.backends}, {row.ejected} ejected" if row.ejected else str(row.backends)
+def _frontends(row: ServiceRates) -> str:
+    """The first one, and how many more: no address is cut."""
+    first, *others = row.frontends or ("",)
+    return f"{first} +{len(others)}" if others else first
 
 
-def _text(column: str, title: str, text: Callable[[Any], str] = str) -> Column:
-    return Column(title, _of(column), _shown(column, text), falling=False, right=False)
+def _before(text: str) -> str:
+    return text.partition(": ")[0]
+
+
+def _behind(text: str) -> str:
+    return text.partition(": ")[2]
+
+
+def _text(column: str, title: str, text: Callable[[Any], str] = str, leave: int = 0) -> Column:
+    return Column(title, _of(column), _shown(column, text), falling=False, right=False, leave=leave)
 
 
 _TRAFFIC: Final = (
-    Column("packets/s", _of("packets"), _shown("packets", rate)),
-    Column("in/s", _of("request_bytes"), _shown("request_bytes", size)),
-    Column("out/s", _of("reply_bytes"), _shown("reply_bytes", size)),
+    Column("packets/s", _of("packets"), _shown("packets", rate), leave=7),
+    Column("in/s", _of("request_bytes"), _shown("request_bytes", size), leave=4),
+    Column("out/s", _of("reply_bytes"), _shown("reply_bytes", size), leave=3),
+    Column("connect", _of("connect"), _shown("connect", latency), leave=6),
 )
+_TOTAL: Final = Column("conn total", _of("total"), _shown("total", number), leave=9)
 SERVICES: Final = (
     _text("name", "service"),
     Column("conn/s", _of("connections"), _shown("connections", rate)),
     *_TRAFFIC,
-    Column("connect", _of("connect"), _shown("connect", latency)),
-    Column("backends", lambda row: (row.ejected, row.backends), _endpoints),
-    _text("protocol", "protocol"),
-    Column("conn total", _of("total"), _shown("total", number)),
-    _text("frontends", "frontends", " ".join),
+    Column("backends", _of("backends"), _shown("backends", number), leave=5),
+    Column("state", lambda row: (row.failing, row.state != "serving"), _shown("state", str), right=False),
+    _text("protocol", "protocol", leave=8),
+    _TOTAL,
+    Column("frontends", _of("frontends"), _frontends, falling=False, right=False, leave=2),
 )
 BACKENDS: Final = (
     _text("address", "backend"),
     Column("share", _of("share"), _shown("share", percent)),
     Column("conn/s", _of("connections"), _shown("connections", rate)),
     *_TRAFFIC,
-    Column("connect", _of("connect"), _shown("connect", latency)),
-    Column("failures", _of("failures"), _shown("failures", number)),
-    _text("state", "health"),
-    Column("conn total", _of("total"), _shown("total", number)),
-    _text("protocol", "protocol"),
+    Column("failures", _of("failures"), _shown("failures", number), leave=2),
+    _text("state", "health", _before),
+    _TOTAL,
+    _text("protocol", "protocol", leave=8),
+    _text("state", "reason", _behind, leave=10),
 )
 REASONS: Final = (
     _text("kind", "kind"),
@@ -129,10 +144,12 @@ MAPS: Final = (
     _text("key", "map"),
     Column("full", _of("fill"), _shown("fill", percent)),
     Column("used", _of("used"), _shown("used", number)),
-    Column("room now", _of("entries"), _shown("entries", number)),
-    Column("at most", _of("bound"), _shown("bound", number)),
-    Column("memory", _of("bytes"), _shown("bytes", size)),
+    Column("room now", _of("entries"), _shown("entries", number), leave=2),
+    Column("at most", _of("bound"), _shown("bound", number), leave=1),
+    Column("memory", _of("bytes"), _shown("bytes", size), leave=3),
 )
+PADDING: Final = 2  # characters of a column besides its text
+ARROW: Final = 1  # behind the title of the column that rows are sorted by
 
 AnyRow = ServiceRates | BackendRates | ReasonRow | MapRow
 
@@ -149,6 +166,18 @@ def arranged(rows: Iterable[AnyRow], column: Column, *, falling: bool) -> list[A
     known = [row for row in everything if column.value(row) is not None]
     rest = [row for row in everything if column.value(row) is None]
     return [*sorted(known, key=column.value, reverse=falling), *rest]
+
+
+def fitting(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> list[Column]:
+    """The columns that have room with all of their texts."""
+    sizes = {
+        column.title: PADDING + max(len(column.title) + ARROW, *(len(column.text(row)) for row in rows), 0)
+        for column in columns
+    }
+    shown = list(columns)
+    while sum(sizes[column.title] for column in shown) > width and any(column.leave for column in shown):
+        shown.remove(max(reversed(shown), key=lambda column: column.leave))
+    return shown
 
 
 def head(shown: Snapshot) -> Sequence[str]:
@@ -190,7 +219,10 @@ def trouble(shown: Snapshot) -> list[str]:
         messages.append(f"mode {sample.mode} does not count what each service carries ('-'); mode ebpf does")
     ebpf = status.dataplane.ebpf
     ejected = sum(row.ejected for row in ebpf.ejections) if ebpf else 0
-    messages += [f"{ejected} backends are ejected because they fail"] * bool(ejected)
+    if failing := status.dataplane.failing:
+        more = f" and {len(failing) - FIRST} more" if len(failing) > FIRST else ""
+        messages.append(f"all backends fail of {', '.join(failing[:FIRST])}{more}")
+    messages += [f"{ejected} {'backend is' if ejected == 1 else 'backends are'} ejected"] * bool(ejected)
     unprogrammed = len(status.dataplane.unprogrammed)
     why = "`hybrid-proxy status` says why"
     messages += [f"{unprogrammed} service ports are not programmed; {why}"] * bool(unprogrammed)

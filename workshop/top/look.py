@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from hybrid_proxy.controller.commands.views import views_of
+from hybrid_proxy.controller.commands.views import note_lacks, views_of
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import AgentStatus, GetNames, GetStatus, NamesAnswer, StatusAnswer
@@ -69,6 +69,7 @@ class Looker:
             with contextlib.closing(view):
                 at = time.monotonic()
                 services = tuple(view.services())
+                note_lacks(services, status.without_backend if status else ())
                 backends = tuple(view.backends(chosen)) if chosen else ()
             return Sample(at, status, trouble, name, services, chosen, backends)
         return Sample(time.monotonic(), status, trouble, chosen=chosen)

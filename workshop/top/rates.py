@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.controller.commands.columns import Tone
+from hybrid_proxy.controller.commands.listings import service_state
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane import reports
 from hybrid_proxy.dataplane.reports import TrafficCounts
@@ -65,6 +67,8 @@ class ServiceRates(msgspec.Struct, frozen=True):
     reply_bytes: float | None
     connect: float | None  # seconds until a backend accepted, on average, since `before`
     total: int | None  # connections since the maps were made
+    state: str = "serving"  # as `services` has it
+    failing: bool = False  # nobody is served: there is no backend, or all of them fail
 
 
 class BackendRates(msgspec.Struct, frozen=True):
@@ -199,18 +203,20 @@ def _service_key(row: reports.ServiceRow) -> str:
 def _services(before: Sample, now: Sample) -> tuple[ServiceRates, ...]:
     seconds = now.at - before.at
     known = {_service_key(row): row.traffic for row in before.services}
-    out = Counter((row.service, _family([row.address])) for row in _ejections(now) if row.ejected)
+    ejections = _ejections(now)
+    out = Counter((row.service, _family([row.address])) for row in ejections if row.ejected)
     rows = []
     for row in now.services:
         key = _service_key(row)
         rates = _Rates(known.get(key), row.traffic, seconds)
         name = row.name or "unknown"
+        state = service_state(row, ejections)
         rows.append(
             ServiceRates(
                 key, name, row.protocol, tuple(row.frontends), row.backends,
                 out[name, _family(row.frontends)],
                 rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
-                rates.connect(), row.traffic.flows if row.traffic else None,
+                rates.connect(), row.traffic.flows if row.traffic else None, state.text, state.tone is Tone.BAD,
             )
         )  # fmt: skip
     return tuple(rows)

@@ -7,7 +7,7 @@ import pytest
 from hybrid_proxy.controller.serving.protocol import DrainingMode, ModeStatus
 from hybrid_proxy.workshop.top import cells
 from hybrid_proxy.workshop.top.rates import ServiceRates, snapshot
-from tests.workshop.top.samples import agent_status, sample, service, status
+from tests.workshop.top.samples import agent_status, dataplane, sample, service, status
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,40 @@ def test_what_is_not_known_is_last_either_way() -> None:
     assert [r.key for r in cells.arranged(rows, column("conn/s"), falling=False)] == ["b", "d", "c", "a"]
 
 
-def test_services_with_ejected_backends_come_first() -> None:
-    rows = [row("a", 0, backends=9), row("b", 0, backends=1, ejected=1)]
-    assert [r.key for r in cells.arranged(rows, column("backends"), falling=True)] == ["b", "a"]
-    assert column("backends").text(rows[1]) == "1, 1 ejected"
+def test_services_that_do_not_serve_come_first() -> None:
+    rows = [
+        row("a", 9, state="serving"),
+        row("b", 0, state="1 of 2 ejected"),
+        row("c", 0, state="no backends", failing=True),
+    ]
+    assert [r.key for r in cells.arranged(rows, column("state"), falling=True)] == ["c", "b", "a"]
+
+
+BUSY = row(
+    "kube-system/kube-dns:dns-tcp", 123.4, frontends=("10.96.14.201:443", "198.51.100.7:443", "node port 30443"),
+    packets=1.0, request_bytes=1.0, reply_bytes=1.0, connect=0.001, total=1_234_567, state="all backends fail",
+    failing=True,
+)  # fmt: skip
+
+
+# fmt: off
+WIDTHS = (
+    pytest.param(80,  ["service", "conn/s", "state", "frontends"],                                        id="80"),
+    pytest.param(100, ["service", "conn/s", "in/s", "out/s", "state", "frontends"],                       id="100"),
+    pytest.param(120, ["service", "conn/s", "in/s", "out/s", "connect", "backends", "state", "frontends"], id="120"),
+    pytest.param(160, [each.title for each in cells.SERVICES],                                            id="160"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("width", "titles"), WIDTHS)
+def test_columns_that_do_not_fit_are_left_out_and_no_other_is_cut(width: int, titles: list[str]) -> None:
+    assert [each.title for each in cells.fitting(cells.SERVICES, [BUSY], width)] == titles
+    assert column("frontends").text(BUSY) == "10.96.14.201:443 +2"
+
+
+def test_what_names_and_judges_stays_however_narrow_the_screen_is() -> None:
+    assert [each.title for each in cells.fitting(cells.SERVICES, [BUSY], 10)] == ["service", "conn/s", "state"]
 
 
 @pytest.mark.parametrize(
@@ -104,3 +134,8 @@ def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
     assert message == "no answer from the agent: no agent listens at /x. Traffic goes on as programmed"
     empty = sample(0, status=None, mode="", trouble="no agent listens at /x")
     assert cells.head(snapshot(empty, empty, empty))[0] == "nothing is programmed here"
+
+
+def test_services_whose_backends_all_fail_are_named() -> None:
+    now = sample(0, status=agent_status(dataplane=dataplane(failing=["a/a:x", "a/b:x", "a/c:x", "a/d:x"])))
+    assert "all backends fail of a/a:x, a/b:x, a/c:x and 1 more" in cells.trouble(snapshot(now, now, now))

@@ -31,6 +31,15 @@ def test_the_first_look_has_no_rates() -> None:
     assert shown.counts
 
 
+def test_a_service_is_shown_to_fail() -> None:
+    bad = service("ns/a:http", 0, backends=2, failing=2)
+    now = sample(10, bad, service("ns/b:http", 0), service("ns/c:http", 0, backends=0, when_empty="reject"))
+    rows = snapshot(now, now, now).services
+    assert [(row.state, row.failing) for row in rows] == [
+        ("all backends fail", True), ("serving", False), ("no backends: rejects", True)
+    ]  # fmt: skip
+
+
 def test_families_of_one_name_are_two_rows() -> None:
     def both(at: float, four: int, six: int) -> object:
         return sample(at, service("ns/a:http", four), service("ns/a:http", six, "[fd96::10]:80", id=8))

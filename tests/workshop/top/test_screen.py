@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from textual.css.query import NoMatches
 from textual.pilot import Pilot
-from textual.widgets import Static, TabbedContent
+from textual.widgets import Footer, Static, TabbedContent
 
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
@@ -32,12 +32,15 @@ INTERVAL = 0.6
 Driven = Callable[[Top, "Pilot[None]"], Awaitable[None]]
 
 
-def drive(lab: Lab, agent: Agent, keys: Driven) -> Top:
+WIDE = (240, 40)  # all columns fit
+
+
+def drive(lab: Lab, agent: Agent, keys: Driven, size: tuple[int, int] = WIDE) -> Top:
     """The screen in the node's namespace, without a terminal, at the hands of `keys`."""
 
     async def run() -> Top:
         screen = Top(Looker(str(agent.socket), None), INTERVAL)
-        async with screen.run_test(size=(140, 40)) as pilot:
+        async with screen.run_test(size=size) as pilot:
             await keys(screen, pilot)
         return screen
 
@@ -80,7 +83,7 @@ def text(screen: Top, name: str) -> str:
 
 
 def web(screen: Top) -> list[str]:
-    return next(row for row in lines(screen, "services") if row[0] == "default/web:http" and row[9] == "10.96.0.10:80")
+    return next(row for row in lines(screen, "services") if row[0] == "default/web:http" and row[10] == "10.96.0.10:80")
 
 
 def is_busy(screen: Top) -> bool:
@@ -122,7 +125,7 @@ def test_keys_sort_turn_and_filter(lab: Lab, agent: Agent) -> None:
         await pilot.press("r")
         assert titles(screen, "services")[1] == "conn/s▲"
         await until(lambda: lines(screen, "services")[-1][0] == "default/web:http", "the order was not turned")
-        for _ in range(9):
+        for _ in range(10):
             await pilot.press("s")
         assert titles(screen, "services")[:2] == ["service▲", "conn/s"]
         names = [row[0] for row in lines(screen, "services")]
@@ -134,6 +137,24 @@ def test_keys_sort_turn_and_filter(lab: Lab, agent: Agent) -> None:
         await until(lambda: len(lines(screen, "services")) == 10, "the filter was not forgotten")
 
     drive(lab, agent, keys)
+
+
+@pytest.mark.usefixtures("load")
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_nothing_is_cut_on_a_narrow_screen(lab: Lab, agent: Agent, width: int) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await until(lambda: is_busy(screen), "the service under load is not first")
+        await until(lambda: bool(lines(screen, "backends")), "no backends")
+        for name in ("services", "backends"):
+            table = screen.query_one(f"#{name}", Listing)
+            assert table.virtual_size.width <= table.size.width
+        assert {"service", "conn/s▼", "state", "frontends"} <= {*titles(screen, "services")}
+        empty = next(row for row in lines(screen, "services") if row[0] == "default/empty:http")
+        assert "no backends: rejects" in empty
+        footer = screen.query_one(Footer)
+        assert footer.virtual_size.width <= width
+
+    drive(lab, agent, keys, (width, 40))
 
 
 @pytest.mark.usefixtures("load")
@@ -184,7 +205,7 @@ def test_a_pause_stands_still(lab: Lab, agent: Agent) -> None:
         await asyncio.sleep(3 * INTERVAL)
         assert web(screen) == before
         await pilot.press("p")
-        await until(lambda: web(screen)[8] != before[8], "it does not go on")
+        await until(lambda: web(screen)[9] != before[9], "it does not go on")
 
     drive(lab, agent, keys)
 
@@ -197,8 +218,8 @@ def test_an_agent_that_goes_and_comes_back(lab: Lab, agent: Agent, elsewhere: Ex
         await until(
             lambda: "no answer from the agent" in text(screen, "trouble"), "the screen does not show that it is gone"
         )
-        total = web(screen)[8]
-        await until(lambda: web(screen)[8] != total and is_busy(screen), "without an agent nothing is counted")
+        total = web(screen)[9]
+        await until(lambda: web(screen)[9] != total and is_busy(screen), "without an agent nothing is counted")
         assert "as last programmed" in text(screen, "head")
         await asyncio.wrap_future(elsewhere.submit(agent.start))
         await until(lambda: "in sync" in text(screen, "head"), "the screen does not show that it is back")
