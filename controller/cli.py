@@ -252,9 +252,10 @@ examples:
 """
 
 _BUNDLE: Final = """
-The archive has the status, what doctor says of the node, tables, drops, a summary of the flows, the end of the log
-where it is in a file or in the journal, the configuration, the node's rules, links, routes and settings, and versions.
-Tokens, passwords, keys and certificates are taken out, and kubeconfigs are not read. Nothing on the node is changed.
+The archive has the status, what doctor says of the node, tables, drops, a summary of the flows, the agent's command
+line, its configuration and the end of its log, the node's rules, links, routes and settings, and versions. An agent
+that hangs or is gone is asked once: what it left, and what is in the kernel, are there without it. Tokens, passwords,
+keys and certificates are taken out, and kubeconfigs are not read. Nothing on the node is changed.
 
 examples:
   hybrid-proxy bundle                      writes hybrid-proxy-bundle-NODE-TIME.tar.gz here, for root alone
@@ -720,6 +721,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return code
+
+
+def _explained(args: argparse.Namespace, error: Exception) -> str:
+    """What failed; where no agent answers, also since when and why, and what to do."""
+    if "admin_socket" not in args:
+        return str(error)
+    from hybrid_proxy.controller.serving.admin import UnansweredError
+
+    if not isinstance(error, UnansweredError):
+        return str(error)
+    from hybrid_proxy.controller.commands.views import explained
+
+    return explained(args.admin_socket, error)
 
 
 def _parsed(root: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -92,7 +93,9 @@ class Notebook:
             with contextlib.suppress(DataplaneError, OSError):
                 memory = self._gather()
         if memory is None:
-            memory = Memory(pid=0, born=0, namespace=netns_number(), started=0.0, mode=self._asked_for())
+            memory = Memory(
+                pid=0, born=0, namespace=netns_number(), started=0.0, mode=self._asked_for(), argv=sys.orig_argv
+            )  # fmt: skip
         ended = Ended(time.time(), why or "it ended")
         memory = replace(memory, pid=os.getpid(), born=born(os.getpid()), started=self._started, ended=ended)
         if self._writer is not None:
@@ -134,6 +137,7 @@ class Notebook:
             started=self._started,
             mode=mode.choice,
             draining=sorted(mode.draining.names),
+            argv=sys.orig_argv,
             pin_root=mode.config.options.pin_root,
             names=self._names,
             error=self._syncer.error,

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import logging
+import os
 import resource
+import shlex
 import sys
+import time
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +21,35 @@ SWITCH_SECONDS: Final = 0.001  # Python's 5 ms would be what a change waits whil
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # malloc.h
 
 
-def start_logging(config: Config) -> None:
+KEPT_BYTES: Final = 256 << 10  # of the log, beside the socket: at least these, and at most twice as many
+
+
+class KeptLog(RotatingFileHandler):
+    """The end of the log, in a file that `bundle` finds when this process is gone, wherever stderr goes.
+
+    It begins with the command line. What cannot be written there is not missed: stderr has it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=KEPT_BYTES, backupCount=1, errors="backslashreplace", delay=True)
+        form = logging.Formatter("%(asctime)s %(process)d %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S UTC")
+        form.converter = time.gmtime
+        self.setFormatter(form)
+        self.handle(logging.makeLogRecord({"levelname": "INFO", "msg": shlex.join(sys.orig_argv)}))
+
+    def _open(self) -> io.TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="utf-8", errors=self.errors, opener=_privately)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        pass
+
+
+def _privately(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def start_logging(config: Config, *more: logging.Handler) -> None:
+    """By the configuration, to stderr, and to `more`."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
         from pythonjsonlogger.json import JsonFormatter
@@ -26,7 +59,7 @@ def start_logging(config: Config) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     level = logging.DEBUG if config.verbosity >= 4 else logging.INFO
     logging.getLogger("hybrid_proxy").setLevel(level)
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler, *more], force=True)
 
 
 def begin_fast() -> None:

@@ -136,6 +136,7 @@ class Syncer:
         self._retry_at = 0.0
         self._retry_delay = FIRST_RETRY
         self._log = _SyncLog(clock)
+        self._conflicts: set[tuple[str, str]] = set()  # that the log tells of: the service that lost, and a message
         health.awaited = cluster.awaited
 
     @property
@@ -229,6 +230,7 @@ class Syncer:
             programmer.prewarm(*self.cluster.extent)
         with START.part("table"):
             table = self.builder.build(self.cluster, self._addresses)
+        self._report_conflicts()
         if first and self.state is not State.RETRYING:  # to serve matters more than to remember
             table = msgspec.structs.replace(table, clients=tuple(clients(table)))
         try:
@@ -247,6 +249,15 @@ class Syncer:
     def flush_log(self) -> None:
         """Write what the log is to say of the last syncs, if it is time."""
         self._log.flush()
+
+    def _report_conflicts(self) -> None:
+        """Log each frontend that two services claim once, when that begins and when it is over."""
+        claimed = {(name, message) for name, several in self.builder.conflicts.items() for message in several}
+        for conflict in sorted(claimed - self._conflicts):
+            log.warning("conflict: %s: %s", *conflict)
+        for conflict in sorted(self._conflicts - claimed):
+            log.info("conflict is over: %s: %s", *conflict)
+        self._conflicts = claimed
 
     def _on(self, happened: Input) -> None:
         self.state = TRANSITIONS[self.state][happened]

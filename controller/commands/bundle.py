@@ -7,29 +7,32 @@ a kubeconfig, is not read at all. A part that fails is named in `index.json`, an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import platform
+import re
 import socket
 import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from hybrid_proxy.controller.commands.redact import redact
 from hybrid_proxy.controller.commands.tools import run_tool
-from hybrid_proxy.controller.commands.views import programmed
+from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events, without_agent
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.serving.admin import ask, socket_path
-from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, GetStatus, StatusAnswer
+from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask, socket_path
+from hybrid_proxy.controller.serving.memory import before, log_path, memory_path, recall
+from hybrid_proxy.controller.serving.protocol import AgentStatus, EventsAnswer, GetEvents, GetStatus, StatusAnswer
 from hybrid_proxy.dataplane.errors import DataplaneError
 
 TOOL_SECONDS: Final = 5.0
@@ -37,6 +40,8 @@ ALL_SECONDS: Final = 20.0
 FILE_BYTES: Final = 2 << 20  # of each part; of a log the end, of anything else the beginning
 MOST_FLOWS: Final = 100_000
 SO_PEERCRED: Final = 17
+
+UNIT: Final = "hybrid-proxy.service"  # as in deploy/systemd
 
 # File in the archive -> the command whose output it has.
 COMMANDS: Final[dict[str, tuple[str, ...]]] = {
@@ -173,17 +178,41 @@ def _write(path: Path, contents: dict[str, bytes], missing: dict[str, str]) -> i
 # The parts
 
 
+class _Agent(NamedTuple):
+    """What one look told of the agent: its status, or why it gave none. The process may be gone."""
+
+    status: AgentStatus | None
+    error: ControllerError | None
+    pid: int
+    argv: list[str]
+
+
+def _agent(args: argparse.Namespace) -> _Agent:
+    memory = recall(memory_path(args.admin_socket))
+    pid, argv = (memory.pid, memory.argv) if memory else (0, [])
+    with contextlib.suppress(OSError):
+        pid = _listener(args)
+        argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    try:
+        status = ask(args.admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status
+    except ControllerError as error:
+        return _Agent(None, error, pid, argv)
+    return _Agent(status, None, pid, argv)
+
+
 def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
+    agent = _agent(args)
     yield "versions/hybrid-proxy.json", _versions
-    yield "agent/status.json", lambda: _json(ask(args.admin_socket, GetStatus(), StatusAnswer).status)
-    yield "agent/drops.json", lambda: _json(ask(args.admin_socket, GetEvents(0), EventsAnswer))
-    yield "agent/command-line.txt", lambda: " ".join(_command_line(_pid(args)))
-    yield "agent/configuration.yaml", lambda: _configuration(args)
-    yield "agent/log.txt", lambda: _log(_pid(args))
-    yield "doctor.json", lambda: _doctor(args)
-    yield "dataplane/services.json", lambda: _json(_listed(args, "services"))
-    yield "dataplane/backends.json", lambda: _json(_listed(args, "backends"))
-    yield "dataplane/flows.json", lambda: _flows(args)
+    yield "agent/status.json", lambda: _json(_status(args, agent))
+    yield "agent/drops.json", lambda: _json(_drops(args, agent))
+    yield "agent/command-line.txt", lambda: " ".join(_known(agent.argv))
+    yield "agent/configuration.yaml", lambda: _configuration(agent.argv)
+    yield "agent/log.txt", lambda: _log(agent.pid)
+    yield "agent/log-kept.txt", lambda: _kept_log(log_path(args.admin_socket))
+    yield "doctor.json", lambda: _doctor(args, agent)
+    yield "dataplane/services.json", lambda: _json(_listed(args, agent, "services"))
+    yield "dataplane/backends.json", lambda: _json(_listed(args, agent, "backends"))
+    yield "dataplane/flows.json", lambda: _flows(args, agent)
     yield "kernel/settings.txt", _settings
     for name, path in FILES.items():
         yield name, partial(Path(path).read_text, errors="replace")
@@ -213,7 +242,7 @@ def _versions() -> str:
     )  # fmt: skip
 
 
-def _pid(args: argparse.Namespace) -> int:
+def _listener(args: argparse.Namespace) -> int:
     """The agent's process, as the kernel knows who listens at its socket.
 
     Raises:
@@ -226,57 +255,89 @@ def _pid(args: argparse.Namespace) -> int:
     return int.from_bytes(peer[:4], sys.byteorder)
 
 
-def _command_line(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+def _status(args: argparse.Namespace, agent: _Agent) -> object:
+    """As `status -o json` has it, with an agent or without."""
+    if isinstance(agent.error, UnansweredError):
+        return without_agent(args.admin_socket, args.pin_root, agent.error)
+    if agent.error is not None:
+        raise agent.error
+    return agent.status
 
 
-def _configuration(args: argparse.Namespace) -> str:
-    known = ask(args.admin_socket, GetStatus(), StatusAnswer).status.configuration
-    if known.file is None:
+def _drops(args: argparse.Namespace, agent: _Agent) -> object:
+    if isinstance(agent.error, UnansweredError):
+        return {"events": remembered_events(args.admin_socket, agent.error)[1]}
+    return ask(args.admin_socket, GetEvents(0), EventsAnswer)
+
+
+def _known(argv: Sequence[str]) -> Sequence[str]:
+    if not argv:
+        raise ControllerError("no agent runs here, and none has left its command line")
+    return argv
+
+
+def _configuration(argv: Sequence[str]) -> str:
+    file = re.search(r"\0--config[\0=]([^\0]+)", "\0".join(_known(argv)))
+    if file is None:
         raise ControllerError("flags alone configure the agent: agent/command-line.txt has them")
-    return Path(known.file).read_text(errors="replace")
+    return Path(file[1]).read_text(errors="replace")
 
 
 def _log(pid: int) -> str:
-    """The end of the agent's log: of the file that it writes to, else of the journal.
+    """The end of the agent's log: of the file that it writes to, else of the journal, also after its end.
 
     Raises:
-        OSError: it writes to neither, as in a container: `kubectl logs` has it then.
+        OSError: it writes to neither, as in a container: agent/log-kept.txt and `kubectl logs` have it then.
     """
     target = Path(f"/proc/{pid}/fd/2")
     if target.is_file():
         with target.open("rb") as log:
             log.seek(max(0, target.stat().st_size - FILE_BYTES))
             return log.read(FILE_BYTES).decode(errors="replace")
-    return _output("journalctl", "--no-pager", "-n", "5000", f"_PID={pid}")
+    # UNIT= are systemd's own lines about the unit, such as how the process ended.
+    whose = (f"_PID={pid}", "+", f"_SYSTEMD_UNIT={UNIT}", "+", f"UNIT={UNIT}")
+    text = _output("journalctl", "--no-pager", "-q", "-n", "5000", *whose)
+    if not text.strip():
+        raise OSError("neither a file nor the journal has it: see agent/log-kept.txt, and in a cluster `kubectl logs`")
+    return text
 
 
-def _doctor(args: argparse.Namespace) -> str:
+def _kept_log(path: Path) -> str:
+    """The last lines of this agent and of those before it, each behind its command line.
+
+    Raises:
+        OSError: there are none.
+    """
+    older = before(path)
+    return (older.read_text(errors="replace") if older.exists() else "") + path.read_text(errors="replace")
+
+
+def _doctor(args: argparse.Namespace, agent: _Agent) -> str:
     from hybrid_proxy.controller.commands.doctor.checks import diagnose, node_findings
-    from hybrid_proxy.controller.commands.doctor.look import at_node
+    from hybrid_proxy.controller.commands.doctor.look import Asked, at_node
 
     began = time.monotonic()
-    node = at_node(args)
+    node = at_node(args, Asked(agent.status, agent.error))
     if node.here is not None:
         node.here.close()
     return _json(diagnose("node", list(node_findings(node.facts)), seconds=time.monotonic() - began))
 
 
-def _listed(args: argparse.Namespace, what: str) -> list[object]:
-    here = programmed(args.admin_socket, args.pin_root)
-    try:
+def _programmed(args: argparse.Namespace, agent: _Agent, *, draining: bool = False) -> Programmed:
+    if agent.error is not None:
+        return as_left(args.admin_socket, args.pin_root, agent.error)
+    return programmed(args.admin_socket, args.pin_root, draining=draining)
+
+
+def _listed(args: argparse.Namespace, agent: _Agent, what: str) -> list[object]:
+    with contextlib.closing(_programmed(args, agent)) as here:
         return [*(here.services() if what == "services" else here.backends())]
-    finally:
-        here.close()
 
 
-def _flows(args: argparse.Namespace) -> str:
+def _flows(args: argparse.Namespace, agent: _Agent) -> str:
     """How many there are, by service, backend and state: a list of clients is not needed to see what is wrong."""
-    here = programmed(args.admin_socket, args.pin_root, draining=True)
-    try:
+    with contextlib.closing(_programmed(args, agent, draining=True)) as here:
         rows, total = here.flows(MOST_FLOWS)
-    finally:
-        here.close()
     counts = Counter((row.mode, row.service, row.protocol, row.backend, row.state) for row in rows)
     names = ("mode", "service", "protocol", "backend", "state")
     groups = [dict(zip(names, key, strict=True)) | {"flows": count} for key, count in counts.most_common(2000)]

@@ -13,7 +13,14 @@ from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, asked_for, checked
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.lacks import Lack
-from hybrid_proxy.controller.serving.admin import NoAgentError, StartingError, UnansweredError, ask
+from hybrid_proxy.controller.serving.admin import (
+    FIRST_SECONDS,
+    BusyError,
+    NoAgentError,
+    StartingError,
+    UnansweredError,
+    ask,
+)
 from hybrid_proxy.controller.serving.memory import Memory, how_it_ended, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import (
     FindIgnored,
@@ -161,7 +168,7 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
         DataplaneError: it cannot be read.
     """
     try:
-        agent = ask(admin_socket, GetNames(), NamesAnswer)
+        agent = ask(admin_socket, GetNames(), NamesAnswer, FIRST_SECONDS)
     except UnansweredError as error:
         here = as_left(admin_socket, pin_root, error)
     else:
@@ -250,6 +257,19 @@ def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[s
                 events += view.unread_events()
     events = [row for row in events if row.what != "trace"]
     return sorted(names), events, _note(admin_socket, memory, error)
+
+
+def explained(admin_socket: str, error: UnansweredError) -> str:
+    """For people who asked for what only an agent can do: why none answers, since when, and what to do."""
+    if isinstance(error, StartingError):
+        return f"{error}; try again when `hybrid-proxy status` says that it serves"
+    if isinstance(error, BusyError):
+        return f"{error}; look whether the process is stopped or stuck (`hybrid-proxy doctor`), or restart it"
+    memory = recall(memory_path(admin_socket))
+    if memory is None:
+        return f"{error}, and nothing is known of one that was here: start one (`hybrid-proxy run`)"
+    gone = how_it_ended(memory_path(admin_socket), memory).text(time.time())
+    return f"{error}: {gone}; start it again. What it programmed serves meanwhile: `hybrid-proxy doctor` looks at that"
 
 
 def _note(admin_socket: str, memory: Memory | None, error: ControllerError) -> str:

@@ -16,7 +16,7 @@ from hybrid_proxy.controller.commands.packet_columns import event_columns
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, screen
 from hybrid_proxy.controller.commands.views import checked_service, remembered_events
 from hybrid_proxy.controller.errors import ConfigError
-from hybrid_proxy.controller.serving.admin import NoAgentError, ask
+from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, TraceAnswer
 from hybrid_proxy.controller.settings.forms import duration
 from hybrid_proxy.dataplane.reports import PacketEvent
@@ -31,8 +31,8 @@ def show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
     since = _since(args) if command == "drops" else None
     try:
-        silent = ask(args.admin_socket, GetEvents(NONE), EventsAnswer).silent
-    except NoAgentError as error:
+        silent = ask(args.admin_socket, GetEvents(NONE), EventsAnswer, FIRST_SECONDS).silent
+    except UnansweredError as error:
         if command == "trace" or args.follow:
             raise
         return _show_remembered(args, since, error)
@@ -49,7 +49,7 @@ def show(command: str, args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_remembered(args: argparse.Namespace, since: float | None, error: NoAgentError) -> int:
+def _show_remembered(args: argparse.Namespace, since: float | None, error: UnansweredError) -> int:
     """What the agent that was here wrote down, and what the programs have reported to nobody since then."""
     names, events, note = remembered_events(args.admin_socket, error)
     asked = checked(asked_for(args.service, args.namespace), names)

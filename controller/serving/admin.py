@@ -28,6 +28,7 @@ from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns, netns_num
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
+FIRST_SECONDS = 4.0  # for the first answer of a command that can do without an agent: it asks no second time
 REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
 
 A = TypeVar("A", bound=Answer)

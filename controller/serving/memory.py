@@ -1,5 +1,7 @@
 """What an agent leaves for the time when it is gone: names, reasons and events, in a file beside its socket.
 
+Its command line is among them, and the end of its log stands in two files beside that one.
+
 The BPF file system holds no files, and only mode ebpf has pins. So the file is where every agent has its admin socket,
 and the agent touches it once a second. How connections to backends failed is in a map, beside the other pins
 (`dataplane.modes.ebpf.failures`).
@@ -47,6 +49,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
         started: Seconds since 1970.
         mode: The mode that serves, and why not the one that was asked for.
         draining: Modes that were left and still had flows.
+        argv: The process's command line.
         pin_root: As of `--pin-root`.
         names: Names of service ports by their numbers in the maps.
         error: Why the last sync failed.
@@ -63,6 +66,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
     started: float
     mode: ModeStatus
     draining: list[str] = []
+    argv: list[str] = []
     pin_root: str | None = None
     names: dict[int, str] = {}
     error: str = ""
@@ -75,6 +79,16 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
 def memory_path(asked: str) -> Path:
     """The file of the agent that listens at this admin socket."""
     return socket_path(asked).with_suffix(".memory")
+
+
+def log_path(asked: str) -> Path:
+    """Where this agent and those before it wrote the last lines of their logs; older ones are in `before`."""
+    return socket_path(asked).with_suffix(".log")
+
+
+def before(log: Path) -> Path:
+    """The file that the log was in, before it grew too long."""
+    return log.with_name(f"{log.name}.1")
 
 
 def write(path: Path, content: bytes) -> None:
@@ -92,8 +106,10 @@ def write(path: Path, content: bytes) -> None:
 
 
 def forget(asked: str) -> bool:
-    """Remove the file; whether there was one."""
-    path = memory_path(asked)
+    """Remove the files; whether there was a memory."""
+    path, log = memory_path(asked), log_path(asked)
+    for each in (log, before(log)):
+        each.unlink(missing_ok=True)
     try:
         path.unlink()
     except FileNotFoundError:

@@ -268,3 +268,29 @@ def test_a_service_that_moved_is_handed_over_when_a_kube_proxy_has_had_time_to_s
     assert [len(entry.frontends) for entry in world.mode.tables[-1].entries()] == [0]
     world.syncer.hand_over()
     assert world.syncer.state is State.SYNCED, "once"
+
+
+def test_a_conflict_is_logged_when_it_begins_and_when_it_ends(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hybrid_proxy.controller.agent.syncer")
+
+    def told() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("conflict")]
+        caplog.clear()
+        return lines
+
+    port = ServicePort("http", Protocol.TCP, 80)
+    for name in ("first", "second"):
+        world.syncer.observe(Upserted(Service("d", name, "ClusterIP", ("10.96.0.9",), ports=(port,)), 0.0))
+    world.sync(first=True)
+    (line,) = told()
+    assert line.startswith("conflict: d/second: ")
+    assert "d/first" in line
+    for number in range(3):  # other changes, and a mode that is opened again
+        world.change(number)
+        world.sync()
+    world.syncer.restart(Settings("me"))
+    world.sync()
+    assert told() == []
+    world.syncer.observe(Removed("Service", "d/first"))
+    world.sync()
+    assert told() == [line.replace("conflict:", "conflict is over:")]

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from hybrid_proxy.controller.commands.views import programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.semantics.explain import packet_from_dict
-from hybrid_proxy.controller.serving.admin import NoAgentError, ask
+from hybrid_proxy.controller.serving.admin import UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
 from hybrid_proxy.dataplane.kernel import btf
 from hybrid_proxy.dataplane.kernel.links import read_node
@@ -73,7 +73,7 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
         plan = _with_netfilter(plan)
     with ExitStack() as stack:
         runs = stack.enter_context(runs_of(here.pins)) if view is View.STAGES else {}
-        before = _counters(args) if view is View.DROPS else {}
+        before = _counters(args, here) if view is View.DROPS else {}
         print("compiling probes", file=sys.stderr, flush=True)
         with Session(plan, targets) as session:
             asked = stack.enter_context(_until_asked())
@@ -83,7 +83,7 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
             seconds = round(time.monotonic() - start, 3)
             answer = _answer(view, session, targets, args)
         if view is View.DROPS:
-            answer["programs"] = _more(before, _counters(args))
+            answer["programs"] = _more(before, _counters(args, here))
     if view is View.STAGES:
         answer["programs"] = [
             {"program": name, "runs": count, "mean_ns": round(ns / count)} for name, (count, ns) in runs.items()
@@ -103,6 +103,7 @@ class _Here(NamedTuple):
     services: list[ServiceRow]
     backends: list[BackendRow]
     pins: Path | None
+    answers: bool = True  # an agent that did not is not asked again
 
 
 def _programmed(args: argparse.Namespace) -> _Here:
@@ -111,7 +112,7 @@ def _programmed(args: argparse.Namespace) -> _Here:
     except ControllerError:
         if not args.target:
             raise
-        return _Here(None, [], [], None)  # a destination can be measured without any service
+        return _Here(None, [], [], None, answers=False)  # a destination can be measured without any service
     with closing(here):
         asked = here.asked(args.service, args.namespace)
         services = [row for row in here.services() if asked.has(row.name)]
@@ -121,7 +122,8 @@ def _programmed(args: argparse.Namespace) -> _Here:
         ebpf = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.ebpf
         pins = Path(ebpf.pins) if ebpf else None
     drained = [f"{name} (drains)" for name in (here.agent.draining if here.agent else ())]
-    return _Here(", ".join([*(name for name, _ in here.views), *drained]), services, backends, pins)
+    modes = ", ".join([*(name for name, _ in here.views), *drained])
+    return _Here(modes, services, backends, pins, answers=here.agent is not None)
 
 
 def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes | None]:
@@ -218,11 +220,13 @@ def _drops(session: Session, targets: Targets) -> list[Row]:
     )  # fmt: skip
 
 
-def _counters(args: argparse.Namespace) -> dict[str, int]:
+def _counters(args: argparse.Namespace, here: _Here) -> dict[str, int]:
     """What the programs of mode ebpf dropped and refused so far."""
+    if not here.answers:
+        return {}
     try:
         counters = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.counters
-    except NoAgentError:
+    except UnansweredError:
         return {}
     kinds = ("drop_", "reject", "socket_refused", "backend_")
     return {name: value for name, value in counters.items() if name.startswith(kinds)}

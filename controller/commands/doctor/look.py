@@ -20,7 +20,14 @@ from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
-from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError, UnansweredError, ask
+from hybrid_proxy.controller.serving.admin import (
+    FIRST_SECONDS,
+    BusyError,
+    NoAgentError,
+    StartingError,
+    UnansweredError,
+    ask,
+)
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     EventsAnswer,
@@ -45,7 +52,6 @@ from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, Pack
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, family_of, socket_text
 
 RECENT_SECONDS: Final = 300.0
-FIRST_SECONDS: Final = 4.0  # for the first answer; an agent that gives none is not asked again
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
 MOST_TABLES: Final = 32
@@ -63,9 +69,16 @@ class Node(NamedTuple):
     rows: list[ServiceRow]
 
 
-def at_node(args: argparse.Namespace) -> Node:
-    """What is known of the node; never raises for what cannot be found out."""
-    agent, error = _agent(args.admin_socket)
+class Asked(NamedTuple):
+    """The agent's status, or why it gave none."""
+
+    status: AgentStatus | None
+    error: ControllerError | None
+
+
+def at_node(args: argparse.Namespace, asked: Asked | None = None) -> Node:
+    """What is known of the node; never raises for what cannot be found out. `asked`: if the agent was asked already."""
+    agent, error = asked or _asked(args.admin_socket)
     denied = error is not None and os.geteuid() != 0
     here, unread = (None, "permission denied") if denied else _programmed(args, error)
     rows = _rows(here)
@@ -112,11 +125,11 @@ def reverse_path_drops() -> int | None:
     return None
 
 
-def _agent(admin_socket: str) -> tuple[AgentStatus | None, ControllerError | None]:
+def _asked(admin_socket: str) -> Asked:
     try:
-        return ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status, None
+        return Asked(ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status, None)
     except ControllerError as error:
-        return None, error
+        return Asked(None, error)
 
 
 def _programmed(args: argparse.Namespace, error: ControllerError | None) -> tuple[Programmed | None, str]:

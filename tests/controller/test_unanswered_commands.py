@@ -1,0 +1,119 @@
+"""Commands on a node whose agent hangs, and then is killed: each says why nobody answers, and none waits twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tarfile
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hybrid_proxy.controller.serving.admin import ANSWER_SECONDS
+from hybrid_proxy.controller.serving.memory import memory_path, recall
+from hybrid_proxy.workshop.lab import examples
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.namespace import DEADLINES
+from tests.namespaces import new_lab
+from tests.waiting import until
+
+pytestmark = pytest.mark.root
+
+PACKET = ("--from", "10.77.1.11", "--to", "default/web:80")
+# fmt: off
+COMMANDS = (
+    pytest.param(("switch", "nftables"),               id="switch"),
+    pytest.param(("drain",),                           id="drain"),
+    pytest.param(("explain", "--live", *PACKET),       id="explain"),
+    pytest.param(("trace", "--seconds", "1"),          id="trace"),
+    pytest.param(("drops", "--follow"),                id="drops that are followed"),
+)
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Agent]:
+    with new_lab("u", 4) as lab:
+        made = Agent(lab, examples.serve(lab))
+        with made.serving():
+
+            def has_names() -> bool:
+                memory = recall(memory_path(str(made.socket)))
+                return memory is not None and any(name.startswith("default/web:") for name in memory.names.values())
+
+            with lab.inside("node"):
+                until(has_names, "the names that the agent writes down")
+            yield made
+
+
+@pytest.fixture(scope="module")
+def hung(agent: Agent) -> Iterator[Agent]:
+    assert agent.process is not None
+    agent.process.send_signal(signal.SIGSTOP)
+    yield agent
+    if agent.process is not None:
+        agent.process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def dead(agent: Agent) -> Agent:
+    if agent.running():
+        agent.kill()
+    return agent
+
+
+def parts(agent: Agent, name: str) -> dict[str, str]:
+    """What a bundle has that is made now."""
+    file = agent.lab.folder / name
+    done = agent.command("bundle", str(file))
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(file) as archive:
+        return {
+            entry.name.partition("/")[2]: found.read().decode()
+            for entry in archive
+            if (found := archive.extractfile(entry))
+        }
+
+
+class TestAHungAgent:
+    def test_drops_shows_what_the_kernel_has_after_one_short_look(self, hung: Agent) -> None:
+        began = time.monotonic()
+        done = hung.command("drops", "default/web")
+        assert done.returncode == 0, done.stderr
+        assert "does not answer" in done.stderr
+        assert time.monotonic() - began < ANSWER_SECONDS * DEADLINES
+
+    def test_a_bundle_has_everything_but_what_the_agent_alone_knows(self, hung: Agent) -> None:
+        assert hung.process is not None
+        began = time.monotonic()
+        found = parts(hung, "hung.tar.gz")
+        assert time.monotonic() - began < 1.5 * ANSWER_SECONDS * DEADLINES
+        assert "default/web:http" in found["dataplane/services.json"]
+        assert "--manifests" in found["agent/command-line.txt"]
+        assert "programmed" in found["agent/log.txt"]
+        assert "does not answer" in json.loads(found["agent/status.json"])["reason"]
+        assert "does not answer" in json.loads(found["doctor.json"])["verdict"]
+
+    def test_trace_says_what_to_do(self, hung: Agent) -> None:
+        done = hung.command("trace", "--seconds", "1")
+        assert done.returncode == 1
+        assert "does not answer" in done.stderr
+        assert "restart it" in done.stderr
+
+
+class TestADeadAgent:
+    @pytest.mark.parametrize("words", COMMANDS)
+    def test_since_when_and_why_it_is_gone_and_what_to_do(self, dead: Agent, words: tuple[str, ...]) -> None:
+        done = dead.command(*words)
+        assert done.returncode == 1
+        for part in ("no agent listens", "is gone since", "killed, or crashed", "start it again"):
+            assert part in done.stderr
+
+    def test_a_bundle_has_its_command_line_and_the_end_of_its_log(self, dead: Agent) -> None:
+        found = parts(dead, "dead.tar.gz")
+        assert f"--manifests {dead.manifests}" in found["agent/command-line.txt"]
+        assert "programmed" in found["agent/log-kept.txt"]
+        assert "killed, or crashed" in json.loads(found["agent/status.json"])["gone"]["why"]
+        assert "default/web:http" in found["dataplane/services.json"]
+        assert "events" in json.loads(found["agent/drops.json"])
