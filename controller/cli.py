@@ -687,17 +687,6 @@ def _compare(parser: argparse.ArgumentParser) -> None:
 # -------------------------------------------------------------------------------------------------- main
 
 
-def _explained(args: argparse.Namespace, error: Exception) -> Exception:
-    """The agent may know why a Service that somebody named is not served."""
-    from hybrid_proxy.controller.commands.names import UnknownName
-
-    if not isinstance(error, UnknownName) or not getattr(args, "live", True):
-        return error
-    from hybrid_proxy.controller.commands.views import why_unknown
-
-    return why_unknown(args.admin_socket, error)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. `--help` and unknown flags raise SystemExit, as argparse does."""
     root = parser()
@@ -724,16 +713,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explained(args: argparse.Namespace, error: Exception) -> str:
-    """What failed; where no agent answers, also since when and why, and what to do."""
-    if "admin_socket" not in args:
-        return str(error)
+    """What failed. Of a Service that is not served also why; where no agent answers, since when and what to do."""
+    from hybrid_proxy.controller.commands.names import UnknownName
     from hybrid_proxy.controller.serving.admin import UnansweredError
 
-    if not isinstance(error, UnansweredError):
-        return str(error)
-    from hybrid_proxy.controller.commands.views import explained
+    if "admin_socket" in args and isinstance(error, UnansweredError):
+        from hybrid_proxy.controller.commands.views import explained
 
-    return explained(args.admin_socket, error)
+        return explained(args.admin_socket, error)
+    if isinstance(error, UnknownName) and getattr(args, "live", True):
+        from hybrid_proxy.controller.commands.views import why_unknown
+
+        return str(why_unknown(args.admin_socket, error))
+    return str(error)
 
 
 def _parsed(root: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
