@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_the_lines_are_behind_the_command_line_and_private(kept: KeptLog) -> Non
     LOG.info("programmed %d services", 7)
     path = Path(kept.baseFilename)
     first, second = path.read_text().splitlines()
-    assert first.endswith(sys.orig_argv[-1])
+    assert first.endswith(shlex.quote(sys.orig_argv[-1]))
     assert second.endswith(f" {os.getpid()} I programmed 7 services")
     assert path.stat().st_mode & 0o777 == 0o600
 
