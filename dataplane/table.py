@@ -202,6 +202,11 @@ def socket_text(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
+def frontend_text(address: str | None, port: int) -> str:
+    """As listings have it. None: a node port, which every address of the node serves."""
+    return socket_text(address, port) if address else f"node port {port}"
+
+
 def disjoint(cidrs: Iterable[str]) -> list[str]:
     """The same addresses as ranges without overlaps, which is all that a set of ranges in the kernel can hold."""
     networks = [ip_network(cidr, strict=False) for cidr in cidrs]

@@ -97,7 +97,7 @@ def of_services(
 
 
 def _frontend(text: str, protocol: str, node: Sequence[str]) -> Iterable[Place]:
-    """The modes write a node port as `node port 30080`, `nodePort 30080`, `*:30080`, or at no address in particular."""
+    """The modes write a node port as `node port 30080`, `*:30080`, or at no address in particular."""
     if found := _NODE_PORT.fullmatch(text):
         port = int(found[1])
         return [Place(mapped(address), port, PROTOCOLS[protocol]) for address in node]

@@ -12,7 +12,7 @@ from hybrid_proxy.dataplane.modes.iptables import affinity
 from hybrid_proxy.dataplane.modes.iptables.names import MINE
 from hybrid_proxy.dataplane.modes.iptables.readback import Saved, parse
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
-from hybrid_proxy.dataplane.table import Kind, Protocol, Remembered, ServiceTable, socket_text
+from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, frontend_text
 
 _FRONTEND: Final = re.compile(
     r"^(?:-d (?P<address>[^/ ]+)(?:/\d+)? )?-p (?P<protocol>\w+) .*--dport (?P<port>\d+) "
@@ -65,7 +65,7 @@ class Programmed:
                 (found.name, found.protocol, found.family),
                 ServiceRow(name=found.name, frontends=[], protocol=found.protocol.name, backends=0, local_backends=0),
             )
-            row.frontends.append(_frontend_text(found))
+            row.frontends.append(frontend_text(found.address, found.port))
             for chain in _set_chains(chains, found.target):
                 if chain.startswith(f"{MINE}SVL-"):
                     row.local_backends = len(_goals(chains, chain))
@@ -106,12 +106,6 @@ def _frontend(family: int, rule: str) -> _Found | None:
     if protocol is None:
         return None
     return _Found(family, match["name"], match["kind"], match["address"], int(match["port"]), protocol, match["target"])
-
-
-def _frontend_text(found: _Found) -> str:
-    if found.address is None:
-        return f"{Kind.NODE_PORT.value} {found.port}"
-    return socket_text(found.address, found.port)
 
 
 def _set_chains(chains: Saved, target: str) -> set[str]:

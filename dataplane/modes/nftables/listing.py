@@ -13,7 +13,7 @@ from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family, Verdic
 from hybrid_proxy.dataplane.nftables.schema import Key, Value
 from hybrid_proxy.dataplane.nftables.wire import Kernel
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
-from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, socket_text
+from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, frontend_text, socket_text
 
 
 class _Frontend:
@@ -40,8 +40,7 @@ class _Frontend:
 
     @property
     def text(self) -> str:
-        port = int(self.key[-1])
-        return socket_text(self.address, port) if self.address else f"node port {port}"
+        return frontend_text(self.address, int(self.key[-1]))
 
 
 class Tables:

@@ -220,7 +220,7 @@ def test_the_view_names_services_and_backends(variant: str) -> None:
     assert [row.name for row in rows] == ["ns/s1:p", "ns/s1:p", "ns/s2:p", "ns/s2:p"]
     four = next(row for row in rows if row.name == "ns/s1:p" and "10.96.0.1:80" in row.frontends)
     assert four == ServiceRow(
-        name="ns/s1:p", frontends=["10.96.0.1:80", "203.0.113.1:80", "nodePort 30001"], protocol="TCP",
+        name="ns/s1:p", frontends=["10.96.0.1:80", "203.0.113.1:80", "node port 30001"], protocol="TCP",
         backends=3, local_backends=1, affinity=True,
     )  # fmt: skip
     assert BackendRow(service="ns/s2:p", address="[fd02::11]:8080", protocol="UDP", used=True) in view.backends()
