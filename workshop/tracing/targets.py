@@ -15,7 +15,7 @@ __all__ = ["PROTOCOLS", "Place", "Targets", "mapped", "of_services", "place_text
 
 PROTOCOLS: Final = {"TCP": 6, "UDP": 17, "SCTP": 132}
 _V4: Final = bytes(10) + b"\xff\xff"  # RFC 4291, 2.5.5.2
-_NODE_PORT: Final = re.compile(r"(?:node ?port |\*:)(\d+)", re.IGNORECASE)
+_NODE_PORT: Final = re.compile(r"(?:node port |\*:)(\d+)")
 
 
 class Place(NamedTuple):

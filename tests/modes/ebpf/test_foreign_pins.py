@@ -139,8 +139,8 @@ MOVES = {
     "another-meaning": ("abi.h", "ABI_VERSION = ", "ABI_VERSION = 1"),
 }
 STAYS = (
-    ("maps.h", "LRU_MAP(fragments, struct fragment_key, struct fragments, 4096)",
-     "LRU_MAP(fragments, struct fragment_key, struct fragments, 8192)"),
+    ("maps.h", "LRU_MAP(fragments, struct fragment_key, struct fragments, 2048)",
+     "LRU_MAP(fragments, struct fragment_key, struct fragments, 4096)"),
     ("abi.h", "\tCOUNTERS", "\tCOUNT_MORE,\n\tCOUNTERS"),
 )  # fmt: skip
 
