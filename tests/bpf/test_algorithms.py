@@ -248,7 +248,8 @@ def test_connections_are_counted_by_backend(bench: Bench, net: Net) -> None:
     opened = Counter(bench.open_tcp(net, net.vip, sport=sport).dst for sport in range(30_000, 30_020))
     bench.open_tcp(net, net.vip2, sport=31_000)
     ended = bench.open_tcp(net, net.vip, sport=32_000)
-    bench.ingress(frame(net, net.client, net.vip, segment(32_000, 80, "FA", 1001, 2)))
+    bench.talk(net, ended, net.vip, 80, 32_000, "FA", up=True, seq=1001, ack=1)
+    bench.talk(net, ended, net.vip, 80, 32_000, "A", up=False, seq=1, ack=1002)
     assert ended.dst in opened
     numbers = {address: number for number, address in backends_of(bench, net)}
     assert count_loads(bench) == {numbers[address]: count for address, count in opened.items()}
