@@ -17,7 +17,7 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Protocol
 
-from .kit import PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, segment, service, syn
+from .kit import PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, service, syn
 from .test_failover import wait
 
 RINGS = msgspec.structs.replace(SMALL, max_slots=65_536)
