@@ -248,7 +248,7 @@ class Ebpf:
         return loaded
 
     def _use(self, programs: Programs) -> None:
-        """Let all links run this generation."""
+        """Let all links run this generation; before the first attachment there are none of sockets."""
         former, self.programs = self.programs, programs
         for loaded in programs:
             self.maps.pin_new(loaded)
@@ -257,12 +257,18 @@ class Ebpf:
         self.uplinks.use(programs.hooks)
         if programs.xdp is not None:
             self.drivers.use(programs.xdp)
-        self.sockets.use(programs.connect, programs.sockops)
+        if self._attached:
+            self.sockets.use(programs.connect, programs.sockops)
+        if former is not None:
+            former.close()
+
+    def _serve_sockets(self) -> None:
+        """Attach to the node's cgroup."""
+        assert self.programs is not None
+        self.sockets.use(self.programs.connect, self.programs.sockops)
         taught = self.sockets.cgroup is None or netns_cookie() or teach_namespace(self.maps.maps["host_netns"])
         if not taught:
             log.warning("the node's own sockets are not served: the agent runs in none of the node's cgroups")
-        if former is not None:
-            former.close()
 
     def _take_larger_maps(self) -> None:
         self.store.grown()
@@ -466,6 +472,9 @@ class Ebpf:
             self.resizer.catch_up()
         except BpfError as error:
             raise Unsupported("eBPF", f"the kernel refused the programs: {error}") from error
+        if not self._attached:
+            with START.part("attach: sockets"):
+                self._serve_sockets()
         if self._carry is None or not self._carry.live or self._attached:
             with START.part("attach: interfaces"):
                 self._refresh_links()

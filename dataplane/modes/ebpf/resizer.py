@@ -144,8 +144,7 @@ class MapResizer:
         except (DataplaneError, OSError):
             self._drop()
             raise
-        with START.part("attach: sockets"):
-            self._use(programs)
+        self._use(programs)
         larger, self._larger, self._loading, self.failure = self._larger, {}, None, ""
         self._replace(larger)
         if larger:
