@@ -31,6 +31,11 @@ exit codes:
      also exits with 1 when the node is not in sync, `doctor` when it found a problem.
   2  the command cannot be used in this way: unknown flags and commands, values that are none, files with mistakes.
 """
+_LOGS: Final = (
+    "; the agent logs to standard error: `journalctl -u hybrid-proxy`, `kubectl -n kube-system logs ds/hybrid-proxy`. "
+    "The last lines are also in /run/hybrid-proxy/admin.log, and in what `hybrid-proxy bundle` writes"
+)
+INSTEAD: Final = {"version": "; did you mean --version?", "log": _LOGS, "logs": _LOGS}  # of words that are no command
 ENVIRONMENT: Final = """
 environment:
   NO_COLOR  if it is not empty, nothing is coloured, bold or dim; otherwise what goes to a terminal is.
@@ -47,6 +52,14 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **arguments: Any) -> None:
         arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **arguments)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Of a value that is none of the choices, say which one it looks like."""
+        choices = [str(each) for each in action.choices or ()]
+        if choices and value not in choices:
+            raise argparse.ArgumentError(
+                action, f"{value!r} is none of {', '.join(choices)}{_meant(str(value), choices)}"
+            )
 
 
 class _Version(argparse.Action):
@@ -243,6 +256,7 @@ exit codes: 0 no problem was found (there may be warnings), 1 there is one, 2 th
 
 examples:
   hybrid-proxy doctor                      what is wrong on this node, and what to do about it
+  hybrid-proxy doctor -n default           one line for each service of a namespace
   hybrid-proxy doctor default/web          why does this service not answer?
   hybrid-proxy doctor default/web:http --path /healthz
   hybrid-proxy doctor default/web --from 203.0.113.7     would this client be let in?
@@ -389,6 +403,7 @@ examples:
   hybrid-proxy lab exec node -- hybrid-proxy status
   hybrid-proxy lab exec pod1 -- curl http://10.96.0.10/
   hybrid-proxy lab shell pod1              a shell in the pod, until `exit`
+  hybrid-proxy lab list                    which labs stand
   hybrid-proxy lab down
 """
 
@@ -464,7 +479,12 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", "what is wrong here, and what to do about it", _DOCTOR)
     doctor.add_argument("service", nargs="?", metavar="NAMESPACE/NAME[:PORT]", help="this service")
-    doctor.add_argument("-n", "--namespace", metavar="NAMESPACE", help="the service's, where its name has none")
+    doctor.add_argument(
+        "-n",
+        "--namespace",
+        metavar="NAMESPACE",
+        help="the service's, where its name has none; alone: all services of it",
+    )
     doctor.add_argument("--from", dest="source", metavar="SRC", help="the client's address (default: this node's)")
     doctor.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="a packet's destination")
     doctor.add_argument("--path", metavar="PATH", help="ask backends for this path by HTTP, whatever the port's name")
@@ -619,10 +639,14 @@ def _lab(parser: argparse.ArgumentParser) -> None:
         ("up", "create a lab with an agent, and print commands to try"),
         ("exec", "run a command in a place of the lab"),
         ("shell", "open a shell in a place of the lab"),
+        ("list", "list the labs that stand"),
         ("down", "remove the lab"),
         ("demo", "watch the demonstration"),
     ):
         action = actions.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        if name == "list":
+            _table(action)
+            continue
         action.add_argument(
             "--name", default="lab", metavar="NAME", help="several labs can be up at once (default: lab)"
         )
@@ -731,9 +755,15 @@ def _explained(args: argparse.Namespace, error: Exception) -> str:
 def _parsed(root: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed command line. Words that are unknown are wrong use; what they look like is suggested."""
     known = commands_of(root)
-    typed = next((word for word in arguments if not word.startswith("-")), None)
+    words = [word for word in arguments if not word.startswith("-")]
+    typed = words[0] if words else None
+    if typed == "help":
+        typed = words[1] if words[1:] else None
+        if typed is None or typed in known:
+            (known[typed] if typed else root).print_help()
+            root.exit(OK)
     if typed is not None and typed not in known:
-        root.error(f'no command "{typed}"{_meant(typed, known)}')
+        root.error(f'no command "{typed}"{INSTEAD.get(typed) or _meant(typed, known)}')
     args, unknown = root.parse_known_args(arguments)
     if unknown:
         flags = known[args.command]._option_string_actions  # noqa: SLF001 - argparse has no public name for it

@@ -17,6 +17,7 @@ from hybrid_proxy.controller.commands.listings import ModeRow
 from hybrid_proxy.controller.commands.switch import Left, Switched
 from hybrid_proxy.controller.serving.protocol import AgentStatus, NoAgentStatus
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow
+from hybrid_proxy.workshop.lab.commands import LabRow
 from hybrid_proxy.workshop.top.command import Look
 
 __all__ = ["PAGE", "page"]
@@ -48,6 +49,7 @@ COMMANDS: Final = (
     Command("switch", "one object", Switched),
     Command("drain", "one object", Left),
     Command("explain --live", "one object; with `--flows` a list", ExplainAnswer),
+    Command("lab list", "a list", LabRow),
     Command("top", "one object a line", Look),
 )
 _TYPES: Final = tuple(dict.fromkeys(command.type for command in COMMANDS))

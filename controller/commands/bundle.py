@@ -314,10 +314,10 @@ def _kept_log(path: Path) -> str:
 
 def _doctor(args: argparse.Namespace, agent: _Agent) -> str:
     from hybrid_proxy.controller.commands.doctor.checks import diagnose, node_findings
-    from hybrid_proxy.controller.commands.doctor.look import Asked, at_node
+    from hybrid_proxy.controller.commands.doctor.look import Answered, at_node
 
     began = time.monotonic()
-    node = at_node(args, Asked(agent.status, agent.error))
+    node = at_node(args, Answered(agent.status, agent.error))
     if node.here is not None:
         node.here.close()
     return _json(diagnose("node", list(node_findings(node.facts)), seconds=time.monotonic() - began))

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 SHOWN_FLOWS: Final = 3  # of a mode that drains
 MOST_FLOWS: Final = 10_000  # of which these are looked for
+TRIES: Final = "`hybrid-proxy doctor NAMESPACE/NAME` tries one to each"
 WATCH_SECONDS: Final = 1.0
 
 
@@ -88,7 +89,9 @@ def _services(here: Programmed, args: argparse.Namespace) -> _Found:
 def _backends(here: Programmed, args: argparse.Namespace) -> _Found:
     asked = here.asked(args.service, args.namespace)
     rows = [row for row in here.backends(asked.service if here.agent else None) if asked.has(row.service)]
-    return _Found(_with_ejections(rows, here.agent), listings.backend_columns(rows))
+    blind = sorted({row.mode for row in rows if row.failures is None})
+    notes = [f"mode {mode} does not see whether connections to backends fail; {TRIES}" for mode in blind]
+    return _Found(_with_ejections(rows, here.agent), listings.backend_columns(rows), notes)
 
 
 def _flows(here: Programmed, args: argparse.Namespace) -> _Found:

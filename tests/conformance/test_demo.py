@@ -77,6 +77,10 @@ def test_a_lab_stays_up_until_it_is_taken_down() -> None:
         up = json.loads(result.stdout)
         assert set(up["places"]) == {"node", "client", "pod1", "pod2", "pod3"}
 
+        rows = {row["name"]: row for row in json.loads(typed("hybrid-proxy lab list -o json").stdout)}
+        assert set(rows[NAME]["places"]) == set(up["places"])
+        assert rows[NAME]["log"] == up["log"]
+
         again = lab("up")
         assert again.returncode != 0
         assert "stands already" in again.stderr

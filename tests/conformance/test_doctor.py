@@ -161,6 +161,16 @@ def test_doctor_names_the_incident(
     request.node.user_properties.append((PROPERTY, (incident.words, mode, words, f"{found.seconds:.1f}")))
 
 
+def test_a_namespace_has_a_line_for_each_service(clinic: Clinic) -> None:
+    clinic.put("pod1", name=FIRST, target=NOBODY)
+    try:
+        code, found = clinic.doctor("-n", "shop")
+    finally:
+        clinic.remove(FIRST)
+    marks = {each.text.partition(" ")[0].rstrip(":"): each.mark for each in found.findings if each.subject == "service"}
+    assert (code, found.cause, marks) == (1, "backend-refuses", {NAME: "ok", FIRST: "problem"})
+
+
 def test_a_bundle_has_what_a_report_needs_and_no_secret(clinic: Clinic) -> None:
     """Secrets are planted where they happen to be: in the log, in a rule's comment. The kubeconfig has a real one."""
     planted = f"planted{os.getpid()}Secret"

@@ -22,6 +22,11 @@ WRONG = (
     pytest.param(["trace", "--seconds", "nan"],    "'nan' is not a number of", id="no-number"),
     pytest.param(["switch", "ebfp"],               "no mode 'ebfp'; there are ebpf", id="no-such-mode"),
     pytest.param(["flows", "--mode", "foo"],       "no mode 'foo'",            id="flows-of-no-mode"),
+    pytest.param(["version"],                      "did you mean --version?",   id="the-version-as-a-command"),
+    pytest.param(["logs"],                         "journalctl -u hybrid-proxy", id="the-log-as-a-command"),
+    pytest.param(["lab", "ups"],                   "did you mean up?",          id="a-mistyped-action"),
+    pytest.param(["services", "-o", "jsno"],       "did you mean json?",        id="a-mistyped-value"),
+    pytest.param(["help", "doctr"],                "did you mean doctor?",             id="help-for-no-command"),
     pytest.param(["completion", "tcsh"],           "tcsh",                      id="no-such-shell"),
 )
 # fmt: on
@@ -35,7 +40,19 @@ def test_wrong_use_exits_with_2_and_suggests(argv: list[str], said: str, capsys:
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["explain", "--from", "10.0.0.1"], ["top", "--interval", "0"]], ids=" ".join)
+@pytest.mark.parametrize(("argv", "usage"), [(["help"], "hybrid-proxy "), (["help", "doctor"], "hybrid-proxy doctor")])
+def test_help_is_printed_for_the_word_too(argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == cli.OK
+    assert capsys.readouterr().out.startswith(f"usage: {usage}")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["explain", "--from", "10.0.0.1"], ["top", "--interval", "0"], ["doctor", "-n", "a", "--to", "10.0.0.1:1"]],
+    ids=" ".join,
+)
 def test_values_that_cannot_be_used_exit_with_2(argv: list[str]) -> None:
     assert cli.main(argv) == cli.USAGE
 

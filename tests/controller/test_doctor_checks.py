@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from hybrid_proxy.controller.commands.doctor.checks import ORDER, diagnose, node_findings, service_findings
+from hybrid_proxy.controller.commands.doctor.checks import ORDER, diagnose, in_short, node_findings, service_findings
 from hybrid_proxy.controller.commands.doctor.connect import speech_of
 from hybrid_proxy.controller.commands.doctor.facts import (
     Cause,
@@ -30,6 +30,7 @@ from tests.workshop.top.samples import agent_status, dataplane
 A, B = "10.0.0.1:8080", "10.0.0.2:8080"
 VIP = "10.96.0.1:80"
 WELL = NodeFacts(now=1000.0, forwarding={4: True}, no_agent="no agent listens")
+IDLE = Rule("inet fw", "forward", ("forward",), "tcp dport 9 counter drop", 3)
 DROP = Rule("inet fw", "forward", ("forward",), "tcp dport 8080 counter drop")
 
 
@@ -102,6 +103,7 @@ SERVICES = [
     pytest.param(facts(tried(A, "unreachable", "unreachable"), tried(B), tried(VIP)), "backend-unreachable", True, id="no route"),
     pytest.param(facts(*LOST, rules=(DROP,), counted={DROP: 4}), "firewall", True, id="a rule counted"),
     pytest.param(facts(*LOST, rules=(DROP,)), "firewall", False, id="a rule may have dropped"),
+    pytest.param(facts(*LOST, rules=(IDLE,)), "forwarding-loses", False, id="a rule whose counter stood still"),
     pytest.param(facts(*LOST), "forwarding-loses", False, id="forwarding loses, no rule is known"),
     pytest.param(facts(tried(A), tried(B), tried(VIP, "silent", "silent")), "service-path", True, id="only the service's address fails"),
     pytest.param(facts(tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP), rules=(DROP,), counted={DROP: 4}), "firewall", True, id="forwarding loses, and the mode does not forward"),
@@ -259,3 +261,54 @@ def test_an_address_that_another_service_has_is_named(ports: tuple[TablePort, ..
     node = msgspec.structs.replace(WELL, agent=agent_status(conflicts={"shop/web": [message], "shop/x": ["other"]}))
     found = next(each for each in service(facts(ports=ports), node)[2] if each.subject == "object")
     assert (found.mark, found.cause, found.text) == (mark, "object-refused", f"shop/web: {message}")
+
+
+@pytest.mark.parametrize(
+    ("rule", "named", "todo"),
+    [
+        (Rule("inet fw", "f", ("forward",), "policy drop"), "`policy drop` in chain f of table inet fw is on this way",
+         "`nft add rule inet fw f counter`"),
+        (Rule("ip fw", "g", ("forward",), "tcp dport 9 drop"), "`tcp dport 9 drop` in chain g of table ip fw is on this",
+         "`nft -a list chain ip fw g`"),
+    ],
+    ids=["policy", "rule"],
+)  # fmt: skip
+def test_a_rule_that_may_have_dropped_is_named_with_how_to_be_certain(rule: Rule, named: str, todo: str) -> None:
+    _, _, findings = service(facts(*LOST, rules=(rule,)))
+    (found,) = (each for each in findings if each.cause == "firewall")
+    assert named in found.text
+    assert todo in found.todo
+
+
+def test_the_node_says_that_it_drains() -> None:
+    agent = agent_status(leaving=True)
+    (found,) = (each for each in node_findings(msgspec.structs.replace(WELL, agent=agent)) if each.subject == "drain")
+    assert (found.mark, found.cause) == ("warning", "draining")
+    assert "hybrid-proxy drain --off" in found.todo
+
+
+@pytest.mark.parametrize(
+    ("mode", "mark"), [("ebpf", "ok"), ("userspace", "ok"), ("nftables", "unknown"), ("ipvs", "unknown")]
+)
+def test_a_mode_that_cannot_see_failures_is_not_said_to_have_none(mode: str, mark: str) -> None:
+    node = msgspec.structs.replace(WELL, agent=agent_status(), programmed={mode: 1})
+    (found,) = (each for each in node_findings(node) if each.subject == "backends")
+    assert found.mark == mark
+    assert ("does not see" in found.text) == (mark == "unknown")
+
+
+# fmt: off
+SHORT = [
+    pytest.param(facts(*GOOD), "ok", "shop/web is well: 6 of 6", "", id="well"),
+    pytest.param(facts(tried(A, "refused", "refused"), tried(B)), "problem", "shop/web: targetPort 8080 answers RST", "targetPort", id="a problem"),
+    pytest.param(facts(*GOOD, events=(EVENT,)), "warning", "shop/web is well: 6 of 6", "hybrid-proxy drops", id="a warning"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("found", "mark", "text", "todo"), SHORT)
+def test_of_several_services_each_has_one_line(found: ServiceFacts, mark: str, text: str, todo: str) -> None:
+    short = in_short(found, WELL)
+    assert short.mark == mark
+    assert short.text.startswith(text)
+    assert todo in short.todo

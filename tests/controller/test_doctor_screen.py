@@ -77,7 +77,7 @@ REFUSED = [
     pytest.param(["--timeout", "0"], id="no time at all"),
     pytest.param(["--timeout", "nan"], id="a time that is no number"),
     pytest.param(["--timeout", "31"], id="too much time"),
-    pytest.param(["-n", "shop"], id="a namespace without a service"),
+    pytest.param(["-n", "shop", "--to", "10.0.0.1:80"], id="a namespace and a packet"),
     pytest.param(["shop/web", "-n", "other"], id="two namespaces"),
 ]
 # fmt: on
@@ -86,6 +86,12 @@ REFUSED = [
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_a_command_line_that_cannot_be_used_is_exit_code_2(arguments: list[str]) -> None:
     assert cli.main(["doctor", *arguments]) == 2
+
+
+def test_a_namespace_without_a_service_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["doctor", "-n", "shop", "--admin-socket", str(tmp_path / "none.sock"), "--pin-root", str(tmp_path)]
+    assert cli.main(asked) == 1
+    assert 'no service in namespace "shop"' in capsys.readouterr().err
 
 
 def test_where_nothing_was_ever_programmed_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

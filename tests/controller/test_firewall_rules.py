@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybrid_proxy.controller.commands.doctor.facts import Rule
-from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft
+from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft, with_policies
 
 NFT = """
 table inet fw {
@@ -80,3 +80,21 @@ def test_what_a_rule_counted_between_two_looks() -> None:
     after = NFT.replace("packets 5", "packets 8").replace("packets 9", "packets 99")
     found = counted(of_nft(NFT), of_nft(after))
     assert {rule.text: count for rule, count in found.items()} == {"ct state invalid counter drop": 3}
+
+
+def test_a_rule_at_the_end_that_only_counts_counts_for_the_policy() -> None:
+    closed = NFT.replace("\t\tjump other\n", '\t\tjump other\n\t\tcounter packets 8 bytes 400 comment "rest"\n')
+    assert of_nft(closed)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 8)
+    early = NFT.replace("\t\tjump other\n", "\t\tcounter packets 8 bytes 400\n\t\tjump other\n")
+    assert of_nft(early)[0].packets is None
+
+
+def test_policies_of_iptables_count_as_its_own_tool_prints_it() -> None:
+    rules = (
+        Rule("ip filter", "FORWARD", ("forward",), "policy drop", None),
+        Rule("ip filter", "FORWARD", ("forward",), "tcp dport 9 drop", None),
+        Rule("ip filter", "OTHER", ("forward",), "policy drop", None),
+    )
+    first, *others = with_policies(rules, LEGACY)
+    assert first.packets == 7
+    assert others == list(rules[1:])

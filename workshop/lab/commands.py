@@ -1,4 +1,4 @@
-"""`hybrid-proxy lab up | exec | shell | down | demo`."""
+"""`hybrid-proxy lab up | exec | shell | list | down | demo`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+import msgspec
+
+from hybrid_proxy.controller.commands.columns import Column
+from hybrid_proxy.controller.commands.terminal import print_rows
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.workshop.lab import examples, namespace
 from hybrid_proxy.workshop.lab.agent import Agent, remove
 from hybrid_proxy.workshop.lab.network import RUN, Lab, LabError
 
-__all__ = ["address_of", "main"]
+__all__ = ["LabRow", "address_of", "main"]
 
 FEWEST_PODS: Final = 3
 DEFAULT_NAME: Final = "lab"
@@ -36,6 +40,8 @@ def main(args: argparse.Namespace) -> int:
         if not argv or argv[0].startswith("-"):
             raise ConfigError("which command? As in: hybrid-proxy lab exec node -- hybrid-proxy status")
         _become(args.name, args.place, argv)
+    if args.action == "list":
+        return _list(args)
     if args.action == "down":
         remove(Lab.standing(args.name))
         print(f"Lab {args.name} is removed.", file=sys.stderr)
@@ -76,6 +82,27 @@ def _standing() -> Iterator[Lab]:
     for folder in sorted(RUN.glob("*/")):
         with contextlib.suppress(LabError):
             yield Lab.standing(folder.name)
+
+
+class LabRow(msgspec.Struct, frozen=True):
+    """A lab that stands: its places, by which `lab exec` and `lab shell` know them, and the log of its agent."""
+
+    name: str
+    places: list[str]
+    log: str
+
+
+def _list(args: argparse.Namespace) -> int:
+    rows = [LabRow(lab.name, list(lab.places), str(Agent(lab, lab.folder).log)) for lab in _standing()]
+    columns: tuple[Column[LabRow], ...] = (
+        Column("NAME", lambda row: row.name),
+        Column("PLACES", lambda row: ", ".join(row.places), wrap=True),
+        Column("LOG OF THE AGENT", lambda row: row.log, leave=1),
+    )
+    print_rows(args, columns, rows)
+    if not rows:
+        print("(no lab stands here; `hybrid-proxy lab up` makes one)", file=sys.stderr)
+    return 0
 
 
 def _up(name: str, pods: int, as_json: bool) -> int:

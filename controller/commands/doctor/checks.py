@@ -25,6 +25,7 @@ from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, socket_text
 
 NEARLY_FULL: Final = 0.9
+SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 AS_ROOT: Final = "run as root, on the node itself"
 SHOWN: Final = 3  # names in a sentence
@@ -36,7 +37,7 @@ ORDER: Final[tuple[Cause, ...]] = (
     "no-endpoint", "no-local-endpoint", "forwarding-off", "firewall", "forwarding-loses", "backend-refuses",
     "backend-silent", "backend-unreachable", "backend-never-answers", "backend-closes", "kernel-differs", "other-proxy",
     "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served",
-    "backends-fail", "drops", "degraded", "ejected", "reverse-path", "refused-objects", "configuration",
+    "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "refused-objects", "configuration",
     "empty-services", "untold",
 )  # fmt: skip
 
@@ -136,6 +137,9 @@ def _agent_findings(agent: AgentStatus) -> Iterator[Finding]:
     else:
         drains = "".join(f"; mode {left.mode} drains, {left.text} are open" for left in agent.draining)
         yield Finding("ok", "mode", f"{mode.effective} serves{drains}")
+    if agent.leaving:
+        text = "load balancers are told to send nothing to this node, because somebody drains it"
+        yield Finding("warning", "drain", text, "`hybrid-proxy drain --off` ends that", "draining")
     yield from _sync(agent)
     yield from _source(agent)
     yield from _objects(agent)
@@ -248,6 +252,9 @@ def _conntrack(facts: NodeFacts) -> Finding:
 def _ejected(facts: NodeFacts) -> Finding:
     if not facts.ejections and facts.agent is None:
         return Finding("unknown", "backends", "the agent alone knows which are ejected")
+    if blind := sorted(facts.programmed.keys() - SEE_FAILURES):
+        text = f"mode {' and '.join(blind)} does not see whether connections to backends fail"
+        return Finding("unknown", "backends", text, "`hybrid-proxy doctor NAMESPACE/NAME` tries one to each")
     if not facts.ejections:
         return Finding("ok", "backends", "none is ejected")
     rows = [f"{row.address} of {row.service}: {row.state}" for row in facts.ejections]
@@ -298,6 +305,18 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     yield from _kernel(facts, node)
     yield from _connections(facts, node)
     yield from _drops(facts)
+
+
+def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
+    """What a look at several services says of each one: its verdict, and what to do about that."""
+    findings = list(service_findings(facts, node))
+    found = diagnose(facts.asked, findings, facts.tried)
+    if found.well and not found.cause:
+        return Finding("ok", "service", found.verdict)
+    mark: Mark = "warning" if found.well else "problem"
+    todo = next(each.todo for each in findings if (each.mark, each.cause) == (mark, found.cause))
+    text = found.verdict if found.well else f"{facts.asked}: {found.verdict}"
+    return Finding(mark, "service", text, todo, found.cause, found.certain)
 
 
 def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
@@ -516,7 +535,8 @@ def _on_the_way(facts: ServiceFacts, node: NodeFacts, lost: Sequence[Tried], *, 
     if off and (not lost or family in off or 4 in off):
         return  # the node's own finding says so
     counted = [rule for rule in facts.counted if "forward" in rule.hooks] or list(facts.counted)
-    suspects = [rule for rule in facts.rules if "forward" in rule.hooks]
+    # A rule whose counter stood still has dropped none of them.
+    suspects = [rule for rule in facts.rules if "forward" in rule.hooks and rule.packets is None]
     where = f"from a pod to {_targets(lost)}" if lost else "to the service's address"
     seen = f"connections {where} fail, and from the node they do not" if lost else f"connections {where} fail"
     # In other modes a connection that succeeded says nothing of the next one, which may be to another backend.
@@ -531,15 +551,18 @@ def _on_the_way(facts: ServiceFacts, node: NodeFacts, lost: Sequence[Tried], *, 
         )
         yield Finding(mark, "firewall", text, f"accept the pods' traffic before this rule, {_where(rule)}", "firewall")
     elif suspects and lost:
-        text = (
-            f"firewall drops in {_hook(suspects[0])}, probably: {seen}, and {_rule(suspects[0])} is on this way{ease}"
-        )
-        todo = "`hybrid-proxy trace --drops` shows which one it is"
+        named = _some([f"{_rule(rule)} {_where(rule)}" for rule in suspects], "; ")
+        way = "is on this way" if len(suspects) == 1 else "are on this way"
+        text = f"firewall drops in {_hook(suspects[0])}, probably: {seen}, and {named} {way}{ease}"
+        todo = f"it has no counter: {_count_it(suspects[0])}, then ask doctor again, which names the rule that counts"
         yield Finding(mark, "firewall", text, todo, "firewall", certain=False)
     elif lost:
         more = f" ({facts.rules_unknown})" if facts.rules_unknown else ""
         text = f"this node loses forwarded packets: {seen}, and no rule that drops them was found{more}{ease}"
-        todo = "`hybrid-proxy trace --drops` asks the kernel; check network policies and routes"
+        todo = (
+            "`hybrid-proxy trace --drops` says for which reason the kernel drops them, though not by which rule; check "
+            "network policies and routes"
+        )
         yield Finding(mark, "forwarding", text, todo, "forwarding-loses", certain=False)
 
 
@@ -646,6 +669,13 @@ def _rule(rule: Rule) -> str:
 
 def _where(rule: Rule) -> str:
     return f"in chain {rule.chain} of table {rule.table}"
+
+
+def _count_it(rule: Rule) -> str:
+    """How to have it count, in nft's words."""
+    if rule.text == "policy drop":
+        return f"`nft add rule {rule.table} {rule.chain} counter` counts what the policy gets"
+    return f"replace it by one with `counter` before the verdict (`nft -a list chain {rule.table} {rule.chain}`)"
 
 
 def _many(count: int, noun: str) -> str:

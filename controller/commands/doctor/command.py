@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor import look
-from hybrid_proxy.controller.commands.doctor.checks import diagnose, node_findings, service_findings
+from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
 from hybrid_proxy.controller.commands.explain import PodAddress, ask_agent, named_target, no_pods, packets_of, target
 from hybrid_proxy.controller.commands.names import asked_for
@@ -36,21 +36,30 @@ def run(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
     packet = _packet(args, pod_address)
     before = look.reverse_path_drops()
     node = look.at_node(args)
-    asks = args.service or packet is not None
-    service = look.at_service(args, packet, node) if asks else None
+    several = args.namespace is not None and args.service is None
+    services = []
+    if several:
+        services = look.at_namespace(args, node)
+    elif args.service or packet is not None:
+        services = [look.at_service(args, packet, node)]
     after = look.reverse_path_drops()
     if before is not None and after is not None:
         node = node._replace(facts=msgspec.structs.replace(node.facts, reverse_path_drops=after - before))
     if node.here is not None:
         node.here.close()
     findings = list(node_findings(node.facts))
-    if service is None:
-        found = diagnose("node", findings, seconds=time.monotonic() - began)
+    # Of the node only what can have to do with these services.
+    about = [each for each in findings if each.mark == "problem" and each.cause not in OTHERS]
+    seconds = time.monotonic() - began
+    if several:
+        each = [in_short(service, node.facts) for service in services]
+        tried = [one for service in services for one in service.tried]
+        found = diagnose(f"namespace {args.namespace}", [*each, *about], tried, seconds)
+    elif services:
+        own = list(service_findings(services[0], node.facts))
+        found = diagnose(services[0].asked, [*own, *about], services[0].tried, seconds)
     else:
-        own = list(service_findings(service, node.facts))
-        # Of the node only what can have to do with this service.
-        about = [each for each in findings if each.mark == "problem" and each.cause not in OTHERS]
-        found = diagnose(service.asked, [*own, *about], service.tried, time.monotonic() - began)
+        found = diagnose("node", findings, seconds=seconds)
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     else:
@@ -64,8 +73,8 @@ def _packet(args: argparse.Namespace, pod_address: PodAddress) -> Packet | None:
     Raises:
         ConfigError: the command line cannot be used.
     """
-    if args.namespace and not args.service:
-        raise ConfigError("-n needs the name of a service: doctor NAME -n NAMESPACE")
+    if args.namespace and not args.service and (args.target or args.source):
+        raise ConfigError("-n alone means all services of a namespace: leave it out, or name the service, too")
     args.service = asked_for(args.service, args.namespace).service
     if args.service and args.target:
         raise ConfigError("a service or a packet? name the service, or the packet's destination with --to")

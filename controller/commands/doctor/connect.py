@@ -13,7 +13,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Final, NamedTuple
 
@@ -102,7 +102,7 @@ def _client_hello(host: str) -> bytes:
     return outgoing.read()
 
 
-def try_all(attempts: Sequence[Attempt], seconds: float) -> list[Tried]:
+def try_all(attempts: Sequence[Attempt], seconds: float) -> dict[Attempt, Tried]:
     """Make all connections at once; each has so many seconds to be accepted, and as many for its answer."""
     opened: list[tuple[Attempt, socket.socket | OSError]] = []
     for origin in dict.fromkeys(attempt.origin for attempt in attempts):
@@ -126,8 +126,9 @@ def _open(attempt: Attempt) -> socket.socket | OSError:
     return made
 
 
-async def _together(opened: Iterable[tuple[Attempt, socket.socket | OSError]], seconds: float) -> list[Tried]:
-    return list(await asyncio.gather(*(_timed(attempt, made, seconds) for attempt, made in opened)))
+async def _together(opened: Sequence[tuple[Attempt, socket.socket | OSError]], seconds: float) -> dict[Attempt, Tried]:
+    tried = await asyncio.gather(*(_timed(attempt, made, seconds) for attempt, made in opened))
+    return dict(zip((attempt for attempt, _ in opened), tried, strict=True))
 
 
 async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float) -> Tried:

@@ -138,6 +138,7 @@ Cause = Literal[
     "backends-fail",
     "drops",
     "degraded",
+    "draining",
     "ejected",
     "empty-services",
     "refused-objects",

@@ -15,7 +15,8 @@ import msgspec
 
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, Rule, ServiceFacts
-from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft
+from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft, with_policies
+from hybrid_proxy.controller.commands.names import Asked, checked
 from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events
 from hybrid_proxy.controller.errors import ControllerError
@@ -56,6 +57,8 @@ MOST_BACKENDS: Final = 32  # of each service port: more connections at once woul
 MOST_ATTEMPTS: Final = 256  # in all
 MOST_TABLES: Final = 32
 MOST_PODS: Final = 64  # of which one is chosen as a client
+TABLES: Final = frozenset({"raw", "mangle", "filter", "security"})  # iptables' own, without nat
+SAVERS: Final = {"ip": "iptables-nft-save", "ip6": "ip6tables-nft-save"}
 TOOL_SECONDS: Final = 3.0
 CONNTRACK: Final = "net/netfilter/nf_conntrack_"
 FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
@@ -69,14 +72,14 @@ class Node(NamedTuple):
     rows: list[ServiceRow]
 
 
-class Asked(NamedTuple):
+class Answered(NamedTuple):
     """The agent's status, or why it gave none."""
 
     status: AgentStatus | None
     error: ControllerError | None
 
 
-def at_node(args: argparse.Namespace, asked: Asked | None = None) -> Node:
+def at_node(args: argparse.Namespace, asked: Answered | None = None) -> Node:
     """What is known of the node; never raises for what cannot be found out. `asked`: if the agent was asked already."""
     agent, error = asked or _asked(args.admin_socket)
     denied = error is not None and os.geteuid() != 0
@@ -125,11 +128,11 @@ def reverse_path_drops() -> int | None:
     return None
 
 
-def _asked(admin_socket: str) -> Asked:
+def _asked(admin_socket: str) -> Answered:
     try:
-        return Asked(ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status, None)
+        return Answered(ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status, None)
     except ControllerError as error:
-        return Asked(None, error)
+        return Answered(None, error)
 
 
 def _programmed(args: argparse.Namespace, error: ControllerError | None) -> tuple[Programmed | None, str]:
@@ -214,9 +217,14 @@ def read_rules() -> tuple[tuple[Rule, ...], str]:
     for family, name in tables[:MOST_TABLES]:
         if name not in ("nat", "kube-proxy") and not name.startswith("hybrid-proxy"):
             try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-                rules += of_nft(_run("nft", "-t", "list", "table", family, name))
+                found = of_nft(_run("nft", "-t", "list", "table", family, name))
             except OSError as error:
                 unknown.append(f"table {family} {name} cannot be read: {error}")
+                continue
+            if family in SAVERS and name in TABLES and any(rule.packets is None for rule in found):
+                with contextlib.suppress(OSError):  # not all of it is iptables': then nobody counts for its policies
+                    found = with_policies(found, _run(SAVERS[family], "-c", "-t", name))
+            rules += found
     for family, names, tool in (
         ("ip", "ip_tables_names", "iptables-legacy-save"),
         ("ip6", "ip6_tables_names", "ip6tables-legacy-save"),
@@ -225,7 +233,7 @@ def read_rules() -> tuple[tuple[Rule, ...], str]:
             tables_of_legacy = Path(f"/proc/thread-self/net/{names}").read_text().split()
         except OSError:
             continue
-        for table in sorted({"raw", "mangle", "filter", "security"} & set(tables_of_legacy)):
+        for table in sorted(TABLES & set(tables_of_legacy)):
             try:
                 rules += of_iptables(_run(tool, "-c", "-t", table), family)
             except OSError as error:
@@ -250,37 +258,66 @@ def _run(*argv: str) -> str:
 
 def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:
     """What is known of the service or of the packet, with the connections that were tried."""
-    facts = _objects(args, packet, node)
+    return _with_connections(args, [_objects(args, packet, node)], node)[0]
+
+
+def at_namespace(args: argparse.Namespace, node: Node) -> list[ServiceFacts]:
+    """The same of each service that is programmed in a namespace; all connections are tried at once.
+
+    Raises:
+        ControllerError: there is none.
+    """
+    names = [row.name for row in node.rows if row.name]
+    asked = checked(Asked(None, args.namespace), names)
+    services = sorted({name.partition(":")[0] for name in names if asked.has(name)})
+    each = [argparse.Namespace(**{**vars(args), "service": service}) for service in services]
+    return _with_connections(args, [_objects(one, None, node) for one in each], node)
+
+
+def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts], node: Node) -> list[ServiceFacts]:
     interfaces = links.read_node()
     own = interfaces.addresses
-    source = facts.packet.src if facts.packet else str(ip_address(args.source)) if args.source else ""
+    packet = services[0].packet
+    source = packet.src if packet else str(ip_address(args.source)) if args.source else ""
     pods, no_pod = _pods({each.name for each in interfaces.interfaces if links.is_pod(each, (), (), ())}, source)
-    live, live_unknown = _live(args, facts, node, pods, own)
-    facts = msgspec.structs.replace(facts, live=live, live_unknown=live_unknown)
-    origins = [Origin("node", "", own)]
     here = {*own, *(each for pod in pods for each in pod.addresses)}
-    if (pod := _chosen(pods, facts, source)) is not None:
-        origins.append(Origin("pod", pod.path, pod.addresses))
-        no_pod = ""
     idle = {one.entry for one in node.facts.agent.dataplane.unprogrammed} if node.facts.agent else set()
-    ports = tuple(port for port in facts.ports if port.name not in idle)
-    attempts, left_out = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins)
+    plans: list[tuple[list[Attempt], int]] = []
+    attempts: dict[Attempt, None] = {}
+    for facts in services:
+        origins = [Origin("node", "", own)]
+        if (pod := _chosen(pods, facts, source)) is not None:
+            origins.append(Origin("pod", pod.path, pod.addresses))
+        ports = tuple(port for port in facts.ports if port.name not in idle)
+        mine, left_out = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins)
+        if len(attempts) >= MOST_ATTEMPTS:
+            mine, left_out = [], left_out + len({(each.address, each.port) for each in mine if each.via == "backend"})
+        plans.append((mine, left_out))
+        attempts |= dict.fromkeys(mine)
     last = _last_event(args.admin_socket) if node.facts.agent and attempts else None
     rules, rules_unknown = read_rules() if attempts else ((), "")
-    tried = try_all(attempts, args.timeout) if attempts else []
+    tried = try_all(list(attempts), args.timeout) if attempts else {}
     counters = counted(rules, read_rules()[0]) if any(rule.packets is not None for rule in rules) else {}
     events = _recent_events(args.admin_socket, last)[0] if last is not None else ()
-    return msgspec.structs.replace(
-        facts,
-        tried=tuple(tried),
-        left_out=left_out,
-        stranger=source if pods and source not in here else "",
-        no_pod=no_pod,
-        rules=rules,
-        counted=dict(counters),
-        rules_unknown=rules_unknown,
-        events=tuple(row for row in events if row.what != "fail" and _is_about(row, facts, attempts)),
-    )
+    found = []
+    for facts, (mine, left_out) in zip(services, plans, strict=True):
+        live, live_unknown = _live(args, facts, node, pods, own)
+        found.append(
+            msgspec.structs.replace(
+                facts,
+                live=live,
+                live_unknown=live_unknown,
+                tried=tuple(tried[attempt] for attempt in mine),
+                left_out=left_out,
+                stranger=source if pods and source not in here else "",
+                no_pod="" if any(pod.addresses for pod in pods) else no_pod,
+                rules=rules,
+                counted=dict(counters),
+                rules_unknown=rules_unknown,
+                events=tuple(row for row in events if row.what != "fail" and _is_about(row, facts, mine)),
+            )
+        )
+    return found
 
 
 def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:

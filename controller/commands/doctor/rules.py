@@ -18,6 +18,7 @@ HOOKS: Final = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTI
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _DROPS: Final = re.compile(r"(?:^|\s)(?:drop|reject)\b", re.IGNORECASE)
 _COUNTER: Final = re.compile(r"counter packets (\d+) bytes \d+")
+_ALL: Final = re.compile(r"counter packets (\d+) bytes \d+(?: comment .*)?")  # a rule that only counts
 _JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
 _BASE: Final = re.compile(r"type (\w+) hook (\w+)(?:.*policy (\w+))?")
 _SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
@@ -33,6 +34,8 @@ class _Chain(msgspec.Struct):
     hook: str = ""
     drops: list[tuple[str, int | None]] = msgspec.field(default_factory=list)
     leads_to: set[str] = msgspec.field(default_factory=set)
+    policy: str = ""  # if it drops
+    left: int | None = None  # packets that the last rule counted, if it does nothing else: what the policy gets
 
 
 def of_nft(text: str) -> tuple[Rule, ...]:
@@ -63,7 +66,7 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
         elif found := _POLICY.match(line):
             chain = chains[found[1]] = _Chain(table, found[1], found[1].lower() if found[1] in HOOKS else "")
             if found[2] == "DROP":
-                chain.drops.append(("policy DROP", int(found[3]) if found[3] else None))
+                chain.policy, chain.left = "policy DROP", int(found[3]) if found[3] else None
         elif (found := _SAVED.match(line)) and (target := _TARGET.search(_QUOTED.sub("", found[3]))):
             chain = chains.setdefault(found[2], _Chain(table, found[2]))
             if target[1] in ("DROP", "REJECT"):
@@ -72,13 +75,24 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
     return tuple(_rules(chains.values()))
 
 
+def with_policies(rules: Iterable[Rule], saved: str) -> tuple[Rule, ...]:
+    """The rules of one table, with what its policies dropped: nft does not print that, `iptables-nft-save -c` does."""
+    counts = {found[1]: int(found[3]) for line in saved.splitlines() if (found := _POLICY.match(line)) and found[3]}
+    return tuple(
+        msgspec.structs.replace(rule, packets=counts.get(rule.chain))
+        if rule.text == "policy drop" and rule.packets is None else rule
+        for rule in rules
+    )  # fmt: skip
+
+
 def _read_nft(chain: _Chain, line: str) -> None:
     base = _BASE.match(line)
     if base:
         chain.hook = base[2] if base[1] == "filter" else ""
-        if base[3] == "drop":
-            chain.drops.append(("policy drop", None))
+        chain.policy = "policy drop" * (base[3] == "drop")
         return
+    everything = _ALL.fullmatch(line)
+    chain.left = int(everything[1]) if everything else None
     bare = _QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
     if _DROPS.search(bare):
         counter = _COUNTER.search(bare)
@@ -97,7 +111,8 @@ def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
     for chain in known:
         by = hooks.get((chain.table, chain.name))
         if by:
-            for text, packets in chain.drops:
+            policy = [(chain.policy, chain.left)] * bool(chain.policy)
+            for text, packets in (*policy, *chain.drops):
                 yield Rule(chain.table, chain.name, tuple(sorted(by)), " ".join(text.split()), packets)
 
 
