@@ -235,7 +235,8 @@ class Agent:
             beside=bool(config.settings.proxy_name),
         )
         self.http = HttpHandlers(
-            config, self.health, self.counters, self._ask, self.follower.in_effect, self.events,
+            config, self.health, self.counters, self._ask, self.follower.in_effect, flags,
+            self.events,
             lambda error: self.queue.put(_Fatal("cannot serve HTTP", error)),
         )  # fmt: skip
         self._links = _Signal(self.queue.put, _LinksChanged())

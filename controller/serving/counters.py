@@ -94,7 +94,7 @@ class Counters:
         self.services_waiting = self.endpoints_waiting = 0
         self.last_queued = self.last_synced = 0.0
         self.sync_failures: Counter[str] = Counter()  # by mode
-        self._started = started
+        self.started = started
         self._families = tuple(families)
         self._triggers: list[tuple[int, float]] = []
 
@@ -123,7 +123,7 @@ class Counters:
             self._note_trigger(event.object.family, event.triggered)
 
     def _note_trigger(self, family: int, triggered: float) -> None:
-        if triggered > self._started and len(self._triggers) < TRIGGERS:
+        if triggered > self.started and len(self._triggers) < TRIGGERS:
             self._triggers.append((family, triggered))
 
     def record_sync(self, table: ServiceTable, seconds: float, latencies: Iterable[float], wall: float) -> None:

@@ -30,6 +30,7 @@ from hybrid_proxy.controller.serving.counters import FAMILIES
 
 NEVER: Final = "0001-01-01T00:00:00Z"  # Go's zero time
 JSON: Final = "application/json"
+TEXT: Final = "text/plain; charset=utf-8"
 NOSNIFF: Final = ("X-Content-Type-Options", "nosniff")
 OK, UNAVAILABLE = 200, 503
 
@@ -97,18 +98,25 @@ class Health:
     def _family_well(self, family: int, now: float) -> bool:
         return now - min(self._waiting.get(family, now), self._turned) < self.timeout
 
+    def passes(self, page: str, now: float) -> bool:
+        """Whether this page, `healthz` or `livez`, answers 200."""
+        return self._timely(now) if page == "livez" else self._serves(now) and self._eligible
+
+    def _serves(self, now: float) -> bool:
+        return self.well(now) and bool(self._updated)
+
+    @property
+    def _eligible(self) -> bool:
+        return self.node_eligible and not self.leaving
+
     def healthz(self, now: float, wall: float) -> Answer:
-        programmed = bool(self._updated)
-        well = self.well(now) and programmed
-        eligible = self.node_eligible and not self.leaving
-        return self._page("healthz", now, wall, well, well and eligible, {"nodeEligible": eligible})
+        return self._page("healthz", now, wall, self._serves(now), {"nodeEligible": self._eligible})
 
     def livez(self, now: float, wall: float) -> Answer:
-        well = self._timely(now)
-        return self._page("livez", now, wall, well, well, {})
+        return self._page("livez", now, wall, self._timely(now), {})
 
-    def _page(self, name: str, now: float, wall: float, well: bool, good: bool, more: Mapping[str, bool]) -> Answer:
-        updated = self._updated
+    def _page(self, name: str, now: float, wall: float, well: bool, more: Mapping[str, bool]) -> Answer:
+        updated, good = self._updated, self.passes(name, now)
         # As in releases of kube-proxy in which every turn of its loop counted as an update.
         last = rfc3339(wall) if good else rfc3339(wall - now + max(updated.values())) if updated else NEVER
         body: dict[str, object] = {"lastUpdated": last, "currentTime": rfc3339(wall), **more, "healthy": well}

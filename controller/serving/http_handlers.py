@@ -1,7 +1,8 @@
 """What this agent serves by HTTP, and where: health, metrics, and the health-check node ports of Services.
 
     healthz_bind_address   /healthz /livez                            for load balancers and the kubelet
-    metrics_bind_address   /metrics /healthz /proxyMode /configz      for Prometheus and people
+    metrics_bind_address   /metrics /metrics/slis                     for Prometheus
+                           /healthz /proxyMode /configz /statusz /flagz    for people
     each health-check node port, at any path                          for the load balancer of one Service
 
 Paths and answers are kube-proxy's. Its pages for debugging a Go program (/debug/pprof) have no counterpart here; with
@@ -25,9 +26,10 @@ from hybrid_proxy.controller.kubernetes.events import Recorder, node, service
 from hybrid_proxy.controller.semantics.entries import HealthCheck
 from hybrid_proxy.controller.serving import protocol
 from hybrid_proxy.controller.serving.counters import Counters
-from hybrid_proxy.controller.serving.health import NOSNIFF, OK, UNAVAILABLE, Answer, Health, service_answer
-from hybrid_proxy.controller.serving.http_server import TEXT, Handler, HttpServer, Listener
+from hybrid_proxy.controller.serving.health import NOSNIFF, OK, TEXT, UNAVAILABLE, Answer, Health, service_answer
+from hybrid_proxy.controller.serving.http_server import Handler, HttpServer, Listener
 from hybrid_proxy.controller.serving.protocol import HealthChecks, Request
+from hybrid_proxy.controller.serving.zpages import flagz, statusz
 from hybrid_proxy.controller.settings.config import Config
 from hybrid_proxy.dataplane.reports import TrafficRow
 
@@ -53,6 +55,7 @@ class HttpHandlers:
         counters: Counters,
         ask: Callable[[Request], protocol.Answer],
         in_effect: Callable[[], list[dict[str, Any]]],
+        flags: Mapping[str, Any],
         events: Recorder,
         end: Callable[[Exception], None],
     ) -> None:
@@ -61,6 +64,7 @@ class HttpHandlers:
         self._counters = counters
         self._ask = ask
         self._in_effect = in_effect
+        self._flags = flags
         self._events = events
         self._end = end
         self._metrics: Metrics | None = None
@@ -116,13 +120,19 @@ class HttpHandlers:
             listeners[HEALTH] = Listener("health", (place.address,), place.port, pages)
         if (place := self._config.metrics_bind_address) is not None:
             pages = {
-                "/metrics": Handler(self._metrics_page, slow=True),
+                "/metrics": Handler(lambda _, accept: self._scrape(accept, every=True), slow=True),
+                "/metrics/slis": Handler(lambda _, accept: self._scrape(accept, every=False), slow=True),
                 "/healthz": Handler(lambda *_: _text("ok")),
                 "/proxyMode": Handler(lambda *_: _text(self.mode)),
                 "/configz": Handler(lambda *_: Answer(OK, self._configz()), slow=True),
+                "/flagz": Handler(lambda _, accept: self._flagz(accept), slow=True),
             }
             if self._config.enable_profiling:
                 pages["/debug/threads"] = Handler(lambda *_: _text(_threads()))
+            paths = sorted((*pages, "/statusz"))
+            pages["/statusz"] = Handler(
+                lambda _, accept: statusz(accept, self._counters.started, time.time(), paths), slow=True
+            )
             listeners[METRICS] = Listener("metrics", (place.address,), place.port, pages)
         return listeners
 
@@ -155,15 +165,21 @@ class HttpHandlers:
 
         return Handler(make)
 
-    def _metrics_page(self, _: int, accept: str) -> Answer:
+    def _scrape(self, accept: str, *, every: bool) -> Answer:
+        """All metrics, or those of the health checks alone."""
         if self._metrics is None:
             from hybrid_proxy.controller.serving.metrics import (
                 Metrics,  # 1.5 MB that an agent without Prometheus does without
             )
 
             self._metrics = Metrics(self._agent_status, self._traffic, self._counters, self._health)
-        body, content_type = self._metrics.page(accept)
+        body, content_type = self._metrics.page(accept) if every else self._metrics.health_checks(accept)
         return Answer(OK, body, content_type, ())
+
+    def _flagz(self, accept: str) -> Answer:
+        from hybrid_proxy.controller.settings.flags import texts  # argparse's side of the settings
+
+        return flagz(accept, texts(self._flags))
 
     def _agent_status(self) -> protocol.AgentStatus | None:
         answer = self._ask(protocol.GetStatus())

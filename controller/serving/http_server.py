@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 import h11
 
-from hybrid_proxy.controller.serving.health import Answer
+from hybrid_proxy.controller.serving.health import TEXT, Answer
 from hybrid_proxy.dataplane.table import socket_text
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ REQUEST_BYTES: Final = 16 << 10
 BACKLOG: Final = 128
 IP_FREEBIND, IPV6_FREEBIND = 15, 78  # linux/in.h, linux/in6.h
 SERVER: Final = ("Server", "hybrid-proxy")
-TEXT: Final = "text/plain; charset=utf-8"
 NOT_FOUND: Final = Answer(404, b"404 page not found\n", TEXT)
 FAILED: Final = Answer(500, b"the page could not be made; the agent's log says why\n", TEXT)
 

@@ -7,9 +7,9 @@ mean, so that its dashboards and alerts work; a metric that would mean something
 from __future__ import annotations
 
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from typing import Any, Final
 
@@ -18,8 +18,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.serving.counters import FAMILIES, Counters
-from hybrid_proxy.controller.serving.health import Health
+from hybrid_proxy.controller.serving.health import OK, UNAVAILABLE, Health
 from hybrid_proxy.controller.serving.protocol import AgentStatus, ApiRequests, DrainingMode
 from hybrid_proxy.dataplane.reports import Status, TrafficCounts, TrafficRow
 
@@ -54,7 +55,10 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_Agent(status, counters or Counters(), health or Health(60.0)))
+        counters, health = counters or Counters(), health or Health(60.0)
+        self.registry.register(_Agent(status, counters, health))
+        self._health_checks = CollectorRegistry()
+        self._health_checks.register(_HealthChecks(counters, health))
         self._traffic = traffic
 
     def page(self, accept: str) -> tuple[bytes, str]:
@@ -69,6 +73,39 @@ class Metrics:
         if openmetrics:
             body += _END
         return bytes(body), content_type
+
+    def health_checks(self, accept: str) -> tuple[bytes, str]:
+        """Likewise, with the metrics of `/metrics/slis` alone (KEP-3466)."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._health_checks), content_type
+
+
+class _HealthChecks(Collector):
+    """For a scrape every second: whether the health pages answer 200 now, and how often they did."""
+
+    def __init__(self, counters: Counters, health: Health) -> None:
+        self._counters = counters
+        self._health = health
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        now = GaugeMetricFamily(
+            "kubernetes_healthcheck", "1: this health check succeeds now; 0: it fails", labels=["name", "type"]
+        )
+        total = CounterMetricFamily(
+            "kubernetes_healthchecks", "Health checks that were asked for", labels=["name", "type", "status"]
+        )
+        asked = dict(self._health.asked)
+        for page in ("healthz", "livez"):
+            now.add_metric([page, page], self._health.passes(page, time.monotonic()))
+            for status, code in (("success", OK), ("error", UNAVAILABLE)):
+                total.add_metric([page, page, status], asked.get((page, code), 0))
+        yield from (now, total)
+        yield GaugeMetricFamily(
+            "process_start_time_seconds", "When this process started, since 1970", value=self._counters.started
+        )
 
 
 class _Agent(Collector):
@@ -100,12 +137,8 @@ class _Agent(Collector):
 
 
 def _build_info() -> Metric:
-    try:
-        ours = version("hybrid-proxy")
-    except PackageNotFoundError:  # run from a folder
-        ours = "unknown"
     info = GaugeMetricFamily("hybrid_proxy_build_info", "1, with the version as label", labels=["version", "python"])
-    info.add_metric([ours, platform.python_version()], 1)
+    info.add_metric([__version__, platform.python_version()], 1)
     return info
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,20 @@ def add_removed_flags(parser: argparse.ArgumentParser) -> None:
     """Accept the flags that kube-proxy no longer has, without mentioning them in `--help`."""
     for flag in REMOVED_FLAGS:
         parser.add_argument(f"--{flag}", nargs="?", const="true", help=argparse.SUPPRESS)
+
+
+def texts(given: Mapping[str, Any]) -> dict[str, str]:
+    """Each flag's value as text, its default where it is not among these of the command line."""
+    values = {flag: (given.get(row.dest), row.written_default) for flag, row in _flags().items()}
+    return {flag: _text(default if value is None else value) for flag, (value, default) in values.items()}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text, value))
+    if isinstance(value, dict):
+        return ",".join(f"{name}={_text(one)}" for name, one in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _ALIASES = {"v": ("-v", "--v"), "logging-format": ("--logging-format", "--log-format")}

@@ -259,6 +259,15 @@ class TestMetricsServer:
         modern = fetch(lab, "/metrics", METRICS, Accept="application/openmetrics-text; version=1.0.0")
         assert modern.headers["Content-Type"].startswith("application/openmetrics-text")
         assert modern.body.endswith(b"# EOF\n")
+        of_version = "application/json;g=config.k8s.io;v=v1beta1;as={}"
+        about = fetch(lab, "/statusz", METRICS, Accept=of_version.format("Statusz")).json
+        assert {"/metrics", "/metrics/slis", "/flagz", "/statusz"} < set(about["paths"])
+        assert 0 <= about["uptimeSeconds"] < 600 * PATIENCE
+        flags = fetch(lab, "/flagz", METRICS, Accept=of_version.format("Flagz")).json["flags"]
+        assert (flags["hostname-override"], flags["iptables-sync-period"]) == (ME, "1s")
+        assert flags["profiling"] == "false"
+        slis = fetch(lab, "/metrics/slis", METRICS).body.decode()
+        assert 'kubernetes_healthcheck{name="livez",type="livez"} 1.0' in slis.splitlines()
         with pytest.raises(ConnectionRefusedError):  # only on loopback
             fetch(lab, "/metrics", METRICS, lab["node"].address4, "client")
 
