@@ -2,12 +2,15 @@
 
 kube-proxy's rules are kept: with a file its flags are ignored, except --hostname-override, --master and those of the
 log; flags that kube-proxy does not have always count. A warning names fields that kube-proxy's document does not have,
-and they are ignored, as kube-proxy does it; in our document they are errors.
+and they are ignored, as kube-proxy does it; in our document they are errors. Of a later version of kube-proxy's
+document what is known is read. Whatever is not understood there is named by a warning, because a cluster's upgrade must
+not stop its nodes.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -26,6 +29,7 @@ from hybrid_proxy.controller.settings.given import Given, shown
 
 LOOK: Final = 1.0  # seconds between two looks at the file where changes are not reported
 SETTLE: Final = 0.03  # seconds
+_VERSION: Final = re.compile(r"(?P<group>[a-z0-9.]{1,63})/(?P<version>v[0-9]{1,3}((alpha|beta)[0-9]{1,3})?)")
 _MAX_FILE: Final = 1 << 20  # bytes; the API's limit for a ConfigMap
 
 
@@ -73,6 +77,8 @@ def read(content: bytes, name: str, flags: Mapping[str, Any]) -> Loaded:
     given = Given(name)
     for kind, value in _documents_of(content, given).items():
         _take(DOCUMENTS[kind], value, kind, given)
+        if value["apiVersion"] != DOCUMENTS[kind]().api_version:
+            given.excuse()
     given.take_flags(flags)
     return Loaded(resolve(given), given, content)
 
@@ -107,8 +113,11 @@ def _document(document: Document, given: Given, found: dict[str, dict[str, Any]]
     kind, version = value.get("kind"), value.get("apiVersion")
     if not isinstance(kind, str) or kind not in DOCUMENTS:
         return given.reject(f"{where}: kind {shown(kind)}: is not one of {', '.join(DOCUMENTS)}")
-    if version != DOCUMENTS[kind]().api_version:
-        return given.reject(f"{where}: {kind}.apiVersion {shown(version)}: is not {DOCUMENTS[kind]().api_version}")
+    if version != (known := DOCUMENTS[kind]().api_version):
+        message = f"{where}: {kind}.apiVersion {shown(version)}: is not {known}"
+        if not _is_later(kind, version):
+            return given.reject(message)
+        given.warnings.append(f"{message}; what is known of it is read, and each unknown field is named")
     if kind in found:
         return given.reject(f"{where}: a second {kind}: only one is possible")
     found[kind] = value
@@ -119,6 +128,13 @@ def _document(document: Document, given: Given, found: dict[str, dict[str, Any]]
         else:
             given.warnings.append(f"{message}, the last one counts")
     return None
+
+
+def _is_later(kind: str, version: object) -> bool:
+    """Whether this is a version of kube-proxy's document that came after ours: a node has to start with it, too."""
+    group, _, ours = DOCUMENTS[KUBE_PROXY]().api_version.partition("/")
+    found = _VERSION.fullmatch(version) if isinstance(version, str) and kind == KUBE_PROXY else None
+    return found is not None and found["group"] == group and found["version"] != ours
 
 
 def _take(cls: type[msgspec.Struct], value: dict[str, Any], path: str, given: Given) -> None:

@@ -138,6 +138,11 @@ class Given:
         """Note a problem of no single setting."""
         self._problems.append(_Problem("", message, ""))
 
+    def excuse(self) -> None:
+        """What was wrong until now becomes a warning; the defaults are used."""
+        self.warnings += [f"{problem.message}; the default is used" for problem in self._problems if problem.key]
+        self._problems = [problem for problem in self._problems if not problem.key]
+
     def problems(self, mode: str) -> list[str]:
         """What is wrong in a mode; what only another mode needs becomes a warning, as kube-proxy has it."""
         found: dict[str, None] = {}

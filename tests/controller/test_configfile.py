@@ -99,6 +99,17 @@ class TestTheirFiles:
         assert config.options.tcp_timeout_established == 86_400  # a flow of ours has to end some time
         assert config.warnings == ()
 
+    def test_of_a_later_version_what_is_known_counts_and_the_rest_is_named(self, tmp_path: Path):
+        path = tmp_path / "config"
+        path.write_text(
+            "apiVersion: kubeproxy.config.k8s.io/v1alpha2\nkind: KubeProxyConfiguration\n"
+            "mode: nftables\nsyncPeriod: 30s\nnodePortAddresses: {ipv4: [primary]}\noomScoreAdj: -998\n"
+        )
+        config = load(path, flags()).config
+        assert (config.mode, config.oom_score_adj, config.settings.node_port_addresses) == ("nftables", -998, ())
+        named = {warning.removeprefix(f"{path}: ").split(" ")[0] for warning in config.warnings}
+        assert named == {"line", f"{K}.syncPeriod", f"{K}.nodePortAddresses"}
+
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -375,7 +386,9 @@ BAD = [
     ("kind: Pod", "line 1: kind", "'Pod'"),
     ("a: [", "line ", ""),
     (b"\xff\xfe\x00", "not text", ""),
-    ("kind: KubeProxyConfiguration\napiVersion: kubeproxy.config.k8s.io/v1", f"line 1: {K}.apiVersion", "s.io/v1'"),
+    ("kind: KubeProxyConfiguration\napiVersion: config.k8s.io/v1", f"line 1: {K}.apiVersion", "'config.k8s.io/v1'"),
+    ("kind: KubeProxyConfiguration\napiVersion: kubeproxy.config.k8s.io/x", f"line 1: {K}.apiVersion", "s.io/x'"),
+    ("kind: KubeProxyConfiguration\napiVersion: 1", f"line 1: {K}.apiVersion", "1"),
     (HEAD + "---\n" + HEAD, "line 4", K),
     (HEAD + "mode: userspace", f"{K}.mode", "'userspace'"),
     (HEAD + "iptables: {masqueradeBit: 32}", f"{K}.iptables.masqueradeBit", "32"),
