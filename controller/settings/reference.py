@@ -46,8 +46,8 @@ mode: ebpf
   `config.conf: KubeProxyConfiguration.iptables.masqueradeBit 32: is not a whole number from 0 to 31`.
 - **Unknown fields** of `KubeProxyConfiguration` are ignored with a warning, as in kube-proxy, so that files of other
   versions work. In `HybridProxyConfiguration` they are errors.
-- **A later version** of `KubeProxyConfiguration`, such as `v1alpha2`: what is known of it is read. Warnings name the rest,
-  and the agent starts.
+- **A later version** of `KubeProxyConfiguration`, such as `v1alpha2`: what is known of it is read. Warnings name the
+  rest, and the agent starts.
 - **Fields without an effect here** cause a warning if their value asks for something. The tables below and
   `hybrid-proxy status` give the reason.
 - **`mode`**: `HybridProxyConfiguration.mode` takes precedence over `KubeProxyConfiguration.mode`. If both are empty,
