@@ -1,6 +1,6 @@
 /* cgroup hook at which the kernel reports how connections of the node's own sockets begin. Their backend was chosen at
- * connect(), and no program sees their packets; but the kernel reports that it repeats a SYN, and that a backend has
- * accepted. It does not distinguish a reset connection from a socket that was closed too soon.
+ * connect(), and no program sees their packets; but the kernel reports that it repeats a SYN, that a backend has
+ * accepted, and that a connection ended before that.
  */
 #include "config.h"
 #include "service.h"
@@ -9,6 +9,7 @@
 
 #define PROCEED 1
 #define SYN_SENT 2 /* TCP_SYN_SENT, net/tcp_states.h */
+#define CLOSE 7
 
 /* The service that this socket connects to, and its backend; NULL: it is none of ours. */
 INLINE struct socket_peer *peer_of(struct bpf_sock_ops *ctx)
@@ -19,12 +20,26 @@ INLINE struct socket_peer *peer_of(struct bpf_sock_ops *ctx)
 	return state && state->connected ? &state->peers[0] : NULL;
 }
 
-/* Other programs' wishes stay. */
-INLINE void set_rto_cb(struct bpf_sock_ops *ctx, const bool wanted)
+/* Ask for reports of repetitions, and of states. Other programs' wishes stay. */
+INLINE void begin(struct bpf_sock_ops *ctx)
 {
-	__u32 flags = ctx->bpf_sock_ops_cb_flags;
+	bpf_sock_ops_cb_flags_set(ctx,
+				  ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_RTO_CB_FLAG | BPF_SOCK_OPS_STATE_CB_FLAG);
+}
 
-	bpf_sock_ops_cb_flags_set(ctx, wanted ? flags | BPF_SOCK_OPS_RTO_CB_FLAG : flags & ~BPF_SOCK_OPS_RTO_CB_FLAG);
+/* It is known how the connection began. Others may wait for states, too, so those are still reported. */
+INLINE void end(struct bpf_sock_ops *ctx)
+{
+	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags & ~BPF_SOCK_OPS_RTO_CB_FLAG);
+}
+
+/* Is the connection over before it began, by the first segment that came? That is a reset. Of a socket that was closed
+ * too soon, or given up, none has come. What failed otherwise was noted already.
+ */
+INLINE bool is_refused(const struct bpf_sock_ops *ctx)
+{
+	return ctx->args[0] == SYN_SENT && ctx->args[1] == CLOSE && ctx->segs_in &&
+	       ctx->bpf_sock_ops_cb_flags & BPF_SOCK_OPS_RTO_CB_FLAG;
 }
 
 /* The only round trip so far is that of the SYN; of one that was repeated the kernel measures none. */
@@ -45,20 +60,22 @@ int sockops_cb(struct bpf_sock_ops *ctx)
 	struct socket_peer *peer;
 
 	if (what != BPF_SOCK_OPS_TCP_CONNECT_CB && what != BPF_SOCK_OPS_RTO_CB &&
-	    what != BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB)
+	    what != BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB && !(what == BPF_SOCK_OPS_STATE_CB && is_refused(ctx)))
 		return PROCEED;
 	peer = peer_of(ctx);
 	if (!peer)
 		return PROCEED;
 	if (what == BPF_SOCK_OPS_TCP_CONNECT_CB) {
-		set_rto_cb(ctx, true);
+		begin(ctx);
 		return PROCEED;
 	}
 	if (what == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB)
 		note_accepted(ctx, peer);
+	else if (what == BPF_SOCK_OPS_STATE_CB)
+		note_failure(peer->backend_id, peer->service, COUNT_BACKEND_REFUSED);
 	else if (ctx->state == SYN_SENT)
 		note_failure(peer->backend_id, peer->service, COUNT_BACKEND_UNANSWERED);
-	set_rto_cb(ctx, false);
+	end(ctx);
 	return PROCEED;
 }
 

@@ -183,6 +183,28 @@ def test_a_pod_that_is_deaf_to_itself(bench: Bench, family: int) -> None:
         assert ask_at_once(bench, "pod1", web.vip(family), family, 8) == {"pod2": 8}
 
 
+def test_what_refuses_the_nodes_own_sockets_is_told_from_sockets_that_give_up(bench: Bench, family: int) -> None:
+    """Whoever closes a socket before anybody could answer has met no failure."""
+    web = bench.service("pod2")
+
+    def history() -> tuple[int, int]:
+        (row,) = (row for row in listed(bench, "backends", web) if row["address"] in ends(bench, ["pod2"], [family]))
+        known = row["history"] or {"refused": 0, "unanswered": 0}
+        return known["refused"], known["unanswered"]
+
+    with failing(bench, "pod2"):
+        for _ in range(4):
+            with bench.socket("node", family, socket.SOCK_STREAM) as client:
+                client.setblocking(False)
+                client.connect_ex(web.vip(family))
+        assert history() == (0, 0)
+    with failing(bench, "pod2", how="reject with tcp reset"):
+        for _ in range(3):
+            assert bench.seen("node", web, family, 1) == {"[Errno 111] Connection refused"}
+        assert history() == (3, 0)
+    assert bench.seen("node", web, family, 4) == {"pod2"}
+
+
 @pytest.mark.core
 def test_a_backend_that_refuses_is_passed_by(bench: Bench, family: int) -> None:
     """The first clients see the refusal, as a reset must be believed."""
