@@ -257,6 +257,7 @@ class ApiServer:
         self._shapes: dict[str, int] = {}
         self._churning: asyncio.Task[None] | None = None
         self.churned: list[tuple[int, int, int]] = []
+        self._began: dict[str, float] = {}
 
     # What is stored
 
@@ -772,8 +773,11 @@ class ApiServer:
             body = status_body(410, "Expired", f"too old resource version: {place} ({kept.floor})")
             await response.write(event_line("ERROR", msgspec.json.encode(body)))
             return
+        begun = time.monotonic()
         if not faults.silent and not await self._begin(kept, request, response, first, place):
             return
+        if first:
+            self._began[kept.resource.plural] = time.monotonic() - begun
         next_bookmark = time.monotonic() + self.bookmark_every
         previous = b""
         while time.monotonic() < end and alive(request):
@@ -859,7 +863,8 @@ class ApiServer:
         `/control/recreate` {"service": 7}: delete it and its slice and make them again, in one batch.
         `/control/expire` {"plural"?}: forget history. `/control/table` {}: ClusterIPs and the sockets behind them.
         `/control/put` {object}; `/control/delete` {"plural", "key"}; `/control/cut` {"plural"?};
-        `/control/token` {"token"}; `/control/fault` {"plural", attribute of `Faults`: value, ...}; `/control/state` {}.
+        `/control/token` {"token"}; `/control/fault` {"plural", attribute of `Faults`: value, ...}; `/control/state` {}
+        answers how many there are of what; `began` is how many seconds the last stream of a kind took for all objects.
         """
         app = web.Application()
 
@@ -910,6 +915,7 @@ class ApiServer:
                 "objects": {plural: len(kept.objects) for plural, kept in self._kinds.items()},
                 "streams": {plural: self.streams(plural) for plural in KINDS},
                 "requests": len(self.requests),
+                "began": self._began,
             }
 
         app.router.add_post("/control/endpoints", endpoints)

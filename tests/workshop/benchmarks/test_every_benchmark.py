@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.workshop.benchmarks.__main__ import available, run
+from hybrid_proxy.workshop.benchmarks.agents import Scenario
 from hybrid_proxy.workshop.benchmarks.api_scale import Load
+from hybrid_proxy.workshop.benchmarks.herd_model import Servers
 from hybrid_proxy.workshop.benchmarks.scale import Size
 
 CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
@@ -21,6 +23,13 @@ ROUNDS = {"ROUNDS": 1}
 CHANGES = {"CHANGES": 5}
 # benchmark -> module -> constants of that module, as they are here; a benchmark without an entry fails.
 SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "agents": {
+        "agents": {
+            "SERVICES": 20, "ENDPOINTS": 3, "PROCESSES": 1, "EACH": 2, "FEW": 1, "RATES": (20,), "SECONDS": 0.3,
+            "CLUSTER": (20, 3), "SCENARIOS": (Scenario("20 agents", 20, Servers()),), "SETTLED": 0.5,
+            "PLOT": Path(os.devnull),
+        }
+    },
     "api_scale": {
         "api_scale": {
             "SECONDS": 4.0,
