@@ -19,7 +19,7 @@ from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, print_value, screen
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet
-from hybrid_proxy.controller.serving.admin import NoAgentError, UnansweredError, ask
+from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, NoAgentError, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ExplainAnswers,
@@ -144,14 +144,17 @@ def _show_modes(args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.agent.modes import probe_all
 
     try:
-        running = ask(args.admin_socket, GetNames(), NamesAnswer).mode
+        running = ask(args.admin_socket, GetNames(), NamesAnswer, FIRST_SECONDS).mode
+        note = ""
     except NoAgentError:
-        running = None
+        running, note = None, "no agent is running"
+    except UnansweredError as error:
+        running, note = None, str(error)
     trials = probe_all(Options(pin_root=args.pin_root))
     rows = [ModeRow(trial.mode, not trial.missing, trial.mode == running, trial.missing) for trial in trials]
     print_rows(args, listings.mode_columns(), rows)
-    if not running:
-        _say("no agent is running")
+    if note:
+        _say(note)
     return 0
 
 
@@ -160,7 +163,7 @@ def _show_status(args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.commands import status as text
 
     try:
-        status = ask(args.admin_socket, GetStatus(), StatusAnswer).status
+        status = ask(args.admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status
     except UnansweredError as error:
         return _show_without_agent(args, error)
     if status.draining:
