@@ -58,16 +58,23 @@ class Installed:
         self._rules: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> how many
 
     def replace(self, deltas: Mapping[str, Delta]) -> None:
-        """Make these chains all that there is of ours; what was there serves until it is replaced."""
+        """Make these chains all that there is of ours; what was there serves until it is replaced.
+
+        A chain whose rules are there as they would be written stays: to write takes four times as long as to read.
+        """
+        # Read first: iptables-nft-save walks the rules of every table.
+        there = {table: parse(self.xtables.save(self.family, table)) for table in TABLES}
         for table in reversed(TABLES):  # at a start nothing is refused before it could be translated
-            saved = parse(self.xtables.save(self.family, table))
-            written = deltas[table].written
-            stale = [name for name in saved if name.startswith(MINE) and name not in written]
+            saved = there[table]
+            wanted = deltas[table].written
+            written = {name: rules for name, rules in wanted.items() if saved.get(name) != [*rules]}
+            stale = [name for name in saved if name.startswith(MINE) and name not in wanted]
             entrances = [*_odd_entrances(table, saved), *jumps(table, _entrances(saved))]
             self._shapes[table], self._seen[table], self._rules[table] = {}, {}, {}
             for lines in parts(written, stale, entrances, self._size):
                 self._restore([(table, lines)])
-            self._note(table, Delta(written, ()))
+            self._note(table, Delta(wanted, ()))
+            self.last_rules[table] = sum(map(len, written.values()))
 
     def change(self, deltas: Mapping[str, Delta]) -> None:
         """Write what differs."""

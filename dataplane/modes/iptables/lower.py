@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Final, NamedTuple
 
 from hybrid_proxy.dataplane.modes.iptables.names import (
@@ -228,11 +229,17 @@ def _by_source(node: Node) -> str:
     return f"--mask {everything} --rsource"
 
 
+@cache
+def probability(ways: int) -> str:
+    """One in so many, as iptables-save prints it: the kernel has 31 bits of it."""
+    return f"{round((1 << 31) / ways) / (1 << 31):.11f}"
+
+
 def _pick(match: str, goals: list[str]) -> Iterable[str]:
     """One of the goals, each as likely as the others: 1/n, then 1/(n-1) of what is left, ..."""
     for position, goal in enumerate(goals):
         left = len(goals) - position
-        chance = f"-m statistic --mode random --probability {1 / left:.11f} " if left > 1 else ""
+        chance = f"-m statistic --mode random --probability {probability(left)} " if left > 1 else ""
         yield f"{match}{chance}{goal}"
 
 

@@ -82,7 +82,8 @@ class Plan:
         if into_others:
             services.append(f"{into_others[0]} -j {into_others[1]}")
         if into_ports:
-            services += (f"-d {address} -j {NODE_PORTS}" for address in self.node.port_addresses)
+            bits = 32 if self.node.family == 4 else 128
+            services += (f"-d {address}/{bits} -j {NODE_PORTS}" for address in self.node.port_addresses)
         if table == "filter":
             unallocated = "-m addrtype ! --dst-type LOCAL -j DROP"
             services += (f"-d {cidr} {unallocated}" for cidr in self.node.service_cidrs)

@@ -73,8 +73,7 @@ class Iptables(TranslatingMode):
         self._damage: list[str] = []  # what is still to be repaired
         self._audit_at = 0.0
         self._revision: object = None  # of the rules when they were compared
-        if self.xtables.variant == "nft":
-            self._watch_rules([f"{family} {table}" for family in ("ip", "ip6") for table in TABLES])
+        self._watched = self.xtables.variant != "nft"  # legacy reports nothing
         log.info("iptables variant %s: %s", self.xtables.variant, self.xtables.chosen)
         for family, reason in self.xtables.missing.items():
             log.warning("no IPv%d in this mode: %s", family, reason)
@@ -104,7 +103,11 @@ class Iptables(TranslatingMode):
             installed.change(self._plans[family].change(before, after))
 
     def _written(self) -> None:
+        """Others are watched after the first fill: the kernel would report each of a hundred thousand rules of ours."""
         self._note_revision()
+        if not self._watched:
+            self._watched = True
+            self._watch_rules([f"{family} {table}" for family in ("ip", "ip6") for table in TABLES])
 
     def _why_unsupported(self, entry: Entry) -> str:
         able = self.able.get(entry.family)

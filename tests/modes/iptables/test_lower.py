@@ -17,6 +17,7 @@ from hybrid_proxy.dataplane.modes.iptables.lower import (
     constant_chains,
     lower,
     node_of,
+    probability,
     same_addresses,
     usual_masquerade,
 )
@@ -85,6 +86,13 @@ def test_a_usual_cluster_ip_is_one_rule_and_one_chain() -> None:
         )
     }
     assert refusals(lowered) == ["-d 10.96.0.10/32 -j HP-REJECT"]
+
+
+@pytest.mark.parametrize(
+    ("ways", "text"), [(2, "0.50000000000"), (3, "0.33333333349"), (10, "0.10000000009"), (1000, "0.00100000016")]
+)
+def test_a_probability_is_written_as_the_kernel_has_it(ways: int, text: str) -> None:
+    assert probability(ways) == text
 
 
 def test_addresses_of_ipv6_stand_in_brackets_before_a_port() -> None:

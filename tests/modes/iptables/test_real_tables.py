@@ -80,6 +80,25 @@ def test_a_change_of_one_service_touches_no_other_chain(variant: str) -> None:
         assert text.count("\n:HP-") <= 5, text
 
 
+def test_a_restart_writes_only_what_differs(variant: str) -> None:
+    """What is written is the text that iptables-save prints, so that it can be compared."""
+    with opened(variant) as programmer:
+        programmer.sync(table(*range(1, 30)))
+    wanted = rules(variant)
+    with opened(variant) as programmer:
+        programmer.sync(table(*range(1, 30)))
+        assert programmer.counters()["restores"] == 0
+    changed = next(name for name in wanted[4, "nat"] if name.startswith("HP-SVC-"))
+    Xtables(variant).restore(4, f"*nat\n:{changed} - [0:0]\nCOMMIT\n")
+    with opened(variant) as programmer:
+        programmer.sync(table(*range(1, 30)))
+        status = programmer.status().iptables
+        assert status is not None
+        assert status.last_rules["IPv4"] == {"filter": 0, "nat": len(wanted[4, "nat"][changed])}
+        assert programmer.counters()["restores"] == 1
+    assert rules(variant) == wanted
+
+
 def test_row_3_12_health_check_node_ports_pass_the_hosts_own_rules(variant: str, clock: Clock) -> None:
     with opened(variant, clock=clock) as programmer:
         first = msgspec.structs.replace(table(1, 2), health_ports=(30501, 30502))
