@@ -63,6 +63,7 @@ class Options(msgspec.Struct, frozen=True):
     udp_timeout: int = 30
     udp_timeout_stream: int = 180  # both sides have sent for a while
     sync_seconds: float = 30.0  # how often to compare with the kernel where it does not notify of changes
+    offload_packets: int = 0  # mode nftables: a flowtable forwards connections with so many packets, 0: none does
     ipvs_scheduler: str = "rr"
     ipvs_strict_arp: bool = False
     ipvs_exclude_cidrs: tuple[str, ...] = ()  # virtual servers in these are somebody else's, whatever they say

@@ -368,10 +368,18 @@ class EbpfStatus(msgspec.Struct, kw_only=True, frozen=True):
     probes: HealthProbes
 
 
+class Offload(msgspec.Struct, frozen=True):
+    """A flowtable: connections with at least so many `packets` bypass the host's stack between these interfaces."""
+
+    packets: int
+    interfaces: list[str]
+
+
 class NftablesStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """The tables of mode nftables."""
+    """The tables of mode nftables, and what they offload; null: nothing."""
 
     tables: list[str]
+    offload: Offload | None = None
 
 
 class IptablesStatus(msgspec.Struct, kw_only=True, frozen=True):

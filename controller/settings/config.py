@@ -223,6 +223,7 @@ def _options(kube: KubeProxyConfiguration, ours: HybridProxyConfiguration, mode:
         udp_timeout=min(conntrack.udp_timeout or default.udp_timeout, _LONGEST_UDP),
         udp_timeout_stream=min(conntrack.udp_stream_timeout or default.udp_timeout_stream, _LONGEST_UDP),
         sync_seconds=_section(kube, mode).sync_period,
+        offload_packets=ours.nftables.offload_packets,
         ipvs_scheduler=ipvs.scheduler or default.ipvs_scheduler,
         ipvs_strict_arp=ipvs.strict_arp,
         ipvs_exclude_cidrs=ipvs.exclude_cidrs,

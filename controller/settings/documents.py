@@ -545,6 +545,16 @@ class Ebpf(_Part, frozen=True):
     limits: Limits = Limits()
 
 
+class Nftables(_Part, frozen=True):
+    """Of mode nftables."""
+
+    offload_packets: Annotated[int, _nftables(
+        "Let a flowtable forward TCP connections to services from this many packets on (20 is a good number): they "
+        "bypass the host's stack, and with it all forwarding rules; 0: none does", integer(0, 1_000_000_000),
+        "nftables-offload-packets", REOPENS
+    )] = _OPTIONS.offload_packets
+
+
 class HybridProxyConfiguration(_Part, frozen=True):
     """The settings that kube-proxy does not have: hybrid-proxy.io/v1alpha1."""
 
@@ -589,6 +599,7 @@ class HybridProxyConfiguration(_Part, frozen=True):
         "Count traffic for each backend instead of each service port", BOOLEAN, "metrics-per-backend", group=SERVERS
     )] = False
     ebpf: Ebpf = Ebpf()
+    nftables: Nftables = Nftables()
 
 
 class CommandLine(_Part, frozen=True):

@@ -52,8 +52,9 @@ CTA_FILTER_ORIG_FLAGS: Final = 1
 FILTER_PROTO_NUM: Final = 1 << 3  # CTA_FILTER_F_CTA_PROTO_NUM, net/netfilter/nf_internals.h (Linux 5.8)
 PROTOINFO_KINDS: Final = {socket.IPPROTO_TCP: 1, socket.IPPROTO_SCTP: 3}
 PROTOINFO_STATE: Final = 1
-IPS_ASSURED, IPS_SRC_NAT, IPS_DST_NAT = 1 << 2, 1 << 4, 1 << 5
+IPS_ASSURED, IPS_SRC_NAT, IPS_DST_NAT, IPS_OFFLOAD = 1 << 2, 1 << 4, 1 << 5, 1 << 14
 NOT_ASSURED, MASQUERADED = (0, IPS_ASSURED), (IPS_SRC_NAT, IPS_SRC_NAT)  # value and mask of a status: `dump`
+OFFLOADED: Final = (IPS_OFFLOAD, IPS_OFFLOAD)  # a flowtable forwards their packets
 BY_CONNTRACK = IPS_DST_NAT, IPS_DST_NAT  # flows of a service that IPVS translates do not have it
 # TCP: 1 SYN_SENT, 2 SYN_RECV, 9 SYN_SENT2; 6 LAST_ACK, 7 TIME_WAIT, 8 CLOSE. SCTP: up to 4 COOKIE_ECHOED, 5 and on
 OPENING: Final = {socket.IPPROTO_TCP: frozenset({0, 1, 2, 9}), socket.IPPROTO_SCTP: frozenset({0, 1, 2, 3})}
@@ -205,6 +206,15 @@ def open_renumbered(backends: Iterable[Place]) -> Counter[str]:
     )
 
 
+def count_offloaded(services: Mapping[Key, str | None]) -> int:
+    """How many translated flows of services a flowtable holds, whoever's it is.
+
+    Args, raises: as `flows`.
+    """
+    found = translated_entries(services, status=OFFLOADED)
+    return sum(1 for _, entry, _ in found if _status(entry) & IPS_OFFLOAD)
+
+
 def delete_translated(services: Mapping[Key, str | None], at: Collection[Place] | None = None) -> int:
     """Forget the translated flows of services: their next packets begin others; how many went.
 
@@ -349,6 +359,7 @@ def _row(entry: Entry, family: int, service: str | None, timeouts: Mapping[str, 
         source=text(entry.peer, entry.peer_port),
         state=_state(entry),
         idle=_idle(entry, timeouts),
+        fast_path=bool(_status(entry) & IPS_OFFLOAD),
     )
 
 
@@ -391,7 +402,12 @@ def _status(entry: Entry) -> int:
 
 
 def stage_of(protocol: int, known: Mapping[int, bytes]) -> int:
-    """The kernel's state of a connection or association, of the attributes of its entry."""
+    """The kernel's state of a connection or association, of the attributes of its entry.
+
+    An entry that a flowtable holds says nothing of it: a FIN or a reset ends that.
+    """
+    if protocol == socket.IPPROTO_TCP and CTA_PROTOINFO not in known:
+        return TCP_ESTABLISHED if int.from_bytes(known.get(CTA_STATUS, b""), "big") & IPS_OFFLOAD else 0
     info = dict(attributes(known.get(CTA_PROTOINFO, b"")))
     return dict(attributes(info.get(PROTOINFO_KINDS[protocol], b""))).get(PROTOINFO_STATE, b"\0")[0]
 
@@ -417,11 +433,14 @@ def _delete_stale(family: int, wanted: set[bytes], judge: Judge) -> int:
 
 
 def delete(family: int, entries: list[bytes]) -> int:
-    """Delete entries by the identity that the dump gave them; one that ended meanwhile is no error."""
+    """Delete entries by the identity that the dump gave them; how many went.
+
+    One that ended meanwhile is no error, nor is one that a flowtable holds: the kernel keeps it for as long (EBUSY).
+    """
     with Netlink(NETFILTER) as wire:
         failed = wire.send([_deletion(family, entry) for entry in entries])
     for _, code in failed:
-        if code != errno.ENOENT:
+        if code not in {errno.ENOENT, errno.EBUSY}:
             raise NetlinkFailed("deleting a conntrack entry", code)
     return len(entries) - len(failed)
 

@@ -279,6 +279,16 @@ def is_uplink(interface: Interface, patterns: tuple[str, ...], primary: Iterable
     return interface.kind in UPLINK_KINDS and any(is_usable(address) for address in interface.addresses)
 
 
+def can_offload(interface: Interface) -> bool:
+    """Whether a flowtable may be at this interface.
+
+    Ports of a bridge or a bond are left to that. At tunnels, routes may ask for a header that a flowtable does not
+    write.
+    """
+    known = interface.kind in POD_KINDS | UPLINK_KINDS | {"bridge"}
+    return known and interface.ethernet and not interface.master
+
+
 def is_usable(address: str) -> bool:
     """Whether others can send to this address."""
     parsed = ip_address(address)

@@ -26,7 +26,8 @@ RTN_LOCAL: Final = 2  # linux/rtnetlink.h
 PACKET_HOST: Final = 0  # linux/if_packet.h
 NF_NAT_RANGE_PROTO_RANDOM_FULLY: Final = 1 << 4  # linux/netfilter/nf_nat.h
 # linux/netfilter/nf_conntrack_common.h
-NF_CT_STATE_INVALID_BIT, NF_CT_STATE_NEW_BIT, IP_CT_DIR_REPLY = 1, 1 << 3, 1
+NF_CT_STATE_INVALID_BIT, NF_CT_STATE_ESTABLISHED_BIT, NF_CT_STATE_NEW_BIT = 1, 1 << 1, 1 << 3
+IP_CT_DIR_ORIGINAL, IP_CT_DIR_REPLY = 0, 1
 IPS_CONFIRMED, IPS_DST_NAT = 0x08, 0x20
 IFNAMSIZ: Final = 16
 ICMP_PORT_UNREACH, ICMPV6_PORT_UNREACH = 3, 4
@@ -125,14 +126,20 @@ def ct(key: int, word: int) -> Expression:
     return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_DREG, _register(word))))
 
 
+def ct_of_requests(key: int, word: int) -> Expression:
+    """The same, of the direction from the client."""
+    direction = (nf.NFTA_CT_DIRECTION, bytes([IP_CT_DIR_ORIGINAL]))
+    return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_DREG, _register(word)), direction))
+
+
 def set_ct(key: int, word: int) -> Expression:
     """Change what conntrack knows of the connection."""
     return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_SREG, _register(word))))
 
 
-def compare(word: int, value: bytes, *, negate: bool = False) -> Expression:
-    """Go on if a register holds the value, or with `negate` if it does not."""
-    operator = nf.NFT_CMP_NEQ if negate else nf.NFT_CMP_EQ
+def compare(word: int, value: bytes, *, negate: bool = False, operator: int = nf.NFT_CMP_EQ) -> Expression:
+    """Go on if a register holds the value, or with `negate` if it does not; or as another operator says (NFT_CMP_)."""
+    operator = nf.NFT_CMP_NEQ if negate else operator
     data = ((nf.NFTA_DATA_VALUE, value),)
     return Expression(
         "cmp", ((nf.NFTA_CMP_SREG, _register(word)), (nf.NFTA_CMP_OP, operator), (nf.NFTA_CMP_DATA, data))
@@ -252,8 +259,7 @@ def masquerade() -> Part:
 
 
 def reject_tcp() -> Part:
-    is_tcp = (meta(nf.NFT_META_L4PROTO, 0), compare(0, bytes([Transport.TCP])))
-    return *is_tcp, _reject(nf.NFT_REJECT_TCP_RST, 0)
+    return *is_tcp(), _reject(nf.NFT_REJECT_TCP_RST, 0)
 
 
 def _reject(kind: int, code: int) -> Expression:
@@ -293,6 +299,42 @@ def invalid() -> Part:
 def new() -> Part:
     """Whether the packet begins a connection."""
     return _ct_flag(nf.NFT_CT_STATE, NF_CT_STATE_NEW_BIT)
+
+
+def is_tcp() -> Part:
+    return meta(nf.NFT_META_L4PROTO, 0), compare(0, bytes([Transport.TCP]))
+
+
+def established() -> Part:
+    """Whether both ends of the packet's connection have spoken."""
+    return _ct_flag(nf.NFT_CT_STATE, NF_CT_STATE_ESTABLISHED_BIT)
+
+
+def has_passed(packets: int) -> Part:
+    """Whether the packet's connection had so many packets, in both directions together.
+
+    Conntrack counts those of connections that begin while such a rule is there.
+    """
+    size = 8
+    order = Expression(
+        "byteorder",
+        (
+            (nf.NFTA_BYTEORDER_SREG, _register(0)), (nf.NFTA_BYTEORDER_DREG, _register(0)),
+            (nf.NFTA_BYTEORDER_OP, nf.NFT_BYTEORDER_HTON), (nf.NFTA_BYTEORDER_LEN, size),
+            (nf.NFTA_BYTEORDER_SIZE, size),
+        ),
+    )  # fmt: skip
+    return ct(nf.NFT_CT_PKTS, 0), order, compare(0, packets.to_bytes(size, "big"), operator=nf.NFT_CMP_GTE)
+
+
+def between(name: str) -> Part:
+    """Whether the indices of both the packet's interfaces are in a set."""
+    return meta(nf.NFT_META_IIF, 0), lookup(name, 0), meta(nf.NFT_META_OIF, 0), lookup(name, 0)
+
+
+def offload(flowtable: str) -> Part:
+    """Have the flowtable forward what follows of the packet's connection."""
+    return (Expression("flow_offload", ((nf.NFTA_FLOW_TABLE_NAME, flowtable),)),)
 
 
 def is_reply() -> Part:
@@ -346,6 +388,20 @@ class Family:
         word += 0 if port_only else self.words
         port = payload(nf.NFT_PAYLOAD_TRANSPORT_HEADER, 2, 2, word + 1)
         return *address, meta(nf.NFT_META_L4PROTO, word), port
+
+    def load_frontend(self, word: int, *, port_only: bool = False) -> Part:
+        """Load the same key of the frontend that the packet's connection began at."""
+        key = nf.NFT_CT_DST_IP if self.version == 4 else nf.NFT_CT_DST_IP6
+        address = () if port_only else (ct_of_requests(key, word),)
+        word += 0 if port_only else self.words
+        protocol = ct_of_requests(nf.NFT_CT_PROTOCOL, word)
+        return *address, protocol, ct_of_requests(nf.NFT_CT_PROTO_DST, word + 1)
+
+    def translated_by(self, name: str, *, port_only: bool = False) -> Part:
+        """Whether the first slot of the frontend that the packet's connection began at is in a map of slots."""
+        return (
+            immediate(0, bytes(4)), *self.load_frontend(1, port_only=port_only), lookup(name, 0, into=0)
+        )  # fmt: skip
 
     def find_verdict(self, name: str, *, port_only: bool = False) -> Part:
         """Do what a verdict map has for the frontend."""

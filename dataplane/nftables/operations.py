@@ -73,6 +73,26 @@ class AddRules(NamedTuple):
     rules: tuple[Rule, ...]
 
 
+class AddFlowtable(NamedTuple):
+    """A flowtable, which counts packets, at these interfaces too. Nothing is made that is there."""
+
+    name: str
+    interfaces: tuple[str, ...] = ()
+
+
+class DeleteInterfaces(NamedTuple):
+    """Interfaces of a flowtable, all of which it has."""
+
+    name: str
+    interfaces: tuple[str, ...]
+
+
+class DeleteFlowtable(NamedTuple):
+    """A flowtable that no rule names. Its flows pass the rules again."""
+
+    name: str
+
+
 class AddElements(NamedTuple):
     """New elements of one set, none of which is there."""
 
@@ -96,7 +116,7 @@ class DeleteElements(NamedTuple):
 
 Operation = (
     AddTable | OwnTable | DeleteTable | AddCounter | AddSet | FlushSet | DeleteSet | AddChain | FlushChain | DeleteChain
-    | AddRules | AddElements | AddEncoded | DeleteElements
+    | AddRules | AddFlowtable | DeleteInterfaces | DeleteFlowtable | AddElements | AddEncoded | DeleteElements
 )  # fmt: skip
 
 
@@ -106,10 +126,11 @@ Work = tuple[Family, Iterable[Operation]]
 class Skeleton(NamedTuple):
     """What the kernel has of a table except elements. `chains` holds the digests of each chain's rules.
 
-    `hooks` has the base chains only.
+    `hooks` has the base chains only, `flowtables` the names of each one's interfaces.
     """
 
     sets: Mapping[str, Shape]
     chains: Mapping[str, tuple[str, ...]]
     hooks: Mapping[str, Hook]
     counters: frozenset[str]
+    flowtables: Mapping[str, frozenset[str]]

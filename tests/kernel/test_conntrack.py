@@ -195,7 +195,7 @@ class TestFlows:
         backend = socket_text(OLD[V4], TARGET)
         assert mine == FlowRow(
             service="a/dns:dns", protocol="UDP", client=mine.client, frontend=f"{VIP[V4]}:{PORT}",
-            backend=backend, source=mine.client, state="opening", idle=mine.idle,
+            backend=backend, source=mine.client, state="opening", fast_path=False, idle=mine.idle,
         )  # fmt: skip
         assert {row.frontend for row in rows} == {
             socket_text(VIP[V4], PORT), socket_text(VIP[V6], PORT),
@@ -336,3 +336,17 @@ def test_entries_of_flows_are_found_by_client_frontend_and_backend():
     assert set(found) == set(known)
     assert [conntrack.delete(each.family, [found[each]]) for each in known] == [1, 1]
     assert conntrack.entries_of(known) == {}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "status", "stage"),
+    [
+        pytest.param(socket.IPPROTO_TCP, conntrack.IPS_OFFLOAD, conntrack.TCP_ESTABLISHED, id="offloaded"),
+        pytest.param(socket.IPPROTO_TCP, conntrack.IPS_ASSURED, 0, id="a kernel that tells nothing"),
+        pytest.param(socket.IPPROTO_SCTP, conntrack.IPS_OFFLOAD, 0, id="no flowtable holds SCTP"),
+    ],
+)
+def test_an_entry_without_a_state_is_established_where_a_flowtable_holds_it(
+    protocol: int, status: int, stage: int
+) -> None:
+    assert conntrack.stage_of(protocol, {conntrack.CTA_STATUS: status.to_bytes(4, "big")}) == stage

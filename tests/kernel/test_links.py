@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from typing import Any
 
+import msgspec
 import pytest
 
 from hybrid_proxy.dataplane.kernel.links import (
     Hop,
     Interface,
+    can_offload,
     hardware_address,
     interface_towards,
     is_pod,
@@ -82,6 +85,23 @@ def test_addresses_and_routes_of_both_families_are_read(node: dict[str, Interfac
         bridge, bridge, bridge, node["lo"].index,
     ]  # fmt: skip
     assert interface_towards("fd01::1") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "can"),
+    [
+        pytest.param("veth", {}, True, id="a pod's link"),
+        pytest.param("", {}, True, id="a device"),
+        pytest.param("bridge", {}, True, id="a bridge"),
+        pytest.param("veth", {"master": 7}, False, id="a bridge's port"),
+        pytest.param("", {"ethernet": False}, False, id="loopback"),
+        pytest.param("vxlan", {}, False, id="a tunnel"),
+        pytest.param("dummy", {}, False, id="a dummy"),
+    ],
+)
+def test_where_a_flowtable_may_be(kind: str, changes: dict[str, Any], can: bool) -> None:
+    plain = Interface(3, "if3", kind, up=True, peer_elsewhere=False, default_route=False, addresses=())
+    assert can_offload(msgspec.structs.replace(plain, **changes)) is can
 
 
 @pytest.mark.root

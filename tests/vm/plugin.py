@@ -30,6 +30,8 @@ PROBES = {
     # Old kernels (5.10) do not load the module when its family of generic netlink is asked for.
     "ip_vs": "from pyroute2 import IPVS; from hybrid_proxy.dataplane.kernel.ipvs import load_module; "
     "load_module('ip_vs'); IPVS()",
+    "nf_flow_table": "from hybrid_proxy.dataplane.modes.nftables.programmer import offload_missing; "
+    "raise SystemExit(offload_missing())",
 }
 _REMOTE = pytest.StashKey[Remote]()
 _AWAY = pytest.StashKey[bool]()

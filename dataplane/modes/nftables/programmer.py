@@ -7,11 +7,12 @@ import errno
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
-from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
+from hybrid_proxy.dataplane.kernel.conntrack import count_offloaded, is_liberal
+from hybrid_proxy.dataplane.kernel.links import can_offload, read_node
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
 from hybrid_proxy.dataplane.mode import (
     Mode,
@@ -23,21 +24,36 @@ from hybrid_proxy.dataplane.mode import (
 from hybrid_proxy.dataplane.modes.nftables import affinity
 from hybrid_proxy.dataplane.modes.nftables.listing import Tables
 from hybrid_proxy.dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
-from hybrid_proxy.dataplane.modes.nftables.plan import Installed, Plan
-from hybrid_proxy.dataplane.modes.nftables.tables import COUNTERS, MEMBERS, SETS, TABLE, AllSets, clients_set
-from hybrid_proxy.dataplane.netfilter import TranslatingMode
+from hybrid_proxy.dataplane.modes.nftables.plan import Installed, Plan, follow
+from hybrid_proxy.dataplane.modes.nftables.tables import (
+    COUNTERS,
+    FLOWTABLE,
+    MEMBERS,
+    OFFLOAD_INTERFACES,
+    SETS,
+    TABLE,
+    AllSets,
+    clients_set,
+)
+from hybrid_proxy.dataplane.netfilter import TranslatingMode, frontends
 from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family
 from hybrid_proxy.dataplane.nftables.ruleset import add, describe
 from hybrid_proxy.dataplane.nftables.schema import Key, Value
 from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
-from hybrid_proxy.dataplane.reports import NftablesStatus, Status
-from hybrid_proxy.dataplane.table import Entry, Masquerade, NodeNetwork, ServiceTable
+from hybrid_proxy.dataplane.reports import NftablesStatus, Offload, Status
+from hybrid_proxy.dataplane.table import Entry, Masquerade, NodeNetwork, Protocol, ServiceTable
 
 log = logging.getLogger(__name__)
 
 TRIAL: Final = "hybrid-proxy-trial"
 ATTEMPTS: Final = 3  # to read what others change at the same time
+RETURN_SECONDS, RETURN_POLL = 2.0, 0.005  # until the kernel has given back what was offloaded
+
+
+def offload_interfaces() -> dict[int, str]:
+    """Index -> name of those that a flowtable may be at."""
+    return {each.index: each.name for each in read_node().interfaces if can_offload(each)}
 
 
 class Nftables(TranslatingMode):
@@ -50,7 +66,13 @@ class Nftables(TranslatingMode):
     name = "nftables"
     writes = "the nftables tables"
 
-    def __init__(self, options: Options, request_maintenance: RequestMaintenance, kernel: Kernel | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        request_maintenance: RequestMaintenance,
+        kernel: Kernel | None = None,
+        interfaces: Callable[[], Mapping[int, str]] = offload_interfaces,
+    ) -> None:
         if kernel is None:
             reason = probe(options)
             if reason:
@@ -61,6 +83,12 @@ class Nftables(TranslatingMode):
         self._real = kernel is None
         self._watched = False
         self._drop_invalid = not (self._real and is_liberal())
+        self._no_flowtable = offload_missing() if self._real and options.offload_packets else None
+        if self._no_flowtable:
+            log.warning("%s", self._no_flowtable)
+        self._interfaces = interfaces
+        self._offloads_at: Mapping[int, str] = {}  # interfaces
+        self._follow_again = False
         self._plans: dict[int, Plan] = {}
         self._generation = 0
         self._check_at = 0.0
@@ -69,7 +97,13 @@ class Nftables(TranslatingMode):
 
     def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
         del names
+        if self._offload_packets(table) != self._offload_packets(self.table):
+            return True
         return _of_node(table.node) != _of_node(self.table.node)
+
+    def _offload_packets(self, table: ServiceTable) -> int:
+        """As the setting says. Without services nothing is offloaded: a mode that drains, drains by its rules."""
+        return self.options.offload_packets if table.services and not self._no_flowtable else 0
 
     def _replace(self, table: ServiceTable) -> None:
         """Make the tables, or make what is there ours, by one transaction."""
@@ -79,6 +113,7 @@ class Nftables(TranslatingMode):
             self._plans[family.version] = plan
             work.append((family, itertools.chain(operations, self._clients(family, table))))
         self._kernel.commit(*work)
+        self._follow_interfaces()
         self._verified()
 
     def _clients(self, family: Family, table: ServiceTable) -> Iterator[op.Operation]:
@@ -117,7 +152,8 @@ class Nftables(TranslatingMode):
 
     def _differences(self, family: Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
         """A new plan, and the operations that make the kernel's table it."""
-        plan = Plan(family, table.node, drop_invalid=self._drop_invalid)
+        packets = self._offload_packets(table)
+        plan = Plan(family, table.node, drop_invalid=self._drop_invalid, offload_packets=packets)
         services = (self._supported(table, (name,), family.version) for name in table.services)
         for _ in range(ATTEMPTS):
             skeleton = self._kernel.skeleton(family)
@@ -143,11 +179,60 @@ class Nftables(TranslatingMode):
                 return None
             raise
 
+    # Offloading
+
+    def links_changed(self) -> None:
+        if self._programmed:
+            self._follow_interfaces()
+
+    def _follow_interfaces(self) -> None:
+        """Have the flowtables be at the interfaces that there are.
+
+        By transactions of their own: interfaces come and go, and a transaction that names one that is gone is refused.
+        """
+        self._follow_again = False
+        if not any(plan.offloads for plan in self._plans.values()):
+            self._offloads_at = {}
+            return
+        for _ in range(ATTEMPTS):
+            wanted = self._interfaces()
+            try:
+                self._kernel.commit(*((family, self._following(family, wanted)) for family in FAMILIES.values()))
+            except NftablesError as error:
+                log.debug("interfaces of the flowtables changed meanwhile: %s", error)
+            else:
+                self._offloads_at = wanted
+                return
+        self._follow_again = True
+
+    def _following(self, family: Family, wanted: Mapping[int, str]) -> list[op.Operation]:
+        at = self._kernel.flowtables(family).get(FLOWTABLE, frozenset())
+        listed = [int(index) for (index,) in self._kernel.contents(family, OFFLOAD_INTERFACES)]
+        return follow(wanted, at, listed)
+
+    def drain(self, table: ServiceTable) -> None:
+        """Without the flowtable: the kernel deletes no conntrack entry that one holds, so nobody could take it over."""
+        super().drain(table)
+        if self.options.offload_packets and self._real:
+            self._wait_until_returned(table)
+
+    def _wait_until_returned(self, table: ServiceTable) -> None:
+        """The kernel gives connections back some milliseconds after it has deleted their flowtable."""
+        services = {key: None for key in frontends(table) if key[2] == Protocol.TCP}
+        deadline = time.monotonic() + RETURN_SECONDS
+        while count := count_offloaded(services):
+            if time.monotonic() > deadline:
+                log.warning("%d connections of services are in a flowtable of others, and cannot be handed over", count)
+                return
+            time.sleep(RETURN_POLL)
+
     # Drift
 
     def maintain(self) -> None:
         if not self._programmed:
             return
+        if self._follow_again:
+            self.links_changed()
         if self._touched.is_set() or not self._plans:  # without plans the last attempt to write failed
             self._touched.clear()
             if self._plans:
@@ -166,6 +251,8 @@ class Nftables(TranslatingMode):
             skeleton, plan = self._kernel.skeleton(family), self._plans[family.version]
             if skeleton is None or plan.irreparable(skeleton) or plan.repair(skeleton):
                 return False
+            if plan.offloads and self._following(family, self._offloads_at):
+                return False
         return True
 
     def _repair(self) -> None:
@@ -177,6 +264,7 @@ class Nftables(TranslatingMode):
                 self._kernel.commit(*work)
                 for family, operations in work:
                     written[family.name] += operations
+            self._follow_interfaces()
         except (DataplaneError, OSError, ValueError) as error:
             self._full = True
             self._failed()
@@ -225,13 +313,18 @@ class Nftables(TranslatingMode):
     # Status
 
     def warnings(self) -> list[str]:
-        return unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
+        messages = unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
+        return [*messages, *filter(None, [self._no_flowtable])]
 
     def status(self) -> Status:
+        packets = self._offload_packets(self.table)
         return self._status(
             adopted=self.adopted,
             counters=self.counters(),
-            nftables=NftablesStatus(tables=[f"{family.name} {TABLE}" for family in FAMILIES.values()]),
+            nftables=NftablesStatus(
+                tables=[f"{family.name} {TABLE}" for family in FAMILIES.values()],
+                offload=Offload(packets, sorted(self._offloads_at.values())) if packets else None,
+            ),
         )
 
     def counters(self) -> dict[str, int]:
@@ -280,6 +373,15 @@ def probe(options: Options) -> str | None:
         for family in FAMILIES.values()
     ]
     return missing(TRIAL, SETS, work)
+
+
+def offload_missing() -> str | None:
+    """Why no flowtable can be made here, and what to do about it; None: one can. Tried as `probe` does."""
+    work: list[op.Work] = [
+        (family, Plan(family, NodeNetwork(), offload_packets=1).fill((), replace=False)) for family in FAMILIES.values()
+    ]
+    reason = missing(TRIAL, AllSets(), work, "nf_flow_table and nft_flow_offload: load these modules")
+    return f"no connection is offloaded: {reason}" if reason else None
 
 
 def look(options: Options, names: Mapping[int, str]) -> Tables | None:

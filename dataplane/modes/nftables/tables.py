@@ -17,6 +17,11 @@ another one:
     internal-candidates       slot . address . protocol . port -> number of a backend
     members-0, members-1      number of a backend -> its address and port, while the first or second set has it
     clients-10800             client . number of the service port -> number of the backend; packets write it
+
+Where established connections are offloaded, one chain more comes last of all that look at forwarded packets, whoever's
+they are: a connection whose packets some rule drops does not get there. It has the flowtable forward what follows.
+
+    offload-interfaces        index of an interface that the flowtable is at
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from hybrid_proxy.dataplane.nftables import uapi as nf
 from hybrid_proxy.dataplane.nftables.expressions import RETURN, Family, rule
 from hybrid_proxy.dataplane.nftables.schema import (
     ADDRESS,
+    INTERFACE,
     NUMBER,
     PORT,
     PROTOCOL,
@@ -48,6 +54,7 @@ CLUSTER_IPS, NODE_PORT_ADDRESSES, ITSELF = "cluster-ips", "node-port-addresses",
 REFUSE, DISCARD = "refuse", "discard"
 MEMBERS: Final = ("members-0", "members-1")  # of the first and second backend set of a service port
 KEPT_MARKS, KEPT_SECONDS = "kept-marks", 5
+FLOWTABLE, OFFLOAD_INTERFACES = "established", "offload-interfaces"
 MAX_CLIENTS: Final = 262_144  # of one affinity time and family; beyond that a new client gets a backend by chance
 
 COUNTERS: Final = (
@@ -86,8 +93,13 @@ def clients_set(seconds: int) -> Set:
     return Set(f"clients-{seconds}", (ADDRESS, NUMBER), (SLOT,), seconds, MAX_CLIENTS)
 
 
+OFFLOAD_SET: Final = Set(OFFLOAD_INTERFACES, (INTERFACE,))
+
+
 def set_named(name: str) -> Set | None:
     """The set of ours with that name; None: we have none."""
+    if name == OFFLOAD_INTERFACES:
+        return OFFLOAD_SET
     kind, _, seconds = name.rpartition("-")
     if kind == "clients" and seconds.isdigit():
         return clients_set(int(seconds))
@@ -95,7 +107,7 @@ def set_named(name: str) -> Set | None:
 
 
 class AllSets(dict[str, Set]):
-    """`SETS`, and each set of clients when it is asked for."""
+    """`SETS`, and the others of ours when they are asked for."""
 
     def __init__(self) -> None:
         super().__init__(SETS)
@@ -106,7 +118,9 @@ class AllSets(dict[str, Set]):
         return found
 
 
-def structure(family: Family, node: NodeNetwork, *, drop_invalid: bool = True) -> tuple[Chain, ...]:
+def structure(
+    family: Family, node: NodeNetwork, *, drop_invalid: bool = True, offload_packets: int = 0
+) -> tuple[Chain, ...]:
     """The chains of a family that are there whatever the services are.
 
     A segment that conntrack calls invalid is not translated: a client would get a backend's own address, know nothing
@@ -114,7 +128,30 @@ def structure(family: Family, node: NodeNetwork, *, drop_invalid: bool = True) -
     """
     strict = (rule(x.invalid(), x.count("invalid"), x.DROP),) if drop_invalid else ()
     forward = Chain("filter-forward", strict, Hook(nf.NF_INET_FORWARD, nf.NF_IP_PRI_FILTER, "filter"))
-    return (*_refusals(family), *_marks(family, node), *_lookups(family, node), *_base_chains(family, node), forward)
+    offload = _offload(family, offload_packets) if offload_packets else ()
+    lookups = *_lookups(family, node), *_base_chains(family, node)
+    return (*_refusals(family), *_marks(family, node), *lookups, forward, *offload)
+
+
+def _offload(family: Family, packets: int) -> Iterator[Chain]:
+    """TCP alone: the kernel deletes no conntrack entry that a flowtable holds, and stale datagrams' must be deleted."""
+    yield Chain(
+        "offload-services",
+        tuple(
+            rule(family.translated_by(f"{space}-slots", port_only=port_only(space)), x.offload(FLOWTABLE))
+            for space in SPACES
+        ),
+    )
+    yield Chain(
+        "filter-forward-last",
+        (
+            rule(
+                x.translated(), x.is_tcp(), x.established(), x.has_passed(packets), x.between(OFFLOAD_INTERFACES),
+                x.goto("offload-services"),
+            ),
+        ),
+        Hook(nf.NF_INET_FORWARD, nf.NF_IP_PRI_LAST, "filter"),
+    )  # fmt: skip
 
 
 def _refusals(family: Family) -> Iterator[Chain]:

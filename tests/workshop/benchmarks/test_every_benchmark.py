@@ -67,6 +67,7 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "nft_change": {"change": {**CLUSTER, "CHANGES": {"nftables": 5}}},
     "nft_start": {"start": {**CLUSTER, "RUNS": {"nftables": 1}}},
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
+    "offload": {"offload": {**ROUNDS, "SECONDS": 0.05}},
     "packet_kinds": {"packet_kinds": {**ROUNDS, "REPEAT": 20, "BATCH": 5, "BATCHES": 1}},
     "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
     "peer_change": {"peer_change": {"SIZES": (3, 5), "TIMES": 1}},
@@ -106,6 +107,7 @@ MARKS = {
     "tail": [pytest.mark.long],  # the clients of `connections`
     "ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
     "ipvs_connections": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
+    "offload": [pytest.mark.kernel("nf_flow_table"), pytest.mark.core(long=True)],
 }
 
 
