@@ -202,6 +202,7 @@ USED = [
     (K, "conntrack.udpStreamTimeout", "1m", "conntrack.udp_stream_timeout", 60),
     (K, "conntrack.udpStreamTimeout", "1m", "options.udp_timeout_stream", 60),
     (H, "mode", "userspace", "mode", "userspace"),
+    (H, "nftables.offloadPackets", 20, "options.offload_packets", 20),
     (H, "strictMode", True, "strict_mode", True),
     (H, "algorithm", "maglev", "settings.algorithm", "maglev"),
     (H, "manifests", "/m", "manifests", Path("/m")),
