@@ -24,10 +24,10 @@ enum abi_limits {
 	RANGE_OFFSET_BITS = 28, /* a slot range in one word: offset | count << 28 | epoch << 46 */
 	RANGE_COUNT_BITS = 18,
 	RANGE_EPOCH_BITS = 18,
-	BACKEND_SETS = 2,     /* distinct ones of one service port: the cluster's backends, this node's */
-	SERVICE_CIDRS = 4,    /* of each family */
-	SOCKET_PEERS = 4,     /* service addresses that one unconnected UDP socket is remembered to talk to */
-	TIMEWAIT_BITS = 16,   /* 2^16 buckets of reply tuples that are remembered after their connection ended */
+	BACKEND_SETS = 2,   /* distinct ones of one service port: the cluster's backends, this node's */
+	SERVICE_CIDRS = 4,  /* of each family */
+	SOCKET_PEERS = 4,   /* service addresses that one unconnected UDP socket is remembered to talk to */
+	TIMEWAIT_BITS = 16, /* at most 2^16 buckets of reply tuples that are remembered after their connection ended */
 	TIMEWAIT_ENTRIES = 4, /* tuples in a bucket */
 	SWEEP_KEYS = 16,      /* flows that one call of the sweep program checks again */
 	TRAFFIC_GROUP = 8,    /* backends whose rows in map `traffic` lie together, for one CPU after the other */
@@ -309,11 +309,13 @@ struct settings {
 	__u32 udp_timeout_stream; /* and of those that both sides have sent for a while */
 	__u32 port_first; /* source ports that programs give, to masqueraded clients and to flows that collide */
 	__u32 port_count;
-	__u32 answer_ping;   /* echo requests to ClusterIPs are answered, not rejected */
-	__u32 can_check_mtu; /* bpf_check_mtu exists */
-	__u32 dsr;	     /* direct server return: external clients are answered by the backend's node */
-	__u32 traffic_cpus;  /* CPUs that map `traffic` has rows for, 0: traffic is not counted */
-	__u32 event_burst;   /* events per CPU and second, 0: none */
+	__u32 answer_ping;    /* echo requests to ClusterIPs are answered, not rejected */
+	__u32 can_check_mtu;  /* bpf_check_mtu exists */
+	__u32 dsr;	      /* direct server return: external clients are answered by the backend's node */
+	__u32 traffic_cpus;   /* CPUs that map `traffic` has rows for, 0: traffic is not counted */
+	__u32 event_burst;    /* events per CPU and second, 0: none */
+	__u32 timewait_shift; /* map `timewait` has 2^(TIMEWAIT_BITS - this) buckets */
+	__u32 pad;
 };
 
 /* The programs that all tc hooks call (map `datapaths`): one for each family. */

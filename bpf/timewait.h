@@ -13,7 +13,7 @@
 
 INLINE struct timewait_bucket *timewait_bucket(const struct tuple *reply, const bool v6)
 {
-	__u32 index = (flow_tag(reply, v6) * 0x9e3779b1u) >> (32 - TIMEWAIT_BITS);
+	__u32 index = (flow_tag(reply, v6) * 0x9e3779b1u) >> (32 - TIMEWAIT_BITS) >> settings.timewait_shift;
 
 	return bpf_map_lookup_elem(&timewait, &index);
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import maps
+from hybrid_proxy.dataplane.modes.ebpf import maps, traffic
 from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_sizes
@@ -250,6 +250,44 @@ def test_without_counting_nothing_is_counted(net: Net) -> None:
         off.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
         off.open_tcp(net, net.vip)
         assert not off.maps.view("traffic").view(np.uint64).any()
+
+
+def test_backends_without_a_row_are_served_and_not_counted(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts traffic has a bound; figures of other backends are whole, and numbers are given back as ever."""
+    monkeypatch.setattr(traffic, "MOST_BYTES", 16 * cpus() * 56)
+    with bench_with(Options(max_services=64, max_backends=64, max_slots=512, max_flows=256)) as made:
+        assert made.store.traffic.backends == 16
+        made.serve(*(
+            service(net.vip, 80 + n, [(net.backends[0], 8080 + n)], name=f"default/s{n}:http") for n in range(24)
+        ))  # fmt: skip
+        for n in range(24):
+            made.open_tcp(net, net.vip, 80 + n, 40000 + n)
+        ids = np.arange(1, 25)
+        flows = made.store.traffic.of_backends(ids)[:, 0]
+        assert flows.tolist() == [1] * 15 + [0] * 9
+        figures = made.store.traffic.of_services(made.store.backends["service"])
+        assert figures[:, 0].sum() == 15
+        made.store.traffic.give_back([], ids, made.store.backends["service"][ids])
+        assert not made.store.traffic.of_backends(ids).any()
+        assert made.store.traffic.of_services(made.store.backends["service"])[:, 0].sum() == 15
+        again = Store(made.maps, HZ, adopt=True)
+        assert again.traffic.backends == 16
+
+
+MEMORY = [
+    # backends  cpus  megabytes
+    (8192,      2,    0.9),
+    (1 << 20,   2,    117.4),
+    (1 << 20,   64,   268.4),
+    (1 << 20,   0,    0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backends", "processors", "megabytes"), MEMORY)
+def test_what_counts_traffic_takes_memory_up_to_a_bound(backends: int, processors: int, megabytes: float) -> None:
+    entries = traffic_sizes(1024, backends, processors)["traffic"]
+    assert entries % (8 * max(processors, 1)) == 0
+    assert entries * 56 / 1e6 == pytest.approx(megabytes, abs=0.1)
 
 
 def test_each_backend_and_cpu_has_a_row_of_its_own(bench: Bench) -> None:

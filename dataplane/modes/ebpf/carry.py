@@ -32,7 +32,7 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import convert, layout, sizes
 from hybrid_proxy.dataplane.modes.ebpf.convert import FLOWS, Converter, Fate, Layout, UnknownMeaningError
 from hybrid_proxy.dataplane.modes.ebpf.layouts import ARRAY, ours, recorded
-from hybrid_proxy.dataplane.modes.ebpf.maps import BITMAPS, make, remove_unfinished, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps import BITMAPS, make, remove_unfinished, spread, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.pins import LINK, former_layouts
 from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.traffic import possible_cpus, traffic_sizes
@@ -149,7 +149,8 @@ class Carry:
 
     def _sizes(self, former: Mapping[str, Map], options: Options) -> dict[str, int]:
         """Each map at least as large as the former one."""
-        wanted = {**sizes.least(sizes.bounds(options)), **sizes.fixed(options, possible_cpus())}
+        cpus = possible_cpus()
+        wanted = sizes.least(sizes.bounds(options, cpus), cpus)
         wanted = {name: max(size, former[name].entries if name in former else 0) for name, size in wanted.items()}
         return wanted | traffic_sizes(wanted["services"], wanted["backends"], traffic_cpus(options))
 
@@ -196,19 +197,14 @@ class Carry:
         if not (self.former / MARK).exists():
             return states["CARRY_ALL_FORMER"]
         with contextlib.closing(Map.pinned(self.former / MARK)) as known:
-            theirs = _state_of(known)
+            theirs = state_of(known)
         seen_from_here = {"CARRY_ALL_FORMER": "CARRY_ALL_OURS", "CARRY_ALL_OURS": "CARRY_ALL_FORMER"}
         return states[
             next((ours for name, ours in seen_from_here.items() if states[name] == theirs), "CARRY_NEW_FLOWS_OURS")
         ]
 
     def _value(self, state: int) -> bytes:
-        row = np.zeros(1, dtype=layout.dtype_of("carrying"))
-        row["state"] = state
-        for family, found in self._places.items():
-            for name, place in found.items():
-                row[f"places{family}"][name] = place
-        return row.tobytes()
+        return carrying_row(state, self._places)
 
     def bridge(self, loader: Loader) -> Object:
         """The programs that let a packet meet the datapath that knows its flow.
@@ -233,10 +229,10 @@ class Carry:
                 for name in (*FLOWS, "affinity") if name in self._converters and name in former
             ]  # fmt: skip
             with contextlib.closing(Map.pinned(self.folder / MARK)) as mark:
-                if _state_of(mark) == states["CARRY_ALL_FORMER"]:
+                if state_of(mark) == states["CARRY_ALL_FORMER"]:
                     self._pass(tables, former, maps)
                     self._enter(mark, states["CARRY_NEW_FLOWS_OURS"])
-                if _state_of(mark) == states["CARRY_NEW_FLOWS_OURS"]:
+                if state_of(mark) == states["CARRY_NEW_FLOWS_OURS"]:
                     self._pass(tables, former, maps)
                     self._enter(mark, states["CARRY_ALL_OURS"])
                     for table in tables:
@@ -271,8 +267,8 @@ class Carry:
         if self.fates["timewait"] is Fate.CARRIED:
             converter = self._converters["timewait"]
             rows = converter.values(former["timewait"].view(converter.former[1]))[0]
-            known = maps["timewait"].view(converter.ours[1])
-            np.copyto(known["entries"], rows["entries"], where=known["entries"] == 0)
+            known = maps["timewait"].view(converter.ours[1])["entries"]
+            np.copyto(known, spread(rows["entries"], len(known)), where=known == 0)
 
     @property
     def begun(self) -> bool:
@@ -284,7 +280,18 @@ class Carry:
         (self.folder / MARK).unlink(missing_ok=True)
 
 
-def _state_of(mark: Map) -> int:
+def carrying_row(state: int, places: Mapping[int, Mapping[str, int]]) -> bytes:
+    """The element of map `carrying`: who serves, and where the former keys of each family have their fields."""
+    row = np.zeros(1, dtype=layout.dtype_of("carrying"))
+    row["state"] = state
+    for family, found in places.items():
+        for name, place in found.items():
+            row[f"places{family}"][name] = place
+    return row.tobytes()
+
+
+def state_of(mark: Map) -> int:
+    """Who serves."""
     return int(np.frombuffer(mark.lookup(bytes(4)) or b"", dtype=layout.dtype_of("carrying"))["state"][0])
 
 

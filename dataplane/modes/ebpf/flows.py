@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,8 @@ from hybrid_proxy.dataplane.kernel.diag import end_datagram_sockets
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of
+from hybrid_proxy.dataplane.modes.ebpf.sizes import FORGETFUL, bounds, expected
+from hybrid_proxy.dataplane.modes.ebpf.traffic import possible_cpus
 from hybrid_proxy.dataplane.table import Protocol
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ OPENING, DOUBTED, LAST_ACK, ENDED, SCTP = 60, 60, 30, 10, 210
 # With direct server return nobody here sees whether the backend has ended, too. IPVS waits as long then (`FIN_WAIT` of
 # connections whose answers go another way); whoever has ended and still receives acknowledges that.
 DSR_ENDING = 120
+DATAGRAM_SECONDS, TIMEWAIT_SECONDS, TIMEWAIT_TICK = 2, 68, 8  # as in bpf/flow_state.h and bpf/timewait.h
 ETHERNET = bytes(12) + b"\x08\x00"
 
 
@@ -58,6 +62,11 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> N
     limits[protocols == Protocol.UDP] = options.udp_timeout_stream
     limits[protocols == Protocol.SCTP] = SCTP
     return limits
+
+
+def _age(now: int, seen: NDArray[Any]) -> NDArray[np.int64]:
+    """Jiffies since then; a program may have written a time that is later than `now`."""
+    return (np.uint32(now) - seen).astype(np.int32).astype(np.int64)
 
 
 def is_over(flags: NDArray[Any]) -> NDArray[np.bool_]:
@@ -139,14 +148,15 @@ class FlowGC:
     def __init__(
         self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options, also: Callable[[], None]
     ) -> None:
+        self._upper = bounds(options, possible_cpus())
         self._options = options
         self._also = also
         self._hurry = False
-        self._flows = {4: maps["flows4"], 6: maps["flows6"]}
         self._maps = maps
         self._sweep, self._clock, self._hz = sweep, clock, hz
         self._disconnecting: set[int] = set()
         self._lock = threading.Lock()
+        self.reading = threading.Lock()  # held by whoever reads tables of flows, or replaces them
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._wanted_stamp = 0
@@ -154,6 +164,10 @@ class FlowGC:
         self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._result: tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None = None
         self.used = {"flows4": 0, "flows6": 0}  # entries, by map
+        self.needed: dict[str, int] = {}  # entries that tables of programs should have room for, by map
+        self._lasting = {"flows4": 0, "flows6": 0}
+        self._scanned_at = time.monotonic()
+        self.begun = 0  # flows, as the programs count them, when tables were read last
         self.opening_flows: int | None = None  # a new count, for the programs' own
         self.count_for: frozenset[int] = frozenset()  # services whose connections are counted by backend
         self.loads: dict[int, int] | None = None  # these counts, when there are new ones
@@ -168,6 +182,10 @@ class FlowGC:
     def _connected(self) -> Map | None:
         """There once the socket programs are loaded."""
         return self._maps.get("connected")
+
+    def use(self, sweep: int, clock: int) -> None:
+        """Other programs, because tables have been replaced. `reading` is held meanwhile."""
+        self._sweep, self._clock = sweep, clock
 
     def start(self) -> None:
         """Begin; from then on this object's thread reads the flow tables."""
@@ -218,8 +236,9 @@ class FlowGC:
             if self._hurry or time.monotonic() >= next_scan:
                 self._hurry = False
                 try:
-                    self.scan()
-                    self._also()
+                    with self.reading:
+                        self.scan()
+                        self._also()
                 except (DataplaneError, OSError) as error:
                     log.warning("reading flows failed, trying again in %d s: %s", SCAN_SECONDS, error)
                 next_scan = time.monotonic() + SCAN_SECONDS
@@ -251,26 +270,59 @@ class FlowGC:
         """Read all flows once: forget idle ones, look for ids of deferred frees."""
         with self._lock:
             services, backends = self._candidates
+        self.begun = self._begun()
         found_services: set[int] = set()
         found_backends: set[int] = set()
         opening = 0
         counted, loads = self.count_for, dict[int, int]()
         young = abi_constants()["FLOW_ESTABLISHED"] | abi_constants()["FLOW_REPLY"]
-        for family, known in self._flows.items():
-            keys, values = flow_arrays(known, family)
-            self.used[f"flows{family}"] = len(keys)
-            opening += int(np.count_nonzero(values["flags"] & young == 0))
+        needed, passed = dict[str, int](), time.monotonic() - self._scanned_at
+        self._scanned_at += passed
+        for family in (4, 6):
+            name = f"flows{family}"
+            keys, values = flow_arrays(self._maps[name], family)
+            new = int(np.count_nonzero(values["flags"] & young == 0))
+            lasting = len(keys) - 2 * new  # a flood of SYNs does not let tables grow
+            needed[name] = len(keys) - lasting + expected(lasting, self._lasting[name], passed)
+            self.used[name], self._lasting[name] = len(keys), lasting
+            opening += new
             if len(keys):
                 found_services |= services.intersection(np.unique(values["service"]).tolist())
                 found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
                 loads |= connections_by_backend(values, counted)
                 self.forget_idle(family, keys, values)
+        self.needed = needed | self._forgetful_needs()
         self.opening_flows = opening
         self.loads = loads if counted else None
         with self._lock:
             if services or backends:
                 self._result = (services, backends, frozenset(found_services), frozenset(found_backends))
             self._candidates = (frozenset(), frozenset())
+
+    def _forgetful_needs(self) -> dict[str, int]:
+        """What tables that forget should have room for, of those that may grow: what is not over yet."""
+        now, needed, maps = self.clock(), dict[str, int](), self._maps
+        may_grow = {name for name in FORGETFUL if maps[name].entries < self._upper[name]}
+        for family in (4, 6):
+            if (name := f"half_open{family}") in may_grow:
+                keys, values = flow_arrays(maps[name], family)
+                recent = _age(now, values["seen"]) <= DATAGRAM_SECONDS * self._hz
+                needed[name] = int(np.count_nonzero(recent & (keys["protocol"] != Protocol.TCP)))
+        if "affinity" in may_grow:
+            keys, times = maps["affinity"].items(dtype_of("affinity_key"), np.dtype(np.uint64))
+            kept = maps["services"].glimpse(dtype_of("service"))["affinity"]
+            owners = np.minimum(keys["service"], len(kept) - 1)
+            needed["affinity"] = int(np.count_nonzero(_age(now, (times >> 32).astype(np.uint32)) < kept[owners]))
+        if "timewait" in may_grow:
+            marks = maps["timewait"].glimpse(dtype_of("timewait_bucket"))["entries"]
+            ticks = np.uint16(now >> TIMEWAIT_TICK & 0xFFFF) - (marks & 0xFFFF).astype(np.uint16)
+            young = (marks != 0) & (ticks <= TIMEWAIT_SECONDS * self._hz >> TIMEWAIT_TICK)
+            needed["timewait"] = int(np.count_nonzero(young)) // marks.shape[1]
+        return needed
+
+    def _begun(self) -> int:
+        number = abi_constants()["COUNT_NEW_FLOW"].to_bytes(4, sys.byteorder)
+        return int(self._maps["counters"].lookup_per_cpu(number, possible_cpus()).sum())
 
     def clock(self) -> int:
         """The time of time stamps."""
@@ -281,7 +333,7 @@ class FlowGC:
 
         Those of others go when conntrack has forgotten them (`OthersFlows`).
         """
-        age = (np.uint32(self.clock()) - values["seen"]).astype(np.int32).astype(np.int64)
+        age = _age(self.clock(), values["seen"])
         limits = idle_limits(keys, values, self._options) * self._hz
         ours = values["flags"] & abi_constants()["FLOW_OTHERS"] == 0
         old = np.flatnonzero((age >= limits) & ours)

@@ -27,9 +27,20 @@ STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
     "traffic_gone": "traffic",
 }  # fmt: skip
+DATAPATHS = "datapaths"  # what hooks call
 TRAFFIC = ("traffic", "traffic_gone")  # replaced in this order: figures may be lost in between, but never count twice
 
 Larger = Mapping[str, Map]  # maps that will replace those of the same names
+
+
+def spread(buckets: NDArray[Any], count: int) -> NDArray[Any]:
+    """These buckets of `timewait` as so many: each stands for all that have its place as their first bits."""
+    return np.repeat(buckets, max(1, count // len(buckets)), axis=0)[:count]
+
+
+def timewait_shift(buckets: int) -> int:
+    """As in the programs' settings: by how many bits less than the most the places of these buckets are known."""
+    return abi_constants()["TIMEWAIT_BITS"] - (buckets.bit_length() - 1)
 
 
 def traffic_cpus(options: Options) -> int:
@@ -42,8 +53,8 @@ class MapSet:
 
     Args:
         folder: where the maps are pinned, and found again after a restart.
-        options: sizes of tables that programs write, and bounds of others.
-        sizes: of maps that follow the table, if they are made now; None: their bounds. Pinned ones have theirs.
+        options: bounds of maps that grow.
+        sizes: of these maps, if they are made now; None: their bounds. Pinned ones have theirs.
     """
 
     def __init__(self, folder: Path, options: Options, sizes: Sizes | None = None) -> None:
@@ -57,12 +68,12 @@ class MapSet:
             self._adopt()
         else:
             remove_unfinished(folder)
-        fixed = policy.fixed(options, possible_cpus())
-        bounds = policy.bounds(options)
-        self.other_sizes = {name: size for name, size in fixed.items() if self._entries(name, size) != size} | {
-            name: bound for name, bound in bounds.items() if self._entries(name, 0) > bound
-        }
-        for name, made in make({**fixed, **self._with_traffic(sizes or bounds)}, self.maps).items():
+        bounds = policy.bounds(options, possible_cpus())
+        self.other_sizes = {
+            name: bound for name, bound in bounds.items()
+            if self._entries(name, 0) > bound and name not in policy.FORGETFUL
+        }  # fmt: skip
+        for name, made in make(self._with_traffic(sizes or bounds), self.maps).items():
             self._keep(name, made)
 
     def _adopt(self) -> None:
@@ -100,12 +111,17 @@ class MapSet:
         return {**sizes, **counting}
 
     def make_larger(self, sizes: Sizes) -> dict[str, Map]:
-        """New maps of these names and sizes, and those of traffic that go with them, empty."""
+        """New maps of these names and sizes, and those of traffic that go with them, empty.
+
+        With tables that programs write comes an array of datapaths.
+        """
         if {"services", "backends"} & sizes.keys():
             sizes = self._with_traffic(
                 {name: self.maps[name].entries for name in ("services", "backends")} | dict(sizes)
             )
             sizes = {name: size for name, size in sizes.items() if name in TRAFFIC or size > self.maps[name].entries}
+        if policy.WRITTEN & sizes.keys():
+            sizes = {**sizes, DATAPATHS: self.maps[DATAPATHS].entries}
         return make(sizes, {name: known for name, known in self.maps.items() if name not in sizes})
 
     def copy_into(self, larger: Larger) -> None:
@@ -129,7 +145,8 @@ class MapSet:
     def replace(self, larger: Larger) -> None:
         """Let these take the places of the maps that they are copies of. Views are others then."""
         for name in sorted(larger, key=lambda name: (name not in TRAFFIC, name)):
-            larger[name].pin(self.folder / f"{NEXT}{name}")
+            if not (name in {*policy.WRITTEN, DATAPATHS} and (self.folder / f"{NEXT}{name}").exists()):
+                larger[name].pin(self.folder / f"{NEXT}{name}")
             (self.folder / f"{NEXT}{name}").rename(self.folder / name)
             self._inodes[name] = (self.folder / name).stat().st_ino
             self.maps[name].close()
@@ -191,13 +208,13 @@ class MapSet:
 
     def counters(self) -> dict[str, int]:
         """Sums over all CPUs by name, `new_flow` for COUNT_NEW_FLOW."""
-        cpus = possible_cpus()
-        totals = {}
-        for name, number in abi_constants().items():
-            if name.startswith("COUNT_"):
-                values = self.maps["counters"].lookup_per_cpu(number.to_bytes(4, sys.byteorder), cpus)
-                totals[name.removeprefix("COUNT_").lower()] = int(values.sum())
-        return totals
+        names = [name for name in abi_constants() if name.startswith("COUNT_")]
+        return {name.removeprefix("COUNT_").lower(): self.counted(name) for name in names}
+
+    def counted(self, name: str) -> int:
+        """One of these sums, `name` as in enum counter."""
+        number = abi_constants()[name].to_bytes(4, sys.byteorder)
+        return int(self.maps["counters"].lookup_per_cpu(number, possible_cpus()).sum())
 
     def close(self) -> None:
         for known in self.maps.values():

@@ -49,6 +49,10 @@ class OthersFlows:
         self._answers_at = 0.0
         self.known = frozenset[FlowKey]().union(*(_left_to_others(known, family) for family, known in flows.items()))
 
+    def use(self, flows: Mapping[int, Map], leave: int) -> None:
+        """Larger tables, with the same content, and their program. Nobody may be in `look`."""
+        self._flows, self._leave = flows, leave
+
     def look(self, table: ServiceTable, *, connections: bool = True) -> None:
         """Read conntrack: leave what is new there, and forget what is gone. For any thread.
 

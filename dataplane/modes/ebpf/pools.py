@@ -14,7 +14,7 @@ from typing import Any
 # What bounds each map that grows.
 SETTINGS = {
     "services": "--max-services", "backends": "--max-backends", "slots": "--max-slots",
-    "frontends4": "--max-services", "frontends6": "--max-services",
+    "frontends4": "--max-services", "frontends6": "--max-services", "flows4": "--max-flows", "flows6": "--max-flows",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from hybrid_proxy.dataplane.balancing import KNOWN
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
 from hybrid_proxy.dataplane.flows import FlowFlag, Flows, Half, Mask
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
 from hybrid_proxy.dataplane.kernel.conntrack import delete_stale
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from hybrid_proxy.dataplane.kernel.host_paths import netns_cookie, pin_folder
@@ -44,7 +45,7 @@ from hybrid_proxy.dataplane.mode import (
     SyncResult,
     unknown_algorithms,
 )
-from hybrid_proxy.dataplane.modes.ebpf import affinity, attach, explaining, handing, layout, listing, sizes
+from hybrid_proxy.dataplane.modes.ebpf import affinity, attach, explaining, growth, handing, layout, listing, sizes
 from hybrid_proxy.dataplane.modes.ebpf.attach import Links, Sockets
 from hybrid_proxy.dataplane.modes.ebpf.carry import Carry, prepare
 from hybrid_proxy.dataplane.modes.ebpf.driver import Drivers
@@ -64,7 +65,7 @@ from hybrid_proxy.dataplane.modes.ebpf.flows import FlowGC, forget_half_open, op
 from hybrid_proxy.dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from hybrid_proxy.dataplane.modes.ebpf.layouts import Record
 from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.others import OthersFlows, takes_datagrams
+from hybrid_proxy.dataplane.modes.ebpf.others import OthersFlows, datagram_flows, takes_datagrams
 from hybrid_proxy.dataplane.modes.ebpf.pins import (
     Glance,
     beside,
@@ -85,6 +86,7 @@ from hybrid_proxy.dataplane.modes.ebpf.programs import (
 from hybrid_proxy.dataplane.modes.ebpf.resizer import MapResizer
 from hybrid_proxy.dataplane.modes.ebpf.room import check_room
 from hybrid_proxy.dataplane.modes.ebpf.store import ForeignEntries, Store
+from hybrid_proxy.dataplane.modes.ebpf.traffic import MOST_BYTES, possible_cpus
 from hybrid_proxy.dataplane.netfilter import relays
 from hybrid_proxy.dataplane.reports import (
     EbpfStatus,
@@ -186,7 +188,10 @@ class Ebpf:
             self.mark = Mark(self.folder)
             self._carry = prepare(self.folder, options)
             self.record = Record(self.folder)
-            self.maps = MapSet(self.folder, options, sizes.least(sizes.bounds(options)))
+            growth.resume(self.folder)
+            cpus = possible_cpus()
+            upper = sizes.bounds(options, cpus)
+            self.maps = MapSet(self.folder, options, sizes.least(upper, cpus))
             self.adopted = self.maps.adopted
             self.loader = Loader(self.maps, options, self.hz)
             self._inspect = self.loader.one("inspect")
@@ -210,7 +215,8 @@ class Ebpf:
         self.uplinks = attach.uplinks(self.folder, options)
         self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
         self.sockets = attach.Sockets(self.folder, options)
-        self.resizer = MapResizer(self.maps, sizes.bounds(options), self._load, self._use, self._take_larger_maps, wake)
+        self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
+        self._growth: growth.Growth | None = None  # of tables that programs write
         self.nearly_full: dict[str, str] = {}  # map -> message
         self._draining = self._leaving = False
         self._others_looks = 0
@@ -235,11 +241,27 @@ class Ebpf:
         return Store(self.maps, self.hz, adopt=adopt, max_ring=self.options.max_ring, max_slots=self.options.max_slots)
 
     def _new_others(self) -> OthersFlows:
-        flows = {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
-        return OthersFlows(flows, self._inspect.program("leave"))
+        return OthersFlows(self._flow_tables(), self._inspect.program("leave"))
+
+    def _flow_tables(self) -> dict[int, Map]:
+        return {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
 
     def _load(self, larger: Larger) -> Programs:
-        return self.loader.generation(larger, xdp=self.drivers.loaded)
+        programs = self.loader.generation(larger, xdp=self.drivers.loaded)
+        if self._attached and sizes.WRITTEN & larger.keys():
+            try:
+                self._growth = growth.Growth(self.folder, dict(self.maps.maps), larger)
+                self._growth.copy()
+            except BpfError:
+                programs.close()
+                raise
+        return programs
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Nobody else reads or writes tables of flows."""
+        with self.gc.reading:
+            yield
 
     def _load_xdp(self) -> Object:
         """For a device that qualified, when the others are loaded already."""
@@ -247,20 +269,30 @@ class Ebpf:
         self.maps.pin_new(loaded)
         return loaded
 
-    def _use(self, programs: Programs) -> None:
+    def _use(self, programs: Programs, larger: Larger) -> None:
         """Let all links run this generation; before the first attachment there are none of sockets."""
-        former, self.programs = self.programs, programs
+        moves, self._growth = self._growth, None
         for loaded in programs:
             self.maps.pin_new(loaded)
-        put_datapaths(self.maps.maps["datapaths"], programs.datapaths)
-        self.pods.use(programs.hooks)
-        self.uplinks.use(programs.hooks)
+        put_datapaths({**self.maps.maps, **larger}["datapaths"], programs.datapaths)
+        if moves is not None:
+            moves.run(self.loader, programs.hooks, self._use_at_hooks, lambda: self._use_elsewhere(programs))
+        else:
+            self._use_at_hooks(programs.hooks)
+            self._use_elsewhere(programs)
+        former, self.programs = self.programs, programs
+        if former is not None:
+            former.close()
+
+    def _use_at_hooks(self, programs: Object) -> None:
+        for links in (self.pods, self.uplinks):
+            links.use(programs)
+
+    def _use_elsewhere(self, programs: Programs) -> None:
         if programs.xdp is not None:
             self.drivers.use(programs.xdp)
         if self._attached:
             self.sockets.use(programs.connect, programs.sockops)
-        if former is not None:
-            former.close()
 
     def _serve_sockets(self) -> None:
         """Attach to the node's cgroup."""
@@ -270,11 +302,24 @@ class Ebpf:
         if not taught:
             log.warning("the node's own sockets are not served: the agent runs in none of the node's cgroups")
 
-    def _take_larger_maps(self) -> None:
+    def _take_larger_maps(self, names: AbstractSet[str]) -> None:
+        """These maps have been replaced; nobody reads them at the moment."""
+        growth.settle(self.folder)
         self.store.grown()
+        if sizes.WRITTEN & names:
+            self._look_into_larger_maps()
         self._forget_explain()
         if self.programs is not None and self.programs.xdp is None and self.drivers.loaded:
             self.drivers.use(self._load_xdp())  # a device qualified meanwhile
+
+    def _look_into_larger_maps(self) -> None:
+        loaded = None
+        if self.programs is not None:
+            loaded, self.programs.inspect = self.programs.inspect, None  # it outlives generations on the same tables
+        former, self._inspect = self._inspect, loaded or self.loader.one("inspect")
+        self.gc.use(self._inspect.program("sweep"), self._inspect.program("read_clock"))
+        self.others.use(self._flow_tables(), self._inspect.program("leave"))
+        former.close()
 
     def _forget_explain(self) -> None:
         if self._explain is not None:
@@ -297,6 +342,8 @@ class Ebpf:
             if self.programs is None:
                 self._begin(sizes.needs, table.entries())
             come = self.options.shares_node and takes_datagrams(self.table, table, names)
+            if not self._attached and not self.adopted:
+                self._begin_with_room_for_others(table)
             if not self._attached or come:
                 self.others.look(table)  # before the first packet could begin a flow in place of theirs
             if not self._attached and (self.options.all_or_nothing or not self.adopted):
@@ -347,6 +394,14 @@ class Ebpf:
         self.gc.want_grace(plan.stamp)  # last: it wakes a thread, which takes the interpreter
         return SyncResult(changed, removed, tuple(plan.unprogrammed.values()))
 
+    def _begin_with_room_for_others(self, table: ServiceTable) -> None:
+        """Nobody uses our maps yet: take larger tables, if the flows of others would crowd those that are there."""
+        counts = Counter(key.family for key in datagram_flows(table))
+        need = {f"flows{family}": count for family, count in counts.items()}
+        if sizes.crowded(self.resizer.entries, need):
+            self.resizer.give_up()
+            self.resizer.begin({**sizes.needs(table.entries()), **need})
+
     def _remember(self, table: ServiceTable) -> None:
         """Session affinity goes on: this is before the first packet."""
         plan = self.store.plan
@@ -388,11 +443,19 @@ class Ebpf:
         return handing.forget(self.maps.maps, flows, half)
 
     def receive_flows(self, flows: Flows) -> handing.Reception:
+        self._make_room_for_flows(Counter(flows.rows["family"].tolist()))
         services, backends = handing.Owners(self.store.plan.owners, self.store.backends).of(flows)
         links, macs = self._ways_of_node(flows)
         leaves = ~flows.flagged(FlowFlag.NODE) | (links != 0)
         arrival = handing.Arrival(services, backends, links, macs, self.gc.clock())
         return handing.Reception(self.maps.maps, flows, arrival, leaves)
+
+    def _make_room_for_flows(self, coming: Mapping[int, int]) -> None:
+        """Let tables of flows grow now, where as many more, by family, would crowd them."""
+        need = {f"flows{family}": self.gc.used[f"flows{family}"] + 2 * count for family, count in coming.items()}
+        crowded = sizes.crowded(self.resizer.entries, need)
+        if crowded and self._attached:
+            self.resizer.make_room(crowded, need)
 
     def _ways_of_node(self, flows: Flows) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
         """Of each flow of the node itself the uplink that its packets leave by, 0: none; and addresses of frames to it.
@@ -634,7 +697,8 @@ class Ebpf:
         self.gc.count_for = frozenset(self.store.plan.follows_load)
         if self._unprogrammed and not self._failed:
             self.sync(self.table)
-        self.resizer.step(self.store.plan.used())
+        self.resizer.step(self.store.plan.used() | (self.gc.needed if self._attached else {}))
+        self._look_early()
         repaired = self.store.writer.rows.repair()
         if repaired:
             self.audit_repairs += repaired
@@ -648,14 +712,15 @@ class Ebpf:
         self.gc.want_grace(self.store.plan.stamp)
         return [*notices, *self._report_nearly_full()]
 
+    def _look_early(self) -> None:
+        """Do not wait for the next look at tables of flows if so many have begun since the last one."""
+        begun, entries = 2 * (self.maps.counted("COUNT_NEW_FLOW") - self.gc.begun), self.resizer.entries
+        if any(begun > entries[name] // 4 for name in sizes.WRITTEN if entries[name] < self.resizer.upper[name]):
+            self.gc.hurry()
+
     def _report_nearly_full(self) -> Iterable[Event]:
         """Once for each map, until it has room again."""
-        flows = self.gc.used
-        entries = {name: self.maps.maps[name].entries for name in flows}
-        full = self.resizer.nearly_full(self.store.plan.used()) | {
-            name: f"map {name} is nearly full, with {flows[name]} of {entries[name]} entries: raise --max-flows"
-            for name in sizes.crowded(entries, flows)
-        }
+        full = self.resizer.nearly_full(self.store.plan.used() | self.gc.used)
         for name in full.keys() - self.nearly_full.keys():
             log.warning("%s", full[name])
             yield Event("", "Warning", "MapNearlyFull", "GrowMap", full[name])
@@ -687,6 +752,12 @@ class Ebpf:
                 f"{len(cut)} service ports have smaller rings than their algorithm would fill ({name}: {has} of "
                 f"{wanted} slots): --max-slots is used up, and other nodes may choose other backends"
             )
+        traffic, backends = self.store.traffic, self.maps.maps["backends"].entries
+        if traffic.counting and backends > traffic.backends:
+            messages.append(
+                f"the traffic of backends with numbers from {traffic.backends} on is not counted: rows for {backends} "
+                f"would take more than {MOST_BYTES >> 20} MiB"
+            )
         return [*messages, *self.nearly_full.values(), *filter(None, [self.resizer.failure])]
 
     def status(self) -> Status:
@@ -698,7 +769,7 @@ class Ebpf:
                 "services": Fill(used["services"], entries["services"] - 1),
                 "backends": Fill(used["backends"], entries["backends"] - 1),
                 "slots": Fill(used["slots"], entries["slots"]),
-                "flows": Fill(self.gc.known_flows, 2 * self.maps.maps["flows4"].entries),
+                "flows": Fill(self.gc.known_flows, entries["flows4"] + entries["flows6"]),
             },
             unprogrammed=list(store.plan.unprogrammed.values()),
             failing=listing.failing_ports(self.maps.maps, self.names()),

@@ -17,7 +17,8 @@ from hybrid_proxy.dataplane.kernel.bpf import BpfError, Effort, Map, Object, has
 from hybrid_proxy.dataplane.kernel.host_paths import netns_cookie
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet, timewait_shift, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.sizes import FLOWS, WRITTEN
 from hybrid_proxy.dataplane.timings import START
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,10 @@ class Programs:
     connect: Object | None = None
     sockops: Object | None = None
     xdp: Object | None = None
+    inspect: Object | None = None  # of a generation with tables of flows of its own
 
     def __iter__(self) -> Iterator[Object]:
-        loaded = (self.hooks, *self.datapaths, self.connect, self.sockops, self.xdp)
+        loaded = (self.hooks, *self.datapaths, self.connect, self.sockops, self.xdp, self.inspect)
         return (one for one in loaded if one is not None)
 
     def close(self) -> None:
@@ -58,8 +60,8 @@ class Loader:
     def __init__(self, maps: MapSet, options: Options, hz: int) -> None:
         self._maps, self._options, self._hz = maps, options, hz
 
-    def _settings(self, *, can_set_errno: bool, quiet: bool) -> bytes:
-        options = self._options
+    def _settings(self, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> bytes:
+        options, maps = self._options, {**self._maps.maps, **(larger or {})}
         return layout.pack(
             "settings",
             host_netns=(netns_cookie() or UNKNOWN_NETNS) if options.socket_scope == "host" else 0,
@@ -67,7 +69,7 @@ class Loader:
             reject_burst=options.reject_rate,
             fast_path=int(options.fast_path),
             can_set_errno=int(can_set_errno),
-            max_half_open=options.max_flows // 8,
+            max_half_open=min(maps[name].entries for name in FLOWS) // 8,
             udp_timeout=options.udp_timeout * self._hz,
             udp_timeout_stream=options.udp_timeout_stream * self._hz,
             port_first=options.port_first,
@@ -77,6 +79,7 @@ class Loader:
             can_check_mtu=int(has_helper(CHECK_MTU)),
             traffic_cpus=0 if quiet else traffic_cpus(options),
             event_burst=0 if quiet else options.event_rate,
+            timewait_shift=timewait_shift(maps["timewait"].entries),
         )
 
     def one(
@@ -107,7 +110,7 @@ class Loader:
         return loaded
 
     def _prepare(self, opened: Object, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> None:
-        opened.constants(self._settings(can_set_errno=can_set_errno, quiet=quiet))
+        opened.constants(self._settings(larger, can_set_errno=can_set_errno, quiet=quiet))
         self._maps.share_with(opened, larger)
 
     def effort(self, name: str) -> dict[str, Effort]:
@@ -129,10 +132,11 @@ class Loader:
         Raises:
             BpfError: the kernel refuses programs without which there is no service.
         """
+        names = ("hooks", *["xdp"] * xdp, *["inspect"] * bool(WRITTEN & (larger or {}).keys()))
         with ThreadPoolExecutor(4, thread_name_prefix="load") as threads:  # what takes longest comes first
             datapaths = [threads.submit(self.one, "tc_datapath", larger, only=name) for name in reversed(DATAPATHS)]
             sockets = threads.submit(self._sockets, larger)
-            loading = {name: threads.submit(self.one, name, larger) for name in ("hooks", *["xdp"] * xdp)}
+            loading = {name: threads.submit(self.one, name, larger) for name in names}
         try:
             loaded = {name: known.result() for name, known in loading.items()}
             both = tuple(known.result() for known in reversed(datapaths))

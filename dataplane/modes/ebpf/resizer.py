@@ -1,4 +1,4 @@
-"""Maps that follow the table give way to larger ones while traffic goes on.
+"""Maps give way to larger ones while traffic goes on.
 
 Programs know their maps by file descriptor, so a growth is a new generation of programs:
 
@@ -10,6 +10,8 @@ Programs know their maps by file descriptor, so a growth is a new generation of 
 
 So a process may end anywhere. Before the last step the next agent finds the former maps, in the middle of it some of
 each, all with the same content.
+
+Where the tables that programs write are among those that grow, step 3 is that of growth.py.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet
 from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS
 from hybrid_proxy.dataplane.modes.ebpf.programs import Programs
-from hybrid_proxy.dataplane.modes.ebpf.sizes import Sizes, crowded, fitting, grown
+from hybrid_proxy.dataplane.modes.ebpf.sizes import Sizes, crowded, fitting, grown, nearly_full
 from hybrid_proxy.dataplane.timings import START
 
 log = logging.getLogger(__name__)
@@ -31,7 +35,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 30.0  # after a growth that failed
 
 Load = Callable[[Larger], Programs]
-Use = Callable[[Programs], None]
+Use = Callable[[Programs, Larger], None]
 
 
 class MapResizer:
@@ -44,21 +48,25 @@ class MapResizer:
         maps: the open set.
         upper: bounds of the maps that grow.
         load: a generation of programs on these maps in place of those of the same names; called by a thread.
-        use: lets every link run these programs; they are its own from then on.
+        use: lets every link run these programs, which know these maps; they are its own from then on.
+        quiet: nobody else reads or writes tables of flows while the maps change.
         taken: called when maps have been replaced.
         wake: called by the thread when it is done: have `step` called.
     """
 
     def __init__(
-        self, maps: MapSet, upper: Sizes, load: Load, use: Use, taken: Callable[[], None], wake: Callable[[], None]
-    ) -> None:
+        self, maps: MapSet, upper: Sizes, load: Load, use: Use, quiet: Callable[[], AbstractContextManager[None]],
+        taken: Callable[[AbstractSet[str]], None], wake: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.upper = upper
         self.failure = ""
         self._maps, self._load, self._use, self._taken, self._wake = maps, load, use, taken, wake
+        self._quiet = quiet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
         self._larger: Larger = {}
         self._loading: Future[Programs] | None = None
         self.retry_at = 0.0
+        self.growths = 0  # since the start
 
     @property
     def entries(self) -> dict[str, int]:
@@ -117,16 +125,20 @@ class MapResizer:
         entries = self.entries
         return {
             name: f"map {name} is nearly full, with {used[name]} of {entries[name]} entries: raise {SETTINGS[name]}"
-            for name in crowded(entries, used)
+            for name in nearly_full(entries, used)
             if entries[name] >= self.upper[name]
         }
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is under way, for good."""
+        self.give_up()
+        self._thread.shutdown()
+
+    def give_up(self) -> None:
+        """Forget the growth that is under way."""
         if self._loading is not None and self._loading.exception() is None:
             self._loading.result().close()
         self._drop()
-        self._thread.shutdown()
 
     def start(self, larger: Larger) -> None:
         """Load the programs of a generation that uses these maps, in a thread; `step` or `make_room` finishes it."""
@@ -137,24 +149,26 @@ class MapResizer:
     def _finish(self) -> None:
         assert self._loading is not None
         started = time.monotonic()
-        try:
-            with START.part("wait for the verifier"):
-                programs = self._loading.result()
-            self._maps.copy_into(self._larger)
-        except (DataplaneError, OSError):
-            self._drop()
-            raise
-        self._use(programs)
-        larger, self._larger, self._loading, self.failure = self._larger, {}, None, ""
-        self._replace(larger)
+        with self._quiet() if self._larger else nullcontext():
+            try:
+                with START.part("wait for the verifier"):
+                    programs = self._loading.result()
+                self._maps.copy_into(self._larger)
+                self._use(programs, self._larger)
+            except (DataplaneError, OSError):
+                self._drop()
+                raise
+            larger, self._larger, self._loading, self.failure = self._larger, {}, None, ""
+            self._replace(larger)
         if larger:
+            self.growths += 1
             sizes = ", ".join(f"{name} {made.entries}" for name, made in sorted(larger.items()))
             log.info("maps have grown: %s entries, in %.0f ms", sizes, 1000 * (time.monotonic() - started))
 
     def _replace(self, larger: Larger) -> None:
         self._maps.replace(larger)
         if larger:
-            self._taken()
+            self._taken(larger.keys())
 
     def _drop(self) -> None:
         for made in self._larger.values():

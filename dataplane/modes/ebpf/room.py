@@ -9,6 +9,7 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import sizes
 from hybrid_proxy.dataplane.modes.ebpf.others import datagram_flows, refuse_crowd
 from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS
+from hybrid_proxy.dataplane.modes.ebpf.traffic import possible_cpus
 from hybrid_proxy.dataplane.table import Entry, ServiceTable
 
 
@@ -35,5 +36,5 @@ def check_room(options: Options, table: ServiceTable) -> None:
         Unsupported: it could not.
         DataplaneError, OSError: conntrack cannot be read.
     """
-    refuse_unfit(table.entries(), sizes.bounds(options))
+    refuse_unfit(table.entries(), sizes.bounds(options, possible_cpus()))
     refuse_crowd(datagram_flows(table), dict.fromkeys((4, 6), options.max_flows))

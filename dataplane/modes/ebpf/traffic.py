@@ -20,6 +20,7 @@ from hybrid_proxy.dataplane.reports import TrafficCounts
 
 Figures = NDArray[np.uint64]  # a row for each number, a column for each of FIELDS
 
+MOST_BYTES = 256 << 20  # of the programs' rows: programs count what has one, and look no further
 _GROUPS = 1024  # of backends, read in one go: 0.6 MB for each CPU
 FIELDS = TrafficCounts.__struct_fields__  # the order of bpf/traffic.h
 
@@ -31,10 +32,14 @@ def possible_cpus() -> int:
 
 
 def traffic_sizes(services: int, backends: int, cpus: int) -> dict[str, int]:
-    """Entries of the maps; `cpus` 0: nothing is counted, and they are as small as can be."""
+    """Entries of the maps; `cpus` 0: nothing is counted, and they are as small as can be.
+
+    Backends with numbers for which there is no room are not counted.
+    """
     group = abi_constants()["TRAFFIC_GROUP"]
+    most = MOST_BYTES // (group * max(cpus, 1) * dtype_of("traffic").itemsize)
     return {
-        "traffic": -(-backends // group) * group * cpus if cpus else group,
+        "traffic": min(-(-backends // group), most) * group * cpus if cpus else group,
         "traffic_gone": services if cpus else 1,
     }
 
@@ -56,6 +61,7 @@ class Traffic:
         self.gone: NDArray[np.uint64] = gone.view(np.uint64).reshape(-1, len(FIELDS))
         self._group = abi_constants()["TRAFFIC_GROUP"]
         self.bytes = counted().nbytes + gone.nbytes
+        self.backends = len(counted()) // self._cpus if cpus else 0  # numbers of those that are counted are lower
 
     @property
     def rows(self) -> NDArray[np.uint64]:
@@ -67,7 +73,10 @@ class Traffic:
         """What these backends came to, over all CPUs."""
         if not self.counting:
             return np.zeros((len(ids), len(FIELDS)), dtype=np.uint64)
-        figures: Figures = self.rows[ids // self._group, :, ids % self._group].sum(axis=1, dtype=np.uint64)
+        figures: Figures = np.zeros((len(ids), len(FIELDS)), dtype=np.uint64)
+        known = ids < self.backends
+        ids = ids[known]
+        figures[known] = self.rows[ids // self._group, :, ids % self._group].sum(axis=1, dtype=np.uint64)
         return figures
 
     def of_services(self, owners: NDArray[Any]) -> Figures:
@@ -97,7 +106,7 @@ class Traffic:
         unused[list(services)] = False
         self.gone[unused] = 0
         touched = self._touched()
-        touched[list(backends)] = False
+        touched[[number for number in backends if number < self.backends]] = False
         self._clear(np.flatnonzero(touched))
 
     def _touched(self) -> NDArray[np.bool_]:
@@ -105,6 +114,7 @@ class Traffic:
         return touched
 
     def _clear(self, backends: NDArray[np.int64]) -> None:
+        backends = backends[backends < self.backends]
         self.rows[backends // self._group, :, backends % self._group] = 0
 
 
