@@ -148,7 +148,7 @@ class FlowGC:
     def __init__(
         self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options, also: Callable[[], None]
     ) -> None:
-        self._upper = bounds(options, possible_cpus())
+        self.may_become(options, possible_cpus())
         self._options = options
         self._also = also
         self._hurry = False
@@ -182,6 +182,10 @@ class FlowGC:
     def _connected(self) -> Map | None:
         """There once the socket programs are loaded."""
         return self._maps.get("connected")
+
+    def may_become(self, options: Options, cpus: int) -> None:
+        """Look at what tables that forget need as long as they are smaller than these options let them become."""
+        self._upper = bounds(options, cpus)
 
     def use(self, sweep: int, clock: int) -> None:
         """Other programs, because tables have been replaced. `reading` is held meanwhile."""
