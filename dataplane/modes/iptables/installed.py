@@ -57,13 +57,15 @@ class Installed:
         self._seen: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> hash of what save prints
         self._rules: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> how many
 
-    def replace(self, deltas: Mapping[str, Delta]) -> None:
+    def read(self, table: str) -> Saved:
+        """What there is of a table, of others too."""
+        return parse(self.xtables.save(self.family, table))
+
+    def replace(self, deltas: Mapping[str, Delta], there: Mapping[str, Saved]) -> None:
         """Make these chains all that there is of ours; what was there serves until it is replaced.
 
         A chain whose rules are there as they would be written stays: to write takes four times as long as to read.
         """
-        # Read first: iptables-nft-save walks the rules of every table.
-        there = {table: parse(self.xtables.save(self.family, table)) for table in TABLES}
         for table in reversed(TABLES):  # at a start nothing is refused before it could be translated
             saved = there[table]
             wanted = deltas[table].written

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -85,14 +86,25 @@ class Iptables(TranslatingMode):
         return self._nodes(table) != {family: plan.node for family, plan in self._plans.items()}
 
     def _replace(self, table: ServiceTable) -> None:
-        """Write everything, in place of what is there."""
-        nodes = self._nodes(table)
+        """Write everything, in place of what is there.
+
+        Tables are read meanwhile, by a process for each, and before any of them is written: iptables-nft-save walks the
+        rules of them all.
+        """
         self._ruleset.seen(self.xtables.generation())
+        with ThreadPoolExecutor(len(FAMILIES) * len(TABLES)) as readers:
+            there = {
+                family: {name: readers.submit(installed.read, name) for name in TABLES}
+                for family, installed in self._installed.items()
+            }
+            nodes, wanted = self._nodes(table), {}
+            for family in self._installed:
+                plan = self._plans[family] = Plan(nodes[family])
+                plan.health_ports = table.health_ports
+                wanted[family] = plan.change((), self._supported(table, table.services, family))
+            saved = {family: {name: one.result() for name, one in tables.items()} for family, tables in there.items()}
         for family, installed in self._installed.items():
-            plan = Plan(nodes[family])
-            plan.health_ports = table.health_ports
-            installed.replace(plan.change((), self._supported(table, table.services, family)))
-            self._plans[family] = plan
+            installed.replace(wanted[family], saved[family])
         if table.clients:
             affinity.remember(table)  # as soon as the rules have made the lists
 
