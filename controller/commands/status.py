@@ -279,6 +279,9 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
         yield from _hook_lines(ebpf)
         if ebpf.probes.targets:
             yield f"probes: {ebpf.probes.targets} backends are probed, {ebpf.probes.down} of them fail"
+    if dataplane.nftables and (offload := dataplane.nftables.offload):
+        at = " ".join(offload.interfaces) or "-"
+        yield f"flowtable: TCP connections to services, from {offload.packets} packets on, between {at}"
     yield f"events: {_counters_text(dataplane.counters)}"
     for warning in dataplane.warnings:
         yield f"note: {warning}"
