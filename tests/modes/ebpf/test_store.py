@@ -12,8 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
-from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet, make
+from hybrid_proxy.dataplane.modes.ebpf.sizes import bounds, least
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.traffic import traffic_sizes
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.tables import Front, entry_of, fronts_of, with_fronts
 
@@ -395,6 +398,15 @@ def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
         if rng.random() < 0.3:
             settle(store)
         check(store, table, settled=False)
+
+
+def test_what_a_small_node_has_maps_for_is_small() -> None:
+    """As long as few packets come; the programs of sockets have 1.3 MB more."""
+    first = least(bounds(Options(), 2), 2)
+    made = make(first | traffic_sizes(first["services"], first["backends"], 2), {})
+    assert sum(known.memory for known in made.values()) < 8.7e6
+    for known in made.values():
+        known.close()
 
 
 def test_the_pinned_maps_are_those_of_the_objects(pins: Path, open_maps: OpenMaps) -> None:
