@@ -222,7 +222,10 @@ struct flow {
 	 * acknowledge. Of FLOW_DSR: the client's last sequence number.
 	 */
 	__u32 ack;
-	__u32 challenged_at; /* the last SYN that asked */
+	/* Until the flow is established, when it was last found that the stack is not needed, in jiffies, 0: never; of
+	 * the client's direction alone it comes to an end (follow.h). Of TCP after that: the last SYN that asked.
+	 */
+	__u32 passed_or_challenged;
 };
 
 /* What is asked of packets that come in at an interface (map `interfaces`); of one that is not there, nothing. */
@@ -294,6 +297,13 @@ struct node {
 	__u32 pad;
 };
 
+/* Which packets between pods of this node are handed over past the stack. */
+enum fast_path {
+	FAST_PATH_OFF,
+	FAST_PATH_ESTABLISHED, /* of flows that the stack has let open, or datagrams it has let pass */
+	FAST_PATH_ALWAYS,      /* all that have a way, the first of a flow too */
+};
+
 /* Settings that are constants of the loaded programs (.rodata). One struct, because the compiler does not keep the
  * order of single variables there.
  */
@@ -301,8 +311,8 @@ struct settings {
 	__u64 host_netns; /* cookie of the namespace whose sockets are served, 0: any; all bits: map `host_netns` has it
 			   */
 	__u32 hz;	  /* jiffies per second */
-	__u32 reject_burst; /* rejected packets that are answered, per CPU and second */
-	__u32 fast_path;
+	__u32 reject_burst;	  /* rejected packets that are answered, per CPU and second */
+	__u32 fast_path;	  /* enum fast_path */
 	__u32 can_set_errno;	  /* bpf_set_retval exists */
 	__s32 max_half_open;	  /* pairs that may be half-open in `flows`; more begin in `half_open` */
 	__u32 udp_timeout;	  /* jiffies after which another flow may take the reply tuple of datagrams, */

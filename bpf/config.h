@@ -58,6 +58,14 @@ INLINE __u32 now(void)
 	return (__u32)bpf_jiffies64();
 }
 
+/* The same, where 0 stands for never. */
+INLINE __u32 moment(void)
+{
+	__u32 time = now();
+
+	return time ? time : 1;
+}
+
 #define KTIME_SHIFT 10 /* ticks of 2^10 ns, which wrap after 73 minutes */
 
 /* Finer than `now`, and slower to get: for what happens once in a connection. */

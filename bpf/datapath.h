@@ -19,12 +19,14 @@
 #include "scratch.h"
 #include "serve.h"
 
-/* The tuples of a flow that begins are known, but for the port that the backend sees. */
-INLINE enum step begin_flow(struct __sk_buff *skb, const enum hook hook, const bool v6)
+/* The tuples of a flow that begins are known, but perhaps for the port that the backend sees. */
+INLINE enum step begin_flow(struct __sk_buff *skb, enum step step, const enum hook hook, const bool v6)
 {
-	enum step step = CALL(reserve_tuple, skb, 0);
-
-	return step == STEP_CONTINUE ? CALL(store_flow, skb, hook) : step;
+	if (step == STEP_STORE)
+		step = CALL(store_flow, skb, hook);
+	if (step == STEP_RESERVE)
+		step = CALL(reserve_tuple, skb, 0);
+	return step == STEP_CONTINUE ? CALL(store_flow, skb, hook | PORT_RESERVED) : step;
 }
 
 /* To a frontend, perhaps. */
@@ -38,7 +40,7 @@ INLINE enum step to_service(struct __sk_buff *skb, const enum hook hook, const b
 		step = CALL(prepare_flow, skb, hook);
 	if (step == STEP_CREATE_DSR)
 		return CALL(create_dsr_flow, skb, 0);
-	return step == STEP_RESERVE ? begin_flow(skb, hook, v6) : step;
+	return begin_flow(skb, step, hook, v6);
 }
 
 /* From a backend, or to one directly, or neither. */
@@ -46,11 +48,11 @@ INLINE enum step beside_services(struct __sk_buff *skb, const enum hook hook, co
 {
 	enum step step = CALL(from_backend, skb, hook);
 
-	if (step == STEP_PASS)
+	if (step == STEP_CONTINUE)
 		step = CALL(to_backend, skb, hook);
 	if (step == STEP_FOLLOW)
 		return CALL(follow_again, skb, hook);
-	return step == STEP_RESERVE ? begin_flow(skb, hook, v6) : step;
+	return begin_flow(skb, step, hook, v6);
 }
 
 /* Encapsulated, from the node that a client sent it to. */
@@ -60,7 +62,7 @@ INLINE enum step from_other_node(struct __sk_buff *skb, const enum hook hook, co
 
 	if (step == STEP_FOLLOW)
 		return CALL(follow_again, skb, hook);
-	return step == STEP_RESERVE ? begin_flow(skb, hook, v6) : step;
+	return begin_flow(skb, step, hook, v6);
 }
 
 /* Send out what does not go through the stack. */

@@ -2,6 +2,7 @@
 #ifndef HYBRID_PROXY_DIRECT_H
 #define HYBRID_PROXY_DIRECT_H
 
+#include "egress.h"
 #include "flow_create.h"
 #include "flow_state.h"
 #include "follow.h"
@@ -70,6 +71,14 @@ INLINE enum step to_backend(struct __sk_buff *skb, struct scratch *space, __u32 
 
 GLOBAL_VERB(enum step, to_backend, STEP_DROP)
 
+/* Did the flow begin past the stack, so that its answers go past it, too? */
+INLINE bool answers_past_stack(struct __sk_buff *skb, const struct packet *p, const struct flow *reply, enum hook hook,
+			       const bool v6)
+{
+	return settings.fast_path == FAST_PATH_ALWAYS && reply->passed_or_challenged && !is_collision(p, reply) &&
+	       can_hand_over(skb, p, reply, hook, v6);
+}
+
 /* The backend answers on a flow that is half-open. Where answers are translated before routing, follow the flow; it may
  * be in the other table now.
  */
@@ -78,17 +87,18 @@ INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const
 {
 	const struct packet *p = &space->packet;
 
-	if (!(found->entry->flags & FLOW_AS_NODE))
+	if (found->entry->flags & FLOW_AS_NODE)
+		confirm_route(skb, space, found->entry, p->tuple.protocol, v6);
+	else if (!answers_past_stack(skb, p, found->entry, hook, v6))
 		return STEP_PASS;
-	confirm_route(skb, space, found->entry, p->tuple.protocol, v6);
 	if (note_reply(p, found, v6))
 		report_failure(skb, space, found->entry, COUNT_BACKEND_REFUSED, hook, v6);
 	return STEP_FOLLOW;
 }
 
-/* The source may be a backend that answers. Where the client's address is the node's by now, it is put back here,
- * before the answer is routed. Otherwise the first answer goes through the stack, so that firewalls see the flow open,
- * and is translated at the client's interface (egress.h).
+/* The source may be a backend that answers; STEP_CONTINUE: it is none. Where the client's address is the node's by now,
+ * it is put back here, before the answer is routed. Otherwise the first answer goes through the stack, so that
+ * firewalls see the flow open, and is translated at the client's interface (egress.h).
  */
 INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
@@ -97,10 +107,10 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, __u3
 	struct found found;
 
 	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
-		return STEP_PASS;
+		return STEP_CONTINUE;
 	find_flow(&found, &p->tuple, v6);
 	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_COLLISION)
-		return STEP_PASS;
+		return STEP_CONTINUE;
 	if (!admit(skb, space, &found, hook, v6))
 		return drop(space, COUNT_DROP_FOREIGN);
 	if (found.entry->flags & FLOW_DIRECT)

@@ -2,6 +2,7 @@
 #ifndef HYBRID_PROXY_EGRESS_H
 #define HYBRID_PROXY_EGRESS_H
 
+#include "delivery.h"
 #include "flow.h"
 #include "flow_state.h"
 #include "nat.h"
@@ -79,6 +80,27 @@ INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, e
 	return STEP_PASS;
 }
 
+/* The stack delivers a client's datagram to the pod behind this interface: for a while the next ones are handed over.
+ */
+INLINE void note_delivery(struct __sk_buff *skb, struct scratch *space, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	struct found reply;
+	struct flow *forward;
+
+	reverse_tuple(&space->reply, &p->tuple);
+	find_flow(&reply, &space->reply, v6);
+	if (!reply.entry ||
+	    (reply.entry->flags & (FLOW_REPLY | FLOW_AS_NODE | FLOW_DIRECT | FLOW_ESTABLISHED)) != FLOW_REPLY)
+		return;
+	forward = peer_flow(reply.entry, p->tuple.protocol, reply.table, v6);
+	if (!forward || forward->flags & FLOW_REPLY)
+		return;
+	get_macs(skb, forward->mac);
+	WRITE_ONCE(forward->ifindex, skb->ifindex);
+	WRITE_ONCE(forward->passed_or_challenged, moment());
+}
+
 /* The packet may be an answer. One that is still to a service CIDR has no service, and does not leave the node. */
 INLINE enum step egress(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
@@ -86,6 +108,9 @@ INLINE enum step egress(struct __sk_buff *skb, struct scratch *space, __u32 hook
 
 	if (hook == HOOK_UPLINK_EGRESS && in_service_cidr(p->tuple.daddr, v6))
 		return drop(space, COUNT_DROP_UNALLOCATED);
+	if (hook == HOOK_POD_EGRESS && p->kind == PACKET_TRANSPORT && p->tuple.protocol == IPPROTO_UDP &&
+	    is_awaited(&p->tuple, v6))
+		note_delivery(skb, space, v6);
 	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
 		return STEP_PASS;
 	return translate_reply(skb, space, hook, v6);

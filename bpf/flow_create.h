@@ -3,6 +3,7 @@
 #define HYBRID_PROXY_FLOW_CREATE_H
 
 #include "flow.h"
+#include "follow.h"
 #include "forward.h"
 #include "node.h"
 #include "origin.h"
@@ -14,7 +15,8 @@
 
 #define EEXIST 17
 #define PORT_TRIES 16
-#define PORT_STEP 9973 /* a prime: so many ports lie between two that are tried */
+#define PORT_STEP 9973		/* a prime: so many ports lie between two that are tried */
+#define PORT_RESERVED (1u << 8) /* beside the hook: `reserve_tuple` has found the port */
 
 /* The source of masqueraded packets, and of a pod that talks to itself: this node, so that answers come back here. */
 INLINE bool node_address(__u32 *address, const bool v6)
@@ -74,6 +76,17 @@ INLINE bool may_encap(const struct choice *c, const struct tuple *t, enum hook h
 	return row && !(READ_ONCE(row->flags) & BACKEND_LOCAL);
 }
 
+/* May the flow be stored at once, and a look at who has its tuple be spared? Two connections with one reply tuple are
+ * rare, and the tables tell when there is one: where there is one table, nobody is in TIME_WAIT, and the port stays.
+ */
+INLINE bool keeps_port(const struct scratch *space, const bool v6)
+{
+	const struct tuple *key = &space->packet.tuple;
+
+	return key->protocol == IPPROTO_TCP && !(space->flow.flags & FLOW_AS_NODE) && !may_be_half_open(IPPROTO_TCP) &&
+	       !in_timewait(&space->reply, key, v6);
+}
+
 /* A first packet to the chosen backend: what it becomes, and the key of its answers. */
 INLINE enum step prepare_flow(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
@@ -89,7 +102,7 @@ INLINE enum step prepare_flow(struct __sk_buff *skb, struct scratch *space, __u3
 	if (!set_source(skb, space, hook, v6))
 		return drop(space, COUNT_DROP_NO_ADDRESS);
 	reverse_tuple(&space->reply, result);
-	return STEP_RESERVE;
+	return keeps_port(space, v6) ? STEP_STORE : STEP_RESERVE;
 }
 
 GLOBAL_VERB(enum step, prepare_flow, STEP_DROP)
@@ -182,17 +195,18 @@ struct first_packet {
 	__u32 origin;
 	__u32 seq;
 	__u8 mac[12];
+	bool past_stack; /* `hop` leads to the backend, and no packet of the flow needs the stack */
 };
 
 /* The backend's half of a new pair: its answers become the service's. */
 INLINE void fill_reply(struct flow *f, const struct tuple *key, const struct tuple *reply,
-		       const struct first_packet *from, const bool v6)
+		       const struct first_packet *from, const struct bpf_fib_lookup *hop, const bool v6)
 {
 	struct tuple result;
 
 	reverse_tuple(&result, key);
 	fill_flow(f, reply, &result, v6);
-	f->origin = f->flags & FLOW_HAIRPIN ? from->origin : ORIGIN_UNKNOWN;
+	f->origin = f->flags & FLOW_HAIRPIN ? from->origin : from->past_stack ? hop->ifindex : ORIGIN_UNKNOWN;
 	f->flags |= FLOW_REPLY;
 	f->ifindex = from->ifindex;
 	f->ack = from->seq + 1;
@@ -214,7 +228,8 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 
 	f->started_or_fin = start_time(key->protocol);
 	f->challenges = 0;
-	fill_reply(f, key, reply, from, v6);
+	f->passed_or_challenged = from->past_stack ? moment() : 0;
+	fill_reply(f, key, reply, from, &space->hop, v6);
 	error = flow_update(reply, f, table, BPF_NOEXIST, v6);
 	f->flags = direction;
 	if (error)
@@ -222,36 +237,60 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 	fill_flow(f, key, &space->result, v6);
 	f->ifindex = 0;
 	f->origin = from->origin;
+	if (from->past_stack) {
+		f->ifindex = space->hop.ifindex;
+		__builtin_memcpy(f->mac, space->hop.dmac, 6);
+		__builtin_memcpy(f->mac + 6, space->hop.smac, 6);
+	}
 	error = flow_update(key, f, table, BPF_ANY, v6);
 	if (error)
 		flow_delete(reply, table, v6);
 	return error;
 }
 
-/* Store the pair where new ones begin. When `flows` has no room, the LRU table keeps the service going. */
-INLINE bool create_pair(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
+/* FAST_PATH_ALWAYS: do the routes to the backend and back to the client lead to pods' interfaces, and would the stack
+ * send the packet there at once? `space->hop` is the way to the backend then.
+ */
+INLINE bool skips_stack_at_once(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
+{
+	struct bpf_fib_lookup *hop = &space->hop;
+
+	if (settings.fast_path != FAST_PATH_ALWAYS || hook != HOOK_POD_INGRESS || space->flow.flags)
+		return false;
+	if (CALL(origin_by_route, skb, 0) != skb->ifindex)
+		return false;
+	return fib_lookup_skb(skb, hop, &space->packet, &space->result, 0, v6) == BPF_FIB_LKUP_RET_SUCCESS &&
+	       has_link(hop->ifindex | 1u << LINK_POD_BIT) && !neighbour_needs_refresh(hop, v6);
+}
+
+/* Store the pair where new ones begin. When `flows` has no room, the LRU table keeps the service going. 0 or a negative
+ * errno: -EEXIST if another flow has the tuple, or, of one that is not `reserved`, may have it in the other table.
+ */
+INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reserved, enum hook hook, const bool v6)
 {
 	struct first_packet from = {
 		.ifindex = hook == HOOK_UPLINK_INGRESS ? 0 : skb->ifindex,
 		.origin = origin_here(skb, hook),
 		.seq = space->packet.seq,
+		.past_stack = skips_stack_at_once(skb, space, hook, v6),
 	};
 	const struct tuple *key = &space->packet.tuple;
 	long error;
 
 	get_macs(skb, from.mac);
-	timewait_add(&space->reply, key, v6);
 	if (initial_table(key->protocol) == TABLE_FLOWS) {
 		error = store_pair(space, &from, TABLE_FLOWS, v6);
 		if (!error)
 			count_half_open(1);
 		if (!error || error == -EEXIST)
-			return !error;
+			return error;
 		count(COUNT_FLOW_FULL);
 		EMIT_EVENT(skb, COUNT_FLOW_FULL, hook);
 		note_overflow();
+	} else if (!reserved) {
+		return -EEXIST;
 	}
-	return !store_pair(space, &from, TABLE_HALF_OPEN, v6);
+	return store_pair(space, &from, TABLE_HALF_OPEN, v6);
 }
 
 /* A direct connection took another port than its client's: from now on segments in the midst of connections are looked
@@ -272,21 +311,29 @@ INLINE void note_new_flow(struct __sk_buff *skb, const struct scratch *space, en
 	TRACE_EVENT(skb, COUNT_NEW_FLOW, hook);
 }
 
-/* Store both directions of the flow, then rewrite its first packet. Of a direct TCP connection with the client's own
- * port nothing needs to be stored, because segments that open a connection are always looked at.
+/* Store both directions of the flow, then rewrite its first packet. STEP_RESERVE: another flow has its tuple. Of a
+ * direct TCP connection with the client's own port nothing needs to be stored, because segments that open a connection
+ * are always looked at.
  */
-INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, __u32 detail, const bool v6)
 {
+	const enum hook hook = detail & ~PORT_RESERVED;
 	const struct tuple *key = &space->packet.tuple;
 	__u32 flags = space->flow.flags;
 	bool untouched = flags & FLOW_DIRECT && space->result.sport == key->sport;
+	bool reserved = detail & PORT_RESERVED;
+	long error;
 
 	if (untouched && key->protocol == IPPROTO_TCP) {
 		timewait_add(&space->reply, key, v6);
 		return STEP_PASS;
 	}
-	if (!create_pair(skb, space, hook, v6))
+	error = create_pair(skb, space, reserved, hook, v6);
+	if (error == -EEXIST && !reserved)
+		return STEP_RESERVE;
+	if (error)
 		return drop(space, COUNT_DROP_FLOW_FULL);
+	timewait_add(&space->reply, key, v6);
 	if (untouched)
 		return STEP_PASS;
 	if (flags & FLOW_DIRECT)
@@ -296,7 +343,9 @@ INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, __u32 
 	if (flags & FLOW_MASQUERADE)
 		return STEP_FORWARD;
 	rewrite(skb, &space->packet, &space->result, v6);
-	return flags & FLOW_HAIRPIN ? hairpin(skb) : STEP_PASS;
+	if (flags & FLOW_HAIRPIN)
+		return hairpin(skb);
+	return space->flow.ifindex ? give_to_pod(skb, &space->flow) : STEP_PASS;
 }
 
 GLOBAL_VERB(enum step, store_flow, STEP_DROP)

@@ -2,6 +2,7 @@
 #ifndef HYBRID_PROXY_FOLLOW_H
 #define HYBRID_PROXY_FOLLOW_H
 
+#include "delivery.h"
 #include "flow.h"
 #include "flow_state.h"
 #include "forward.h"
@@ -11,13 +12,27 @@
 #include "scratch.h"
 #include "traffic.h"
 
+/* May a packet of a flow that is not established be handed over? Of one that began past the stack it may
+ * (flow_create.h). Otherwise a client's datagram may for a while after the stack has let one like it pass (egress.h): a
+ * sixth of the time for which conntrack remembers a flow without answers, so that it goes on to know it, and asks its
+ * rules again.
+ */
+INLINE bool needs_no_stack(const struct flow *f)
+{
+	__u32 passed = READ_ONCE(f->passed_or_challenged);
+
+	return passed && (settings.fast_path == FAST_PATH_ALWAYS || now() - passed < settings.udp_timeout / 6);
+}
+
 /* May packets of the flow be handed to a pod past the stack? Only where the other direction goes past it, too:
  * conntrack that sees one half of a connection calls the rest invalid. So both ends are pods of this node, or the flow
  * is masqueraded.
  */
 INLINE bool skips_stack(const struct flow *f, enum hook hook)
 {
-	if (!is_ingress(hook) || !settings.fast_path || !f->ifindex || !(f->flags & FLOW_ESTABLISHED))
+	if (!is_ingress(hook) || !settings.fast_path || !f->ifindex)
+		return false;
+	if (!(f->flags & FLOW_ESTABLISHED) && !needs_no_stack(f))
 		return false;
 	return hook == HOOK_POD_INGRESS || f->flags & FLOW_MASQUERADE;
 }
@@ -72,6 +87,14 @@ INLINE enum step give_to_pod(struct __sk_buff *skb, const struct flow *flow)
 	return STEP_REDIRECT;
 }
 
+/* Do a client's datagrams keep coming for a quarter of a second, and no answer shows where their pod is? */
+INLINE bool lasts_one_way(const struct flow *f, __u8 protocol)
+{
+	return settings.fast_path && protocol == IPPROTO_UDP &&
+	       !(f->flags & (FLOW_REPLY | FLOW_AS_NODE | FLOW_ESTABLISHED)) &&
+	       now() - f->started_or_fin >= settings.hz / 4;
+}
+
 /* Translate the packet of an established flow, and send it the way of its flow. `direct`: it is known that it can be
  * handed to the pod.
  */
@@ -84,6 +107,8 @@ INLINE enum step dispatch(struct __sk_buff *skb, struct scratch *space, enum hoo
 	enum counter what = flow->flags & FLOW_REPLY ? COUNT_REPLY : COUNT_DNAT;
 
 	direct = direct || can_hand_over(skb, p, flow, hook, v6);
+	if (!direct && hook == HOOK_POD_INGRESS && lasts_one_way(flow, p->tuple.protocol))
+		await_delivery(&space->result, v6);
 	account(skb, flow->backend, flow->flags & FLOW_REPLY, 0);
 	TRACE_EVENT(skb, what, hook);
 	if (flow->flags & FLOW_MASQUERADE && !direct && !to_node) {

@@ -4,6 +4,7 @@
 #ifndef HYBRID_PROXY_PREFILTER_H
 #define HYBRID_PROXY_PREFILTER_H
 
+#include "delivery.h"
 #include "hash.h"
 #include "node.h"
 #include "packet.h"
@@ -46,7 +47,7 @@ INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const boo
 	if (!parse_fast(skb, &t, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
 		return false;
 	if (hook == HOOK_POD_EGRESS)
-		return true;
+		return t.protocol != IPPROTO_UDP || !is_awaited(&t, v6);
 	if (may_be_service(t.daddr, v6) || may_be_node_port(t.dport, t.protocol))
 		return false;
 	return !(is_ingress(hook) && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !in_service_cidr(t.daddr, v6);

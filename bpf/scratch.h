@@ -58,6 +58,7 @@ enum step {
 	STEP_CREATE,	  /* begin a flow to the backend that was chosen */
 	STEP_CREATE_DSR,  /* begin one whose packets are encapsulated */
 	STEP_RESERVE,	  /* reserve the reply tuple, store the flow */
+	STEP_STORE,	  /* store the flow with its client's own port, which most likely is free */
 	STEP_FOLLOW,	  /* follow the flow of a packet that was decapsulated */
 	STEP_NOT_SERVICE, /* its destination is no frontend */
 	STEP_FORWARD,	  /* rewrite it to `result` and send it on by our own route lookup */

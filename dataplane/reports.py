@@ -351,8 +351,8 @@ class SocketHooks(msgspec.Struct, frozen=True):
 class EbpfStatus(msgspec.Struct, kw_only=True, frozen=True):
     """What mode ebpf has loaded and attached.
 
-    `pins` is the folder of its pins, `traffic_bytes` the memory that counting traffic takes (0: off), `deferred_frees`
-    are ids that wait until no program can use them any more.
+    `pins` is the folder of its pins, `fast_path` is `established`, `always` or `off`, `traffic_bytes` the memory that
+    counting traffic takes (0: off), `deferred_frees` are ids that wait until no program can use them any more.
     """
 
     pins: str
@@ -360,7 +360,7 @@ class EbpfStatus(msgspec.Struct, kw_only=True, frozen=True):
     uplinks: InterfaceHooks
     xdp: XdpHooks
     sockets: SocketHooks
-    fast_path: bool
+    fast_path: str
     maps: dict[str, MapUsage]
     traffic_bytes: int
     deferred_frees: int

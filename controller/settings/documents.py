@@ -504,9 +504,10 @@ class Ebpf(_Part, frozen=True):
     pin_root: Annotated[str, _ebpf(
         "A folder on a BPF file system for pinned objects (default: found)", FOLDER, "pin-root", RESTART
     )] = ""
-    fast_path: Annotated[bool, _ebpf(
-        "Let established flows between local pods bypass the host's stack", BOOLEAN, "no-fast-path", inverted=True,
-        help="send established flows between local pods through the host's stack, too"
+    fast_path: Annotated[str, _ebpf(
+        "Which packets between pods of this node bypass the host's stack: those of flows that it has let open "
+        "(`established`), those that open a flow, too (`always`: no netfilter rule, policy or conntrack of the host "
+        "sees such a flow), or none (`off`)", choice("established", "always", "off"), "fast-path"
     )] = _OPTIONS.fast_path
     traffic_counters: Annotated[bool, _ebpf(
         "Count flows, packets and bytes of services and backends", BOOLEAN, "no-traffic-counters", inverted=True,

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ CALL_SECONDS: Final = 120  # for one restore or save, however large
 INSTALL: Final = "install the package iptables"
 SO_GET_INFO: Final = 64  # IPT_SO_GET_INFO and IP6T_SO_GET_INFO, linux/netfilter_ipv4/ip_tables.h
 GETINFO_SIZE: Final = 84  # struct ipt_getinfo
+_GETINFO: Final = "=32xI5I5III"  # its fields after the name: hooks, where chains begin and end, entries, bytes
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _NAMES: Final = {4: "ip", 6: "ip6"}
 PROBE_CHAIN: Final = "HP-PROBE"  # for a moment, also while an agent runs
@@ -223,6 +225,20 @@ def _legacy_size(family: int, table: str) -> bytes | None:
     with socket.socket(kind, socket.SOCK_DGRAM) as kernel:
         failed = _LIBC.getsockopt(kernel.fileno(), level, SO_GET_INFO, answer, ctypes.byref(size))
     return None if failed else answer.raw[: size.value]
+
+
+def legacy_tables_with_rules() -> list[str]:
+    """Tables of iptables-legacy that have more entries than their chains' own, as `ip filter (legacy)`."""
+    found = []
+    for family, name in _NAMES.items():
+        for table in _legacy_tables(family):
+            size = _legacy_size(family, table)
+            if size is None:
+                continue
+            hooks, *_, entries, _ = struct.unpack(_GETINFO, size)
+            if entries > hooks.bit_count() + 1:  # one for each chain's policy, and one that ends the table
+                found.append(f"{name} {table} (legacy)")
+    return found
 
 
 def _legacy_tables(family: int) -> list[str]:

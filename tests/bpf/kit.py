@@ -339,6 +339,7 @@ class Bench:
         row["primary4"] = layout.address_words([NETS[4].primary])[0, 0]
         row["primary6"] = layout.address_words([NETS[6].primary])[0]
         self.maps.maps["reject_budget"].update(bytes(4), bytes(8 * cpus()))
+        self.maps.maps["awaited"].view(np.dtype(np.uint64))[:] = 0
         for name in ("own_addresses", "interfaces", "equal_routes", "equal_paths", "failures"):
             set_elements(self.maps.maps[name], {})
 

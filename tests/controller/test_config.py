@@ -84,7 +84,7 @@ GOOD = [
                  id="metrics IPv6 in brackets"),
     pytest.param("--metrics-bind-address=::1", "metrics_bind_address", Endpoint("::1", 10249), id="metrics IPv6"),
     pytest.param("--healthz-bind-address=", "healthz_bind_address", None, id="no health"),
-    pytest.param("--no-fast-path=false",   "options.fast_path",      True,                   id="fast path on"),
+    pytest.param("--fast-path=always",     "options.fast_path",      "always",               id="fast path"),
     pytest.param("--conntrack-udp-timeout=9000000s", "options.udp_timeout", 2_147_483,       id="in jiffies"),
     pytest.param("--log-format=json",      "log_format", "json",                 id="log format"),
     pytest.param("-v=4",                   "verbosity",              4,                      id="-v=4"),

@@ -218,7 +218,7 @@ USED = [
     (H, "ebpf.socketScope", "all", "options.socket_scope", "all"),
     (H, "ebpf.cgroup", "/c", "options.cgroup", "/c"),
     (H, "ebpf.pinRoot", "/p", "options.pin_root", "/p"),
-    (H, "ebpf.fastPath", False, "options.fast_path", False),
+    (H, "ebpf.fastPath", "always", "options.fast_path", "always"),
     (H, "ebpf.trafficCounters", False, "options.count_traffic", False),
     (H, "ebpf.answerPing", True, "options.answer_ping", True),
     (H, "ebpf.sourceCheck", "strict", "options.source_check", "strict"),
@@ -613,8 +613,8 @@ class TestFlagsBesideAFile:
             kube("logging: {verbosity: 1}", "--v=loud")
 
     def test_flags_that_kube_proxy_does_not_have_count(self):
-        config = ours("ebpf: {xdp: native}\nadminSocket: /a", "--xdp=off", "--manifests=/m", "--no-fast-path")
-        assert (config.options.xdp, str(config.manifests), config.options.fast_path) == ("off", "/m", False)
+        config = ours("ebpf: {xdp: native}\nadminSocket: /a", "--xdp=off", "--manifests=/m", "--fast-path=off")
+        assert (config.options.xdp, str(config.manifests), config.options.fast_path) == ("off", "/m", "off")
         assert config.admin_socket == "/a"
         assert config.warnings == ()
 

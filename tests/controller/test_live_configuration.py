@@ -172,7 +172,7 @@ def test_settings_of_the_dataplane_and_of_services(start: Callable[[str], Agent]
     agent = start("ebpf")
     bench = Bench(lab, agent, itertools.count(1))
     service = bench.service("pod2", "pod3")
-    for changes in ({"eventRate": 7, "failover": {"failures": 0}}, {"fastPath": False}, {"probes": {"interval": "1s"}}):
+    for changes in ({"eventRate": 7, "failover": {"failures": 0}}, {"fastPath": "off"}, {"probes": {"interval": "1s"}}):
         file.ours["ebpf"] = changes
         file.ours["algorithm"] = "rr"
         setting = f"HybridProxyConfiguration.ebpf.{next(iter(changes))}"

@@ -6,6 +6,8 @@
  *   crr ask ADDRESS PORT SEC RATE   the same, RATE times a second
  *   crr sink PORT              reads whatever comes, one connection after the other
  *   crr pour ADDRESS PORT SEC  one connection, as much as it takes; prints bytes and seconds
+ *   crr catch PORT             reads datagrams and answers none
+ *   crr throw ADDRESS PORT SEC FROM   small datagrams of one port, as often as it can; prints datagrams and seconds
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -114,6 +116,47 @@ static void pour(const char *address, const char *port, const char *time)
 	close(s);
 }
 
+static int datagram_socket(const char *port)
+{
+	struct sockaddr_in a = socket_address("0.0.0.0", port);
+	int s = socket(AF_INET, SOCK_DGRAM, 0);
+
+	if (s < 0 || bind(s, (struct sockaddr *)&a, sizeof(a)))
+		give_up("binding");
+	return s;
+}
+
+static void catch_all(const char *port)
+{
+	int s = datagram_socket(port);
+	char buffer[REQUEST];
+
+	printf("ready\n");
+	fflush(stdout);
+	while (recv(s, buffer, REQUEST, 0) >= 0)
+		;
+}
+
+static void throw(const char *address, const char *port, const char *time, const char *from)
+{
+	struct sockaddr_in to = socket_address(address, port);
+	int s = datagram_socket(from);
+	char buffer[REQUEST] = {0};
+	double start, now;
+	long sent = 0;
+
+	if (connect(s, (const struct sockaddr *)&to, sizeof(to)))
+		give_up("connecting");
+	start = seconds();
+	do {
+		if (send(s, buffer, REQUEST, 0) != REQUEST)
+			give_up("sending");
+		now = ++sent % 64 ? start : seconds();
+	} while (now < start + atof(time));
+	printf("%ld %.6f\n", sent, now - start);
+	close(s);
+}
+
 /* One whole exchange; 0 when it was complete. */
 static int ask_once(const struct sockaddr_in *to)
 {
@@ -189,7 +232,11 @@ int main(int argc, char **argv)
 		ask(argv[2], argv[3], argv[4], atof(argv[5]));
 	else if (argc == 5 && !strcmp(argv[1], "pour"))
 		pour(argv[2], argv[3], argv[4]);
+	else if (argc == 3 && !strcmp(argv[1], "catch"))
+		catch_all(argv[2]);
+	else if (argc == 6 && !strcmp(argv[1], "throw"))
+		throw(argv[2], argv[3], argv[4], argv[5]);
 	else
-		fprintf(stderr, "crr serve|sink PORT, crr ask|pour ADDRESS PORT SECONDS [RATE]\n");
+		fprintf(stderr, "crr serve|sink|catch PORT, crr ask|pour|throw ADDRESS PORT SECONDS [RATE|FROM]\n");
 	return argc >= 5 ? 0 : 2;
 }

@@ -32,6 +32,7 @@ def abi_constants() -> dict[str, int]:
     for enum in (
         "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin", "link_kind",
         "verdict", "counter", "hook", "note_kind", "interface_flags", "client", "datapath", "carry_state",
+        "fast_path",
     ):  # fmt: skip
         names.update(abi.typeof(f"enum {enum}").relements)
     return names

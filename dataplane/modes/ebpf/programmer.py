@@ -117,6 +117,21 @@ def clean(options: Options) -> int:
     return formerly + attach.detach_everything(folder)
 
 
+def _skipped_rules(options: Options) -> Iterator[str]:
+    """A warning: which rules of the node do not see flows that are handed over from their first packet on."""
+    if options.fast_path != "always":
+        return
+    from hybrid_proxy.dataplane.kernel.passing_rules import passing_rules
+
+    found = passing_rules("hybrid-proxy")
+    if found:
+        more = ", ..." if len(found) > SHOWN else ""
+        yield (
+            f"rules do not see flows to Services between pods of this node, because fastPath is `always`: those of "
+            f"{', '.join(found[:SHOWN])}{more}. If they must, use --fast-path=established"
+        )
+
+
 def drain(options: Options) -> bool:
     """Forget every address of a service: nothing is translated, refused or dropped that is no known flow.
 
@@ -218,6 +233,9 @@ class Ebpf:
         self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
         self._growth: growth.Growth | None = None  # of tables that programs write
         self.nearly_full: dict[str, str] = {}  # map -> message
+        self.skipped_rules = list(_skipped_rules(options))
+        for message in self.skipped_rules:
+            log.warning("%s", message)
         self._draining = self._leaving = False
         self._others_looks = 0
         self.audit_repairs = 0
@@ -758,7 +776,7 @@ class Ebpf:
                 f"the traffic of backends with numbers from {traffic.backends} on is not counted: rows for {backends} "
                 f"would take more than {MOST_BYTES >> 20} MiB"
             )
-        return [*messages, *self.nearly_full.values(), *filter(None, [self.resizer.failure])]
+        return [*messages, *self.skipped_rules, *self.nearly_full.values(), *filter(None, [self.resizer.failure])]
 
     def status(self) -> Status:
         store, used, entries = self.store, self.store.plan.used(), self.resizer.entries

@@ -67,7 +67,7 @@ class Loader:
             host_netns=(netns_cookie() or UNKNOWN_NETNS) if options.socket_scope == "host" else 0,
             hz=self._hz,
             reject_burst=options.reject_rate,
-            fast_path=int(options.fast_path),
+            fast_path=layout.abi_constants()[f"FAST_PATH_{options.fast_path.upper()}"],
             can_set_errno=int(can_set_errno),
             max_half_open=min(maps[name].entries for name in FLOWS) // 8,
             udp_timeout=options.udp_timeout * self._hz,

@@ -91,6 +91,7 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         }
     },
     "tail": {"tail": {**ROUNDS, "SIZES": (5, 10)}, "connections": {"SECONDS": 0.05}},
+    "udp_one_way": {"udp_one_way": {**ROUNDS, "SECONDS": 0.05}},
     "upgrade": {"upgrade": {**ROUNDS, "FLOWS": 1000}},
     "verifier": {"verifier": ROUNDS},
 }  # fmt: skip

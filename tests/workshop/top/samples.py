@@ -51,7 +51,7 @@ def ebpf(*ejections: Ejection) -> EbpfStatus:
         uplinks=hooks,
         xdp=XdpHooks("auto", [], {}),
         sockets=SocketHooks(None, "off"),
-        fast_path=True,
+        fast_path="established",
         maps={"flows4": MapUsage(100, 4096, 12, 200), "counters": MapUsage(40, 320)},
         traffic_bytes=0,
         deferred_frees=0,

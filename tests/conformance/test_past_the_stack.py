@@ -1,0 +1,139 @@
+"""What rules of the node see of flows between its pods: by default whether a flow may begin, with `--fast-path=always`
+nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
+
+from .conftest import MODES, new_lab, route_services, serve
+from .kit import HTTP, UDP, V4, V6, Bench, counted, eventually
+from .test_node_settings import agent_with
+from .world import SECOND
+
+CATCH = 9191  # a port of the second pod where datagrams are only read
+SIZE = 50_000
+FAMILIES = pytest.mark.parametrize("family", [V4, V6], ids=["v4", "v6"])
+
+pytestmark = pytest.mark.skipif("ebpf" not in MODES, reason="mode ebpf alone has a way past the stack")
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Lab]:
+    with new_lab(2, 1) as made:
+        route_services(made)
+        serve(made, SECOND)
+        yield made
+
+
+@contextmanager
+def rule(lab: Lab, text: str) -> Iterator[None]:
+    """A firewall with that rule for what the node forwards."""
+    chain = "add chain inet wall forward { type filter hook forward priority 0; }"
+    done = lab.run("node", ["nft", f"add table inet wall; {chain}; add rule inet wall forward {text}"])
+    assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        lab.run("node", ["nft", "delete table inet wall"])
+
+
+def seen_by_rule(bench: Bench, target: tuple[str, int], family: int) -> int:
+    """How many of twenty connections the rule sees; each carries some data."""
+
+    def count() -> int:
+        listed = bench.lab.run("node", ["nft", "list", "table", "inet", "wall"]).stdout
+        return int(listed.partition("counter packets ")[2].split()[0])
+
+    before = count()
+    for _ in range(20):
+        with bench.connect("pod1", target, family, timeout=20.0) as connection:
+            assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
+    return count() - before
+
+
+@pytest.mark.parametrize("path", ["always", "established"])
+def test_with_always_no_rule_sees_a_flow_and_the_status_says_so(field: Lab, path: str) -> None:
+    watching = rule(field, f"tcp dport {HTTP} ct state new counter")
+    with watching, agent_with(field, "ebpf", f"--fast-path={path}") as (bench, services):
+        for family in (V4, V6):
+            bench.settle(services["near"], {"pod2"}, family)
+            seen = seen_by_rule(bench, services["near"].vip(family), family)
+            # The kernel's own output confirms a neighbour every sixteen seconds.
+            assert seen <= 6 if path == "always" else seen >= 20
+        status = bench.agent.running_status()
+        warned = any("inet wall forward" in warning for warning in status.dataplane.warnings)
+        assert warned is (path == "always")
+        assert path != "always" or "rules do not see" in bench.agent.tail(200)
+        assert status.dataplane.ebpf is not None
+        assert status.dataplane.ebpf.fast_path == path
+
+
+@FAMILIES
+def test_by_default_what_a_rule_drops_stays_dropped(field: Lab, family: int) -> None:
+    with agent_with(field, "ebpf") as (bench, services):
+        near = services["near"]
+        bench.settle(near, {"pod2"}, family)
+        with rule(field, f"tcp dport {HTTP} drop"), pytest.raises(TimeoutError):
+            bench.connect("pod1", near.vip(family), family, timeout=1.0)
+
+
+def send(bench: Bench, sender: socket.socket, catcher: socket.socket, seconds: float) -> tuple[int, int]:
+    """How many datagrams were sent in that time, and how many arrived."""
+    sent = arrived = 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sender.send(b"log line")
+        sent += 1
+        time.sleep(0.02)
+        while True:
+            try:
+                catcher.recv(100)
+            except BlockingIOError:
+                break
+            arrived += 1
+    return sent, arrived
+
+
+@FAMILIES
+def test_datagrams_without_an_answer_are_handed_over_as_long_as_rules_let_them_pass(field: Lab, family: int) -> None:
+    with (
+        agent_with(field, "ebpf", "--conntrack-udp-timeout=12s") as (bench, _),
+        field.socket("pod2", family, socket.SOCK_DGRAM) as catcher,
+        field.socket("pod1", family, socket.SOCK_DGRAM) as sender,
+    ):
+        service = bench.service("pod2", settle=False, protocol="UDP", port=53, target=CATCH)
+        catcher.bind((bench.lab["pod2"].address(family), CATCH))
+        catcher.setblocking(False)
+        sender.connect(service.vip(family))
+        eventually(lambda: send(bench, sender, catcher, 0.1)[1], 10, "no datagram arrives")
+        with rule(field, f"udp dport {CATCH} drop"):
+            eventually(lambda: send(bench, sender, catcher, 0.5)[1] == 0, 10, "they pass a rule that drops them")
+            before = counted(bench.agent, "fast")
+            assert send(bench, sender, catcher, 1.0)[1] == 0
+            assert counted(bench.agent, "fast") == before
+        eventually(lambda: counted(bench.agent, "fast") > before or not send(bench, sender, catcher, 0.5), 10,
+                   "none is handed over")  # fmt: skip
+        sent, arrived = send(bench, sender, catcher, 4.0)
+        assert abs(sent - arrived) <= 2, "on both ways, which take turns: the stack is asked again each two seconds"
+        assert counted(bench.agent, "fast") - before > sent / 2
+
+
+@FAMILIES
+@pytest.mark.parametrize("path", ["always", "established"])
+def test_datagrams_of_every_size_have_answers(field: Lab, family: int, path: str) -> None:
+    with agent_with(field, "ebpf", f"--fast-path={path}") as (bench, _):
+        service = bench.service("pod2", protocol="UDP", port=53, target=UDP)
+        with field.socket("pod1", family, socket.SOCK_DGRAM) as client:
+            client.settimeout(5)
+            client.connect(service.vip(family))
+            for size in (10, 1400, 5000, 20_000):
+                assert ask_udp(client, text="x" * size)[0].pod == "pod2"

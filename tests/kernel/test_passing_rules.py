@@ -1,0 +1,46 @@
+"""Which chains look at packets that pass the node, as the kernel has them."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from hybrid_proxy.dataplane.kernel.passing_rules import passing_rules
+from tests.namespaces import fresh
+
+FORWARD = "add table inet wall; add chain inet wall forward { type filter hook forward priority 0; }"
+INPUT = "add table ip door; add chain ip door input { type filter hook input priority 0; policy drop; }"
+RULE = "add rule inet wall forward ct state invalid drop"
+POLICY = "add table ip6 raw6; add chain ip6 raw6 pre { type filter hook prerouting priority -300; policy drop; }"
+OURS = (
+    "add table ip hybrid-proxy-x; add chain ip hybrid-proxy-x c { type nat hook prerouting priority 0; policy drop; }"
+)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("commands", "found"),
+    [
+        pytest.param([], [], id="nothing"),
+        pytest.param([FORWARD, INPUT], [], id="no rules, and what is for the node itself"),
+        pytest.param([FORWARD, RULE], ["inet wall forward"], id="a rule"),
+        pytest.param([POLICY], ["ip6 raw6 pre"], id="a policy"),
+        pytest.param([OURS], [], id="ours"),
+    ],
+)
+def test_chains_with_rules_or_a_policy_are_found(commands: list[str], found: list[str]) -> None:
+    with fresh():
+        for command in commands:
+            subprocess.run(["nft", command], check=True, capture_output=True)
+        assert passing_rules("hybrid-proxy") == found
+
+
+@pytest.mark.root
+def test_rules_of_iptables_legacy_are_found() -> None:
+    with fresh():
+        for command in (["-P", "FORWARD", "ACCEPT"], ["-A", "FORWARD", "-j", "ACCEPT"]):
+            done = subprocess.run(["iptables-legacy", *command], capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"iptables-legacy does not work here: {done.stderr}")
+        assert passing_rules("hybrid-proxy") == ["ip filter (legacy)"]
