@@ -113,7 +113,7 @@ SOME = ("growth meet 1", "growth enter 2", "growth copy 3", "growth enter 3", "g
 OTHERS = [
     ("growth copy 1", "growth enter 1", "growth copy 2", "growth merge 2", "growth move 1"),
     ("links 1", "links 3", "links 5", "links 8", "pins 1"),
-    ("pins 2", "pins 5", "growth settle 1"),
+    ("pins 5", "pins 2", "growth settle 1"),
 ]
 
 
