@@ -68,6 +68,21 @@ def load_module(name: str) -> str | None:
     return None if done.returncode == 0 else f"modprobe {name} failed {done.stderr.strip()}".strip()
 
 
+def translated_at_sockets(server: Server) -> bool:
+    """Whether programs give a socket of this node a backend before its packets are routed. Sends nothing.
+
+    Otherwise a bound address is the source of whatever the node sends there.
+    """
+    with socket.socket(AF[server.family], socket.SOCK_DGRAM) as tried:
+        try:
+            tried.connect((server.address, server.port))
+        except ConnectionRefusedError:  # by a program: nothing else refuses a datagram socket
+            return True
+        except OSError:
+            return False
+        return bool(tried.getsockname()[0] != server.address)
+
+
 def connections() -> Iterator[Connection]:
     """The flows that IPVS knows in the calling thread's network namespace; a client's affinity is none.
 

@@ -29,7 +29,7 @@ from hybrid_proxy.dataplane.modes.ipvs.marks import Marks
 from hybrid_proxy.dataplane.modes.ipvs.plan import Actual, Steps, give_up, plan, quiet
 from hybrid_proxy.dataplane.netfilter import NetfilterMode
 from hybrid_proxy.dataplane.reports import Fill, IpvsStatus, Status
-from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
+from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 from hybrid_proxy.dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
 
 log = logging.getLogger(__name__)
@@ -246,11 +246,15 @@ class Ipvs(NetfilterMode):
         """Keep the addresses that flows need, and no others.
 
         A new connection of this node to an address that is bound has it as its own too, and would lose it. So they
-        are held by routes, as far as there is another source; that of an open connection stays what it is.
+        are held by routes, as far as there is another source; that of an open connection stays what it is. Where the
+        mode that serves translates at sockets, there are no such connections. Then the address stays bound, because an
+        unconnected socket of the node takes its source anew for each datagram.
         """
         ours = {element.address for name, element in self.actual.members if name.endswith("-ADDRESSES")}
         needed = self._flows.addresses & ours
-        self.actual.held = sources(needed, node)
+        datagrams = {server.address: server for server in self.actual.servers if server.protocol == Protocol.UDP}
+        bound = {each for each in needed & datagrams.keys() if self.kernel.translated_at_sockets(datagrams[each])}
+        self.actual.held = sources(needed - bound, node)
         try:
             self.kernel.routes.hold(self.actual.held)
         except NetlinkFailed as error:
@@ -319,7 +323,7 @@ class Ipvs(NetfilterMode):
         if self._owed:
             self._repair()
         self._drain()
-        if not self.actual.held.keys() <= self._flows.addresses:
+        if self._left and not self.actual.held.keys() | self.actual.addresses <= self._flows.addresses:
             self._hold(self.table.node)
         self._owed += len(self.audit.step())
         if self._owed:

@@ -16,7 +16,7 @@ from hybrid_proxy.dataplane.kernel import sysctl, xtables
 from hybrid_proxy.dataplane.kernel.conntrack import delete, entries_of
 from hybrid_proxy.dataplane.kernel.dummy import Dummy
 from hybrid_proxy.dataplane.kernel.ipset import Ipsets
-from hybrid_proxy.dataplane.kernel.ipvs import Ipvs, connections
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs, connections, translated_at_sockets
 from hybrid_proxy.dataplane.kernel.local_routes import LocalRoutes
 from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
 from hybrid_proxy.dataplane.mode import Options
@@ -51,6 +51,7 @@ class Kernel:
     connections: Callable[[], Iterable[Connection]] = connections
     entries_of: Callable[[Iterable[Connection]], Mapping[Connection, bytes]] = entries_of  # of conntrack
     delete_entries: Callable[[int, list[bytes]], int] = delete  # of one family; how many went
+    translated_at_sockets: Callable[[Server], bool] = translated_at_sockets
 
     def close(self) -> None:
         for interface in (self.ipvs, self.sets, self.device, self.routes):

@@ -68,6 +68,7 @@ class Node:
         self.flows: list[Connection] = []  # that IPVS knows
         self.forgotten: list[Connection] = []  # that conntrack knows no more
         self.sysctls: dict[str, str] = {}
+        self.translates_at_sockets = False  # the mode that serves
 
     def _in_use(self, name: str) -> bool:
         rules = (
@@ -79,7 +80,7 @@ class Node:
         kernel = Kernel(
             self.ipvs, self.sets, self.device, self.routes, self.tables,  # type: ignore[arg-type]
             lambda wanted: self.sysctls.update(wanted) or {}, self.sysctls.get,
-            lambda: list(self.flows), self._entries_of, self._delete_entries,
+            lambda: list(self.flows), self._entries_of, self._delete_entries, lambda _: self.translates_at_sockets,
         )  # fmt: skip
         return Ipvs(Options(**options), self._wake, kernel, clock or (lambda: self.time))  # type: ignore[arg-type]
 

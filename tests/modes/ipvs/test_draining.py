@@ -79,6 +79,23 @@ def test_an_address_whose_source_the_kernel_refuses_stays_bound(node: Node) -> N
     assert (node.device.bound, node.held()) == ({"10.96.0.1"}, {})
 
 
+def test_addresses_of_datagrams_stay_bound_beside_a_mode_that_translates_at_sockets(node: Node) -> None:
+    """An unconnected socket takes its source anew for each datagram; IPVS knows the flow by the service's address."""
+    node.translates_at_sockets = True
+    agent = node.start()
+    table = two_services(node, A)
+    agent.sync(table)
+    node.flows = [flow(A), flow(A, SECOND, 53, UDP, "UDP")]
+    agent.drain(table)
+    assert node.held().keys() == {"10.96.0.1"}
+    assert node.device.bound == {SECOND}
+    node.flows.pop()
+    for _ in range(READINGS):
+        agent.open_flows(table)
+    agent.maintain()
+    assert node.device.bound == set()
+
+
 def test_an_address_goes_with_the_last_flow_that_needs_it(node: Node) -> None:
     agent = node.start()
     table = two_services(node, A)
