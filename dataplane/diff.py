@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import ServiceTable
 
 
@@ -15,6 +16,8 @@ def changed_services(old: ServiceTable, new: ServiceTable) -> frozenset[str]:
         return frozenset()
     if new.base == old.generation:
         return new.changed
+    if isinstance(old.services, Shards) and isinstance(new.services, Shards):
+        return old.services.differing(new.services)
     names = {
         name
         for name, entries in new.services.items()

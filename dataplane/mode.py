@@ -7,6 +7,7 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
     Ejection,
@@ -18,7 +19,7 @@ from hybrid_proxy.dataplane.reports import (
     TrafficRow,
     Unprogrammed,
 )
-from hybrid_proxy.dataplane.table import Remembered, ServiceTable
+from hybrid_proxy.dataplane.table import EMPTY, Entry, Remembered, ServiceTable
 
 RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
 
@@ -103,22 +104,44 @@ class ProbePacket(msgspec.Struct, frozen=True):
     source_port: int = 0  # 0: any
 
 
-def unknown_algorithms(table: ServiceTable, known: Collection[str], instead: str, *, weighs: bool = False) -> list[str]:
-    """Warnings: how many service ports ask for an algorithm that is not `known`, or for weights."""
-    other = sum(1 for entry in table.entries() if entry.algorithm not in known)
-    weighted = 0 if weighs else sum(1 for entry in table.entries() if any(b.weight > 1 for b in entry.serving))
-    warnings = []
-    if other:
-        warnings.append(f"{other} service ports ask for another algorithm than {instead}, which they get instead")
-    if weighted:
-        warnings.append(f"{weighted} service ports have weights: only 0 counts here, all others are the same")
-    return warnings
+class Unmet:
+    """Counts the service ports that ask for what a mode does not do, at the cost of what changed since the last time.
 
+    Args:
+        known: algorithms of the mode, None: it says itself what it lacks.
+        instead: what others get.
+        weighs: it uses weights.
+        probes: it makes health probes.
+    """
 
-def unprobed(table: ServiceTable) -> list[str]:
-    """At most one warning, for a mode that makes no health probes."""
-    asked = sum(1 for entry in table.entries() if entry.probe is not None)
-    return [f"{asked} service ports ask for probes of their backends, which this mode does not make"] * (asked > 0)
+    def __init__(
+        self, known: Collection[str] | None, instead: str = "", *, weighs: bool = False, probes: bool = False
+    ) -> None:
+        self._known, self._instead, self._weighs, self._probes = known, instead, weighs, probes
+        self._table: ServiceTable = EMPTY
+        self._other = self._weighted = self._probed = 0
+
+    def warnings(self, table: ServiceTable) -> list[str]:
+        """One for each thing that some of this table's service ports ask for in vain."""
+        for name in changed_services(self._table, table):
+            for sign, entries in ((-1, self._table.services.get(name, ())), (1, table.services.get(name, ()))):
+                for entry in entries:
+                    self._count(entry, sign)
+        self._table = table
+        return [
+            f"{count} service ports {what}"
+            for count, what in (
+                (self._other, f"ask for another algorithm than {self._instead}, which they get instead"),
+                (self._weighted, "have weights: only 0 counts here, all others are the same"),
+                (self._probed, "ask for probes of their backends, which this mode does not make"),
+            )
+            if count
+        ]
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        self._other += sign * (self._known is not None and entry.algorithm not in self._known)
+        self._weighted += sign * (not self._weighs and any(b.weight > 1 for b in entry.serving))
+        self._probed += sign * (not self._probes and entry.probe is not None)
 
 
 def belongs(name: str | None, service: str | None) -> bool:

@@ -24,7 +24,7 @@ from hybrid_proxy.controller.semantics.entries import (
     health_check,
     node_network,
 )
-from hybrid_proxy.controller.semantics.shards import Shards
+from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 
 Key = tuple[str | int, int, Protocol]  # address (or family, for a node port), port, protocol

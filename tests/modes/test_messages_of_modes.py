@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from hybrid_proxy.dataplane.mode import unknown_algorithms, unprobed
+from hybrid_proxy.dataplane.mode import Unmet
 from hybrid_proxy.dataplane.table import Backend, NodeNetwork, Probe, Protocol, ServiceTable
 from tests.tables import entry_of
 
@@ -15,11 +15,11 @@ def asking_for(*algorithms: str) -> ServiceTable:
 
 
 def test_algorithms_that_a_mode_knows_are_no_limitation() -> None:
-    assert unknown_algorithms(asking_for("random", "rr"), {"random", "rr"}, "round robin") == []
+    assert Unmet({"random", "rr"}, "round robin", probes=True).warnings(asking_for("random", "rr")) == []
 
 
 def test_service_ports_with_other_algorithms_are_counted() -> None:
-    assert unknown_algorithms(asking_for("random", "maglev", "rr"), {"random"}, "random") == [
+    assert Unmet({"random"}, "random", probes=True).warnings(asking_for("random", "maglev", "rr")) == [
         "2 service ports ask for another algorithm than random, which they get instead"
     ]
 
@@ -29,8 +29,8 @@ def test_weights_that_a_mode_does_not_use_are_counted() -> None:
     out = Backend("10.0.0.3", 80, weight=0)
     entries = tuple(entry_of(f"d/web:p{n}", 4, Protocol.TCP, (), (one,)) for n, one in enumerate((heavy, plain, out)))
     table = ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())
-    assert unknown_algorithms(table, {"random"}, "random", weighs=True) == []
-    assert unknown_algorithms(table, {"random"}, "random") == [
+    assert Unmet({"random"}, "random", weighs=True, probes=True).warnings(table) == []
+    assert Unmet({"random"}, "random", probes=True).warnings(table) == [
         "1 service ports have weights: only 0 counts here, all others are the same"
     ]
 
@@ -39,7 +39,14 @@ def test_probes_that_a_mode_does_not_make_are_counted() -> None:
     entries = tuple(
         entry_of(f"d/web:p{n}", 4, Protocol.TCP, (), probe=probe) for n, probe in enumerate((Probe(), None))
     )
-    assert unprobed(ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())) == [
+    assert Unmet(None, weighs=True).warnings(ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())) == [
         "1 service ports ask for probes of their backends, which this mode does not make"
     ]
-    assert unprobed(asking_for("random")) == []
+    assert Unmet(None).warnings(asking_for("random")) == []
+
+
+def test_what_is_counted_follows_the_table() -> None:
+    unmet = Unmet({"random"}, "random")
+    assert unmet.warnings(asking_for("maglev", "maglev"))[0].startswith("2 service ports")
+    assert unmet.warnings(asking_for("random", "maglev"))[0].startswith("1 service ports")
+    assert unmet.warnings(asking_for("random")) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_proxy.controller.semantics.shards import Shards
+from hybrid_proxy.dataplane.shards import Shards
 
 NAMES = st.integers(0, 2000).map("team/shop-{}".format)
 CHANGES = st.dictionaries(NAMES, st.lists(st.integers(), max_size=2).map(tuple), max_size=30)
@@ -24,6 +24,9 @@ def test_it_is_a_dictionary_whose_copies_do_not_change_each_other(steps: list[di
         assert all(name in shards for name in wanted)
         assert "team/other" not in shards
     assert all(dict(former) == content for former, content in before)
+    for former, content in before:
+        other = {name for name in content | wanted if content.get(name) != wanted.get(name)}
+        assert former.differing(shards) == shards.differing(former) == other
 
 
 def test_a_copy_copies_the_part_that_a_change_is_in_alone() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -133,13 +133,14 @@ def _members(maps: Maps, services: int) -> list[Any]:
     ]
 
 
-def failing_ports(maps: Maps, names: Names) -> list[str]:
+def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> list[str]:
     """Names of service ports of which every backend fails."""
     services = maps["services"].entries
     failing = _failing(maps, services)
     some = np.flatnonzero(failing)
     if not len(some):
         return []
+    names = names_of()
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
     any_set = flags["BACKEND_SET0"] | flags["BACKEND_SET1"] | flags["BACKEND_EJECTED"]
     known = np.bincount(table["service"][table["flags"] & any_set != 0], minlength=services)

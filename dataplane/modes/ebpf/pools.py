@@ -39,6 +39,11 @@ class IdPool:
         self._free: deque[int] = deque(i for i in range(1, self._next) if i not in present)
 
     @property
+    def end(self) -> int:
+        """Beyond every number that was ever in use."""
+        return self._next
+
+    @property
     def left(self) -> int:
         return self.limit - self._next + len(self._free)
 

@@ -43,7 +43,7 @@ from hybrid_proxy.dataplane.mode import (
     ProbePacket,
     RequestMaintenance,
     SyncResult,
-    unknown_algorithms,
+    Unmet,
 )
 from hybrid_proxy.dataplane.modes.ebpf import affinity, attach, explaining, growth, handing, layout, listing, sizes
 from hybrid_proxy.dataplane.modes.ebpf.attach import Links, Sockets
@@ -222,6 +222,7 @@ class Ebpf:
             )  # fmt: skip
         self.store = self._new_store(adopt=self.adopted)
         self.table: ServiceTable = EMPTY
+        self._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)
         self._unprogrammed: frozenset[str] = frozenset()
         self._failed: frozenset[str] = frozenset()  # services of a sync that could not be finished
         self._attached = False
@@ -762,7 +763,7 @@ class Ebpf:
 
     def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do."""
-        messages = unknown_algorithms(self.table, KNOWN, "random", weighs=True)
+        messages = self._unmet.warnings(self.table)
         cut = [(key[0], has, wanted) for key, (has, wanted) in self.store.plan.cut.items()]
         if cut:
             name, has, wanted = cut[0]
@@ -790,7 +791,7 @@ class Ebpf:
                 "flows": Fill(self.gc.known_flows, entries["flows4"] + entries["flows6"]),
             },
             unprogrammed=list(store.plan.unprogrammed.values()),
-            failing=listing.failing_ports(self.maps.maps, self.names()),
+            failing=listing.failing_ports(self.maps.maps, self.names),
             warnings=self.warnings(),
             audit_repairs=self.audit_repairs,
             counters=self.counters(),

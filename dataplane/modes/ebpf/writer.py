@@ -17,7 +17,7 @@ from hybrid_proxy.dataplane.modes.ebpf.edges import SourceRanges
 from hybrid_proxy.dataplane.modes.ebpf.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Key
 from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.plan import Batch
-from hybrid_proxy.dataplane.modes.ebpf.rows import RowWriter
+from hybrid_proxy.dataplane.modes.ebpf.rows import VECTORIZE_FROM, RowWriter
 from hybrid_proxy.dataplane.table import Protocol, family_of
 
 PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
@@ -31,7 +31,12 @@ class CountingFilter:
         self.counts = np.zeros(len(view) * 64, dtype=np.uint16)
         self._words, self._counts = view.data, self.counts.data
 
-    def add(self, bits: Iterable[int]) -> None:
+    def add(self, bits: Sequence[int]) -> None:
+        if len(bits) >= VECTORIZE_FROM:
+            distinct, counted = np.unique(np.fromiter(bits, np.uint32, len(bits)), return_counts=True)
+            self.counts[distinct] += counted.astype(np.uint16)
+            np.bitwise_or.at(self.view, distinct >> 6, np.uint64(1) << (distinct & 63).astype(np.uint64))
+            return
         words, counts = self._words, self._counts
         for bit in bits:
             counts[bit] = counts[bit] + 1 & 0xFFFF

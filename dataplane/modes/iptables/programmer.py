@@ -18,8 +18,7 @@ from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
-    unknown_algorithms,
-    unprobed,
+    Unmet,
 )
 from hybrid_proxy.dataplane.modes.iptables import affinity, listing
 from hybrid_proxy.dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
@@ -64,6 +63,7 @@ class Iptables(TranslatingMode):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(options, wake)
+        self._unmet = Unmet({"random"}, "random")
         self._clock = clock
         self.xtables = xtables or find(needs)
         self.able = {family: _ability(self.xtables, family) for family in self.xtables.families}
@@ -209,7 +209,7 @@ class Iptables(TranslatingMode):
     # Status
 
     def warnings(self) -> list[str]:
-        messages = unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
+        messages = self._unmet.warnings(self.table)
         sticky = [entry for entry in self.table.entries() if entry.affinity_seconds]
         forgetful = sum(1 for entry in sticky if entry.family in self.able and not self.able[entry.family].remembers)
         if forgetful:

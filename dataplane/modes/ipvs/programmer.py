@@ -18,7 +18,7 @@ from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
-    unprobed,
+    Unmet,
 )
 from hybrid_proxy.dataplane.modes.ipvs import writer
 from hybrid_proxy.dataplane.modes.ipvs.audit import Audit
@@ -56,6 +56,7 @@ class Ipvs(NetfilterMode):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(options, wake)
+        self._unmet = Unmet(None, weighs=True)
         self.kernel = kernel or writer.open_kernel(options)
         self._clock = clock
         self.actual = Actual()
@@ -340,7 +341,7 @@ class Ipvs(NetfilterMode):
 
     def warnings(self) -> list[str]:
         entries = list(self.table.entries())
-        messages = unprobed(self.table)
+        messages = self._unmet.warnings(self.table)
         for algorithm in sorted(name for name, works in self._schedulers.items() if not works):
             who = [entry.name for entry in entries if self._asked(entry) == algorithm]
             if who:

@@ -18,8 +18,7 @@ from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
-    unknown_algorithms,
-    unprobed,
+    Unmet,
 )
 from hybrid_proxy.dataplane.modes.nftables import affinity
 from hybrid_proxy.dataplane.modes.nftables.listing import Tables
@@ -78,6 +77,7 @@ class Nftables(TranslatingMode):
             if reason:
                 raise Unsupported("nftables", reason)
         super().__init__(options, request_maintenance)
+        self._unmet = Unmet({"random"}, "random")
         self.adopted = False
         self._kernel: Kernel = kernel or Kernel(TABLE, AllSets(), chain_named)
         self._real = kernel is None
@@ -313,8 +313,7 @@ class Nftables(TranslatingMode):
     # Status
 
     def warnings(self) -> list[str]:
-        messages = unknown_algorithms(self.table, {"random"}, "random") + unprobed(self.table)
-        return [*messages, *filter(None, [self._no_flowtable])]
+        return [*self._unmet.warnings(self.table), *filter(None, [self._no_flowtable])]
 
     def status(self) -> Status:
         packets = self._offload_packets(self.table)

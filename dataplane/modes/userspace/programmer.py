@@ -18,8 +18,7 @@ from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
-    unknown_algorithms,
-    unprobed,
+    Unmet,
 )
 from hybrid_proxy.dataplane.modes.userspace import lower as low
 from hybrid_proxy.dataplane.modes.userspace import messages as m
@@ -81,6 +80,7 @@ class Userspace(NetfilterMode):
         if reason:
             raise Unsupported("the userspace mode", reason)
         super().__init__(options, request_maintenance)
+        self._unmet = Unmet({"random", "rr"}, "round robin")
         self._clock = clock
         self._possible = tuple(family for family in FAMILIES if transparent_works(family))
         self.transparent = self._possible  # of these, those whose answers are delivered here
@@ -337,7 +337,7 @@ class Userspace(NetfilterMode):
             "a client is connected before its backend: where no backend can be reached it sees a reset, not a refusal",
             "connections in flight end when the relay's process ends",
         ]
-        warnings += unknown_algorithms(self.table, {"random", "rr"}, "round robin") + unprobed(self.table)
+        warnings += self._unmet.warnings(self.table)
         if len(self.transparent) < len(FAMILIES):
             warnings.append("client addresses cannot be kept here: backends see the node's address")
         return warnings

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, KNOWN, ring_of
 from hybrid_proxy.dataplane.balancing.least_connections import FAIR
+from hybrid_proxy.dataplane.mode import Unmet
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
@@ -133,6 +134,7 @@ def test_rings_get_smaller_before_a_service_port_is_refused(open_maps: OpenMaps)
 
 def test_warnings_name_what_is_not_as_configured() -> None:
     mode = Ebpf.__new__(Ebpf)
+    mode._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)  # noqa: SLF001
     mode.table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
     mode.store = SimpleNamespace(plan=SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)}))  # type: ignore[assignment]
     mode.nearly_full = {"slots": "slots are nearly full"}

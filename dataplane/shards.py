@@ -42,6 +42,14 @@ class Shards(Mapping[str, Value], Generic[Value]):
                 part.pop(name, None)
         return type(self)(parts, count)
 
+    def differing(self, other: Shards[Value]) -> frozenset[str]:
+        """Names whose values differ, or that only one of the two has; parts that both share are not looked at."""
+        names = set[str]()
+        for mine, theirs in zip(self.parts, other.parts, strict=True):
+            if mine is not theirs:
+                names.update(name for name in {**mine, **theirs} if _differ(mine.get(name), theirs.get(name)))
+        return frozenset(names)
+
     def __getitem__(self, name: str) -> Value:
         return self.parts[crc32(name.encode()) % _SHARDS][name]
 
@@ -50,3 +58,7 @@ class Shards(Mapping[str, Value], Generic[Value]):
 
     def __len__(self) -> int:
         return self._count
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other and one != other
