@@ -14,6 +14,7 @@ from hybrid_proxy.dataplane.mode import Unmet
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.traffic import MOST_BYTES
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable
 from tests.tables import fronts_of
 
@@ -136,7 +137,11 @@ def test_warnings_name_what_is_not_as_configured() -> None:
     mode = Ebpf.__new__(Ebpf)
     mode._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)  # noqa: SLF001
     mode.table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
-    mode.store = SimpleNamespace(plan=SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)}))  # type: ignore[assignment]
+    plan = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)})
+    counted = SimpleNamespace(counting=True, backends=8192)
+    mode.store = SimpleNamespace(plan=plan, traffic=counted)  # type: ignore[assignment]
+    mode.maps = SimpleNamespace(maps={"backends": SimpleNamespace(entries=16_384)})  # type: ignore[assignment]
+    mode.skipped_rules = ["rules are skipped"]
     mode.nearly_full = {"slots": "slots are nearly full"}
     mode.resizer = SimpleNamespace(failure="no memory")  # type: ignore[assignment]
     assert mode.warnings() == [
@@ -145,6 +150,11 @@ def test_warnings_name_what_is_not_as_configured() -> None:
             f"1 service ports have smaller rings than their algorithm would fill ({one}:p80: 251 of 1021 slots): "
             "--max-slots is used up, and other nodes may choose other backends"
         ),
+        (
+            "the traffic of backends with numbers from 8192 on is not counted: rows for 16384 would take more than "
+            f"{MOST_BYTES >> 20} MiB"
+        ),
+        "rules are skipped",
         "slots are nearly full",
         "no memory",
     ]
