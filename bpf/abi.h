@@ -225,7 +225,7 @@ struct flow {
 	/* Until the flow is established, when it was last found that the stack is not needed, in jiffies, 0: never; of
 	 * the client's direction alone it comes to an end (follow.h). Of TCP after that: the last SYN that asked.
 	 */
-	__u32 passed_or_challenged;
+	__u32 challenged_at;
 };
 
 /* What is asked of packets that come in at an interface (map `interfaces`); of one that is not there, nothing. */

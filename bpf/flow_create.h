@@ -228,7 +228,7 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 
 	f->started_or_fin = start_time(key->protocol);
 	f->challenges = 0;
-	f->passed_or_challenged = from->past_stack ? moment() : 0;
+	f->challenged_at = from->past_stack ? moment() : 0;
 	fill_reply(f, key, reply, from, &space->hop, v6);
 	error = flow_update(reply, f, table, BPF_NOEXIST, v6);
 	f->flags = direction;

@@ -19,7 +19,7 @@
  */
 INLINE bool needs_no_stack(const struct flow *f)
 {
-	__u32 passed = READ_ONCE(f->passed_or_challenged);
+	__u32 passed = READ_ONCE(f->challenged_at);
 
 	return passed && (settings.fast_path == FAST_PATH_ALWAYS || now() - passed < settings.udp_timeout / 6);
 }

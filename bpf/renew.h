@@ -42,9 +42,9 @@ INLINE bool ignores_syns(const struct packet *p, const struct found *found, cons
 	struct flow *f = found->entry, *reply;
 	__u32 time = now();
 
-	if (f->flags & FLOW_CHALLENGED && time - f->passed_or_challenged < settings.hz * 5 / 8)
+	if (f->flags & FLOW_CHALLENGED && time - f->challenged_at < settings.hz * 5 / 8)
 		return false;
-	f->passed_or_challenged = time;
+	f->challenged_at = time;
 	f->challenges += 1;
 	if (f->challenges == 1) {
 		reply = peer_flow(f, p->tuple.protocol, found->table, v6);

@@ -53,7 +53,7 @@ def test_maps_of_the_same_layout_are_shared() -> None:
 
 RENAMED = {
     "a field": changed("node", "half_open:1/4", "opening:1/4"),
-    "a field of flows": changed("flows4", "passed_or_challenged:1/4", "asked_at:1/4"),
+    "a field of flows": changed("flows4", "challenged_at:1/4", "asked_at:1/4"),
     "a field of a key": changed("affinity", "client:1/4[4]", "peer:1/4[4]"),
     "nothing, but there is a flag more": numbered("flow_flags", "FLOW_MORE", 1 << 16),
 }
@@ -65,7 +65,7 @@ def test_what_can_be_read_as_it_is_stays_where_it_is(former: Layout) -> None:
 
 
 def test_flows_of_another_layout_are_carried_over_and_the_rest_is_shared() -> None:
-    former = changed("flows4", "672:passed_or_challenged:1/4", "672:passed_or_challenged:1/4,704:more:1/4", 92)
+    former = changed("flows4", "672:challenged_at:1/4", "672:challenged_at:1/4,704:more:1/4", 92)
     assert fates(former, Fate.CARRIED) == {*FLOWS}
 
 
@@ -95,7 +95,7 @@ def test_rows_of_another_meaning_are_refused(former: Layout) -> None:
 def test_hooks_that_call_the_datapath_otherwise_are_refused_only_where_flows_are_carried_over() -> None:
     other = numbered("hook", "HOOK_XDP", 0)
     assert fates(other, Fate.SHARED) == SHARED_BY_ALL
-    moved = changed("flows6", "passed_or_challenged:1/4", "passed_or_challenged:1/4,704:more:1/4", 92)
+    moved = changed("flows6", "challenged_at:1/4", "challenged_at:1/4,704:more:1/4", 92)
     with pytest.raises(UnknownMeaningError, match="hooks"):
         plan(msgspec.structs.replace(moved, enums=other.enums), ours())
 
