@@ -27,8 +27,8 @@ BUDGET: Final[Mapping[str, int]] = {
     "explain_pod": 300_000, "explain_uplink": 300_000, "explain_socket": 36_000,
     "datapath4": 215_000, "datapath6": 290_000,
     "connect4": 23_000, "connect6": 48_000, "sendmsg4": 26_000, "sendmsg6": 53_000,
-    "pod_ingress": 50_000, "pod_egress": 50_000, "uplink_ingress": 50_000, "uplink_egress": 50_000,  # of carry
-    "sweep": 48_000, "leave": 25_000, "xdp_uplink": 19_000,
+    "pod_ingress": 90_000, "pod_egress": 90_000, "uplink_ingress": 90_000, "uplink_egress": 90_000,  # of carry
+    "sweep": 48_000, "leave": 25_000, "xdp_uplink": 30_000,
 }  # fmt: skip
 
 

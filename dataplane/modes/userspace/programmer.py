@@ -469,7 +469,16 @@ def look(options: Options, names: Mapping[int, str]) -> Relayed | None:
     """What the relay serves, asked of itself."""
     del options, names
     client = connect(agent=False)
-    return Relayed(client) if client is not None else None
+    if client is None:
+        return None
+    try:
+        return Relayed(client)
+    except DataplaneError:
+        client.close()
+        if (again := connect(agent=False)) is None:  # it ended meanwhile
+            return None
+        again.close()
+        raise
 
 
 MODE = Mode("userspace", Userspace, clean, probe, look, drain)
