@@ -19,9 +19,9 @@ from hybrid_proxy.workshop.lab.pins import pin_folder
 ROUNDS = 5
 AT_START: Final = frozenset({"tc_datapath", "hooks", "connect", "sockops", "inspect"})
 LIMIT: Final = 1_000_000  # instructions, in every kernel since 5.2
-# Instructions that a program may cost, by its name; the others have `SMALL`. It is half as much again as in Linux 6.18:
-# kernels differ, because each version forgets other states. A program beyond its budget makes every start longer, and
-# the next kernel may refuse it, so what makes it larger should be worth that.
+# Instructions that a program may cost, by its name; the others have `SMALL`. It is half as much again as in Linux 6.18,
+# and more where 5.10 needs it: kernels differ, because each version forgets other states. A program beyond its budget
+# makes every start longer, and the next kernel may refuse it, so what makes it larger should be worth that.
 SMALL: Final = 2_000
 BUDGET: Final[Mapping[str, int]] = {
     "explain_pod": 300_000, "explain_uplink": 300_000, "explain_socket": 36_000,
