@@ -228,7 +228,8 @@ def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
             own = repeated_by(client) - own
     rows = {(row["sender"], row["service"]): row for row in report["retransmits"]}
     assert set(rows) == {("client", "default/web:http"), ("backend", "default/web:http")}, report
-    assert rows["client", "default/web:http"]["count"] == own
+    # The kernel leaves out a probe that would interrupt another one on its processor.
+    assert own - 1 <= rows["client", "default/web:http"]["count"] <= own
     backend = rows["backend", "default/web:http"]
     (name,) = (pod for pod in before if backend["backend"] == f"{stage.lab[pod].address4}:8080")
     # A pod's counter has all its connections: one of an earlier test may still repeat its last segment.
