@@ -435,7 +435,8 @@ def _delete_stale(family: int, wanted: set[bytes], judge: Judge) -> int:
 def delete(family: int, entries: list[bytes]) -> int:
     """Delete entries by the identity that the dump gave them; how many went.
 
-    One that ended meanwhile is no error, nor is one that a flowtable holds: the kernel keeps it for as long (EBUSY).
+    One that ended meanwhile is no error, nor is one that a flowtable holds and the kernel keeps for as long (EBUSY:
+    Linux 4.16 does, 6.1 does not).
     """
     with Netlink(NETFILTER) as wire:
         failed = wire.send([_deletion(family, entry) for entry in entries])

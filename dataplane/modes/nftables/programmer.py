@@ -211,7 +211,7 @@ class Nftables(TranslatingMode):
         return follow(wanted, at, listed)
 
     def drain(self, table: ServiceTable) -> None:
-        """Without the flowtable: the kernel deletes no conntrack entry that one holds, so nobody could take it over."""
+        """Without the flowtable: not every kernel deletes a conntrack entry that one holds, as others must."""
         super().drain(table)
         if self.options.offload_packets and self._real:
             self._wait_until_returned(table)

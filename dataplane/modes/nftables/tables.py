@@ -134,7 +134,7 @@ def structure(
 
 
 def _offload(family: Family, packets: int) -> Iterator[Chain]:
-    """TCP alone: the kernel deletes no conntrack entry that a flowtable holds, and stale datagrams' must be deleted."""
+    """TCP alone: stale datagrams' entries must be deleted, and not every kernel does while a flowtable holds them."""
     yield Chain(
         "offload-services",
         tuple(
