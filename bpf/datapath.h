@@ -36,6 +36,8 @@ INLINE enum step to_service(struct __sk_buff *skb, const enum hook hook, const b
 
 	if (step == STEP_CHOOSE)
 		step = CALL(choose, skb, hook);
+	if (step == STEP_FOLLOW)
+		return CALL(follow_again, skb, hook);
 	if (step == STEP_CREATE)
 		step = CALL(prepare_flow, skb, hook);
 	if (step == STEP_CREATE_DSR)

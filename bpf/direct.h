@@ -122,7 +122,7 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, __u3
 		if (!direct)
 			return STEP_PASS;
 	}
-	return follow(skb, space, &found, hook, direct, v6);
+	return follow(skb, space, &found, hook, direct, false, v6);
 }
 
 GLOBAL_VERB(enum step, from_backend, STEP_DROP)

@@ -2,6 +2,7 @@
 #ifndef HYBRID_PROXY_EGRESS_H
 #define HYBRID_PROXY_EGRESS_H
 
+#include "close.h"
 #include "delivery.h"
 #include "flow.h"
 #include "flow_state.h"
@@ -41,8 +42,10 @@ INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const stru
 	const struct packet *p = &space->packet;
 
 	if (found->entry->flags & FLOW_ESTABLISHED) {
-		if (refresh(p, found->entry, found->table, v6))
-			close_pair(&p->tuple, found->entry, found->table, v6);
+		if (refresh(p, found->entry, found->table, v6)) {
+			space->flow = *found->entry;
+			CALL(close_flow, skb, found->table);
+		}
 		return true;
 	}
 	if (is_collision(p, found->entry)) {

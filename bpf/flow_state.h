@@ -6,7 +6,6 @@
 #include "flow.h"
 #include "packet.h"
 #include "service.h"
-#include "timewait.h"
 #include "traffic.h"
 
 #define DATAGRAM_SECONDS 2
@@ -14,19 +13,6 @@
 #define RESET_WINDOW (1u << 16)	   /* by how much a reset may be ahead of what its receiver has acknowledged */
 #define FIN_WINDOW (1u << 26)	   /* the same for what may follow all data that is under way: a FIN */
 #define DSR_WINDOW (1u << 20)	   /* by how much a client's segment may be ahead of its last, with DSR */
-
-/* A connection ended in good order: delete its pair, remember its tuple. */
-INLINE void close_pair(const struct tuple *key, const struct flow *f, const enum flow_table table, const bool v6)
-{
-	struct tuple pair;
-
-	peer_key(&pair, f, key->protocol);
-	if (f->flags & FLOW_REPLY)
-		timewait_add(key, &pair, v6);
-	else
-		timewait_add(&pair, key, v6);
-	delete_pair(key, f, table, v6);
-}
 
 /* A flow of datagrams counts as established when it lasts, as in nf_conntrack: a question with one answer, which is
  * most of DNS, stays in the table where it costs nothing to forget it.
@@ -187,26 +173,47 @@ INLINE bool note_end(const struct packet *p, struct flow *f, struct flow *other)
 	return note_ack(p, f, other);
 }
 
-/* Note the packet: time stamps of both directions at most once a second, so that CPUs do not fight for the cache line,
- * and ends of TCP connections when they happen. True: the pair is finished and may be deleted after this packet.
+/* Does the packet open or end a connection, or go on with one that is about to end? */
+INLINE bool is_at_end(const struct packet *p, const struct flow *f)
+{
+	return p->tcp_flags & (TCP_FIN | TCP_RST | TCP_SYN) ||
+	       f->flags & (FLOW_PEER_FIN | FLOW_CHALLENGED | FLOW_DOUBTED);
+}
+
+/* Note a packet in the midst of its flow: time stamps of both directions at most once a second, so that CPUs do not
+ * fight for the cache line.
  */
-INLINE bool refresh(const struct packet *p, struct flow *f, const enum flow_table table, const bool v6)
+INLINE void note_packet(const struct packet *p, struct flow *f, const enum flow_table table, const bool v6)
 {
 	__u32 time = now();
-	bool stale = time - f->seen >= settings.hz;
-	bool ending = p->tcp_flags & (TCP_FIN | TCP_RST | TCP_SYN) ||
-		      f->flags & (FLOW_PEER_FIN | FLOW_CHALLENGED | FLOW_DOUBTED);
 	struct flow *other;
 
 	note_progress(p, f);
-	if (!stale && !ending)
+	if (time - f->seen < settings.hz)
+		return;
+	WRITE_ONCE(f->seen, time);
+	other = peer_flow(f, p->tuple.protocol, table, v6);
+	if (other)
+		WRITE_ONCE(other->seen, time);
+}
+
+/* Note any packet. True: the pair is finished and may be deleted after this packet. */
+INLINE bool refresh(const struct packet *p, struct flow *f, const enum flow_table table, const bool v6)
+{
+	__u32 time = now();
+	struct flow *other;
+
+	if (!is_at_end(p, f)) {
+		note_packet(p, f, table, v6);
 		return false;
+	}
+	note_progress(p, f);
 	WRITE_ONCE(f->seen, time);
 	other = peer_flow(f, p->tuple.protocol, table, v6);
 	if (!other)
 		return false;
 	WRITE_ONCE(other->seen, time);
-	return ending && note_end(p, f, other);
+	return note_end(p, f, other);
 }
 
 /* How long the backend took to accept. Ignore impossibly long times: the flow was created by an older program with

@@ -2,6 +2,7 @@
 #ifndef HYBRID_PROXY_FOLLOW_H
 #define HYBRID_PROXY_FOLLOW_H
 
+#include "close.h"
 #include "delivery.h"
 #include "flow.h"
 #include "flow_state.h"
@@ -148,33 +149,50 @@ INLINE bool complete_handshake(const struct packet *p, struct found *found, cons
 	return found->entry;
 }
 
-/* Follow the packet's flow: note what the packet says of the connection, then translate it and send it on.
+/* Copy the packet's entry to `space->flow`, and what it says to where verbs look for it.
  *
  * The entry is copied before it is used and proved by its tag afterwards. The kernel reuses an element of a hash
- * table for another key as soon as it is deleted, even while a program reads it.
+ * table for another key as soon as it is deleted, even while a program reads it. False: it is another's by now.
  */
-INLINE enum step follow(struct __sk_buff *skb, struct scratch *space, struct found *found, enum hook hook,
-			const bool direct, const bool v6)
+INLINE bool take_flow(struct scratch *space, const struct flow *entry, const bool v6)
 {
-	const struct packet *p = &space->packet;
+	const struct tuple *key = &space->packet.tuple;
 	struct flow *flow = &space->flow;
 
-	note_repeated_syn(p, found, v6);
-	if (completes_handshake(p, found) && !complete_handshake(p, found, v6))
-		return drop(space, COUNT_DROP_FLOW_LOST);
-	*flow = *found->entry;
-	if (flow->tag != flow_tag(&p->tuple, v6))
-		return drop(space, COUNT_DROP_FLOW_LOST);
+	*flow = *entry;
+	if (flow->tag != flow_tag(key, v6))
+		return false;
 	space->service = flow->service;
 	space->backend = flow->backend;
-	translated_tuple(&space->result, flow, p->tuple.protocol);
-	if (flow->flags & FLOW_DSR) {
-		account(skb, flow->backend, false, 0);
+	translated_tuple(&space->result, flow, key->protocol);
+	return true;
+}
+
+/* Follow the packet's flow: note what the packet says of the connection, then translate it and send it on. Packets at
+ * the end of a connection are left to `follow_again`, so that the verifier meets their rules in one place (`at_end`).
+ */
+INLINE enum step follow(struct __sk_buff *skb, struct scratch *space, struct found *found, enum hook hook,
+			const bool direct, const bool at_end, const bool v6)
+{
+	const struct packet *p = &space->packet;
+
+	if (at_end)
+		note_repeated_syn(p, found, v6);
+	else if (is_at_end(p, found->entry))
+		return STEP_FOLLOW;
+	if (completes_handshake(p, found) && !complete_handshake(p, found, v6))
+		return drop(space, COUNT_DROP_FLOW_LOST);
+	if (!take_flow(space, found->entry, v6))
+		return drop(space, COUNT_DROP_FLOW_LOST);
+	if (space->flow.flags & FLOW_DSR) {
+		account(skb, space->flow.backend, false, 0);
 		refresh_dsr(p, found->entry, found->table);
 		return STEP_ENCAP;
 	}
-	if (refresh(p, found->entry, found->table, v6))
-		close_pair(&p->tuple, flow, found->table, v6);
+	if (!at_end)
+		note_packet(p, found->entry, found->table, v6);
+	else if (refresh(p, found->entry, found->table, v6))
+		CALL(close_flow, skb, found->table);
 	return dispatch(skb, space, hook, direct, v6);
 }
 
@@ -184,7 +202,7 @@ INLINE enum step follow_again(struct __sk_buff *skb, struct scratch *space, __u3
 	struct found found;
 
 	find_flow(&found, &space->packet.tuple, v6);
-	return found.entry ? follow(skb, space, &found, hook, false, v6) : drop(space, COUNT_DROP_FLOW_LOST);
+	return found.entry ? follow(skb, space, &found, hook, false, true, v6) : drop(space, COUNT_DROP_FLOW_LOST);
 }
 
 GLOBAL_VERB(enum step, follow_again, STEP_DROP)

@@ -17,10 +17,11 @@
  *   classify_*               r                                                    w
  *   decap                    rw         w            w    w      w           w    w
  *   serve                    r     w          w      w    w      w           w    w
- *   follow_decapped          r     w                 w    w      w           w    w
+ *   follow_again             r     w                 w    w      w           w    w
+ *   close_flow               r                       r
  *   choose                   r     w    w     rw          w                  w    w
- *   not_service              r     w                 w    w      w           w    w
- *   translate_reply          r     w                                              w
+ *   from_, to_backend        r     w                 w    w      w           w    w
+ *   egress                   r     w                 w           w                w
  *   prepare_flow             r          r            w    w      w           w    w
  *   create_dsr_flow          r                       rw   r                       w
  *   reserve_tuple            r                       r    rw     rw               w
@@ -59,7 +60,7 @@ enum step {
 	STEP_CREATE_DSR,  /* begin one whose packets are encapsulated */
 	STEP_RESERVE,	  /* reserve the reply tuple, store the flow */
 	STEP_STORE,	  /* store the flow with its client's own port, which most likely is free */
-	STEP_FOLLOW,	  /* follow the flow of a packet that was decapsulated */
+	STEP_FOLLOW,	  /* follow its flow: it is at the end of a connection, or rare otherwise */
 	STEP_NOT_SERVICE, /* its destination is no frontend */
 	STEP_FORWARD,	  /* rewrite it to `result` and send it on by our own route lookup */
 	STEP_ENCAP,	  /* send it to the backend's node in another packet */

@@ -60,7 +60,7 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook,
 	if (!admit(skb, space, &found, hook, v6))
 		return drop(space, COUNT_DROP_FOREIGN);
 	if (!needs_new_flow(p, &found, &space->avoid, v6))
-		return follow(skb, space, &found, hook, false, v6);
+		return follow(skb, space, &found, hook, false, false, v6);
 	NOTE(NOTE_RENEWAL, 0, 0);
 	if (space->avoid)
 		report_failure(skb, space, found.entry, COUNT_BACKEND_UNANSWERED, hook, v6);
