@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.agent.syncer import Syncer
+from hybrid_proxy.controller.semantics.lacks import Lack, lacks
 from hybrid_proxy.controller.serving.memory import Ended, Memory, born, recall, write
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -48,6 +50,7 @@ class Notebook:
         self._started = time.time()
         self._write_at = 0.0
         self._names: dict[int, str] = {}
+        self._lacks: list[Lack] = []
         self._named: tuple[int, int] | None = None  # the table of which these are: its builder, its generation
         self._known: Memory | None = None  # what the file says, or is to say next
         self._written = b""
@@ -130,6 +133,7 @@ class Notebook:
         table = (id(builder), builder.table.generation)
         if self._named != table:
             self._named, self._names = table, {**mode.draining.service_names(), **mode.programmer.names()}
+            self._lacks = list(islice(lacks(builder.table.entries()), MOST))
         self._known = Memory(
             pid=os.getpid(),
             born=born(os.getpid()),
@@ -143,6 +147,7 @@ class Notebook:
             error=self._syncer.error,
             unprogrammed=self.unprogrammed[:MOST],
             problems=list(self._syncer.cluster.problems.values())[:MOST],
+            without_backend=self._lacks,
             events=[*self._before, *self._recent][-MOST:],
         )
         return self._known

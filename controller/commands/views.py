@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from typing import Final, NamedTuple, TypeVar
 
@@ -53,11 +53,12 @@ class Programmed(NamedTuple):
     views: list[tuple[str, View]]
     agent: NamesAnswer | None
     note: str = ""
+    without_backend: Sequence[Lack] = ()
 
     def services(self, of: str | None = None) -> list[ServiceRow]:
         """A row for each service port (see `View.services`); of one service (namespace/name), for its own."""
         rows = _of_mode((name, view.services()) for name, view in self.views)
-        note_lacks(rows, self.agent.without_backend if self.agent else ())
+        note_lacks(rows, self.without_backend)
         return [row for row in rows if belongs(row.name, of)]
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
@@ -173,7 +174,7 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
         here = as_left(admin_socket, pin_root, error)
     else:
         modes = [agent.mode, *(agent.draining if draining else ())]
-        here = Programmed(list(views_of(modes, pin_root or agent.pin_root, agent.names)), agent)
+        here = Programmed(list(views_of(modes, pin_root or agent.pin_root, agent.names)), agent, "", agent.without_backend)
     if not here.views:
         raise ControllerError("nothing is programmed in this network namespace")
     return here
@@ -200,7 +201,8 @@ def as_left(admin_socket: str, pin_root: str | None, error: ControllerError) -> 
         DataplaneError: it cannot be read.
     """
     memory = recall(memory_path(admin_socket))
-    return Programmed(list(left_here(pin_root, memory)), None, _note(admin_socket, memory, error))
+    note = _note(admin_socket, memory, error)
+    return Programmed(list(left_here(pin_root, memory)), None, note, memory.without_backend if memory else ())
 
 
 def checked_service(args: argparse.Namespace) -> str | None:

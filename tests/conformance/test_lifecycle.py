@@ -154,27 +154,31 @@ def refused_ports(bench: Bench, service: Service) -> set[int]:
     return {int(row["destination"].rpartition(":")[2]) for row in rows if row["reason"] == "reject_no_port"}
 
 
-def is_written_down(bench: Bench, name: str) -> bool:
-    """Whether the agent's memory has a service, and in mode ebpf its port's name and an event of it."""
+def is_written_down(bench: Bench, name: str, empty: str) -> bool:
+    """Whether the agent's memory has both services, and in mode ebpf a name of the first one's port and an event."""
     with bench.lab.inside("node"):
         memory = recall(memory_path(str(bench.agent.socket)))
-    if memory is None or bench.agent.mode != "ebpf":
-        return memory is not None
+    if memory is None or f"{empty}:main" not in {lack.service for lack in memory.without_backend}:
+        return False
+    if bench.agent.mode != "ebpf":
+        return True
     return f"{name}:main" in memory.names.values() and name in {row.service for row in memory.events}
 
 
 def test_a_killed_agent_forgets_nothing(bench: Bench, mode: str) -> None:
-    """Names, events and the time of its end are known without it; the next agent knows the events, too."""
+    """Names, events, what serves nobody and the time of its end are known without it; the next agent knows the events."""
+    far = bench.service("remote1", settle=False, outside=True, spec={"externalTrafficPolicy": "Local"})
     web = bench.service("pod2", "pod3")
-    name = f"conformance/{web.name}"
+    name, empty = f"conformance/{web.name}", f"conformance/{far.name}"
     if mode == "ebpf":
         bench.refusal("pod1", web, V4, port=4444)
         eventually(lambda: 4444 in refused_ports(bench, web), 5, "the rejection is not reported")
     with bench.stream("pod1", web.vip(V4), V4).connection:
-        eventually(lambda: is_written_down(bench, name), 4 * WRITE_SECONDS, "the agent does not write it down")
+        eventually(lambda: is_written_down(bench, name, empty), 4 * WRITE_SECONDS, "the agent does not write it down")
         bench.agent.kill()
         killed = time.time()
         assert {row["name"] for row in said(bench, "services", name)} == {f"{name}:main"}
+        assert {row["without_backend"] for row in said(bench, "services", empty)} == {"outside"}
         assert {row["service"] for row in said(bench, "backends", name)} == {f"{name}:main"}
         assert {row["service"] for row in said(bench, "flows", name)} == {f"{name}:main"}
     status = said(bench, "status", code=1)
