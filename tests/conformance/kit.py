@@ -318,6 +318,8 @@ def silent(bench: Bench, place: str, service: Service, family: int, wait: float 
         bench.ask(place, service, family, timeout=wait)
     except TimeoutError:
         return True
+    except AssertionError:  # an answer that was under way when conntrack forgot its flow comes from the backend itself
+        return False
     return False
 
 
