@@ -11,15 +11,16 @@
 INLINE int close_flow(struct __sk_buff *skb, struct scratch *space, __u32 table, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
-	const struct flow *f = &space->flow;
-	struct tuple pair;
+	struct tuple *pair = &space->reply; /* not on the stack, of which the callers have most */
+	__u32 own = flow_tag(key, v6), other;
 
-	peer_key(&pair, f, key->protocol);
-	if (f->flags & FLOW_REPLY)
-		timewait_add(key, &pair, v6);
-	else
-		timewait_add(&pair, key, v6);
-	delete_pair(key, f, (enum flow_table)table, v6);
+	peer_key(pair, &space->flow, key->protocol);
+	other = flow_tag(pair, v6);
+	if (key->protocol == IPPROTO_TCP && space->flow.flags & FLOW_REPLY)
+		timewait_put(own, other);
+	else if (key->protocol == IPPROTO_TCP)
+		timewait_put(other, own);
+	delete_both(key, pair, &space->flow, (enum flow_table)table, v6);
 	return 0;
 }
 

@@ -207,15 +207,22 @@ INLINE __u32 start_time(__u8 protocol)
 	return protocol == IPPROTO_TCP ? ktime() : now();
 }
 
+/* Delete the entries of both directions, whose keys these are; `f` is one of them. */
+INLINE void delete_both(const struct tuple *key, const struct tuple *pair, const struct flow *f,
+			const enum flow_table table, const bool v6)
+{
+	if (table == TABLE_FLOWS && !(f->flags & FLOW_ESTABLISHED))
+		count_half_open(-1);
+	flow_delete(key, table, v6);
+	flow_delete(pair, table, v6);
+}
+
 INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enum flow_table table, const bool v6)
 {
 	struct tuple pair;
 
 	peer_key(&pair, f, key->protocol);
-	if (table == TABLE_FLOWS && !(f->flags & FLOW_ESTABLISHED))
-		count_half_open(-1);
-	flow_delete(key, table, v6);
-	flow_delete(&pair, table, v6);
+	delete_both(key, &pair, f, table, v6);
 }
 
 #endif

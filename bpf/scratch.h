@@ -18,7 +18,7 @@
  *   decap                    rw         w            w    w      w           w    w
  *   serve                    r     w          w      w    w      w           w    w
  *   follow_again             r     w                 w    w      w           w    w
- *   close_flow               r                       r
+ *   close_flow               r                       r           w
  *   choose                   r     w    w     rw          w                  w    w
  *   from_, to_backend        r     w                 w    w      w           w    w
  *   egress                   r     w                 w           w                w

@@ -11,20 +11,21 @@
 #define TIMEWAIT_SECONDS 68 /* TIME_WAIT's 60, and by how much the kernel's timers may be late: an eighth of them */
 #define TIMEWAIT_TICK 8	    /* jiffies >> 8 is a tick */
 
-INLINE struct timewait_bucket *timewait_bucket(const struct tuple *reply, const bool v6)
+INLINE struct timewait_bucket *timewait_bucket(__u32 reply_tag)
 {
-	__u32 index = (flow_tag(reply, v6) * 0x9e3779b1u) >> (32 - TIMEWAIT_BITS) >> settings.timewait_shift;
+	__u32 index = (reply_tag * 0x9e3779b1u) >> (32 - TIMEWAIT_BITS) >> settings.timewait_shift;
 
 	return bpf_map_lookup_elem(&timewait, &index);
 }
 
-/* A reply tuple and whose it is: the client's socket and what that called the other end, because a client's TCP
- * timestamps go by these. A backend in TIME_WAIT turns away a SYN whose timestamp is older than the last one (PAWS).
+/* A reply tuple and whose it is, by their tags: the client's socket and what that called the other end, because a
+ * client's TCP timestamps go by these. A backend in TIME_WAIT turns away a SYN whose timestamp is older than the last
+ * one (PAWS).
  */
-INLINE __u64 timewait_entry(const struct tuple *reply, const struct tuple *forward, const bool v6)
+INLINE __u64 timewait_entry(__u32 reply_tag, __u32 forward_tag)
 {
-	__u64 tuple = flow_tag(reply, v6) & 0xffffff;
-	__u64 owner = (flow_tag(forward, v6) * 0x85ebca77u) >> 8;
+	__u64 tuple = reply_tag & 0xffffff;
+	__u64 owner = (forward_tag * 0x85ebca77u) >> 8;
 
 	return tuple << 40 | owner << 16 | (now() >> TIMEWAIT_TICK & 0xffff);
 }
@@ -37,8 +38,9 @@ INLINE __u16 ticks_between(__u64 later, __u64 earlier)
 /* Did another conversation have this reply tuple less than a minute ago? */
 INLINE bool in_timewait(const struct tuple *reply, const struct tuple *forward, const bool v6)
 {
-	struct timewait_bucket *bucket = timewait_bucket(reply, v6);
-	__u64 entry = timewait_entry(reply, forward, v6);
+	__u32 tag = flow_tag(reply, v6);
+	struct timewait_bucket *bucket = timewait_bucket(tag);
+	__u64 entry = timewait_entry(tag, flow_tag(forward, v6));
 
 	if (!bucket)
 		return false;
@@ -53,14 +55,14 @@ INLINE bool in_timewait(const struct tuple *reply, const struct tuple *forward, 
 	return false;
 }
 
-/* Remember the tuple, in place of what was known of it, or else of the oldest in its bucket. */
-INLINE void timewait_add(const struct tuple *reply, const struct tuple *forward, const bool v6)
+/* Remember the tuple of a TCP connection, in place of what was known of it, or else of the oldest in its bucket. */
+INLINE void timewait_put(__u32 reply_tag, __u32 forward_tag)
 {
-	struct timewait_bucket *bucket = timewait_bucket(reply, v6);
-	__u64 entry = timewait_entry(reply, forward, v6);
+	struct timewait_bucket *bucket = timewait_bucket(reply_tag);
+	__u64 entry = timewait_entry(reply_tag, forward_tag);
 	__u32 chosen = 0, age = 0;
 
-	if (!bucket || forward->protocol != IPPROTO_TCP)
+	if (!bucket)
 		return;
 #pragma unroll
 	for (int i = 0; i < TIMEWAIT_ENTRIES; i++) {
@@ -75,6 +77,12 @@ INLINE void timewait_add(const struct tuple *reply, const struct tuple *forward,
 		}
 	}
 	WRITE_ONCE(bucket->entries[chosen & (TIMEWAIT_ENTRIES - 1)], entry);
+}
+
+INLINE void timewait_add(const struct tuple *reply, const struct tuple *forward, const bool v6)
+{
+	if (forward->protocol == IPPROTO_TCP)
+		timewait_put(flow_tag(reply, v6), flow_tag(forward, v6));
 }
 
 #endif
