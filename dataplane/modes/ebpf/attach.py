@@ -14,6 +14,7 @@ import contextlib
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -43,9 +44,10 @@ SOCKET_HOOKS = {
     "getpeername4": 29, "getpeername6": 30,
 }  # fmt: skip
 SOCKOPS_HOOKS = {"sockops_cb": 3}  # BPF_CGROUP_SOCK_OPS
-# Interfaces to which links are attached at once. Eight take a third of a second, and longer on a busy node. Later it is
-# more, because a network plugin may be about to give a new interface a qdisc of its own, which excludes clsact.
-MANY, MANY_LATER = 8, 32
+MANY = 8  # a start attaches links to so many new interfaces: that takes a third of a second, longer on a busy node
+# Later, links may be attached for a twentieth of the time, saved up to so many seconds; what comes faster gets filters.
+# So a few new pods get links, and pods that come and go all the time wait neither for each other nor for the lock.
+LINK_SECONDS, LINK_SHARE = 0.4, 0.05
 NO_SUCH_LINK = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -71,7 +73,8 @@ class Links:
         self._held: dict[tuple[int, str], Attachment] = {}  # by interface and program
         self._filtered: set[int] = set()  # interfaces that filters serve
         self._filters: clsact.Filters | None = None  # what becomes of these
-        self._many = MANY
+        self._starts = True
+        self._saved, self._saved_at = LINK_SECONDS, time.monotonic()
 
     def use(self, programs: Object) -> None:
         """Attach this loaded object's `KIND_ingress` and `KIND_egress` from now on, and now where others are."""
@@ -93,10 +96,10 @@ class Links:
                 kind = "clsact" if interface.index in self._filtered else "tcx"
                 log.info("serving %s interface %s by %s", self.what, interface.name, kind)
         self._forget_stale(wanted)
-        self._many = MANY_LATER
+        self._starts = False
 
     def _attach(self, interfaces: Iterable[Interface]) -> None:
-        """Swap the programs in where ours are. Elsewhere a few interfaces get links, and many get filters."""
+        """Swap the programs in where ours are. Elsewhere a few interfaces get links, and the others get filters."""
         fresh: list[Interface] = []
         for interface in interfaces:
             if not interface.ethernet:
@@ -105,12 +108,21 @@ class Links:
             linked = interface.index not in self._filtered and self._has_links(interface.index)
             if not (linked and self._attach_links(interface)):
                 fresh.append(interface)
-        filtered = [one for one in fresh if one.index in self._filtered or len(fresh) > self._many]
+        few = len(fresh) <= MANY
+        filtered: list[Interface] = []
         for interface in fresh:
-            if interface not in filtered and not self._attach_links(interface):
+            may_link = few if self._starts else self._saves()
+            if not may_link or interface.index in self._filtered or not self._attach_links(interface):
                 filtered.append(interface)
         if filtered:
             self._attach_filters(filtered)
+
+    def _saves(self) -> bool:
+        """Whether there is time left for attaching links."""
+        now = time.monotonic()
+        self._saved = min(LINK_SECONDS, self._saved + LINK_SHARE * (now - self._saved_at))
+        self._saved_at = now
+        return self._saved > 0
 
     def _has_links(self, index: int) -> bool:
         """Whether this process or a former one has attached a link there."""
@@ -122,7 +134,7 @@ class Links:
         """Whether links serve the interface, or cannot; False: this kernel has none."""
         if self.kind != "tcx" or self.programs is None:
             return False
-        fresh = not self._has_links(interface.index)
+        fresh, began = not self._has_links(interface.index), time.monotonic()
         try:
             for name, attach_type, _ in self.hooks:
                 path = _link_path(self.folder, name, interface.index)
@@ -138,6 +150,7 @@ class Links:
             self._attached(interface, error)
             return True
         if fresh:
+            self._saved -= time.monotonic() - began
             clsact.detach(interface.index)  # of a former process
         self._attached(interface)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hybrid_proxy.dataplane.kernel.attachment import Attachment
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, INGRESS
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import attach
 from hybrid_proxy.dataplane.modes.ebpf.attach import MANY, TCX_INGRESS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.table import ServiceTable
@@ -66,7 +69,8 @@ def links(agent: Ebpf, number: int) -> int:
     )
 
 
-def test_many_interfaces_get_filters_and_a_few_get_links(options: Options) -> None:
+def test_many_interfaces_get_filters_and_a_few_get_links(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "LINK_SECONDS", 60)
     many = MANY + 1
     add(0, many)
     with closing(Ebpf(options, lambda: None)) as agent:
@@ -90,6 +94,25 @@ def test_many_interfaces_get_filters_and_a_few_get_links(options: Options) -> No
         left = range(many - FEW, many + FEW)
         assert agent.pods.status().kind == "tcx", "those that are few by now get links in place of their filters"
         assert [(filters(number), links(agent, number)) for number in left] == [((0, 0), 1)] * len(left)
+
+
+def test_interfaces_that_come_faster_than_links_are_attached_get_filters(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Attachment):
+        def run(self, program: int, at: int | None = None) -> None:
+            super().run(program, at)
+            time.sleep(attach.LINK_SECONDS / 2)
+
+    monkeypatch.setattr(attach, "Attachment", Slow)
+    with closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(TABLE)
+        add(0, 3 * FEW)
+        agent.links_changed()
+        assert len(agent.pods.attached) == 3 * FEW
+        assert [(links(agent, number), filters(number)) for number in range(3 * FEW)] == [
+            (1, (0, 0)), *[(0, (1, 1))] * (3 * FEW - 1)
+        ]  # fmt: skip
 
 
 def test_an_interface_whose_qdisc_excludes_filters_gets_links(options: Options) -> None:
