@@ -174,7 +174,9 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
         here = as_left(admin_socket, pin_root, error)
     else:
         modes = [agent.mode, *(agent.draining if draining else ())]
-        here = Programmed(list(views_of(modes, pin_root or agent.pin_root, agent.names)), agent, "", agent.without_backend)
+        here = Programmed(
+            list(views_of(modes, pin_root or agent.pin_root, agent.names)), agent, "", agent.without_backend
+        )
     if not here.views:
         raise ControllerError("nothing is programmed in this network namespace")
     return here

@@ -10,7 +10,9 @@ import pytest
 
 from .kit import Bench, Service, eventually
 
-PORTS = itertools.count(32_400)  # a health-check node port for each service of this file; no socket gets these by itself
+PORTS = itertools.count(
+    32_400
+)  # a health-check node port for each service of this file; no socket gets these by itself
 LETS_THROUGH = {
     "iptables": "as kube-proxy: a rule of ours in the host's INPUT, which accepts",
     "ipvs": "the same",
