@@ -166,7 +166,7 @@ def is_written_down(bench: Bench, name: str, empty: str) -> bool:
 
 
 def test_a_killed_agent_forgets_nothing(bench: Bench, mode: str) -> None:
-    """Names, events, what serves nobody and the time of its end are known without it; the next agent knows the events."""
+    """Without it names, events, what serves nobody and its end are known; the next agent knows the events."""
     far = bench.service("remote1", settle=False, outside=True, spec={"externalTrafficPolicy": "Local"})
     web = bench.service("pod2", "pod3")
     name, empty = f"conformance/{web.name}", f"conformance/{far.name}"
