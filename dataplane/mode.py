@@ -110,7 +110,7 @@ class Unmet:
     Args:
         known: algorithms of the mode, None: it says itself what it lacks.
         instead: what others get.
-        weighs: it uses weights.
+        weighs: it uses weights, and lets new backends start slowly.
         probes: it makes health probes.
     """
 
@@ -119,7 +119,7 @@ class Unmet:
     ) -> None:
         self._known, self._instead, self._weighs, self._probes = known, instead, weighs, probes
         self._table: ServiceTable = EMPTY
-        self._other = self._weighted = self._probed = 0
+        self._other = self._weighted = self._slow = self._probed = 0
 
     def warnings(self, table: ServiceTable) -> list[str]:
         """One for each thing that some of this table's service ports ask for in vain."""
@@ -133,6 +133,7 @@ class Unmet:
             for count, what in (
                 (self._other, f"ask for another algorithm than {self._instead}, which they get instead"),
                 (self._weighted, "have weights: only 0 counts here, all others are the same"),
+                (self._slow, "ask for a slow start of new backends, which get their whole share at once here"),
                 (self._probed, "ask for probes of their backends, which this mode does not make"),
             )
             if count
@@ -140,7 +141,9 @@ class Unmet:
 
     def _count(self, entry: Entry, sign: int) -> None:
         self._other += sign * (self._known is not None and entry.algorithm not in self._known)
-        self._weighted += sign * (not self._weighs and any(b.weight > 1 for b in entry.serving))
+        weights = {backend.weight for backend in entry.serving if backend.weight}
+        self._weighted += sign * (not self._weighs and len(weights) > 1)
+        self._slow += sign * (not self._weighs and entry.slow_start > 0)
         self._probed += sign * (not self._probes and entry.probe is not None)
 
 

@@ -439,6 +439,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
         fill: Tables that have a limit.
         unprogrammed: Service ports that are not served.
         failing: Service ports of which every backend of a family failed at its last connection, or is ejected.
+        slow_starts: Backends that do not have their whole share of new connections yet, because they start slowly.
         warnings: What this mode does differently from what is configured.
         audit_repairs: How often the agent repaired something that others had changed.
         stale_deleted: Conntrack entries of datagrams that were deleted because no backend served them, by family.
@@ -450,6 +451,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     fill: dict[str, Fill] = {}
     unprogrammed: list[Unprogrammed] = []
     failing: list[str] = []
+    slow_starts: int = 0
     warnings: list[str] = []
     audit_repairs: int = 0
     stale_deleted: dict[str, int] | None = None

@@ -119,6 +119,7 @@ class Entry(msgspec.Struct, frozen=True):
     affinity_seconds: int = 0  # 0: no session affinity
     algorithm: str = "random"
     probe: Probe | None = None  # None: nobody asks; of TCP ports alone
+    slow_start: float = 0.0  # seconds in which a new backend comes to its whole weight, see `dataplane.slow_start`
 
     @property
     def key(self) -> EntryKey:
@@ -190,6 +191,11 @@ class ServiceTable(msgspec.Struct, frozen=True):
 
 
 EMPTY = ServiceTable(services={})
+
+
+def service_of(key: EntryKey) -> str:
+    """The service that a service port belongs to: `namespace/service` of `namespace/service:port`."""
+    return key[0].rpartition(":")[0]
 
 
 def family_of(address: str) -> int:

@@ -282,6 +282,8 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
     if dataplane.nftables and (offload := dataplane.nftables.offload):
         at = " ".join(offload.interfaces) or "-"
         yield f"flowtable: TCP connections to services, from {offload.packets} packets on, between {at}"
+    if dataplane.slow_starts:
+        yield f"slow start: {_several(dataplane.slow_starts, 'backend')} without the whole share of new connections yet"
     yield f"events: {_counters_text(dataplane.counters)}"
     for warning in dataplane.warnings:
         yield f"note: {warning}"

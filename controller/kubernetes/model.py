@@ -47,6 +47,7 @@ class Service(msgspec.Struct, frozen=True):
     annotations: tuple[tuple[str, str], ...] = ()  # those with our prefix `hybrid-proxy.io/`, sorted
     weights: tuple[tuple[str, int], ...] = ()  # of endpoints, by address; others have 1
     probe: Probe | None = None
+    slow_start: float = 0.0  # seconds in which a new endpoint comes to its whole weight, 0: at once
 
 
 class EndpointPort(msgspec.Struct, frozen=True, gc=False):
@@ -70,7 +71,11 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
 
 
 class EndpointSlice(msgspec.Struct, frozen=True):
-    """Endpoints of one family of a service; `service` is `namespace/name` from the label."""
+    """Endpoints of one family of a service; `service` is `namespace/name` from the label.
+
+    `weight` is that of each of its endpoints, None where the slice gives none. `complaint` is what is wrong with the
+    weight that it gives, empty: nothing.
+    """
 
     namespace: str
     name: str
@@ -78,6 +83,8 @@ class EndpointSlice(msgspec.Struct, frozen=True):
     family: int  # 4 or 6
     ports: tuple[EndpointPort, ...] = ()
     endpoints: tuple[Endpoint, ...] = ()
+    weight: int | None = None
+    complaint: str = ""
 
 
 class Node(msgspec.Struct, frozen=True):

@@ -40,6 +40,9 @@ from hybrid_proxy.dataplane.table import Probe, Protocol, family_of
 ANNOTATIONS: Final = "hybrid-proxy.io/"  # annotations with this prefix are read, no others
 WEIGHTS: Final = "hybrid-proxy.io/weights"
 PROBE: Final = "hybrid-proxy.io/probe"
+SLOW_START: Final = "hybrid-proxy.io/slow-start"
+WEIGHT: Final = "hybrid-proxy.io/weight"  # of an EndpointSlice
+CILIUM_WEIGHT: Final = "service.cilium.io/weight"  # the same, as Cilium 1.20 reads it
 
 # Limits against absurd objects. A name is a DNS subdomain (RFC 1123). The API allows 1,000 endpoints a slice.
 _MAX_NAME: Final = 253
@@ -47,6 +50,9 @@ _MAX_PORTS: Final = 1000
 _MAX_ENDPOINTS: Final = 5000
 _MAX_ADDRESSES: Final = 5000  # external IPs, source ranges and the like
 _MAX_WEIGHT: Final = 1000
+_MAX_SLICE_WEIGHT: Final = 65_535  # as Cilium has it
+_MAX_SLOW_START: Final = 3_600  # seconds
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 _DEFAULT_AFFINITY: Final = 10_800  # seconds, the API's default for sessionAffinity: ClientIP
 _MAX_AFFINITY: Final = 86_400
@@ -135,10 +141,16 @@ class _SliceLabels(_Wire):
     headless: object = json_field(default=UNSET, name="service.kubernetes.io/headless")
 
 
+class _SliceAnnotations(_Wire):
+    weight: object = json_field(default=UNSET, name="hybrid-proxy.io/weight")
+    cilium_weight: object = json_field(default=UNSET, name="service.cilium.io/weight")
+
+
 class _SliceMeta(_Wire):
     name: str | None = None
     namespace: str | None = None
     labels: _SliceLabels | None = None
+    annotations: _SliceAnnotations | None = None
 
 
 class _SlicePort(_Wire):
@@ -389,6 +401,7 @@ def _service(wire: _Service) -> Service | Ignored:
         annotations=annotations,
         weights=_weights(ours[WEIGHTS]) if WEIGHTS in ours else (),
         probe=_probe(ours[PROBE]) if PROBE in ours else None,
+        slow_start=_slow_start(ours[SLOW_START]) if SLOW_START in ours else 0.0,
     )
 
 
@@ -502,6 +515,31 @@ def _probe(text: str) -> Probe:
     return Probe(path)
 
 
+def _slow_start(text: str) -> float:
+    """Seconds, of a duration such as 1m30s; empty: 0."""
+    parts = re.findall(r"([0-9]{1,6})(ms|s|m|h)", text)
+    found = sum(int(number) * _UNITS[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text.strip() or found > _MAX_SLOW_START:
+        problem = f"{shown(text)} is not a duration, such as 30s or 2m (at most {_MAX_SLOW_START // 60}m)"
+        _fail(f"metadata.annotations[{SLOW_START}]", problem)
+    return found
+
+
+def _slice_weight(wire: _SliceAnnotations) -> tuple[int | None, str]:
+    """The weight of a slice's endpoints, None where none is given; and what is wrong with the text that gives it.
+
+    The slice is taken all the same then: if it was refused, pods that come would get nothing, and those that go
+    would still get connections.
+    """
+    name, text = (WEIGHT, wire.weight) if wire.weight is not UNSET else (CILIUM_WEIGHT, wire.cilium_weight)
+    if text is UNSET or text is None:
+        return None, ""
+    if isinstance(text, str) and re.fullmatch(r"\s*[0-9]{1,5}\s*", text) and int(text) <= _MAX_SLICE_WEIGHT:
+        return int(text), ""
+    problem = f"{shown(text)} is not a weight (0 to {_MAX_SLICE_WEIGHT}), and is ignored: the endpoints have weight 1"
+    return None, f"metadata.annotations[{name}]: {problem}"
+
+
 def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
     metadata = wire.metadata or _NO_SLICE_META
     key, namespace, name = _namespaced(metadata)
@@ -518,6 +556,7 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
     family = 4 if wire.address_type == "IPv4" else 6
     service = _checked_name(labels.service, "metadata.labels[kubernetes.io/service-name]")
     endpoints = wire.endpoints
+    weight, complaint = _slice_weight(metadata.annotations) if metadata.annotations else (None, "")
     return EndpointSlice(
         namespace,
         name,
@@ -525,6 +564,8 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
         family,
         _slice_ports(wire.ports),
         _endpoints(_at_most(endpoints, _MAX_ENDPOINTS, "endpoints"), family) if endpoints else (),
+        weight,
+        complaint,
     )
 
 

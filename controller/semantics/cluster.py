@@ -60,6 +60,7 @@ class Cluster:
         self._nodes: dict[str, Node] = {}  # at most this node's
         self._cidrs: dict[str, ServiceCIDR] = {}
         self._problems: dict[tuple[str, str], Problem] = {}
+        self._complaints: dict[tuple[str, str], Problem] = {}  # of objects that were taken all the same
         self._dirty: set[str] | None = None  # None: everything, before the first look
         self._node_dirty = True
         self.source_state: SourceState | None = None
@@ -144,8 +145,16 @@ class Cluster:
 
     @property
     def problems(self) -> Mapping[tuple[str, str], Problem]:
-        """Refused objects by kind and key. A problem stays until it is cleared or its object is gone."""
-        return MappingProxyType(self._problems)
+        """Refused objects by kind and key. A problem stays until it is cleared or its object is gone.
+
+        With what is wrong with objects of which the rest is in use.
+        """
+        return MappingProxyType(self._complaints | self._problems)
+
+    @property
+    def complaints(self) -> Mapping[tuple[str, str], Problem]:
+        """What is wrong with objects of which the rest is in use."""
+        return MappingProxyType(self._complaints)
 
     # One object
 
@@ -178,6 +187,7 @@ class Cluster:
         old = self._slices.get(key)
         if old == one:
             return False
+        self._note_complaint(key, one.complaint)
         changed = False
         if old is not None and old.service != one.service:
             changed = self._unlink(key, old)
@@ -188,6 +198,14 @@ class Cluster:
         else:
             siblings[key] = one
         return self._mark_dirty_if_known(one.service) or changed
+
+    def _note_complaint(self, key: str, text: str) -> None:
+        """About an EndpointSlice; empty: there is none any more."""
+        if text:
+            kind = "EndpointSlice"
+            self._complaints[kind, key] = Problem(kind, key, f"{kind} {key}: {text}")
+        elif self._complaints:
+            self._complaints.pop(("EndpointSlice", key), None)
 
     def _put_node(self, node: Node) -> bool:
         if node.name != self._node_name:
@@ -206,6 +224,7 @@ class Cluster:
                 return self._drop_service(key)
             case "EndpointSlice":
                 one = self._slices.pop(key, None)
+                self._note_complaint(key, "")
                 return one is not None and self._unlink(key, one)
             case "Node":
                 old = self._nodes.pop(key, None)

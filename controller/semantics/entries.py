@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -200,24 +200,17 @@ def health_check(service: Service, slices: Iterable[EndpointSlice], node_name: s
     """The health-check node port of a Service: of type LoadBalancer and with externalTrafficPolicy Local alone.
 
     Endpoints count by address, whatever ports they have, if they are ready and on this node; of copies the best one
-    counts. An address of weight 0 gets no new connections and does not count.
+    counts. An address of weight 0 at all of its ports gets no new connections and does not count.
     """
     if not (service.health_check_node_port and service.external_local and service.type == "LoadBalancer"):
         return None
     families = tuple(dict.fromkeys(family_of(address) for address in service.cluster_ips))
-    best: dict[tuple[int, str, int], Endpoint] = {}
-    for one in slices:
-        for endpoint in one.endpoints:
-            for port in one.ports:
-                key = (one.family, endpoint.address, port.port)
-                held = best.get(key)
-                if held is None or _worth(endpoint, node_name) < _worth(held, node_name):
-                    best[key] = endpoint
-    unused = {address for address, weight in service.weights if not weight}
+    by_address = dict(service.weights)
+    best = _best_copies([(one, port.port) for one in slices for port in one.ports], node_name)
     ready = {
-        (family, address)
-        for (family, address, _), endpoint in best.items()
-        if node_name and endpoint.node == node_name and endpoint.ready and address not in unused
+        (family_of(address), address)
+        for (address, _), (endpoint, weight) in best.items()
+        if node_name and endpoint.node == node_name and endpoint.ready and _weight(by_address.get(address), weight)
     }
     return HealthCheck(
         service.health_check_node_port, tuple((family, sum(f == family for f, _ in ready)) for family in families)
@@ -276,12 +269,13 @@ def entries(
         done.append(family)
         mine = [s for s in slices if s.family == family]
         plain = _all_plain(mine)
+        weighs = bool(service.weights) or any(s.weight is not None for s in mine)
         vips = _Vips(service, cluster_ip, family, settings, network)
         place = _Place(settings.node_name, zone, vips.policy)
         for port in service.ports:
             cluster, local, serving = _backend_sets(port, mine, plain, place, known)
-            if service.weights:
-                cluster, local, serving = _weighted(dict(service.weights), cluster, local, serving)
+            if weighs:
+                cluster, local, serving = _weighted(_weights(service, port, mine, place), cluster, local, serving)
             frontends, backend_sets = vips.frontends(port, cluster, local)
             result.append(
                 Entry(
@@ -294,6 +288,7 @@ def entries(
                     service.affinity_seconds,
                     algorithm,
                     service.probe if port.protocol is Protocol.TCP else None,
+                    service.slow_start,
                 )
             )
     return tuple(result)
@@ -433,8 +428,7 @@ def _backend_sets(
     known: Mapping[str, Backend],
 ) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
     """The cluster set, the local set (None when no policy asks for it), and all backends that still serve."""
-    name, protocol = port.name, port.protocol
-    joined = [(s, p.port) for s in slices for p in s.ports if p.protocol == protocol and p.name == name]
+    joined = _joined(port, slices)
     if plain and len(joined) == 1:
         backends = _plain_backends(joined[0][0].endpoints, joined[0][1], place.node, known)
         if backends:
@@ -444,6 +438,12 @@ def _backend_sets(
                 local = _local_set(here, False, True, place.policy)
             return BackendSet(backends, WhenEmpty.REJECT, READY), local, backends
     return _weighed(port, slices, joined, place)
+
+
+def _joined(port: ServicePort, slices: Iterable[EndpointSlice]) -> list[tuple[EndpointSlice, int]]:
+    """The slices that have a service port's port, and the number that it has there."""
+    name, protocol = port.name, port.protocol
+    return [(s, p.port) for s in slices for p in s.ports if p.protocol == protocol and p.name == name]
 
 
 def _plain_backends(
@@ -466,16 +466,9 @@ def _weighed(
 ) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
     """The general case of `_backend_sets`."""
     me = place.node
-    best: dict[tuple[str, int], Endpoint] = {}
-    for one, number in joined:
-        for endpoint in one.endpoints:
-            key = (endpoint.address, number)
-            held = best.get(key)
-            if held is None or _worth(endpoint, me) < _worth(held, me):
-                best[key] = endpoint
     pairs = [
         (endpoint, Backend(address, number, bool(me) and endpoint.node == me))
-        for (address, number), endpoint in best.items()
+        for (address, number), (endpoint, _) in _best_copies(joined, me).items()
     ]
     pairs.sort(key=lambda pair: (not pair[1].local, pair[1].address, pair[1].port))
 
@@ -501,6 +494,20 @@ def _weighed(
     return cluster, _local_set(here, fallback, bool(ready), place.policy), serving
 
 
+def _best_copies(
+    joined: Iterable[tuple[EndpointSlice, int]], me: str
+) -> dict[tuple[str, int], tuple[Endpoint, int | None]]:
+    """Of each address and port the best of its copies, with the weight that the copy's slice gives."""
+    best: dict[tuple[str, int], tuple[Endpoint, int | None]] = {}
+    for one, number in joined:
+        for endpoint in one.endpoints:
+            key = (endpoint.address, number)
+            held = best.get(key)
+            if held is None or _rank(endpoint, one.weight, me) < _rank(*held, me):
+                best[key] = endpoint, one.weight
+    return best
+
+
 def _local_set(here: tuple[Backend, ...], fallback: bool, ready_elsewhere: bool, policy: str) -> BackendSet:
     """The local set of a service that has endpoints somewhere: nothing here means silence (drop)."""
     if not here:
@@ -511,13 +518,29 @@ def _local_set(here: tuple[Backend, ...], fallback: bool, ready_elsewhere: bool,
     return BackendSet(here, WhenEmpty.DROP, f"{policy}: terminating fallback on this node: none here is ready{others}")
 
 
+def _weight(by_address: int | None, of_slice: int | None) -> int:
+    """The weight of an endpoint: what its Service says of its address precedes what its slice says."""
+    if by_address is not None:
+        return by_address
+    return 1 if of_slice is None else of_slice
+
+
+def _weights(
+    service: Service, port: ServicePort, slices: Iterable[EndpointSlice], place: _Place
+) -> dict[tuple[str, int], int]:
+    """The weight of each endpoint of a service port, by address and port."""
+    by_address = dict(service.weights)
+    best = _best_copies(_joined(port, slices), place.node)
+    return {key: _weight(by_address.get(key[0]), of_slice) for key, (_, of_slice) in best.items()}
+
+
 def _weighted(
-    weights: Mapping[str, int], cluster: BackendSet, local: BackendSet | None, serving: tuple[Backend, ...]
+    weights: Mapping[tuple[str, int], int], cluster: BackendSet, local: BackendSet | None, serving: tuple[Backend, ...]
 ) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
     """The same with weights. A backend of weight 0 is in no set and still serves: its connections may stay."""
 
     def weigh(backends: tuple[Backend, ...]) -> tuple[Backend, ...]:
-        return tuple([Backend(b.address, b.port, b.local, weights.get(b.address, 1)) for b in backends])
+        return tuple([Backend(b.address, b.port, b.local, weights[b.address, b.port]) for b in backends])
 
     def narrow(whole: BackendSet) -> BackendSet:
         backends = weigh(whole.backends)
@@ -540,6 +563,11 @@ def _worth(endpoint: Endpoint, me: str) -> tuple[bool, bool, bool, bool, tuple[s
     """
     e = endpoint
     return e.terminating, not e.ready, not e.serving, e.node != me, e.node_hints, e.zone_hints, e.node or ""
+
+
+def _rank(endpoint: Endpoint, weight: int | None, me: str) -> tuple[Any, ...]:
+    """Of two copies that are worth the same, the one that weighs less is the best: maintenance counts at once."""
+    return *_worth(endpoint, me), _weight(None, weight)
 
 
 def _by_hints(ready: list[tuple[Endpoint, Backend]], me: str, zone: str) -> tuple[list[tuple[Endpoint, Backend]], str]:

@@ -325,6 +325,10 @@ def _choice(entry: Entry, backend_set: BackendSet) -> list[str]:
     if len({backend.weight for backend in backend_set.backends}) > 1:
         weights = ", ".join(f"{socket_text(b.address, b.port)} {b.weight}" for b in backend_set.backends)
         reasons.append(f"Weights: {weights}.")
+    if unused := [socket_text(b.address, b.port) for b in entry.serving if not b.weight]:
+        reasons.append(f"Weight 0, so no new connections: {', '.join(unused)}.")
+    if entry.slow_start:
+        reasons.append(f"A backend that is new has its whole share after {entry.slow_start:g} s.")
     return reasons
 
 

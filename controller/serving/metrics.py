@@ -259,6 +259,10 @@ def _of_dataplane(dataplane: Status, draining: list[DrainingMode]) -> Iterator[M
     for row in dataplane.ebpf.ejections if dataplane.ebpf else ():
         out.add_metric([row.service, row.address], int(row.ejected))
     yield out
+    yield GaugeMetricFamily(
+        "hybrid_proxy_slow_start_backends", "Backends that start slowly and do not have their whole share yet",
+        value=dataplane.slow_starts,
+    )  # fmt: skip
     fill = dataplane.fill
     for name, text, values in (
         ("map_entries", "Used entries of a map", {name: row.used for name, row in fill.items()}),

@@ -151,7 +151,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         observed: How many events the source has delivered.
         waiting: The queue of changes that are not applied yet.
         source: Where objects come from, and whether they can be read.
-        problems: Objects that were refused; the last good version stays in use.
+        problems: Objects that were refused, whose last good version stays in use; or a part of one that was ignored.
         without_backend: Service ports that have no backend on this node.
         conflicts: By service, the frontends that it lost because another service has them.
         configuration: The configuration in effect.

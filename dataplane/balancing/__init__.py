@@ -70,5 +70,5 @@ def ring_of(
     if shares:
         parts = [shares.get((backend.address, backend.port), FAIR) for backend in backends]
     else:
-        parts = [backend.weight for backend in backends] if algorithm.weighs else [1] * len(backends)
+        parts = [backend.weight for backend in backends]
     return algorithm.ring(backends, parts, limit)

@@ -44,7 +44,7 @@ def _halfway(last: int, aim: int) -> int:
 
 
 LEAST_CONNECTIONS: Final = Algorithm(
-    "lc", "backends with fewer connections get more of the next ones", Spread.RANDOM, turns, weighs=False, loads=True
+    "lc", "backends with fewer connections get more of the next ones", Spread.RANDOM, turns, loads=True
 )
 WEIGHTED_LEAST_CONNECTIONS: Final = Algorithm(
     "wlc", "backends with fewer connections for their weight get more of the next ones", Spread.RANDOM, turns,

@@ -24,15 +24,14 @@ class Spread(Enum):
 class Algorithm(NamedTuple):
     """One algorithm.
 
-    `description` says what decides. `weighs`: the weights of backends count. `loads`: shares follow the number
-    of connections, see `least_connections`.
+    `description` says what decides; the weights of backends count in each. `loads`: shares follow the number of
+    connections, see `least_connections`.
     """
 
     name: str
     description: str
     spread: Spread
     ring: Ring
-    weighs: bool = True
     loads: bool = False
 
 

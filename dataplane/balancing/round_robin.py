@@ -1,20 +1,12 @@
-"""PURE. Round robin: one backend after the other, whatever their weights; IPVS's `rr`."""
+"""PURE. Round robin: one backend after the other; where weights differ, as often as they say, as `wrr`.
+
+IPVS's `rr` knows no weights. With the same weight for all there is no difference between the two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
-from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread
-from hybrid_proxy.dataplane.table import Backend
+from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread, turns
 
-
-def ring(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> list[int]:
-    """Each backend once."""
-    del shares, limit
-    return list(range(len(backends)))
-
-
-ROUND_ROBIN: Final = Algorithm(
-    "rr", "connections go to one backend after the other", Spread.IN_TURN, ring, weighs=False
-)
+ROUND_ROBIN: Final = Algorithm("rr", "connections go to one backend after the other", Spread.IN_TURN, turns)

@@ -45,7 +45,7 @@ def test_equal_backends_need_a_place_each(name):
     assert ring_of(ALGORITHMS[name], backends(7, weight=3), LIMIT) == list(range(7))
 
 
-@pytest.mark.parametrize("name", ["random", "wrr", "wlc", "sh", "mh"])
+@pytest.mark.parametrize("name", ALGORITHMS)
 @settings(deadline=None)
 @given(given_weights=weights)
 def test_places_follow_weights(name, given_weights):
@@ -57,10 +57,10 @@ def test_places_follow_weights(name, given_weights):
         assert abs(places - share) <= 1 + tiny, "to a place, and those below one have one"
 
 
-@pytest.mark.parametrize("name", ["rr", "lc"])
-def test_some_do_not_weigh_as_in_ipvs(name):
+@pytest.mark.parametrize(("name", "weighing"), [("rr", "wrr"), ("lc", "wlc")])
+def test_with_weights_some_are_what_weighs(name, weighing):
     made = [Backend("10.0.0.1", 80, weight=9), Backend("10.0.0.2", 80)]
-    assert ring_of(ALGORITHMS[name], made, LIMIT) == [0, 1]
+    assert ring_of(ALGORITHMS[name], made, LIMIT) == ring_of(ALGORITHMS[weighing], made, LIMIT)
 
 
 def test_turns_are_apart():

@@ -72,6 +72,7 @@ class Service:
     outside: bool = False  # with a node port, an external IP and a load-balancer IP
     title: str = ""
     annotations: dict[str, str] = field(default_factory=dict)  # without our prefix
+    slice_weights: dict[str, str] = field(default_factory=dict)  # by pod: those with one have a slice of their own
 
     @property
     def name(self) -> str:
@@ -102,7 +103,8 @@ class Service:
         self.ends = tuple(end if isinstance(end, End) else End(end) for end in ends) if ends else self.ends
         for name, value in changes.items():
             setattr(self, name, value)
-        items = [self.service_json(), self._slice(V4), self._slice(V6)]
+        apart = [end.place.name for end in self.ends if end.place.name in self.slice_weights]
+        items = [self.service_json(), *(self._slice(family, pod) for family in (V4, V6) for pod in (None, *apart))]
         draft = self.path.with_name(f".{self.name}.draft")
         draft.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=1))
         draft.replace(self.path)
@@ -145,18 +147,22 @@ class Service:
             "ports": [spec["ports"][0] | {"nodePort": self.node_port}],
         }
 
-    def _slice(self, family: int) -> dict[str, Any]:
+    def _slice(self, family: int, pod: str | None = None) -> dict[str, Any]:
+        """That of a pod with a weight, or of all others."""
+        names = {None} | self.slice_weights.keys() if pod is None else {pod}
+        ends = [end for end in self.ends if (end.place.name in names) is (pod is not None)]
         return {
             "apiVersion": "discovery.k8s.io/v1",
             "kind": "EndpointSlice",
             "metadata": {
                 "namespace": "conformance",
-                "name": f"{self.name}-v{4 if family == V4 else 6}",
+                "name": f"{self.name}-v{4 if family == V4 else 6}" + (f"-{pod}" if pod else ""),
                 "labels": {"kubernetes.io/service-name": self.name},
+                "annotations": {"hybrid-proxy.io/weight": self.slice_weights[pod]} if pod else {},
             },
             "addressType": "IPv4" if family == V4 else "IPv6",
             "ports": [{"name": "main", "protocol": self.protocol, "port": self.target}],
-            "endpoints": [end.json(family) for end in self.ends],
+            "endpoints": [end.json(family) for end in ends],
         }
 
 

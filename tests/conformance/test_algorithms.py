@@ -96,6 +96,39 @@ def test_weight_zero_gets_no_new_connections_and_keeps_what_it_has(bench: Bench,
         assert stream.ask().pod == "pod2"
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(name, marks=pytest.mark.core(long=name not in ("rr", "mh")))
+        for name in ("rr", "wrr", "mh", "random", "lc")
+    ],
+)
+def test_slices_have_weights(bench: Bench, family: int, algorithm: str) -> None:
+    """Their controllers write them; connections that are over at once weigh nothing for `lc`."""
+    service = bench.service("pod2", "pod3", annotations={"algorithm": algorithm}, slice_weights={"pod2": "3"})
+    seen = bench.spread("pod1", service, family, 40)
+    assert set(seen) == {"pod2", "pod3"}, seen
+    if algorithm in ("rr", "wrr"):
+        assert seen == {"pod2": 30, "pod3": 10}
+    elif algorithm != "lc":
+        assert seen["pod2"] >= 21, seen  # by chance once in 1,500
+    service.write(slice_weights={"pod2": "0"})
+    bench.settle(service, {"pod3"}, family, timeout=5)
+
+
+@pytest.mark.core
+def test_a_new_backend_starts_slowly(bench: Bench, family: int) -> None:
+    """Its share grows, and in the end it has the whole of it."""
+    service = bench.service("pod2", annotations={"algorithm": "rr", "slow-start": "3s"})
+    service.write(bench.lab["pod2"], bench.lab["pod3"])
+    eventually(lambda: "pod3" in bench.seen("pod1", service, family, 11), 5, "it gets nothing")
+    first = bench.spread("pod1", service, family, 22)
+    assert first["pod3"] <= 8, f"{dict(first)}: a third, after a second"
+    assert bench.agent.running_status().dataplane.slow_starts >= 2, "of both families"
+    even = {"pod2": 6, "pod3": 6}
+    eventually(lambda: bench.spread("pod1", service, family, 12) == even, 12, "it never gets its whole share")
+
+
 def test_another_algorithm_is_taken_at_once(bench: Bench, family: int) -> None:
     service = balanced(bench, "rr")
     service.write(annotations={"algorithm": "sh"})

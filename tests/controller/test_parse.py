@@ -380,6 +380,12 @@ ANNOTATIONS = [
     pytest.param("probe",   " tcp ",               Probe(),                                 id="spaces"),
     pytest.param("probe",   "http:/",              Probe("/"),                              id="the root"),
     pytest.param("probe",   "http:/a/b?c=d:e&%20", Probe("/a/b?c=d:e&%20"),                 id="a path and a question"),
+    pytest.param("slow-start", " 30s ",            30.0,                                    id="seconds, spaces"),
+    pytest.param("slow-start", "1m30s",            90.0,                                    id="minutes and seconds"),
+    pytest.param("slow-start", "1500ms",           1.5,                                     id="milliseconds"),
+    pytest.param("slow-start", "1h",               3600.0,                                  id="an hour"),
+    pytest.param("slow-start", "0s",               0.0,                                     id="zero: at once"),
+    pytest.param("slow-start", "",                 0.0,                                     id="nothing: at once"),
 ]
 MALFORMED_ANNOTATIONS = [
     pytest.param("weights", "10.0.1.5",            "'10.0.1.5' is not",      id="no weight"),
@@ -402,13 +408,19 @@ MALFORMED_ANNOTATIONS = [
     pytest.param("probe",   "http:/\u00e4",        "http:/PATH",             id="not ASCII"),
     pytest.param("probe",   "http:/" + 1024 * "a", "http:/PATH",             id="too long"),
     pytest.param("probe",   "tcp:8080",            "http:/PATH",             id="a port"),
+    pytest.param("slow-start", "30",               "'30' is not a duration", id="no unit"),
+    pytest.param("slow-start", "-30s",             "is not a duration",      id="negative duration"),
+    pytest.param("slow-start", "1.5s",             "is not a duration",      id="a fraction of a second"),
+    pytest.param("slow-start", "soon",             "is not a duration",      id="a word"),
+    pytest.param("slow-start", "61m",              "at most 60m",            id="too long a start"),
+    pytest.param("slow-start", "9999999999s",      "is not a duration",      id="too many digits"),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), ANNOTATIONS)
 def test_annotations(name: str, text: str, expected: object) -> None:
-    assert getattr(both("Service", annotated(name, text)), name) == expected
+    assert getattr(both("Service", annotated(name, text)), name.replace("-", "_")) == expected
 
 
 @pytest.mark.parametrize(("name", "text", "problem"), MALFORMED_ANNOTATIONS)
@@ -416,6 +428,37 @@ def test_malformed_annotations_refuse_the_service_alone(name: str, text: str, pr
     error = refusal("Service", annotated(name, text))
     assert (error.field, error.key) == (f"metadata.annotations[hybrid-proxy.io/{name}]", "shop/web")
     assert problem in error.problem
+
+
+OURS, CILIUM = "hybrid-proxy.io/weight", "service.cilium.io/weight"
+
+
+# fmt: off
+SLICE_WEIGHTS = [
+    pytest.param(None,                        None,  "", id="no annotations"),
+    pytest.param({"x": "3"},                  None,  "", id="of others"),
+    pytest.param({OURS: "3"},                 3,     "", id="ours"),
+    pytest.param({CILIUM: "3"},               3,     "", id="Cilium's"),
+    pytest.param({CILIUM: "7", OURS: " 0 "},  0,     "", id="both: ours precedes"),
+    pytest.param({OURS: "65535"},             65535, "", id="the largest"),
+    pytest.param({OURS: None},                None,  "", id="null"),
+    pytest.param({OURS: "65536"},             None,  "'65536' is not a weight (0 to 65535)", id="too large"),
+    pytest.param({CILIUM: "-1"},              None,  f"[{CILIUM}]: '-1' is not a weight", id="negative"),
+    pytest.param({OURS: ""},                  None,  f"metadata.annotations[{OURS}]: '' is not", id="empty"),
+    pytest.param({OURS: "0.5", CILIUM: "2"},  None,  "'0.5' is not a weight", id="a fraction, and a good alias"),
+    pytest.param({OURS: 5},                   None,  "5 is not a weight", id="a number"),
+    pytest.param({OURS: "\u0663"},            None,  "is not a weight", id="other digits"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("annotations", "weight", "complaint"), SLICE_WEIGHTS)
+def test_the_weight_of_a_slice(annotations: dict[str, object] | None, weight: int | None, complaint: str) -> None:
+    """A bad one is complained of, and the slice is taken: its endpoints matter more."""
+    found = read_slice(metadata={"annotations": annotations}, endpoints=[{"addresses": ["10.1.0.1"]}])
+    assert (found.weight, [one.address for one in found.endpoints]) == (weight, ["10.1.0.1"])
+    assert complaint in found.complaint
+    assert bool(found.complaint) is bool(complaint)
 
 
 def test_what_nobody_reads_may_be_anything() -> None:

@@ -53,7 +53,7 @@ class FakeIpvs:
     """Virtual servers; `connections` says how many a real server has, `schedulers` which ones the kernel knows."""
 
     journal: Journal
-    schedulers: tuple[str, ...] = ("rr", "wrr", "lc", "mh", "sh")
+    schedulers: tuple[str, ...] = ("rr", "wrr", "lc", "wlc", "mh", "sh")
     known: dict[Server, Config] = field(default_factory=dict)
     real: dict[Server, dict[Destination, int]] = field(default_factory=dict)
     connections: dict[Destination, int] = field(default_factory=dict)

@@ -27,11 +27,23 @@ def test_service_ports_with_other_algorithms_are_counted() -> None:
 def test_weights_that_a_mode_does_not_use_are_counted() -> None:
     heavy, plain = Backend("10.0.0.1", 80, weight=3), Backend("10.0.0.2", 80)
     out = Backend("10.0.0.3", 80, weight=0)
-    entries = tuple(entry_of(f"d/web:p{n}", 4, Protocol.TCP, (), (one,)) for n, one in enumerate((heavy, plain, out)))
+    ports = ((heavy, plain), (heavy, heavy), (heavy, out), (plain, out))  # two that are the same are no weights
+    entries = tuple(entry_of(f"d/web:p{n}", 4, Protocol.TCP, (), serving) for n, serving in enumerate(ports))
     table = ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())
     assert Unmet({"random"}, "random", weighs=True, probes=True).warnings(table) == []
     assert Unmet({"random"}, "random", probes=True).warnings(table) == [
         "1 service ports have weights: only 0 counts here, all others are the same"
+    ]
+
+
+def test_slow_starts_that_a_mode_does_not_have_are_counted() -> None:
+    entries = tuple(
+        entry_of(f"d/web:p{n}", 4, Protocol.TCP, (), slow_start=seconds) for n, seconds in enumerate((30.0, 0.0))
+    )
+    table = ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())
+    assert Unmet(None, weighs=True).warnings(table) == []
+    assert Unmet(None).warnings(table) == [
+        "1 service ports ask for a slow start of new backends, which get their whole share at once here"
     ]
 
 

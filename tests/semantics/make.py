@@ -70,8 +70,9 @@ def endpoint_slice(
     of: str = "web",
     ports: Iterable[EndpointPort] = (EndpointPort("http", Protocol.TCP, 8080),),
     family: int = 4,
+    **fields: Any,
 ) -> EndpointSlice:
-    return EndpointSlice("default", name, f"default/{of}", family, tuple(ports), endpoints)
+    return EndpointSlice("default", name, f"default/{of}", family, tuple(ports), endpoints, **fields)
 
 
 def decide(

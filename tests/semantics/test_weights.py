@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from make import SETTINGS, away, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
+from make import ME, SETTINGS, away, cluster, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
 
+from hybrid_proxy.controller.kubernetes.model import Removed, Upserted
+from hybrid_proxy.controller.semantics.entries import health_check
 from hybrid_proxy.controller.semantics.explain import Packet, explain
 from hybrid_proxy.dataplane.table import Kind, WhenEmpty
 
@@ -66,6 +68,65 @@ def test_weight_zero_does_not_bring_terminating_endpoints_back():
     assert shown(frontend(entry).internal) == "reject"
     assert "weight 0" in frontend(entry).internal.why
     assert frontend(entry).internal.when_empty is WhenEmpty.REJECT
+
+
+# fmt: off
+SLICES = [
+    #            by address     slice of A, and of B
+    pytest.param((),            4,    1,    {"10.1.0.1": 4, "10.1.1.1": 1}, id="each slice its own"),
+    pytest.param((),            4,    None, {"10.1.0.1": 4, "10.1.1.1": 1}, id="a slice without: 1"),
+    pytest.param(weights(a=2),  4,    5,    {"10.1.0.1": 2, "10.1.1.1": 5}, id="what the Service says of an address precedes"),
+    pytest.param(weights(a=2),  0,    5,    {"10.1.0.1": 2, "10.1.1.1": 5}, id="even over maintenance"),
+    pytest.param(weights(b=0),  4,    5,    {"10.1.0.1": 4},                id="and into it"),
+    pytest.param((),            0,    5,    {"10.1.1.1": 5},                id="maintenance of a slice"),
+    pytest.param((),            0,    0,    {},                             id="of all"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("of_service", "first", "second", "expected"), SLICES)
+def test_slices_have_weights(of_service, first, second, expected):
+    svc = service(weights=of_service)
+    slices = endpoint_slice(A, name="web-1", weight=first), endpoint_slice(B, name="web-2", weight=second)
+    entry = only(svc, *slices)
+    assert {b.address: b.weight for b in frontend(entry).internal.backends} == expected
+    assert {b.address for b in entry.serving} == {"10.1.0.1", "10.1.1.1"}, "they keep what they have"
+    assert only(svc, *reversed(slices)) == entry
+
+
+def test_of_an_endpoint_in_two_slices_the_better_copy_counts_and_of_equal_ones_the_lesser_weight():
+    old, new = endpoint_slice(away("10.1.1.1", "draining"), weight=7), endpoint_slice(B, name="web-2", weight=3)
+    assert [b.weight for b in only(service(), old, new).serving] == [3]
+    same = endpoint_slice(B, weight=0), endpoint_slice(B, name="web-2", weight=3)
+    assert only(service(), *same) == only(service(), *reversed(same))
+    assert [b.weight for b in only(service(), *same).serving] == [0]
+
+
+def test_a_slice_in_maintenance_does_not_count_for_load_balancers():
+    svc = service(health_check_node_port=30_000, **LB)
+    checks = [
+        health_check(svc, (endpoint_slice(A, weight=w), endpoint_slice(B, name="web-2")), ME) for w in (None, 0, 5)
+    ]
+    assert [check.local_endpoints(4) for check in checks] == [1, 0, 1]
+
+
+def test_a_complaint_about_a_slice_is_a_problem_until_it_is_corrected():
+    bad, good = endpoint_slice(A, complaint="'x' is not a weight"), endpoint_slice(A, weight=2)
+    state = cluster(service(), bad)
+    assert [p.text for p in state.problems.values()] == ["EndpointSlice default/web-1: 'x' is not a weight"]
+    assert only(service(), bad).serving, "it is in use"
+    assert state.apply(Upserted(good))
+    assert not state.problems
+    state.apply(Upserted(bad))
+    state.apply(Removed("EndpointSlice", "default/web-1"))
+    assert not state.problems
+
+
+def test_explain_names_what_is_in_maintenance_and_the_slow_start():
+    made = table(service(slow_start=30.0), endpoint_slice(A, weight=0), endpoint_slice(B, name="web-2"))
+    said = explain(made, Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
+    assert "Weight 0, so no new connections: 10.1.0.1:8080." in said
+    assert "A backend that is new has its whole share after 30 s." in said
 
 
 def test_without_the_annotation_routes_are_not_touched():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from typing import Any, Final
 
 from hybrid_proxy.dataplane.mode import Event, Options
@@ -14,7 +15,8 @@ from hybrid_proxy.dataplane.modes.ebpf.plan import Subject
 from hybrid_proxy.dataplane.modes.ebpf.probes import Prober, Target
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
 from hybrid_proxy.dataplane.reports import Ejection, HealthProbes
-from hybrid_proxy.dataplane.table import EntryKey, socket_text
+from hybrid_proxy.dataplane.slow_start import SlowStart
+from hybrid_proxy.dataplane.table import EntryKey, ServiceTable, socket_text
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +24,7 @@ TIDY_SECONDS: Final = 60.0
 
 
 class Failover:
-    """Evaluates the backends once a second, and remembers which are ejected. One thread calls it."""
+    """Evaluates the backends once a second, and remembers which are ejected, or start slowly. One thread calls it."""
 
     def __init__(self, options: Options) -> None:
         self._detector: OutlierDetector[Subject] = OutlierDetector(options.failover_failures)
@@ -31,6 +33,7 @@ class Failover:
         self._tidied = time.monotonic()
         self._prober = Prober(options)
         self._probed: dict[str, dict[Subject, Target]] = {}  # by service
+        self.slow_start = SlowStart()
 
     def close(self) -> None:
         self._prober.stop()
@@ -39,6 +42,12 @@ class Failover:
         """The store starts over, and will report every service that there is."""
         self._probed.clear()
         self._prober.watch(())
+
+    def follow(self, store: Store, before: ServiceTable, after: ServiceTable, names: Collection[str]) -> None:
+        """The table is about to be programmed: which of its backends start slowly."""
+        now = time.monotonic()
+        self.slow_start.follow(now, before, after, names)
+        store.plan.parts = self.slow_start.parts(now)
 
     def services_changed(self, store: Store) -> None:
         """Probe the backends that services have now whose probes may have changed."""
@@ -67,19 +76,28 @@ class Failover:
         return {subject: down[target] for subject, target in probed if target in down}
 
     def look(self, store: Store) -> list[Event]:
-        """Evaluate what was counted since the last time, write the ejections, and return the events."""
+        """Evaluate what was counted since the last time, write what follows, and return the events."""
         self._tidy(store)
         failures = store.failures() if self._detector.limit else {}
-        probe_failures = self._probe_failures()
+        probe_failures, now = self._probe_failures(), time.monotonic()
         if not failures and not probe_failures and not self._detector.has_records and not store.plan.ejections:
+            self._let_start(store, now)
             return []
         known = _Numbers(store)
-        changes = self._detector.evaluate(time.monotonic(), failures, probe_failures, known)
+        changes = self._detector.evaluate(now, failures, probe_failures, known)
         for subject in changes.readmitted:
             store.readmit(known.of(subject), self._detector.readmission_failures)
-        store.eject(self._detector.ejections)
+            if subject in self._ejected:
+                self.slow_start.begin(now, *subject)
+        self._let_start(store, now)
         self._note_how(store, known)
         return self._events(store, known)
+
+    def _let_start(self, store: Store, now: float) -> None:
+        """Write ejections, and the parts of their weights that backends have which start slowly."""
+        ejections, parts = self._detector.ejections, self.slow_start.parts(now)
+        if ejections or parts or store.plan.adjusted:
+            store.adjust(ejections, parts)
 
     def _tidy(self, store: Store) -> None:
         """Once a minute, forget the failures of backends that are gone."""

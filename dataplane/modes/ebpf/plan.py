@@ -32,14 +32,10 @@ from hybrid_proxy.dataplane.modes.ebpf.lower import (
 from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
 from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
 from hybrid_proxy.dataplane.reports import Unprogrammed
-from hybrid_proxy.dataplane.table import Backend, Entry, EntryKey, Protocol
+from hybrid_proxy.dataplane.slow_start import NO_PARTS, Parts, slowed
+from hybrid_proxy.dataplane.table import Backend, Entry, EntryKey, Protocol, service_of
 
 Subject = tuple[EntryKey, Socket]  # a backend of a service port
-
-
-def service_of(key: EntryKey) -> str:
-    """The service that a service port belongs to: `namespace/service` of `namespace/service:port`."""
-    return key[0].rpartition(":")[0]
 
 
 class Installed(msgspec.Struct, frozen=True, gc=False):
@@ -57,6 +53,7 @@ class Installed(msgspec.Struct, frozen=True, gc=False):
     ranges: tuple[tuple[int, int], ...]
     epoch: int
     ejections: Mapping[Socket, Ejection] = NO_EJECTIONS
+    parts: Parts = NO_PARTS  # of the weights of backends that start slowly
 
 
 class Members(NamedTuple):
@@ -131,6 +128,7 @@ class Plan:
         self.follows_load: set[int] = set()  # ids of the services whose algorithm follows the load
         self.probes_changed: set[str] = set()  # services whose probes may be others since this was emptied
         self.ejections: dict[EntryKey, dict[Socket, Ejection]] = {}
+        self.parts: Mapping[EntryKey, Parts] = {}  # of the weights of backends that start slowly
         self.service_ids = IdPool(sizes["services"], "services", used.services)
         self.backend_ids = IdPool(sizes["backends"], "backends", used.backends)
         self.slots = SlotAllocator(sizes["slots"], "slots", used.ranges)
@@ -141,6 +139,7 @@ class Plan:
         self._frontend_count: Counter[int] = Counter()
         self._source_range_count: Counter[int] = Counter()
         self._shares: dict[EntryKey, dict[Socket, int]] = {}  # of backends that get theirs by load
+        self._slowed: set[EntryKey] = set()  # installed with parts of weights
 
     def grown(self, sizes: Mapping[str, int]) -> None:
         """The maps have other sizes now."""
@@ -155,6 +154,11 @@ class Plan:
             "services": self.service_ids.used, "backends": self.backend_ids.used, "slots": self.slots.in_use,
             "frontends4": self._frontend_count[4], "frontends6": self._frontend_count[6],
         }  # fmt: skip
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether there are ejections, or backends with a part of their weight."""
+        return bool(self.ejections or self._slowed)
 
     def find(self, key: EntryKey) -> Installed | None:
         return next((known for known in self.installed.get(service_of(key), ()) if known.entry.key == key), None)
@@ -174,7 +178,7 @@ class Plan:
             key = entry.key
             old = known.get(key)
             same = old is not None and old.entry is entry and key not in refused
-            wanted[key] = entry, None if same else lower(entry, self.ejections.get(key, NO_EJECTIONS))
+            wanted[key] = entry, None if same else self._lower(entry)
         for key in self.unfit.pop(name, ()):
             del self.unprogrammed[key]
         gone = [port for key, port in known.items() if key not in wanted]
@@ -213,9 +217,8 @@ class Plan:
             members = [(backend, loads.get(number, 0)) for backend, number in pairs if backend.weight]
             if len(members) < 2:
                 continue
-            weighs = known.rows.settings.algorithm.weighs
             sockets = [(backend.address, backend.port) for backend, _ in members]
-            weights = [backend.weight if weighs else 1 for backend, _ in members]
+            weights = [backend.weight for backend, _ in members]
             found = shares_by_load(weights, [load for _, load in members], [before.get(socket) for socket in sockets])
             self._shares[key] = dict(zip(sockets, found, strict=True))
             try:
@@ -223,21 +226,29 @@ class Plan:
             except FullError:
                 self._shares[key] = before
 
-    def eject(self, batch: Batch, ejections: Mapping[Subject, Ejection]) -> None:
-        """Take these backends, and no others, out of the backend sets that can do without them."""
+    def adjust(self, batch: Batch, ejections: Mapping[Subject, Ejection], parts: Mapping[EntryKey, Parts]) -> None:
+        """Take these backends, and no others, out of the backend sets that can do without them.
+
+        And let these, and no others, have these parts of their weights.
+        """
         wanted: dict[EntryKey, dict[Socket, Ejection]] = {}
         for (key, socket), ejection in ejections.items():
             wanted.setdefault(key, {})[socket] = ejection
-        former, self.ejections = self.ejections, wanted
-        for key in {*former, *wanted}:
+        former, self.ejections, self.parts = self.ejections, wanted, parts
+        for key in {*former, *wanted, *self._slowed, *parts}:
             known = self.find(key)
-            if known is None or known.ejections == wanted.get(key, NO_EJECTIONS):
+            if known is None or (
+                known.ejections == wanted.get(key, NO_EJECTIONS) and known.parts == parts.get(key, NO_PARTS)
+            ):
                 continue
-            rows = lower(known.entry, wanted.get(key, NO_EJECTIONS))
             try:
-                self._replace(known, self._port(batch, key, known.entry, rows, known))
-            except FullError:  # a smaller ring needs no more room, but its old slots may still wait to be freed
+                self._replace(known, self._port(batch, key, known.entry, self._lower(known.entry), known))
+            except FullError:  # its old slots may still wait to be freed
                 self.ejections[key] = dict(known.ejections)
+
+    def _lower(self, entry: Entry) -> Rows:
+        key = entry.key
+        return lower(slowed(entry, self.parts.get(key, NO_PARTS)), self.ejections.get(key, NO_EJECTIONS))
 
     def release(
         self, services: list[int], backends: list[int], ranges: list[tuple[int, int]],
@@ -297,7 +308,9 @@ class Plan:
             places += [(0, 0, 0)] * (BACKEND_SETS - len(places))
             batch.words += [(service, number, *place) for number, place in enumerate(places)]
             batch.gone_ranges += [piece for piece in before.ranges if piece[1]] if before is not None else []
-        port = Installed(entry, rows, service, ids, rings, ranges, epoch, self.ejections.get(key, NO_EJECTIONS))
+        parts = self.parts.get(key, NO_PARTS)
+        (self._slowed.add if parts else self._slowed.discard)(key)
+        port = Installed(entry, rows, service, ids, rings, ranges, epoch, self.ejections.get(key, NO_EJECTIONS), parts)
         if old is None:
             kind = entry.family | int(entry.protocol) << 8
             batch.members.append(Members(service, kind, ids, rows.members, rows.flags))
@@ -444,6 +457,7 @@ class Plan:
         entry, settings, key = port.entry, port.rows.settings, port.entry.key
         self._shares.pop(key, None)
         self.follows_load.discard(port.service)
+        self._slowed.discard(key)
         self.cut.pop(key, None)
         if entry.probe is not None:
             self.probes_changed.add(service_of(key))

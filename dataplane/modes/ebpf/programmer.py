@@ -374,6 +374,7 @@ class Ebpf:
             if self.gc.graced > self.store.graced_stamp:
                 self.store.graced(self.gc.graced)  # `maintain` does the rest of `_collect`
             services = {name: table.services.get(name, ()) for name in names}
+            self.failover.follow(self.store, self.table, table, names)
             with START.part("lowering and maps"):
                 changed, removed = self.store.apply(services)
             plan = self.store.plan
@@ -792,6 +793,7 @@ class Ebpf:
             },
             unprogrammed=list(store.plan.unprogrammed.values()),
             failing=listing.failing_ports(self.maps.maps, self.names),
+            slow_starts=len(self.failover.slow_start),
             warnings=self.warnings(),
             audit_repairs=self.audit_repairs,
             counters=self.counters(),

@@ -21,6 +21,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
 from hybrid_proxy.dataplane.modes.ebpf.plan import Batch, InUse, Plan, Subject
 from hybrid_proxy.dataplane.modes.ebpf.writer import MapWriter
+from hybrid_proxy.dataplane.slow_start import Parts
 from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
 
 FIRST_FILL = 500  # services
@@ -125,10 +126,13 @@ class Store:
         self._write()
         return len(batch.rings)
 
-    def eject(self, ejections: Mapping[Subject, Ejection]) -> None:
-        """Take these backends, and no others, out of the backend sets that can do without them."""
+    def adjust(self, ejections: Mapping[Subject, Ejection], parts: Mapping[EntryKey, Parts]) -> None:
+        """Eject these backends, and no others, where a backend set can do without them.
+
+        And let these, and no others, have these parts of their weights.
+        """
         batch = Batch()
-        self.plan.eject(batch, ejections)
+        self.plan.adjust(batch, ejections, parts)
         self._unwritten.append(batch)
         self._write()
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
+from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel.ipset import LIMIT, Ipsets
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs as VirtualServers
@@ -18,6 +19,7 @@ from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
+    SyncResult,
     Unmet,
 )
 from hybrid_proxy.dataplane.modes.ipvs import writer
@@ -29,13 +31,15 @@ from hybrid_proxy.dataplane.modes.ipvs.marks import Marks
 from hybrid_proxy.dataplane.modes.ipvs.plan import Actual, Steps, give_up, plan, quiet
 from hybrid_proxy.dataplane.netfilter import NetfilterMode
 from hybrid_proxy.dataplane.reports import Fill, IpvsStatus, Status
-from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
+from hybrid_proxy.dataplane.slow_start import NO_PARTS, Parts, SlowStart, slowed
+from hybrid_proxy.dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, service_of
 from hybrid_proxy.dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
 
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS: Final = 5.0  # how often real servers of weight 0 are checked; kube-proxy does it each minute
 NOTHING: Final = Lowered({}, {}, frozenset())
+_WEIGHING: Final = {"rr": "wrr", "lc": "wlc"}
 
 
 class Ipvs(NetfilterMode):
@@ -67,6 +71,8 @@ class Ipvs(NetfilterMode):
         self._members: Counter[Member] = Counter()
         self._addresses: Counter[str] = Counter()
         self._values: dict[Member, Value] = {}
+        self._slow_start = SlowStart()
+        self._parts: dict[EntryKey, Parts] = {}  # of the weights of real servers that start slowly, as programmed
         self._schedulers: dict[str, bool] = {options.ipvs_scheduler: True}
         self._marks = Marks(1 << EMPTY.node.masquerade_bit)
         self._node = Node()
@@ -79,6 +85,14 @@ class Ipvs(NetfilterMode):
         self._watching = False
 
     # Changes
+
+    def sync(self, table: ServiceTable) -> SyncResult:
+        now, names = self._clock(), changed_services(self.table, table)
+        self._slow_start.follow(now, self.table, table, names)
+        others = {key: parts for key, parts in self._parts.items() if service_of(key) not in names}
+        due = {key: parts for key, parts in self._slow_start.parts(now).items() if service_of(key) in names}
+        self._parts = others | due
+        return super().sync(table)
 
     def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
         """A service that takes or leaves an address that node ports are served at changes others, too."""
@@ -174,6 +188,7 @@ class Ipvs(NetfilterMode):
                 self._values.pop(member, None)
         for address in old.addresses:
             _release(self._addresses, address)
+        entries = tuple([slowed(entry, self._parts.get(entry.key, NO_PARTS)) for entry in entries])
         new = lower(entries, self._node, self._scheduler, self._marks.take, self._taken)
         self._members.update(new.members.keys())
         self._values.update({member: value for member, value in new.members.items() if value is not None})
@@ -195,12 +210,13 @@ class Ipvs(NetfilterMode):
         return asked if self._schedulers[asked] else default
 
     def _asked(self, entry: Entry) -> str:
-        """The table's algorithm as a scheduler. The kernel has no random one, and its rr knows no weights."""
-        if entry.algorithm != "random":
-            return entry.algorithm
-        default = self.options.ipvs_scheduler
-        weighs = any(backend.weight > 1 for backend in entry.serving)
-        return "wrr" if weighs and default == "rr" else default
+        """The table's algorithm as a scheduler. The kernel has no random one, and its rr and lc know no weights.
+
+        Where backends may start slowly, the scheduler weighs all the time: to change it would be one change more.
+        """
+        asked = self.options.ipvs_scheduler if entry.algorithm == "random" else entry.algorithm
+        weighs = entry.slow_start or len({backend.weight for backend in entry.serving if backend.weight}) > 1
+        return _WEIGHING.get(asked, asked) if weighs else asked
 
     def _explicit(self, table: ServiceTable, name: str) -> list[tuple[str, int, int]]:
         """Addresses of a service that are node-port addresses too."""
@@ -323,12 +339,26 @@ class Ipvs(NetfilterMode):
             return  # the next sync reads and writes everything
         if self._owed:
             self._repair()
+        self._let_start()
         self._drain()
         if self._left and not self.actual.held.keys() | self.actual.addresses <= self._flows.addresses:
             self._hold(self.table.node)
         self._owed += len(self.audit.step())
         if self._owed:
             self._repair()
+
+    def _let_start(self) -> None:
+        """Let real servers that start slowly have the weights that are due."""
+        due, former = self._slow_start.parts(self._clock()), self._parts
+        keys = [key for key in {*due, *former} if due.get(key) != former.get(key)]
+        if not keys:
+            return
+        self._parts = due
+        try:
+            self._change(self.table, {service_of(key) for key in keys})
+        except (DataplaneError, OSError) as error:
+            self._parts = former  # it is tried again
+            raise DataplaneError(f"weights of real servers that start slowly could not be changed: {error}") from error
 
     def _repair(self) -> None:
         """Read everything and put right what differs; what fails is tried again by the next `maintain`."""
@@ -371,6 +401,7 @@ class Ipvs(NetfilterMode):
         return self._status(
             fill={f"set {name}": Fill(count, LIMIT) for name, count in sorted(elements.items())},
             counters=self.counters(),
+            slow_starts=len(self._slow_start),
             ipvs=IpvsStatus(
                 scheduler=self.options.ipvs_scheduler,
                 device=writer.DEVICE,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import failover, layout
 from hybrid_proxy.dataplane.modes.ebpf.outliers import FIRST, LONGEST, Ejection, OutlierDetector, ejected
 from hybrid_proxy.dataplane.modes.ebpf.plan import Subject
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
-from hybrid_proxy.dataplane.table import Entry
+from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 
 from .readback import check, programmed, settle
 from .test_store import HZ, V1, V6, OpenMaps, entry, one, restart
@@ -171,14 +176,14 @@ def test_new_connections_pass_by_who_is_out(store: Store, vip: str, affinity: in
     web = entry(one, vip, 4, affinity=affinity)
     names = [b.address for b in web.serving]
     store.apply({one: (web,)})
-    store.eject(ejections_of(subject(web, 1)))
+    store.adjust(ejections_of(subject(web, 1)), {})
     assert inside(store, vip) == [names[0], *names[2:]]
     assert state(store, web) == [3, 1 | 8, 3, 3], "it serves, and is no member: affinity does not hold on to it"
     settle(store)
-    store.eject({subject(web, 2): Ejection(None, "", 0.0)})
+    store.adjust({subject(web, 2): Ejection(None, "", 0.0)}, {})
     assert inside(store, vip) == [*names[:2], names[3]]
     assert state(store, web) == [3, 3, 1 | 8 | 16, 3]
-    store.eject({})
+    store.adjust({}, {})
     settle(store)
     check(store, {one: (web,)}, settled=True)
 
@@ -189,7 +194,7 @@ def test_each_route_keeps_half(store: Store) -> None:
     web = entry(one, V1, 4, local=2)
     names = [b.address for b in web.serving]
     store.apply({one: (web,)})
-    store.eject(ejections_of(*(subject(web, i) for i in range(3))))
+    store.adjust(ejections_of(*(subject(web, i) for i in range(3))), {})
     port = programmed_without_members(store)
     assert port == ([names[1]], [names[2], names[3]])
     assert [store.is_ejected(number(store, web, i)) for i in range(4)] == [True, True, False, False]
@@ -207,7 +212,7 @@ def test_a_change_of_the_service_keeps_ejections(store: Store) -> None:
     before, after = entry(one, V1, 3), entry(one, V1, 5)
     names = [b.address for b in after.serving]
     store.apply({one: (before,)})
-    store.eject(ejections_of(subject(before, 0)))
+    store.adjust(ejections_of(subject(before, 0)), {})
     store.apply({one: (after,)})
     settle(store)
     assert inside(store) == names[1:]
@@ -215,7 +220,7 @@ def test_a_change_of_the_service_keeps_ejections(store: Store) -> None:
     settle(store)
     assert inside(store) == names[:1]
     store.apply({one: ()})
-    store.eject(ejections_of(subject(before, 0)))
+    store.adjust(ejections_of(subject(before, 0)), {})
     settle(store)
     check(store, {}, settled=True)
 
@@ -239,7 +244,7 @@ def test_a_restart_begins_with_all_and_with_the_counts(open_maps: OpenMaps) -> N
     store = Store(open_maps(), HZ)
     store.apply({one: (web,)})
     store.backends["failures"][number(store, web, 1)] = 5
-    store.eject(ejections_of(subject(web, 1)))
+    store.adjust(ejections_of(subject(web, 1)), {})
     settle(store)
     again = restart(open_maps)
     again.apply({one: (web,)})
@@ -247,3 +252,22 @@ def test_a_restart_begins_with_all_and_with_the_counts(open_maps: OpenMaps) -> N
     assert len(inside(again)) == 3
     assert again.failures() == {subject(web, 1): 5}
     check(again, {one: (web,)}, settled=True)
+
+
+def test_a_readmitted_backend_starts_slowly_where_its_service_asks_for_that(
+    open_maps: OpenMaps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = Store(open_maps(), HZ), [1000.0]
+    monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    looks = failover.Failover(Options())
+    web = msgspec.structs.replace(entry(one, V1, 3), slow_start=10.0)
+    looks.follow(store, EMPTY, ServiceTable({one: (web,)}), [one])
+    store.apply({one: (web,)})
+    store.backends["failures"][store.numbers(web.key)[subject(web, 1)[1]]] = 3
+    seen = []
+    for now[0] in (1000.0, 1009.0, 1010.5, 1013.5, 1020.0):
+        looks.look(store)
+        counts = Counter(store.plan.by_id[store.plan.installed[one][0].service].rings[0])
+        seen.append([counts[number] for number in store.plan.installed[one][0].ids])
+    assert seen == [[1, 0, 1], [1, 0, 1], [10, 1, 10], [5, 2, 5], [1, 1, 1]]
+    looks.close()

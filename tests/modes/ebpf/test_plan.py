@@ -305,12 +305,12 @@ def test_an_ejected_backend_keeps_its_row() -> None:
     entry = port([1, 2, 3])
     change(plan, entry)
     batch = Batch()
-    plan.eject(batch, {(entry.key, ("10.1.0.2", 8080)): Ejection(None, "no answer")})
+    plan.adjust(batch, {(entry.key, ("10.1.0.2", 8080)): Ejection(None, "no answer")}, {})
     assert batch.flags == [(2, 1 | 8 | 16)]
     assert rings(batch) == [(4, 1, [1, 3])]
     assert batch.gone_backends == []
     back = Batch()
-    plan.eject(back, {})
+    plan.adjust(back, {}, {})
     assert back.flags == [(2, 3)]
 
 

@@ -193,13 +193,13 @@ def test_equal_loads_change_nothing(store: Store) -> None:
     assert (store.services["sets"] == words).all()
 
 
-def test_weights_count_for_wlc_and_not_for_lc(store: Store) -> None:
-    for algorithm, parts in (("wlc", 3), ("lc", 1)):
+def test_weights_count_for_wlc_and_lc(store: Store) -> None:
+    for algorithm, parts in (("wlc", 3), ("lc", 3)):
         store.apply({one: (port(algorithm, [3, 1]),)})
         light, heavy = ids(store)[1], ids(store)[0]
         store.balance({heavy: 100 * parts, light: 100})
         counts = Counter(slots_of(store)[0])
-        (heavy_count, light_count) = (counts[backend] for backend in expected("lc", port("lc", [3, 1]).serving))
+        (heavy_count, light_count) = (counts[backend] for backend in expected("lc", port("lc", [1, 1]).serving))
         assert heavy_count == parts * light_count
 
 

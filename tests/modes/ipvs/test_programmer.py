@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 import pytest
 
 from hybrid_proxy.dataplane import netfilter
-from hybrid_proxy.dataplane.errors import SyncError
+from hybrid_proxy.dataplane.errors import DataplaneError, SyncError
 from hybrid_proxy.dataplane.modes.ipvs import programmer as module
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
 from hybrid_proxy.dataplane.virtual_servers import Change, Element, Server, Timeouts, Verb
@@ -267,12 +269,56 @@ def test_weight_zero_drains(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("default", "algorithm", "expected"), [("rr", "random", "wrr"), ("lc", "random", "lc"), ("rr", "rr", "rr")]
+    ("default", "algorithm", "expected"),
+    [("rr", "random", "wrr"), ("lc", "random", "wlc"), ("sh", "rr", "wrr"), ("rr", "lc", "wlc"), ("rr", "sh", "sh")],
 )
 def test_weights_need_a_scheduler_that_weighs(node: Node, default: str, algorithm: str, expected: str) -> None:
-    """The kernel's rr does not; who asks for it by name gets it."""
-    node.start(ipvs_scheduler=default).sync(node.table(web(weighing(A, 3), B, algorithm=algorithm)))
+    """The kernel's rr and lc do not."""
+    agent = node.start(ipvs_scheduler=default)
+    agent.sync(node.table(web(weighing(A, 3), B, algorithm=algorithm)))
     assert [config.scheduler for config in node.ipvs.known.values()] == [expected]
+    agent.sync(node.table(web(weighing(A, 3), weighing(B, 3), algorithm=algorithm)))
+    plain = default if algorithm == "random" else algorithm
+    assert [config.scheduler for config in node.ipvs.known.values()] == [plain], "the same weight for all is none"
+
+
+def test_a_new_real_server_starts_slowly(node: Node) -> None:
+    """In ten steps, and nothing else is written."""
+    agent = node.start()
+    agent.sync(node.table(web(A, B, slow_start=30.0)))
+    assert node.weights() == {A.address: 1, B.address: 1}, "those of the first table are as old as each other"
+    assert [config.scheduler for config in node.ipvs.known.values()] == ["wrr"]
+    agent.sync(node.table(web(A, B, C, slow_start=30.0)))
+    assert node.weights() == {A.address: 10, B.address: 10, C.address: 1}
+    node.journal.take()
+    seen = []
+    for _ in range(60):
+        node.time += 0.5
+        agent.maintain()
+        seen.append(node.weights()[C.address])
+    assert seen[:53] == [part for part in range(1, 10) for _ in range(6)][1:]
+    assert node.weights() == {A.address: 1, B.address: 1, C.address: 1}
+    assert len(node.journal.take()) == 8 + 3, "eight steps of one server, and at the end all have their own weights"
+    agent.maintain()
+    assert node.journal.take() == []
+
+
+def test_a_weight_that_cannot_be_written_is_tried_again(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A, slow_start=10.0)))
+    agent.sync(node.table(web(A, B, slow_start=10.0)))
+    node.time += 5
+    works = node.ipvs.change
+    node.ipvs.change = broken  # type: ignore[method-assign]
+    with pytest.raises(DataplaneError, match="start slowly"):
+        agent.maintain()
+    node.ipvs.change = works  # type: ignore[method-assign]
+    agent.maintain()
+    assert node.weights() == {A.address: 10, B.address: 6}
+
+
+def broken(changes: object) -> None:
+    raise OSError(errno.EBUSY, "busy")
 
 
 def test_timeouts_are_set_where_given(node: Node) -> None:
