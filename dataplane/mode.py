@@ -41,6 +41,10 @@ class Options(msgspec.Struct, frozen=True):
     pin_root: str | None = None
     socket_scope: str = "host"  # "host": the node's namespace alone, "all": pods too, "off"
     failover_failures: int = 3  # consecutive failed connections at which a backend is ejected, 0: never
+    failover_percentage: int = (
+        20  # of a backend's connections in an interval that fail, at which it is ejected, 0: never
+    )
+    failover_connections: int = 20  # that a backend must have had in the interval
     probe_interval: float = 5.0  # seconds between two probes of a backend
     probe_timeout: float = 1.0
     probe_failures: int = 3  # consecutive failed probes

@@ -199,6 +199,8 @@ def _options(kube: KubeProxyConfiguration, ours: HybridProxyConfiguration, mode:
         pin_root=ebpf.pin_root or None,
         socket_scope=ebpf.socket_scope,
         failover_failures=ebpf.failover.failures,
+        failover_percentage=ebpf.failover.percentage,
+        failover_connections=ebpf.failover.connections,
         probe_interval=ebpf.probes.interval,
         probe_timeout=ebpf.probes.timeout,
         probe_failures=ebpf.probes.failures,

@@ -441,6 +441,14 @@ class Failover(_Part, frozen=True):
         "Eject a backend for a while after this many consecutive connections that it did not answer or refused; "
         "0: never", integer(0, 1_000_000), "failover-failures"
     )] = _OPTIONS.failover_failures
+    percentage: Annotated[int, _ebpf(
+        "Eject a backend for a while when this percentage of its connections fails within ten seconds, and twice that "
+        "of the other backends; 0: never", integer(0, 100), "failover-percentage"
+    )] = _OPTIONS.failover_percentage
+    connections: Annotated[int, _ebpf(
+        "A backend with fewer connections in that time is not ejected for their percentage", integer(1, 1_000_000),
+        "failover-connections"
+    )] = _OPTIONS.failover_connections
 
 
 class Probes(_Part, frozen=True):

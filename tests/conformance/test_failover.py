@@ -6,9 +6,10 @@ import json
 import select
 import socket
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -254,6 +255,111 @@ def test_affinity_moves_to_the_backend_that_answered(bench: Bench, family: int) 
     assert bench.seen("pod1", web, family, 8) == {other}
 
 
+@contextmanager
+def restarted(bench: Bench, *more: str) -> Iterator[None]:
+    """With more flags."""
+    flags, bench.agent.flags = bench.agent.flags, (*bench.agent.flags, *more)
+    bench.agent.terminate()
+    bench.agent.start()
+    yield
+    bench.agent.flags = flags
+    bench.agent.terminate()
+    bench.agent.start()
+
+
+# --- backends that fail now and then
+
+
+@pytest.fixture(scope="module")
+def patient(mode: str, bench: Bench) -> Iterator[Bench]:
+    """An agent for which no number of failures in a row is too large."""
+    if mode != "ebpf":
+        pytest.skip(f"mode {mode} does not see how connections end")
+    with restarted(bench, "--failover-failures=1000000"):
+        yield bench
+
+
+def load(bench: Bench, service: Service, family: int, over: Callable[[], bool], rate: int = 100) -> None:
+    """New connections at this rate, whatever becomes of the former ones, for 15 seconds or until it is over."""
+    began, opened = time.monotonic(), deque[tuple[float, socket.socket]]()
+    try:
+        while not over():
+            waited = time.monotonic() - began
+            assert waited < 15 * PATIENCE, f"after {waited:.0f} s: {states(bench, service)}"
+            for _ in range(rate // 2):
+                client = bench.socket("pod1", family, socket.SOCK_STREAM)
+                client.setblocking(False)
+                client.connect_ex(service.vip(family))
+                opened.append((time.monotonic(), client))
+                while opened[0][0] < time.monotonic() - 3:
+                    opened.popleft()[1].close()
+                time.sleep(1 / rate)
+    finally:
+        for _, client in opened:
+            client.close()
+
+
+@contextmanager
+def accepting(bench: Bench, pod: str, family: int, port: int, every: float) -> Iterator[None]:
+    """A server in this pod with room for one connection that it has not accepted yet."""
+    with bench.socket(pod, family, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((bench.lab[pod].address(family), port))
+        server.listen(0 if every else 256)
+        over = threading.Event()
+
+        def accept() -> None:
+            while not over.wait(every):
+                with suppress(OSError):
+                    server.accept()[0].close()
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+HALF_BROKEN = [
+    pytest.param("numgen random mod 10 < 3 drop", V4, marks=pytest.mark.core, id="loses 30 percent of SYNs"),
+    pytest.param("numgen inc mod 2 0 drop", V6, marks=pytest.mark.long, id="answers every second SYN"),
+    pytest.param("numgen inc mod 3 0 reject with tcp reset", V4, marks=pytest.mark.long, id="refuses every third"),
+]
+
+
+@pytest.mark.parametrize(("how", "family"), HALF_BROKEN)
+def test_who_fails_too_often_is_ejected_though_never_many_times_in_a_row(patient: Bench, how: str, family: int) -> None:
+    web = patient.service("pod2", "pod3")
+    with failing(patient, "pod2", how=how):
+        load(patient, web, family, lambda: bool(ejected(patient, web)))
+        assert ejected(patient, web) == ends(patient, ["pod2"], [family])
+        (state,) = (state for state in states(patient, web).values() if state.startswith("ejected"))
+        assert "connections failed within" in state
+        assert patient.seen("pod1", web, family, 12, timeout=0.5) == {"pod3"}
+
+
+def test_who_accepts_slowly_is_ejected(patient: Bench) -> None:
+    """Its queue of connections is full, so the kernel drops SYNs."""
+    port, family = 9555, V4
+    with accepting(patient, "pod2", family, port, every=0.3), accepting(patient, "pod3", family, port, every=0):
+        web = patient.service("pod2", "pod3", settle=False, target=port)
+        load(patient, web, family, lambda: bool(ejected(patient, web)))
+        assert {address.partition(":")[0] for address in ejected(patient, web)} == {patient.lab["pod2"].address(family)}
+
+
+@pytest.mark.long
+def test_nobody_is_ejected_where_all_lose_as_many(patient: Bench) -> None:
+    """The fault is not theirs."""
+    web, began = patient.service("pod2", "pod3", "pod4"), time.monotonic()
+    with failing(patient, "pod2", "pod3", "pod4", how="numgen inc mod 3 0 drop"):
+        load(patient, web, V4, lambda: time.monotonic() - began > 12)
+        assert not ejected(patient, web)
+        assert not ejected(patient, web, really=False)
+
+
 # --- probes
 
 
@@ -262,15 +368,8 @@ def probing(mode: str, bench: Bench) -> Iterator[Bench]:
     """An agent that asks often, and goes by nothing else."""
     if mode != "ebpf":
         pytest.skip(f"mode {mode} makes no probes, and says so in `status`")
-    flags, bench.agent.flags = bench.agent.flags, (
-        *bench.agent.flags, "--probe-interval=200ms", "--probe-failures=2", "--failover-failures=0",
-    )  # fmt: skip
-    bench.agent.terminate()
-    bench.agent.start()
-    yield bench
-    bench.agent.flags = flags
-    bench.agent.terminate()
-    bench.agent.start()
+    with restarted(bench, "--probe-interval=200ms", "--probe-failures=2", "--failover-failures=0"):
+        yield bench
 
 
 @pytest.mark.parametrize("probe", ["tcp", "http:/healthz"])

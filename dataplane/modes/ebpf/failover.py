@@ -8,9 +8,9 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from hybrid_proxy.dataplane.mode import Event, Options
-from hybrid_proxy.dataplane.modes.ebpf.failures import forget_former, histories
+from hybrid_proxy.dataplane.modes.ebpf.failures import failed_connections, forget_former, histories
 from hybrid_proxy.dataplane.modes.ebpf.lower import Socket
-from hybrid_proxy.dataplane.modes.ebpf.outliers import OutlierDetector
+from hybrid_proxy.dataplane.modes.ebpf.outliers import FailureShares, OutlierDetector
 from hybrid_proxy.dataplane.modes.ebpf.plan import Subject
 from hybrid_proxy.dataplane.modes.ebpf.probes import Prober, Target
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
@@ -28,6 +28,11 @@ class Failover:
 
     def __init__(self, options: Options) -> None:
         self._detector: OutlierDetector[Subject] = OutlierDetector(options.failover_failures)
+        self._shares: FailureShares[EntryKey, Subject] = FailureShares(
+            options.failover_percentage, options.failover_connections
+        )
+        self._counted = 0  # failed connections, as all programs count them, at the last look
+        self._failed: dict[int, int] = {}  # the same by backend
         self._ejected: set[Subject] = set()  # a backend set does without them
         self._failed_how: dict[Subject, str] = {}  # of those that the detector wants to eject for their connections
         self._tidied = time.monotonic()
@@ -80,11 +85,12 @@ class Failover:
         self._tidy(store)
         failures = store.failures() if self._detector.limit else {}
         probe_failures, now = self._probe_failures(), time.monotonic()
-        if not failures and not probe_failures and not self._detector.has_records and not store.plan.ejections:
+        shares = self._failing_shares(store, now) if self._detector.limit and self._shares.percentage else {}
+        if not (failures or probe_failures or shares or self._detector.has_records or store.plan.ejections):
             self._let_start(store, now)
             return []
         known = _Numbers(store)
-        changes = self._detector.evaluate(now, failures, probe_failures, known)
+        changes = self._detector.evaluate(now, failures, probe_failures, known, shares)
         for subject in changes.readmitted:
             store.readmit(known.of(subject), self._detector.readmission_failures)
             if subject in self._ejected:
@@ -92,6 +98,17 @@ class Failover:
         self._let_start(store, now)
         self._note_how(store, known)
         return self._events(store, known)
+
+    def _failing_shares(self, store: Store, now: float) -> dict[Subject, str]:
+        """Which backends fail too large a share of their connections, and why that is so."""
+        counted = sum(store.maps.counted(name) for name in ("COUNT_BACKEND_REFUSED", "COUNT_BACKEND_UNANSWERED"))
+        if not store.traffic.counting or (counted == self._counted and not self._shares.open):
+            return {}
+        failed, before = failed_connections(store.maps.maps), self._failed
+        self._counted, self._failed = counted, failed
+        changed = [number for number, count in failed.items() if before.get(number) != count]
+        ports = store.ports_of(changed) | {*self._shares.open}
+        return self._shares.look(now, store.connections(ports, failed))
 
     def _let_start(self, store: Store, now: float) -> None:
         """Write ejections, and the parts of their weights that backends have which start slowly."""

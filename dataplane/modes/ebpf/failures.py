@@ -28,6 +28,14 @@ def histories(maps: Mapping[str, Map]) -> dict[int, FailureHistory]:
     return found
 
 
+def failed_connections(maps: Mapping[str, Map]) -> dict[int, int]:
+    """How many connections failed, by the ids of backends; a count may begin anew."""
+    ids, rows = _read(maps)
+    known = _still_theirs(maps, ids, rows)
+    counts = rows["refused"][known].astype(np.int64) + rows["unanswered"][known]
+    return dict(zip(ids[known].tolist(), counts.tolist(), strict=True))
+
+
 def forget_former(maps: Mapping[str, Map]) -> None:
     """Remove what is known of backends that are gone."""
     ids, rows = _read(maps)

@@ -6,7 +6,7 @@ The first change after a start is compared with what the maps already hold, so t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,15 @@ from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.modes.ebpf.adopt import Former
 from hybrid_proxy.dataplane.modes.ebpf.lower import BACKEND_EJECTED, Key, Socket
 from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
+from hybrid_proxy.dataplane.modes.ebpf.outliers import Counts, Ejection
 from hybrid_proxy.dataplane.modes.ebpf.plan import Batch, InUse, Plan, Subject
+from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS
 from hybrid_proxy.dataplane.modes.ebpf.writer import MapWriter
 from hybrid_proxy.dataplane.slow_start import Parts
 from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
 
 FIRST_FILL = 500  # services
+BEGUN = FIELDS.index("flows")  # in the figures of traffic
 
 
 class ForeignEntries(DataplaneError):
@@ -208,6 +210,25 @@ class Store:
             if known is not None:
                 address = layout.address_text(raw[16 * i : 16 * i + 16], known.entry.family)
                 found[known.entry.key, (address, ports[i])] = count
+        return found
+
+    def ports_of(self, backends: Collection[int]) -> set[EntryKey]:
+        """The service ports that these backends belong to."""
+        services = self.backends["service"][list(backends)].tolist()
+        return {known.entry.key for number in services if (known := self.plan.by_id.get(number)) is not None}
+
+    def connections(
+        self, ports: Iterable[EntryKey], failed: Mapping[int, int]
+    ) -> dict[EntryKey, dict[Subject, Counts]]:
+        """How many connections to each backend of these service ports began; of those that `failed` it is given."""
+        found: dict[EntryKey, dict[Subject, Counts]] = {}
+        for key in ports:
+            if numbers := self.numbers(key):
+                begun = self.traffic.of_backends(np.array([*numbers.values()], dtype=np.int64))[:, BEGUN].tolist()
+                found[key] = {
+                    (key, socket): Counts(count, failed.get(number, 0))
+                    for (socket, number), count in zip(numbers.items(), begun, strict=True)
+                }
         return found
 
     def numbers(self, key: EntryKey) -> dict[Socket, int]:

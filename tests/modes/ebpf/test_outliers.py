@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import failover, layout
-from hybrid_proxy.dataplane.modes.ebpf.outliers import FIRST, LONGEST, Ejection, OutlierDetector, ejected
+from hybrid_proxy.dataplane.modes.ebpf.outliers import (
+    FIRST,
+    INTERVAL,
+    LONGEST,
+    LONGEST_INTERVAL,
+    Counts,
+    Ejection,
+    FailureShares,
+    OutlierDetector,
+    ejected,
+)
 from hybrid_proxy.dataplane.modes.ebpf.plan import Subject
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
 from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
@@ -82,6 +92,86 @@ def test_a_probe_that_succeeds_frees_at_once_whom_both_had_accused() -> None:
     evaluate_at(detector, 0.0, {A: 3})
     assert evaluate_at(detector, 1.0, {A: 3}, {A: "no answer"}) == {A}
     assert evaluate_at(detector, 2.0, {A: 3}) == set()
+
+
+# --- shares of failed connections
+
+PORT = "web"
+
+
+def counts(*pairs: tuple[int, int]) -> dict[str, dict[str, Counts]]:
+    """Totals of A, B, C as begun, failed."""
+    return {PORT: {name: Counts(*pair) for name, pair in zip((A, B, C), pairs, strict=False)}}
+
+
+SHARES = [
+    #            begun and failed in the interval    who is an outlier
+    pytest.param([(100, 30), (100, 0)],              {A},    id="30 percent"),
+    pytest.param([(100, 20), (100, 0)],              {A},    id="just as many as the limit"),
+    pytest.param([(100, 19), (100, 0)],              set(),  id="fewer"),
+    pytest.param([(20, 4), (1, 0)],                  {A},    id="just enough connections"),
+    pytest.param([(19, 19), (100, 0)],               set(),  id="too few connections"),
+    pytest.param([(100, 30), (100, 30)],             set(),  id="all fail as often"),
+    pytest.param([(100, 60), (100, 30), (100, 30)],  {A},    id="twice as often as the others"),
+    pytest.param([(100, 59), (100, 30), (100, 30)],  set(),  id="less than twice"),
+    pytest.param([(100, 50), (100, 0), (100, 50)],   {A, C}, id="two of three"),
+    pytest.param([(100, 90)],                        {A},    id="it is alone, which the map knows"),
+    pytest.param([(10, 60), (100, 0)],               set(),  id="more failures than connections, too few of these"),
+    pytest.param([(0, 0), (0, 0)],                   set(),  id="nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pairs", "expected"), SHARES)
+def test_who_fails_too_large_a_share(pairs: list[tuple[int, int]], expected: set[str]) -> None:
+    shares = FailureShares[str, str](20, 20)
+    before = [(1000 + begun, 500 + failed) for begun, failed in [(7, 7)] * len(pairs)]
+    assert shares.look(50.0, counts(*before)) == {}, "an interval begins with the first failure, and counts from there"
+    after = [(a + begun, b + failed) for (a, b), (begun, failed) in zip(before, pairs, strict=True)]
+    found = shares.look(53.0, counts(*after))
+    assert found.keys() == expected
+    if A in expected:
+        begun, failed = pairs[0]
+        assert found[A] == f"{failed} of {begun} connections failed within 3 s"
+
+
+def test_an_interval_ends_and_the_next_begins_with_a_failure() -> None:
+    shares = FailureShares[str, str](20, 20)
+    shares.look(0.0, counts((0, 0), (0, 0)))
+    assert shares.look(INTERVAL, counts((100, 10), (100, 0))) == {}
+    assert not shares.open
+    assert shares.look(11.0, counts((101, 11), (100, 0))) == {}
+    assert shares.look(12.0, counts((130, 20), (100, 0))).keys() == {A}, "9 of 29, not 20 of 130"
+
+
+def test_who_has_few_connections_gets_more_time() -> None:
+    shares = FailureShares[str, str](20, 20)
+    shares.look(0.0, counts((0, 0), (0, 0)))
+    assert shares.look(INTERVAL, counts((10, 5), (10, 0))) == {}
+    assert shares.open
+    assert shares.look(25.0, counts((22, 11), (22, 0))).keys() == {A}
+    shares = FailureShares[str, str](20, 20)
+    shares.look(0.0, counts((0, 0), (0, 0)))
+    assert shares.look(LONGEST_INTERVAL, counts((19, 9), (19, 0))) == {}
+    assert not shares.open
+
+
+def test_counts_that_begin_anew_and_ports_that_go() -> None:
+    shares = FailureShares[str, str](20, 20)
+    shares.look(0.0, counts((1000, 500), (0, 0)))
+    assert shares.look(1.0, counts((5, 5), (0, 0))) == {}, "another backend by this number"
+    assert shares.look(2.0, counts((105, 55), (0, 0))).keys() == {A}
+    assert shares.look(3.0, counts((105, 55), (0, 0))) == {}, "said once"
+    assert shares.look(3.0, {}) == {}
+    assert not shares.open
+
+
+def test_a_share_ejects_as_consecutive_failures_do() -> None:
+    detector = OutlierDetector[str](3)
+    assert detector.evaluate(0.0, {A: 1}, {}, ALL, {A: "6 of 20"}).ejected == [A]
+    assert detector.ejections[A] == Ejection(FIRST, "6 of 20", 0.0)
+    assert detector.evaluate(FIRST, {}, {}, ALL).readmitted == [A]
+    detector.evaluate(FIRST + 1, {}, {}, ALL, {A: "7 of 20"})
+    assert detector.ejections[A].until == FIRST + 1 + 2 * FIRST, "for longer"
 
 
 names = st.sampled_from("abcdefgh")
