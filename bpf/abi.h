@@ -25,7 +25,7 @@ enum abi_limits {
 	RANGE_COUNT_BITS = 18,
 	RANGE_EPOCH_BITS = 18,
 	BACKEND_SETS = 2,   /* distinct ones of one service port: the cluster's backends, this node's */
-	SERVICE_CIDRS = 4,  /* of each family */
+	SERVICE_CIDRS = 4,  /* of each family in `node`; more are ranges of service 0 */
 	SOCKET_PEERS = 4,   /* service addresses that one unconnected UDP socket is remembered to talk to */
 	TIMEWAIT_BITS = 16, /* at most 2^16 buckets of reply tuples that are remembered after their connection ended */
 	TIMEWAIT_ENTRIES = 4, /* tuples in a bucket */

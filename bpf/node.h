@@ -6,6 +6,7 @@
 
 #include "maps.h"
 #include "packet.h"
+#include "ranges.h"
 
 INLINE struct node *this_node(void)
 {
@@ -61,7 +62,7 @@ INLINE bool in_service_cidr(const __u32 *a, const bool v6)
 		    (a[2] & self->mask6[i][2]) == self->cidr6[i][2] && (a[3] & self->mask6[i][3]) == self->cidr6[i][3])
 			return true;
 	}
-	return false;
+	return (v6 ? self->cidr6_count : self->cidr4_count) > SERVICE_CIDRS && in_ranges(0, a, v6);
 }
 
 #endif

@@ -130,7 +130,7 @@ INLINE bool is_excluded(struct choice *c, __u32 flags, const __u32 *client, cons
 
 	if (!(flags & FRONTEND_SOURCE_RANGES))
 		return false;
-	allowed = source_allowed(c->service, client, v6);
+	allowed = in_ranges(c->service, client, v6);
 	NOTE(NOTE_SOURCES, allowed, 0);
 	if (allowed)
 		return false;

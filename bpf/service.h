@@ -80,21 +80,6 @@ INLINE bool is_serving(__u32 id, __u32 service, const __u32 *address, __be16 por
 	       same_address(row->address, address, true);
 }
 
-/* Is the client in the source ranges of the service's load-balancer IPs? */
-INLINE bool source_allowed(__u32 service, const __u32 *client, const bool v6)
-{
-	if (v6) {
-		struct source_range6_key key = {.bits = 160, .service = service};
-
-		copy_address(key.address, client);
-		return bpf_map_lookup_elem(&source_ranges6, &key);
-	} else {
-		struct source_range4_key key = {.bits = 64, .service = service, .address = client[0]};
-
-		return bpf_map_lookup_elem(&source_ranges4, &key);
-	}
-}
-
 INLINE __u32 range_size(__u64 word)
 {
 	return word >> RANGE_OFFSET_BITS & ((1 << RANGE_COUNT_BITS) - 1);

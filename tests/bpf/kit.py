@@ -29,7 +29,7 @@ from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_pro
 from hybrid_proxy.dataplane.kernel.links import interface_name
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.modes.ebpf import explaining, layout
-from hybrid_proxy.dataplane.modes.ebpf.edges import set_elements
+from hybrid_proxy.dataplane.modes.ebpf.edges import cidr_columns, set_elements
 from hybrid_proxy.dataplane.modes.ebpf.flows import FlowGC, flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.programs import CHECK_MTU, put_datapaths
@@ -307,14 +307,11 @@ class Bench:
         for name, value in fields.items():
             row[name] = value
 
-    def allocate(self, net: Net) -> None:
-        """Let the node know the range of ClusterIPs."""
-        network = ipaddress.ip_network(net.service_cidr)
-        base, mask = layout.address_words([str(network.network_address), str(network.netmask)])
-        row = self.maps.view("node")
-        row[f"cidr{net.family}"][0, 0] = base if net.family == 6 else base[0]
-        row[f"mask{net.family}"][0, 0] = mask if net.family == 6 else mask[0]
-        row[f"cidr{net.family}_count"] = 1
+    def allocate(self, net: Net, *others: str) -> None:
+        """Let the node know the range of ClusterIPs, after other ones."""
+        columns, beyond = cidr_columns((*others, net.service_cidr), net.family)
+        self.store.note_service_cidrs(net.family, beyond)
+        self.node(**columns)
 
     def age(self, family: int, **columns: int) -> None:
         """Move these moments of every flow back: to what is kept of them, in either table."""

@@ -246,10 +246,12 @@ def test_refusals_are_bounded_in_time(bench: Bench, net: Net) -> None:
         assert bounded.count("drop_reject_limited") == verdicts.count(DROP)
 
 
+@pytest.mark.parametrize("before", [0, 3, 4, 40])
 @pytest.mark.parametrize("make", [syn, datagram, lambda: segment(1, 2, "A")], ids=["syn", "udp", "ack"])
-def test_unallocated_service_addresses_are_dropped(bench: Bench, net: Net, make: object) -> None:
+def test_unallocated_service_addresses_are_dropped(bench: Bench, net: Net, make: object, before: int) -> None:
+    """However many other ranges there are."""
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    bench.allocate(net)
+    bench.allocate(net, *(f"10.{100 + i}.0.0/24" if net.family == 4 else f"fd50:{i}::/112" for i in range(before)))
     packet = frame(net, net.client, net.vip2, make())  # type: ignore[operator]
     assert bench.ingress(packet) == (DROP, packet)
     assert bench.count("drop_unallocated") == 1

@@ -16,19 +16,23 @@ from hybrid_proxy.dataplane.kernel.links import Hop, Interface
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.table import NodeNetwork, family_of
 
+NO_SERVICE = 0
 STRICT = 1  # of rp_filter; larger is loose, 0 is none (Documentation/networking/ip-sysctl.rst)
 
 
 class SourceRanges:
-    """Source ranges in two tries, (service, prefix). A range is added before a former one goes."""
+    """Source ranges in two tries, (service, prefix). A range is added before a former one goes.
+
+    Those of `NO_SERVICE` are service CIDRs that have no room in map `node`.
+    """
 
     def __init__(self, maps: dict[int, Map]) -> None:
         self._maps = maps
-        self._known: dict[int, tuple[int, tuple[str, ...]]] = {}  # service -> family, its ranges
+        self._known: dict[tuple[int, int], tuple[str, ...]] = {}  # service and family -> its ranges
 
     def allow(self, service: int, family: int, cidrs: tuple[str, ...]) -> None:
         """From now on these may come, and only these."""
-        _, before = self._known.get(service, (family, ()))
+        before = self._known.get((service, family), ())
         for cidr in dict.fromkeys(cidrs):
             if cidr not in before:
                 self._maps[family].update(self._key(service, family, cidr), bytes(4))
@@ -37,16 +41,16 @@ class SourceRanges:
             if (key := self._key(service, family, cidr)) not in wanted:
                 self._maps[family].delete(key)
         if cidrs:
-            self._known[service] = family, cidrs
+            self._known[service, family] = cidrs
         else:
-            self._known.pop(service, None)
+            self._known.pop((service, family), None)
 
     def only(self) -> None:
         """Remove what a former process left and nobody wants."""
         for family, known in self._maps.items():
             wanted = {
                 self._key(service, family, cidr)
-                for service, (of, cidrs) in self._known.items()
+                for (service, of), cidrs in self._known.items()
                 if of == family
                 for cidr in cidrs
             }
@@ -65,6 +69,20 @@ class SourceRanges:
             f"source_range{family}_key", bits=32 + network.prefixlen, service=service,
             address=words if family == 6 else words[0],
         )  # fmt: skip
+
+
+def cidr_columns(cidrs: Iterable[str], family: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The service CIDRs of a family as columns of struct node, and those that have no room there."""
+    networks = [network for network in map(ipaddress.ip_network, cidrs) if network.version == family]
+    room: int = layout.abi_constants()["SERVICE_CIDRS"]
+    columns: dict[str, Any] = {f"cidr{family}_count": len(networks)}
+    for column, part in (("cidr", "network_address"), ("mask", "netmask")):
+        rows = np.zeros((room, 4) if family == 6 else room, dtype=np.uint32)
+        for position, network in enumerate(networks[:room]):
+            words = layout.address_words([str(getattr(network, part))])[0]
+            rows[position] = words if family == 6 else words[0]
+        columns[f"{column}{family}"] = rows
+    return columns, tuple(map(str, networks[room:]))
 
 
 def pod_columns(node: NodeNetwork) -> dict[str, int | NDArray[Any]]:

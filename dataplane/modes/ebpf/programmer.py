@@ -50,6 +50,7 @@ from hybrid_proxy.dataplane.modes.ebpf.attach import Links, Sockets
 from hybrid_proxy.dataplane.modes.ebpf.carry import Carry, prepare
 from hybrid_proxy.dataplane.modes.ebpf.driver import Drivers
 from hybrid_proxy.dataplane.modes.ebpf.edges import (
+    cidr_columns,
     equal_paths,
     interface_flags,
     own_addresses,
@@ -590,14 +591,11 @@ class Ebpf:
         row["primary4"] = layout.address_words([primary[4]])[0, 0] if 4 in primary else 0
         row["primary6"] = layout.address_words([primary[6]]) if 6 in primary else 0
         for family in (4, 6):
-            networks = [n for n in map(ipaddress.ip_network, node.service_cidrs) if n.version == family]
-            networks = networks[: layout.abi_constants()["SERVICE_CIDRS"]]
+            columns, others = cidr_columns(node.service_cidrs, family)
+            self.store.note_service_cidrs(family, others)
             row[f"cidr{family}_count"] = 0
-            for position, network in enumerate(networks):
-                for column, address in (("cidr", network.network_address), ("mask", network.netmask)):
-                    words = layout.address_words([str(address)])[0]
-                    row[f"{column}{family}"][0, position] = words if family == 6 else words[0]
-            row[f"cidr{family}_count"] = len(networks)
+            for column, value in reversed(columns.items()):
+                row[column] = value
         for column, value in pod_columns(node).items():
             row[column] = value
         self.store.serve_node_ports_at(node.node_port_addresses)

@@ -16,6 +16,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.modes.ebpf.adopt import Former
+from hybrid_proxy.dataplane.modes.ebpf.edges import NO_SERVICE
 from hybrid_proxy.dataplane.modes.ebpf.lower import BACKEND_EJECTED, Key, Socket
 from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.outliers import Counts, Ejection
@@ -153,6 +154,10 @@ class Store:
         """At these addresses of the node, and no others, a frontend of address `ANY` is served."""
         self.writer.serve_node_ports_at(addresses, self._node_ports_at)
         self._node_ports_at = frozenset(addresses)
+
+    def note_service_cidrs(self, family: int, cidrs: tuple[str, ...]) -> None:
+        """These are service CIDRs, too: those that have no room in map `node`."""
+        self.writer.source_ranges.allow(NO_SERVICE, family, cidrs)
 
     def _node_port_keys(self) -> list[Key]:
         return [(family_of(address), address, 0, 0) for address in self._node_ports_at]
