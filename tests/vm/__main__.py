@@ -29,7 +29,7 @@ def arguments() -> argparse.ArgumentParser:
     run.add_argument("--timeout", type=float, default=600, help="seconds (default: 600)")
     run.add_argument("--memory", type=int, default=2048, help="MiB (default: 2048)")
     run.add_argument("--cpus", type=int, default=2)
-    run.add_argument("--counted", action="store_true", help="emulate a processor whose clock counts its instructions")
+    run.add_argument("--counted", action="store_true", help="emulate one processor whose clock counts its instructions")
     run.add_argument("--share", type=Path, help="a folder that the guest may write to")
     run.add_argument("argv", nargs="+", metavar="CMD", help="the command, after --")
     return parser

@@ -21,7 +21,8 @@ $b mount -t tmpfs run run   # the host's namespaces, sockets and locks are not t
 $b mkdir -p run/vm run/lock run/netns lib/modules/@RELEASE@
 $b mount -t 9p -o cache=none,$nine control run/vm || fail "the control folder"
 $b mount -o bind /host@RELEASE_MODULES@ lib/modules/@RELEASE@ || fail "the modules"
-$b tar -xf run/vm/checkout.tar -C .@CHECKOUT@ || fail "the checkout"
+# Each read of the control folder is a question to the host, and tar would read 512 bytes at a time.
+$b dd if=run/vm/checkout.tar bs=256k 2>/dev/null | $b tar -xf - -C .@CHECKOUT@ || fail "the checkout"
 shared=@SHARED@
 if [ -n "$shared" ]; then
     $b mkdir -p ".$shared"

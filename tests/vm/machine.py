@@ -42,7 +42,9 @@ PROGRAMS = {
     "setpriv": "util-linux",
 }
 # Of the checkout: not packed for the guest. It sees them as the host's files, or needs none of them.
-ELSEWHERE = {".git", ".venv", "build/kernels", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+ELSEWHERE = {
+    ".git", ".venv", "build/kernels", "build/tools", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis",
+}  # fmt: skip
 PACK = "find . | /bin/busybox cpio -o -H newc"
 INIT = Path(__file__).with_name("init.sh")
 TIMED_OUT = 124  # as timeout(1)
@@ -75,12 +77,12 @@ class Machine:
         kernel: from `kernels.get`.
         cpus: of the guest.
         log: gets messages about what is being waited for.
-        counted: the processor is emulated, and its clock counts instructions.
+        counted: one processor is emulated, and its clock counts instructions. A second one does not come up.
     """
 
     def __init__(self, kernel: Kernel, cpus: int = 2, log: Progress = lambda _: None, *, counted: bool = False) -> None:
         self.kernel = kernel
-        self.cpus = cpus
+        self.cpus = 1 if counted else cpus
         self.log = log
         self.counted = counted
 

@@ -70,3 +70,9 @@ def test_a_guest_ends_when_its_runner_is_killed(kernel: Kernel) -> None:
         started = guests(runner.pid)
         runner.send_signal(signal.SIGKILL)
     until(lambda: not any(map(is_guest, started)), "the guest's end", 20)
+
+
+def test_a_guest_whose_clock_counts_instructions_comes_up(kernel: Kernel) -> None:
+    """With one processor, whatever is asked for: a second one makes its kernel wait for ever."""
+    done = Machine(kernel, cpus=2, counted=True).run(["nproc"], timeout=300)
+    assert (done.code, done.output) == (0, "1\n")
