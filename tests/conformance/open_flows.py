@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, ask_udp
@@ -314,7 +315,14 @@ def half_open(scene: Scene) -> Iterator[Flow]:
 
 
 def hold_back(scene: Scene) -> None:
-    """Nobody answers on half-open connections, until `answer_late`."""
+    """Nobody answers on half-open connections, until `answer_late`.
+
+    A backend that is late repeats its answer for two minutes instead of half of one: an emulated processor switches for
+    longer than that.
+    """
+    for place in BACKENDS:
+        with scene.bench.lab.inside(place):
+            Path("/proc/sys/net/ipv4/tcp_synack_retries").write_text("7")
     late = scene.services["late"]
     for places, table in (BACKENDS, HELD_BACK), (CLIENTS, LOST_ANSWERS.format(late.port, late.node_port)):
         _program(scene, places, table)

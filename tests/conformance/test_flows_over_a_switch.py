@@ -23,6 +23,7 @@ from .kit import PATIENCE, Bench, Service, eventually, forget_connections, rules
 from .open_flows import Flow, Scene, answer_late, forget_rules, hold_back, lose_repeated, open_flows, services_of
 from .switches import CANNOT_BE, GOES_ON, PROPERTY
 
+pytestmark = pytest.mark.timeout(300 * PATIENCE)
 SOON = f"{6 * PATIENCE:g}s"  # longer than the machine takes from one question to the next
 UDP_ENDS_SOON = ("--conntrack-udp-timeout", SOON, "--conntrack-udp-timeout-stream", SOON)
 DSR = ("--dsr=ipip",)
