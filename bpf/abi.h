@@ -44,7 +44,8 @@ enum frontend_flags {
 	FRONTEND_MASQUERADE_NODE = 1 << 4,
 	FRONTEND_MASQUERADE_EXTERNAL = 1 << 5,
 	FRONTEND_SOURCE_RANGES = 1 << 6, /* clients must be in the service's ranges (maps `source_ranges4`, `6`) */
-	FRONTEND_NODE_PORTS = 1 << 7,	 /* of an address: node ports are served here, as frontends of address 0 */
+	FRONTEND_NODE_PORTS = 1 << 7,	 /* of an address: node ports are served here, as frontends of address 0;
+					  * without FRONTEND_ADDRESS to sockets of the node alone: a loopback address */
 };
 
 struct frontend4_key {
@@ -528,6 +529,8 @@ enum counter {
 	COUNT_SOCKET_REFUSED_NO_PORT,
 	COUNT_BACKEND_REFUSED,
 	COUNT_BACKEND_UNANSWERED,
+	COUNT_SOCKET_LOCALHOST,
+	COUNT_SOCKET_LOCALHOST_BOUND,
 	COUNTERS
 };
 

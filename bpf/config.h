@@ -51,6 +51,25 @@ enum icmp_numbers {
 #define READ_ONCE(x) (*(const volatile typeof(x) *)&(x))
 #define WRITE_ONCE(x, v) (*(volatile typeof(x) *)&(x) = (v))
 
+#define MAP(NAME, KIND, FLAGS, KEY, VALUE, ENTRIES)                                                                    \
+	struct {                                                                                                       \
+		__uint(type, KIND);                                                                                    \
+		__uint(map_flags, FLAGS);                                                                              \
+		__uint(max_entries, ENTRIES);                                                                          \
+		__type(key, KEY);                                                                                      \
+		__type(value, VALUE);                                                                                  \
+	} NAME SEC(".maps")
+
+#define ARRAY_MAP(NAME, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_ARRAY, BPF_F_MMAPABLE, __u32, VALUE, ENTRIES)
+#define CPU_MAP(NAME, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_PERCPU_ARRAY, 0, __u32, VALUE, ENTRIES)
+#define HASH_MAP(NAME, KEY, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_HASH, 0, KEY, VALUE, ENTRIES)
+#define LRU_MAP(NAME, KEY, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_LRU_HASH, 0, KEY, VALUE, ENTRIES)
+#define PREFIX_MAP(NAME, KEY, ENTRIES) MAP(NAME, BPF_MAP_TYPE_LPM_TRIE, BPF_F_NO_PREALLOC, KEY, __u32, ENTRIES)
+/* Elements take memory when they come, and programs find them faster than in a table that is made whole: the kernel
+ * keeps such elements in large pages. The number of entries is a bound.
+ */
+#define GROWING_MAP(NAME, KEY, VALUE, ENTRIES) MAP(NAME, BPF_MAP_TYPE_HASH, BPF_F_NO_PREALLOC, KEY, VALUE, ENTRIES)
+
 const volatile struct settings settings = {};
 
 INLINE __u32 now(void)

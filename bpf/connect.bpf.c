@@ -11,42 +11,17 @@
 #include "pick.h"
 #include "service.h"
 #include "sockets.h"
+#include "target.h"
 #include "traffic.h"
 
 #define ECONNREFUSED 111
 #define UNKNOWN_NETNS (~0ULL)
-#define PROCEED 1
 #define REFUSE 0
-#define MAPPED_PREFIX bpf_htonl(0xffff) /* ::ffff:0:0/96, an IPv4 address in an IPv6 socket */
 
 /* Cookie of a connected UDP socket -> its backend: user space ends the socket when the backend goes, because no
  * program sees what a connected socket sends.
  */
 LRU_MAP(connected, __u64, __u32, 16384);
-
-ARRAY_MAP(host_netns, struct host_netns, 1);
-
-/* An address and port as a socket names it; `mapped` remembers how to write an IPv4 one back. */
-struct target {
-	__u32 address[4];
-	__be16 port;
-	bool v6;
-	bool mapped;
-};
-
-INLINE bool is_host_netns(struct bpf_sock_addr *ctx)
-{
-	__u64 netns = bpf_get_netns_cookie(ctx);
-	struct host_netns *known;
-	__u32 first = 0;
-
-	known = bpf_map_lookup_elem(&host_netns, &first);
-	if (!known)
-		return false;
-	if (known->teaching_socket && known->teaching_socket == bpf_get_socket_cookie(ctx))
-		known->netns = netns;
-	return known->netns == netns;
-}
 
 INLINE bool is_ours(struct bpf_sock_addr *ctx)
 {
@@ -55,25 +30,12 @@ INLINE bool is_ours(struct bpf_sock_addr *ctx)
 	return !settings.host_netns || bpf_get_netns_cookie(ctx) == settings.host_netns;
 }
 
-INLINE void read_target(struct bpf_sock_addr *ctx, struct target *t, const bool v6)
+/* Is the address of the node's own network namespace? Every namespace has loopback addresses. */
+INLINE bool is_of_host(struct bpf_sock_addr *ctx, const struct target *t)
 {
-	__builtin_memset(t, 0, sizeof(*t));
-	t->port = (__be16)ctx->user_port;
-	if (!v6) {
-		t->address[0] = ctx->user_ip4;
-		return;
-	}
-	t->address[0] = ctx->user_ip6[0];
-	t->address[1] = ctx->user_ip6[1];
-	t->address[2] = ctx->user_ip6[2];
-	t->address[3] = ctx->user_ip6[3];
-	t->v6 = true;
-	if (!t->address[0] && !t->address[1] && t->address[2] == MAPPED_PREFIX) {
-		t->address[0] = t->address[3];
-		t->address[1] = t->address[2] = t->address[3] = 0;
-		t->v6 = false;
-		t->mapped = true;
-	}
+	if (settings.host_netns || !is_to_localhost(t))
+		return true;
+	return is_host_netns(ctx);
 }
 
 INLINE void write_target(struct bpf_sock_addr *ctx, const struct target *t, const __u32 *address, __be16 port,
@@ -164,28 +126,6 @@ INLINE int proceed_untranslated(struct bpf_sock_addr *ctx, struct bpf_sock *sk)
 	return PROCEED;
 }
 
-/* The address that the socket is bound to, zeros: none. Of one that is mapped the kernel keeps the IPv4 address, too.
- * All of it is read, whatever is used: the verifier refuses a pointer that the compiler moved to one or the other.
- */
-INLINE void read_bound(struct bpf_sock *sk, __u32 *source, const struct target *t, const bool v6)
-{
-	__u32 mapped;
-
-	if (!sk)
-		return;
-	mapped = READ_ONCE(sk->src_ip4);
-	if (v6) {
-		source[0] = READ_ONCE(sk->src_ip6[0]);
-		source[1] = READ_ONCE(sk->src_ip6[1]);
-		source[2] = READ_ONCE(sk->src_ip6[2]);
-		source[3] = READ_ONCE(sk->src_ip6[3]);
-	}
-	if (!t->v6) {
-		source[0] = mapped;
-		source[1] = source[2] = source[3] = 0;
-	}
-}
-
 /* A datagram socket that connects again still has the address that the kernel chose the last time: it counts as free.
  */
 INLINE void forget_chosen(struct bpf_sock *sk, __u32 *source)
@@ -194,19 +134,6 @@ INLINE void forget_chosen(struct bpf_sock *sk, __u32 *source)
 
 	if (state && state->connected == CONNECTED_FREE)
 		source[0] = source[1] = source[2] = source[3] = 0;
-}
-
-/* The address that a datagram is sent from: the socket's, or one that came with the datagram (IP_PKTINFO). */
-INLINE void read_source(struct bpf_sock_addr *ctx, __u32 *source, const bool v6)
-{
-	if (!v6) {
-		source[0] = ctx->msg_src_ip4;
-		return;
-	}
-	source[0] = ctx->msg_src_ip6[0];
-	source[1] = ctx->msg_src_ip6[1];
-	source[2] = ctx->msg_src_ip6[2];
-	source[3] = ctx->msg_src_ip6[3];
 }
 
 /* Choose for a socket with this source address. One that is bound to none gets the node's on its way, and is looked at
@@ -221,9 +148,9 @@ INLINE void choose_for(struct choice *c, const __u32 *source, const struct targe
 	if (is_zero_address(source))
 		primary_address(asked.saddr, t->v6);
 	if (t->v6)
-		choose_backend(c, CLIENT_NODE, &asked, true, true);
+		choose_for_socket(c, &asked, true, true);
 	else
-		choose_backend(c, CLIENT_NODE, &asked, false, true);
+		choose_for_socket(c, &asked, false, true);
 }
 
 /* Are node ports served at this address? Then it is this node's own, and packets to it meet no uplink. */
@@ -244,6 +171,10 @@ INLINE bool needs_other_source(const struct choice *c, const __u32 *source, cons
 
 	if (!c->masquerade || is_zero_address(source))
 		return false;
+	if (is_loopback(source, t->v6)) {
+		count(COUNT_SOCKET_LOCALHOST_BOUND);
+		return true;
+	}
 	primary_address(own, t->v6);
 	if (same_address(own, source, true))
 		return false;
@@ -285,6 +216,12 @@ INLINE void remember_connected(struct bpf_sock_addr *ctx, struct bpf_sock *sk, c
 	}
 }
 
+INLINE void count_localhost(const struct target *t)
+{
+	if (is_to_localhost(t))
+		count(COUNT_SOCKET_LOCALHOST);
+}
+
 INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 {
 	__u32 protocol = READ_ONCE(ctx->protocol);
@@ -296,7 +233,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	if (!is_ours(ctx))
 		return PROCEED;
 	read_target(ctx, &target, v6);
-	if (!may_be_target(&target, protocol))
+	if (!may_be_target(&target, protocol) || !is_of_host(ctx, &target))
 		return proceed_untranslated(ctx, sk);
 	read_bound(sk, source, &target, v6);
 	forget_chosen(sk, source);
@@ -309,6 +246,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 			   protocol);
 	write_target(ctx, &target, choice.address, choice.port, v6);
 	count(COUNT_SOCKET_CONNECT);
+	count_localhost(&target);
 	account_flow(choice.backend);
 	trace_socket(&target, &choice, protocol);
 	return PROCEED;
@@ -385,7 +323,7 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	if (!is_ours(ctx))
 		return PROCEED;
 	read_target(ctx, &target, v6);
-	if (!may_be_target(&target, IPPROTO_UDP))
+	if (!may_be_target(&target, IPPROTO_UDP) || !is_of_host(ctx, &target))
 		return PROCEED;
 	read_source(ctx, source, v6);
 	read_bound(sk, bound, &target, v6);
@@ -404,6 +342,7 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	if (choice.verdict != VERDICT_DNAT || needs_other_source(&choice, source, &target))
 		return PROCEED;
 	remember_sent(sk, &target, &choice);
+	count_localhost(&target);
 	account_flow(choice.backend);
 	trace_socket(&target, &choice, IPPROTO_UDP);
 	write_target(ctx, &target, choice.address, choice.port, v6);

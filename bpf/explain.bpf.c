@@ -38,7 +38,7 @@ int explain_uplink(struct __sk_buff *skb)
 }
 
 /* What the node's own sockets get when they connect: see connect.bpf.c. Returns enum verdict. */
-INLINE int choose_for_socket(struct __sk_buff *skb, const bool v6)
+INLINE int explain_choice(struct __sk_buff *skb, const bool v6)
 {
 	struct scratch *space = scratch_space();
 	struct packet *p;
@@ -53,7 +53,7 @@ INLINE int choose_for_socket(struct __sk_buff *skb, const bool v6)
 	note(NOTE_MAY_BE_SERVICE, 0, 0);
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	p->tuple.sport = 0; /* a socket that connects has no port yet */
-	choose_backend(&space->choice, CLIENT_NODE, &p->tuple, v6, false);
+	choose_for_socket(&space->choice, &p->tuple, v6, false);
 	if (space->choice.verdict == VERDICT_DROP || space->choice.verdict == VERDICT_REJECT)
 		note(NOTE_COUNT, space->choice.why, 0);
 	return space->choice.verdict;
@@ -63,7 +63,7 @@ SEC("tc")
 int explain_socket(struct __sk_buff *skb)
 {
 	begin();
-	return skb->protocol == bpf_htons(ETH_P_IPV6) ? choose_for_socket(skb, true) : choose_for_socket(skb, false);
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? explain_choice(skb, true) : explain_choice(skb, false);
 }
 
 char LICENSE[] SEC("license") = "GPL";

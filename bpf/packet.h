@@ -70,6 +70,18 @@ INLINE bool same_address(const __u32 *a, const __u32 *b, const bool v6)
 	return !((a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]));
 }
 
+/* 127.0.0.1 or ::1 */
+INLINE bool is_localhost(const __u32 *a, const bool v6)
+{
+	return v6 ? !(a[0] | a[1] | a[2]) && a[3] == bpf_htonl(1) : a[0] == bpf_htonl(0x7f000001);
+}
+
+/* Of 127/8, or ::1: packets with such a source do not leave the node. */
+INLINE bool is_loopback(const __u32 *a, const bool v6)
+{
+	return v6 ? is_localhost(a, true) : bpf_ntohl(a[0]) >> 24 == 127;
+}
+
 INLINE bool is_zero_address(const __u32 *a)
 {
 	return !(a[0] | a[1] | a[2] | a[3]);

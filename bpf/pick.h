@@ -87,12 +87,21 @@ INLINE void choose_none(struct choice *c, struct service *service)
 	c->verdict = rejects ? VERDICT_REJECT : VERDICT_DROP;
 }
 
+INLINE __u64 node_port_at(__be16 port, __u8 protocol, const bool v6)
+{
+	__u32 any[4] = {};
+	__u64 found = find_frontend(any, port, protocol, v6);
+
+	NOTE(NOTE_NODE_PORT, (__u32)found, found >> 32 & 0xff);
+	return found;
+}
+
 /* The frontend at this address and port. Node ports have address 0, and are served at addresses that say so; at other
  * addresses of services a port without a frontend is rejected.
  */
 INLINE __u64 frontend_at(struct choice *c, const __u32 *address, __be16 port, __u8 protocol, const bool v6)
 {
-	__u32 any[4] = {};
+	const __u32 any[4] = {};
 	__u64 found;
 
 	if (same_address(address, any, v6))
@@ -103,13 +112,10 @@ INLINE __u64 frontend_at(struct choice *c, const __u32 *address, __be16 port, __
 		return found;
 	}
 	found = find_frontend(address, 0, 0, v6);
-	if (!found)
+	if (!(found >> 32 & FRONTEND_ADDRESS))
 		return 0;
-	if (found >> 32 & FRONTEND_NODE_PORTS) {
-		found = find_frontend(any, port, protocol, v6);
-		NOTE(NOTE_NODE_PORT, (__u32)found, found >> 32 & 0xff);
-		return found;
-	}
+	if (found >> 32 & FRONTEND_NODE_PORTS)
+		return node_port_at(port, protocol, v6);
 	NOTE(NOTE_CLOSED, 0, 0);
 	c->why = COUNT_REJECT_NO_PORT;
 	c->verdict = VERDICT_REJECT;
@@ -139,21 +145,13 @@ INLINE bool is_excluded(struct choice *c, __u32 flags, const __u32 *client, cons
 	return true;
 }
 
-/* Choose for the tuple of a client's packet, or of a socket that has no port yet. `remember` false: without side
- * effects.
- */
-INLINE void choose_backend(struct choice *c, const enum client from, const struct tuple *t, const bool v6,
-			   const bool remember)
+/* Choose among the backends of a frontend. */
+INLINE void choose_at(struct choice *c, __u64 frontend, const enum client from, const struct tuple *t, const bool v6,
+		      const bool remember)
 {
 	struct service *service;
-	__u64 frontend;
-	__u32 flags;
+	__u32 flags = frontend >> 32;
 
-	c->verdict = VERDICT_UNTOUCHED;
-	frontend = frontend_at(c, t->daddr, t->dport, t->protocol, v6);
-	if (!frontend)
-		return;
-	flags = frontend >> 32;
 	c->service = (__u32)frontend;
 	c->set = flags & (from == CLIENT_EXTERNAL ? FRONTEND_EXTERNAL_SET : FRONTEND_INTERNAL_SET) ? 1 : 0;
 	c->masquerade = is_masqueraded(flags, from);
@@ -168,6 +166,34 @@ INLINE void choose_backend(struct choice *c, const enum client from, const struc
 		c->verdict = VERDICT_DNAT;
 	else
 		choose_none(c, service);
+}
+
+/* Choose for the tuple of a client's packet. `remember` false: without side effects. */
+INLINE void choose_backend(struct choice *c, const enum client from, const struct tuple *t, const bool v6,
+			   const bool remember)
+{
+	__u64 frontend;
+
+	c->verdict = VERDICT_UNTOUCHED;
+	frontend = frontend_at(c, t->daddr, t->dport, t->protocol, v6);
+	if (frontend)
+		choose_at(c, frontend, from, t, v6, remember);
+}
+
+/* Choose for a socket of this node that has no port yet. Only such a socket finds node ports at a loopback address: to
+ * packets, which may be a neighbour's, nothing is served there.
+ */
+INLINE void choose_for_socket(struct choice *c, const struct tuple *t, const bool v6, const bool remember)
+{
+	__u64 frontend = 0;
+
+	c->verdict = VERDICT_UNTOUCHED;
+	if (!is_localhost(t->daddr, v6))
+		frontend = frontend_at(c, t->daddr, t->dport, t->protocol, v6);
+	else if (find_frontend(t->daddr, 0, 0, v6) >> 32 & FRONTEND_NODE_PORTS)
+		frontend = node_port_at(t->dport, t->protocol, v6);
+	if (frontend)
+		choose_at(c, frontend, CLIENT_NODE, t, v6, remember);
 }
 
 #endif

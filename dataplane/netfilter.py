@@ -23,6 +23,7 @@ from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.conntrack import Key, delete_stale, delete_translated, open_flows, open_renumbered
 from hybrid_proxy.dataplane.kernel.nfmonitor import watch_ruleset
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left
+from hybrid_proxy.dataplane.localhost import Localhost
 from hybrid_proxy.dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
 from hybrid_proxy.dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
 from hybrid_proxy.dataplane.stale import Socket
@@ -83,6 +84,7 @@ class NetfilterMode:
 
     name: str
     writes: str  # what a sync writes, for messages
+    needs_sources = True  # its packets to loopback addresses would keep their source: see dataplane.localhost
 
     def __init__(self, options: Options, request_maintenance: RequestMaintenance) -> None:
         self.options = options
@@ -96,6 +98,7 @@ class NetfilterMode:
         self._programmed = False
         self._unprogrammed: dict[EntryKey, Unprogrammed] = {}
         self._touched, self._stop = threading.Event(), threading.Event()
+        self._localhost = Localhost(options, self.name) if self.needs_sources else None
 
     # Changes
 
@@ -106,6 +109,8 @@ class NetfilterMode:
         whole = self._full or self._must_replace(table, names)
         if whole:
             names = dict.fromkeys((*table.services, *self.table.services))
+        if self._localhost is not None:  # before the rules, which do nothing for sockets without a source
+            self._localhost.follow(table)
         result = self._write(table, names, whole=whole)
         self.table, self._full, self._programmed = table, False, True
         self._written()
@@ -192,14 +197,22 @@ class NetfilterMode:
         self._touched.set()
         self._request_maintenance()
 
+    def _maintain_localhost(self) -> None:
+        if self._localhost is not None:
+            self.audit_repairs += self._localhost.maintain()
+
     # What is asked
+
+    def _localhost_warnings(self) -> list[str]:
+        return [self._localhost.reason] if self._localhost is not None and self._localhost.reason else []
 
     def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do."""
         raise NotImplementedError
 
     def counters(self) -> dict[str, int]:
-        return {"stale_conntrack_entries_deleted": self.stale_deleted.total()}
+        served = self._localhost.counters() if self._localhost is not None else {}
+        return {"stale_conntrack_entries_deleted": self.stale_deleted.total(), **served}
 
     def _status(self, **parts: Any) -> Status:
         """`parts` are those of the status that only this mode has."""
@@ -208,7 +221,7 @@ class NetfilterMode:
             unprogrammed=list(self._unprogrammed.values()),
             audit_repairs=self.audit_repairs,
             stale_deleted={f"IPv{family}": count for family, count in self.stale_deleted.items()},
-            **({"warnings": self.warnings()} | parts),
+            **({"warnings": [*self.warnings(), *self._localhost_warnings()]} | parts),
         )
 
     def names(self) -> dict[int, str]:
@@ -231,6 +244,8 @@ class NetfilterMode:
 
     def close(self) -> None:
         self._stop.set()
+        if self._localhost is not None:
+            self._localhost.close()
 
 
 class TranslatingMode(NetfilterMode):
@@ -238,7 +253,7 @@ class TranslatingMode(NetfilterMode):
 
     def drain(self, table: ServiceTable) -> None:
         """Nothing leads to a service any more. The kernel translates as long as a chain of type nat is there."""
-        node = msgspec.structs.replace(table.node, node_port_addresses=(), service_cidrs=())
+        node = msgspec.structs.replace(table.node, node_port_addresses=(), loopback=(), service_cidrs=())
         self.sync(ServiceTable({}, node))
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:

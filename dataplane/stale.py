@@ -74,6 +74,6 @@ def _addresses(frontend: Frontend, family: int, table: ServiceTable) -> Iterator
     if frontend.address is not None:
         yield frontend.address
         return
-    for address in table.node.node_port_addresses:
+    for address in (*table.node.node_port_addresses, *table.node.loopback):
         if family_of(address) == family:
             yield address

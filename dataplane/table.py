@@ -158,6 +158,7 @@ class NodeNetwork(msgspec.Struct, frozen=True):
     pods: PodMatch = PodMatch()
     service_cidrs: tuple[str, ...] = ()  # unallocated addresses in these are dropped
     masquerade_bit: int = 14
+    loopback: tuple[str, ...] = ()  # 127.0.0.1 and ::1, where this node's own clients alone find node ports, too
 
 
 class Remembered(NamedTuple):
@@ -191,6 +192,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
 
 
 EMPTY = ServiceTable(services={})
+LOOPBACK = {4: "127.0.0.0/8", 6: "::1/128"}
 
 
 def service_of(key: EntryKey) -> str:

@@ -68,7 +68,8 @@ class DetectLocalMode(Enum):
 class Settings(msgspec.Struct, frozen=True):
     """The settings that change what a Service means; names and defaults follow kube-proxy's.
 
-    `node_port_addresses` has CIDRs and `NODE_PORT_KEYWORDS`; empty means primary, but see `health_addresses`.
+    `node_port_addresses` has CIDRs and `NODE_PORT_KEYWORDS`; empty means primary and, unless
+    `localhost_node_ports` is off, localhost; but see `health_addresses`.
     `primary` overrides the node's primary address of its family (kube-proxy's `bindAddress`).
     `proxy_name` is the name by which Services choose this proxy, empty: those that choose none.
     `algorithms` are the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what
@@ -80,6 +81,7 @@ class Settings(msgspec.Struct, frozen=True):
     cluster_cidrs: tuple[str, ...] = ()
     pod_interface: str = ""
     node_port_addresses: tuple[str, ...] = ()
+    localhost_node_ports: bool = True
     masquerade_all: bool = False
     masquerade_bit: int = 14
     external_ips: bool = True
@@ -118,6 +120,7 @@ def node_network(
         primary=primary,
         addresses=addresses,
         node_port_addresses=_node_port_addresses(settings.node_port_addresses, primary, addresses),
+        loopback=_loopback(settings, addresses),
         pods=_pod_match(settings, node),
         # Beside another proxy, most addresses that we don't know are Services of its own.
         service_cidrs=() if settings.proxy_name else tuple(dict.fromkeys(service_cidrs)),
@@ -152,7 +155,7 @@ def _pod_match(settings: Settings, node: Node | None) -> PodMatch:
 def _node_port_addresses(
     wanted: tuple[str, ...], primary: tuple[str, ...], addresses: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The node's addresses that serve node ports; loopback and IPv6 link-local never do."""
+    """The node's addresses that serve node ports to everybody; loopback and IPv6 link-local never do."""
     usable = [a for a in map(ip_address, addresses) if not (a.version == 6 and a.is_link_local)]
     keywords = {word for word in wanted if word in NODE_PORT_KEYWORDS} if wanted else {"primary"}
     if "all" in keywords:
@@ -164,6 +167,26 @@ def _node_port_addresses(
     return tuple(
         str(a) for a in usable if a.version not in limited or str(a) in chosen or any(a in n for n in networks)
     )
+
+
+def _loopback(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """The loopback addresses where this node's own clients find node ports, in the families of the node's addresses.
+
+    As kube-proxy's iptables mode: without `node_port_addresses`, and where these cover the address; for IPv6 as well as
+    for IPv4. The keyword `localhost` (KEP-6032) asks for both, whatever `localhost_node_ports` says.
+    """
+    wanted = settings.node_port_addresses
+    families = {family_of(a) for a in addresses}
+    candidates = tuple(a for a in _LOOPBACK if family_of(a) in families)
+    if "localhost" in wanted:
+        return candidates
+    if not settings.localhost_node_ports:
+        return ()
+    if not wanted or "all" in wanted:
+        return candidates
+    networks = _networks(wanted)
+    limited = {4, 6} if "primary" in wanted else {n.version for n in networks}
+    return tuple(a for a in candidates if family_of(a) not in limited or any(ip_address(a) in n for n in networks))
 
 
 def _networks(wanted: Iterable[str]) -> list[IPv4Network | IPv6Network]:
@@ -224,14 +247,14 @@ def health_addresses(settings: Settings, network: NodeNetwork) -> tuple[str, ...
     at their own IP (Google Cloud's) depend on it.
     """
     wanted = settings.node_port_addresses
-    found = network.node_port_addresses + ((_LOOPBACK,) if "localhost" in wanted else ())
+    found = network.node_port_addresses + (_LOOPBACK[:1] if "localhost" in wanted else ())
     if not wanted or not found or "all" in wanted or any(cidr.endswith("/0") for cidr in wanted):
         return (_EVERYWHERE,)
     return found
 
 
 _EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 (kube-proxy's default)
-_LOOPBACK: Final = "127.0.0.1"
+_LOOPBACK: Final = ("127.0.0.1", "::1")
 
 
 # One service

@@ -185,6 +185,7 @@ class Explainer:
                         self._outer.setdefault(frontend.address, (service, frontend.kind))
         self._own = frozenset((*node.addresses, *node.primary))
         self._node_port_addresses = frozenset(node.node_port_addresses)
+        self._loopback = frozenset(node.loopback)
         self._pods: list[Network] = [ip_network(prefix) for prefix in node.pods.prefixes]
         self._service_cidrs: list[Network] = [ip_network(cidr) for cidr in node.service_cidrs]
         self._ranges: dict[str, Network] = {}
@@ -200,15 +201,18 @@ class Explainer:
             return Verdict(packet.name, "untouched", f"{src} and {dst} are of different address families.")
         protocol = _PROTOCOLS.get(packet.protocol.lower())
         if protocol is not None:
-            found = self._find(str(dst), dst.version, packet.port, protocol)
+            found = self._find(str(dst), dst.version, packet.port, protocol, self._classify(packet, src)[0])
             if found is not None:
                 return self._at_frontend(packet, src, dst, *found)
         return self._elsewhere(packet, dst, protocol)
 
-    def _find(self, dst: str, family: int, port: int, protocol: Protocol) -> tuple[Entry, Frontend] | None:
+    def _find(
+        self, dst: str, family: int, port: int, protocol: Protocol, source: SourceClass
+    ) -> tuple[Entry, Frontend] | None:
         """An address of a service comes before a node port, as in kube-proxy's lookups."""
         found = self._at.get((dst, port, int(protocol)))
-        if found is None and dst in self._node_port_addresses:
+        here = self._loopback if source == "node" and protocol is not Protocol.SCTP else ()
+        if found is None and (dst in self._node_port_addresses or dst in here):
             found = self._at.get((family, port, int(protocol)))
         return found
 
@@ -228,6 +232,10 @@ class Explainer:
                 reason = f"{what}: {dst} is in the service range {cidr}, but it is no service's ClusterIP."
                 return Verdict(packet.name, "drop", reason)
         other = protocol and self._at.get((dst.version, packet.port, int(protocol)))
+        if other and dst.is_loopback:
+            reason = f"{what}: {packet.port} is a node port of {other[0].name}, but only TCP and UDP of the node's own"
+            where = ", ".join(sorted(self._loopback)) or "no loopback address"
+            return Verdict(packet.name, "untouched", f"{reason} clients are served at loopback addresses ({where}).")
         if other and text in self._own:
             served = ", ".join(a for a in self._node.node_port_addresses if ip_address(a).version == dst.version)
             reason = f"{what}: {packet.port} is a node port of {other[0].name}, but node ports are not served at {dst}"

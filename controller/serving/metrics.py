@@ -293,6 +293,12 @@ def _of_dataplane(dataplane: Status, draining: list[DrainingMode]) -> Iterator[M
                 for table, count in tables.items():
                     gauge.add_metric([family, table], count)
             yield gauge
+    if "socket_localhost" in counted:
+        yield CounterMetricFamily(
+            "kubeproxy_iptables_localhost_nodeports_accepted_packets",
+            "Connections and datagrams of this node to node ports at loopback addresses, in whatever mode",
+            value=counted["socket_localhost"],
+        )
     if dataplane.stale_deleted is not None:
         deleted = CounterMetricFamily(
             "kubeproxy_conntrack_reconciler_deleted_entries", "Entries of datagrams that were deleted: nobody served",

@@ -142,6 +142,7 @@ def resolve(given: Given) -> Config:
             cluster_cidrs=kube.cluster_cidr,
             pod_interface=_pod_interface(given, kube),
             node_port_addresses=kube.node_port_addresses,
+            localhost_node_ports=kube.iptables.localhost_node_ports,
             masquerade_all=masquerade.masquerade_all,
             masquerade_bit=masquerade.masquerade_bit,
             external_ips=kube.feature_gates.get("AllowServiceExternalIPs", True),
@@ -318,10 +319,7 @@ def _warn_of_what_has_no_effect(given: Given, kube: KubeProxyConfiguration, mode
         value, setting = given[row], row.setting
         if row.key not in given.values or not setting.unused:
             continue
-        without_effect = value not in (row.default, *setting.harmless)
-        if row.path == "iptables.localhostNodePorts":  # on by default, and only kube-proxy's mode iptables heeds it
-            without_effect = value and mode in (AUTO, "iptables")
-        if without_effect:
+        if value not in (row.default, *setting.harmless):
             given.warn(f"has no effect: {setting.unused}", row.key)
     if given.document(HybridProxyConfiguration).service_proxy_name and mode == "ipvs":
         given.warn(
@@ -333,7 +331,3 @@ def _warn_of_what_has_no_effect(given: Given, kube: KubeProxyConfiguration, mode
             given.warn(f"{gate} has no meaning here", f"{KUBE_PROXY}.featureGates")
         elif not on and gate in _ALWAYS:
             given.warn(f"{gate} cannot be turned off", f"{KUBE_PROXY}.featureGates")
-    if "localhost" in kube.node_port_addresses:
-        given.warn(
-            "node ports are not served at loopback addresses yet, in any mode", f"{KUBE_PROXY}.nodePortAddresses"
-        )

@@ -244,10 +244,9 @@ class IPTables(_Part, frozen=True):
     )] = _SETTINGS.masquerade_bit
     masquerade_all: Annotated[bool, _is(_ALL, BOOLEAN, "masquerade-all", group=SERVICES)] = _SETTINGS.masquerade_all
     localhost_node_ports: Annotated[bool, _is(
-        "Serve node ports at 127.0.0.1", BOOLEAN, "iptables-localhost-nodeports",
-        unused="node ports are not served at 127.0.0.1 in any mode, as in kube-proxy's modes ipvs and nftables; "
-        "set it to false to silence the warning"
-    )] = True
+        "Serve node ports at 127.0.0.1 and ::1, to this node's own clients, where `nodePortAddresses` is unset or "
+        "covers them; of every mode", BOOLEAN, "iptables-localhost-nodeports", group=SERVICES
+    )] = _SETTINGS.localhost_node_ports
     sync_period: Annotated[float, _is(
         _SYNC, seconds(positive=True), "iptables-sync-period", REOPENS, NODE, zero=True
     )] = _OPTIONS.sync_seconds
@@ -415,8 +414,9 @@ class KubeProxyConfiguration(_Part, frozen=True):
         "cluster-cidr", group=SERVICES
     )] = msgspec.field(default=(), name="clusterCIDR")
     node_port_addresses: Annotated[tuple[str, ...], _is(
-        "The node's addresses that serve node ports: CIDRs, `primary`, `all` and `localhost` (nothing is served "
-        "there yet), in any combination (default: primary, in every mode)", NODE_PORT_ADDRESSES, "nodeport-addresses",
+        "The node's addresses that serve node ports: CIDRs, `primary`, `all` and `localhost` (127.0.0.1 and ::1, for "
+        "the node's own clients), in any combination (default: primary and localhost, in every mode)",
+        NODE_PORT_ADDRESSES, "nodeport-addresses",
         group=SERVICES
     )] = ()
     oom_score_adj: Annotated[int, _is(

@@ -15,13 +15,14 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
+
+if TYPE_CHECKING:  # it takes 20 MB, of which modes without tables of flows have no use
+    import numpy as np
+    from numpy.typing import NDArray
 
 SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
@@ -166,6 +167,8 @@ class Map:
 
     def lookup_per_cpu(self, key: bytes, cpus: int) -> NDArray[np.uint64]:
         """The values of all possible CPUs of a per-CPU map of u64."""
+        import numpy as np
+
         values = np.zeros(cpus, dtype=np.uint64)
         check(library().bpf_map_lookup_elem(self.fd, key, ffi.from_buffer(values)), f"map {self.name}: lookup")
         return values
@@ -198,6 +201,8 @@ class Map:
 
     def delete_batch(self, keys: NDArray[Any]) -> None:
         """Delete many elements; those that are not there are passed over."""
+        import numpy as np
+
         start = 0
         while start < len(keys):
             part = np.ascontiguousarray(keys[start:])
@@ -212,6 +217,8 @@ class Map:
 
     def items(self, key_type: np.dtype[Any], value_type: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """All keys and values. Elements that come or go meanwhile may be missing."""
+        import numpy as np
+
         keys, values, chunk = [], [], 16384
         position = ffi.new("char[]", max(self.key_size, 8))
         first = ffi.NULL
@@ -236,6 +243,8 @@ class Map:
     def _items_one_by_one(
         self, key_type: np.dtype[Any], value_type: np.dtype[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
+        import numpy as np
+
         keys, values = bytearray(), bytearray()
         for key in self._keys():
             value = self.lookup(key)
@@ -254,11 +263,15 @@ class Map:
 
     def view(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The elements of a mappable array as a writable numpy array that shares the kernel's memory."""
+        import numpy as np
+
         if self._mapping is None:
             self._mapping = self._map_elements(dtype)
         return np.frombuffer(self._mapping, dtype=dtype)
 
     def glimpse(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        import numpy as np
+
         return np.frombuffer(self._map_elements(dtype), dtype=dtype)
 
     def _map_elements(self, dtype: np.dtype[Any]) -> mmap.mmap:
@@ -497,6 +510,8 @@ def run_on_packet(
     options.data_out, options.data_size_out = output, len(packet) + room
     options.repeat = repeat
     if context:
+        import numpy as np
+
         given = np.zeros(48, dtype=np.uint32)
         for name, value in context.items():
             given[CONTEXT[name] // 4] = value

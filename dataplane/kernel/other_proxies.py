@@ -60,7 +60,7 @@ def may_have_left(mode: str, pin_root: str | None) -> bool:
     if mode == "ebpf":
         with contextlib.suppress(Unsupported):
             folder = pin_folder(pin_root, mount=False)
-            return folder.is_dir() and any(folder.iterdir())
+            return any(folder.glob("abi*"))
         return False
     if mode not in OUR_TABLES and mode not in OUR_CHAINS:
         return True

@@ -430,10 +430,14 @@ class Family:
         """Whether the source is in a range."""
         return self._within(self.load_source(), cidr)
 
-    def _within(self, load: Expression, cidr: str) -> Part:
+    def source_outside(self, cidr: str) -> Part:
+        """Whether the source is in no address of a range."""
+        return self._within(self.load_source(), cidr, negate=True)
+
+    def _within(self, load: Expression, cidr: str, *, negate: bool = False) -> Part:
         network = ip_network(cidr, strict=False)
         mask = bitwise(0, network.netmask.packed, bytes(self.length))
-        return load, mask, compare(0, network.network_address.packed)
+        return load, mask, compare(0, network.network_address.packed, negate=negate)
 
     def from_pod(self, pods: PodMatch) -> Part | None:
         """Whether a packet that came in is from a pod; None: in this family no packet is."""

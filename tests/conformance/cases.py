@@ -15,7 +15,7 @@ from .probes import REFUSED, SILENT, To, Want
 
 __all__ = ["CASES", "CORE", "Case", "Kind"]
 
-Kind = Literal["cluster", "external", "lb", "nodeport"]
+Kind = Literal["cluster", "external", "lb", "nodeport", "localhost"]
 OUTER: Final[tuple[Kind, ...]] = ("external", "lb", "nodeport")
 ALL: Final[tuple[Kind, ...]] = ("cluster", *OUTER)
 INSIDE: Final = ("pod1", "node")
@@ -209,8 +209,23 @@ def _addresses() -> Iterator[Case]:
                      cluster, REFUSED, port=port)  # fmt: skip
     yield from _each("3.11", "a process of the node at the same port is shadowed", ("client", "pod1", "node"), "web",
                      ("nodeport",), node(*web))  # fmt: skip
-    yield from _each("3.6", "the node's own loopback is not a node port", ("node",), "web", ("nodeport",),
-                     own("loopback"), address=("127.0.0.1", "::1"))  # fmt: skip
+    yield from _localhost()
+
+
+def _localhost() -> Iterator[Case]:
+    """Node ports at 127.0.0.1 and ::1, which a socket of the node finds as it finds those at the node's addresses."""
+
+    def at(words: str, service: str, want: Want, **more: object) -> Iterator[Case]:
+        yield from _each("3.5", words, ("node",), service, ("localhost",), want, **more)
+
+    yield from at("localhost: node ports, in place of what listens there", "web", node("pod2", "pod3", "remote1"))
+    yield from at("localhost: datagrams", "dns", node("pod2", "remote1"))
+    yield from at("localhost: no endpoints, refused", "empty", REFUSED)
+    yield from at("localhost: no endpoints for datagrams, refused", "empty-dns", REFUSED)
+    yield from at("localhost: policy Local does not bind the node", "away", node("remote1"))
+    yield from at("localhost: a backend on the node itself", "hosted", To(frozenset({"node"}), "any"))
+    yield from _each("3.5", "localhost: no node port, what listens there", ("node",), "web", ("nodeport",),
+                     own("loopback"), port=9090, address=("127.0.0.1", "::1"))  # fmt: skip
 
 
 def _bound() -> Iterator[Case]:

@@ -153,6 +153,9 @@ def test_node_ports_only_at_the_chosen_addresses(field: Lab, mode: str) -> None:
             assert seen.is_(node("remote1"), "client"), seen
             other = Probe("client", (field["node"].address(family), services["near"].node_port), STREAM)
             assert observe(bench, other, "refused").is_("refused", "client"), "served at an address that is excluded"
+            at_loopback = Probe("node", target_of(bench, services["far"], "localhost", family), STREAM)
+            seen = observe(bench, at_loopback, own("loopback"))
+            assert seen.is_(own("loopback"), "node"), f"served at a loopback address that is excluded: {seen}"
 
 
 @pytest.mark.row("3.4", "nodePortAddresses: keywords and CIDRs in any mix")
@@ -162,6 +165,9 @@ def test_node_ports_at_addresses_by_keyword_and_by_cidr(field: Lab, mode: str) -
             for address in (SECOND[family != V4], field["node"].address(family)):
                 seen = observe(bench, Probe("client", (address, services["far"].node_port), STREAM), node("remote1"))
                 assert seen.is_(node("remote1"), "client"), (address, seen)
+            at_loopback = Probe("node", target_of(bench, services["far"], "localhost", family), STREAM)
+            seen = observe(bench, at_loopback, node("remote1"))
+            assert seen.is_(node("remote1"), "node"), f"not served at the loopback address: {seen}"
 
 
 @pytest.mark.core(long=True)

@@ -69,6 +69,8 @@ def target_of(bench: Bench, service: Service, kind: str, family: int) -> tuple[s
             return service.external_ip(family), service.port
         case "lb":
             return service.load_balancer_ip(family), service.port
+        case "localhost":
+            return "127.0.0.1" if family == V4 else "::1", service.node_port
     return bench.lab["node"].address(family), service.node_port
 
 

@@ -156,12 +156,6 @@ def test_flag_names_are_not_cut_short() -> None:
         cli.parser().parse_args(["run", "--cluster", "10.0.0.0/8"])
 
 
-def test_localhost_is_taken_with_a_warning():
-    (warning,) = from_flags({"nodeport_addresses": "primary,localhost", "hostname_override": "a"}).warnings
-    assert "nodeport-addresses" in warning
-    assert "loopback" in warning
-
-
 @pytest.mark.parametrize(
     ("arguments", "healthz", "metrics"),
     [

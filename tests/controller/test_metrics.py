@@ -26,6 +26,12 @@ def test_ejected_backends_and_those_kept() -> None:
     assert 'hybrid_proxy_backend_ejected{backend="10.1.0.1:80",entry="d/web:http"} 1.0' in lines
     assert 'hybrid_proxy_backend_ejected{backend="10.1.0.2:80",entry="d/web:http"} 0.0' in lines
     assert 'hybrid_proxy_events_total{reason="failover"} 3.0' in lines
+    assert not [line for line in lines if "localhost_nodeports" in line], "a mode that does not count it"
+
+
+def test_node_ports_at_localhost_are_counted_as_kube_proxy_does() -> None:
+    lines = scrape(counters={"socket_localhost": 7})
+    assert "kubeproxy_iptables_localhost_nodeports_accepted_packets_total 7.0" in lines
 
 
 def test_flows_of_a_mode_that_was_left() -> None:

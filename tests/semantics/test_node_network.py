@@ -23,12 +23,12 @@ NODE_PORTS = [
     pytest.param(("10.0.0.0/8", "fd03::/64"),       ON, ["10.0.0.5", "fd03::3"],                                            id="a CIDR of each family"),
     pytest.param(("10.0.0.0/8", "192.168.0.1/32", "fd01::1/128"), ON, ["10.0.0.5", "192.168.0.1", "fd01::1"],               id="several CIDRs"),
     pytest.param(("0.0.0.0/0", "::/0"),             ON, ["10.0.0.5", "169.254.3.3", "192.168.0.1", "fd01::1", "fd03::3"],   id="everything but loopback and IPv6 link-local"),
-    pytest.param(("127.0.0.0/8", "::1/128"),        ON, [],                                                                 id="loopback is never served"),
+    pytest.param(("127.0.0.0/8", "::1/128"),        ON, [],                                                                 id="loopback is no address for everybody"),
     pytest.param(("172.16.0.0/12", "fd09::/64"),    ON, [],                                                                 id="no address of the node inside"),
     pytest.param(("192.168.0.0/24", "fd01::/64"),   (), ["192.168.0.1", "192.168.0.9", "fd01::1"],                          id="interfaces unknown: the Node's addresses stand in"),
     pytest.param(("primary", "10.0.0.0/8"),         ON, ["10.0.0.5", "192.168.0.1", "fd01::1"],                             id="primary and a CIDR"),
     pytest.param(("primary", "localhost"),          ON, ["192.168.0.1", "fd01::1"],                                         id="primary and localhost"),
-    pytest.param(("localhost",),                    ON, [],                                                                 id="localhost alone, which is not served yet"),
+    pytest.param(("localhost",),                    ON, [],                                                                 id="localhost alone"),
     pytest.param(("localhost", "fd03::/64"),        ON, ["fd03::3"],                                                        id="localhost is about both families"),
     pytest.param(("all",),                          ON, ["10.0.0.5", "169.254.3.3", "192.168.0.1", "fd01::1", "fd03::3"],   id="all"),
     pytest.param(("fd03::/64", "all", "primary"),   ON, ["10.0.0.5", "169.254.3.3", "192.168.0.1", "fd01::1", "fd03::3"],   id="all and others"),
@@ -43,6 +43,31 @@ def test_node_port_addresses(wanted, interfaces, expected):
     assert sorted(network.node_port_addresses) == sorted(expected)
     assert set(network.node_port_addresses) <= set(network.addresses)
     assert not {"127.0.0.1", "::1"} & set(network.addresses)
+
+
+BOTH, ONE = ("127.0.0.1", "::1"), ("127.0.0.1",)
+# fmt: off
+LOOPBACK = [
+    pytest.param((),                              True,  NODE, BOTH,    id="unset: as kube-proxy's mode iptables"),
+    pytest.param((),                              False, NODE, (),      id="unset, switched off"),
+    pytest.param(("primary",),                    True,  NODE, (),      id="primary"),
+    pytest.param(("primary", "localhost"),        True,  NODE, BOTH,    id="localhost"),
+    pytest.param(("localhost",),                  False, NODE, BOTH,    id="localhost by its name, whatever is switched off"),
+    pytest.param(("all",),                        True,  NODE, BOTH,    id="all"),
+    pytest.param(("0.0.0.0/0", "::/0"),           True,  NODE, BOTH,    id="everything"),
+    pytest.param(("0.0.0.0/0", "::/0"),           False, NODE, (),      id="everything, switched off"),
+    pytest.param(("127.0.0.0/8", "fd03::/64"),    True,  NODE, ONE,     id="a CIDR that covers one"),
+    pytest.param(("10.0.0.0/8", "fd03::/64"),     True,  NODE, (),      id="CIDRs that cover none"),
+    pytest.param(("10.0.0.0/8",),                 True,  NODE, ("::1",), id="a family without a CIDR is not restricted"),
+    pytest.param((),                              True,  Node(ME, ("192.168.0.1",)), ONE, id="a node without IPv6"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("wanted", "switch", "node", "expected"), LOOPBACK)
+def test_loopback_addresses_that_serve_node_ports(wanted, switch, node, expected):
+    settings = Settings(node_name=ME, node_port_addresses=wanted, localhost_node_ports=switch)
+    assert node_network(settings, node, (), ()).loopback == expected
 
 
 # fmt: off

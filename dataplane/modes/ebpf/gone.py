@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.errors import Occupied
 from hybrid_proxy.dataplane.kernel.attachment import target_of
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
@@ -80,7 +81,7 @@ def collect(options: Options) -> int:
     """Remove our pins of network namespaces that are gone; returns how many. An agent that runs keeps its own."""
     if options.pin_root:
         return 0
-    removed = 0
+    removed = localhost.collect(options)
     for folder in sorted(pin_folder(None, mount=False).parent.glob("netns-*/abi*")):
         try:
             removed += _remove_if_gone(folder)

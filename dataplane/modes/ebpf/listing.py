@@ -74,7 +74,7 @@ def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
     for family in (4, 6):
         keys, values = maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
         for key, value in zip(keys, values.tolist(), strict=True):
-            if not value >> 32 & names["FRONTEND_ADDRESS"]:
+            if not value >> 32 & (names["FRONTEND_ADDRESS"] | names["FRONTEND_NODE_PORTS"]):
                 port = int(layout.swap16([int(key["port"])])[0])
                 address = layout.address_text(key["address"].tobytes(), family)
                 found.setdefault(value & 0xFFFFFFFF, []).append(

@@ -26,7 +26,7 @@ from hybrid_proxy.dataplane.flows import FlowFlag, Flows, Half, Mask
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
 from hybrid_proxy.dataplane.kernel.conntrack import delete_stale
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
-from hybrid_proxy.dataplane.kernel.host_paths import netns_cookie, pin_folder
+from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
 from hybrid_proxy.dataplane.kernel.links import (
     Interface,
     Node,
@@ -318,7 +318,7 @@ class Ebpf:
         """Attach to the node's cgroup."""
         assert self.programs is not None
         self.sockets.use(self.programs.connect, self.programs.sockops)
-        taught = self.sockets.cgroup is None or netns_cookie() or teach_namespace(self.maps.maps["host_netns"])
+        taught = self.sockets.cgroup is None or teach_namespace(self.maps.maps["host_netns"])
         if not taught:
             log.warning("the node's own sockets are not served: the agent runs in none of the node's cgroups")
 
@@ -598,7 +598,7 @@ class Ebpf:
                 row[column] = value
         for column, value in pod_columns(node).items():
             row[column] = value
-        self.store.serve_node_ports_at(node.node_port_addresses)
+        self.store.serve_node_ports_at(node.node_port_addresses, node.loopback)
 
     def other_mode_stopped(self) -> None:
         """What conntrack translates does not come to the programs at uplinks."""

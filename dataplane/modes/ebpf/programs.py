@@ -191,15 +191,21 @@ def _place(name: str) -> bytes:
 
 
 def teach_namespace(host_netns: Map) -> bool:
-    """Let the attached socket programs see this namespace, where its cookie cannot be read; whether they did."""
+    """Let the attached socket programs know this namespace; whether they do.
+
+    Where its cookie cannot be read, they see a socket of it connect.
+    """
     kind = layout.dtype_of("host_netns")
+    if cookie := netns_cookie():
+        host_netns.update(bytes(4), layout.pack("host_netns", netns=cookie))
+        return True
 
     def known() -> int:
         return int(np.frombuffer(host_netns.lookup(bytes(4)) or bytes(kind.itemsize), kind)["netns"][0])
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teaching:
-        cookie = int.from_bytes(teaching.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
-        host_netns.update(bytes(4), layout.pack("host_netns", teaching_socket=cookie, netns=known()))
+        number = int.from_bytes(teaching.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
+        host_netns.update(bytes(4), layout.pack("host_netns", teaching_socket=number, netns=known()))
         teaching.connect(("127.0.0.1", 9))  # sends nothing
     learnt = known()
     host_netns.update(bytes(4), layout.pack("host_netns", netns=learnt))

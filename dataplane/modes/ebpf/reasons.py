@@ -19,6 +19,7 @@ WORDS: Final = {
     "echo": "a ping to a service's address was answered",
     "icmp_related": "an ICMP error about a flow was translated",
     "socket_connect": "a socket of this node was connected to a backend",
+    "socket_localhost": "a socket of this node was connected to a node port at 127.0.0.1 or ::1",
     "too_big": "an ICMP packet-too-big was sent",
     "ttl_expired": "an ICMP time-exceeded was sent",
     # What took another way
@@ -35,6 +36,7 @@ WORDS: Final = {
     "link_gone": "the interface of a flow's pod is gone; the flow goes through the stack again",
     "out_of_window": "a reset, FIN or answer with numbers that its sender can't have was passed on and changed no flow",
     "foreign_frame": "a packet in a frame that is not for this node alone was left to the stack; it may be a service's",
+    "socket_localhost_bound": "a socket that is bound to a loopback address was not connected to a node port there",
     # What was rejected
     "reject": "rejected: no ready endpoints",
     "reject_no_port": "rejected: no such port, the address is a Service's",

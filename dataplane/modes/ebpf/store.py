@@ -150,10 +150,13 @@ class Store:
                 self._late.append(batch)
             self._unwritten.popleft()
 
-    def serve_node_ports_at(self, addresses: Collection[str]) -> None:
-        """At these addresses of the node, and no others, a frontend of address `ANY` is served."""
-        self.writer.serve_node_ports_at(addresses, self._node_ports_at)
-        self._node_ports_at = frozenset(addresses)
+    def serve_node_ports_at(self, addresses: Collection[str], loopback: Collection[str] = ()) -> None:
+        """At these addresses of the node, and no others, a frontend of address `ANY` is served.
+
+        At those in `loopback` it is served to the node's own sockets alone.
+        """
+        self.writer.serve_node_ports_at(addresses, loopback, self._node_ports_at)
+        self._node_ports_at = frozenset((*addresses, *loopback))
 
     def note_service_cidrs(self, family: int, cidrs: tuple[str, ...]) -> None:
         """These are service CIDRs, too: those that have no room in map `node`."""

@@ -156,12 +156,18 @@ class MapWriter:
         if ports:
             yield self.node_ports, ports
 
-    def serve_node_ports_at(self, addresses: Collection[str], former: Collection[str]) -> None:
-        """At these addresses of the node a frontend of address `ANY` is served, and no more at the former ones."""
-        flags = FRONTEND_ADDRESS | FRONTEND_NODE_PORTS
-        wanted = {(family_of(address), address, 0, 0): (0, flags) for address in sorted(addresses)}
+    def serve_node_ports_at(
+        self, addresses: Collection[str], loopback: Collection[str], former: Collection[str]
+    ) -> None:
+        """At these addresses a frontend of address `ANY` is served, and no more at the former ones.
+
+        At `addresses` of the node to everybody, at those in `loopback` to the node's own sockets.
+        """
+        everybody, sockets = FRONTEND_ADDRESS | FRONTEND_NODE_PORTS, FRONTEND_NODE_PORTS
+        flags = {**dict.fromkeys(loopback, sockets), **dict.fromkeys(addresses, everybody)}
+        wanted = {(family_of(address), address, 0, 0): (0, flags[address]) for address in sorted(flags)}
         self.insert(wanted, wanted)
-        gone = sorted((family_of(address), address, 0, 0) for address in {*former} - {*addresses})
+        gone = sorted((family_of(address), address, 0, 0) for address in {*former} - flags.keys())
         for family, keys in _by_family(gone):
             self._maps.maps[f"frontends{family}"].delete_batch(frontend_rows(keys, family)[0])
 

@@ -62,6 +62,7 @@ class Node(NamedTuple):
     bit: str  # the masquerade mark, `0x4000`
     pod: str | None  # the match of a pod's packet, None: pods are not recognized
     port_addresses: tuple[str, ...]
+    loopback: tuple[str, ...]
     service_cidrs: tuple[str, ...]
     usual: Masquerade = Masquerade.NEVER  # whom most ClusterIPs masquerade: marked once for all of them
     random_fully: bool = True
@@ -102,6 +103,7 @@ def node_of(network: NodeNetwork, family: int) -> Node:
         bit=hex(1 << network.masquerade_bit),
         pod=pod,
         port_addresses=_in_family(network.node_port_addresses, family),
+        loopback=_in_family(network.loopback, family),
         service_cidrs=_in_family(network.service_cidrs, family),
     )
 

@@ -24,7 +24,7 @@ from hybrid_proxy.dataplane.modes.iptables.names import (
     ports,
 )
 from hybrid_proxy.dataplane.modes.iptables.tree import Rank, Space, Tree
-from hybrid_proxy.dataplane.table import Entry, Protocol
+from hybrid_proxy.dataplane.table import LOOPBACK, Entry, Protocol
 
 _KINDS: Final = ("C", "E", *(protocol.name for protocol in Protocol))
 
@@ -84,6 +84,10 @@ class Plan:
         if into_ports:
             bits = 32 if self.node.family == 4 else 128
             services += (f"-d {address}/{bits} -j {NODE_PORTS}" for address in self.node.port_addresses)
+            # In OUTPUT alone, where packets have an interface to leave by: a neighbour's packet to a loopback address
+            # stays what the kernel drops. With such a source they could not leave the node (`dataplane.localhost`).
+            own = f"! -s {LOOPBACK[self.node.family]}"
+            services += (f"{own} -d {address}/{bits} -o lo -j {NODE_PORTS}" for address in self.node.loopback)
         if table == "filter":
             unallocated = "-m addrtype ! --dst-type LOCAL -j DROP"
             services += (f"-d {cidr} {unallocated}" for cidr in self.node.service_cidrs)

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, find, present
@@ -164,7 +165,10 @@ class Iptables(TranslatingMode):
             self._revision = self.xtables.revision(TABLES)
 
     def maintain(self) -> None:
-        if not self._programmed or not self._audit_due():
+        if not self._programmed:
+            return
+        self._maintain_localhost()
+        if not self._audit_due():
             return
         if self._damage:
             self._repair(self._damage)  # it failed the last time
@@ -300,8 +304,7 @@ def probe(options: Options) -> str | None:
 
 def clean(options: Options) -> int:
     """Remove our chains from both variants; returns how many went."""
-    del options
-    removed = 0
+    removed = int(bool(localhost.remove(options, Iptables.name)))
     for xtables in present():
         for family in xtables.families:
             removed += remove(xtables, family)

@@ -76,10 +76,14 @@ class Lowered(NamedTuple):
 
 
 class Node(NamedTuple):
-    """What lowering must know of the node. `own` are addresses on other interfaces: they are not bound."""
+    """What lowering must know of the node. `own` are addresses on other interfaces: they are not bound.
+
+    Node ports at `loopback` serve TCP and UDP of this node alone (`rules`).
+    """
 
     families: tuple[int, ...] = (4, 6)
     node_ports: tuple[str, ...] = ()
+    loopback: tuple[str, ...] = ()
     own: frozenset[str] = frozenset()
     excluded: tuple[Network, ...] = ()
     masquerade: int = 1 << 14
@@ -88,7 +92,7 @@ class Node(NamedTuple):
 def node_of(node: NodeNetwork, families: tuple[int, ...], excluded: Iterable[str]) -> Node:
     """The part of the table's node that lowering needs."""
     return Node(
-        families, node.node_port_addresses, frozenset((*node.addresses, *node.primary)),
+        families, node.node_port_addresses, node.loopback, frozenset((*node.addresses, *node.primary)),
         tuple(ip_network(cidr, strict=False) for cidr in excluded), 1 << node.masquerade_bit,
     )  # fmt: skip
 
@@ -143,6 +147,8 @@ def _config(entry: Entry, scheduler: str) -> Config:
 
 def _addresses(frontend: Frontend, entry: Entry, node: Node, taken: Collection[tuple[str, int, int]]) -> Iterator[str]:
     candidates = node.node_ports if frontend.address is None else (frontend.address,)
+    if frontend.address is None and entry.protocol is not Protocol.SCTP:
+        candidates += node.loopback
     for address in candidates:
         if family_of(address) != entry.family or is_excluded(address, node):
             continue

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
+from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel.ipset import LIMIT, Ipsets
@@ -337,6 +338,7 @@ class Ipvs(NetfilterMode):
     def maintain(self) -> None:
         if self._full:
             return  # the next sync reads and writes everything
+        self._maintain_localhost()
         if self._owed:
             self._repair()
         self._let_start()
@@ -430,8 +432,7 @@ def _release(counts: Counter[Any], held: object) -> bool:
 
 def clean(options: Options) -> int:
     """Remove everything of ours from this network namespace; returns how many things went."""
-    del options
-    return writer.clean()
+    return writer.clean() + bool(localhost.remove(options, Ipvs.name))
 
 
 def probe(options: Options) -> str | None:

@@ -19,7 +19,7 @@ from ipaddress import ip_network
 from typing import Final
 
 from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, set_name
-from hybrid_proxy.dataplane.table import NodeNetwork
+from hybrid_proxy.dataplane.table import LOOPBACK, NodeNetwork, family_of
 
 COMMENT: Final = '-m comment --comment "hybrid-proxy ipvs"'
 JUMPS: Final = {
@@ -139,6 +139,9 @@ def _mangle(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     for chain in (before, output):
         yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
         yield chain, f"-j {always}"
+    for address in node.loopback:  # where nobody but this node itself may connect, whatever route_localnet says
+        if ip_network(address).version == family:
+            yield before, f"-d {address}{'/32' if family == 4 else '/128'} ! -i lo -j DROP"
     if family == 6:  # a router would not forward these, whose scope ends here; IPVS does not ask
         for source in ("::/128", "fe80::/10"):
             yield before, f"-s {source} {_set(family, 'PORTS')} -j DROP"
@@ -162,6 +165,10 @@ def _nat(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     yield before, f"{_set(family, 'MASQ-EXT')} {mark}"
     target = _refusal_target(family)
     yield output, f"-p tcp {_set(family, 'REJECT-IN')} -j DNAT --to-destination {target}"
+    for protocol in ("tcp", "udp") if any(family_of(address) == family for address in node.loopback) else ():
+        # IPVS drops what would leave the node with such a source (`dataplane.localhost`): it is refused instead.
+        bound = f"-s {LOOPBACK[family]} -d {LOOPBACK[family]} -p {protocol}"
+        yield output, f"{bound} {_set(family, 'PORTS')} -j DNAT --to-destination {target}"
     yield output, f"{_set(family, 'MASQ-NODE')} {mark}"
     # This node's route to an address of its own has that very address as its source, so that no pod could answer.
     yield output, f"{_set(family, 'ADDRESSES', 'src')} {_set(family, 'PORTS')} {mark}"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
+from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import count_offloaded, is_liberal
 from hybrid_proxy.dataplane.kernel.links import can_offload, read_node
@@ -77,6 +78,8 @@ class Nftables(TranslatingMode):
             if reason:
                 raise Unsupported("nftables", reason)
         super().__init__(options, request_maintenance)
+        if kernel is not None:  # one in memory has no sockets
+            self._localhost = None
         self._unmet = Unmet({"random"}, "random")
         self.adopted = False
         self._kernel: Kernel = kernel or Kernel(TABLE, AllSets(), chain_named)
@@ -231,6 +234,7 @@ class Nftables(TranslatingMode):
     def maintain(self) -> None:
         if not self._programmed:
             return
+        self._maintain_localhost()
         if self._follow_again:
             self.links_changed()
         if self._touched.is_set() or not self._plans:  # without plans the last attempt to write failed
@@ -333,7 +337,7 @@ class Nftables(TranslatingMode):
             with contextlib.suppress(NftablesError):
                 for name, packets in self._kernel.counters(family).items():
                     total[name] = total.get(name, 0) + packets
-        return total
+        return total | (self._localhost.counters() if self._localhost is not None else {})
 
     def close(self) -> None:
         super().close()
@@ -350,13 +354,12 @@ def why_unsupported(entry: Entry) -> str:
 
 def _of_node(node: NodeNetwork) -> tuple[object, ...]:
     """What of the node stands in rules and sets."""
-    return (node.node_port_addresses, node.pods, node.service_cidrs, node.masquerade_bit)
+    return (node.node_port_addresses, node.loopback, node.pods, node.service_cidrs, node.masquerade_bit)
 
 
 def clean(options: Options) -> int:
     """Remove our tables from this network namespace; how many there were."""
-    del options
-    return remove_tables(TABLE)
+    return remove_tables(TABLE) + bool(localhost.remove(options, Nftables.name))
 
 
 def probe(options: Options) -> str | None:

@@ -45,7 +45,7 @@ from hybrid_proxy.dataplane.nftables.schema import (
     Hook,
     Set,
 )
-from hybrid_proxy.dataplane.table import Masquerade, NodeNetwork, family_of
+from hybrid_proxy.dataplane.table import LOOPBACK, Masquerade, NodeNetwork, family_of
 
 TABLE: Final = "hybrid-proxy"
 SPACES: Final = ("internal", "external", "internal-ports", "external-ports")
@@ -228,7 +228,22 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
         (guard, *((rule(pod, x.goto("from-internal")),) if pod else ()), rule(x.goto("from-external"))),
         Hook(nf.NF_INET_PRE_ROUTING, nf.NF_IP_PRI_NAT_DST),
     )
-    yield Chain("nat-output", (guard, rule(x.goto("from-internal"))), Hook(nf.NF_INET_LOCAL_OUT, nf.NF_IP_PRI_NAT_DST))
+    # Only of this node's own packets: a neighbour's packet to a loopback address stays what the kernel drops. With
+    # such a source they could not leave the node (`dataplane.localhost`).
+    here = tuple(
+        rule(
+            family.destination_is(a),
+            family.source_outside(LOOPBACK[family.version]),
+            family.find_verdict("internal-ports", port_only=True),
+        )
+        for a in node.loopback
+        if family_of(a) == family.version
+    )
+    yield Chain(
+        "nat-output",
+        (guard, *here, rule(x.goto("from-internal"))),
+        Hook(nf.NF_INET_LOCAL_OUT, nf.NF_IP_PRI_NAT_DST),
+    )
     yield Chain(
         "nat-postrouting",
         (

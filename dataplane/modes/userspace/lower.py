@@ -120,7 +120,8 @@ def _keeps(frontend: Frontend, family: int, node: NodeNetwork, *, same: bool) ->
 
 def lower_node(node: NodeNetwork, transparent: tuple[int, ...]) -> Network:
     """What the relay must know of the node."""
-    return Network(listen_addresses(node), (*node.addresses, *node.primary), node.pods.prefixes, transparent)
+    own = (*node.addresses, *node.primary, *node.loopback)
+    return Network(listen_addresses(node), own, node.pods.prefixes, transparent)
 
 
 def listen_addresses(node: NodeNetwork) -> dict[int, str]:

@@ -68,6 +68,7 @@ class Userspace(NetfilterMode):
     """
 
     name = "userspace"
+    needs_sources = False  # the relay is on this node, and has a source of its own
     writes = "the relay or its rules"
 
     def __init__(

@@ -136,12 +136,17 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
         from_pods = (rule(pod, x.goto(f"internal-{chain}")),) if pod else ()
         return *from_pods, rule(x.goto(f"external-{chain}"))
 
+    # Only of this node's own packets: a neighbour's packet to a loopback address stays what the kernel drops.
+    loopback = [family.destination_is(a) for a in node.loopback if family_of(a) == family.version]
+    led = (rule(here, family.dnat_by("internal-ports", port_only=True)) for here in loopback)
+    left = (rule(here, family.find_verdict("internal-ports-empty", port_only=True)) for here in loopback)
+
     at_nat = nf.NF_IP_PRI_NAT_DST
     yield Chain("nat-prerouting", by_side("nat"), Hook(nf.NF_INET_PRE_ROUTING, at_nat))
-    yield Chain("nat-output", (*own, rule(x.goto("internal-nat"))), Hook(nf.NF_INET_LOCAL_OUT, at_nat))
+    yield Chain("nat-output", (*own, *led, rule(x.goto("internal-nat"))), Hook(nf.NF_INET_LOCAL_OUT, at_nat))
     rest = (*elsewhere, *by_side("rest"))
     yield Chain("rest-prerouting", rest, Hook(nf.NF_INET_PRE_ROUTING, _AFTER_NAT, "filter"))
-    rest = (*elsewhere, *own, rule(x.goto("internal-rest")))
+    rest = (*elsewhere, *own, *left, rule(x.goto("internal-rest")))
     yield Chain("rest-output", rest, Hook(nf.NF_INET_LOCAL_OUT, _AFTER_NAT, "filter"))
 
 

@@ -25,7 +25,7 @@ import msgspec
 
 from hybrid_proxy.dataplane.kernel import bpf
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import growth, programmer, programs, sizes
+from hybrid_proxy.dataplane.modes.ebpf import growth, programs, sizes
 from hybrid_proxy.dataplane.modes.ebpf.carry import Table
 from hybrid_proxy.dataplane.modes.ebpf.growth import Growth
 from hybrid_proxy.dataplane.modes.ebpf.plan import Plan
@@ -74,7 +74,7 @@ class MapResizer:
     def __init__(self, setup: dict[str, Any]) -> None:
         sizes.FLOOR.update(TINY | setup.get("floor", {}))
         if setup["old_kernel"]:
-            programmer.netns_cookie = programs.netns_cookie = lambda: None
+            programs.netns_cookie = lambda: None
         self.setup, self.count, self.version = setup, setup.get("count", 0), setup.get("version", 0)
         self.notices: list[str] = []
         self.mode = Ebpf(Options(cgroup=setup["cgroup"], **setup["options"]), lambda: None)

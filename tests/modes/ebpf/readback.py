@@ -83,7 +83,7 @@ def programmed(maps: MapSet) -> tuple[dict[Key, Port], set[tuple[int, str]]]:
             )
             assert int(again[0]) == value, "tag"
             assert is_set(service_bits, layout.service_bits(words, family)), f"prefilter of {address}"
-            if flags & FLAGS["FRONTEND_ADDRESS"]:
+            if flags & (FLAGS["FRONTEND_ADDRESS"] | FLAGS["FRONTEND_NODE_PORTS"]):
                 assert (port, protocol, number) == (0, 0, 0)
                 addresses.add((family, address))
                 continue

@@ -1,0 +1,253 @@
+"""Node ports at 127.0.0.1 and ::1 in modes that translate by netfilter: a program that gives sockets a source.
+
+A packet from 127.0.0.1 does not leave the node, whatever its destination becomes, unless route_localnet is on; then
+neighbours get at what listens at loopback addresses (CVE-2020-8558). So small cgroup programs (bpf/localhost.bpf.c)
+bind a socket that connects to a node port there to an address of the node. The rest is the work of rules, which serve
+node ports at loopback addresses in OUTPUT alone. Where the programs cannot be loaded, such connections are refused, as
+without the feature, and `reason` says why.
+
+The links are pinned: like the rules, they work on while no agent runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from hybrid_proxy.dataplane.diff import changed_services
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.kernel.attachment import Attachment, target_of
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, pinned_link
+from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, netns_cookie, pin_folder
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, Protocol, ServiceTable, family_of
+
+log = logging.getLogger(__name__)
+
+OBJECT: Final = Path(__file__).parent / "modes" / "ebpf" / "objects" / "localhost.bpf.o"
+HOOKS: Final = {"connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15}  # enum bpf_attach_type, linux/bpf.h
+PORT_WORDS: Final = {Protocol.TCP: 0, Protocol.UDP: 2048}  # where each protocol's bits begin, in words of 32
+SO_COOKIE: Final = 57  # asm-generic/socket.h
+_SERVED, _NOT_SERVED = 0, 1  # enum served
+
+Port = tuple[Protocol, int]
+
+
+class Localhost:
+    """The programs for one mode on this node.
+
+    Attributes:
+        reason: Why sockets are not served; empty: they are, or nobody wants it.
+    """
+
+    def __init__(self, options: Options, mode: str) -> None:
+        self.reason = ""
+        self._options, self._mode = options, mode
+        self._table: ServiceTable = EMPTY
+        self._looked = False  # for what a former process left
+        self._again_at = 0.0  # when what failed is tried again
+        self._ports: Counter[Port] = Counter()
+        self._words: dict[int, int] = {}  # as they are in the map
+        self._programs: Object | None = None
+        self._maps: dict[str, Map] = {}
+        self._links: dict[str, Attachment] = {}
+
+    def follow(self, table: ServiceTable) -> None:
+        """Serve the node ports of this table instead of those of the one before."""
+        names, changed = changed_services(self._table, table), set[Port]()
+        for one, sign in ((self._table, -1), (table, 1)):
+            for port in _node_ports(one, names):
+                self._ports[port] += sign
+                changed.add(port)
+        former, self._table = self._table.node, table
+        if not table.node.loopback:
+            self.reason = ""
+            if self._links or not self._looked:
+                self._detach()
+                remove(self._options, self._mode)
+        elif self._links:
+            self._write_ports(changed)
+            if table.node != former:
+                self._write_sources(table.node)
+        elif not self.reason or table.node != former:
+            self._begin()
+        self._looked = True
+
+    def _begin(self) -> None:
+        node, former, self.reason = self._table.node, self.reason, ""
+        try:
+            self._load()
+            self._write_sources(node)
+            self._write_ports(self._ports)
+            self._attach()
+        except (DataplaneError, OSError) as error:
+            self.close()
+            self.reason = f"node ports are not served at {' and '.join(node.loopback)}: {error}"
+            self._again_at = time.monotonic() + self._options.sync_seconds
+            if self.reason != former:
+                log.warning("%s", self.reason)
+
+    def _load(self) -> None:
+        self._words = {}
+        self._programs = Object(OBJECT)
+        self._programs.load()
+        self._maps = {name: self._programs.map(name) for name in self._programs.map_names}
+
+    def _write_sources(self, node: NodeNetwork) -> None:
+        found = {4: b"", 6: b""}
+        for address in (*node.primary, *node.addresses):
+            family = family_of(address)
+            if not found[family] and not address.startswith("fe80:") and _can_bind(address):
+                found[family] = socket.inet_pton(socket.AF_INET if family == 4 else socket.AF_INET6, address)
+        self._maps["own_sources"].update(bytes(4), found[4].ljust(4, b"\0") + found[6].ljust(16, b"\0"))
+
+    def _write_ports(self, changed: Iterable[Port]) -> None:
+        words: dict[int, int] = {}
+        for protocol, number in changed:
+            word = PORT_WORDS[protocol] + number // 32
+            bits, bit = words.get(word, self._words.get(word, 0)), 1 << number % 32
+            words[word] = bits | bit if self._ports[protocol, number] > 0 else bits & ~bit
+        for word, bits in words.items():
+            if bits != self._words.get(word, 0):
+                self._maps["local_ports"].update(word.to_bytes(4, sys.byteorder), bits.to_bytes(4, sys.byteorder))
+                self._words[word] = bits
+
+    def _attach(self) -> None:
+        assert self._programs is not None
+        cgroup = cgroup_of_node(self._options.cgroup)
+        folder = _folder(self._options, self._mode, mount=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._know_namespace()
+        number, target = cgroup.stat().st_ino, os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for hook, attach_type in HOOKS.items():
+                link = self._links[hook] = Attachment(folder / f"link_{hook}", attach_type, number, str(cgroup))
+                link.run(self._programs.program(f"localhost_{hook}"), target)
+        finally:
+            os.close(target)
+        if not netns_cookie():
+            self._teach_namespace()
+
+    def _know_namespace(self) -> None:
+        self._maps["host_netns"].update(bytes(4), struct.pack("=QQ", 0, netns_cookie() or 0))
+
+    def _teach_namespace(self) -> None:
+        """Before Linux 5.14: have the attached programs see a socket of this namespace connect."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teaching:
+            number = int.from_bytes(teaching.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
+            self._maps["host_netns"].update(bytes(4), struct.pack("=QQ", number, 0))
+            teaching.connect(("127.0.0.1", 9))  # sends nothing
+        known = self._maps["host_netns"].lookup(bytes(4)) or b""
+        if not any(known[8:]):
+            raise Unsupported("socket hooks", "the agent runs in none of the node's cgroups; name one with --cgroup")
+
+    def maintain(self) -> int:
+        """Attach again what others took away, and try again what failed; how many repairs that was."""
+        if not self._links:
+            if self.reason and time.monotonic() >= self._again_at:
+                self._begin()
+            return 0
+        folder = _folder(self._options, self._mode)
+        pins = {path.name: path.stat().st_ino for path in folder.glob("link_*")} if folder.exists() else {}
+        wrong = [f"{name} {what}" for name, link in self._links.items() if (what := link.wrong(pins))]
+        if not wrong:
+            return 0
+        log.warning("a program for node ports at loopback addresses, %s; all are attached again", wrong[0])
+        self._detach()
+        self._begin()
+        return 1
+
+    def counters(self) -> dict[str, int]:
+        """How many connections and datagrams of the node to node ports at loopback addresses there were.
+
+        `socket_localhost_bound` are those of sockets that are bound to a loopback address, which nothing serves.
+        """
+        found = {}
+        for name, number in (("socket_localhost", _SERVED), ("socket_localhost_bound", _NOT_SERVED)):
+            counted = self._maps["served"].lookup(number.to_bytes(4, sys.byteorder)) if self._links else None
+            found[name] = int.from_bytes(counted or b"", sys.byteorder)
+        return found
+
+    def _detach(self) -> None:
+        for link in self._links.values():
+            link.remove()
+        self.close()
+
+    def close(self) -> None:
+        """Leave everything to the pins."""
+        for link in self._links.values():
+            link.close()
+        for known in self._maps.values():
+            known.close()
+        if self._programs is not None:
+            self._programs.close()
+        self._links, self._maps, self._programs = {}, {}, None
+
+
+def _node_ports(table: ServiceTable, names: Iterable[str]) -> Iterator[Port]:
+    for entry in table.entries(names):
+        if entry.protocol in PORT_WORDS:
+            for frontend in entry.frontends:
+                if frontend.address is None:
+                    yield entry.protocol, frontend.port
+
+
+def _can_bind(address: str) -> bool:
+    """Whether a socket can have the address. A primary one may be on no interface (1:1 NAT)."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _folder(options: Options, mode: str, *, mount: bool = False) -> Path:
+    return pin_folder(options.pin_root, mount=mount) / f"localhost-{mode}"
+
+
+def remove(options: Options, mode: str) -> int:
+    """Remove the programs that an agent of this mode left; how many links there were."""
+    with contextlib.suppress(Unsupported):
+        return _remove(_folder(options, mode))
+    return 0
+
+
+def _remove(folder: Path) -> int:
+    if not folder.is_dir():
+        return 0
+    removed = 0
+    for path in folder.glob("link_*"):
+        try:
+            os.close(pinned_link(path))
+        except (BpfError, OSError) as error:
+            log.warning("%s stays: %s", path, error)
+            continue
+        path.unlink()
+        removed += 1
+    for emptied in (folder, folder.parent, folder.parent.parent):
+        if emptied.name == "bpf" or any(emptied.iterdir()):
+            break
+        emptied.rmdir()
+    return removed
+
+
+def collect(options: Options) -> int:
+    """Remove pins of links whose cgroup is gone, with the network namespace that it was for; how many."""
+    if options.pin_root:
+        return 0
+    removed = 0
+    for folder in sorted(pin_folder(None, mount=False).parent.glob("netns-*/localhost-*")):
+        with contextlib.suppress(BpfError, OSError):  # another process collects, too
+            links = [target_of(path) for path in folder.glob("link_*")]
+            removed += 0 if any(links) else _remove(folder)
+    return removed
