@@ -116,14 +116,16 @@ class Unmet:
         instead: what others get.
         weighs: it uses weights, and lets new backends start slowly.
         probes: it makes health probes.
+        resets: it resets connections to endpoints that are gone.
     """
 
     def __init__(
-        self, known: Collection[str] | None, instead: str = "", *, weighs: bool = False, probes: bool = False
-    ) -> None:
-        self._known, self._instead, self._weighs, self._probes = known, instead, weighs, probes
+        self, known: Collection[str] | None, instead: str = "", *, weighs: bool = False, probes: bool = False,
+        resets: bool = True,
+    ) -> None:  # fmt: skip
+        self._known, self._instead, self._weighs, self._probes, self._resets = known, instead, weighs, probes, resets
         self._table: ServiceTable = EMPTY
-        self._other = self._weighted = self._slow = self._probed = 0
+        self._other = self._weighted = self._slow = self._probed = self._reset = 0
 
     def warnings(self, table: ServiceTable) -> list[str]:
         """One for each thing that some of this table's service ports ask for in vain."""
@@ -139,6 +141,7 @@ class Unmet:
                 (self._weighted, "have weights: only 0 counts here, all others are the same"),
                 (self._slow, "ask for a slow start of new backends, which get their whole share at once here"),
                 (self._probed, "ask for probes of their backends, which this mode does not make"),
+                (self._reset, "ask for resets of connections to backends that are gone, which this mode does not send"),
             )
             if count
         ]
@@ -149,6 +152,7 @@ class Unmet:
         self._weighted += sign * (not self._weighs and len(weights) > 1)
         self._slow += sign * (not self._weighs and entry.slow_start > 0)
         self._probed += sign * (not self._probes and entry.probe is not None)
+        self._reset += sign * (not self._resets and entry.present is not None)
 
 
 def belongs(name: str | None, service: str | None) -> bool:

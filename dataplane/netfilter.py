@@ -19,14 +19,22 @@ import msgspec
 
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
-from hybrid_proxy.dataplane.kernel import sysctl
-from hybrid_proxy.dataplane.kernel.conntrack import Key, delete_stale, delete_translated, open_flows, open_renumbered
+from hybrid_proxy.dataplane.kernel import sysctl, tcp_segments
+from hybrid_proxy.dataplane.kernel.conntrack import (
+    Key,
+    delete_stale,
+    delete_translated,
+    forget_connections,
+    open_flows,
+    open_renumbered,
+)
 from hybrid_proxy.dataplane.kernel.nfmonitor import watch_ruleset
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left
+from hybrid_proxy.dataplane.kernel.tcp_segments import Segment
 from hybrid_proxy.dataplane.localhost import Localhost
 from hybrid_proxy.dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
 from hybrid_proxy.dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
-from hybrid_proxy.dataplane.stale import Socket
+from hybrid_proxy.dataplane.stale import Gone, Socket, gone_endpoints
 from hybrid_proxy.dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, family_of
 
 if TYPE_CHECKING:
@@ -92,6 +100,7 @@ class NetfilterMode:
         self.audit_repairs = 0
         self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         self.stale_deleted = Counter({4: 0, 6: 0})  # conntrack entries, by family
+        self.connections_reset = 0  # to endpoints that were gone
         self.monitoring = threading.Event()
         self._request_maintenance = request_maintenance
         self._full = True  # the next sync writes everything
@@ -112,10 +121,16 @@ class NetfilterMode:
         if self._localhost is not None:  # before the rules, which do nothing for sockets without a source
             self._localhost.follow(table)
         result = self._write(table, names, whole=whole)
+        gone = gone_endpoints(self.table, table, names)
         self.table, self._full, self._programmed = table, False, True
         self._written()
         self._delete_stale(names)
+        if gone:
+            self._reset_connections(gone)
         return result
+
+    def _reset_connections(self, gone: Collection[Gone]) -> None:
+        """Have the clients of endpoints that are gone get a reset; called when the rules lead elsewhere."""
 
     def _write(self, table: ServiceTable, names: Collection[str], *, whole: bool) -> SyncResult:
         old = {entry.key: entry for entry in self.table.entries(names)}
@@ -212,7 +227,8 @@ class NetfilterMode:
 
     def counters(self) -> dict[str, int]:
         served = self._localhost.counters() if self._localhost is not None else {}
-        return {"stale_conntrack_entries_deleted": self.stale_deleted.total(), **served}
+        reset = {"connections_reset": self.connections_reset}
+        return {"stale_conntrack_entries_deleted": self.stale_deleted.total(), **reset, **served}
 
     def _status(self, **parts: Any) -> Status:
         """`parts` are those of the status that only this mode has."""
@@ -255,6 +271,26 @@ class TranslatingMode(NetfilterMode):
         """Nothing leads to a service any more. The kernel translates as long as a chain of type nat is there."""
         node = msgspec.structs.replace(table.node, node_port_addresses=(), loopback=(), service_cidrs=())
         self.sync(ServiceTable({}, node))
+
+    def _reset_connections(self, gone: Collection[Gone]) -> None:
+        """Forget their entries, and have each client send a segment, which meets the rules as a new connection's would.
+
+        So another backend answers it by a reset, or where there is none a rule does. What makes a client send it is a
+        SYN/ACK from the service's address (`tcp_segments`).
+        """
+        names = {one.entry.name.partition(":")[0] for one in gone}
+        services = frontends(self.table, (Protocol.TCP,), names)
+        places = {(one.address, one.port, int(Protocol.TCP)) for one in gone}
+        try:
+            ends = forget_connections(services, places)
+            tcp_segments.send(
+                Segment(end.family, end.daddr, end.dport, end.saddr, end.sport, flags=tcp_segments.SYN_ACK)
+                for end in ends
+            )
+        except (DataplaneError, OSError) as error:
+            log.warning("connections to endpoints that are gone could not be reset: %s", error)
+        else:
+            self.connections_reset += len(ends)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         """With those of the node's own sockets to a backend that would lose a port that conntrack gave them."""

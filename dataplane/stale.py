@@ -14,6 +14,7 @@ original destination and by the source that its answers would have:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple
 
 from hybrid_proxy.dataplane.table import Entry, Frontend, Protocol, ServiceTable, family_of
 
@@ -61,6 +62,27 @@ class Judge:
         if self._relays is None:
             self._relays = self._find_relays()
         return answerer in self._relays
+
+
+class Gone(NamedTuple):
+    """An endpoint that was removed from a service port whose connections to it are to be reset."""
+
+    entry: Entry  # as it is now
+    address: str
+    port: int
+
+
+def gone_endpoints(before: ServiceTable, after: ServiceTable, names: Iterable[str]) -> list[Gone]:
+    """Those of these services between two tables. A service that is gone leaves connections alone, as it always did."""
+    found = []
+    for name in names:
+        known = {entry.key: entry for entry in before.services.get(name, ())}
+        for entry in after.services.get(name, ()):
+            old = known.get(entry.key)
+            if entry.present is None or old is None or old.present is None or old.present is entry.present:
+                continue
+            found += [Gone(entry, *place) for place in old.present if place not in {*entry.present}]
+    return found
 
 
 def _datagram_entries(table: ServiceTable, names: Iterable[str]) -> Iterator[Entry]:

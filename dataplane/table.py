@@ -120,6 +120,9 @@ class Entry(msgspec.Struct, frozen=True):
     algorithm: str = "random"
     probe: Probe | None = None  # None: nobody asks; of TCP ports alone
     slow_start: float = 0.0  # seconds in which a new backend comes to its whole weight, see `dataplane.slow_start`
+    # Address and port of every endpoint that there is, in whatever condition: connections to one that was there before
+    # are reset. None: they are left alone. Of TCP ports alone.
+    present: tuple[tuple[str, int], ...] | None = None
 
     @property
     def key(self) -> EntryKey:

@@ -43,6 +43,7 @@ PROBE: Final = "hybrid-proxy.io/probe"
 SLOW_START: Final = "hybrid-proxy.io/slow-start"
 WEIGHT: Final = "hybrid-proxy.io/weight"  # of an EndpointSlice
 CILIUM_WEIGHT: Final = "service.cilium.io/weight"  # the same, as Cilium 1.20 reads it
+RESET_GONE: Final = "hybrid-proxy.io/reset-gone-backends"
 
 # Limits against absurd objects. A name is a DNS subdomain (RFC 1123). The API allows 1,000 endpoints a slice.
 _MAX_NAME: Final = 253
@@ -402,6 +403,7 @@ def _service(wire: _Service) -> Service | Ignored:
         weights=_weights(ours[WEIGHTS]) if WEIGHTS in ours else (),
         probe=_probe(ours[PROBE]) if PROBE in ours else None,
         slow_start=_slow_start(ours[SLOW_START]) if SLOW_START in ours else 0.0,
+        reset_gone=_truth(ours[RESET_GONE], RESET_GONE) if RESET_GONE in ours else False,
     )
 
 
@@ -538,6 +540,12 @@ def _slice_weight(wire: _SliceAnnotations) -> tuple[int | None, str]:
         return int(text), ""
     problem = f"{shown(text)} is not a weight (0 to {_MAX_SLICE_WEIGHT}), and is ignored: the endpoints have weight 1"
     return None, f"metadata.annotations[{name}]: {problem}"
+
+
+def _truth(text: str, annotation: str) -> bool:
+    if text.strip() not in ("true", "false"):
+        _fail(f"metadata.annotations[{annotation}]", f"{shown(text)} is not true or false")
+    return text.strip() == "true"
 
 
 def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:

@@ -312,9 +312,22 @@ def entries(
                     algorithm,
                     service.probe if port.protocol is Protocol.TCP else None,
                     service.slow_start,
+                    _present(port, mine) if service.reset_gone and port.protocol is Protocol.TCP else None,
                 )
             )
     return tuple(result)
+
+
+def _present(port: ServicePort, slices: Sequence[EndpointSlice]) -> tuple[tuple[str, int], ...]:
+    """Every endpoint of a port: one that terminates, or is not ready, keeps its connections."""
+    found = {
+        (endpoint.address, each.port)
+        for one in slices
+        for each in one.ports
+        if each.protocol == port.protocol and each.name == port.name
+        for endpoint in one.endpoints
+    }
+    return tuple(sorted(found))
 
 
 def _algorithm(service: Service, settings: Settings) -> str:

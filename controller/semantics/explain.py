@@ -275,6 +275,8 @@ class Explainer:
         says += _choice(entry, backend_set)
         if entry.affinity_seconds:
             says.append(f"A client stays with its backend while it is not idle for {entry.affinity_seconds} s.")
+        if entry.present is not None:
+            says.append("Its connections are reset when the backend's endpoint is gone.")
         selves = sum(1 for backend in backend_set.backends if backend.address == str(src))
         hairpin = bool(selves) and selves == len(backend_set.backends)
         says.append(_masquerade_text(frontend, masquerade, acts_as))

@@ -226,6 +226,23 @@ def delete_translated(services: Mapping[Key, str | None], at: Collection[Place] 
     return sum(delete(family, bodies) for family, bodies in found.items() if bodies)
 
 
+def forget_connections(services: Mapping[Key, str | None], at: Collection[Place]) -> list[FlowKey]:
+    """Forget the translated TCP connections of services to these backends; the clients' sides of those that were open.
+
+    Raises:
+        OSError, NetlinkFailed: conntrack cannot be read or written.
+    """
+    found = [
+        (family, entry)
+        for family, entry, _ in _answered_at(at, translated_entries(services, Protocol.TCP))
+        if _state(entry) != "closed"
+    ]
+    for family in (4, 6):
+        if bodies := [entry.body for known, entry in found if known == family]:
+            delete(family, bodies)
+    return [_key(family, entry) for family, entry in found]
+
+
 class FlowKey(NamedTuple):
     """A client's side of a flow; addresses and ports are in network order."""
 

@@ -414,6 +414,8 @@ MALFORMED_ANNOTATIONS = [
     pytest.param("slow-start", "soon",             "is not a duration",      id="a word"),
     pytest.param("slow-start", "61m",              "at most 60m",            id="too long a start"),
     pytest.param("slow-start", "9999999999s",      "is not a duration",      id="too many digits"),
+    pytest.param("reset-gone-backends", "yes",     "not true or false",      id="neither true nor false"),
+    pytest.param("reset-gone-backends", "",        "not true or false",      id="no truth"),
 ]
 # fmt: on
 
@@ -421,6 +423,11 @@ MALFORMED_ANNOTATIONS = [
 @pytest.mark.parametrize(("name", "text", "expected"), ANNOTATIONS)
 def test_annotations(name: str, text: str, expected: object) -> None:
     assert getattr(both("Service", annotated(name, text)), name.replace("-", "_")) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("true", True), (" true ", True), ("false", False)])
+def test_resets_are_asked_for(text: str, expected: bool) -> None:
+    assert both("Service", annotated("reset-gone-backends", text)).reset_gone is expected
 
 
 @pytest.mark.parametrize(("name", "text", "problem"), MALFORMED_ANNOTATIONS)

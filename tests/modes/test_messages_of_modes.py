@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+import msgspec
+
 from hybrid_proxy.dataplane.mode import Unmet
 from hybrid_proxy.dataplane.table import Backend, NodeNetwork, Probe, Protocol, ServiceTable
 from tests.tables import entry_of
@@ -62,3 +64,12 @@ def test_what_is_counted_follows_the_table() -> None:
     assert unmet.warnings(asking_for("maglev", "maglev"))[0].startswith("2 service ports")
     assert unmet.warnings(asking_for("random", "maglev"))[0].startswith("1 service ports")
     assert unmet.warnings(asking_for("random")) == []
+
+
+def test_resets_that_a_mode_does_not_send_are_counted() -> None:
+    wants = entry_of("d/web:p0", 4, Protocol.TCP, ())
+    table = ServiceTable({"d/web": (msgspec.structs.replace(wants, present=()),)}, NodeNetwork())
+    assert Unmet(None).warnings(table) == []
+    assert Unmet(None, resets=False).warnings(table) == [
+        "1 service ports ask for resets of connections to backends that are gone, which this mode does not send"
+    ]

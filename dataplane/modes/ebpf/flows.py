@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
 from hybrid_proxy.dataplane.kernel.diag import end_datagram_sockets
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import resets
 from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of
 from hybrid_proxy.dataplane.modes.ebpf.sizes import FORGETFUL, bounds, expected
 from hybrid_proxy.dataplane.modes.ebpf.traffic import possible_cpus
@@ -155,6 +156,8 @@ class FlowGC:
         self._maps = maps
         self._sweep, self._clock, self._hz = sweep, clock, hz
         self._disconnecting: set[int] = set()
+        self._resetting: set[resets.Endpoint] = set()
+        self.reset = 0  # connections to endpoints that are gone
         self._lock = threading.Lock()
         self.reading = threading.Lock()  # held by whoever reads tables of flows, or replaces them
         self._wake = threading.Event()
@@ -208,6 +211,13 @@ class FlowGC:
                 self._disconnecting.update(backends)
             self._wake.set()
 
+    def reset_connections(self, gone: Collection[resets.Endpoint]) -> None:
+        """Reset the TCP connections to these endpoints."""
+        if gone:
+            with self._lock:
+                self._resetting.update(gone)
+            self._wake.set()
+
     def look_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
         """Let the next scan find which of these flows still name."""
         with self._lock:
@@ -235,6 +245,7 @@ class FlowGC:
         while not self._stop.is_set():
             self._wake.wait(timeout=max(0.05, next_scan - time.monotonic()))
             self._wake.clear()
+            self._end_connections()
             self._end_sockets()
             self._pass_grace()
             if self._hurry or time.monotonic() >= next_scan:
@@ -261,6 +272,23 @@ class FlowGC:
                 connected.delete_batch(chosen)
         except (DataplaneError, OSError) as error:
             log.warning("UDP sockets connected to backends that are gone could not be ended: %s", error)
+
+    def _end_connections(self) -> None:
+        with self._lock:
+            gone, self._resetting = self._resetting, set()
+        if not gone:
+            return
+        try:
+            with self.reading:
+                self.reset += resets.reset(self._maps, gone, self._read_flows, self._forget)
+        except (DataplaneError, OSError) as error:
+            log.warning("connections to endpoints that are gone could not be reset: %s", error)
+
+    def _read_flows(self, table: str, family: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        return flow_arrays(self._maps[f"{table}{family}"], family)
+
+    def _forget(self, family: int, keys: NDArray[Any]) -> None:
+        run_in_parts(self._sweep, family, keys, np.zeros(len(keys), dtype=np.int64))
 
     def _pass_grace(self) -> None:
         with self._lock:

@@ -84,6 +84,7 @@ from hybrid_proxy.dataplane.modes.ebpf.programs import (
     put_datapaths,
     teach_namespace,
 )
+from hybrid_proxy.dataplane.modes.ebpf.resets import Endpoint
 from hybrid_proxy.dataplane.modes.ebpf.resizer import MapResizer
 from hybrid_proxy.dataplane.modes.ebpf.room import check_room
 from hybrid_proxy.dataplane.modes.ebpf.store import ForeignEntries, Store
@@ -100,6 +101,7 @@ from hybrid_proxy.dataplane.reports import (
     TrafficRow,
     Unprogrammed,
 )
+from hybrid_proxy.dataplane.stale import gone_endpoints
 from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 from hybrid_proxy.dataplane.timings import START
 
@@ -389,6 +391,8 @@ class Ebpf:
                 if not self._leaving:
                     self.gc.disconnect(self.store.gone_datagram_backends)
                 self.store.gone_datagram_backends = []
+            if not self._leaving:
+                self._reset_gone(table, names)
             moved = table.node.primary != self.table.node.primary
             self.table = table
             self._unprogrammed, self._failed = frozenset(plan.unfit), frozenset()
@@ -414,6 +418,15 @@ class Ebpf:
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
         self.gc.want_grace(plan.stamp)  # last: it wakes a thread, which takes the interpreter
         return SyncResult(changed, removed, tuple(plan.unprogrammed.values()))
+
+    def _reset_gone(self, table: ServiceTable, names: Collection[str]) -> None:
+        """Have connections to endpoints that are gone reset, where their service wants that."""
+        ports = self.store.plan.find
+        self.gc.reset_connections([
+            Endpoint(port.service, entry.family, address, number)
+            for entry, address, number in gone_endpoints(self.table, table, names)
+            if (port := ports(entry.key)) is not None
+        ])  # fmt: skip
 
     def _begin_with_room_for_others(self, table: ServiceTable) -> None:
         """Nobody uses our maps yet: take larger tables, if the flows of others would crowd those that are there."""
@@ -823,7 +836,7 @@ class Ebpf:
         return rows
 
     def counters(self) -> dict[str, int]:
-        return self.maps.counters()
+        return self.maps.counters() | {"connections_reset": self.gc.reset}
 
     def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
         return listing.traffic(self.store.traffic, self.maps.maps, self.names(), by_backend=by_backend)

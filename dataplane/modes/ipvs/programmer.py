@@ -61,7 +61,7 @@ class Ipvs(NetfilterMode):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(options, wake)
-        self._unmet = Unmet(None, weighs=True)
+        self._unmet = Unmet(None, weighs=True, resets=False)
         self.kernel = kernel or writer.open_kernel(options)
         self._clock = clock
         self.actual = Actual()

@@ -337,7 +337,8 @@ class Nftables(TranslatingMode):
             with contextlib.suppress(NftablesError):
                 for name, packets in self._kernel.counters(family).items():
                     total[name] = total.get(name, 0) + packets
-        return total | (self._localhost.counters() if self._localhost is not None else {})
+        served = self._localhost.counters() if self._localhost is not None else {}
+        return total | {"connections_reset": self.connections_reset} | served
 
     def close(self) -> None:
         super().close()

@@ -69,7 +69,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
             target = _target(route, keep, routes, ports) if route.backends else route.when_empty
             redirects.append(Redirect(side, frontend.address, frontend.port, target))
     row = None
-    if ports or entry.protocol is Protocol.UDP:
+    if ports or entry.protocol is Protocol.UDP or entry.present is not None:
         row = Row(
             row_key(entry),
             entry.name,
@@ -80,6 +80,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
             tuple((backend.address, backend.port) for backend in entry.serving),
             entry.affinity_seconds,
             tuple(dict.fromkeys(socket_text(f.address or "*", f.port) for f in entry.frontends)),
+            entry.present,
         )
     return Lowered(row, tuple(redirects), tuple(dict.fromkeys(cluster_ips)), tuple(firewalled))
 

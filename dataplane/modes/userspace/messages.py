@@ -15,7 +15,7 @@ import msgspec
 from hybrid_proxy.dataplane.reports import FailureHistory
 
 ADDRESS: Final = "\0hybrid-proxy-userspace"
-VERSION: Final = 2  # of these messages and of what a relay does: an agent replaces a relay of another version
+VERSION: Final = 3  # of these messages and of what a relay does: an agent replaces a relay of another version
 LENGTH: Final = struct.Struct("=I")
 
 PLAIN, KEEPING = 0x4850_0000, 0x4850_0010
@@ -44,7 +44,10 @@ class Port(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One service port as the relay knows it. `serving`: conversations with these are left alone."""
+    """One service port as the relay knows it. `serving`: conversations with these are left alone.
+
+    `present`: connections to an endpoint that was in it before are reset; None: they are left alone.
+    """
 
     key: str
     name: str
@@ -55,6 +58,7 @@ class Row(msgspec.Struct, frozen=True):
     serving: tuple[Pair, ...] = ()
     affinity: int = 0
     frontends: tuple[str, ...] = ()  # for people
+    present: tuple[Pair, ...] | None = None
 
 
 class Network(msgspec.Struct, frozen=True):

@@ -99,7 +99,10 @@ class Relay:
         service = self.services.get(key)
         if service is None:
             service = self.services[key] = Service(row, self.clients)
+        gone = {*(service.row.present or ())} - {*row.present} if row.present is not None else set()
         service.update(row)
+        if gone:
+            self.flows.reset_to(service, gone)
         for want in row.ports:
             port = service.ports.get(want)
             if port is None:

@@ -14,10 +14,11 @@ import errno
 import fcntl
 import os
 import socket
+from collections.abc import Collection
 from typing import Final
 
 from hybrid_proxy.dataplane.modes.userspace.messages import Conversation
-from hybrid_proxy.dataplane.modes.userspace.ports import Port
+from hybrid_proxy.dataplane.modes.userspace.ports import Port, Service
 from hybrid_proxy.dataplane.modes.userspace.sockets import resetting, toward
 from hybrid_proxy.dataplane.modes.userspace.state import EXHAUSTED, TICK, State
 
@@ -378,6 +379,12 @@ class Flows:
                 return
             client.setblocking(False)
             Flow(self, port, client, (address[0].partition("%")[0], address[1]))
+
+    def reset_to(self, service: Service, backends: Collection[tuple[str, int]]) -> None:
+        """Reset a service port's connections to these backends; one that is not accepted yet tries another."""
+        for flow in [each for each in self.all if each.port.service is service and each.backend in backends]:
+            if flow.forth is not None:
+                flow.reset()
 
     def dial(self, flow: Flow) -> None:
         """Watch the deadline of one attempt."""

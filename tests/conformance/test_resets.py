@@ -1,0 +1,83 @@
+"""Connections to endpoints that are gone, of services that ask for resets of them (reset-gone-backends)."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hybrid_proxy.workshop.lab.traffic import ask_tcp
+
+from .kit import PATIENCE, Bench, Service, as_terminating, counted, eventually
+from .test_rows import target_of
+
+PROMPT = 1.0  # seconds from the change of the manifest to the reset; it takes 20 to 100 ms where nobody else works
+WAYS = {"pod1": "cluster", "client": "nodeport", "node": "cluster"}
+MODES = ["ebpf", "nftables", "iptables", "userspace"]  # of ipvs `status` says that it sends none
+ASKS = {"reset-gone-backends": "true"}
+
+
+@contextmanager
+def talking(bench: Bench, service: Service, family: int, pod: str = "pod2") -> Iterator[dict[str, socket.socket]]:
+    """A connection of each kind of client, that has been used."""
+    clients: dict[str, socket.socket] = {}
+    try:
+        for place, way in WAYS.items():
+            clients[place] = bench.connect(place, target_of(bench, service, way, family), family)
+            assert ask_tcp(clients[place]).pod == pod
+        yield clients
+    finally:
+        for client in clients.values():
+            client.close()
+
+
+def seconds_to_reset(clients: dict[str, socket.socket], since: float) -> dict[str, float]:
+    """Seconds until each one's recv() fails, which waits and sends nothing."""
+    found = {}
+    for place, client in clients.items():
+        client.settimeout(5 * PATIENCE)
+        # The kernel says so of a socket that it aborts, as it does the node's own ones in mode ebpf.
+        with pytest.raises((ConnectionResetError, ConnectionAbortedError)):
+            client.recv(1)
+        found[place] = time.monotonic() - since
+    return found
+
+
+@pytest.mark.row("4.40", "reset-gone-backends: open connections to an endpoint that is gone are reset at once")
+@pytest.mark.parametrize(("gone", "left"), [("pod2", "pod3"), ("pod2", None), ("remote1", "pod3")])
+@pytest.mark.parametrize("mode", MODES, indirect=True, scope="session")
+def test_clients_of_an_endpoint_that_is_gone_are_reset(
+    bench: Bench, mode: str, gone: str, left: str | None, family: int
+) -> None:
+    service = bench.service(gone, outside=True, annotations=ASKS)
+    before = counted(bench.agent, "connections_reset") if mode != "userspace" else 0
+    with talking(bench, service, family, gone) as clients:
+        since = time.monotonic()
+        if left:
+            service.write(bench.lab[left])
+        else:
+            service.empty()
+        took = seconds_to_reset(clients, since)
+        assert max(took.values()) < PROMPT * PATIENCE, took
+    if mode != "userspace":  # whose relay counts all its resets
+        reset = before + len(clients)
+        eventually(lambda: counted(bench.agent, "connections_reset") == reset, 5, "they are not counted")
+
+
+@pytest.mark.row("4.40", "reset-gone-backends: without it, and while an endpoint terminates, connections stay open")
+@pytest.mark.parametrize("case", ["not asked for", "terminating", "terminating, not serving"])
+@pytest.mark.parametrize("mode", MODES, indirect=True, scope="session")
+def test_connections_that_stay(bench: Bench, mode: str, case: str, family: int) -> None:
+    service = bench.service("pod2", outside=True, annotations={} if case == "not asked for" else ASKS)
+    other = bench.service("pod2", outside=True, annotations=ASKS)
+    with talking(bench, service, family) as clients, talking(bench, other, family) as others:
+        ends = [as_terminating(bench.lab["pod2"], serving="not" not in case)] if "not asked" not in case else []
+        service.write(*ends, bench.lab["pod3"])
+        bench.settle(service, {"pod3"}, family)
+        other.write(bench.lab["pod3"])
+        seconds_to_reset(others, time.monotonic())
+        for client in clients.values():
+            assert ask_tcp(client).pod == "pod2"
