@@ -81,6 +81,7 @@ enum service_flags {
 	SERVICE_BY_TUPLE = 1 << 4, /* what chooses the slot; none of these: chance */
 	SERVICE_BY_CLIENT = 1 << 5,
 	SERVICE_ROUND_ROBIN = 1 << 6,
+	SERVICE_FEWEST = 1 << 7, /* of several slots by chance that of the backend with the fewest open flows */
 };
 
 struct service {
@@ -106,6 +107,7 @@ enum backend_flags {
 	BACKEND_EJECTED = 1 << 3,      /* not in a set it belongs to, because it keeps failing */
 	BACKEND_PROBE_FAILED = 1 << 4, /* beside that: it is the agent's probes that failed */
 	BACKEND_LOCAL = 1 << 5,	       /* it runs on this node */
+	BACKEND_COUNTED = 1 << 6,      /* its open flows are counted (map `loads`) */
 };
 
 struct backend {
@@ -116,6 +118,16 @@ struct backend {
 	/* family (4 or 6) | protocol << 8; 0: nobody's row */
 	__u32 kind;
 	__u32 failures; /* connections one after the other that it did not answer, or reset */
+};
+
+/* How many flows a backend has open: opened - closed + correction (map `loads`). Programs write the first two alone,
+ * user space the others.
+ */
+struct load {
+	__u32 opened;
+	__u32 closed;
+	__u32 correction; /* may be less than none */
+	__u32 weight;
 };
 
 /* How connections to a backend failed (map `failures`). Counts begin anew after ten minutes without such a failure.
@@ -423,6 +435,7 @@ enum note_kind {
 	NOTE_EMPTY,	     /* the backend set's number, 1: it drops */
 	NOTE_PATH_BACK,	     /* index of the interface that leads back to the source, 0: none; 1: it must be this one */
 	NOTE_HOP,	     /* index of the interface that leads to the backend, BPF_FIB_LKUP_RET_* */
+	NOTE_LOAD,	     /* a backend that was compared, its open flows */
 	NOTE_FOREIGN,	     /* where packets of the flow come in (enum origin), where the route to the sender leads */
 	NOTES = 32
 };

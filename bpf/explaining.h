@@ -64,7 +64,7 @@ INLINE struct flow *copy_of(const struct flow *live)
 #undef WRITE_ONCE
 #define WRITE_ONCE(x, v) ((void)(x), (void)(v))
 #define bpf_map_update_elem(map, key, value, flags) ((void)(key), (void)(value), 0L)
-#define bpf_map_delete_elem(map, key) ((void)(key))
+#define bpf_map_delete_elem(map, key) ((void)(key), 0L)
 #define __sync_fetch_and_add(pointer, value) ((void)(value), READ_ONCE(*(pointer)))
 #define NOTE(what, a, b) note(what, a, b)
 #define SEEN(flow) copy_of(flow)

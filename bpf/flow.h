@@ -16,7 +16,10 @@
 #include "hash.h"
 #include "maps.h"
 #include "node.h"
+#include "open_flows.h"
 #include "packet.h"
+
+#define EEXIST 17
 
 enum flow_table { TABLE_FLOWS, TABLE_HALF_OPEN };
 
@@ -78,24 +81,21 @@ INLINE long flow_update(const struct tuple *t, const struct flow *f, const enum 
 	}
 }
 
-INLINE void flow_delete(const struct tuple *t, const enum flow_table table, const bool v6)
+/* 0, or a negative errno: it was not there. */
+INLINE long flow_delete(const struct tuple *t, const enum flow_table table, const bool v6)
 {
 	if (v6) {
 		struct flow6_key key;
 
 		flow6_key(&key, t);
-		if (table == TABLE_FLOWS)
-			bpf_map_delete_elem(&flows6, &key);
-		else
-			bpf_map_delete_elem(&half_open6, &key);
+		return table == TABLE_FLOWS ? bpf_map_delete_elem(&flows6, &key)
+					    : bpf_map_delete_elem(&half_open6, &key);
 	} else {
 		struct flow4_key key;
 
 		flow4_key(&key, t);
-		if (table == TABLE_FLOWS)
-			bpf_map_delete_elem(&flows4, &key);
-		else
-			bpf_map_delete_elem(&half_open4, &key);
+		return table == TABLE_FLOWS ? bpf_map_delete_elem(&flows4, &key)
+					    : bpf_map_delete_elem(&half_open4, &key);
 	}
 }
 
@@ -211,10 +211,16 @@ INLINE __u32 start_time(__u8 protocol)
 INLINE void delete_both(const struct tuple *key, const struct tuple *pair, const struct flow *f,
 			const enum flow_table table, const bool v6)
 {
+	__u32 backend = f->backend, service = f->service; /* as long as nobody uses the memory again */
+	bool is_reply = f->flags & FLOW_REPLY;
+	long missing, pair_missing;
+
 	if (table == TABLE_FLOWS && !(f->flags & FLOW_ESTABLISHED))
 		count_half_open(-1);
-	flow_delete(key, table, v6);
-	flow_delete(pair, table, v6);
+	missing = flow_delete(key, table, v6);
+	pair_missing = flow_delete(pair, table, v6);
+	if (table == TABLE_FLOWS && !(is_reply ? missing : pair_missing))
+		count_flow(backend, service, true);
 }
 
 INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enum flow_table table, const bool v6)

@@ -13,7 +13,6 @@
 #include "timewait.h"
 #include "traffic.h"
 
-#define EEXIST 17
 #define PORT_TRIES 16
 #define PORT_STEP 9973		/* a prime: so many ports lie between two that are tried */
 #define PORT_RESERVED (1u << 8) /* beside the hook: `reserve_tuple` has found the port */
@@ -280,8 +279,11 @@ INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reser
 	get_macs(skb, from.mac);
 	if (initial_table(key->protocol) == TABLE_FLOWS) {
 		error = store_pair(space, &from, TABLE_FLOWS, v6);
-		if (!error)
+		if (!error) {
 			count_half_open(1);
+			if (space->choice.counted)
+				count_flow(space->flow.backend, space->flow.service, false);
+		}
 		if (!error || error == -EEXIST)
 			return error;
 		count(COUNT_FLOW_FULL);

@@ -22,6 +22,26 @@ INLINE bool is_assured(const struct flow *f)
 	return now() - f->started_or_fin >= DATAGRAM_SECONDS * settings.hz;
 }
 
+/* Store a pair that was half-open in `flows`, where it counts as open. Two processors may do that at once. 0, or a
+ * negative errno: there is no room.
+ */
+INLINE long promote(const struct tuple *key, struct flow *f, const struct tuple *reply_key, struct flow *reply,
+		    const bool v6)
+{
+	long error = flow_update(reply_key, reply, TABLE_FLOWS, BPF_NOEXIST, v6);
+
+	if (!error)
+		count_flow(reply->backend, reply->service, false);
+	else if (error == -EEXIST)
+		error = flow_update(reply_key, reply, TABLE_FLOWS, BPF_ANY, v6);
+	if (error)
+		return error;
+	error = flow_update(key, f, TABLE_FLOWS, BPF_ANY, v6);
+	if (error && !flow_delete(reply_key, TABLE_FLOWS, v6))
+		count_flow(reply->backend, reply->service, true);
+	return error;
+}
+
 /* Both directions have spoken: from now on nothing evicts the pair. When `flows` is full, the pair stays where it is.
  */
 INLINE void establish(const struct tuple *key, struct flow *f, const enum flow_table table, const bool v6)
@@ -39,8 +59,7 @@ INLINE void establish(const struct tuple *key, struct flow *f, const enum flow_t
 		count_half_open(-1);
 		return;
 	}
-	if (flow_update(key, f, TABLE_FLOWS, BPF_ANY, v6) || flow_update(&pair, other, TABLE_FLOWS, BPF_ANY, v6)) {
-		flow_delete(key, TABLE_FLOWS, v6);
+	if (f->flags & FLOW_REPLY ? promote(&pair, other, key, f, v6) : promote(key, f, &pair, other, v6)) {
 		count(COUNT_FLOW_FULL);
 		return;
 	}

@@ -81,6 +81,8 @@ ARRAY_MAP(services, struct service, 32768);
 ARRAY_MAP(slots, struct slot, 262144);
 /* Backend id -> address and port. */
 ARRAY_MAP(backends, struct backend, 262144);
+/* Backend id -> its open flows, where they are counted. */
+ARRAY_MAP(loads, struct load, 262144);
 /* Backend id -> how connections to it failed; only of backends that did fail. */
 GROWING_MAP(failures, __u32, struct failures, 16384);
 /* Both directions of flows; nothing evicts them. */

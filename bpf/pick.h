@@ -162,6 +162,7 @@ INLINE void choose_at(struct choice *c, __u64 frontend, const enum client from, 
 	service = bpf_map_lookup_elem(&services, &c->service);
 	if (!service)
 		return;
+	c->counted = service->flags & SERVICE_FEWEST;
 	if (pick_backend(c, service, t, v6, remember))
 		c->verdict = VERDICT_DNAT;
 	else

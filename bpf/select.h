@@ -5,6 +5,7 @@
 #define HYBRID_PROXY_SELECT_H
 
 #include "config.h"
+#include "open_flows.h"
 #include "packet.h"
 #include "service.h"
 
@@ -58,6 +59,43 @@ INLINE __u32 round_robin(struct service *service, __u32 set, const bool remember
 	return size ? ((turn % size << 32) + size - 1) / size : 0; /* read_slot() makes the index of it again */
 }
 
+#define SAMPLES 4
+
+/* The number that leads to the backend with the fewest open flows for its weight, of four slots by chance: not the
+ * first one of all, which every processor would find at the same moment. The slots are steps of the golden ratio apart,
+ * so both of two backends are among them, and nearly always all of three. With as many flows everywhere it is the first
+ * slot that was looked at, so weights count.
+ *
+ * A function of its own, so that the verifier checks it once.
+ */
+__noinline __u32 number_of_fewest(__u32 id, __u32 set, __u32 avoid)
+{
+	struct service *service = bpf_map_lookup_elem(&services, &id);
+	__u32 number = bpf_get_prandom_u32(), best = number;
+	__u64 open = 0, weight = 0; /* of the best; weight 0: there is none yet */
+
+	if (!service)
+		return number;
+#pragma clang loop unroll(disable)
+	for (int i = 0; i < SAMPLES; i++, number += AVOID_STEP) {
+		struct choice c = {.service = id, .set = set};
+		struct load *load;
+
+		if (!read_slot(&c, service, number))
+			break;
+		load = bpf_map_lookup_elem(&loads, &c.backend);
+		if (!load || c.backend == avoid)
+			continue;
+		NOTE(NOTE_LOAD, c.backend, open_flows(load));
+		if (!weight || open_flows(load) * weight < open * load->weight) {
+			open = open_flows(load);
+			weight = load->weight ? load->weight : 1;
+			best = number;
+		}
+	}
+	return best;
+}
+
 /* The number for a connection with this tuple. */
 INLINE __u32 slot_number(const struct choice *c, struct service *service, const struct tuple *t, const bool v6,
 			 const bool remember)
@@ -70,6 +108,8 @@ INLINE __u32 slot_number(const struct choice *c, struct service *service, const 
 		return hash_client(t->saddr, v6);
 	if (flags & SERVICE_ROUND_ROBIN)
 		return round_robin(service, c->set, remember);
+	if (flags & SERVICE_FEWEST)
+		return number_of_fewest(c->service, c->set, c->avoid);
 	return bpf_get_prandom_u32();
 }
 

@@ -18,6 +18,7 @@ struct choice {
 	__u32 address[4]; /* the backend's */
 	__be16 port;
 	bool masquerade;
+	bool counted;	  /* the service's open flows are */
 	enum counter why; /* of a drop, or of a rejection */
 };
 

@@ -103,7 +103,8 @@ class ServiceRow(msgspec.Struct, kw_only=True):
             or those from `inside` it at the ClusterIP; null: nobody's, or no agent tells.
         reason: Why; null as before.
         id: The number of the service port in the maps.
-        chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `round-robin`, `random`.
+        chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `round-robin`, `random`,
+            `fewest flows`.
         scheduler: The IPVS scheduler.
         slots: The size of each backend set's slot range.
         proxy_ports: How many ports the relay listens on for it.

@@ -9,11 +9,10 @@ ebpf and ipvs; `ALIASES` are what people call them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from hybrid_proxy.dataplane.balancing import at_random, least_connections, maglev, round_robin, source_hash, weighted
-from hybrid_proxy.dataplane.balancing.least_connections import FAIR
 from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread
 from hybrid_proxy.dataplane.table import Backend
 
@@ -53,22 +52,14 @@ def find(name: str) -> Algorithm | None:
     return ALGORITHMS.get(_EQUIVALENT.get(name, name))
 
 
-def ring_of(
-    algorithm: Algorithm, backends: Sequence[Backend], limit: int, shares: Mapping[tuple[str, int], int] | None = None
-) -> list[int]:
+def ring_of(algorithm: Algorithm, backends: Sequence[Backend], limit: int) -> list[int]:
     """The places of a ring: positions in `backends`, each of which is there at least once.
 
     Args:
         algorithm: fills it.
         backends: those of one route, in any order; all with a weight of 1 or more.
         limit: places that the ring may have; it has more only where there are more backends. 0: one for each.
-        shares: of the backends among each other, by address and port, where they are not their weights
-            (`least_connections.shares`). A backend that is not there gets a fair share.
     """
     if len(backends) < 2 or not limit:
         return list(range(len(backends)))
-    if shares:
-        parts = [shares.get((backend.address, backend.port), FAIR) for backend in backends]
-    else:
-        parts = [backend.weight for backend in backends]
-    return algorithm.ring(backends, parts, limit)
+    return algorithm.ring(backends, [backend.weight for backend in backends], limit)

@@ -19,20 +19,19 @@ class Spread(Enum):
     TUPLE = "tuple"  # a hash of client and service address, ports and protocol: the same on every node
     CLIENT = "client"  # a hash of the client's address: the same on every node
     IN_TURN = "in turn"  # a counter of the service port
+    FEWEST = "fewest flows"  # of several random numbers that of the backend with the fewest open flows
 
 
 class Algorithm(NamedTuple):
     """One algorithm.
 
-    `description` says what decides; the weights of backends count in each. `loads`: shares follow the number of
-    connections, see `least_connections`.
+    `description` says what decides; the weights of backends count in each.
     """
 
     name: str
     description: str
     spread: Spread
     ring: Ring
-    loads: bool = False
 
 
 def divide(shares: Sequence[int], places: int) -> list[int]:

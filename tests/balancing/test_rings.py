@@ -107,6 +107,6 @@ def test_schedulers_without_an_equivalent_are_known():
 def test_what_decides_of_each():
     spreads = {name: algorithm.spread for name, algorithm in ALGORITHMS.items()}
     assert spreads == {
-        "random": Spread.RANDOM, "rr": Spread.IN_TURN, "wrr": Spread.IN_TURN, "lc": Spread.RANDOM,
-        "wlc": Spread.RANDOM, "sh": Spread.CLIENT, "mh": Spread.TUPLE,
+        "random": Spread.RANDOM, "rr": Spread.IN_TURN, "wrr": Spread.IN_TURN, "lc": Spread.FEWEST,
+        "wlc": Spread.FEWEST, "sh": Spread.CLIENT, "mh": Spread.TUPLE,
     }  # fmt: skip

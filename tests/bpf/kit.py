@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from pyroute2 import IPRoute
 from scapy.layers.inet import IP, TCP, UDP
@@ -265,13 +266,14 @@ class Bench:
         loaded.load()
         return loaded
 
-    def new_gc(self) -> FlowGC:
+    def new_gc(self, **options: Any) -> FlowGC:
+        """One by these options, others as the bench has them."""
         return FlowGC(
             self.maps.maps,
             self.inspect.program("sweep"),
             self.inspect.program("read_clock"),
             HZ,
-            self.options,
+            msgspec.structs.replace(self.options, **options),
             lambda: None,
         )
 
@@ -358,6 +360,8 @@ class Bench:
                 known = self.maps.maps[f"{table}{family}"]
                 for key in flow_arrays(known, family)[0]:
                     known.delete(key.tobytes())
+        loads = self.maps.view("loads")
+        loads["opened"] = loads["closed"] = loads["correction"] = 0
 
     # packets
 

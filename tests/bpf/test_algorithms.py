@@ -5,8 +5,9 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import struct
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -15,9 +16,26 @@ import pytest
 from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Protocol
 
-from .kit import PASS, REDIRECT, SMALL, Bench, Net, bench_with, datagram, frame, read, service, syn
+from .kit import (
+    HZ,
+    PASS,
+    REDIRECT,
+    SMALL,
+    Bench,
+    Net,
+    Seen,
+    bench_with,
+    datagram,
+    frame,
+    moments,
+    read,
+    segment,
+    service,
+    syn,
+)
 from .test_failover import wait
 
 RINGS = msgspec.structs.replace(SMALL, max_slots=65_536)
@@ -26,7 +44,7 @@ LIMIT = Options().max_ring
 
 @pytest.fixture(scope="module")
 def roomy() -> Iterator[Bench]:
-    with bench_with(RINGS) as made:
+    with bench_with(RINGS, max_half_open=1 << 20) as made:
         yield made
 
 
@@ -233,54 +251,266 @@ def test_weights_at_random(bench: Bench, net: Net) -> None:
     assert excess([seen[b.address] for b in entry.serving], [1500 * b.weight / 8 for b in entry.serving]) < 12
 
 
-def count_loads(bench: Bench) -> dict[int, int]:
-    """As the agent does it: one scan, its result once."""
-    bench.gc.count_for = frozenset(bench.store.plan.follows_load)
-    bench.gc.scan()
-    loads, bench.gc.loads = bench.gc.loads, None
-    assert loads is not None
-    return loads
+# --- by open flows
 
 
-def test_connections_are_counted_by_backend(bench: Bench, net: Net) -> None:
-    """Open ones of services that follow the load; not ended ones, not each direction, not those of others."""
-    bench.serve(balanced(net, "lc", 2), balanced(net, "random", 4, first=2, vip=net.vip2, name="default/other:http"))
-    opened = Counter(bench.open_tcp(net, net.vip, sport=sport).dst for sport in range(30_000, 30_020))
-    bench.open_tcp(net, net.vip2, sport=31_000)
-    ended = bench.open_tcp(net, net.vip, sport=32_000)
-    bench.talk(net, ended, net.vip, 80, 32_000, "FA", up=True, seq=1001, ack=1)
-    bench.talk(net, ended, net.vip, 80, 32_000, "A", up=False, seq=1, ack=1002)
-    assert ended.dst in opened
-    numbers = {address: number for number, address in backends_of(bench, net)}
-    assert count_loads(bench) == {numbers[address]: count for address, count in opened.items()}
-
-
-def backends_of(bench: Bench, net: Net) -> list[tuple[int, str]]:
+def ids_of(bench: Bench, net: Net) -> dict[str, int]:
     (known,) = bench.store.plan.installed["default/web"]
     table = bench.maps.view("backends")
-    return [(number, layout.address_text(table[number]["address"].tobytes(), net.family)) for number in known.ids]
+    return {layout.address_text(table[number]["address"].tobytes(), net.family): number for number in known.ids}
+
+
+def counted(bench: Bench) -> dict[int, int]:
+    """Open flows by backend, as the programs have counted them and the agent has corrected that."""
+    loads = bench.maps.view("loads")
+    found = (loads["opened"] - loads["closed"] + loads["correction"]).astype(np.int32)
+    return {number: int(found[number]) for number in np.flatnonzero(found).tolist()}
+
+
+def present(bench: Bench) -> dict[int, int]:
+    """Flows by backend that are in the tables that nothing is evicted from."""
+    names, found = layout.abi_constants(), Counter[int]()
+    for family in (4, 6):
+        values = flow_arrays(bench.maps.maps[f"flows{family}"], family)[1]
+        found.update(values["backend"][values["flags"] & names["FLOW_REPLY"] != 0].tolist())
+    return dict(found)
+
+
+def close(bench: Bench, net: Net, there: Seen, sport: int, *, port: int = 80) -> None:
+    """Both ends, in good order."""
+    for flags, up, seq, ack in (("FA", True, 1001, 1), ("FA", False, 1, 1002), ("A", True, 1002, 2)):
+        bench.talk(net, there, net.vip, port, sport, flags, up=up, seq=seq, ack=ack)
+
+
+def reset(bench: Bench, net: Net, there: Seen, sport: int) -> None:
+    """And a new connection from the same port, which takes the place of the flow."""
+    bench.talk(net, there, net.vip, 80, sport, "R", up=True, seq=1001, ack=0)
+    bench.open_tcp(net, net.vip, sport=sport, start=5000)
+
+
+def fail_over(bench: Bench, net: Net, there: Seen, sport: int) -> None:
+    """A SYN without an answer, and again after a second."""
+    bench.ingress(frame(net, net.client, net.vip, syn(sport + 500)))
+    bench.age(net.family, started_or_fin=moments(HZ))
+    bench.ingress(frame(net, net.client, net.vip, syn(sport + 500)))
+
+
+def sweep(bench: Bench, net: Net, there: Seen, sport: int) -> None:
+    bench.age_flows(net.family, 100_000 * HZ)
+    bench.gc.scan()
+    bench.gc.scan()
+
+
+def flood(bench: Bench, net: Net, there: Seen, sport: int) -> None:
+    """So many are half-open that a connection begins in the other table, and moves when it is open."""
+    bench.node(half_open=1 << 30)
+    bench.ingress(frame(net, net.client, net.vip, syn(sport + 600)))
+    bench.open_tcp(net, net.vip, sport=sport + 601)
+    bench.node(half_open=0)
+
+
+ENDS = [
+    pytest.param(lambda *_: None,     20,     id="none"),
+    pytest.param(close,               19,     id="in good order"),
+    pytest.param(reset,               20,     id="by a reset and a new connection"),
+    pytest.param(fail_over,           21,     id="a backend that does not answer"),
+    pytest.param(sweep,               0,      id="the collector"),
+    pytest.param(flood,               21,     id="a flood of SYNs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("end", "left"), ENDS)
+@pytest.mark.parametrize("algorithm", ["lc", "wlc"])
+def test_open_flows_are_counted_whoever_ends_them(
+    bench: Bench, net: Net, algorithm: str, end: Callable[..., None], left: int
+) -> None:
+    bench.serve(balanced(net, algorithm, 3), balanced(net, "random", 4, vip=net.vip2, name="default/other:http"))
+    opened = {sport: bench.open_tcp(net, net.vip, sport=sport) for sport in range(30_000, 30_020)}
+    bench.open_tcp(net, net.vip2, sport=31_000)
+    end(bench, net, opened[30_000], 30_000)
+    ours = {*ids_of(bench, net).values()}
+    assert counted(bench) == {number: count for number, count in present(bench).items() if number in ours}
+    assert sum(counted(bench).values()) == left
+
+
+def test_datagrams_count_once_they_are_a_conversation(bench: Bench, net: Net) -> None:
+    made = service(net.vip, 53, [(b, 5353) for b in net.backends[:3]], protocol=Protocol.UDP)
+    bench.serve(msgspec.structs.replace(made, algorithm="lc"))
+    bench.open_udp(net, net.vip, sport=30_000)
+    assert counted(bench) == {}
+    bench.open_udp(net, net.vip, sport=30_001, lasting=True)
+    assert counted(bench) == present(bench)
+    assert sum(counted(bench).values()) == 1
 
 
 def test_nothing_is_counted_when_nobody_asks(bench: Bench, net: Net) -> None:
     bench.serve(balanced(net, "random", 2))
+    close(bench, net, bench.open_tcp(net, net.vip), 40_000)
     bench.open_tcp(net, net.vip)
-    bench.gc.count_for = frozenset(bench.store.plan.follows_load)
-    bench.gc.scan()
-    assert bench.gc.loads is None
+    loads = bench.maps.view("loads")
+    assert not loads["opened"].any()
+    assert not loads["closed"].any()
 
 
-def test_new_connections_go_where_fewer_are(bench: Bench, net: Net) -> None:
-    bench.serve(balanced(net, "lc", 1))
-    for sport in range(30_000, 30_100):
+@pytest.mark.parametrize(("weights", "expected"), [((1, 1, 1), [40, 40, 40]), ((3, 2, 1), [60, 40, 20])])
+def test_new_connections_go_where_the_fewest_are(
+    bench: Bench, net: Net, weights: tuple[int, ...], expected: list[int]
+) -> None:
+    """At once, one after the other: no count is waited for."""
+    bench.serve(balanced(net, "wlc", 3, weights=weights))
+    seen = Counter(bench.open_tcp(net, net.vip, sport=sport).dst for sport in range(30_000, 30_120))
+    assert all(abs(seen[b] - wanted) <= 2 for b, wanted in zip(net.backends, expected, strict=False)), seen
+    ask = Asker(bench, net)
+    bench.maps.view("loads")["closed"][ids_of(bench, net)[net.backends[1]]] += 30
+    idle = Counter(ask(sport) for sport in range(4000, 4040))[net.backends[1]]
+    assert idle >= 30, "of three, four slots miss one now and then"
+
+
+def test_of_many_the_best_of_four_are_nearly_even(bench: Bench, net: Net) -> None:
+    made = service(net.vip, 80, [(net.backends[0], 8000 + n) for n in range(100)])
+    bench.serve(msgspec.structs.replace(made, algorithm="lc"))
+    for sport in range(20_000, 21_000):
+        verdict, _ = bench.ingress(frame(net, net.client, net.vip, syn(sport)))
+        assert verdict in (PASS, REDIRECT)
+    counts = [*counted(bench).values()]
+    assert sum(counts) == 1000
+    assert len(counts) == 100
+    assert max(counts) <= 13, "10 on average; by chance alone 19"
+
+
+def test_a_backend_that_did_not_answer_is_avoided(bench: Bench, net: Net) -> None:
+    """Although it has the fewest flows."""
+    bench.serve(balanced(net, "lc", 2))
+    for sport in range(30_000, 30_010):
+        bench.open_tcp(net, net.vip, sport=sport)
+    bench.maps.view("loads")["closed"][ids_of(bench, net)[net.backends[0]]] += 5
+    assert open_once(bench, net, 40_000) == net.backends[0]
+    bench.age(net.family, started_or_fin=moments(HZ))
+    assert open_once(bench, net, 40_000) == net.backends[1]
+
+
+def test_explain_compares_open_flows(bench: Bench, net: Net) -> None:
+    bench.serve(balanced(net, "lc", 2))
+    bench.open_tcp(net, net.vip)
+    answer = bench.explain(frame(net, net.client, net.vip, syn(50_000)))
+    said = {step.text for step in answer.steps if step.step == "load"}
+    assert len(said) == 2
+    assert {text.rpartition(" has ")[2] for text in said} == {"0 open flows.", "1 open flows."}
+
+
+@pytest.mark.parametrize("drift", [0, 7, -7])
+def test_a_recount_corrects_what_programs_could_not_see(bench: Bench, net: Net, drift: int) -> None:
+    bench.serve(balanced(net, "random", 2))
+    for sport in range(30_000, 30_010):
         bench.open_tcp(net, net.vip, sport=sport)
     bench.serve(balanced(net, "lc", 2))
-    ask = Asker(bench, net)
-    even = Counter(ask(4000) for _ in range(400))
-    assert excess([even[b] for b in net.backends[:2]], [200, 200]) < 12, "not counted yet"
-    bench.store.balance(count_loads(bench))
-    later = Counter(ask(4000) for _ in range(400))
-    assert later[net.backends[1]] > 340
-    assert later[net.backends[0]] > 0
+    assert counted(bench) == {}, "they began before anybody asked"
+    bench.maps.view("loads")["opened"][ids_of(bench, net)[net.backends[0]]] += drift % (1 << 32)
+    bench.gc.recounts = bool(bench.store.plan.counts_flows)
+    bench.gc.scan()
+    assert counted(bench) == present(bench)
+    assert sum(counted(bench).values()) == 10
+
+
+def test_the_next_backend_with_a_number_begins_with_none(bench: Bench, net: Net) -> None:
+    bench.serve(balanced(net, "lc", 2))
+    bench.open_tcp(net, net.vip)
+    numbers = ids_of(bench, net).values()
+    bench.maps.view("loads")["opened"][[*numbers]] += 5
+    bench.serve()
+    bench.forget_flows()
+    bench.maps.view("loads")["opened"][[*numbers]] += 5
+    bench.settle()
+    bench.settle()
+    assert counted(bench) == {}
+    assert not bench.maps.view("loads")["weight"][[*numbers]].any()
+
+
+@pytest.mark.parametrize("rounds", [300, pytest.param(125_000, marks=pytest.mark.long)])
+def test_counts_are_exact_after_many_connections_of_several_processors(bench: Bench, net: Net, rounds: int) -> None:
+    """Both ends close at the same moment, ports are used again and again, and the collector sweeps what is open."""
+    bench.serve(balanced(net, "lc", 3))
+    over, errors = threading.Event(), list[BaseException]()
+
+    def collect() -> None:
+        while not over.wait(0.01):
+            hasty.forget_idle(net.family, *flow_arrays(bench.maps.maps[f"flows{net.family}"], net.family))
+
+    def live(first: int) -> None:
+        try:
+            for number in range(rounds):
+                converse(bench, net, first + number % 50, end=number % 5)
+        except BaseException as error:
+            errors.append(error)
+
+    hasty = bench.new_gc(tcp_timeout_established=0, tcp_timeout_close_wait=0)
+    threads = [threading.Thread(target=live, args=(first,)) for first in (30_000, 30_000, 30_100, 30_200)]
+    collector = threading.Thread(target=collect)
+    for thread in (*threads, collector):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    over.set()
+    collector.join()
+    assert not errors
+    assert counted(bench) == present(bench)
+    loads = bench.maps.view("loads")
+    assert int(loads["opened"].sum()) >= rounds * 2
+    bench.age_flows(net.family, 100_000 * HZ)
+    bench.gc.scan()
+    assert counted(bench) == present(bench) == {}
+
+
+_PACKETS: dict[tuple[int, str, str], bytearray] = {}
+
+
+def converse(bench: Bench, net: Net, sport: int, end: int) -> None:
+    """One connection from this port, with prepared packets; `end` is how it ends, 0: not at all."""
+
+    def send(flags: str, seq: int, ack: int) -> None:
+        key = (net.family, flags, "up")
+        packet = _PACKETS.get(key)
+        if packet is None:
+            packet = _PACKETS[key] = bytearray(frame(net, net.client, net.vip, segment(1, 80, flags, 0, 0)))
+        run = bytearray(packet)
+        struct.pack_into("!H", run, l4, sport)
+        struct.pack_into("!II", run, l4 + 4, seq, ack)
+        out = bench.ingress(bytes(run))[1]
+        there.append(out)
+
+    def answer(flags: str, seq: int, ack: int) -> None:
+        address = 26 if net.family == 4 else 22
+        size = 4 if net.family == 4 else 16
+        back = bytearray(there[0])
+        back[0:6], back[6:12] = there[0][6:12], there[0][0:6]
+        back[address : address + size], back[address + size : address + 2 * size] = (
+            there[0][address + size : address + 2 * size], there[0][address : address + size],
+        )  # fmt: skip
+        back[l4 : l4 + 2], back[l4 + 2 : l4 + 4] = there[0][l4 + 2 : l4 + 4], there[0][l4 : l4 + 2]
+        struct.pack_into("!II", back, l4 + 4, seq, ack)
+        back[l4 + 13] = {"SA": 0x12, "FA": 0x11, "A": 0x10}[flags]
+        bench.egress(bytes(back))
+
+    there: list[bytes] = []
+    l4 = 14 + (20 if net.family == 4 else 40)
+    send("S", 1000, 0)
+    if end == 1:
+        return
+    answer("SA", 0, 1001)
+    send("A", 1001, 1)
+    if end == 2:
+        send("R", 1001, 0)
+    elif end > 2:
+        ends = [lambda: send("FA", 1001, 1), lambda: answer("FA", 1, 1001)]
+        closing = [threading.Thread(target=each) for each in ends] if end == 4 and sport % 10 == 0 else []
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+        for each in () if closing else ends:
+            each()
+        send("A", 1002, 2)
+        answer("A", 2, 1002)
 
 
 # --- beside affinity

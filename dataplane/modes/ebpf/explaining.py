@@ -151,6 +151,9 @@ class _Notes:
         else:
             self.step("affinity", f"Affinity: it was at no backend of the set in the last {seconds} s.")
 
+    def load(self, backend: int, count: int) -> None:
+        self.step("load", f"Backend {self.address(backend)} has {count} open flows.", internal=True)
+
     def slot(self, index: int, backend: int) -> None:
         self.backend = backend
         self.step("slot", f"Slot {index} was chosen.", internal=True)

@@ -25,6 +25,7 @@ from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import resets
 from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of
+from hybrid_proxy.dataplane.modes.ebpf.loads import Recount
 from hybrid_proxy.dataplane.modes.ebpf.sizes import FORGETFUL, bounds, expected
 from hybrid_proxy.dataplane.modes.ebpf.traffic import possible_cpus
 from hybrid_proxy.dataplane.table import Protocol
@@ -76,17 +77,6 @@ def is_over(flags: NDArray[Any]) -> NDArray[np.bool_]:
     both = names["FLOW_FIN_ACKED"] | names["FLOW_PEER_FIN"]
     over: NDArray[np.bool_] = (flags & both == both) | (flags & names["FLOW_RESET"] != 0)
     return over
-
-
-def connections_by_backend(values: NDArray[Any], services: frozenset[int]) -> dict[int, int]:
-    """How many flows to these services have not begun to end, by backend id."""
-    if not services:
-        return {}
-    names = abi_constants()
-    over = names["FLOW_REPLY"] | names["FLOW_FIN"] | names["FLOW_PEER_FIN"] | names["FLOW_RESET"]
-    alive = (values["flags"] & over == 0) & np.isin(values["service"], list(services))
-    ids, counts = np.unique(values["backend"][alive], return_counts=True)
-    return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
 def forget_half_open(maps: Mapping[str, Map], options: Options, now: int, hz: int) -> None:
@@ -172,8 +162,7 @@ class FlowGC:
         self._scanned_at = time.monotonic()
         self.begun = 0  # flows, as the programs count them, when tables were read last
         self.opening_flows: int | None = None  # a new count, for the programs' own
-        self.count_for: frozenset[int] = frozenset()  # services whose connections are counted by backend
-        self.loads: dict[int, int] | None = None  # these counts, when there are new ones
+        self.recounts = False  # some services have their open flows counted by backend
         self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
 
     @property
@@ -306,7 +295,7 @@ class FlowGC:
         found_services: set[int] = set()
         found_backends: set[int] = set()
         opening = 0
-        counted, loads = self.count_for, dict[int, int]()
+        recount = Recount(self._maps) if self.recounts else None
         young = abi_constants()["FLOW_ESTABLISHED"] | abi_constants()["FLOW_REPLY"]
         needed, passed = dict[str, int](), time.monotonic() - self._scanned_at
         self._scanned_at += passed
@@ -321,11 +310,13 @@ class FlowGC:
             if len(keys):
                 found_services |= services.intersection(np.unique(values["service"]).tolist())
                 found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
-                loads |= connections_by_backend(values, counted)
+                if recount is not None:
+                    recount.add(values)
                 self.forget_idle(family, keys, values)
         self.needed = needed | self._forgetful_needs()
         self.opening_flows = opening
-        self.loads = loads if counted else None
+        if recount is not None and (wrong := recount.finish()):
+            log.info("counts of open flows are corrected for %d backends", wrong)
         with self._lock:
             if services or backends:
                 self._result = (services, backends, frozenset(found_services), frozenset(found_backends))

@@ -163,7 +163,8 @@ def _failing(maps: Maps, services: int) -> Any:
 
 def _chosen_by(flags: int) -> str:
     names = layout.abi_constants()
-    ways = {"SERVICE_BY_TUPLE": "connection", "SERVICE_BY_CLIENT": "client", "SERVICE_ROUND_ROBIN": "round-robin"}
+    ways = {"SERVICE_BY_TUPLE": "connection", "SERVICE_BY_CLIENT": "client", "SERVICE_ROUND_ROBIN": "round-robin",
+            "SERVICE_FEWEST": "fewest flows"}  # fmt: skip
     return next((way for name, way in ways.items() if flags & names[name]), "random")
 
 

@@ -18,8 +18,9 @@ FRONTEND_MASQUERADE = {Masquerade.POD: 8, Masquerade.NODE: 16, Masquerade.EXTERN
 _MASQUERADE = tuple((int(whom), flag) for whom, flag in FRONTEND_MASQUERADE.items())  # IntFlag's own `&` takes 2 us
 FRONTEND_SOURCE_RANGES, FRONTEND_NODE_PORTS = 64, 128
 SERVICE_DROP_SET = (1, 2)
-SERVICE_SPREAD = {Spread.RANDOM: 0, Spread.TUPLE: 16, Spread.CLIENT: 32, Spread.IN_TURN: 64}
+SERVICE_SPREAD = {Spread.RANDOM: 0, Spread.TUPLE: 16, Spread.CLIENT: 32, Spread.IN_TURN: 64, Spread.FEWEST: 128}
 BACKEND_SERVING, BACKEND_SET, BACKEND_EJECTED, BACKEND_PROBE_FAILED, BACKEND_LOCAL = 1, (2, 4), 8, 16, 32
+BACKEND_COUNTED = 64
 
 ANY = {4: "0.0.0.0", 6: "::"}  # noqa: S104 - the address of node ports' frontends: every one that serves node ports
 
@@ -67,15 +68,16 @@ def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> 
     sets = entry.backend_sets
     if len(sets) > BACKEND_SETS:
         raise ValueError(f"{entry.name}: {len(sets)} distinct backend sets, there is room for two")
+    # Where this mode has no equivalent of the algorithm that is asked for, it takes the default.
+    algorithm = _ALGORITHMS.get(entry.algorithm) or ALGORITHMS["random"]
+    serving = BACKEND_SERVING | BACKEND_COUNTED if algorithm.spread is Spread.FEWEST else BACKEND_SERVING
     if not ejections and len(sets) == 1 and sets[0].backends is entry.serving:
         # Nearly all service ports: every backend is in the only set, and there is nothing to look up.
-        flags = BACKEND_SERVING | BACKEND_SET[0]
+        flags = serving | BACKEND_SET[0]
         members, members_of = entry.serving, _all_of(len(entry.serving))
         member_flags = bytes([flags | BACKEND_LOCAL if backend.local else flags for backend in members])
     else:
-        members, member_flags, members_of = _members(entry, ejections)
-    # Where this mode has no equivalent of the algorithm that is asked for, it takes the default.
-    algorithm = _ALGORITHMS.get(entry.algorithm) or ALGORITHMS["random"]
+        members, member_flags, members_of = _members(entry, ejections, serving)
     service_flags = SERVICE_SPREAD[algorithm.spread]
     for backend_set, drop in zip(sets, SERVICE_DROP_SET, strict=False):
         if backend_set.when_empty is WhenEmpty.DROP:
@@ -88,10 +90,10 @@ def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> 
 
 
 def _members(
-    entry: Entry, ejections: Mapping[Socket, Ejection]
+    entry: Entry, ejections: Mapping[Socket, Ejection], serving: int
 ) -> tuple[tuple[Backend, ...], bytes, tuple[Sequence[int], ...]]:
-    """Members, their flags, and for each backend set the indexes of its members."""
-    members: dict[Backend, int] = {b: BACKEND_SERVING | BACKEND_LOCAL * b.local for b in entry.serving}
+    """Members, their flags, and for each backend set the indexes of its members; `serving` are flags of all."""
+    members: dict[Backend, int] = {b: serving | BACKEND_LOCAL * b.local for b in entry.serving}
     kept: list[list[Backend]] = []
     for bit, backend_set in enumerate(entry.backend_sets):
         out = ejected([(b.address, b.port) for b in backend_set.backends], ejections) if ejections else ()
@@ -103,7 +105,7 @@ def _members(
                 flag = BACKEND_EJECTED | (BACKEND_PROBE_FAILED if ejection.until is None else 0)
             else:
                 kept[bit].append(backend)
-            members[backend] = members.get(backend, BACKEND_SERVING | BACKEND_LOCAL * backend.local) | flag
+            members[backend] = members.get(backend, serving | BACKEND_LOCAL * backend.local) | flag
     index = {backend: position for position, backend in enumerate(members)}
     return tuple(members), bytes(members.values()), tuple(tuple([index[b] for b in backends]) for backends in kept)
 

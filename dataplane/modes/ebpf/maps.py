@@ -25,7 +25,7 @@ from hybrid_proxy.dataplane.modes.ebpf.traffic import Traffic, possible_cpus, tr
 BITMAPS = ("service_addresses", "backend_sockets", "node_ports")
 STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
-    "traffic_gone": "traffic",
+    "traffic_gone": "traffic", "loads": "load",
 }  # fmt: skip
 DATAPATHS = "datapaths"  # what hooks call
 TRAFFIC = ("traffic", "traffic_gone")  # replaced in this order: figures may be lost in between, but never count twice
@@ -73,7 +73,7 @@ class MapSet:
             name: bound for name, bound in bounds.items()
             if self._entries(name, 0) > bound and name not in policy.FORGETFUL
         }  # fmt: skip
-        for name, made in make(self._with_traffic(sizes or bounds), self.maps).items():
+        for name, made in make(self._with_others(sizes or bounds), self.maps).items():
             self._keep(name, made)
 
     def _adopt(self) -> None:
@@ -86,7 +86,9 @@ class MapSet:
             self._drop("counters")
         if "failures" in self.maps and self.maps["failures"].value_size != dtype_of("failures").itemsize:
             self._drop("failures")
-        wanted = self._with_traffic({})
+        wanted = self._with_others({})
+        if self._entries("loads", 0) != wanted.get("loads"):
+            self._drop("loads")  # it did not grow with the rest: flows are counted anew
         if not all(self._can_count(name, wanted.get(name)) for name in TRAFFIC):
             for name in TRAFFIC:  # others are asked for, or they did not grow with the rest: figures begin at 0
                 self._drop(name)
@@ -104,19 +106,19 @@ class MapSet:
     def _entries(self, name: str, otherwise: int) -> int:
         return self.maps[name].entries if name in self.maps else otherwise
 
-    def _with_traffic(self, sizes: Sizes) -> dict[str, int]:
-        """What counts traffic is as large as what it belongs to, which may be pinned."""
+    def _with_others(self, sizes: Sizes) -> dict[str, int]:
+        """What counts flows and traffic is as large as what it belongs to, which may be pinned."""
         services, backends = (sizes.get(name) or self._entries(name, 0) for name in ("services", "backends"))
         counting = traffic_sizes(services, backends, self._traffic_cpus) if services and backends else {}
         return {**sizes, **counting}
 
     def make_larger(self, sizes: Sizes) -> dict[str, Map]:
-        """New maps of these names and sizes, and those of traffic that go with them, empty.
+        """New maps of these names and sizes, and those that count for them, empty.
 
         With tables that programs write comes an array of datapaths.
         """
         if {"services", "backends"} & sizes.keys():
-            sizes = self._with_traffic(
+            sizes = self._with_others(
                 {name: self.maps[name].entries for name in ("services", "backends")} | dict(sizes)
             )
             sizes = {name: size for name, size in sizes.items() if name in TRAFFIC or size > self.maps[name].entries}

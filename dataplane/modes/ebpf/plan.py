@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hybrid_proxy.dataplane.balancing import ring_of
-from hybrid_proxy.dataplane.balancing.least_connections import shares as shares_by_load
+from hybrid_proxy.dataplane.balancing import Spread, ring_of
 from hybrid_proxy.dataplane.balancing.maglev import SIZES
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.lower import (
@@ -72,6 +71,7 @@ class Batch:
 
     members: list[Members] = field(default_factory=list)
     flags: list[tuple[int, int]] = field(default_factory=list)  # of backends that change nothing else: id, flags
+    weights: list[tuple[int, int]] = field(default_factory=list)  # of backends whose open flows are counted: id, weight
     rings: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)  # offset, service, backend ids
     services: list[tuple[int, int, int]] = field(default_factory=list)  # id, flags, affinity in seconds
     words: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # service, set, offset, count, epoch
@@ -125,7 +125,8 @@ class Plan:
         self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `unprogrammed`
         self.full: set[str] = set()  # maps that may grow for which something did not fit since this was emptied
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
-        self.follows_load: set[int] = set()  # ids of the services whose algorithm follows the load
+        self.counts_flows: set[int] = set()  # ids of the services whose open flows are counted by backend
+        self.recount = False  # some of these are new since this was reset
         self.probes_changed: set[str] = set()  # services whose probes may be others since this was emptied
         self.ejections: dict[EntryKey, dict[Socket, Ejection]] = {}
         self.parts: Mapping[EntryKey, Parts] = {}  # of the weights of backends that start slowly
@@ -138,7 +139,6 @@ class Plan:
         self.addresses: Counter[tuple[int, str]] = Counter()  # how many frontends close an address
         self._frontend_count: Counter[int] = Counter()
         self._source_range_count: Counter[int] = Counter()
-        self._shares: dict[EntryKey, dict[Socket, int]] = {}  # of backends that get theirs by load
         self._slowed: set[EntryKey] = set()  # installed with parts of weights
 
     def grown(self, sizes: Mapping[str, int]) -> None:
@@ -204,27 +204,6 @@ class Plan:
         else:
             self.installed.pop(name, None)
         return changed, len(gone)
-
-    def balance(self, batch: Batch, loads: Mapping[int, int]) -> None:
-        """Give the backends of services that follow the load new shares.
-
-        Backends that are not in `loads` have no connections.
-        """
-        for key, before in list(self._shares.items()):
-            known = self.find(key)
-            assert known is not None
-            pairs = zip(known.rows.members, known.ids, strict=True)
-            members = [(backend, loads.get(number, 0)) for backend, number in pairs if backend.weight]
-            if len(members) < 2:
-                continue
-            sockets = [(backend.address, backend.port) for backend, _ in members]
-            weights = [backend.weight for backend, _ in members]
-            found = shares_by_load(weights, [load for _, load in members], [before.get(socket) for socket in sockets])
-            self._shares[key] = dict(zip(sockets, found, strict=True))
-            try:
-                self._replace(known, self._port(batch, key, known.entry, known.rows, known))
-            except FullError:
-                self._shares[key] = before
 
     def adjust(self, batch: Batch, ejections: Mapping[Subject, Ejection], parts: Mapping[EntryKey, Parts]) -> None:
         """Take these backends, and no others, out of the backend sets that can do without them.
@@ -318,11 +297,28 @@ class Plan:
             _list_members(batch, port, kept, [number for number, _ in former.values()])
         frontends = rows.settings.frontends
         if not same_settings or any(self.owners.get(row[0]) != service for row in frontends):
-            self._list_settings(batch, key, port, old)
+            self._list_settings(batch, port, old)
+        self._count_flows(batch, port, old)
         if entry.probe is not None or (old is not None and old.entry.probe is not None):
             self.probes_changed.add(service_of(key))
         self.by_id[service] = port
         return port
+
+    def _count_flows(self, batch: Batch, port: Installed, old: Installed | None) -> None:
+        """Have the open flows of this service port counted, if its algorithm asks for that, and give it the weights."""
+        counted = port.rows.settings.algorithm.spread is Spread.FEWEST
+        if not counted:
+            self.counts_flows.discard(port.service)
+            return
+        former: dict[int, Backend] = {}
+        if old is not None and port.service in self.counts_flows:
+            former = dict(zip(old.ids, old.rows.members, strict=True))
+        self.recount = self.recount or not former
+        self.counts_flows.add(port.service)
+        batch.weights += [
+            (number, backend.weight) for number, backend in zip(port.ids, port.rows.members, strict=True)
+            if number not in former or former[number].weight != backend.weight
+        ]  # fmt: skip
 
     def _check_room(self, entry: Entry, rows: Rows, old: Installed | None) -> None:
         """Frontends and source ranges are added before former ones go: there must be room for both."""
@@ -349,14 +345,12 @@ class Plan:
             FullError: not even that is left.
         """
         algorithm = rows.settings.algorithm
-        same_algorithm = before is not None and before.rows.settings.algorithm is algorithm
-        shares = self._shares.get(key) if same_algorithm else None
         limit, wanted, plain = self.max_ring, 0, max(map(len, rows.sets), default=0)
         self.cut.pop(key, None)
         while True:
             rings = []
             for members in rows.sets:
-                places = ring_of(algorithm, [rows.members[member] for member in members], limit, shares)
+                places = ring_of(algorithm, [rows.members[member] for member in members], limit)
                 rings.append(array("I", [ids[members[place]] for place in places]))
             largest = max(map(len, rings), default=0)
             wanted = wanted or largest
@@ -397,8 +391,8 @@ class Plan:
             raise
         return tuple(ranges)
 
-    def _list_settings(self, batch: Batch, key: EntryKey, port: Installed, old: Installed | None) -> None:
-        """What differs besides backends: flags, affinity, source ranges, frontends, and what fills the rings."""
+    def _list_settings(self, batch: Batch, port: Installed, old: Installed | None) -> None:
+        """What differs besides backends: flags, affinity, source ranges, frontends."""
         service, family, settings = port.service, port.entry.family, port.rows.settings
         former = None if old is None else old.rows.settings
         if former is None or (settings.flags, settings.affinity_seconds) != (former.flags, former.affinity_seconds):
@@ -409,12 +403,6 @@ class Plan:
             batch.gone_source_ranges[family] += len(ranges_before)
             self._source_range_count[family] += len(settings.source_ranges)
         self._change_frontends(batch, service, () if former is None else former.frontends, settings.frontends)
-        if former is None or settings.algorithm is not former.algorithm:
-            self._shares.pop(key, None)
-            self.follows_load.discard(service)
-            if settings.algorithm.loads:
-                self._shares[key] = {}
-                self.follows_load.add(service)
 
     def _change_frontends(
         self, batch: Batch, service: int, old: Sequence[FrontendRow], new: Sequence[FrontendRow]
@@ -455,8 +443,7 @@ class Plan:
 
     def _remove(self, batch: Batch, port: Installed) -> None:
         entry, settings, key = port.entry, port.rows.settings, port.entry.key
-        self._shares.pop(key, None)
-        self.follows_load.discard(port.service)
+        self.counts_flows.discard(port.service)
         self._slowed.discard(key)
         self.cut.pop(key, None)
         if entry.probe is not None:

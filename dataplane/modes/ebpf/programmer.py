@@ -725,7 +725,7 @@ class Ebpf:
         self._mend()
         self._collect()
         self.gc.look_for(*self.store.plan.deferred.candidates)
-        self.gc.count_for = frozenset(self.store.plan.follows_load)
+        self._recount()
         if self._unprogrammed and not self._failed:
             self.sync(self.table)
         self.resizer.step(self.store.plan.used() | (self.gc.needed if self._attached else {}))
@@ -765,9 +765,14 @@ class Ebpf:
         self.store.graced(graced)
         if scanned is not None:
             self.store.scanned(*scanned)
-        loads, self.gc.loads = self.gc.loads, None
-        if loads is not None and self.store.balance(loads):
-            self.gc.want_grace(self.store.plan.stamp)
+
+    def _recount(self) -> None:
+        """Let open flows be counted again with each scan, and now, where that is new for a service port."""
+        plan = self.store.plan
+        self.gc.recounts = bool(plan.counts_flows)
+        if plan.recount:
+            plan.recount = False
+            self.gc.hurry()
 
     def names(self) -> Mapping[int, str]:
         """Service id -> name of the service port."""

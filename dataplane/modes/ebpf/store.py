@@ -118,17 +118,6 @@ class Store:
                 raise ForeignEntries("the maps of frontends hold more than this process wrote: `hybrid-proxy cleanup`")
         return changed, removed
 
-    def balance(self, loads: Mapping[int, int]) -> int:
-        """Give the backends of services that follow the load new shares; returns how many rings changed.
-
-        Backends that are not in `loads` have no connections.
-        """
-        batch = Batch()
-        self.plan.balance(batch, loads)
-        self._unwritten.append(batch)
-        self._write()
-        return len(batch.rings)
-
     def adjust(self, ejections: Mapping[Subject, Ejection], parts: Mapping[EntryKey, Parts]) -> None:
         """Eject these backends, and no others, where a backend set can do without them.
 

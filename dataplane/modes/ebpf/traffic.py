@@ -32,15 +32,16 @@ def possible_cpus() -> int:
 
 
 def traffic_sizes(services: int, backends: int, cpus: int) -> dict[str, int]:
-    """Entries of the maps; `cpus` 0: nothing is counted, and they are as small as can be.
+    """Entries of the maps, and of that of open flows; `cpus` 0: no traffic is counted, and they are as small as can be.
 
-    Backends with numbers for which there is no room are not counted.
+    The traffic of backends with numbers for which there is no room is not counted.
     """
     group = abi_constants()["TRAFFIC_GROUP"]
     most = MOST_BYTES // (group * max(cpus, 1) * dtype_of("traffic").itemsize)
     return {
         "traffic": min(-(-backends // group), most) * group * cpus if cpus else group,
         "traffic_gone": services if cpus else 1,
+        "loads": backends,
     }
 
 

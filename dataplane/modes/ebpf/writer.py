@@ -62,7 +62,7 @@ class MapWriter:
     def __init__(self, maps: MapSet, hz: int) -> None:
         self._maps = maps
         self.hz = hz  # jiffies per second, for affinity times
-        self.rows = self._open_rows()
+        self.rows, self.loads = self._open_rows(), maps.view("loads")
         self.service_addresses = CountingFilter(maps.view("service_addresses"))
         self.backend_sockets = CountingFilter(maps.view("backend_sockets"))
         self.node_ports = CountingFilter(maps.view("node_ports"))
@@ -74,7 +74,7 @@ class MapWriter:
 
     def grown(self) -> None:
         """The maps have been replaced by larger ones with the same content: from now on those are written."""
-        self.rows = self._open_rows(self.rows.published)
+        self.rows, self.loads = self._open_rows(self.rows.published), self._maps.view("loads")
 
     def write(self, batch: Batch) -> None:
         """Write everything; may be called again when it has failed.
@@ -87,6 +87,9 @@ class MapWriter:
             if batch.members:
                 rows.write_backends(batch.members)
                 self.backend_sockets.add(rows.backend_bits([n for group in batch.members for n in group.ids]))
+            if batch.weights:
+                ids, weights = np.array(batch.weights, dtype=np.int64).T
+                self.loads["weight"][ids] = weights
             if batch.flags:
                 rows.write_flags(batch.flags)
             if batch.rings:
@@ -141,6 +144,9 @@ class MapWriter:
         """Nor one from these, whose ids are free."""
         self.backend_sockets.remove(self.rows.backend_bits(ids))
         self.rows.clear_backends(ids)
+        loads = self.loads[ids]
+        self.loads["correction"][ids] = loads["closed"] - loads["opened"]  # none is open
+        self.loads["weight"][ids] = 0
 
     def only(self) -> None:
         """Clear every bit that a former process left behind."""

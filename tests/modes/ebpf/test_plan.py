@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -238,30 +237,6 @@ def test_rings_are_cut_only_when_maps_cannot_grow() -> None:
     free(plan)
     change(plan, port([1, 2, 3, 4], "10.96.0.2", "default/s2", algorithm="mh"), name="default/s2")
     assert not plan.cut, "there is room again"
-
-
-# Algorithm, backends -> whether it follows the load, and the ring of a service whose first backend has all connections.
-BALANCED = [
-    pytest.param("lc", [1, 2], True, {1: 1, 2: 7}, id="a-busy-backend-gets-less"),
-    pytest.param("lc", [1], True, {}, id="nothing-to-choose"),
-    pytest.param("random", [1, 2], False, {}, id="another-algorithm"),
-]
-
-
-@pytest.mark.parametrize(("algorithm", "backends", "follows", "ring"), BALANCED)
-def test_services_that_follow_the_load_are_balanced(
-    algorithm: str, backends: list[int], follows: bool, ring: dict[int, int]
-) -> None:
-    plan, batch = Plan(SIZES), Batch()
-    entry = port(backends, algorithm=algorithm)
-    change(plan, port(backends, algorithm="random" if follows else "lc"))
-    change(plan, entry)
-    assert plan.follows_load == ({1} if follows else set())
-    plan.balance(batch, {1: 7})
-    plan.commit(batch)
-    assert [dict(Counter(ids)) for _, _, ids in rings(batch)] == ([ring] if ring else [])
-    assert not change(plan).rings
-    assert not plan.follows_load
 
 
 def test_what_is_in_use_is_counted_by_map_and_again_when_it_goes() -> None:

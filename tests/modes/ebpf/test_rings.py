@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from hybrid_proxy.dataplane.balancing import ALGORITHMS, KNOWN, ring_of
-from hybrid_proxy.dataplane.balancing.least_connections import FAIR
 from hybrid_proxy.dataplane.mode import Unmet
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
@@ -29,6 +27,8 @@ SPREADS = {
     "sh": "SERVICE_BY_CLIENT",
     "rr": "SERVICE_ROUND_ROBIN",
     "wrr": "SERVICE_ROUND_ROBIN",
+    "lc": "SERVICE_FEWEST",
+    "wlc": "SERVICE_FEWEST",
 }
 
 
@@ -101,7 +101,7 @@ def test_slots_are_the_ring_of_the_algorithm(store: Store, entries: list[Entry])
     store.apply({one: ()})
     settle(store)
     assert store.plan.slots.in_use == 0
-    assert not frozenset(store.plan.follows_load)
+    assert not frozenset(store.plan.counts_flows)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -168,56 +168,25 @@ def ids(store: Store, key: str = one) -> list[int]:
     return known.ids.tolist()
 
 
-def test_shares_follow_the_load(store: Store) -> None:
-    store.apply({one: (port("lc", [1, 1, 1]),), two: (entry(two, V2, 3),)})
-    assert len(frozenset(store.plan.follows_load)) == 1
-    others = slots_of(store, V2)
-    first, second, third = ids(store)
-    assert store.balance({first: 100, second: 10, third: 10}) == 1
-    counts = Counter(slots_of(store)[0])
-    busy, *idle = (counts[backend] for backend in expected("lc", port("lc", [1, 1, 1]).serving))
-    assert 0 < busy < FAIR / 2
-    assert min(idle) > FAIR
-    assert slots_of(store, V2) == others
-    for _ in range(8):
-        store.balance(dict.fromkeys(ids(store), 40))
-        settle(store)
-    assert slots_of(store)[0] == expected("lc", port("lc", [1, 1, 1]).serving), "equal again"
+def test_whose_open_flows_are_counted_has_a_flag_and_a_weight(store: Store) -> None:
+    def counted() -> list[tuple[bool, int]]:
+        flags, weights = store.backends["flags"], store.maps.view("loads")["weight"]
+        return [
+            (bool(flags[number] & layout.abi_constants()["BACKEND_COUNTED"]), weights[number]) for number in ids(store)
+        ]
 
-
-def test_equal_loads_change_nothing(store: Store) -> None:
-    store.apply({one: (port("lc", [1, 1, 1]),)})
-    words = store.services["sets"].copy()
-    assert store.balance({}) == 0
-    assert store.balance(dict.fromkeys(ids(store), 500)) == 0
-    assert (store.services["sets"] == words).all()
-
-
-def test_weights_count_for_wlc_and_lc(store: Store) -> None:
-    for algorithm, parts in (("wlc", 3), ("lc", 3)):
-        store.apply({one: (port(algorithm, [3, 1]),)})
-        light, heavy = ids(store)[1], ids(store)[0]
-        store.balance({heavy: 100 * parts, light: 100})
-        counts = Counter(slots_of(store)[0])
-        (heavy_count, light_count) = (counts[backend] for backend in expected("lc", port("lc", [1, 1]).serving))
-        assert heavy_count == parts * light_count
-
-
-def test_a_backend_that_comes_between_two_counts_gets_a_fair_share(store: Store) -> None:
-    store.apply({one: (port("lc", [1, 1]),)})
-    store.balance({ids(store)[0]: 1000})
-    store.apply({one: (port("lc", [1, 1, 1]),)})
-    counts = Counter(slots_of(store)[0])
-    busy, idle, new = (counts[backend] for backend in expected("lc", port("lc", [1, 1, 1]).serving))
-    assert busy < new < idle
-    settle(store)
-    check_books(store, 1, [port("lc", [1, 1, 1])], settled=False)
-
-
-def test_no_room_for_other_shares_leaves_the_ring(open_maps: OpenMaps) -> None:
-    store = Store(open_maps(max_slots=64), HZ)
-    store.apply({one: (port("lc", [1, 1, 1]),), **many(14, 3, 20)})
-    before = slots_of(store)
-    store.balance({ids(store)[0]: 100})
-    assert not store.plan.unprogrammed
-    assert slots_of(store) == before
+    store.apply({one: (port("random", [3, 1]),), two: (port("lc", [2, 2], V2, two),)})
+    assert counted() == [(False, 0), (False, 0)]
+    assert store.plan.recount
+    store.plan.recount = False
+    store.apply({one: (port("wlc", [3, 1]),)})
+    assert counted() == [(True, 3), (True, 1)]
+    assert len(frozenset(store.plan.counts_flows)) == 2
+    assert store.plan.recount, "what is open already is to be counted"
+    store.plan.recount = False
+    store.apply({one: (port("lc", [5, 1, 2]),)})
+    assert counted() == [(True, 5), (True, 1), (True, 2)]
+    assert not store.plan.recount
+    store.apply({one: (port("rr", [5, 1, 2]),), two: ()})
+    assert [flag for flag, _ in counted()] == [False] * 3
+    assert not frozenset(store.plan.counts_flows)
