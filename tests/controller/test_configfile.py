@@ -228,6 +228,8 @@ USED = [
     (H, "ebpf.eventRate", 7, "options.event_rate", 7),
     (H, "ebpf.rejectRate", 7, "options.reject_rate", 7),
     (H, "ebpf.failover.failures", 0, "options.failover_failures", 0),
+    (H, "ebpf.failover.percentage", 0, "options.failover_percentage", 0),
+    (H, "ebpf.failover.connections", 7, "options.failover_connections", 7),
     (H, "ebpf.probes.interval", "250ms", "options.probe_interval", 0.25),
     (H, "ebpf.probes.timeout", "2s", "options.probe_timeout", 2.0),
     (H, "ebpf.probes.failures", 2, "options.probe_failures", 2),

@@ -102,7 +102,7 @@ def test_interfaces_that_come_faster_than_links_are_attached_get_filters(
     class Slow(Attachment):
         def run(self, program: int, at: int | None = None) -> None:
             super().run(program, at)
-            time.sleep(attach.LINK_SECONDS / 2)
+            time.sleep(attach.LINK_SECONDS)  # so that what the share adds meanwhile pays for no second one
 
     monkeypatch.setattr(attach, "Attachment", Slow)
     with closing(Ebpf(options, lambda: None)) as agent:
