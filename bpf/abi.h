@@ -246,8 +246,9 @@ enum interface_flags {
 	INTERFACE_STRICT4 = 1 << 0, /* the way back to the source is by this interface */
 	INTERFACE_LOOSE4 = 1 << 1,  /* there is a way back to the source */
 	INTERFACE_STRICT6 = 1 << 2,
-	INTERFACE_IN_VRF = 1 << 3, /* its packets have a table of routes of their own */
-	INTERFACE_SHARED = 1 << 4, /* frames for others come here, too: it is a bridge's port, or below a macvlan */
+	INTERFACE_IN_VRF = 1 << 3,  /* its packets have a table of routes of their own */
+	INTERFACE_BRIDGE_SHIFT = 8, /* the bits from here on: index of the bridge that it is a port of, 0: of none */
+	INTERFACE_SHARED = 1 << 4,  /* frames for others come here, too: it is a bridge's port, or below a macvlan */
 };
 
 /* Destinations of routes that have several next hops, by longest prefix; `bits` counts from `family` on. */
@@ -308,6 +309,12 @@ struct node {
 	__s32 half_open; /* pairs in `flows` that are not established; user space counts them again now and then */
 	__u32 draining;	 /* non-zero while no new flow may begin: there are no frontends then */
 	__u32 pad;
+};
+
+/* An interface's own addresses, zeros where it has none: the sources of what is masqueraded and leaves by it. */
+struct interface_address {
+	__u32 address4;
+	__u32 address6[4];
 };
 
 /* Which packets between pods of this node are handed over past the stack. */

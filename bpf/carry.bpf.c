@@ -154,4 +154,30 @@ int uplink_egress(struct __sk_buff *skb)
 	return carry(skb, HOOK_UPLINK_EGRESS);
 }
 
+/* No former datapath is asked: those before this one were at no interfaces without Ethernet headers, and would leave
+ * the packet the header that it was given.
+ */
+INLINE int carry_bare(struct __sk_buff *skb, const enum hook hook)
+{
+	struct carrying *self;
+	__u32 first = 0;
+
+	self = bpf_map_lookup_elem(&carrying, &first);
+	if (!self || READ_ONCE(self->state) == CARRY_ALL_FORMER)
+		return TC_ACT_UNSPEC;
+	return prefilter_bare(skb, hook);
+}
+
+SEC("tc")
+int bare_ingress(struct __sk_buff *skb)
+{
+	return carry_bare(skb, HOOK_UPLINK_INGRESS);
+}
+
+SEC("tc")
+int bare_egress(struct __sk_buff *skb)
+{
+	return carry_bare(skb, HOOK_UPLINK_EGRESS);
+}
+
 char LICENSE[] SEC("license") = "GPL";

@@ -7,7 +7,8 @@
  * At an uplink are clients beyond the node, other nodes' pods, and what this node sends past its sockets' hooks.
  * Ingress translates what they send to a service, and puts back clients' addresses where the node's replaced them.
  * Egress turns backends' answers into the service's, translates what kernel clients and raw sockets of this node send
- * to a service, and keeps packets for addresses that no service has from leaving.
+ * to a service, and keeps packets for addresses that no service has from leaving. Tunnels whose packets have no
+ * Ethernet header are uplinks with programs of their own (bare.h).
  */
 #include "config.h"
 #include "maps.h"
@@ -43,6 +44,18 @@ SEC("tc")
 int uplink_egress(struct __sk_buff *skb)
 {
 	return prefilter(skb, HOOK_UPLINK_EGRESS);
+}
+
+SEC("tc")
+int bare_ingress(struct __sk_buff *skb)
+{
+	return prefilter_bare(skb, HOOK_UPLINK_INGRESS);
+}
+
+SEC("tc")
+int bare_egress(struct __sk_buff *skb)
+{
+	return prefilter_bare(skb, HOOK_UPLINK_EGRESS);
 }
 
 char LICENSE[] SEC("license") = "GPL";

@@ -4,6 +4,7 @@
 #ifndef HYBRID_PROXY_PREFILTER_H
 #define HYBRID_PROXY_PREFILTER_H
 
+#include "bare.h"
 #include "delivery.h"
 #include "hash.h"
 #include "node.h"
@@ -13,12 +14,14 @@
 
 INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6);
 
-/* Addresses and ports of a packet with the common headers; false: it takes a closer look (packet.h). */
-INLINE bool parse_fast(struct __sk_buff *skb, struct tuple *t, const bool v6)
+/* Addresses and ports of a packet with the common headers, of which IP's is at `offset`; false: it takes a closer look
+ * (packet.h).
+ */
+INLINE bool parse_fast(struct __sk_buff *skb, struct tuple *t, const __u32 offset, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-	struct ipv6hdr *ip6 = data + L3_OFFSET;
-	struct iphdr *ip4 = data + L3_OFFSET;
+	struct ipv6hdr *ip6 = data + offset;
+	struct iphdr *ip4 = data + offset;
 	__be16 *ports = v6 ? (void *)(ip6 + 1) : (void *)(ip4 + 1);
 
 	if ((void *)(ports + 2) > end)
@@ -40,11 +43,11 @@ INLINE bool parse_fast(struct __sk_buff *skb, struct tuple *t, const bool v6)
 }
 
 /* Is the packet certainly no service's? Most are not. The datapath asks the same of those that stay. */
-INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const bool v6)
+INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const __u32 offset, const bool v6)
 {
 	struct tuple t = {};
 
-	if (!parse_fast(skb, &t, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
+	if (!parse_fast(skb, &t, offset, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
 		return false;
 	if (hook == HOOK_POD_EGRESS)
 		return t.protocol != IPPROTO_UDP || !is_awaited(&t, v6);
@@ -61,7 +64,7 @@ INLINE bool is_tagged(struct __sk_buff *skb)
 
 INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	return is_irrelevant(skb, hook, v6) ? TC_ACT_UNSPEC : call_datapath(skb, hook, v6);
+	return is_irrelevant(skb, hook, L3_OFFSET, v6) ? TC_ACT_UNSPEC : call_datapath(skb, hook, v6);
 }
 
 /* A packet at one of the hooks of an interface. */
@@ -72,6 +75,23 @@ INLINE int prefilter(struct __sk_buff *skb, const enum hook hook)
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		return enter_family(skb, hook, false);
 	return skb->protocol == bpf_htons(ETH_P_IPV6) ? enter_family(skb, hook, true) : TC_ACT_UNSPEC;
+}
+
+INLINE int enter_bare_family(struct __sk_buff *skb, const enum hook hook, const bool v6)
+{
+	return is_irrelevant(skb, hook, 0, v6) ? TC_ACT_UNSPEC : call_bare_datapath(skb, hook, v6);
+}
+
+/* A packet at one of the hooks of an interface whose packets have no Ethernet header. */
+INLINE int prefilter_bare(struct __sk_buff *skb, const enum hook hook)
+{
+	if (!is_ingress(hook) && skb->tc_index == BARE_DONE) {
+		skb->tc_index = 0;
+		return TC_ACT_UNSPEC;
+	}
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		return enter_bare_family(skb, hook, false);
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? enter_bare_family(skb, hook, true) : TC_ACT_UNSPEC;
 }
 
 #endif

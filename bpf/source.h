@@ -103,9 +103,10 @@ INLINE long fib_lookup_as_host(struct __sk_buff *skb, struct bpf_fib_lookup *hop
 }
 
 /* Ask for the way from `space->result.daddr` back to the packet's source, as fib_validate_source() does: as a packet
- * of this node's own. Where forwarding is off, only the stack itself can take the packet.
+ * of this node's own. Where forwarding is off, only the stack itself can take the packet. To the stack, what comes in
+ * at a bridge's port comes in at the `bridge`.
  */
-INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, const bool strict, const bool v6)
+INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, const bool strict, __u32 bridge, const bool v6)
 {
 	const __u32 *source = space->packet.tuple.saddr;
 	struct bpf_fib_lookup *hop = &space->hop;
@@ -123,7 +124,7 @@ INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, const bo
 		return false;
 	}
 	NOTE(NOTE_PATH_BACK, hop->ifindex, strict);
-	return !strict || hop->ifindex == skb->ifindex || is_equal_path(skb, hop, source, v6);
+	return !strict || hop->ifindex == (bridge ? bridge : skb->ifindex) || is_equal_path(skb, hop, source, v6);
 }
 
 /* The kernel's rp_filter, or stricter (`--source-check`). */
@@ -133,7 +134,7 @@ INLINE bool passes_reverse_path(struct __sk_buff *skb, struct scratch *space, __
 
 	if (!flags || !(*flags & (v6 ? INTERFACE_STRICT6 : INTERFACE_STRICT4 | INTERFACE_LOOSE4)))
 		return true;
-	return has_path_back(skb, space, v6 || *flags & INTERFACE_STRICT4, v6);
+	return has_path_back(skb, space, v6 || *flags & INTERFACE_STRICT4, *flags >> INTERFACE_BRIDGE_SHIFT, v6);
 }
 
 /* May the packet's source begin a flow, or be answered? `ifindex`: where it came in, on its way to

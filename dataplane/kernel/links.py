@@ -1,7 +1,7 @@
 """Interfaces by rtnetlink: which there are, which are pods, when they change.
 
 Default rule: an uplink is an interface that carries a default route or one of the node's primary addresses, or a
-device (also a bond, a team, a VLAN) with an address; a
+device (also a bond, a VLAN, a tunnel, ...: `UPLINK_KINDS`) with an address; a
 pod's interface is a veth or netkit device that is no uplink and whose peer lives in another namespace. Patterns
 in the options replace either half of the rule.
 """
@@ -35,7 +35,16 @@ from hybrid_proxy.dataplane.table import family_of
 
 POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
-UPLINK_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
+DEVICE_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
+# Others behind which hosts are: other nodes' pods, or clients of a private network. A bridge is not among them, because
+# its ports are served one by one.
+UPLINK_KINDS = DEVICE_KINDS | {
+    "geneve", "gre", "gretap", "ip6gre", "ip6gretap", "ip6tnl", "ipip", "ipvlan", "macsec", "macvlan", "openvswitch",
+    "sit", "tun", "vxlan", "wireguard", "xfrm",
+}  # fmt: skip
+# ARPHRD_ of interfaces whose packets have no header before IP's (linux/if_arp.h): PPP, IPIP, ip6tnl, sit, GRE, raw IP,
+# ip6gre, WireGuard and TUN, xfrm.
+BARE = frozenset({512, 768, 769, 776, 778, 519, 823, 0xFFFE})
 SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addresses are services'
 # linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h
 GET_LINK, GET_ADDRESS, GET_ROUTE = 18, 22, 26
@@ -75,7 +84,8 @@ class Interface(msgspec.Struct, frozen=True):
     default_route: bool
     addresses: tuple[str, ...]
     master: int = 0  # index of the bridge or bond that it is a port of
-    ethernet: bool = True  # packets have an Ethernet header, which the programs expect
+    ethernet: bool = True  # packets have an Ethernet header
+    bare: bool = False  # packets begin with the IP header
     lower: int = 0  # of a VLAN or a macvlan: index of the interface that it is on
     mac: str = "00:00:00:00:00:00"
 
@@ -261,6 +271,7 @@ def _interface(
         addresses=tuple(addresses.get(index, ())),
         master=_number(known.get(IFLA_MASTER)),
         ethernet=kind == ETHERNET,
+        bare=kind in BARE,
         lower=_number(known.get(IFLA_LINK)),
         mac=_hardware_address(known).hex(":"),
     )
@@ -285,7 +296,7 @@ def can_offload(interface: Interface) -> bool:
     Ports of a bridge or a bond are left to that. At tunnels, routes may ask for a header that a flowtable does not
     write.
     """
-    known = interface.kind in POD_KINDS | UPLINK_KINDS | {"bridge"}
+    known = interface.kind in POD_KINDS | DEVICE_KINDS | {"bridge"}
     return known and interface.ethernet and not interface.master
 
 

@@ -36,6 +36,17 @@ FEATURES = {
     "ip_set": Feature((2, 6), "2.6.39, netfilter: ipset: IP set core support"),
     "nf_tables": Feature((3, 13), "netfilter: add nftables"),
     "nf_flow_table": Feature((4, 16), "netfilter: add generic flow table infrastructure"),
+    "VXLAN": Feature((3, 7), "d342894c5d2f, vxlan: virtual extensible lan; a module of Debian"),
+    "IPIP": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
+    "GRE": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
+    "Geneve": Feature((4, 2), "2d07dc79fe04, geneve: add initial netdev driver for GENEVE tunnels; a module of Debian"),
+    "WireGuard": Feature((5, 6), "e7096c131e51, net: WireGuard secure network tunnel; a module of Debian"),
+    "bond": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
+    "VLAN": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
+    "macvlan": Feature((2, 6), "2.6.23, b863ceb7ddce, [NET]: Add macvlan driver; a module of Debian"),
+    "ipvlan": Feature((3, 19), "2ad7bf363841, ipvlan: Initial check-in of the IPVLAN driver; a module of Debian"),
+    "netkit": Feature((6, 7), "35dfaad7188c, netkit, bpf: Add bpf programmable net device; a module of Debian"),
+    "br_netfilter": Feature((3, 18), "34666d467cbf, netfilter: bridge: move br_netfilter out of the core"),
     "SCTP sockets": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
 }  # fmt: skip
 

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 TCX_INGRESS, TCX_EGRESS = 46, 47
 # In this order: what ingress translates meets its answer at egress, even if that comes at once.
 HOOKS = (("egress", TCX_EGRESS, False), ("ingress", TCX_INGRESS, True))
+BARE = "bare"  # the programs at interfaces whose packets have no Ethernet header
 SOCKET_HOOKS = {
     "connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15, "recvmsg4": 19, "recvmsg6": 20,
     "getpeername4": 29, "getpeername6": 30,
@@ -55,6 +56,13 @@ def _link_path(folder: Path, *parts: object) -> Path:
     return folder / "_".join(("link", *map(str, parts)))
 
 
+Hook = tuple[str, int, bool]  # program, type of attachment, whether it is at ingress
+
+
+def _hooks(kind: str) -> tuple[Hook, ...]:
+    return tuple((f"{kind}_{way}", attach_type, ingress) for way, attach_type, ingress in HOOKS)
+
+
 Chosen = Callable[[Interface, tuple[str, ...]], bool]  # an interface and the node's primary addresses
 
 
@@ -66,7 +74,7 @@ class Links:
         self.programs: Object | None = None
         self.what = kind
         self.chosen = chosen
-        self.hooks = tuple((f"{kind}_{way}", attach_type, ingress) for way, attach_type, ingress in HOOKS)
+        self.hooks = _hooks(kind)
         self.attached: dict[int, Interface] = {}
         self.failed: dict[str, str] = {}
         self.kind = "tcx"  # of links; "clsact" where the kernel has none
@@ -102,8 +110,8 @@ class Links:
         """Swap the programs in where ours are. Elsewhere a few interfaces get links, and the others get filters."""
         fresh: list[Interface] = []
         for interface in interfaces:
-            if not interface.ethernet:
-                self._note_failure(interface, "its packets have no Ethernet header, which the programs expect")
+            if not (interface.ethernet or (interface.bare and self.what == "uplink")):
+                self._note_failure(interface, "its packets have a header that the programs do not know")
                 continue
             linked = interface.index not in self._filtered and self._has_links(interface.index)
             if not (linked and self._attach_links(interface)):
@@ -124,10 +132,14 @@ class Links:
         self._saved_at = now
         return self._saved > 0
 
+    def _hooks_at(self, interface: Interface) -> tuple[Hook, ...]:
+        return self.hooks if interface.ethernet else _hooks(BARE)
+
     def _has_links(self, index: int) -> bool:
         """Whether this process or a former one has attached a link there."""
         return any(
-            (index, name) in self._held or _link_path(self.folder, name, index).exists() for name, _, _ in self.hooks
+            (index, name) in self._held or _link_path(self.folder, name, index).exists()
+            for name, _, _ in (*self.hooks, *_hooks(BARE))
         )
 
     def _attach_links(self, interface: Interface) -> bool:
@@ -136,7 +148,7 @@ class Links:
             return False
         fresh, began = not self._has_links(interface.index), time.monotonic()
         try:
-            for name, attach_type, _ in self.hooks:
+            for name, attach_type, _ in self._hooks_at(interface):
                 path = _link_path(self.folder, name, interface.index)
                 made = Attachment(path, attach_type, interface.index, interface.name)
                 held = self._held.get((interface.index, name), made)
@@ -162,7 +174,7 @@ class Links:
             [
                 clsact.Filter(interface.index, name, self.programs.program(name), ingress)
                 for interface in interfaces
-                for name, _, ingress in self.hooks
+                for name, _, ingress in self._hooks_at(interface)
             ]
         )
         for interface in interfaces:
@@ -188,7 +200,7 @@ class Links:
 
     def _detach(self, index: int) -> None:
         interface = self.attached.pop(index)
-        for name, _, _ in self.hooks:
+        for name, _, _ in self._hooks_at(interface):
             if held := self._held.pop((index, name), None):
                 held.remove()
         if index in self._filtered:
@@ -205,9 +217,9 @@ class Links:
             if (what := held.wrong(pins)) and interface_name(index) == held.where:
                 yield f"{name} at {held.where} {what}"
         if self._filters is not None and self.programs is not None:
-            programs = {(name, ingress): self.programs.program(name) for name, _, ingress in self.hooks}
             for index in self._filtered & self.attached.keys():
-                name = self.attached[index].name
+                name, hooks = self.attached[index].name, self._hooks_at(self.attached[index])
+                programs = {(hook, ingress): self.programs.program(hook) for hook, _, ingress in hooks}
                 for missing in self._filters.missing(index, programs):
                     if interface_name(index) == name:
                         yield f"{missing} at {name} is no filter any more"
@@ -231,7 +243,7 @@ class Links:
 
     def _forget_stale(self, wanted: dict[int, Interface]) -> None:
         """Pins of interfaces that went while no process was there to see it."""
-        for name, _, _ in self.hooks:
+        for name, _, _ in (*self.hooks, *(_hooks(BARE) if self.what == "uplink" else ())):
             for path in self.folder.glob(f"link_{name}_*"):
                 if int(path.name.rsplit("_", 1)[1]) not in wanted:
                     path.unlink(missing_ok=True)

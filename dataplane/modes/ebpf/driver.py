@@ -118,6 +118,8 @@ class Drivers:
         """Why tc alone serves an interface; "": nothing known against it."""
         if interface.kind in LAYERED:
             return f"{LAYERED[interface.kind]}, whose ports have the drivers"
+        if not interface.ethernet:
+            return "a tunnel, whose packets have no Ethernet header"
         if interface.master:
             return "a port of another interface, which gets its packets"
         if self.setting == "auto":

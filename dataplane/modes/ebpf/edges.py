@@ -5,14 +5,14 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
-from hybrid_proxy.dataplane.kernel.links import Hop, Interface
+from hybrid_proxy.dataplane.kernel.links import SERVICES_DEVICE, Hop, Interface, is_usable
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.table import NodeNetwork, family_of
 
@@ -135,32 +135,64 @@ def own_addresses(addresses: Iterable[str]) -> set[bytes]:
     }
 
 
-def interface_flags(interfaces: Iterable[Interface], filters: Mapping[int, int], *, strictly: bool) -> dict[int, int]:
+def interface_addresses(interfaces: Iterable[Interface], primary: Iterable[str]) -> dict[bytes, bytes]:
+    """Elements of map `interface_addresses`: of each family the node's primary address, or else the interface's first.
+
+    So netfilter chooses where it masquerades (inet_select_addr), but for interfaces with addresses of several networks.
+    """
+    primary = tuple(primary)
+    rows = {}
+    for interface in interfaces:
+        usable = [address for address in interface.addresses if is_usable(address)]
+        chosen = {family_of(address): address for address in reversed(usable)}
+        chosen |= {family_of(address): address for address in usable if address in primary}
+        if chosen and interface.name != SERVICES_DEVICE:
+            rows[word(interface.index)] = layout.pack(
+                "interface_address",
+                address4=layout.words_of(chosen[4])[0] if 4 in chosen else 0,
+                address6=layout.words_of(chosen[6]) if 6 in chosen else [0] * 4,
+            )
+    return rows
+
+
+def interface_flags(
+    interfaces: Iterable[Interface],
+    filters: Mapping[int, int],
+    *,
+    strictly: bool,
+    is_served: Callable[[Interface], bool] = lambda _: False,
+) -> dict[int, int]:
     """Elements of map `interfaces`: what is asked of packets that come in at each of them.
 
     As the kernel does in __fib_validate_source(). Where the interface has no address, a loose check is a strict one.
+    What comes in at a bridge's port has come in at the bridge, as far as the kernel's checks are concerned.
 
     Args:
         interfaces: all of the node.
         filters: `rp_filter` as it counts, by index.
         strictly: let the way back be by the interface itself everywhere, IPv6's too, for which the kernel has no check.
+        is_served: whether an interface has programs of its own as an uplink. If a macvlan has, the interface below it
+            need not serve the macvlan's frames.
     """
     interfaces = tuple(interfaces)
     flag = layout.abi_constants()
     vrfs = {interface.index for interface in interfaces if interface.kind == "vrf"}
-    below = {other.lower for other in interfaces if other.kind == "macvlan" and not other.peer_elsewhere}
+    bridges = {interface.index: interface for interface in interfaces if interface.kind == "bridge"}
+    below = {i.lower for i in interfaces if i.kind == "macvlan" and not (i.peer_elsewhere or is_served(i))}
     asked = {}
     for interface in interfaces:
-        if not interface.ethernet:
+        if not (interface.ethernet or interface.bare):
             continue
-        setting = filters.get(interface.index, 0)
-        strict = strictly or setting == STRICT or (setting > STRICT and not any("." in a for a in interface.addresses))
+        entered = bridges.get(interface.master, interface)
+        setting = filters.get(entered.index, 0)
+        strict = strictly or setting == STRICT or (setting > STRICT and not any("." in a for a in entered.addresses))
         asked[interface.index] = (
             flag["INTERFACE_STRICT4"] * strict
             | flag["INTERFACE_LOOSE4"] * (setting > STRICT and not strict)
             | flag["INTERFACE_STRICT6"] * strictly
             | flag["INTERFACE_IN_VRF"] * (interface.master in vrfs)
             | flag["INTERFACE_SHARED"] * (interface.master not in {0, *vrfs} or interface.index in below)
+            | (entered.index << flag["INTERFACE_BRIDGE_SHIFT"]) * (entered is not interface)
         )
     return asked
 

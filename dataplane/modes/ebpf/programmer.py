@@ -52,6 +52,7 @@ from hybrid_proxy.dataplane.modes.ebpf.driver import Drivers
 from hybrid_proxy.dataplane.modes.ebpf.edges import (
     cidr_columns,
     equal_paths,
+    interface_addresses,
     interface_flags,
     own_addresses,
     pod_columns,
@@ -632,13 +633,19 @@ class Ebpf:
     def _write_surroundings(self, node: Node) -> None:
         """What the programs must know of the node before they see packets of its interfaces."""
         strictly = self.options.source_check == "strict"
-        flags = interface_flags(node.interfaces, read_reverse_path_filters(), strictly=strictly)
+        flags = interface_flags(
+            node.interfaces,
+            read_reverse_path_filters(),
+            strictly=strictly,
+            is_served=lambda interface: self.uplinks.chosen(interface, self.table.node.primary),
+        )
         routes, paths = equal_paths(node.equal_paths)
         for name, wanted in (
             ("own_addresses", dict.fromkeys(own_addresses(node.local), bytes(4))),
             ("pod_links", dict.fromkeys(map(word, pod_links(node.interfaces, self.table.node)), bytes(4))),
             ("equal_paths", paths),
             ("equal_routes", routes),
+            ("interface_addresses", interface_addresses(node.interfaces, self.table.node.primary)),
             ("interfaces", {word(index): word(asked) for index, asked in flags.items()}),
         ):
             set_elements(self.maps.maps[name], wanted)
