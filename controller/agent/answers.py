@@ -214,6 +214,9 @@ class Answers:
             ),
             problems=list(cluster.problems.values()),
             without_backend=self._without_backend(),
+            refused_external_ips={
+                service: list(known.refused) for service, known in builder.external_ips.items() if known.refused
+            },
             conflicts={service: list(messages) for service, messages in builder.conflicts.items()},
             configuration=self.follower.status(self.mode.config),
             other_proxies=list(self.other_proxies.warnings),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
@@ -46,6 +46,7 @@ from hybrid_proxy.controller.kubernetes import Source
 from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.kubernetes.model import Replaced
 from hybrid_proxy.controller.semantics.cluster import Cluster
+from hybrid_proxy.controller.semantics.entries import ExternalIPs
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
@@ -70,6 +71,11 @@ if TYPE_CHECKING:
     from hybrid_proxy.controller.settings.configfile import Loaded
 
 log = logging.getLogger(__name__)
+
+EXTERNAL_IPS_END: Final = (
+    "spec.externalIPs is deprecated since Kubernetes 1.36, and kube-proxy will not serve it by default from 1.40 on "
+    "(KEP-5707): a Service of type LoadBalancer can take its place."
+)
 
 
 class _LinksChanged:
@@ -257,6 +263,7 @@ class Agent:
         self._busy_with = ""  # the part of the start in which no query is answered
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._unprogrammed: frozenset[str] = frozenset()
+        self._external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})  # that events told of
         self._relisted = False  # since memory was given back
         self._stop = threading.Event()
 
@@ -394,6 +401,7 @@ class Agent:
         if first:
             self._first_sync_done(at_start=at_start)
         self._report_unprogrammed(result)
+        self._report_external_ips()
 
     def _first_sync_done(self, *, at_start: bool) -> None:
         """The mode has programmed its first table, and serves."""
@@ -426,6 +434,22 @@ class Agent:
         for entry in self._unprogrammed - reasons.keys():
             log.info("%s is programmed now", entry)
         self._unprogrammed = frozenset(reasons)
+
+    def _report_external_ips(self) -> None:
+        """Tell of each Service with external IPs once, and again when what becomes of them changes."""
+        before, now = self._external_ips, self.syncer.builder.external_ips
+        if now is before:
+            return
+        self._external_ips = now
+        for name in sorted(now):
+            known, former = now[name], before.get(name)
+            if known.served and (former is None or former.served != known.served):
+                note = f"{name}: external IPs {', '.join(known.served)} are served. {EXTERNAL_IPS_END}"
+                self.events.of_service(name, "Normal", "ExternalIPsServed", "ProgramService", note, once=True)
+            if known.refused and (former is None or former.refused != known.refused):
+                note = f"{name}: {'; '.join(known.refused)}"
+                log.warning("%s", note)
+                self.events.of_service(name, "Warning", "ExternalIPsRefused", "ProgramService", note, once=True)
 
     def _links_changed(self) -> None:
         self._read_addresses()

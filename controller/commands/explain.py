@@ -192,6 +192,9 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace, pod_addre
     for service, messages in builder.conflicts.items():
         for message in messages:
             _say(f"conflict: {service}: {message}")
+    for service, known in builder.external_ips.items():
+        for message in known.refused:
+            _say(f"note: {service}: {message}")
 
     packets = packets_of(args, partial(_find_in, table), pod_address)
     verdicts = [explain(table, packet) for packet in packets]

@@ -87,6 +87,10 @@ def troubles(status: AgentStatus) -> list[Trouble]:
     if status.conflicts:
         details = [f"{service}: {message}" for service, several in status.conflicts.items() for message in several]
         found.append(Trouble(f"{_many(details, 'frontend')} of another service too", "conflict", details))
+    if status.refused_external_ips:  # as somebody has set it: no trouble of this node
+        names = sorted(status.refused_external_ips)
+        details = [f"{name}: {message}" for name in names for message in status.refused_external_ips[name]]
+        found.append(Trouble("", "note", details, Verdict.OK))
     found += _backend_troubles(dataplane.ebpf) if dataplane.ebpf else ()
     if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
         found.append(

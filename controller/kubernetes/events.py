@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -53,6 +54,9 @@ def service(entry: str) -> Regarding:
     return Regarding("Service", rest.partition(":")[0], "", namespace)
 
 
+_Key = tuple[Regarding, str, str, str, str]
+
+
 class _Occurrence(NamedTuple):
     """One event as it was handed over; without its note it is the key of its series, as in client-go."""
 
@@ -62,10 +66,11 @@ class _Occurrence(NamedTuple):
     action: str
     note: str
     at: datetime
+    once: bool = False  # every node says the same: one event of the cluster is enough
 
     @property
-    def key(self) -> tuple[Regarding, str, str, str]:
-        return self.regarding, self.kind, self.reason, self.action
+    def key(self) -> _Key:
+        return self.regarding, self.kind, self.reason, self.action, self.note if self.once else ""
 
 
 class _Series:
@@ -98,7 +103,7 @@ class Recorder:
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._queue: queue.Queue[_Occurrence] = queue.Queue(QUEUE)
-        self._series: dict[tuple[Regarding, str, str, str], _Series] = {}
+        self._series: dict[_Key, _Series] = {}
         self._stop = threading.Event()
         self._dropping = False
         self._last_name = 0
@@ -116,15 +121,19 @@ class Recorder:
         """How many events have not been tried yet."""
         return self._queue.qsize()
 
-    def event(self, regarding: Regarding, kind: str, reason: str, action: str, note: str) -> None:
+    def event(
+        self, regarding: Regarding, kind: str, reason: str, action: str, note: str, *, once: bool = False
+    ) -> None:
         """Tell what happened; never blocks and never raises.
 
         `kind` is `Normal` or `Warning`. `reason` and `action` are one word each, `reason` in upper camel case.
+        `once`: other nodes find the same, and the first of them writes it, under a name that all of them give it. So
+        thousands of nodes make one event of it, which they do not repeat.
         """
         if self._writer is None:
             return
         try:
-            self._queue.put_nowait(_Occurrence(regarding, kind, reason, action, note, datetime.now(UTC)))
+            self._queue.put_nowait(_Occurrence(regarding, kind, reason, action, note, datetime.now(UTC), once))
         except queue.Full:
             if not self._dropping:
                 log.warning("events for the cluster are dropped until the API server takes the %d before them", QUEUE)
@@ -134,9 +143,9 @@ class Recorder:
         """Report an event about this node. See `event`."""
         self.event(node(self._instance), kind, reason, action, note)
 
-    def of_service(self, entry: str, kind: str, reason: str, action: str, note: str) -> None:
-        """Report an event about the Service of a service port. See `event`."""
-        self.event(service(entry), kind, reason, action, note)
+    def of_service(self, entry: str, kind: str, reason: str, action: str, note: str, *, once: bool = False) -> None:
+        """Report an event about the Service of a service port, or a Service. See `event`."""
+        self.event(service(entry), kind, reason, action, note, once=once)
 
     def _run(self, writer: Connection) -> None:
         while not self._stop.is_set():
@@ -158,8 +167,10 @@ class Recorder:
             if path:
                 self._series[occurrence.key] = _Series(path, occurrence.at, self._clock())
             return
-        series.count += 1
         series.last, series.seen = occurrence.at, self._clock()
+        if occurrence.once:
+            return
+        series.count += 1
         if series.written == 1:
             self._write_series(writer, series)
 
@@ -177,7 +188,7 @@ class Recorder:
         """The path of the new event, None when it was not taken."""
         namespace = occurrence.regarding.namespace or "default"
         self._last_name = max(time.time_ns(), self._last_name + 1)
-        name = f"{occurrence.regarding.name}.{self._last_name:x}"
+        name = f"{occurrence.regarding.name}.{_digest(occurrence) if occurrence.once else f'{self._last_name:x}'}"
         place = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
         body = {
             "apiVersion": "events.k8s.io/v1",
@@ -207,6 +218,8 @@ class Recorder:
             try:
                 writer.write(method, path, msgspec.json.encode(body), content_type)
             except StatusError as error:
+                if error.code == 409 and method == "POST":
+                    return True  # another node was first
                 if error.code < 500 and error.code != 429:
                     log.warning("the API server refused an event (%s): %s", path, error)
                     return False
@@ -223,6 +236,11 @@ class Recorder:
                 return False
         log.warning("an event was dropped, the API server does not take it: %s", problem)
         return False
+
+
+def _digest(occurrence: _Occurrence) -> str:
+    text = "/".join((occurrence.kind, occurrence.reason, occurrence.action, occurrence.note))
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _reference(regarding: Regarding) -> dict[str, str]:

@@ -72,6 +72,8 @@ class Settings(msgspec.Struct, frozen=True):
     `localhost_node_ports` is off, localhost; but see `health_addresses`.
     `primary` overrides the node's primary address of its family (kube-proxy's `bindAddress`).
     `proxy_name` is the name by which Services choose this proxy, empty: those that choose none.
+    `external_ips` is the gate AllowServiceExternalIPs (KEP-5707). Where `external_ip_cidrs` or `external_ip_namespaces`
+    are given, an external IP is served only inside of one of these ranges, and of a Service in one of these namespaces.
     `algorithms` are the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what
     services without it get; the table has the canonical ones (`dataplane.balancing`).
     """
@@ -85,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True):
     masquerade_all: bool = False
     masquerade_bit: int = 14
     external_ips: bool = True
+    external_ip_cidrs: tuple[str, ...] = ()
+    external_ip_namespaces: tuple[str, ...] = ()
     algorithm: str = "random"
     primary: tuple[str, ...] = ()
     algorithms: frozenset[str] = frozenset({"random"})
@@ -260,6 +264,37 @@ _LOOPBACK: Final = ("127.0.0.1", "::1")
 # One service
 
 
+class ExternalIPs(msgspec.Struct, frozen=True):
+    """What becomes of the `spec.externalIPs` of a Service: addresses that are served, and why others are not."""
+
+    served: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+def external_ips(service: Service, settings: Settings) -> ExternalIPs:
+    """Which external IPs of a Service this node serves.
+
+    Whoever may write a Service can claim any address by this field, and gets what pods and the node send there
+    (CVE-2020-8554). Where there is a list, what it does not name is refused; ranges of one family allow none of the
+    other. A load-balancer IP comes from the status, which only controllers write: it is nothing to be refused.
+    """
+    why = ""
+    if not settings.external_ips:
+        why = "external IPs are turned off (feature gate AllowServiceExternalIPs)"
+    elif settings.external_ip_namespaces and service.namespace not in settings.external_ip_namespaces:
+        why = f"externalIPs.allowedNamespaces does not name {service.namespace}"
+    networks = _networks(settings.external_ip_cidrs)
+    served = tuple(
+        address
+        for address in service.external_ips
+        if address in service.load_balancer_ips
+        or (not why and (not networks or any(ip_address(address) in network for network in networks)))
+    )
+    why = why or "no range of externalIPs.allowedCIDRs contains it"
+    others = [address for address in service.external_ips if address not in served]
+    return ExternalIPs(served, tuple(f"external IP {address} is not served: {why}" for address in others))
+
+
 def entries(
     service: Service,
     slices: Iterable[EndpointSlice],
@@ -351,11 +386,12 @@ class _Vips:
         self.node_ports = service.type in {"NodePort", "LoadBalancer"}
         self.external: list[tuple[Kind, str]] = []
         self.source_ranges: tuple[str, ...] | None = None
-        if service.load_balancer_ips or service.external_ips:
-            self.external = _external(service, cluster_ip, family, settings)
+        outer = external_ips(service, settings).served if service.external_ips else ()
+        if service.load_balancer_ips or outer:
+            self.external = _external(service, cluster_ip, family, outer)
             if service.source_ranges:
                 self.source_ranges = _source_ranges(service, family, network)
-        self.external_local = service.external_local and (self.node_ports or bool(service.external_ips))
+        self.external_local = service.external_local and (self.node_ports or bool(outer))
         if settings.masquerade_all:
             self.cluster_masquerade = Masquerade.ALWAYS
         elif network.pods.recognizes(family):
@@ -403,7 +439,7 @@ _LOCAL_POLICY: Final = {
 }
 
 
-def _external(service: Service, cluster_ip: str, family: int, settings: Settings) -> list[tuple[Kind, str]]:
+def _external(service: Service, cluster_ip: str, family: int, external: Iterable[str]) -> list[tuple[Kind, str]]:
     """Load-balancer IPs, then external IPs, of one family, each address once.
 
     An address that is both is a load-balancer IP: the source ranges must guard it.
@@ -411,9 +447,8 @@ def _external(service: Service, cluster_ip: str, family: int, settings: Settings
     found: dict[str, Kind] = {}
     for address in service.load_balancer_ips:
         found.setdefault(address, Kind.LOAD_BALANCER)
-    if settings.external_ips:
-        for address in service.external_ips:
-            found.setdefault(address, Kind.EXTERNAL_IP)
+    for address in external:
+        found.setdefault(address, Kind.EXTERNAL_IP)
     found.pop(cluster_ip, None)
     return [(kind, address) for address, kind in found.items() if family_of(address) == family]
 

@@ -17,9 +17,11 @@ from msgspec.structs import replace
 from hybrid_proxy.controller.kubernetes.model import Node
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.entries import (
+    ExternalIPs,
     HealthCheck,
     Settings,
     entries,
+    external_ips,
     health_addresses,
     health_check,
     node_network,
@@ -42,6 +44,7 @@ class Builder:
         self._asked: tuple[Node | None, tuple[str, ...], tuple[str, ...]] | None = None
         self._basis: object = None
         self._checks: Mapping[str, HealthCheck] = MappingProxyType({})
+        self._external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})
 
     def update_settings(self, settings: Settings) -> None:
         """By these settings from the next table on; services that they do not change stay the same objects."""
@@ -66,6 +69,11 @@ class Builder:
         """Service -> messages about its frontends that another service has."""
         return MappingProxyType(self._claims.lost)
 
+    @property
+    def external_ips(self) -> Mapping[str, ExternalIPs]:
+        """Service -> what becomes of its external IPs; the very same object when nothing of that changed."""
+        return self._external_ips
+
     def build(self, cluster: Cluster, interface_addresses: tuple[str, ...]) -> ServiceTable:
         """The table of the cluster as it is now; the very same object when nothing changed.
 
@@ -79,11 +87,12 @@ class Builder:
         names: Iterable[str]
         if dirty.services is None or basis != self._basis:
             # In one order, so that two agents with one cluster make one table.
-            names = sorted({*cluster.services, *self._claims.wanted})
+            names = sorted({*cluster.services, *self._claims.wanted, *self._external_ips})
         else:
             names = dirty.services
         self._basis = basis
         self._check(cluster, names)
+        self._note_external_ips(cluster, names)
         changes = self._claims.update(cluster, {name: self._entries(cluster, name, network) for name in names})
         return self._next(changes, network)
 
@@ -106,6 +115,17 @@ class Builder:
         if changed:
             checks = {**self._checks, **changed}
             self._checks = MappingProxyType({name: check for name, check in checks.items() if check is not None})
+
+    def _note_external_ips(self, cluster: Cluster, names: Iterable[str]) -> None:
+        changed: dict[str, ExternalIPs | None] = {}
+        for name in names:
+            service = cluster.services.get(name)
+            found = external_ips(service, self._settings) if service is not None and service.external_ips else None
+            if found != self._external_ips.get(name):
+                changed[name] = found
+        if changed:
+            noted = {**self._external_ips, **changed}
+            self._external_ips = MappingProxyType({name: one for name, one in noted.items() if one is not None})
 
     def _entries(self, cluster: Cluster, name: str, network: NodeNetwork) -> Entries:
         service = cluster.services.get(name) or cluster.moved.get(name)

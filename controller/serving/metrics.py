@@ -227,6 +227,11 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
         ("synced", "1 when everything known is programmed", int(status.synced)),
         ("malformed_objects", "Malformed objects", len(status.problems)),
         ("conflicts", "Services with an address and port that another one has", len(status.conflicts)),
+        (
+            "refused_external_ips",
+            "External IPs that are not served",
+            sum(map(len, status.refused_external_ips.values())),
+        ),
         ("unrepaired_drift", "Things that others changed and that are not put right yet", len(status.drift)),
         ("other_proxies", "Other proxies that were found on this node", len(status.other_proxies)),
         (

@@ -154,6 +154,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         problems: Objects that were refused, whose last good version stays in use; or a part of one that was ignored.
         without_backend: Service ports that have no backend on this node.
         conflicts: By service, the frontends that it lost because another service has them.
+        refused_external_ips: By service, which of its external IPs are not served, and why.
         configuration: The configuration in effect.
         other_proxies: Warnings about other proxies on this node.
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
@@ -187,6 +188,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     problems: list[Problem]
     without_backend: list[Lack] = []
     conflicts: dict[str, list[str]]
+    refused_external_ips: dict[str, list[str]] = {}
     configuration: ConfigurationStatus
     other_proxies: list[str]
     health_checks: HealthChecks

@@ -146,6 +146,8 @@ def resolve(given: Given) -> Config:
             masquerade_all=masquerade.masquerade_all,
             masquerade_bit=masquerade.masquerade_bit,
             external_ips=kube.feature_gates.get("AllowServiceExternalIPs", True),
+            external_ip_cidrs=ours.external_ips.allowed_cidrs,
+            external_ip_namespaces=ours.external_ips.allowed_namespaces,
             primary=primary,
             algorithm=ours.algorithm,
             algorithms=frozenset(CHOICES),

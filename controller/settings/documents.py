@@ -27,6 +27,7 @@ from hybrid_proxy.controller.settings.forms import (
     INTERFACE,
     LABEL,
     LISTEN,
+    NAMESPACES,
     NODE_NAME,
     NODE_PORT_ADDRESSES,
     NUMBER,
@@ -361,7 +362,8 @@ class KubeProxyConfiguration(_Part, frozen=True):
     api_version: str = "kubeproxy.config.k8s.io/v1alpha1"
     kind: str = KUBE_PROXY
     feature_gates: Annotated[dict[str, bool], _is(
-        "`AllowServiceExternalIPs=false`: do not serve external IPs. Other gates have no meaning here; a warning "
+        "`AllowServiceExternalIPs=false`: do not serve external IPs, which will be kube-proxy's default from 1.40 on "
+        "(KEP-5707). Other gates have no meaning here; a warning "
         "names them", GATES, "feature-gates"
     )] = msgspec.field(default_factory=dict)
     client_connection: ClientConnection = ClientConnection()
@@ -564,6 +566,19 @@ class Nftables(_Part, frozen=True):
     )] = _OPTIONS.offload_packets
 
 
+class ExternalIPs(_Part, frozen=True):
+    """Which external IPs of Services are served, where the gate AllowServiceExternalIPs leaves them on."""
+
+    allowed_cidrs: Annotated[tuple[str, ...], _is(
+        "Serve external IPs in these ranges only; a family without a range has none. Empty: all", CIDRS,
+        "external-ips-cidrs", group=SERVICES
+    )] = msgspec.field(default=_SETTINGS.external_ip_cidrs, name="allowedCIDRs")
+    allowed_namespaces: Annotated[tuple[str, ...], _is(
+        "Serve external IPs of Services in these namespaces only. Empty: in all", NAMESPACES,
+        "external-ips-namespaces", group=SERVICES
+    )] = _SETTINGS.external_ip_namespaces
+
+
 class HybridProxyConfiguration(_Part, frozen=True):
     """The settings that kube-proxy does not have: hybrid-proxy.io/v1alpha1."""
 
@@ -587,6 +602,7 @@ class HybridProxyConfiguration(_Part, frozen=True):
         "kube-proxy, which serves those without the label. Empty: serve those without the label",
         LABEL, "service-proxy-name", RESTART, SERVICES
     )] = ""
+    external_ips: ExternalIPs = msgspec.field(default=ExternalIPs(), name="externalIPs")
     manifests: Annotated[str, _is(
         "A file or folder of YAML and JSON that objects come from instead of an API server; it is watched for "
         "changes", TEXT._replace(metavar="PATH"), "manifests", RESTART, SOURCES

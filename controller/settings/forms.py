@@ -261,6 +261,12 @@ def _node_port_address(raw: str) -> str:
         raise ValueError(f"{error}, nor one of {', '.join(NODE_PORT_KEYWORDS)}") from None
 
 
+def _namespace(raw: str) -> str:
+    if not re.fullmatch(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", raw.strip()):
+        raise ValueError("is not a namespace: at most 63 small letters, digits and -, a letter or digit at both ends")
+    return raw.strip()
+
+
 def _address(raw: str) -> str:
     try:
         return canonical_address(raw)
@@ -336,6 +342,7 @@ ADDRESSES: Final = Form(
     list[str], "IP[,IP]", _unique(lambda item: canonical_address(item.partition("/")[0])), list, repeats=True
 )
 NODE_PORT_ADDRESSES: Final = Form(list[str], "CIDR[,CIDR]|primary", _unique(_node_port_address), list, repeats=True)
+NAMESPACES: Final = Form(list[str], "NAME[,NAME]", _unique(_namespace), list, repeats=True)
 FOLDER: Final = Form(str, "PATH", _folder)
 INTERFACE: Final = Form(str, "NAME", _interface)
 NODE_NAME: Final = Form(str, "NAME", _node_name)

@@ -197,6 +197,8 @@ def _addresses() -> Iterator[Case]:
                      cluster, REFUSED, port=81)  # fmt: skip
     yield from _each("2.19", "an address of no service: silence", ("pod1", "node", "client"), "web", cluster, SILENT,
                      address=("10.96.200.200", "fd96::f:1"))  # fmt: skip
+    yield from _each("2.19", "an address of no service in the eleventh ServiceCIDR: silence", ("pod1", "node"), "web",
+                     cluster, SILENT, address=("172.30.19.200", "fdc0:19::f:1"))  # fmt: skip
     port = 30_001  # of web, which everything here listens at, too
     second = ("192.168.77.22", "fd77::22")
     yield from _each("3.3", "node ports are served at the primary address", ("client",), "one", ("nodeport",),

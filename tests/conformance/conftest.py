@@ -31,7 +31,7 @@ from .kit import (
     node_manifest,
     ruleset,
 )  # fmt: skip
-from .world import HOST_PORT, SECOND, World, make_world, node_port_of, table_of
+from .world import HOST_PORT, MORE_CIDRS, SECOND, World, make_world, node_port_of, table_of
 
 MODES = (
     [m for m in available_modes() if m in os.environ["ONLY"].split(",")]
@@ -146,6 +146,7 @@ def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
         serve(made, SECOND)
         bench = bench_of(made, mode)
         agent, bench.static = bench.agent, make_world(bench)
+        (agent.manifests / "service-cidrs.json").write_text(MORE_CIDRS)
         before = request.session.testsfailed
         agent.start()
         yield bench

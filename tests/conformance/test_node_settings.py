@@ -143,6 +143,41 @@ def test_another_masquerade_bit(field: Lab, mode: str) -> None:
     assert packets["lost"] == 0, "the mark of somebody else was lost"
 
 
+@pytest.mark.row("1.10", "external IPs: those that an allow-list names, and no others")
+def test_external_ips_that_are_allowed(field: Lab, mode: str) -> None:
+    """`near` has an address outside of the ranges. Whoever has that address keeps it."""
+    bench = bench_of(field, mode)
+    allowed = Service(bench, 1, ())
+    ranges = ",".join(f"{allowed.external_ip(family)}/{32 if family == V4 else 128}" for family in (V4, V6))
+    flags = (f"--external-ips-cidrs={ranges}", "--external-ips-namespaces=conformance,1st")
+    with next_agent(field, mode, *flags) as (bench, services):
+        table = table_of(bench, bench.agent)
+        refused = bench.agent.running_status().refused_external_ips
+        assert services["far"].number == allowed.number
+        assert refused.keys() == {f"conformance/{name}" for name in ("near", "local", "away")}
+        for place, family in itertools.product(("client", "pod1", "node"), (V4, V6)):
+            target = target_of(bench, services["far"], "external", family)
+            seen = observe(bench, Probe(place, target, STREAM), node("remote1"))
+            assert seen.is_(node("remote1"), place), f"{place}: {seen}"
+            address, port = target_of(bench, services["near"], "external", family)
+            assert any(address in message for message in refused["conformance/near"])
+            packet = Packet("", field[place].address(family), address, port, "tcp")
+            assert explain(table, packet).verdict == "untouched"
+        for family in (V4, V6):
+            address, port = target_of(bench, services["near"], "external", family)
+            link = field.netlink("client")
+            index = link.link_lookup(ifname="eth0")[0]
+            with field.inside("client"):
+                listener = socket.socket(family, STREAM)
+                link.addr("add", index=index, address=address, prefixlen=32 if family == V4 else 128, flags=0x02)
+                listener.bind((address, port))
+                listener.listen()
+            with listener, bench.connect("pod1", (address, port), family) as connection:
+                accepted, _ = listener.accept()
+                accepted.close()
+                assert connection.recv(1) == b"", "the host that has the address answers"
+
+
 @pytest.mark.row("3.2", "nodePortAddresses: only addresses in the CIDRs")
 def test_node_ports_only_at_the_chosen_addresses(field: Lab, mode: str) -> None:
     with next_agent(field, mode, f"--nodeport-addresses={SUBNETS}") as (bench, services):

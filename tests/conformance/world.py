@@ -6,6 +6,7 @@ pods of this node (`pod2`), of the other one (`remote1`), or the nodes themselve
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,13 @@ __all__ = ["HOST_PORT", "PLANS", "SECOND", "UNALLOCATED", "World", "make_world",
 HOST_PORT = 9090  # where the nodes' own servers listen
 SECOND = ("192.168.77.22", "fd77::22")  # the node's second addresses, not primary ones
 UNALLOCATED = ("10.96.200.200", "fd96::f:1")  # in the range of ClusterIPs, and nobody's
+
+# Ten ranges more of each family, behind the first one in any order.
+_MORE_CIDRS = [*(f"172.30.{n}.0/24" for n in range(10, 20)), *(f"fdc0:{n}::/64" for n in range(10, 20))]
+MORE_CIDRS = json.dumps({
+    "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": {"name": "more"},
+    "spec": {"cidrs": _MORE_CIDRS},
+})  # fmt: skip
 
 LOCAL = {"externalTrafficPolicy": "Local"}
 INNER = {"internalTrafficPolicy": "Local"}

@@ -75,3 +75,22 @@ def test_deleted_and_made_again_in_one_batch(mode: str, start: Callable[..., Ser
     status = agent.wait(lambda status: status.services == 1)
     assert status.conflicts == {}
     assert status.dataplane.unprogrammed == []
+
+
+def test_external_ips_are_told_by_events(start: Callable[..., Served], lab: Lab, api: ApiServer) -> None:
+    web, other = shop(), shop("other")
+    web["spec"]["externalIPs"] = ["198.51.100.1", "192.0.2.1"]
+    other["spec"] |= {"clusterIP": "10.96.7.8", "clusterIPs": ["10.96.7.8"]}
+    api.put_all([web, other])
+    agent = start("--external-ips-cidrs=198.51.100.0/24")
+    until(lambda: api.events("ExternalIPsServed") and api.events("ExternalIPsRefused"), "both events")
+    for reason, kind, said in (
+        ("ExternalIPsServed", "Normal", "198.51.100.1"), ("ExternalIPsRefused", "Warning", "192.0.2.1")
+    ):  # fmt: skip
+        (event,) = api.events(reason)
+        assert (event["regarding"]["namespace"], event["regarding"]["name"], event["type"]) == ("shop", "web", kind)
+        assert said in event["note"]
+    assert agent.running_status().refused_external_ips.keys() == {"shop/web"}
+    del web["spec"]["externalIPs"]
+    api.put(web)
+    agent.wait(lambda status: not status.refused_external_ips)

@@ -90,6 +90,7 @@ GOOD = [
     pytest.param("-v=4",                   "verbosity",              4,                      id="-v=4"),
 ]
 BAD = [  # arguments, the flag and the value that the error names; forms that a file has, too, are in test_configfile
+    pytest.param("--external-ips-namespaces=shop,A_b", "--external-ips-namespaces", "'shop,A_b'", id="no namespace"),
     pytest.param("--service-proxy-name=a/b", "--service-proxy-name", "'a/b'", id="no value of a label"),
     pytest.param("--hostname-override= ", "--hostname-override", "' '", id="node name"),
     pytest.param("--detect-local-mode=BridgeInterface --pod-bridge-interface=sixteen-letters-",

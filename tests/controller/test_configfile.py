@@ -154,6 +154,8 @@ K, H = "KubeProxyConfiguration", "HybridProxyConfiguration"
 # fmt: off
 USED = [
     (K, "featureGates", {"AllowServiceExternalIPs": False}, "settings.external_ips", False),
+    (H, "externalIPs.allowedCIDRs", ["198.51.100.0/24"], "settings.external_ip_cidrs", ("198.51.100.0/24",)),
+    (H, "externalIPs.allowedNamespaces", ["shop", "3d"], "settings.external_ip_namespaces", ("shop", "3d")),
     (K, "clientConnection.kubeconfig", "/k", "kubeconfig", "/k"),
     (K, "clientConnection.qps", 50, "api_rate", 50.0),
     (K, "clientConnection.burst", 100, "api_burst", 100),

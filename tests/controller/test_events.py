@@ -107,6 +107,22 @@ def test_what_differs_is_no_repeat(api):
         until(lambda: len(api.events()) == 3, "three events")
 
 
+def test_what_every_node_finds_is_one_event(api, caplog):
+    def tell(recorder: Recorder, note: str) -> None:
+        recorder.event(service("shop/web"), "Warning", "ExternalIPsRefused", "ProgramService", note, once=True)
+
+    with recording(api) as first, recording(api) as second:
+        for recorder in (first, second, first):
+            tell(recorder, "192.0.2.1 is refused")
+            recorder.event(node(ME), "Normal", "Starting", "StartProxy", "behind it")
+        until(lambda: len(api.events("Starting")) == 2 and "series" in api.events("Starting")[0], "what came behind")
+        assert len(api.events("ExternalIPsRefused")) == 1, "two nodes say the same"
+        assert "series" not in api.events("ExternalIPsRefused")[0]
+        tell(second, "192.0.2.2 is refused")
+        until(lambda: len(api.events("ExternalIPsRefused")) == 2, "another fact")
+    assert "refused an event" not in caplog.text
+
+
 def test_a_server_that_is_away_gets_them_later(api):
     connection = Connection(str(api.kubeconfig()), None)
     with recording(api, unopened=connection) as recorder:

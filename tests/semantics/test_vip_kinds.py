@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from make import HTTP, SETTINGS, ServicePort, decide, endpoint_slice, here, only, service
+from make import HTTP, SETTINGS, ServicePort, cluster, decide, endpoint_slice, here, only, service
 
-from hybrid_proxy.controller.semantics.entries import Settings
+from hybrid_proxy.controller.kubernetes.model import Removed, Upserted
+from hybrid_proxy.controller.semantics.entries import Settings, external_ips
+from hybrid_proxy.controller.semantics.tables import Builder
 from hybrid_proxy.dataplane.table import Kind, Protocol
 
 NODE_PORT = (ServicePort("http", Protocol.TCP, 80, 30080),)
 OFF = Settings(node_name="node-a", external_ips=False)
+LISTED = Settings(node_name="node-a", external_ip_cidrs=("1.1.1.0/24",), external_ip_namespaces=("default", "shop"))
+OF_OTHERS = Settings(node_name="node-a", external_ip_cidrs=("1.1.1.0/24",), external_ip_namespaces=("shop",))
 
 # fmt: off
 CASES = [
@@ -19,6 +23,13 @@ CASES = [
                  id="external IPs carry the service's ports"),
     pytest.param({"external_ips": ("1.1.1.1",)}, OFF, ["ClusterIP 10.96.0.10:80"],
                  id="external IPs can be switched off (KEP-5707)"),
+    pytest.param({"external_ips": ("1.1.1.1", "2.2.2.2")}, LISTED, ["ClusterIP 10.96.0.10:80", "externalIP 1.1.1.1:80"],
+                 id="external IPs outside of the allowed ranges are not served"),
+    pytest.param({"external_ips": ("1.1.1.1",)}, OF_OTHERS, ["ClusterIP 10.96.0.10:80"],
+                 id="nor those of a namespace that is not allowed"),
+    pytest.param({"type": "LoadBalancer", "load_balancer_ips": ("5.5.5.5",), "external_ips": ("5.5.5.5",)}, OFF,
+                 ["ClusterIP 10.96.0.10:80", "load-balancer IP 5.5.5.5:80"],
+                 id="a load-balancer IP is served although it is an external IP, too"),
     pytest.param({"type": "LoadBalancer", "load_balancer_ips": ("5.5.5.5",)}, SETTINGS,
                  ["ClusterIP 10.96.0.10:80", "load-balancer IP 5.5.5.5:80"],
                  id="a load-balancer IP"),
@@ -53,6 +64,43 @@ def test_frontends(fields, settings, expected):
         for f in entry.frontends
     ]
     assert found == expected
+
+
+# fmt: off
+REFUSALS = [
+    pytest.param(OFF,       "1.1.1.1", "AllowServiceExternalIPs",        id="by the gate"),
+    pytest.param(OF_OTHERS, "1.1.1.1", "externalIPs.allowedNamespaces",  id="by the namespace"),
+    pytest.param(LISTED,    "2.2.2.2", "externalIPs.allowedCIDRs",       id="by the range"),
+    pytest.param(LISTED,    "fd05::1", "externalIPs.allowedCIDRs",       id="ranges allow none of the other family"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("settings", "address", "setting"), REFUSALS)
+def test_what_refuses_an_external_ip_is_named(settings: Settings, address: str, setting: str) -> None:
+    found = external_ips(service(external_ips=(address,)), settings)
+    assert found.served == ()
+    (message,) = found.refused
+    assert address in message
+    assert setting in message
+
+
+def test_the_builder_keeps_what_becomes_of_external_ips() -> None:
+    known = cluster(service(external_ips=("1.1.1.1", "2.2.2.2")))
+    builder = Builder(LISTED)
+    builder.build(known, ())
+    first = builder.external_ips
+    assert first["default/web"].served == ("1.1.1.1",)
+    assert len(first["default/web"].refused) == 1
+    known.apply(Upserted(service("other")))
+    builder.build(known, ())
+    assert builder.external_ips is first, "nothing of that changed"
+    builder.update_settings(OFF)
+    builder.build(known, ())
+    assert builder.external_ips["default/web"].served == ()
+    known.apply(Removed("Service", "default/web"))
+    builder.build(known, ())
+    assert builder.external_ips == {}
 
 
 # fmt: off

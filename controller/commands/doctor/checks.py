@@ -342,7 +342,13 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         return lost
     if facts.ports:
         names = dict.fromkeys(f"{port.name} ({port.protocol}, IPv{port.family})" for port in facts.ports)
-        return [Finding("ok", "object", f"{', '.join(names)}")]
+        todo = "allow it (docs/configuration.md, externalIPs), or use a Service of type LoadBalancer"
+        refused = [
+            Finding("warning", "object", f"{service}: {'; '.join(messages)}", todo, "object-refused")
+            for service, messages in (agent.refused_external_ips.items() if agent else ())
+            if facts.name and belongs(facts.name, service)
+        ]
+        return [Finding("ok", "object", f"{', '.join(names)}"), *refused]
     if node.denied:
         text = "its backends cannot be found by its name: permission denied"
         return [Finding("problem", "object", text, AS_ROOT, "no-agent")]

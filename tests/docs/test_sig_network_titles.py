@@ -1,0 +1,67 @@
+"""The table of sig-network's end-to-end tests in docs/conformance.md names tests of ours that exist."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+
+from tests.conformance.cases import CASES
+from tests.docs.pages import ROOT
+
+SUITES = ("Services", "Networking", "Conntrack", "EndpointSlice", "DualStack", "Traffic Distribution", "Topology Hints",
+          "KubeProxy", "Service CIDRs")  # fmt: skip
+HEADING = "## sig-network's end-to-end tests, and ours"
+ROW = re.compile(r"\| (?P<title>[^|]+) \| (?P<ours>[^|]+) \|")
+
+
+def table() -> dict[str, list[tuple[str, list[str]]]]:
+    """Of each suite the titles, with the entries of the cell beside them."""
+    _, *parts = (ROOT / "docs/conformance.md").read_text().partition(HEADING)[2].split("\n### ")
+    found = {}
+    for part in parts:
+        suite, _, text = part.partition("\n")
+        rows = [match for line in text.splitlines() if (match := ROW.fullmatch(line)) and "should" in line]
+        found[suite] = [(row["title"], row["ours"].split("<br>")) for row in rows]
+    return found
+
+
+@cache
+def functions() -> frozenset[str]:
+    """`file::function` of every test."""
+    return frozenset(
+        f"{path.name}::{name}"
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^\s*(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    )
+
+
+def exists(entry: str) -> bool:
+    """Whether it is a test, the row and words of a static case, or says whose task it is instead."""
+    if entry.startswith("row "):
+        return entry in {f"row {case.row}: {case.text}" for case in CASES}
+    if entry.startswith("`"):
+        return entry.strip("`") in functions()
+    return re.match(r"- \[?[a-z]", entry) is not None
+
+
+def test_every_suite_is_there() -> None:
+    assert tuple(table()) == SUITES
+    for suite, rows in table().items():
+        assert rows, suite
+        titles = [title for title, _ in rows]
+        assert len(titles) == len(set(titles)), f"{suite}: a title is there twice"
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_each_title_has_a_test_of_ours_that_exists(suite: str) -> None:
+    missing = [(title, entry) for title, entries in table()[suite] for entry in entries if not exists(entry)]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "entry", ["`test_rows.py::test_nothing`", "row 2.5: words of no case", "nothing", "", "`test_rows.py`"]
+)
+def test_what_is_not_there_is_found(entry: str) -> None:
+    assert not exists(entry)
