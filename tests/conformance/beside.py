@@ -14,11 +14,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybrid_proxy.dataplane.virtual_servers import Destination
 from hybrid_proxy.workshop.benchmarks import peer_rules
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS
 from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load
-from tests import kube_ipvs
 
 from .kit import PATIENCE, V4, Bench, Service, eventually
 
@@ -67,19 +65,15 @@ class KubeProxy:
     def sync(self, *services: Service, endpoint: bool = True) -> None:
         """Program these Services; `endpoint`: theirs has not gone."""
         address = self.bench.lab[KUBE_PROXYS].address4
-        if self.mode == "ipvs":
-            node = [address for address in self.bench.node_addresses if ":" not in address]
-            ipvs = [
-                kube_ipvs.Row(*one.vip(V4), (Destination(address, one.target),) if endpoint else (),
-                              one.protocol.lower(), one.node_port, tuple(node))
-                for one in services
-            ]  # fmt: skip
-            with self.bench.lab.inside("node"):
-                kube_ipvs.put(ipvs, CLUSTER_CIDRS[0], hooks=not self.began)
-            self.began = True
-            return
-        rows = [peer_rules.Row(one.vip(V4), ((address, one.target),), one.protocol.lower()) for one in services]
-        peer_rules.put(self.bench.lab, self.mode, peer_rules.Rows(CLUSTER_CIDRS[0], rows, not self.began))
+        rows = [
+            peer_rules.Row(
+                one.vip(V4), ((address, one.target),) if endpoint else (), one.protocol.lower(), one.node_port
+            )
+            for one in services
+        ]
+        node = tuple(address for address in self.bench.node_addresses if ":" not in address)
+        with self.bench.lab.inside("node"):
+            peer_rules.put(self.mode, peer_rules.Rows(CLUSTER_CIDRS[0], rows, not self.began, node))
         self.began = True
 
     def text(self) -> str:
@@ -90,7 +84,7 @@ class KubeProxy:
         """Whether it has rules; a chain is the kubelet's."""
         if self.mode == "ipvs":
             with self.bench.lab.inside("node"):
-                return bool(kube_ipvs.traces())
+                return bool(peer_rules.traces_of_ipvs())
         text = self.text().replace("KUBE-FIREWALL", "")
         return "KUBE-" in text or "kube-proxy" in text
 

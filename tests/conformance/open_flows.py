@@ -112,6 +112,11 @@ class Flow:
         self.turns.append(Turn(start, time.monotonic() - start, failed))
         return len(self.failures()) < ENOUGH
 
+    @property
+    def is_unbound_of_node(self) -> bool:
+        """Whether a socket of the node takes its source anew for each datagram."""
+        return self.name.endswith(("node, unconnected", "node, one way"))
+
     def failures(self) -> list[Turn]:
         return [turn for turn in self.turns if turn.failed]
 

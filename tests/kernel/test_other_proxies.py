@@ -22,8 +22,9 @@ from hybrid_proxy.dataplane.kernel import ipvs
 from hybrid_proxy.dataplane.kernel.ipset import Ipsets
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, kube_proxy_rules, warnings
-from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Server, Verb
-from tests import kube_ipvs, namespaces
+from hybrid_proxy.dataplane.virtual_servers import Change, Config, Server, Verb
+from hybrid_proxy.workshop.benchmarks.peer_rules import Row, Rows, put, traces_of_ipvs, virtual_servers
+from tests import namespaces
 
 pytestmark = pytest.mark.root
 HEALTHY = b'{"lastUpdated": "2026-01-01 00:00:00 +0000 UTC","currentTime": "2026-01-01 00:00:01 +0000 UTC"}'
@@ -292,7 +293,7 @@ class TestWhatItLeft:
     @pytest.mark.kernel("ip_vs")
     @pytest.mark.core
     def test_what_mode_ipvs_has(self):
-        backends = (Destination("10.77.1.12", 8080),)
+        backends = (("10.77.1.12", 8080),)
         with IPRoute() as link, IPSet() as sets, contextlib.closing(ipvs.Ipvs()) as servers:
             for name, address in (("eth0", "192.168.77.10"), ("others0", "198.51.100.7")):
                 link.link("add", ifname=name, kind="dummy")
@@ -301,20 +302,18 @@ class TestWhatItLeft:
             others = Server(4, 6, "198.51.100.8", 80)  # a director's, at an address that the node does not have
             servers.change([Change(Verb.NEW_SERVER, others, Config("rr"))])
             nft("table ip nat {\nchain OTHERS {\n}\n}")
-            rows = [
-                kube_ipvs.Row("10.96.7.1", 80, backends, "tcp", 30080, ("192.168.77.10", "198.51.100.7")),
-                kube_ipvs.Row("10.96.7.2", 53, backends, "udp"),
-            ]
-            kube_ipvs.put(rows, "10.77.0.0/16")
+            services = [Row(("10.96.7.1", 80), backends, "tcp", 30080), Row(("10.96.7.2", 53), backends, "udp")]
+            rows = Rows("10.77.0.0/16", services, node=("192.168.77.10", "198.51.100.7"))
+            put("ipvs", rows)
             seen = find_other_proxies("ebpf").kube_proxy
             assert seen == ("chain KUBE-SERVICES in ip nat", "device kube-ipvs0", "5 IPVS virtual servers")
             found = kube_proxy.find()
             assert found.stays == ()
-            assert set(found.servers) == {server for row in rows for server in row.servers()}
+            assert set(found.servers) == {server for row in services for server in virtual_servers(rows, row)}
             assert len(found.things) == 5  # rules of nat and of filter, virtual servers, the device, ipsets
             kube_proxy.remove()
             assert kube_proxy.find() == kube_proxy.Leftovers((), ())
-            assert kube_ipvs.traces() == ["198.51.100.8:80"]
+            assert traces_of_ipvs() == ["198.51.100.8:80"]
             assert list(servers.servers()) == [others]
             with contextlib.closing(Ipsets()) as known:
                 assert known.names("") == ["others"]

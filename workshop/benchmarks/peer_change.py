@@ -41,7 +41,8 @@ def measure() -> Result:
 def _measure(made: Lab, size: int, ends: int) -> tuple[float, float]:
     """Medians: the list, the transaction."""
     rows = Rows(CLUSTER, [_row(number, ends) for number in range(size)])
-    put(made, "nftables", rows)
+    with made.inside("node"):
+        put("nftables", rows)
     path = made.folder / "change"
     listed, changed = [], []
     for turn in range(TIMES):

@@ -3,42 +3,52 @@
 The shapes are those of kube-proxy v1.36 as `iptables-save` and `nft list table` show them on a node: chains, maps,
 which chain leads where, at which hook; names and texts of services are ours. iptables: one line for each service, in a
 list. nftables: an element of a verdict map for each service, which leads to a chain of its own. ipvs: a virtual server,
-an address of a dummy device and an element of a set for each service, and a constant number of rules. Of a
-benchmark's services only the measured one has an endpoint that packets reach.
+an address of a dummy device, which is down, and an element of a set for each service, and a constant number of rules.
+Of a benchmark's services only the measured one has an endpoint that packets reach. IPv4 alone.
 """
 
 from __future__ import annotations
 
+import socket
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Final, NamedTuple
+
+from pyroute2 import IPSet
 
 from hybrid_proxy.dataplane.kernel.ipset import Ipsets
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs
 from hybrid_proxy.dataplane.table import Protocol
-from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Kind, Server, Verb
+from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Verb
 from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS, Lab
 
-__all__ = ["PEERS", "Row", "Rows", "load", "nftables_change", "put"]
+__all__ = ["PEERS", "Row", "Rows", "load", "nftables_change", "put", "traces_of_ipvs", "virtual_servers"]
 
 Socket = tuple[str, int]
 MARK: Final = "0x4000"
 
 
 class Row(NamedTuple):
-    """One service: ClusterIP and port, its endpoints."""
+    """One service: ClusterIP and port, its endpoints, its node port (of mode ipvs alone; 0: none)."""
 
     frontend: Socket
     backends: tuple[Socket, ...]
     protocol: str = "tcp"
+    node_port: int = 0
 
 
 class Rows(NamedTuple):
-    """What is programmed; clients outside `cidr` are masqueraded. `hooks`: the chains have no rules that lead there."""
+    """What is programmed; clients outside `cidr` are masqueraded.
+
+    `hooks`: the chains have no rules that lead there. `node`: the node's addresses, for node ports.
+    """
 
     cidr: str
     services: list[Row]
     hooks: bool = True
+    node: tuple[str, ...] = ()
 
 
 def load(made: Lab, mode: str, services: int, cluster_cidr: str, frontend: Socket, backend: Socket) -> None:
@@ -46,21 +56,24 @@ def load(made: Lab, mode: str, services: int, cluster_cidr: str, frontend: Socke
     ends = [f"{n // 250}.{n % 250 + 1}" for n in range(services)]
     rows = [Row((f"10.112.{end}", 80), ((f"10.160.{end}", 8080),)) for end in ends]
     rows.insert(services // 2, Row(frontend, (backend,)))
-    put(made, mode, Rows(cluster_cidr, rows))
+    with made.inside("node"):
+        put(mode, Rows(cluster_cidr, rows))
 
 
-def put(made: Lab, mode: str, rows: Rows) -> None:
-    """Put these rules of a mode (of `PEERS`) into the node of a lab, in place of those that are there."""
+def put(mode: str, rows: Rows) -> None:
+    """Put these rules of a mode (of `PEERS`) into the calling thread's namespace, in place of those that are there.
+
+    As one sync of kube-proxy: mode ipvs leaves a real server that is gone, with weight 0, as long as TCP needs it.
+    """
     lines, command = PEERS[mode]
     if mode == "ipvs":
-        _virtual_servers(made, rows)
-    _load(made, command, lines(rows))
+        _program(rows)
+    _load(command, lines(rows))
 
 
-def _load(made: Lab, command: Iterable[str], lines: Iterable[str]) -> None:
-    path = made.folder / "peer-rules"
-    path.write_text("".join(f"{line}\n" for line in lines))
-    done = made.run("node", [*command, str(path)], timeout=300)
+def _load(command: tuple[str, ...], lines: Iterable[str]) -> None:
+    text = "".join(f"{line}\n" for line in lines)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -216,45 +229,70 @@ def _chain(name: str, *rules: str) -> Iterator[str]:
     yield from (f"chain {name} {{", *rules, "}")
 
 
-_SETS = {  # those that rules name
-    "KUBE-LOOP-BACK": "hash:ip,port,ip",
-    "KUBE-CLUSTER-IP": "hash:ip,port",
-    "KUBE-EXTERNAL-IP": "hash:ip,port",
-    "KUBE-EXTERNAL-IP-LOCAL": "hash:ip,port",
-    "KUBE-LOAD-BALANCER": "hash:ip,port",
-    "KUBE-HEALTH-CHECK-NODE-PORT": "hash:ip,port",  # a bitmap of ports there: that is empty as well
-    "KUBE-IPVS-IPS": "hash:ip",
-}
+_SETS = {
+    "hash:ip,port,ip": ("LOOP-BACK", "LOAD-BALANCER-SOURCE-IP"),
+    "hash:ip,port": ("CLUSTER-IP", "EXTERNAL-IP", "EXTERNAL-IP-LOCAL", "LOAD-BALANCER", "LOAD-BALANCER-FW",
+                     "LOAD-BALANCER-LOCAL", "NODE-PORT-SCTP-HASH", "NODE-PORT-LOCAL-SCTP-HASH"),
+    "hash:ip,port,net": ("LOAD-BALANCER-SOURCE-CIDR",),
+    "bitmap:port": ("NODE-PORT-TCP", "NODE-PORT-LOCAL-TCP", "NODE-PORT-UDP", "NODE-PORT-LOCAL-UDP",
+                    "HEALTH-CHECK-NODE-PORT"),
+    "hash:ip": ("IPVS-IPS",),
+}  # fmt: skip
+_PORTS = (0, 65535)
 _VS_SETTINGS = ("conntrack", "expire_nodest_conn", "expire_quiescent_template")
 _DEVICE = "kube-ipvs0"
 
 
-def _virtual_servers(made: Lab, rows: Rows) -> None:
+def virtual_servers(rows: Rows, row: Row) -> list[Server]:
+    """Those of one service."""
+    places = [row.frontend, *((address, row.node_port) for address in rows.node if row.node_port)]
+    return [Server(4, Protocol[row.protocol.upper()], *place) for place in places]
+
+
+def _program(rows: Rows) -> None:
     """All but the rules: servers (round robin), sets, and the addresses of a dummy device."""
-    changes = []
-    members: dict[str, dict[Element, None]] = {name: {} for name in _SETS}
+    _load(("ip", "-batch", "-"), _addresses(rows))
+    with closing(Ipvs()) as ipvs, closing(Ipsets()) as known, IPSet() as sets:
+        for setting in _VS_SETTINGS:
+            Path("/proc/sys/net/ipv4/vs", setting).write_text("1")
+        for kind, names in _SETS.items():
+            ports = {"bitmap_ports_range": _PORTS} if kind == "bitmap:port" else {}
+            for name in names:
+                sets.create(f"KUBE-{name}", stype=kind, exclusive=False, **ports)
+        known.change(Edit(f"KUBE-{name}", 4, True, members) for name, members in _members(rows).items())
+        for row in rows.services:
+            if row.node_port:
+                sets.add(f"KUBE-NODE-PORT-{row.protocol.upper()}", row.node_port, etype="port", exclusive=False)
+        ipvs.change(list(_changes(ipvs, rows)))
+
+
+def _addresses(rows: Rows) -> Iterator[str]:
+    if _DEVICE not in (name for _, name in socket.if_nameindex()):
+        yield f"link add {_DEVICE} type dummy"
+    yield from (f"addr replace {row.frontend[0]}/32 dev {_DEVICE}" for row in rows.services)
+
+
+def _members(rows: Rows) -> dict[str, dict[Element, None]]:
+    members: dict[str, dict[Element, None]] = {"CLUSTER-IP": {}, "IPVS-IPS": {}, "LOOP-BACK": {}}
     for row in rows.services:
         (vip, port), protocol = row.frontend, Protocol[row.protocol.upper()]
-        server = Server(4, protocol, vip, port)
-        changes.append(Change(Verb.NEW_SERVER, server, Config("rr")))
-        changes += [Change(Verb.NEW_DESTINATION, server, None, Destination(*each)) for each in row.backends]
-        members["KUBE-CLUSTER-IP"][Element(vip, port, protocol)] = None
-        members["KUBE-IPVS-IPS"][Element(vip)] = None
+        members["CLUSTER-IP"][Element(vip, port, protocol)] = None
+        members["IPVS-IPS"][Element(vip)] = None
         loops = (Element(address, target, protocol, address) for address, target in row.backends)
-        members["KUBE-LOOP-BACK"].update(dict.fromkeys(loops))
-    _load(made, ("ip", "-batch"), _addresses(members["KUBE-IPVS-IPS"]))
-    with made.inside("node"), closing(Ipvs()) as ipvs, closing(Ipsets()) as sets:
-        for name, kind in _SETS.items():
-            sets.create(name, Kind(kind), 4)
-            sets.change([Edit(name, 4, True, members[name])])
-        ipvs.change(changes)
-    for setting in _VS_SETTINGS:
-        made.run("node", ["sysctl", "-qw", f"net.ipv4.vs.{setting}=1"])
+        members["LOOP-BACK"].update(dict.fromkeys(loops))
+    return members
 
 
-def _addresses(members: Iterable[Element]) -> Iterator[str]:
-    yield f"link add {_DEVICE} type dummy"
-    yield from (f"addr add {member.address}/32 dev {_DEVICE}" for member in members)
+def _changes(ipvs: Ipvs, rows: Rows) -> Iterator[Change]:
+    known = ipvs.servers()
+    for row in rows.services:
+        wanted = [Destination(*each) for each in row.backends]
+        leave = Verb.SET_DESTINATION if row.protocol == "tcp" else Verb.DELETE_DESTINATION
+        for server in virtual_servers(rows, row):
+            ended = ipvs.destinations(server).keys() - set(wanted) if server in known else ()
+            yield Change(Verb.NEW_SERVER, server, Config("rr"))
+            yield from (Change(Verb.NEW_DESTINATION, server, destination=each) for each in wanted)
+            yield from (Change(leave, server, destination=each, weight=0) for each in ended)
 
 
 def _ipvs(rows: Rows) -> Iterator[str]:
@@ -263,26 +301,32 @@ def _ipvs(rows: Rows) -> Iterator[str]:
     yield "*filter"
     names = ["FORWARD", "NODE-PORT", "PROXY-FIREWALL", "SOURCE-RANGES-FIREWALL", "IPVS-FILTER", "IPVS-OUT-FILTER"]
     yield from (f":KUBE-{name} - [0:0]" for name in names)
-    yield from (f"-A INPUT -j KUBE-{name}" for name in ("IPVS-FILTER", "PROXY-FIREWALL", "NODE-PORT"))
-    yield from (f"-A FORWARD -j KUBE-{name}" for name in ("PROXY-FIREWALL", "FORWARD"))
-    yield "-A OUTPUT -j KUBE-IPVS-OUT-FILTER"
+    if rows.hooks:
+        yield from (f"-I INPUT -j KUBE-{name}" for name in ("NODE-PORT", "PROXY-FIREWALL", "IPVS-FILTER"))
+        yield from (f"-I FORWARD -j KUBE-{name}" for name in ("FORWARD", "PROXY-FIREWALL"))
+        yield "-I OUTPUT -j KUBE-IPVS-OUT-FILTER"
     yield f"-A KUBE-FORWARD -m mark --mark {MARK}/{MARK} -j ACCEPT"
     yield "-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"
     yield "-A KUBE-SOURCE-RANGES-FIREWALL -j DROP"
-    yield "-A KUBE-NODE-PORT -m set --match-set KUBE-HEALTH-CHECK-NODE-PORT dst,dst -j ACCEPT"
-    passed = ("LOAD-BALANCER", "CLUSTER-IP", "EXTERNAL-IP", "EXTERNAL-IP-LOCAL", "HEALTH-CHECK-NODE-PORT")
+    yield "-A KUBE-NODE-PORT -m set --match-set KUBE-HEALTH-CHECK-NODE-PORT dst -j ACCEPT"
+    passed = ("LOAD-BALANCER", "CLUSTER-IP", "EXTERNAL-IP", "EXTERNAL-IP-LOCAL")
     yield from (f"-A KUBE-IPVS-FILTER -m set --match-set KUBE-{name} dst,dst -j RETURN" for name in passed)
+    yield "-A KUBE-IPVS-FILTER -m set --match-set KUBE-HEALTH-CHECK-NODE-PORT dst -j RETURN"
     yield "-A KUBE-IPVS-FILTER -m conntrack --ctstate NEW -m set --match-set KUBE-IPVS-IPS dst -j REJECT"
     yield from ("COMMIT", "*nat")
     yield from (
         f":KUBE-{name} - [0:0]" for name in ("SERVICES", "POSTROUTING", "NODE-PORT", "LOAD-BALANCER", "MARK-MASQ")
     )
-    yield from (f"-A {hook} -j KUBE-SERVICES" for hook in ("PREROUTING", "OUTPUT"))
-    yield "-A POSTROUTING -j KUBE-POSTROUTING"
+    if rows.hooks:
+        yield from (f"-I {hook} -j KUBE-SERVICES" for hook in ("PREROUTING", "OUTPUT"))
+        yield "-I POSTROUTING -j KUBE-POSTROUTING"
     yield "-A KUBE-SERVICES -s 127.0.0.0/8 -j RETURN"
     yield f"-A KUBE-SERVICES {clusters} ! -s {rows.cidr} -j KUBE-MARK-MASQ"
     yield "-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT"
     yield f"-A KUBE-SERVICES {clusters} -j ACCEPT"
+    for protocol in sorted({row.protocol for row in rows.services if row.node_port}):
+        ports = f"-p {protocol} -m set --match-set KUBE-NODE-PORT-{protocol.upper()} dst"
+        yield f"-A KUBE-NODE-PORT {ports} -j KUBE-MARK-MASQ"
     yield "-A KUBE-LOAD-BALANCER -j KUBE-MARK-MASQ"
     yield "-A KUBE-POSTROUTING -m set --match-set KUBE-LOOP-BACK dst,dst,src -j MASQUERADE"
     yield f"-A KUBE-POSTROUTING -m mark ! --mark {MARK}/{MARK} -j RETURN"
@@ -292,9 +336,19 @@ def _ipvs(rows: Rows) -> Iterator[str]:
     yield "COMMIT"
 
 
+def traces_of_ipvs() -> list[str]:
+    """What of kube-proxy's mode ipvs is in the calling thread's namespace; a chain is the kubelet's."""
+    saved = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True).stdout
+    found = [line for line in saved.splitlines() if "KUBE-" in line.replace("KUBE-FIREWALL", "")]
+    with closing(Ipsets()) as sets, closing(Ipvs()) as ipvs:
+        found += sets.names("KUBE-")
+        found += [f"{server.address}:{server.port}" for server in ipvs.servers()]
+    return found + [name for _, name in socket.if_nameindex() if name == _DEVICE]
+
+
 # Mode -> its rules, and the command that loads a file of them.
 PEERS: Final[dict[str, tuple[Callable[[Rows], Iterator[str]], tuple[str, ...]]]] = {
     "iptables": (_iptables, ("iptables-restore", "--noflush")),
-    "nftables": (_nftables, ("nft", "-f")),
+    "nftables": (_nftables, ("nft", "-f", "-")),
     "ipvs": (_ipvs, ("iptables-restore", "--noflush")),
 }

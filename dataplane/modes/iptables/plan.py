@@ -70,7 +70,11 @@ class Plan:
         """The constant chains, and those that lead into the trees."""
         constant = constant_chains(self.node)[("nat", "filter").index(table)]
         trees = self._trees[table]
-        services: list[str] = []
+        # What mode ipvs began and nobody has answered yet: its addresses are this node's, and IPVS leaves them in the
+        # packet. Of a flow that is refused there is no confirmed entry.
+        services = (
+            ["-m conntrack --ctstatus CONFIRMED -m addrtype --dst-type LOCAL -j RETURN"] if table == "filter" else []
+        )
         into_cluster = trees["C"].entrance
         into_others = trees["E"].entrance
         into_ports = [found for protocol in Protocol if (found := trees[protocol.name].entrance) is not None]

@@ -201,11 +201,7 @@ def _filter(family: int, node: NodeNetwork, health_ports: Iterable[int]) -> Iter
 
 def _draining_filter(family: int, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:
     yield from _filter_for_any(family, health_ports)
-    for hook in ("INPUT", "OUTPUT"):
-        # What nobody has answered yet is new to conntrack, and others would refuse it: it is not translated. Its entry
-        # is confirmed, because the first packet was let through; that of a packet that begins a flow now is not.
-        yield f"{PREFIX}{hook}", f"-m conntrack --ctstatus CONFIRMED {_set(family, 'PORTS')} -j ACCEPT"
-        yield f"{PREFIX}{hook}", f"-g {PREFIX}UNKNOWN"
+    yield from ((f"{PREFIX}{hook}", f"-g {PREFIX}UNKNOWN") for hook in ("INPUT", "OUTPUT"))
 
 
 def _filter_for_any(family: int, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:

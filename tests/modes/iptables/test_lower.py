@@ -279,3 +279,17 @@ def test_other_peoples_mark_stays_on_what_is_no_services() -> None:
     marked = Packet("203.0.113.7", "10.96.0.200", "tcp", 80, mark=MARK_BIT | 1)
     (after,) = Walker(xtables, 4).chain("nat", "PREROUTING", marked, Ways())
     assert after.mark == MARK_BIT | 1
+
+
+@pytest.mark.parametrize("confirmed", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+def test_what_another_mode_began_at_an_address_of_the_node_is_not_refused(local: bool, confirmed: bool) -> None:
+    """IPVS does not translate before these rules, and to conntrack a flow is new until it is answered."""
+    xtables = FakeXtables(families=(4,))
+    programmer = Iptables(Options(), lambda: None, xtables)  # type: ignore[arg-type]
+    programmer.sync(ServiceTable({"default/web": (entry(cluster_ip()),)}, NETWORK))
+    programmer.close()
+    ways = Ways()
+    packet = Packet("10.1.0.9", "10.96.0.10", "tcp", 80, local_target=local, confirmed=confirmed)
+    Walker(xtables, 4).chain("filter", "INPUT" if local else "FORWARD", packet, ways)
+    assert ways.ends == (set() if local and confirmed else {"REJECT"})

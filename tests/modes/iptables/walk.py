@@ -21,6 +21,7 @@ class Packet:
     local_source: bool = False  # the address is one of the node's
     local_target: bool = False
     state: str = "NEW"
+    confirmed: bool = False  # conntrack knows the flow
     mark: int = 0
 
 
@@ -121,6 +122,8 @@ def _option(word: str, value: str, packet: Packet) -> tuple[int, bool]:
             return 2, packet.local_target
         case "--ctstate":
             return 2, packet.state in value.split(",")
+        case "--ctstatus":
+            return 2, packet.confirmed
         case "--mark":
             wanted, mask = (int(part, 16) for part in value.split("/"))
             return 2, packet.mark & mask == wanted
