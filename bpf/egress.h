@@ -63,14 +63,14 @@ INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const stru
 INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
+	struct tuple *to = &space->result; /* not on the stack, of which this verb and those below have most */
 	struct found found;
-	struct tuple to;
 
 	find_flow(&found, &p->tuple, v6);
 	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_AS_NODE)
 		return STEP_PASS;
-	translated_tuple(&to, found.entry, p->tuple.protocol);
-	if (same_tuple(&to, &p->tuple, v6))
+	translated_tuple(to, found.entry, p->tuple.protocol);
+	if (same_tuple(to, &p->tuple, v6))
 		return STEP_PASS;
 	space->service = found.entry->service;
 	space->backend = found.entry->backend;
@@ -79,7 +79,7 @@ INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, e
 	count(COUNT_REPLY);
 	account(skb, space->backend, true, 0);
 	TRACE_EVENT(skb, COUNT_REPLY, hook);
-	rewrite(skb, p, &to, v6);
+	rewrite(skb, p, to, v6);
 	return STEP_PASS;
 }
 

@@ -21,7 +21,7 @@
  *   close_flow               r                       r           w
  *   choose                   r     w    w     rw          w                  w    w
  *   from_, to_backend        r     w                 w    w      w           w    w
- *   egress                   r     w                 w           w                w
+ *   egress                   r     w                 w    w      w                w
  *   prepare_flow             r          r            w    w      w           w    w
  *   create_dsr_flow          r                       rw   r                       w
  *   reserve_tuple            r                       r    rw     rw               w

@@ -82,6 +82,8 @@ struct prefilter_map {
   TALLY(TALLY_HELPER, bpf_ringbuf_submit(__VA_ARGS__))
 #define bpf_skb_adjust_room(...)                                               \
   TALLY(TALLY_HELPER, bpf_skb_adjust_room(__VA_ARGS__))
+#define bpf_skb_change_head(...)                                               \
+  TALLY(TALLY_HELPER, bpf_skb_change_head(__VA_ARGS__))
 #define bpf_skb_change_tail(...)                                               \
   TALLY(TALLY_HELPER, bpf_skb_change_tail(__VA_ARGS__))
 #define bpf_skb_load_bytes(...)                                                \

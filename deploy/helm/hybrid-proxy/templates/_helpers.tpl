@@ -18,8 +18,10 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if has .Values.mode (list "auto" "ebpf") -}}
 [BPF, NET_ADMIN, PERFMON]
 {{- else if eq .Values.mode "iptables" -}}
-[NET_ADMIN, NET_RAW]
-{{- else if has .Values.mode (list "nftables" "userspace") -}}
+[BPF, NET_ADMIN, NET_RAW]
+{{- else if eq .Values.mode "nftables" -}}
+[BPF, NET_ADMIN]
+{{- else if eq .Values.mode "userspace" -}}
 [NET_ADMIN]
 {{- else -}}
 {{ fail (printf "mode %q: choose auto, ebpf, nftables, iptables, ipvs or userspace" .Values.mode) }}
