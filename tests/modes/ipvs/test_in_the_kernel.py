@@ -34,6 +34,7 @@ from hybrid_proxy.dataplane.table import (
     socket_text,
 )
 from hybrid_proxy.dataplane.virtual_servers import Server
+from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from tests import namespaces
 from tests.nft import nft
 from tests.tables import Front, entry_of
@@ -171,7 +172,7 @@ def test_while_the_mode_drains_what_is_open_goes_on_and_what_is_new_is_refused(
         for one in (client, half_open):
             there = stack.enter_context(listener.accept()[0])
             for end in (one, there):
-                end.settimeout(10)
+                end.settimeout(10 * DEADLINES)  # a segment that found the queue full is repeated, later each time
             one.sendall(b"?")
             assert there.recv(1) == b"?"
             there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
