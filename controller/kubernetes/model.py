@@ -48,7 +48,7 @@ class Service(msgspec.Struct, frozen=True):
     weights: tuple[tuple[str, int], ...] = ()  # of endpoints, by address; others have 1
     probe: Probe | None = None
     slow_start: float = 0.0  # seconds in which a new endpoint comes to its whole weight, 0: at once
-    reset_gone: bool = False  # connections to endpoints that are gone
+    reset_gone: bool | None = None  # connections to endpoints that are gone; None: as it is configured
 
 
 class EndpointPort(msgspec.Struct, frozen=True, gc=False):

@@ -403,7 +403,7 @@ def _service(wire: _Service) -> Service | Ignored:
         weights=_weights(ours[WEIGHTS]) if WEIGHTS in ours else (),
         probe=_probe(ours[PROBE]) if PROBE in ours else None,
         slow_start=_slow_start(ours[SLOW_START]) if SLOW_START in ours else 0.0,
-        reset_gone=_truth(ours[RESET_GONE], RESET_GONE) if RESET_GONE in ours else False,
+        reset_gone=_truth(ours[RESET_GONE], RESET_GONE) if RESET_GONE in ours else None,
     )
 
 

@@ -74,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True):
     `proxy_name` is the name by which Services choose this proxy, empty: those that choose none.
     `external_ips` is the gate AllowServiceExternalIPs (KEP-5707). Where `external_ip_cidrs` or `external_ip_namespaces`
     are given, an external IP is served only inside of one of these ranges, and of a Service in one of these namespaces.
+    `reset_gone_backends` holds for services without the annotation `hybrid-proxy.io/reset-gone-backends`.
     `algorithms` are the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what
     services without it get; the table has the canonical ones (`dataplane.balancing`).
     """
@@ -89,6 +90,7 @@ class Settings(msgspec.Struct, frozen=True):
     external_ips: bool = True
     external_ip_cidrs: tuple[str, ...] = ()
     external_ip_namespaces: tuple[str, ...] = ()
+    reset_gone_backends: bool = False
     algorithm: str = "random"
     primary: tuple[str, ...] = ()
     algorithms: frozenset[str] = frozenset({"random"})
@@ -317,6 +319,7 @@ def entries(
     slices = list(slices)
     known = {backend.address: backend for entry in former for backend in entry.serving}
     algorithm = _algorithm(service, settings)
+    resets = settings.reset_gone_backends if service.reset_gone is None else service.reset_gone
     zone = node.zone if node else ""
     result: list[Entry] = []
     done: list[int] = []
@@ -347,7 +350,7 @@ def entries(
                     algorithm,
                     service.probe if port.protocol is Protocol.TCP else None,
                     service.slow_start,
-                    _present(port, mine) if service.reset_gone and port.protocol is Protocol.TCP else None,
+                    _present(port, mine) if resets and port.protocol is Protocol.TCP else None,
                 )
             )
     return tuple(result)

@@ -148,6 +148,7 @@ def resolve(given: Given) -> Config:
             external_ips=kube.feature_gates.get("AllowServiceExternalIPs", True),
             external_ip_cidrs=ours.external_ips.allowed_cidrs,
             external_ip_namespaces=ours.external_ips.allowed_namespaces,
+            reset_gone_backends=ours.reset_gone_backends,
             primary=primary,
             algorithm=ours.algorithm,
             algorithms=frozenset(CHOICES),

@@ -603,6 +603,10 @@ class HybridProxyConfiguration(_Part, frozen=True):
         LABEL, "service-proxy-name", RESTART, SERVICES
     )] = ""
     external_ips: ExternalIPs = msgspec.field(default=ExternalIPs(), name="externalIPs")
+    reset_gone_backends: Annotated[bool, _is(
+        "Reset open TCP connections to an endpoint that is gone, of services without the annotation "
+        "hybrid-proxy.io/reset-gone-backends (not in mode ipvs)", BOOLEAN, "reset-gone-backends", group=SERVICES
+    )] = _SETTINGS.reset_gone_backends
     manifests: Annotated[str, _is(
         "A file or folder of YAML and JSON that objects come from instead of an API server; it is watched for "
         "changes", TEXT._replace(metavar="PATH"), "manifests", RESTART, SOURCES

@@ -155,6 +155,7 @@ K, H = "KubeProxyConfiguration", "HybridProxyConfiguration"
 USED = [
     (K, "featureGates", {"AllowServiceExternalIPs": False}, "settings.external_ips", False),
     (H, "externalIPs.allowedCIDRs", ["198.51.100.0/24"], "settings.external_ip_cidrs", ("198.51.100.0/24",)),
+    (H, "resetGoneBackends", True, "settings.reset_gone_backends", True),
     (H, "externalIPs.allowedNamespaces", ["shop", "3d"], "settings.external_ip_namespaces", ("shop", "3d")),
     (K, "clientConnection.kubeconfig", "/k", "kubeconfig", "/k"),
     (K, "clientConnection.qps", 50, "api_rate", 50.0),

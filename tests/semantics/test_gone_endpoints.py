@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from make import away, endpoint_slice, here, only, service
+from make import SETTINGS, away, endpoint_slice, here, only, service
+from msgspec.structs import replace
 
 from hybrid_proxy.controller.kubernetes.model import Endpoint, ServicePort
 from hybrid_proxy.dataplane.stale import gone_endpoints
@@ -19,6 +20,14 @@ def entry_with(*endpoints: Endpoint, asks: bool = True) -> Entry:
 
 def table(*entries: Entry) -> ServiceTable:
     return ServiceTable({NAME: entries} if entries else {})
+
+
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("asks", [None, False, True])
+def test_the_annotation_wins(asks: bool | None, configured: bool) -> None:
+    settings = replace(SETTINGS, reset_gone_backends=configured)
+    found = only(service(reset_gone=asks), endpoint_slice(*TWO), settings=settings)
+    assert (found.present is not None) == (configured if asks is None else asks)
 
 
 @pytest.mark.parametrize("state", ["unready", "draining", "gone", "odd"])
