@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from ipaddress import ip_address
@@ -21,6 +22,7 @@ from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl, tcp_segments
 from hybrid_proxy.dataplane.kernel.conntrack import (
+    FlowKey,
     Key,
     delete_stale,
     delete_translated,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEARLY_FULL: Final = 0.95  # of conntrack: then the kernel begins to drop entries early (nf_conntrack_max95)
+# A socket that replied to a stray segment replies to no other one for half a second (net.ipv4.tcp_invalid_ratelimit).
+CHALLENGE_SECONDS: Final = 0.6
 RELAY_TABLE: Final = "hybrid-proxy-userspace"
 RELAY_PORTS: Final = "listeners"  # a set of that table: protocol . proxy port
 
@@ -212,7 +216,7 @@ class NetfilterMode:
         self._touched.set()
         self._request_maintenance()
 
-    def _maintain_localhost(self) -> None:
+    def _maintain_common(self) -> None:
         if self._localhost is not None:
             self.audit_repairs += self._localhost.maintain()
 
@@ -264,8 +268,19 @@ class NetfilterMode:
             self._localhost.close()
 
 
+def _challenge(ends: Iterable[FlowKey]) -> None:
+    """Have these clients send a segment (`tcp_segments`)."""
+    tcp_segments.send(
+        Segment(end.family, end.daddr, end.dport, end.saddr, end.sport, flags=tcp_segments.SYN_ACK) for end in ends
+    )
+
+
 class TranslatingMode(NetfilterMode):
     """A mode whose flows conntrack knows, and nothing else: they go on as long as its chains are there, empty."""
+
+    def __init__(self, options: Options, request_maintenance: RequestMaintenance) -> None:
+        super().__init__(options, request_maintenance)
+        self._challenged: list[tuple[float, list[FlowKey]]] = []  # when clients are challenged again
 
     def drain(self, table: ServiceTable) -> None:
         """Nothing leads to a service any more. The kernel translates as long as a chain of type nat is there."""
@@ -283,14 +298,19 @@ class TranslatingMode(NetfilterMode):
         places = {(one.address, one.port, int(Protocol.TCP)) for one in gone}
         try:
             ends = forget_connections(services, places)
-            tcp_segments.send(
-                Segment(end.family, end.daddr, end.dport, end.saddr, end.sport, flags=tcp_segments.SYN_ACK)
-                for end in ends
-            )
+            _challenge(ends)
         except (DataplaneError, OSError) as error:
             log.warning("connections to endpoints that are gone could not be reset: %s", error)
         else:
             self.connections_reset += len(ends)
+            self._challenged.append((time.monotonic() + CHALLENGE_SECONDS, ends))
+
+    def _maintain_common(self) -> None:
+        super()._maintain_common()
+        due = [ends for at, ends in self._challenged if at <= time.monotonic()]
+        del self._challenged[: len(due)]
+        with contextlib.suppress(OSError):
+            _challenge(end for ends in due for end in ends)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         """With those of the node's own sockets to a backend that would lose a port that conntrack gave them."""

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from hybrid_proxy.dataplane.kernel import tcp_segments
+from hybrid_proxy.dataplane.kernel.tcp_segments import SYN_ACK, Segment
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
 
 from .kit import PATIENCE, Bench, Service, as_terminating, counted, eventually
@@ -81,3 +83,23 @@ def test_connections_that_stay(bench: Bench, mode: str, case: str, family: int) 
         seconds_to_reset(others, time.monotonic())
         for client in clients.values():
             assert ask_tcp(client).pod == "pod2"
+
+
+@pytest.mark.row("4.40", "reset-gone-backends: a client is reset that has just replied to a stray segment")
+@pytest.mark.parametrize("mode", ["nftables", "iptables"], indirect=True, scope="session")
+def test_a_client_that_will_not_reply_for_a_moment(bench: Bench, mode: str, family: int) -> None:
+    """Of several strays within half a second, the kernel replies to the first one alone (tcp_invalid_ratelimit)."""
+    service = bench.service("pod2", outside=True, annotations=ASKS)
+    with talking(bench, service, family) as clients:
+        with bench.lab.inside("node"):
+            assert tcp_segments.send(to_client(one) for one in clients.values()) == len(clients)
+        service.write(bench.lab["pod3"])
+        seconds_to_reset(clients, time.monotonic())
+
+
+def to_client(client: socket.socket) -> Segment:
+    """One that its kernel replies to by a challenge ACK."""
+    (target, port, *_), (source, source_port, *_) = client.getsockname(), client.getpeername()
+    ends = [socket.inet_pton(client.family, address) for address in (source, target)]
+    ports = [number.to_bytes(2, "big") for number in (source_port, port)]
+    return Segment(6 if client.family == socket.AF_INET6 else 4, ends[0], ports[0], ends[1], ports[1], flags=SYN_ACK)

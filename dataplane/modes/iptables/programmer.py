@@ -167,7 +167,7 @@ class Iptables(TranslatingMode):
     def maintain(self) -> None:
         if not self._programmed:
             return
-        self._maintain_localhost()
+        self._maintain_common()
         if not self._audit_due():
             return
         if self._damage:

@@ -338,7 +338,7 @@ class Ipvs(NetfilterMode):
     def maintain(self) -> None:
         if self._full:
             return  # the next sync reads and writes everything
-        self._maintain_localhost()
+        self._maintain_common()
         if self._owed:
             self._repair()
         self._let_start()

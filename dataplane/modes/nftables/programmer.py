@@ -234,7 +234,7 @@ class Nftables(TranslatingMode):
     def maintain(self) -> None:
         if not self._programmed:
             return
-        self._maintain_localhost()
+        self._maintain_common()
         if self._follow_again:
             self.links_changed()
         if self._touched.is_set() or not self._plans:  # without plans the last attempt to write failed
