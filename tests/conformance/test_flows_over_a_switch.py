@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from hybrid_proxy.controller.agent.modes import DRAIN_SECONDS
+from hybrid_proxy.dataplane.modes.userspace.streams import DIAL_SECONDS
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.traffic import meanwhile
 
@@ -134,6 +135,7 @@ Flows = dict[str, list[Flow]]
 
 
 HALF_OPEN = "TCP, half-open"
+GIVES_UP = sum(DIAL_SECONDS)
 
 
 @contextmanager
@@ -205,13 +207,16 @@ def known_end(switch: Switch, kind: str, flow: Flow) -> str:
     """The cell of a kind of which such a flow need not go on; empty: it must.
 
     iptables is told of clients a moment after its rules are there. A socket of the node that is bound to no address
-    takes its source anew for each datagram, and has another one where IPVS has the service's address on a device.
+    takes its source anew for each datagram, and has another one where IPVS has the service's address on a device. A
+    relay gives up a backend that does not answer for 15 s; so long a switch takes on an emulated processor.
     """
     former, mode = switch.before.mode, switch.after.mode
     if kind == "affinity" and ({former, mode} & FORGETFUL or mode == "iptables"):
         return "ends: another backend"
     if flow.is_unbound_of_node and "ipvs" in (former, mode) and "ebpf" not in (former, mode):
         return "goes on; from an unconnected socket of the node: another backend"
+    if kind == HALF_OPEN and former == "userspace" and flow.failures()[:1] and flow.failures()[0].seconds >= GIVES_UP:
+        return "not seen: on an emulated processor, the relay gives up a silent backend before the switch"
     return ""
 
 
