@@ -13,5 +13,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-conformance-table",
         action="store_true",
-        help="update the tables in docs/conformance.md and docs/switching.md with this run's results",
+        help="update the tables in docs (conformance, switching, doctor, kernels) with this run's results",
     )

@@ -20,7 +20,7 @@ from hybrid_proxy.controller.settings.config import MODES
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 
-from .matrix import BEGIN, END
+from .grid import BEGIN, END
 
 if TYPE_CHECKING:
     from hybrid_proxy.workshop.lab.apiserver import ApiServer

@@ -1,25 +1,29 @@
-"""The tables mode x case and pair of modes x kind of flow, and the short list."""
+"""The tables of results, and the short list."""
 
 from __future__ import annotations
 
-from . import cases, matrix, switches
+from . import cases
+from .grid import BEGIN, DOCS, END, Rows
+from .kinds import Kinds
+from .matrix import Matrix
+from .switches import Switches
 
 OLD = f"""# Title
 
-{matrix.BEGIN}
+{BEGIN}
 
 | row | case | ebpf | nftables |
 |---|---|---|---|
 | 2.3 | no endpoints: refused | yes | **no** |
 | 2.10 | silence | not yet | yes |
 
-{matrix.END}
+{END}
 tail
 """
 
 
 def test_a_run_of_one_mode_changes_its_column_alone() -> None:
-    text = matrix.merge(OLD, {("2.3", "no endpoints: refused"): {"nftables": "yes"}})
+    text = Matrix.merge(OLD, {("2.3", "no endpoints: refused"): {"nftables": "yes"}})
     assert "| 2.3 | no endpoints: refused | yes | yes |" in text
     assert "| 2.10 | silence | not yet | yes |" in text
     assert text.startswith("# Title")
@@ -27,15 +31,15 @@ def test_a_run_of_one_mode_changes_its_column_alone() -> None:
 
 
 def test_a_mode_and_a_row_that_are_new_find_their_place() -> None:
-    text = matrix.merge(OLD, {("2.9", "short cut"): {"userspace": "yes"}})
+    text = Matrix.merge(OLD, {("2.9", "short cut"): {"userspace": "yes"}})
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines[0] == "| row | case | ebpf | nftables | userspace |"
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["2.3", "2.9", "2.10"]
 
 
 def test_what_is_written_can_be_read() -> None:
-    rows = {("2.14a", "a"): {"ebpf": "yes"}, ("2.14", "b"): {"iptables": "**no**"}}
-    assert matrix.read_table(matrix.render(rows).splitlines()) == rows
+    rows: Rows = {("2.14a", "a"): {"ebpf": "yes"}, ("2.14", "b"): {"iptables": "**no**"}}
+    assert Matrix.read(Matrix.render(rows)) == rows
 
 
 def test_the_short_list_names_cases_that_exist() -> None:
@@ -46,20 +50,20 @@ def test_the_short_list_names_cases_that_exist() -> None:
 
 SWITCHES = f"""# Title
 
-{matrix.BEGIN}
+{BEGIN}
 
 | from | to | TCP | gone |
 |---|---|---|---|
 | ebpf | nftables | goes on | goes on |
 | nftables | ebpf | ends: why | - |
 
-{matrix.END}
+{END}
 tail
 """
 
 
 def test_a_run_of_one_pair_changes_its_row_alone() -> None:
-    text = switches.merge(SWITCHES, {("nftables", "ebpf"): {"TCP": "goes on", "UDP": "-"}})
+    text = Switches.merge(SWITCHES, {("nftables", "ebpf"): {"TCP": "goes on", "UDP": "-"}})
     assert [line for line in text.splitlines() if line.startswith("|")] == [
         "| from | to | TCP | UDP |",
         "|---|---|---|---|",
@@ -68,3 +72,9 @@ def test_a_run_of_one_pair_changes_its_row_alone() -> None:
     ]
     assert text.startswith("# Title")
     assert text.endswith("tail\n")
+
+
+def test_every_kind_of_network_has_a_row_in_the_document() -> None:
+    begin, end = Kinds.marks
+    rows = Kinds.read((DOCS / Kinds.document).read_text().partition(begin)[2].partition(end)[0])
+    assert [*rows] == Kinds.order(Kinds.joined({}, {})), "run test_topologies.py with --write-conformance-table"

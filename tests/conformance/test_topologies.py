@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+from vm.plugin import PROBES
 
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, download
 
 from .cases import node, own
 from .conftest import MODES, bench_of
+from .kinds import PROPERTY
 from .kit import UDP, V4, Bench, Service
 from .probes import REFUSED, Probe, Want, observe
 from .test_rows import target_of
@@ -23,6 +25,22 @@ from .world import LOCAL
 
 STREAM, DATAGRAM = 1, 2  # SOCK_STREAM, SOCK_DGRAM
 SIZE = 600_000
+
+
+FROM = {
+    "pod1": "a pod",
+    "node": "the node",
+    "client": "outside",
+    "remote1": "a pod of the other node",
+}
+TO = {
+    "far": "with a backend there",
+    "near": "with a backend here",
+    "local": "with policy Local",
+    "names": "of datagrams",
+    "nobody": "without endpoints",
+}
+AT = {"cluster": "ClusterIP", "nodeport": "node port"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,11 @@ class Check:
     @property
     def name(self) -> str:
         return f"{self.place}-{self.service}-{self.way}"
+
+    @property
+    def words(self) -> str:
+        """As the table calls it."""
+        return f"a {AT[self.way]} {TO[self.service]}, from {FROM[self.place]}"
 
 
 CHECKS = (
@@ -56,9 +79,15 @@ CHECKS = (
 )
 
 
+def marks_of(kind: Kind) -> list[pytest.MarkDecorator]:
+    """Another kernel runs it where this one lacks what it needs, if that can be tried."""
+    marks = [pytest.mark.long] if kind.rare else []
+    return [*marks, pytest.mark.kernel(kind.needs)] if kind.needs in PROBES else marks
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.long] if kind.rare else []) for name, kind in KINDS.items()],
+    params=[pytest.param(name, marks=marks_of(kind)) for name, kind in KINDS.items()],
 )
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -98,9 +127,12 @@ def without_ipv4(text: str) -> str:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_services_over_this_kind_of_network(network: Lab, kind: str, mode: str) -> None:
+def test_services_over_this_kind_of_network(
+    network: Lab, kind: str, mode: str, record_property: Callable[[str, object], None]
+) -> None:
     known = KINDS[kind]
     instead = known.instead.get(mode, {})
+    record_property(PROPERTY, (known.row, mode, cell_of(known, mode)))
     wrong = []
     with served(network, known, mode) as (bench, services):
         for check, family in itertools.product(CHECKS, known.families):
@@ -108,6 +140,14 @@ def test_services_over_this_kind_of_network(network: Lab, kind: str, mode: str) 
             if bool(found) != (check.name in instead):
                 wrong.append(f"{check.name} IPv{4 if family == V4 else 6}: {found or 'works, which the kind denies'}")
     assert not wrong, "\n".join(wrong)
+
+
+def cell_of(kind: Kind, mode: str) -> str:
+    """What the table says where the test passes: "yes", but for some checks."""
+    instead, without = kind.instead.get(mode, {}), kind.without
+    words = [f"all but {check.words}: {instead[check.name]}" for check in CHECKS if check.name in instead]
+    words += [f"not asked: {check.words}: {without[check.name]}" for check in CHECKS if check.name in without]
+    return "; ".join(words) or "yes"
 
 
 def _result(bench: Bench, services: dict[str, Service], check: Check, family: int) -> str:

@@ -33,6 +33,25 @@ PROBES = {
     "nf_flow_table": "from hybrid_proxy.dataplane.modes.nftables.programmer import offload_missing; "
     "raise SystemExit(offload_missing())",
 }
+_DEVICE = (
+    "import subprocess; lines = 'link add below type veth peer name beside\\nlink add probe {}'; "
+    "raise SystemExit(subprocess.run(['ip', '-batch', '-'], input=lines, text=True).returncode)"
+)
+PROBES |= {
+    feature: _DEVICE.format(words)
+    for feature, words in {
+        "bond": "type bond",
+        "Geneve": "type geneve id 1 remote 192.0.2.1",
+        "GRE": "type gre remote 192.0.2.1",
+        "IPIP": "type ipip remote 192.0.2.1",
+        "ipvlan": "link below type ipvlan",
+        "macvlan": "link below type macvlan",
+        "netkit": "type netkit",
+        "VLAN": "link below type vlan id 1",
+        "VXLAN": "type vxlan id 1 dstport 4789",
+        "WireGuard": "type wireguard",
+    }.items()
+}
 _REMOTE = pytest.StashKey[Remote]()
 _AWAY = pytest.StashKey[bool]()
 _DESELECTED = pytest.StashKey[int]()
@@ -76,7 +95,7 @@ class Reporter:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Before `-m` is asked."""
     core = item.get_closest_marker("core")
-    if core is not None and core.kwargs.get("long") and (feature := _feature(item)) and not _is_there(feature):
+    if core is not None and core.kwargs.get("long") and _lacks(item):
         item.add_marker("long")
 
 
@@ -87,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, [item for item in items if mode_of(item) not in modes])
     if os.environ.get(GUEST) or config.getoption("--kernel") == "none":
         return
-    away = [item for item in items if (feature := _feature(item)) and not _is_there(feature)]
+    away = [item for item in items if _lacks(item)]
     if not config.getoption("--all-away"):
         beside = [item for item in away if item.get_closest_marker("core") is None]
         _deselect(config, items, beside)
@@ -119,9 +138,12 @@ def is_away(item: pytest.Item) -> bool:
     return item.stash.get(_AWAY, False)
 
 
-def _feature(item: pytest.Item) -> str | None:
-    marker = item.get_closest_marker("kernel")
-    return marker.args[0] if marker else NEEDS.get(mode_of(item) or "")
+def _lacks(item: pytest.Item) -> str | None:
+    """A feature that the test needs and this kernel has not."""
+    needs = [marker.args[0] for marker in item.iter_markers("kernel")]
+    if (mode := mode_of(item)) in NEEDS:
+        needs.append(NEEDS[mode])
+    return next((feature for feature in needs if not _is_there(feature)), None)
 
 
 def _is_there(feature: str) -> bool:
@@ -151,8 +173,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Reached only on the kernel that runs the test."""
-    feature = _feature(item)
-    if feature and not _is_there(feature):
+    if feature := _lacks(item):
         missing(feature)
 
 

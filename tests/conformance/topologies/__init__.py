@@ -6,7 +6,7 @@
 
 A module has one value, `KIND`. What it describes begins with the plain lab (two pods here, one on another node, routes
 between them) and changes that. `test_topologies.py` runs the same checks over all kinds that it finds here, in every
-mode, and writes the table in docs/plugins.md.
+mode, and writes the table in docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ class Kind:
     without: Mapping[str, str] = field(default_factory=dict)
     instead: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rare: bool = False
+
+    @property
+    def row(self) -> str:
+        """What its row of the table is called."""
+        return f"{self.words} (`make test-long`)" if self.rare else self.words
 
 
 def nodes(text: str) -> dict[str, str]:

@@ -1,0 +1,43 @@
+"""The table kind of network x mode in docs/kernels.md."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from .grid import Grid, Key, Rows
+
+__all__ = ["PROPERTY", "Kinds"]
+
+PROPERTY: Final = "kind"  # of a report: (kind, mode, cell of a test that passes)
+
+
+class Kinds(Grid):
+    """Collects what a node serves in each kind of network."""
+
+    title, document, heads = "kinds of networks", "kernels.md", ("kind of network",)
+    marks = "<!-- networks: begin -->", "<!-- networks: end -->"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the cell that a test has recorded, in another process perhaps. What is skipped records none."""
+        found = dict(report.user_properties).get(PROPERTY) if report.when == "call" else None
+        if found is not None:
+            kind, mode, cell = map(str, found)
+            self.rows.setdefault((kind,), {})[mode] = cell if report.passed else "**no**"
+
+    @classmethod
+    def order(cls, rows: Rows) -> list[Key]:
+        """As their modules' names have it; kinds that are gone go."""
+        return [key for key in _known() if key in rows]
+
+    @classmethod
+    def joined(cls, before: Rows, rows: Rows) -> Rows:
+        """Every kind has a row, if nothing ran in it, too."""
+        return {key: {} for key in _known()} | super().joined(before, rows)
+
+
+def _known() -> list[Key]:
+    from .topologies import KINDS  # which needs our conftest, as that needs this
+
+    return [(kind.row,) for kind in KINDS.values()]
