@@ -25,10 +25,11 @@ from vm.features import missing
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, SERVICE_CIDRS, Lab
 
 from ..conftest import new_lab, route_services, serve
-from ..kit import EXTERNAL_CIDRS, V4, V6
+from ..kit import EXTERNAL_CIDRS, V4, V6, Bench, Service
+from ..probes import Want
 from ..world import SECOND
 
-__all__ = ["KINDS", "SIDES", "Kind", "built", "nodes", "routes", "services", "tunnel"]
+__all__ = ["KINDS", "SIDES", "Check", "Kind", "built", "nodes", "routes", "services", "tunnel"]
 
 # Both nodes by name: what `nodes` puts in for the words in braces.
 SIDES: Final = {
@@ -44,6 +45,35 @@ SIDES: Final = {
     },
 }  # fmt: skip
 ABSENT: Final = ("Unknown device type", "Operation not supported")  # what `ip` says of a kernel without it
+
+
+# The parts of a check in words.
+_FROM: Final = {"pod1": "a pod", "node": "the node", "client": "outside", "remote1": "a pod of the other node"}
+_TO: Final = {
+    "far": "with a backend there", "near": "with a backend here", "local": "with policy Local",
+    "names": "of datagrams", "nobody": "without endpoints",
+}  # fmt: skip
+_AT: Final = {"cluster": "ClusterIP", "nodeport": "node port"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One client and one address: what it sees, and whether as many bytes pass as a large answer has, both ways."""
+
+    place: str
+    service: str
+    way: str
+    want: Want
+    large: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.place}-{self.service}-{self.way}"
+
+    @property
+    def words(self) -> str:
+        """As the table calls it."""
+        return f"a {_AT[self.way]} {_TO[self.service]}, from {_FROM.get(self.place, self.place)}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +93,9 @@ class Kind:
         without: checks that have no meaning here, and why.
         instead: mode -> check -> what happens instead: such a check must fail.
         rare: only `make test-long` runs it.
+        pods: of this node.
+        checks: of this kind alone, beside those of all.
+        proves: what else must be true when all was asked; what is wrong, or "". In which mode stands in the bench.
     """
 
     words: str
@@ -77,11 +110,15 @@ class Kind:
     without: Mapping[str, str] = field(default_factory=dict)
     instead: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rare: bool = False
+    pods: int = 2
+    checks: tuple[Check, ...] = ()
+    proves: Callable[[Bench, Mapping[str, Service]], str] = lambda _bench, _services: ""
 
     @property
     def row(self) -> str:
         """What its row of the table is called."""
-        return f"{self.words} (`make test-long`)" if self.rare else self.words
+        left_out = dict.fromkeys(self.without.values())
+        return "; ".join([self.words, *left_out]) + (" (`make test-long`)" if self.rare else "")
 
 
 def nodes(text: str) -> dict[str, str]:
@@ -215,7 +252,7 @@ _PLACES: Final = {
 @contextmanager
 def built(kind: Kind) -> Iterator[Lab]:
     """A lab with that network and servers in it; skips where this kernel lacks what it needs."""
-    with new_lab(2, 1) as lab, ExitStack() as stack:
+    with new_lab(kind.pods, 1) as lab, ExitStack() as stack:
         route_services(lab)
         serve(lab, SECOND)
         if kind.overlay:
