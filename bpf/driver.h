@@ -215,14 +215,15 @@ INLINE int forward_transit(struct xdp_md *ctx, const bool v6)
 	struct packet p = {};
 	struct found found;
 	struct flow flow;
-	struct tuple to;
+	struct tuple to, way;
 
 	parse_bytes(data, end, end - data, &p, v6);
 	if (!is_plain(data, &p, v6) || !may_have_flow(&p.tuple, v6) ||
 	    !is_sound(data, end, end - data, length, &p, v6) || !find_transit_flow(&found, &flow, &p, v6))
 		return XDP_PASS;
 	translated_tuple(&to, &flow, p.tuple.protocol);
-	if (!fib_lookup_xdp(ctx, &hop, &to, length - L3_OFFSET, v6))
+	routed_tuple(&way, &p.tuple, &to, flow.flags);
+	if (!fib_lookup_xdp(ctx, &hop, &way, length - L3_OFFSET, v6))
 		return leave_to_tc(COUNT_XDP_PASS);
 	refresh(&p, found.entry, found.table, v6);
 	if (!write_packet(ctx, &p, &to, &hop, v6))

@@ -6,6 +6,7 @@
 #include "delivery.h"
 #include "flow.h"
 #include "flow_state.h"
+#include "forward.h"
 #include "nat.h"
 #include "node.h"
 #include "origin.h"
@@ -59,6 +60,29 @@ INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const stru
 	return true;
 }
 
+/* Does the interface have this address? Only of its first ones is it known. */
+INLINE bool is_at_interface(const __u32 *address, __u32 ifindex, const bool v6)
+{
+	struct interface_address *own = bpf_map_lookup_elem(&interface_addresses, &ifindex);
+
+	return own && same_address(address, v6 ? own->address6 : &own->address4, v6);
+}
+
+/* Send an answer from an address of the node the way that the node's own packets take. Policies send what a pod sends
+ * by other interfaces, where networks do not take the node's address. With netfilter a mark says that a connection was
+ * to the node (AWS' plugin sets it); but here its packets are to the pod before netfilter sees them.
+ */
+INLINE enum step leave_as_node(struct __sk_buff *skb, struct scratch *space, const struct tuple *to, const bool v6)
+{
+	struct bpf_fib_lookup *hop = &space->hop;
+
+	if (is_at_interface(to->saddr, skb->ifindex, v6) || !is_local_address(to->saddr, v6))
+		return STEP_PASS;
+	if (!has_next_hop(fib_lookup_as_host(skb, hop, to, v6)) || hop->ifindex == skb->ifindex)
+		return STEP_PASS;
+	return has_link(hop->ifindex | 1u << LINK_OUTER_BIT) ? redirect_neigh(hop) : STEP_PASS;
+}
+
 /* The source may be a backend whose answer the client expects from the service's address. */
 INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
@@ -80,7 +104,7 @@ INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, e
 	account(skb, space->backend, true, 0);
 	TRACE_EVENT(skb, COUNT_REPLY, hook);
 	rewrite(skb, p, to, v6);
-	return STEP_PASS;
+	return hook == HOOK_UPLINK_EGRESS ? leave_as_node(skb, space, to, v6) : STEP_PASS;
 }
 
 /* The stack delivers a client's datagram to the pod behind this interface: for a while the next ones are handed over.

@@ -172,6 +172,19 @@ INLINE void translated_tuple(struct tuple *to, const struct flow *f, __u8 protoc
 	to->protocol = protocol;
 }
 
+/* The tuple by which a packet of a flow with these flags is routed, which becomes `to`. The kernel asks its tables
+ * before it masquerades: policies see the client's address, and so does the choice among equal paths. As `set_source`
+ * asks.
+ */
+INLINE void routed_tuple(struct tuple *way, const struct tuple *from, const struct tuple *to, __u32 flags)
+{
+	*way = *to;
+	if (flags & FLOW_REPLY)
+		return;
+	copy_address(way->saddr, from->saddr);
+	way->sport = from->sport;
+}
+
 /* The key of the other direction. */
 INLINE void peer_key(struct tuple *to, const struct flow *f, __u8 protocol)
 {

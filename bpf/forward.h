@@ -8,6 +8,7 @@
 #ifndef HYBRID_PROXY_FORWARD_H
 #define HYBRID_PROXY_FORWARD_H
 
+#include "flow.h"
 #include "nat.h"
 #include "packet.h"
 #include "reject.h"
@@ -120,8 +121,10 @@ INLINE enum step forward(struct __sk_buff *skb, struct scratch *space, __u32 unu
 {
 	struct bpf_fib_lookup *hop = &space->hop;
 	struct packet *p = &space->packet;
-	long result = fib_lookup_skb(skb, hop, p, &space->result, 0, v6);
+	long result;
 
+	routed_tuple(&space->reply, &p->tuple, &space->result, space->flow.flags);
+	result = fib_lookup_skb(skb, hop, p, &space->reply, 0, v6);
 	NOTE(NOTE_HOP, hop->ifindex, result);
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
 		return CALL(send_icmp_error, skb, size_that_fits(hop, packet_length(skb, p, v6)));
