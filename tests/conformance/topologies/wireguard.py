@@ -8,7 +8,7 @@ from typing import Final
 
 from pyroute2 import WireGuard
 
-from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS, Lab
 
 from . import SIDES, Kind, tunnel
 
@@ -27,7 +27,7 @@ def _introduce(lab: Lab) -> None:
             "public_key": b64encode(bytes.fromhex(_PUBLIC[other])),
             "endpoint_addr": side["peer"],
             "endpoint_port": PORT,
-            "allowed_ips": [side["far"], side["far6"]],
+            "allowed_ips": [side["far"], side["far6"], *(SERVICE_CIDRS if name == "node2" else ())],
         }
         private = b64encode(hashlib.sha256(name.encode()).digest())
         with lab.inside(name), WireGuard() as device:
