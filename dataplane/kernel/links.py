@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import Final
 
 import msgspec
@@ -101,13 +101,15 @@ class Node(msgspec.Struct, frozen=True):
     """The interfaces and the addresses on them; in `addresses` without loopback, link-local and services' ones.
 
     `local` are the node's addresses and its networks' broadcast addresses, as its tables have them. `equal_paths` are
-    routes that have several next hops, as destination, length of its prefix, and hops.
+    routes that have several next hops, as destination, length of its prefix, and hops. `bridged` are the networks of
+    bridges' addresses: what is in one of them finds the others there without the node's routing.
     """
 
     interfaces: tuple[Interface, ...]
     addresses: tuple[str, ...]
     local: frozenset[str] = frozenset()
     equal_paths: frozenset[tuple[str, int, tuple[Hop, ...]]] = frozenset()
+    bridged: frozenset[str] = frozenset()
 
 
 def interface_name(index: int) -> str | None:
@@ -189,23 +191,27 @@ def read_node() -> Node:
         ]
         services = {index for _, index, known in links if _name(known) == SERVICES_DEVICE}
         addresses: dict[int, list[str]] = {}
+        networks: list[tuple[int, str]] = []
         usable: list[str] = []
         wanted = Message(GET_ADDRESS, _ADDRESS.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the addresses")
         for answer in wire.dump(wanted):
-            family, _, _, scope, index = _ADDRESS.unpack_from(answer)
+            family, length, _, scope, index = _ADDRESS.unpack_from(answer)
             known = dict(attributes(answer, _ADDRESS.size))
             text = _text(family, known.get(IFA_LOCAL) or known[IFA_ADDRESS])
             addresses.setdefault(index, []).append(text)
             if scope not in (SCOPE_LINK, SCOPE_HOST) and index not in services:
                 usable.append(text)
+                networks.append((index, str(ip_network((text, length), strict=False))))
     unicast = [route for route in routes if route.kind == UNICAST]
     defaults = {
         _number(route.known[RTA_OIF])
         for route in unicast
         if route.length == 0 and route.table == MAIN_TABLE and RTA_OIF in route.known
     }
+    interfaces = tuple(_interface(kind, index, known, defaults, addresses) for kind, index, known in links)
+    bridges = {interface.index for interface in interfaces if interface.kind == "bridge"}
     return Node(
-        tuple(_interface(kind, index, known, defaults, addresses) for kind, index, known in links),
+        interfaces,
         tuple(dict.fromkeys(usable)),
         frozenset(
             route.destination
@@ -213,6 +219,7 @@ def read_node() -> Node:
             if route.kind in (LOCAL, BROADCAST) and route.length == (32 if route.family == socket.AF_INET else 128)
         ),
         frozenset((route.destination, route.length, hops) for route in unicast if (hops := tuple(route.hops()))),
+        frozenset(network for index, network in networks if index in bridges),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hybrid_proxy.dataplane.modes.userspace.messages import Keep, Network, Port, Row
@@ -119,10 +120,10 @@ def _keeps(frontend: Frontend, family: int, node: NodeNetwork, *, same: bool) ->
     return internal, external
 
 
-def lower_node(node: NodeNetwork, transparent: tuple[int, ...]) -> Network:
+def lower_node(node: NodeNetwork, transparent: tuple[int, ...], bridged: Iterable[str] = ()) -> Network:
     """What the relay must know of the node."""
     own = (*node.addresses, *node.primary, *node.loopback)
-    return Network(listen_addresses(node), own, node.pods.prefixes, transparent)
+    return Network(listen_addresses(node), own, node.pods.prefixes, transparent, tuple(sorted(bridged)))
 
 
 def listen_addresses(node: NodeNetwork) -> dict[int, str]:

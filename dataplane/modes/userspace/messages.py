@@ -62,12 +62,16 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Network(msgspec.Struct, frozen=True):
-    """Where to listen, by family (4, 6), which clients are the node itself, and which are pods."""
+    """Where to listen, by family (4, 6), which clients are the node itself, and which are pods.
+
+    What is in one of the networks `bridged` reaches its neighbours there past the node's routing.
+    """
 
     listen: dict[int, str] = {}
     own: tuple[str, ...] = ()
     pods: tuple[str, ...] = ()
     transparent: tuple[int, ...] = ()  # families in which source addresses can be kept
+    bridged: tuple[str, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

@@ -23,6 +23,7 @@ class Clients:
         self.network = network
         self.own = frozenset(network.own)
         self.pods = [ipaddress.ip_network(cidr) for cidr in network.pods]
+        self.bridged = [ipaddress.ip_network(cidr) for cidr in network.bridged]
 
     def is_own(self, address: str) -> bool:
         """Whether the node itself is the client."""
@@ -32,6 +33,13 @@ class Clients:
         """Whether the address is in a pod range."""
         parsed = ipaddress.ip_address(address)
         return any(parsed in network for network in self.pods)
+
+    def are_neighbours(self, client: str, backend: str) -> bool:
+        """Whether the backend would answer the client itself, at the bridge that both are at, and not the relay."""
+        if not self.bridged or backend in self.own:
+            return False
+        both = ipaddress.ip_address(client), ipaddress.ip_address(backend)
+        return any(both[0] in network and both[1] in network for network in self.bridged)
 
 
 SERIES_SECONDS: Final = 600.0  # a longer time without a failure ends a series, as in mode ebpf
@@ -143,6 +151,8 @@ class Port:
             return None
         clients = self.service.clients
         if self.service.row.family not in clients.network.transparent or clients.is_own(client):
+            return None
+        if clients.are_neighbours(client, backend):
             return None
         return client if self.keep is Keep.ALWAYS or clients.is_pod(client) else None
 

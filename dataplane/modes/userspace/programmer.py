@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from hybrid_proxy.dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel import policy
 from hybrid_proxy.dataplane.kernel.conntrack import Place, delete_translated, open_flows
+from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
 from hybrid_proxy.dataplane.mode import (
     Mode,
@@ -85,6 +86,7 @@ class Userspace(NetfilterMode):
         self._clock = clock
         self._possible = tuple(family for family in FAMILIES if transparent_works(family))
         self.transparent = self._possible  # of these, those whose answers are delivered here
+        self._bridged = frozenset[str]()  # as the relay knows them
         self._sctp = _has_sctp()
         self._known: dict[str, dict[str, _Known]] = {}  # service -> service port
         self._lost = threading.Event()
@@ -120,6 +122,7 @@ class Userspace(NetfilterMode):
         if self._lost.is_set():
             self._reopen()
         self._deliver_answers(answer_mark(table.node))
+        self._bridged = read_node().bridged
         self._program(table, dict.fromkeys((*table.services, *self._known)), whole=True)
 
     def _change(self, table: ServiceTable, names: Collection[str]) -> None:
@@ -131,7 +134,7 @@ class Userspace(NetfilterMode):
 
     def _program(self, table: ServiceTable, names: Collection[str], *, whole: bool) -> None:
         """Proxy ports first, then the rules to them in one transaction, then proxy ports without rules close."""
-        network = low.lower_node(table.node, self.transparent)
+        network = low.lower_node(table.node, self.transparent, self._bridged)
         lowered: dict[str, dict[str, tuple[Entry, low.Lowered]]] = {}
         rows: dict[str, m.Row | None] = {}
         for name in names:
@@ -246,6 +249,12 @@ class Userspace(NetfilterMode):
         delete_translated(others, self._listeners)
 
     # Drift
+
+    def links_changed(self) -> None:
+        """At a bridge that came, or got an address, backends see the node's address instead of their neighbours'."""
+        if self.table is not EMPTY and read_node().bridged != self._bridged:
+            self._full = True
+            self._request_maintenance()
 
     def may_have_drifted(self) -> bool:
         """Routing rules; of everything else the kernel wakes us."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import SOCK_STREAM
 from typing import Any, Final
 
 from vm.features import missing
@@ -26,7 +27,7 @@ from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, SERVICE_CIDRS, Lab
 
 from ..conftest import new_lab, route_services, serve
 from ..kit import EXTERNAL_CIDRS, V4, V6, Bench, Service
-from ..probes import Want
+from ..probes import Probe, To, Want, observe
 from ..world import SECOND
 
 __all__ = ["KINDS", "SIDES", "Check", "Kind", "built", "nodes", "routes", "services", "tunnel"]
@@ -95,7 +96,7 @@ class Kind:
         rare: only `make test-long` runs it.
         pods: of this node.
         checks: of this kind alone, beside those of all.
-        proves: what else must be true when all was asked; what is wrong, or "". In which mode stands in the bench.
+        proves: what else must be true when all was asked; what is wrong, or "". `bench.agent.mode` is the mode.
     """
 
     words: str
@@ -156,8 +157,11 @@ def services(name: str, families: tuple[int, ...] = (V4, V6)) -> list[str]:
     return [f"route replace {cidr} via {side['via6' if ':' in cidr else 'via']} dev {name} onlink" for cidr in cidrs]
 
 
-def bridged(words: str, *, filtered: bool, **more: Any) -> Kind:
-    """Pods of this node at a bridge with an address, their gateway."""
+def bridged(words: str, *, filtered: bool, lost: tuple[str, ...] = ()) -> Kind:
+    """Pods of this node at a bridge with an address, their gateway.
+
+    `lost`: the modes in which an answer that goes from port to port is not translated back.
+    """
     steps = {
         "node": """
             link add cni0 type bridge
@@ -181,7 +185,20 @@ def bridged(words: str, *, filtered: bool, **more: Any) -> Kind:
             """
     names = ("bridge/bridge-nf-call-iptables", "bridge/bridge-nf-call-ip6tables")
     settings = {"node": dict.fromkeys(names, str(int(filtered)))}
-    return Kind(words, steps, needs="br_netfilter", settings=settings, **more)
+    why = "an answer that goes from port to port is not translated back: the connection fails"
+    instead = {mode: {"pod1-near-cluster": why} for mode in lost}
+    instead["userspace"] = {"pod1-near-cluster": "the backend sees the node's address"}
+    return Kind(words, steps, needs="br_netfilter", settings=settings, instead=instead, proves=_node_is_seen)
+
+
+def _node_is_seen(bench: Bench, services: Mapping[str, Service]) -> str:
+    """What mode userspace does at a bridge instead of keeping the client's address."""
+    want = To(frozenset({"pod2"}), "node")
+    for family in (V4, V6) if bench.agent.mode == "userspace" else ():
+        seen = observe(bench, Probe("pod1", services["near"].vip(family), SOCK_STREAM), want)
+        if not seen.is_(want, "pod1"):
+            return f"want {want} at the bridge, see {seen}"
+    return ""
 
 
 def on_the_wire(words: str, device: str, **more: Any) -> Kind:
@@ -210,7 +227,7 @@ def on_the_wire(words: str, device: str, **more: Any) -> Kind:
             """,
         "pod2": _on_wire(pod2, ("10.77.1.1", "fd77:1::1")),
     }
-    instead = {mode: {"client-local-nodeport": why} for mode in ("nftables", "iptables", "ipvs")}
+    instead = {mode: {"client-local-nodeport": why} for mode in ("nftables", "iptables", "ipvs", "userspace")}
     return Kind(words, steps, instead=instead, **more)
 
 
