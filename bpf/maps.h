@@ -64,7 +64,7 @@ GROWING_MAP(own_addresses, struct own_address, __u32, 16384);
 /* How packets are checked, by the index of the interface that they come in at: enum interface_flags. */
 GROWING_MAP(interfaces, __u32, __u32, 16384);
 /* What packets that leave by an interface are masqueraded as, by its index. */
-GROWING_MAP(interface_addresses, __u32, struct interface_address, 16384);
+GROWING_MAP(interface_addresses, __u32, struct interface_address, 4096);
 /* Routes with several next hops, by number, and these by twos. */
 PREFIX_MAP(equal_routes, struct equal_route, 4096);
 GROWING_MAP(equal_paths, struct equal_path, __u32, 4096);

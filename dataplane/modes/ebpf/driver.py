@@ -119,7 +119,7 @@ class Drivers:
         if interface.kind in LAYERED:
             return f"{LAYERED[interface.kind]}, whose ports have the drivers"
         if not interface.ethernet:
-            return "a tunnel, whose packets have no Ethernet header"
+            return "its packets have no Ethernet header, as a tunnel's"
         if interface.master:
             return "a port of another interface, which gets its packets"
         if self.setting == "auto":

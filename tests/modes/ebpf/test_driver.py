@@ -180,8 +180,14 @@ def test_layers_above_devices_are_left(place: Place) -> None:
 
 
 def test_a_driver_without_native_mode_is_left(place: Place) -> None:
+    place.link.link("add", ifname="none0", kind="vxlan", vxlan_id=7, vxlan_port=4789)
+    drivers = place.serve("native", "none0")
+    assert drivers.status().left_to_tc == {"none0": "the driver has no native XDP"}
+
+
+def test_an_interface_without_ethernet_is_left(place: Place) -> None:
     drivers = place.serve("native", "lo")
-    assert drivers.status().left_to_tc == {"lo": "the driver has no native XDP"}
+    assert drivers.status().left_to_tc == {"lo": "its packets have no Ethernet header, as a tunnel's"}
 
 
 def test_a_pin_of_a_device_that_went_is_removed(place: Place) -> None:
