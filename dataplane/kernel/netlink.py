@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import select
 import socket
@@ -46,6 +47,8 @@ HEADER: Final = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 ATTRIBUTE: Final = struct.Struct("=HH")  # length, type
 NFGEN: Final = struct.Struct(">BBH")  # family, version, resource: before the attributes of NETFILTER's messages
 _INT: Final = struct.Struct("=i")
+OWN_RANGE: Final = 1 << 31  # no number of a process is in this half of the ports
+_ports: Final = itertools.count(int.from_bytes(os.urandom(3), "big"))
 
 
 class NetlinkFailed(DataplaneError):
@@ -129,7 +132,7 @@ class Netlink:
 
     def __init__(self, protocol: int, seconds: float = ANSWER_SECONDS) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
-        self._socket.bind((0, 0))
+        self._bind()
         self._socket.settimeout(seconds)
         self._socket.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)  # errors do not repeat the request
         with contextlib.suppress(PermissionError):  # the default still carries small requests, such as dumps
@@ -137,6 +140,22 @@ class Netlink:
         self._room = SEND_BUFFER
         self._sequence = 0
         self.port: int = self._socket.getsockname()[0]
+
+    def _bind(self) -> None:
+        """To a port that none of our sockets had before.
+
+        The kernel would choose the number of our process whenever it is free. When a socket is closed, nf_tables
+        removes the tables that its port owns (nft_rcv_nl_event), a moment after that port has become free: the tables
+        of the next socket with that port would go, too.
+        """
+        while True:
+            try:
+                self._socket.bind((OWN_RANGE + next(_ports) % OWN_RANGE, 0))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return
 
     def __enter__(self) -> Self:
         return self

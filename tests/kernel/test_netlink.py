@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
 import threading
@@ -71,6 +72,16 @@ def test_a_dump_that_is_not_read_to_its_end_does_not_disturb_the_next_request() 
         answer = wire.get(loopback)
         assert answer is not None
         assert b"lo\0" in answer
+
+
+def test_no_socket_has_the_port_of_a_former_one() -> None:
+    """What the kernel does for a port when its socket is closed may reach the next socket that has it."""
+    ports = set()
+    for _ in range(100):
+        with Netlink(ROUTE) as wire:
+            ports.add(wire.port)
+    assert len(ports) == 100
+    assert os.getpid() not in ports
 
 
 def test_an_error_says_what_was_asked() -> None:
