@@ -66,7 +66,10 @@ def test_clients_of_an_endpoint_that_is_gone_are_reset(
         assert max(took.values()) < PROMPT * PATIENCE, took
     if mode != "userspace":  # whose relay counts all its resets
         reset = before + len(clients)
-        eventually(lambda: counted(bench.agent, "connections_reset") == reset, 5, "they are not counted")
+        eventually(
+            lambda: counted(bench.agent, "connections_reset") == reset, 5,
+            lambda: f"{counted(bench.agent, 'connections_reset')} are counted, not {reset}",
+        )  # fmt: skip
 
 
 @pytest.mark.row("4.40", "reset-gone-backends: without it, and while an endpoint terminates, connections stay open")

@@ -24,7 +24,7 @@ from hybrid_proxy.dataplane.kernel.diag import end_datagram_sockets
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import resets
-from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of
+from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of, is_over
 from hybrid_proxy.dataplane.modes.ebpf.loads import Recount
 from hybrid_proxy.dataplane.modes.ebpf.sizes import FORGETFUL, bounds, expected
 from hybrid_proxy.dataplane.modes.ebpf.traffic import possible_cpus
@@ -69,14 +69,6 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> N
 def _age(now: int, seen: NDArray[Any]) -> NDArray[np.int64]:
     """Jiffies since then; a program may have written a time that is later than `now`."""
     return (np.uint32(now) - seen).astype(np.int32).astype(np.int64)
-
-
-def is_over(flags: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether both ends of a connection have said so, or one has reset it."""
-    names = abi_constants()
-    both = names["FLOW_FIN_ACKED"] | names["FLOW_PEER_FIN"]
-    over: NDArray[np.bool_] = (flags & both == both) | (flags & names["FLOW_RESET"] != 0)
-    return over
 
 
 def forget_half_open(maps: Mapping[str, Map], options: Options, now: int, hz: int) -> None:

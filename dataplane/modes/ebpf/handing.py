@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from hybrid_proxy.dataplane.flows import FLOW, FlowFlag, Flows, Half, Mask, TcpState, concatenated
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, idle_limits, is_over
-from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, address_bytes, dtype_of, flow_tags, swap16
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, idle_limits
+from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, address_bytes, dtype_of, flow_tags, is_over, swap16
 from hybrid_proxy.dataplane.modes.ebpf.lower import Key
 from hybrid_proxy.dataplane.table import Protocol
 

@@ -212,3 +212,11 @@ def split_range_word(word: int) -> tuple[int, int, int]:
     limits = abi_constants()
     bits, counts = limits["RANGE_OFFSET_BITS"], limits["RANGE_COUNT_BITS"]
     return word & ((1 << bits) - 1), word >> bits & ((1 << counts) - 1), word >> (bits + counts)
+
+
+def is_over(flags: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether both ends of a connection have said so, or one has reset it."""
+    names = abi_constants()
+    both = names["FLOW_FIN_ACKED"] | names["FLOW_PEER_FIN"]
+    over: NDArray[np.bool_] = (flags & both == both) | (flags & names["FLOW_RESET"] != 0)
+    return over

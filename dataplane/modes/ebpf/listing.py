@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -11,10 +12,10 @@ import numpy as np
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.modes.ebpf import affinity, layout
+from hybrid_proxy.dataplane.modes.ebpf import affinity, beside, layout
 from hybrid_proxy.dataplane.modes.ebpf.events import Addresses, Journal
 from hybrid_proxy.dataplane.modes.ebpf.failures import histories
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, is_over
+from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.traffic import Traffic, counts_of, traffic_of
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
@@ -57,6 +58,9 @@ class Pinned:
 
     def remembered(self, table: ServiceTable) -> list[Remembered]:
         return affinity.remembered(self._maps, table, _clock(self._maps), jiffies_per_second())
+
+    def beside(self, cgroup: str | None) -> list[str]:
+        return list(beside.beside(Path(self.place), cgroup))
 
     def close(self) -> None:
         for known in self._maps.values():
@@ -269,7 +273,7 @@ def _clock(maps: Maps) -> int:
 
 def flow_state(flags: int) -> str:
     """What a flow with these flags is called. One of which only one end has closed may still carry much."""
-    if is_over(np.array([flags])).any():
+    if layout.is_over(np.array([flags])).any():
         return "closed"
     return "established" if flags & layout.abi_constants()["FLOW_ESTABLISHED"] else "opening"
 

@@ -23,7 +23,7 @@ from hybrid_proxy.dataplane.kernel import tcp_segments
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.diag import end_connections
 from hybrid_proxy.dataplane.kernel.tcp_segments import Segment
-from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of, swap16
+from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of, is_over, swap16
 from hybrid_proxy.dataplane.table import Protocol
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _open_to(keys: NDArray[Any], values: NDArray[Any], gone: Collection[Endpoint
     for each in gone:
         there = (values["service"] == each.service) & (values["dport"] == each.wire_port)
         found |= there & (values["daddr"] == each.words).all(axis=1)
-    found &= (keys["protocol"] == Protocol.TCP) & (values["flags"] & not_these == 0)
+    found &= (keys["protocol"] == Protocol.TCP) & (values["flags"] & not_these == 0) & ~is_over(values["flags"])
     return found
 
 
