@@ -328,8 +328,8 @@ def test_what_comes_later_stops_nothing(tmp_path: Path, running: Watcher, make: 
 
 
 def test_a_file_that_becomes_a_pipe_keeps_its_objects(tmp_path: Path, running: Watcher) -> None:
-    (tmp_path / "good.yaml").unlink()
-    os.mkfifo(tmp_path / "good.yaml")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe").rename(tmp_path / "good.yaml")
     running.until(lambda: running.problems)
     assert running.addresses == {"good": "10.96.0.1"}
 
