@@ -321,6 +321,17 @@ class Unread(Protocol):
 
 
 @runtime_checkable
+class Beside(Protocol):
+    """A view of a mode whose programs share hooks with others' programs."""
+
+    def beside(self, cgroup: str | None) -> list[str]:
+        """A sentence for each such hook: whose programs packets meet before ours, and whose after them.
+
+        `cgroup` is the folder of the node's own processes, None: the default one.
+        """
+
+
+@runtime_checkable
 class Remembers(Protocol):
     """A view of a mode that remembers clients where another mode can read it."""
 

@@ -45,11 +45,20 @@ def target_of(path: Path) -> int:
     Raises:
         BpfError: something else than a link is pinned there.
     """
+    return _described_pin(path)[1]
+
+
+def program_of(path: Path) -> int:
+    """The number of the program of the link pinned at `path`; raises as `target_of`."""
+    return _described_pin(path)[0]
+
+
+def _described_pin(path: Path) -> tuple[int, int]:
     link = bpf.pinned_link(path)
     try:
         if not is_link(link):
             raise BpfError(f"{path} is no link", errno.EINVAL)
-        return _described(link, ffi.new("struct bpf_link_info *"))[1]
+        return _described(link, ffi.new("struct bpf_link_info *"))
     finally:
         os.close(link)
 

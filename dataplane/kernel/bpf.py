@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # it takes 20 MB, of which modes without tables of flows have
     from numpy.typing import NDArray
 
 SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS
+MOST_PROGRAMS: Final = 64  # at one hook (BPF_MPROG_MAX)
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
 RINGBUF_BUSY, RINGBUF_DISCARDED = 1 << 31, 1 << 30  # BPF_RINGBUF_BUSY_BIT, BPF_RINGBUF_DISCARD_BIT
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
@@ -475,6 +476,32 @@ def pinned_link(path: Path) -> int:
 def update_link(link: int, program: int, what: str) -> None:
     """Replace a link's program; packets see the old one or the new one, never none."""
     check(library().bpf_link_update(link, program, ffi.NULL), f"updating {what}")
+
+
+def programs_at(target: int, attach_type: int) -> list[int]:
+    """The numbers of the programs at a hook, in the order in which they run; none where the kernel has no such hook.
+
+    `target` is the index of an interface, or a descriptor of a cgroup.
+    """
+    numbers = ffi.new("uint32_t[]", MOST_PROGRAMS)
+    options = ffi.new("struct bpf_prog_query_opts *")
+    options.sz, options.prog_ids, options.prog_cnt = ffi.sizeof("struct bpf_prog_query_opts"), numbers, MOST_PROGRAMS
+    code = library().bpf_prog_query_opts(target, attach_type, options)
+    return list(numbers[0 : options.prog_cnt]) if code >= 0 else []
+
+
+def program_name(number: int) -> str:
+    """At most 15 characters; its number where it has no name or is gone."""
+    program = library().bpf_prog_get_fd_by_id(number)
+    if program < 0:
+        return str(number)
+    try:
+        info = ffi.new("struct bpf_prog_info *")
+        size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_prog_info"))
+        check(library().bpf_obj_get_info_by_fd(program, info, size), "describing a program")
+        return ffi.string(info.name).decode(errors="replace") or str(number)
+    finally:
+        os.close(program)
 
 
 @lru_cache

@@ -131,17 +131,46 @@ def detach(index: int) -> int:
     return len(found)
 
 
+def names(index: int, *, ingress: bool) -> list[tuple[str, bool]]:
+    """The filters of an interface in the order in which they run, by name or else by kind, and whether one is ours."""
+    with Netlink(ROUTE) as wire:
+        filters = list(_filters(wire, index, INGRESS if ingress else EGRESS))
+    return [(one.name or one.kind, one.ours) for one in filters if one.handle]  # without: the head of a list of filters
+
+
+class _Found(NamedTuple):
+    """A filter as the kernel has it; name and number of the program are empty and 0 of one that is no BPF program."""
+
+    kind: str
+    handle: int
+    name: str
+    program: int
+
+    @property
+    def ours(self) -> bool:
+        """Another program's may have the same handle."""
+        return self.handle == HANDLE and self.name.startswith(NAME)
+
+
 def _ours(wire: Netlink, index: int, parent: int) -> Iterator[tuple[str, int]]:
-    """Name and number of the program of each filter of ours. Another program's may have the same handle."""
+    """Name and number of the program of each filter of ours."""
+    for one in _filters(wire, index, parent):
+        if one.ours:
+            yield one.name.removeprefix(NAME), one.program
+
+
+def _filters(wire: Netlink, index: int, parent: int) -> Iterator[_Found]:
     request = _TCMSG.pack(0, index, 0, parent, 0)
     message = Message(GET_FILTER, request, NLM_F_DUMP, f"reading the filters of interface {index}")
     with contextlib.suppress(NetlinkFailed):  # no qdisc, or no interface any more
         for body in wire.dump(message):
             _, _, handle, _, _ = _TCMSG.unpack_from(body)
-            options = dict(attributes(dict(attributes(body, _TCMSG.size)).get(TCA_OPTIONS, b"")))
+            known = dict(attributes(body, _TCMSG.size))
+            kind = known.get(TCA_KIND, b"").rstrip(b"\0").decode(errors="replace")
+            # Of other kinds, the same numbers mean something else.
+            options = dict(attributes(known.get(TCA_OPTIONS, b""))) if kind == "bpf" else {}
             name = options.get(TCA_BPF_NAME, b"").rstrip(b"\0").decode(errors="replace")
-            if handle == HANDLE and name.startswith(NAME):
-                yield name.removeprefix(NAME), int.from_bytes(options.get(TCA_BPF_ID, b""), sys.byteorder)
+            yield _Found(kind, handle, name, int.from_bytes(options.get(TCA_BPF_ID, b""), sys.byteorder))
 
 
 class Filters:

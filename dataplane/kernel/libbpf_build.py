@@ -26,7 +26,11 @@ builder.cdef(
         uint32_t map_flags; char name[16]; uint32_t ifindex; uint32_t btf_vmlinux_value_type_id; uint64_t netns_dev;
         uint64_t netns_ino; uint32_t btf_id; uint32_t btf_key_type_id; uint32_t btf_value_type_id;
     };
-    struct bpf_prog_info { uint32_t type; uint32_t id; };
+    struct bpf_prog_info {
+        uint32_t type; uint32_t id; uint8_t tag[8]; uint32_t jited_prog_len; uint32_t xlated_prog_len;
+        uint64_t jited_prog_insns; uint64_t xlated_prog_insns; uint64_t load_time; uint32_t created_by_uid;
+        uint32_t nr_map_ids; uint64_t map_ids; char name[16];
+    };
     struct bpf_link_info { uint32_t type; uint32_t id; uint32_t prog_id; uint32_t pad; uint32_t target[16]; };
     void *libbpf_set_print(void *fn);
     struct bpf_object *bpf_object__open_file(const char *path, const void *opts);
@@ -66,7 +70,13 @@ builder.cdef(
     int bpf_link_create(int prog_fd, int target_fd, int attach_type, const void *opts);
     int bpf_link_update(int link_fd, int new_prog_fd, const void *opts);
     int bpf_link_detach(int link_fd);
+    struct bpf_prog_query_opts {
+        size_t sz; uint32_t query_flags; uint32_t attach_flags; uint32_t *prog_ids; uint32_t prog_cnt;
+    };
+    int bpf_prog_query_opts(int target, int type, struct bpf_prog_query_opts *opts);
+    int bpf_prog_get_fd_by_id(uint32_t id);
     int bpf_prog_attach(int prog_fd, int target_fd, int type, unsigned int flags);
+    int bpf_prog_detach2(int prog_fd, int target_fd, int type);
     int bpf_obj_pin(int fd, const char *path);
     int bpf_obj_get(const char *path);
     struct ring_buffer *ring_buffer__new(int map_fd, ring_buffer_sample_fn take, void *ctx, const void *opts);

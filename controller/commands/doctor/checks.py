@@ -102,6 +102,8 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     yield _reverse_path(facts)
     if facts.conntrack is not None:
         yield _conntrack(facts)
+    for text in facts.beside:
+        yield Finding("ok", "other programs", text)
     yield _ejected(facts)
     yield _empty(facts)
     yield _recent_drops(facts)

@@ -76,6 +76,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     conntrack: Fill | None = None
     empty: tuple[str, ...] = ()  # service ports that have no backend
     ejections: tuple[Ejection, ...] = ()
+    beside: tuple[str, ...] = ()  # hooks where others' programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
     events_unknown: str = ""  # why there are none to be had
 

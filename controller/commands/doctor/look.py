@@ -47,7 +47,7 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import links, namespaces, sysctl
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
-from hybrid_proxy.dataplane.mode import ProbePacket, belongs
+from hybrid_proxy.dataplane.mode import Beside, ProbePacket, belongs
 from hybrid_proxy.dataplane.other_proxies import warnings
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, family_of, socket_text
@@ -111,6 +111,7 @@ def at_node(args: argparse.Namespace, asked: Answered | None = None) -> Node:
         conntrack=_conntrack(),
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
+        beside=_beside(here, args.cgroup or _cgroup(agent)),
         events=events,
         events_unknown=events_unknown,
     )
@@ -153,6 +154,17 @@ def _rows(here: Programmed | None) -> list[ServiceRow]:
                 row.mode = name
                 rows.append(row)
     return rows
+
+
+def _cgroup(agent: AgentStatus | None) -> str | None:
+    """Where the agent serves the node's own sockets."""
+    ebpf = agent.dataplane.ebpf if agent else None
+    return ebpf.sockets.cgroup if ebpf else None
+
+
+def _beside(here: Programmed | None, cgroup: str | None) -> tuple[str, ...]:
+    views = [view for _, view in here.views] if here else []
+    return tuple(text for view in views if isinstance(view, Beside) for text in view.beside(cgroup))
 
 
 def _recent_events(admin_socket: str, after: int = 0) -> tuple[tuple[PacketEvent, ...], str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel import clsact
 from hybrid_proxy.dataplane.kernel.attachment import Attachment
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, program_name, programs_at
 from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node
 from hybrid_proxy.dataplane.kernel.links import (
     Interface,
@@ -286,8 +286,9 @@ class Sockets:
             cgroup = cgroup_of_node(self.options.cgroup)
             self._attach(programs, watch, cgroup)
         except (BpfError, Unsupported, OSError) as error:
+            if self.reason != str(error):
+                log.warning("the node's own sockets are not served: %s", error)
             self.reason = str(error)
-            log.warning("the node's own sockets are not served: %s", error)
             return
         if self.cgroup is None:
             log.info("serving the node's own sockets at cgroup %s", cgroup)
@@ -303,9 +304,22 @@ class Sockets:
         target = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
         try:
             for name, program in self._programs.items():
-                self._made(name, cgroup).run(program, target)
+                self._run(name, program, cgroup, target)
         finally:
             os.close(target)
+
+    def _run(self, name: str, program: int, cgroup: Path, target: int) -> None:
+        made = self._made(name, cgroup)
+        try:
+            made.run(program, target)
+        except BpfError as error:
+            holders = programs_at(target, (SOCKET_HOOKS | SOCKOPS_HOOKS)[name])
+            if error.code != errno.EPERM or not holders:
+                raise
+            # As the kernel has it: what was attached without BPF_F_ALLOW_MULTI is alone there.
+            names = ", ".join(program_name(number) for number in holders)
+            text = f"another program is there and takes no others: {names} (bpftool cgroup tree)"
+            raise Unsupported(f"{name} at cgroup {cgroup}", text) from error
 
     def _made(self, name: str, cgroup: Path) -> Attachment:
         """The attachment of this name at the cgroup."""

@@ -730,6 +730,8 @@ class Ebpf:
 
     def maintain(self) -> Sequence[Event]:
         self._mend()
+        if self._attached and self.sockets.cgroup is None:  # what stood in the way may be gone
+            self._serve_sockets()
         self._collect()
         self.gc.look_for(*self.store.plan.deferred.candidates)
         self._recount()

@@ -1,0 +1,225 @@
+"""BPF programs of others at the hooks of mode ebpf: both are run, in an order that stays, and doctor tells it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+from vm.features import missing
+
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, check, create_link, library, programs_at
+from hybrid_proxy.workshop.lab.network import Lab
+
+from .conftest import bench_of, new_lab, route_services, serve
+from .kit import V4, Bench, Service
+
+HERE = Path(__file__).parent
+TCX_INGRESS, CONNECT4 = 46, 10  # enum bpf_attach_type
+INGRESS: Final = 0xFFFFFFF2  # TC_H_CLSACT with TC_H_MIN_INGRESS
+AHEAD, BEHIND, MESH, GUARD = range(4)
+REFUSED_PORT = 9
+
+
+@dataclass
+class Others:
+    """What somebody else has attached, and what it saw."""
+
+    programs: Object
+    links: ExitStack
+
+    def link(self, program: str, target: int, attach_type: int) -> None:
+        """At the end of the hook's list, until the test ends."""
+        self.links.callback(os.close, create_link(self.programs.program(program), target, attach_type, program))
+
+    def saw(self, place: int) -> tuple[int, str]:
+        """How much, and the last IPv4 destination, since it was asked last."""
+        sights = self.programs.map("sights")
+        key = place.to_bytes(4, "little")
+        found = sights.lookup(key)
+        assert found is not None
+        sights.update(key, bytes(16))
+        count = int(np.frombuffer(found[:8], np.uint64)[0])
+        return count, socket.inet_ntoa(found[8:12])
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("others") / "others.bpf.o"
+    subprocess.run(
+        ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Werror",
+         f"-I/usr/include/{platform.machine()}-linux-gnu", f"-I{HERE.parent.parent / 'bpf'}",
+         "-c", str(HERE / "others.bpf.c"), "-o", str(target)],
+        check=True,
+    )  # fmt: skip
+    return target
+
+
+@pytest.fixture
+def others(compiled: Path) -> Iterator[Others]:
+    programs = Object(compiled)
+    programs.load()
+    with ExitStack() as links:
+        yield Others(programs, links)
+    programs.close()
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with new_lab(2, 1) as made:
+        route_services(made)
+        serve(made)
+        yield made
+
+
+@pytest.fixture
+def bench(lab: Lab) -> Iterator[Bench]:
+    """The lab with an agent that nobody has started; what is left of it is removed."""
+    bench = bench_of(lab, "ebpf")
+    yield bench
+    bench.agent.end()
+
+
+def served(bench: Bench) -> Service:
+    """The agent starts, with a service of the pod `pod2`."""
+    service = bench.service("pod2", settle=False)
+    bench.agent.start()
+    assert bench.ask("pod1", service, V4).pod == "pod2"
+    return service
+
+
+def told(bench: Bench) -> list[str]:
+    """What doctor says of the programs of others."""
+    done = bench.lab.run("node", [*bench.agent.argv[:3], "doctor", "-o", "json"])
+    return [one["text"] for one in json.loads(done.stdout)["findings"] if one["subject"] == "other programs"]
+
+
+def index_of(bench: Bench, pod: str) -> int:
+    return int(bench.lab.netlink("node").link_lookup(ifname=bench.lab[pod].interface)[0])
+
+
+def test_tcx_programs_keep_their_places(bench: Bench, others: Others) -> None:
+    """A plugin's program that was there before sees what pods send, one that came later what we make of it."""
+    index, name = index_of(bench, "pod1"), bench.lab["pod1"].interface
+    with bench.lab.inside("node"):
+        try:
+            others.link("plugin_ahead", index, TCX_INGRESS)
+        except BpfError as error:
+            if error.code not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            missing("TCX link")
+    service = served(bench)
+    with bench.lab.inside("node"):
+        others.link("plugin_behind", index, TCX_INGRESS)
+    for start in ("first", "second"):
+        assert told(bench) == [f"{name}, ingress: plugin_ahead before ours; plugin_behind after ours"], start
+        others.saw(AHEAD), others.saw(BEHIND)
+        assert bench.ask("pod1", service, V4).pod == "pod2"
+        counts = {place: others.saw(place) for place in (AHEAD, BEHIND)}
+        assert counts[AHEAD][1] == service.vip(V4)[0], start
+        assert counts[BEHIND][0] > 0, start
+        assert counts[BEHIND][1] == bench.lab["pod2"].address4, start
+        if start == "first":
+            bench.agent.kill()
+            bench.agent.start()
+    bench.agent.end()
+    with bench.lab.inside("node"):
+        assert len(programs_at(index, TCX_INGRESS)) == 2
+
+
+def test_filters_of_others_stay(bench: Bench, others: Others) -> None:
+    """Filters of a clsact qdisc, one before we came and one after: both see packets, and none of them is removed."""
+    index, name = index_of(bench, "pod1"), bench.lab["pod1"].interface
+    link = bench.lab.netlink("node")
+    link.tc("add", "clsact", index)
+    try:
+        add_filter(bench, others, "plugin_ahead", index, 1)
+        service = served(bench)
+        add_filter(bench, others, "plugin_behind", index, 7)
+        tcx = bench.agent.running_status().dataplane.ebpf.pods.kind == "tcx"
+        for start in ("first", "second"):
+            want = (
+                "plugin_ahead, plugin_behind after ours"
+                if tcx
+                else "plugin_ahead before ours; plugin_behind after ours"
+            )
+            assert told(bench) == [f"{name}, ingress: {want}"], start
+            others.saw(AHEAD), others.saw(BEHIND)
+            assert bench.ask("pod1", service, V4).pod == "pod2"
+            for place in (AHEAD, BEHIND):
+                assert others.saw(place)[0] > 0, (start, place)
+            if start == "first":
+                bench.agent.kill()
+                bench.agent.start()
+        bench.agent.end()
+        kept = [f.get_attr("TCA_OPTIONS") for f in link.get_filters(index, parent=INGRESS)]
+        assert [o.get_attr("TCA_BPF_NAME") for o in kept if o] == ["plugin_ahead", "plugin_behind"]
+    finally:
+        link.tc("del", "clsact", index)
+
+
+def add_filter(bench: Bench, others: Others, program: str, index: int, priority: int) -> None:
+    bench.lab.netlink("node").tc(
+        "add-filter", "bpf", index, prio=priority, fd=others.programs.program(program), name=program,
+        parent=INGRESS, classid=1, direct_action=True,
+    )  # fmt: skip
+
+
+def test_programs_of_the_cgroup_are_run_too(bench: Bench, others: Others) -> None:
+    """One that was there before is told the service's address, one that came later the backend's, and it may refuse."""
+    cgroup = os.open(bench.lab.cgroup, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        others.link("mesh_connect", cgroup, CONNECT4)
+        service = served(bench)
+        refused = bench.service("pod2", port=80, target=REFUSED_PORT, settle=False)
+        others.link("guard_connect", cgroup, CONNECT4)
+        for start in ("first", "second"):
+            assert told(bench) == [
+                "the node's sockets, connect4: mesh_connect before ours; guard_connect after ours"
+            ], start
+            others.saw(MESH), others.saw(GUARD)
+            assert bench.ask("node", service, V4).pod == "pod2"
+            assert others.saw(MESH) == (1, service.vip(V4)[0])
+            assert others.saw(GUARD) == (1, bench.lab["pod2"].address4)
+            with pytest.raises(PermissionError):
+                bench.ask("node", refused, V4)
+            if start == "first":
+                bench.agent.kill()
+                bench.agent.start()
+        bench.agent.end()
+        assert len(programs_at(cgroup, CONNECT4)) == 2
+    finally:
+        os.close(cgroup)
+
+
+def test_a_program_that_wants_the_cgroup_for_itself(bench: Bench, others: Others) -> None:
+    """Attached without leave for others, it excludes ours: pods are served all the same, and status says what is not.
+
+    When it is gone, the node's own sockets are served.
+    """
+    cgroup = os.open(bench.lab.cgroup, os.O_RDONLY | os.O_DIRECTORY)
+    program = others.programs.program("mesh_connect")
+    try:
+        check(library().bpf_prog_attach(program, cgroup, CONNECT4, 0), "attaching")
+        try:
+            service = served(bench)
+            reason = bench.agent.running_status().dataplane.ebpf.sockets.reason
+            assert f"connect4 at cgroup {bench.lab.cgroup}: another program is there" in reason
+            assert "mesh_connect" in reason
+            assert bench.ask("pod2", service, V4).pod == "pod2"
+        finally:
+            library().bpf_prog_detach2(program, cgroup, CONNECT4)
+        bench.agent.wait(lambda status: not status.dataplane.ebpf.sockets.reason, what="serving the node's sockets")
+        assert bench.ask("node", service, V4).pod == "pod2"
+    finally:
+        os.close(cgroup)
