@@ -170,11 +170,13 @@ REJECTED = frozenset({"EHOSTUNREACH", "EACCES"})  # of ICMP and ICMPv6: administ
 OTHERS: Final = {
     "calico": Others("Calico's policies: marks, strict reverse paths, pods that take port 8080 alone", CALICO),
     "firewalld": Others(
-        "firewalld, the pods in zone trusted, another policy towards them: none",
+        "firewalld, the pods in zone trusted, no policy for what goes to them",
         FIREWALLD,
         instead={
             "ebpf": Failing(
-                (LOCAL,), REJECTED, "it accepts what conntrack has translated, and knows these as forwarded"
+                (LOCAL,),
+                REJECTED,
+                "it lets pass what conntrack has translated, and these are translated before",
             ),
             "userspace": Failing(
                 (POD, AWAY, LOCAL),
