@@ -176,7 +176,7 @@ OTHERS: Final = {
             "ebpf": Failing(
                 (LOCAL,),
                 REJECTED,
-                "it lets pass what conntrack has translated, and these are translated before",
+                "it forwards what conntrack has translated, and these come translated",
             ),
             "userspace": Failing(
                 (POD, AWAY, LOCAL),
