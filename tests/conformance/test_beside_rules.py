@@ -196,7 +196,7 @@ OTHERS: Final = {
         },
     ),
     "fail2ban": Others(
-        "fail2ban, the client banned: it reaches services nevertheless",
+        "fail2ban, asked by a client that it blocks",
         BANS,
         instead={
             "userspace": Failing((OUTSIDE, LOCAL), frozenset({"refused"}), "the relay's ports are the node's own")

@@ -145,8 +145,10 @@ def test_a_neighbour_stays_out(bench: Bench, localnet: str) -> None:
             found = set()
             for place, inward, frame in ears.captured():
                 seen = read(frame[14:])
-                if seen and inward and place == "pod2" and seen.target[1] in (HTTP, UDP):
-                    found.add("tcp" if seen.target[1] == HTTP else "udp")
+                if seen and inward and place == "pod2" and seen.target[1] == UDP:
+                    found.add("udp")
+                elif seen and inward and place == "pod2" and seen.target[1] == HTTP and seen.flags == SYN:
+                    found.add("tcp")  # what is no SYN is of connections that ended a moment ago
                 elif seen and place == "client" and seen.source[1] == services["tcp"].node_port:
                     found |= {"tcp"} if seen.flags == SYN | ACK else set()
             return found

@@ -197,14 +197,12 @@ class Lab:
         )
 
     def end_processes(self) -> None:
-        """Kill what runs in our namespaces (nothing else can be there) and wait until it is gone."""
+        """Kill what runs in our namespaces (nothing else can be there), or is about to, and wait until it is gone."""
         deadline = time.monotonic() + 5 * namespace.DEADLINES
-        while pids := self._processes():
+        while pids := self._processes() | {child.pid for child in self._children if child.poll() is None}:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for child in self._children:
-                child.poll()
             if time.monotonic() > deadline:
                 raise LabError(f"processes {sorted(pids)} of lab {self.name!r} do not end")
             time.sleep(0.005)
