@@ -19,6 +19,19 @@ class Kinds(Grid):
     title, document, heads = "kinds of networks", "kernels.md", ("kind of network",)
     marks = "<!-- networks: begin -->", "<!-- networks: end -->"
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """A kind that a mode serves like any other is asked in that mode before a release; in mode ebpf always."""
+        from .topologies import KINDS
+
+        for item in items:
+            asked = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+            if "kind" not in asked or asked.get("mode") in (None, "ebpf"):
+                continue
+            known = KINDS.get(asked["kind"])
+            if known is not None and asked["mode"] not in known.instead:
+                item.add_marker(pytest.mark.long)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the cell that a test has recorded, in another process perhaps. What is skipped records none."""
         found = dict(report.user_properties).get(PROPERTY) if report.when == "call" else None

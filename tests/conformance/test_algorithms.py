@@ -45,7 +45,7 @@ def test_round_robin_is_exact(bench: Bench, family: int, place: str) -> None:
     assert bench.spread(place, service, family, 12) == dict.fromkeys(PODS, 4)
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 def test_weighted_round_robin_is_exact(bench: Bench, family: int) -> None:
     annotation = weights(bench, {"pod2": 3})
     service = bench.service(*PODS, annotations={"algorithm": "wrr", "weights": annotation})
@@ -142,10 +142,7 @@ def test_weight_zero_gets_no_new_connections_and_keeps_what_it_has(bench: Bench,
 
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        pytest.param(name, marks=pytest.mark.core(long=name not in ("rr", "mh")))
-        for name in ("rr", "wrr", "mh", "random", "lc")
-    ],
+    [pytest.param(name, marks=pytest.mark.core(long=name != "rr")) for name in ("rr", "wrr", "mh", "random", "lc")],
 )
 def test_slices_have_weights(bench: Bench, family: int, algorithm: str) -> None:
     """Their controllers write them; connections that are over at once weigh nothing for `lc`."""
@@ -160,7 +157,7 @@ def test_slices_have_weights(bench: Bench, family: int, algorithm: str) -> None:
     bench.settle(service, {"pod3"}, family, timeout=5)
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 def test_a_new_backend_starts_slowly(bench: Bench, family: int) -> None:
     """Its share grows, and in the end it has the whole of it."""
     service = bench.service("pod2", annotations={"algorithm": "rr", "slow-start": "3s"})

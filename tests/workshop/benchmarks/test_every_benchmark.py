@@ -103,6 +103,7 @@ MARKS = {
     "memory": [pytest.mark.long],  # the start and the figures of `relists`
     "nft_change": [pytest.mark.long],
     "nft_start": [pytest.mark.long],
+    "switch": [pytest.mark.long],  # tests/conformance/test_flows_over_a_switch.py
     "upgrade": [pytest.mark.long],  # tests/modes/ebpf/test_other_layouts.py
     "passing": [pytest.mark.long],  # the loops of `established`
     "tail": [pytest.mark.long],  # the clients of `connections`
