@@ -224,7 +224,9 @@ def test_services_beside_these_rules(
             seen = observe(world.bench, probe, ask.want)
             if not seen.is_(ask.want, ask.place):
                 wrong.append(f"{ask.words}, {probe.target}: want {ask.want}, see {seen}")
-        for (ask, probe), answer in zip(fails, volley(world.bench, [probe for _, probe in fails], wait=2.5), strict=True):
+        for (ask, probe), answer in zip(
+            fails, volley(world.bench, [probe for _, probe in fails], wait=2.5), strict=True
+        ):
             if failing is None or answer not in failing.errors:
                 wrong.append(f"{ask.words}, {probe.target}: want a failure, see {answer}")
     assert not wrong, "\n".join(wrong)
