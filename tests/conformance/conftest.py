@@ -106,6 +106,23 @@ def new_lab(pods: int, remote: int) -> Iterator[Lab]:
             raise
 
 
+@contextmanager
+def routed_lab(pods: int, remote: int, second: Sequence[str] = ()) -> Iterator[Lab]:
+    """A lab with servers, in which everybody finds the services' addresses; `second` as of `serve`."""
+    with new_lab(pods, remote) as made:
+        route_services(made)
+        serve(made, second)
+        yield made
+
+
+@contextmanager
+def idle_bench(lab: Lab, mode: str) -> Iterator[Bench]:
+    """A bench whose agent the caller starts; what that leaves is removed."""
+    bench = bench_of(lab, mode)
+    yield bench
+    bench.agent.end()
+
+
 def serve(made: Lab, second: Sequence[str] = ()) -> None:
     """Servers in all pods, and on the nodes themselves at every one of their addresses, `second` too."""
     ports = {"http": (HTTP, SECOND_HTTP, HOST_PORT, node_port_of("web")), "udp": (UDP,)}
@@ -143,9 +160,7 @@ def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
 
     It ends with the tests of this folder: until the end of the run, its agent would work beside all others.
     """
-    with new_lab(5, 2) as made:
-        route_services(made)
-        serve(made, SECOND)
+    with routed_lab(5, 2, SECOND) as made:
         bench = bench_of(made, mode)
         agent, bench.static = bench.agent, make_world(bench)
         (agent.manifests / "service-cidrs.json").write_text(MORE_CIDRS)

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_proxy.workshop.lab.network import Lab
 
-from .conftest import bench_of, new_lab, route_services, serve
+from .conftest import idle_bench, routed_lab
 from .kit import V4, V6, Bench, ruleset
 
 HELD = 30.0  # seconds
@@ -30,18 +30,14 @@ table ip nat {
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with new_lab(2, 1) as made:
-        route_services(made)
-        serve(made)
+    with routed_lab(2, 1) as made:
         yield made
 
 
 @pytest.fixture
 def bench(lab: Lab) -> Iterator[Bench]:
-    """The lab with an agent that nobody has started; what is left of it is removed."""
-    bench = bench_of(lab, "iptables")
-    yield bench
-    bench.agent.end()
+    with idle_bench(lab, "iptables") as bench:
+        yield bench
 
 
 @pytest.mark.long

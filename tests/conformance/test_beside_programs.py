@@ -21,7 +21,7 @@ from vm.features import missing
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, check, create_link, library, programs_at
 from hybrid_proxy.workshop.lab.network import Lab
 
-from .conftest import bench_of, new_lab, route_services, serve
+from .conftest import idle_bench, routed_lab
 from .kit import V4, Bench, Service
 
 HERE = Path(__file__).parent
@@ -76,18 +76,14 @@ def others(compiled: Path) -> Iterator[Others]:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with new_lab(2, 1) as made:
-        route_services(made)
-        serve(made)
+    with routed_lab(2, 1) as made:
         yield made
 
 
 @pytest.fixture
 def bench(lab: Lab) -> Iterator[Bench]:
-    """The lab with an agent that nobody has started; what is left of it is removed."""
-    bench = bench_of(lab, "ebpf")
-    yield bench
-    bench.agent.end()
+    with idle_bench(lab, "ebpf") as bench:
+        yield bench
 
 
 def served(bench: Bench) -> Service:

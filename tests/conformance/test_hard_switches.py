@@ -31,7 +31,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, meanwhile
 from tests.loads import goes_on
 
-from .conftest import FOREVER, IFA_F_NODAD, bench_of, new_lab, route_services, serve
+from .conftest import FOREVER, IFA_F_NODAD, bench_of, routed_lab
 from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, extra_pod, forget_connections
 from .test_rows import target_of
 from .world import SECOND
@@ -63,9 +63,7 @@ class Node:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with new_lab(3, 1) as made:
-        route_services(made)
-        serve(made)
+    with routed_lab(3, 1) as made:
         yield made
 
 

@@ -14,7 +14,7 @@ import pytest
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
 
-from .conftest import new_lab, route_services, serve
+from .conftest import routed_lab
 from .kit import HTTP, SECOND_HTTP, UDP, Bench, counted, eventually
 from .test_node_settings import agent_with
 from .test_rows import target_of
@@ -25,9 +25,7 @@ WAYS = [("pod1", "cluster"), ("pod1", "nodeport"), ("client", "nodeport"), ("cli
 
 @pytest.fixture(scope="module")
 def house() -> Iterator[Lab]:
-    with new_lab(2, 1) as made:
-        route_services(made)
-        serve(made)
+    with routed_lab(2, 1) as made:
         yield made
 
 

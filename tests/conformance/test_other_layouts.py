@@ -24,7 +24,7 @@ from hybrid_proxy.workshop.lab.network import LabError
 from hybrid_proxy.workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
 from tests.loads import goes_on
 
-from .conftest import bench_of, new_lab, route_services, serve
+from .conftest import bench_of, routed_lab
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service
 
 TREES = {"today": (), "a-field-more": FIELD_MORE, "wider-keys": (*FIELD_MORE, *WIDER_KEYS)}
@@ -155,9 +155,7 @@ class Ladder:
 
 @pytest.fixture
 def ladder(trees: Mapping[str, Path]) -> Iterator[Ladder]:
-    with new_lab(4, 1) as lab:
-        route_services(lab)
-        serve(lab)
+    with routed_lab(4, 1) as lab:
         made = Ladder(bench_of(lab, "ebpf"), trees)
         made.agent.start(60)
         try:

@@ -14,7 +14,7 @@ import pytest
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
 
-from .conftest import MODES, new_lab, route_services, serve
+from .conftest import MODES, routed_lab
 from .kit import HTTP, UDP, V4, V6, Bench, counted, eventually
 from .test_node_settings import agent_with
 from .world import SECOND
@@ -28,9 +28,7 @@ pytestmark = pytest.mark.skipif("ebpf" not in MODES, reason="mode ebpf alone has
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Lab]:
-    with new_lab(2, 1) as made:
-        route_services(made)
-        serve(made, SECOND)
+    with routed_lab(2, 1, SECOND) as made:
         yield made
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hybrid_proxy.workshop.lab.network import Lab
 
-from .conftest import MODES, new_lab, route_services, serve
+from .conftest import MODES, routed_lab
 from .kit import HTTP, V4, V6, Bench, counted, eventually
 from .packets import SYN, Header, packet, segment
 from .test_invalid_packets import wire
@@ -30,9 +30,7 @@ pytestmark = pytest.mark.skipif("ebpf" not in MODES, reason="mode ebpf alone ask
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Lab]:
-    with new_lab(2, 1) as made:
-        route_services(made)
-        serve(made, SECOND)
+    with routed_lab(2, 1, SECOND) as made:
         yield made
 
 

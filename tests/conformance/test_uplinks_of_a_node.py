@@ -12,7 +12,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .cases import node
-from .conftest import new_lab, route_services, serve
+from .conftest import routed_lab
 from .kit import UDP, V4, V6, Bench, Service
 from .probes import Probe, observe
 from .test_node_settings import agent_with
@@ -27,9 +27,7 @@ SIZE = 300_000
 @pytest.fixture(scope="module")
 def crossroads() -> Iterator[Lab]:
     """A lab whose node and client have a second link between them. The node sends by it what is for the client."""
-    with new_lab(2, 1) as made:
-        route_services(made)
-        serve(made, SECOND)
+    with routed_lab(2, 1, SECOND) as made:
         _second_link(made)
         yield made
 

@@ -25,7 +25,7 @@ from vm.features import missing
 
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, SERVICE_CIDRS, Lab
 
-from ..conftest import new_lab, route_services, serve
+from ..conftest import routed_lab
 from ..kit import EXTERNAL_CIDRS, V4, V6, Bench, Service
 from ..probes import Probe, To, Want, observe
 from ..world import SECOND
@@ -269,9 +269,7 @@ _PLACES: Final = {
 @contextmanager
 def built(kind: Kind) -> Iterator[Lab]:
     """A lab with that network and servers in it; skips where this kernel lacks what it needs."""
-    with new_lab(kind.pods, 1) as lab, ExitStack() as stack:
-        route_services(lab)
-        serve(lab, SECOND)
+    with routed_lab(kind.pods, 1, SECOND) as lab, ExitStack() as stack:
         if kind.overlay:
             _wall_off(lab, kind.families)
         if kind.begin is not None:
