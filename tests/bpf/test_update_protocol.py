@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 import random
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.table import Entry
+from tests.clang import compile_bpf
 
 from .kit import Bench, bench_with, cpus, service
 
@@ -27,32 +26,23 @@ NAMES = ("picks", "foreign", "dropped", "refused")
 DAWDLE = 200_000  # turns of an empty loop: some tenths of a millisecond
 
 
-def compile_picks(target: Path, *definitions: str) -> Path:
-    command = [
-        "clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Werror", *definitions,
-        f"-I/usr/include/{platform.machine()}-linux-gnu", f"-I{HERE.parent.parent / 'bpf'}",
-        "-c", str(HERE / "picks.bpf.c"), "-o", str(target),
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    return target
-
-
 @pytest.fixture(scope="module")
 def swift(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_picks(tmp_path_factory.mktemp("picks") / "swift.bpf.o")
+    return compile_bpf(HERE / "picks.bpf.c", tmp_path_factory.mktemp("picks") / "swift.bpf.o")
 
 
 @pytest.fixture(scope="module")
 def dawdling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same code, but sometimes a long time passes between the slice word and the slot."""
-    return compile_picks(tmp_path_factory.mktemp("picks") / "dawdling.bpf.o", f"-DDAWDLE={DAWDLE}")
+    target = tmp_path_factory.mktemp("picks") / "dawdling.bpf.o"
+    return compile_bpf(HERE / "picks.bpf.c", target, f"-DDAWDLE={DAWDLE}")
 
 
 @pytest.fixture(scope="module")
 def stalling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Long enough for a slow writer to give a slot range away and use it again."""
     path = tmp_path_factory.mktemp("picks") / "stalling.bpf.o"
-    return compile_picks(path, f"-DDAWDLE={20 * DAWDLE}", f"-DSERVICES={FEW}")
+    return compile_bpf(HERE / "picks.bpf.c", path, f"-DDAWDLE={20 * DAWDLE}", f"-DSERVICES={FEW}")
 
 
 class Reader(threading.Thread):

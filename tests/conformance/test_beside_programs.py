@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import platform
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from vm.features import missing
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, check, create_link, library, programs_at
 from hybrid_proxy.workshop.lab.network import Lab
+from tests.clang import compile_bpf
 
 from .conftest import idle_bench, routed_lab
 from .kit import V4, Bench, Service
@@ -55,14 +54,7 @@ class Others:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("others") / "others.bpf.o"
-    subprocess.run(
-        ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Werror",
-         f"-I/usr/include/{platform.machine()}-linux-gnu", f"-I{HERE.parent.parent / 'bpf'}",
-         "-c", str(HERE / "others.bpf.c"), "-o", str(target)],
-        check=True,
-    )  # fmt: skip
-    return target
+    return compile_bpf(HERE / "others.bpf.c", tmp_path_factory.mktemp("others") / "others.bpf.o")
 
 
 @pytest.fixture

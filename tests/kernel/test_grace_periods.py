@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from vm.features import missing
 from hybrid_proxy.dataplane.kernel import grace
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, has_helper, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
+from tests.clang import compile_bpf
 
 HERE = Path(__file__).parent
 BPF_LOOP = 181  # linux/bpf.h
@@ -38,14 +38,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
         pytest.skip("needs root (CAP_BPF)")
     if not has_helper(BPF_LOOP):
         missing("bpf_loop")
-    target = tmp_path_factory.mktemp("grace") / "lingers.bpf.o"
-    subprocess.run(
-        ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Werror",
-         f"-I/usr/include/{platform.machine()}-linux-gnu", f"-I{HERE.parent.parent / 'bpf'}",
-         "-c", str(HERE / "lingers.bpf.c"), "-o", str(target)],
-        check=True,
-    )  # fmt: skip
-    loaded = Object(target)
+    loaded = Object(compile_bpf(HERE / "lingers.bpf.c", tmp_path_factory.mktemp("grace") / "lingers.bpf.o"))
     loaded.load()
     yield loaded
     loaded.close()
