@@ -325,7 +325,7 @@ class Beside(Protocol):
     """A view of a mode whose programs share hooks with others' programs."""
 
     def beside(self, cgroup: str | None) -> list[str]:
-        """A sentence for each such hook: whose programs packets meet before ours, and whose after them.
+        """A line for each such hook: whose programs packets meet before ours, and whose after them.
 
         `cgroup` is the folder of the node's own processes, None: the default one.
         """

@@ -65,10 +65,7 @@ def _described_pin(path: Path) -> tuple[int, int]:
 
 def program_number(program: int) -> int:
     """A loaded program's number."""
-    info = ffi.new("struct bpf_prog_info *")
-    size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_prog_info"))
-    check(library().bpf_obj_get_info_by_fd(program, info, size), "describing a program")
-    return int(info.id)
+    return int(bpf.program_info(program).id)
 
 
 class Attachment:

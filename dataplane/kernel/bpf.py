@@ -481,13 +481,29 @@ def update_link(link: int, program: int, what: str) -> None:
 def programs_at(target: int, attach_type: int) -> list[int]:
     """The numbers of the programs at a hook, in the order in which they run; none where the kernel has no such hook.
 
-    `target` is the index of an interface, or a descriptor of a cgroup.
+    Args:
+        target: the index of an interface, or a descriptor of a cgroup.
+        attach_type: BPF_ of enum bpf_attach_type.
+
+    Raises:
+        BpfError: they cannot be read.
     """
     numbers = ffi.new("uint32_t[]", MOST_PROGRAMS)
     options = ffi.new("struct bpf_prog_query_opts *")
     options.sz, options.prog_ids, options.prog_cnt = ffi.sizeof("struct bpf_prog_query_opts"), numbers, MOST_PROGRAMS
     code = library().bpf_prog_query_opts(target, attach_type, options)
-    return list(numbers[0 : options.prog_cnt]) if code >= 0 else []
+    if -code in (errno.EINVAL, errno.ENODEV):  # no such hook, or no interface any more
+        return []
+    check(code, f"reading what is attached to {target}")
+    return list(numbers[0 : options.prog_cnt])
+
+
+def program_info(program: int) -> Any:
+    """A `struct bpf_prog_info` of a loaded program, by its descriptor."""
+    info = ffi.new("struct bpf_prog_info *")
+    size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_prog_info"))
+    check(library().bpf_obj_get_info_by_fd(program, info, size), "describing a program")
+    return info
 
 
 def program_name(number: int) -> str:
@@ -496,10 +512,7 @@ def program_name(number: int) -> str:
     if program < 0:
         return str(number)
     try:
-        info = ffi.new("struct bpf_prog_info *")
-        size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_prog_info"))
-        check(library().bpf_obj_get_info_by_fd(program, info, size), "describing a program")
-        return ffi.string(info.name).decode(errors="replace") or str(number)
+        return ffi.string(program_info(program).name).decode(errors="replace") or str(number)
     finally:
         os.close(program)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import os
 import shutil
 import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +17,7 @@ from typing import Any
 import pytest
 from pyroute2 import NFCTSocket
 
+from hybrid_proxy.dataplane.kernel.bpf import programs_at
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.examples import node_manifest  # noqa: F401 - for tests
 from hybrid_proxy.workshop.lab.namespace import DEADLINES, PATIENCE
@@ -335,24 +333,10 @@ def chi_square(seen: Counter[str], pods: Sequence[str]) -> float:
     return sum((seen[pod] - expected) ** 2 / expected for pod in pods)
 
 
-# What hangs in the kernel, asked of the kernel itself: bpf(2), command BPF_PROG_QUERY.
+# What is attached, asked of the kernel itself.
 
-_SYS_BPF = {"x86_64": 321, "aarch64": 280}[os.uname().machine]
-_BPF_PROG_QUERY = 16
-_TCX, _XDP = (46, 47), 37
+_TCX = (46, 47)
 _CGROUP = (3, 10, 11, 14, 15, 19, 20, 29, 30)  # sock_ops; connect, sendmsg, recvmsg, getpeername, both families
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def programs_at(target: int, attach_type: int) -> int:
-    """How many BPF programs are attached to an interface (index) or cgroup (descriptor) at one hook."""
-    attributes = ctypes.create_string_buffer(struct.pack("=IIIIQI", target, attach_type, 0, 0, 0, 0).ljust(64, b"\0"))
-    if _LIBC.syscall(_SYS_BPF, _BPF_PROG_QUERY, attributes, len(attributes)) != 0:
-        number = ctypes.get_errno()
-        if number in (errno.EINVAL, errno.ENODEV):  # no such hook on this kernel
-            return 0
-        raise OSError(number, os.strerror(number))
-    return int(struct.unpack_from("=I", attributes.raw, 24)[0])
 
 
 def attached(lab: Lab) -> int:
@@ -362,7 +346,7 @@ def attached(lab: Lab) -> int:
     with lab.inside("node"):
         for message in link.get_links():
             index = message["index"]
-            total += sum(programs_at(index, hook) for hook in _TCX)
+            total += sum(len(programs_at(index, hook)) for hook in _TCX)
             xdp = message.get_attr("IFLA_XDP")
             total += int(bool(xdp and xdp.get_attr("IFLA_XDP_ATTACHED")))
             total += sum(
@@ -372,7 +356,7 @@ def attached(lab: Lab) -> int:
             )
     folder = os.open(lab.cgroup, os.O_RDONLY)
     try:
-        return total + sum(programs_at(folder, hook) for hook in _CGROUP)
+        return total + sum(len(programs_at(folder, hook)) for hook in _CGROUP)
     finally:
         os.close(folder)
 

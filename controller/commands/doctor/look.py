@@ -164,7 +164,9 @@ def _cgroup(agent: AgentStatus | None) -> str | None:
 
 def _beside(here: Programmed | None, cgroup: str | None) -> tuple[str, ...]:
     views = [view for _, view in here.views] if here else []
-    return tuple(text for view in views if isinstance(view, Beside) for text in view.beside(cgroup))
+    with contextlib.suppress(DataplaneError):
+        return tuple(text for view in views if isinstance(view, Beside) for text in view.beside(cgroup))
+    return ()
 
 
 def _recent_events(admin_socket: str, after: int = 0) -> tuple[tuple[PacketEvent, ...], str]:

@@ -267,6 +267,13 @@ def uplinks(folder: Path, options: Options) -> Links:
     return Links(folder, "uplink", lambda interface, own: is_uplink(interface, patterns, own))
 
 
+def _programs_at(target: int, name: str) -> list[int]:
+    """The programs at a hook of the cgroup; none where that cannot be read."""
+    with contextlib.suppress(BpfError):
+        return programs_at(target, (SOCKET_HOOKS | SOCKOPS_HOOKS)[name])
+    return []
+
+
 class Sockets:
     """Programs at the cgroup of the node's own processes."""
 
@@ -313,8 +320,7 @@ class Sockets:
         try:
             made.run(program, target)
         except BpfError as error:
-            holders = programs_at(target, (SOCKET_HOOKS | SOCKOPS_HOOKS)[name])
-            if error.code != errno.EPERM or not holders:
+            if error.code != errno.EPERM or not (holders := _programs_at(target, name)):
                 raise
             # As the kernel has it: what was attached without BPF_F_ALLOW_MULTI is alone there.
             names = ", ".join(program_name(number) for number in holders)

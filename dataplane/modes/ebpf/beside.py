@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,24 +27,26 @@ class _Program(NamedTuple):
 
 
 def beside(folder: Path, cgroup: str | None) -> Iterator[str]:
-    """A sentence for each hook that others share with us; what cannot be read is left out.
+    """A line for each hook that others share with us. The cgroup is left out where it cannot be read.
 
     Args:
         folder: of our pins.
         cgroup: of the node's own processes, None: the default one.
+
+    Raises:
+        BpfError: it cannot be read what is attached to an interface.
     """
     ours = {number for path in folder.glob("link_*") if (number := _pinned(path))}
     for interface in read_node().interfaces:
         for way, attach_type, ingress in HOOKS:
-            linked = [_Program(program_name(n), n in ours) for n in programs_at(interface.index, attach_type)]
             filters = [_Program(*one) for one in clsact.names(interface.index, ingress=ingress)]
-            yield from _told(f"{interface.name}, {way}", linked + filters)
+            programs = _attached(interface.index, attach_type, ours) + filters
+            yield from _described(f"{interface.name}, {way}", programs)
     with contextlib.suppress(DataplaneError, OSError):
         target = os.open(cgroup_of_node(cgroup), os.O_RDONLY | os.O_DIRECTORY)
         try:
             for name, attach_type in SOCKET_HOOKS.items():
-                programs = [_Program(program_name(n), n in ours) for n in programs_at(target, attach_type)]
-                yield from _told(f"the node's sockets, {name}", programs)
+                yield from _described(f"the node's sockets, {name}", _attached(target, attach_type, ours))
         finally:
             os.close(target)
 
@@ -56,9 +58,13 @@ def _pinned(path: Path) -> int:
     return 0
 
 
-def _told(where: str, programs: list[_Program]) -> Iterator[str]:
+def _attached(target: int, attach_type: int, ours: Container[int]) -> list[_Program]:
+    return [_Program(program_name(number), number in ours) for number in programs_at(target, attach_type)]
+
+
+def _described(where: str, programs: list[_Program]) -> Iterator[str]:
     place = next((n for n, program in enumerate(programs) if program.ours), None)
-    if place is None or len(programs) == 1:
+    if place is None:
         return
     before = [program.name for program in programs[:place]]
     after = [program.name for program in programs[place:] if not program.ours]

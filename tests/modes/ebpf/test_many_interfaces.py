@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from hybrid_proxy.dataplane.kernel.attachment import Attachment
+from hybrid_proxy.dataplane.kernel.bpf import programs_at
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, INGRESS
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import attach
 from hybrid_proxy.dataplane.modes.ebpf.attach import MANY, TCX_INGRESS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.table import ServiceTable
-from tests.conformance.kit import programs_at
 from tests.namespaces import new_lab
 
 from .kit import small
@@ -63,7 +63,7 @@ def filters(number: int) -> tuple[int, int]:
 
 def links(agent: Ebpf, number: int) -> int:
     return sum(
-        programs_at(index, TCX_INGRESS)
+        len(programs_at(index, TCX_INGRESS))
         for index, interface in agent.pods.attached.items()
         if interface.name == f"many{number}"
     )

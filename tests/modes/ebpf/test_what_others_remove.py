@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
-from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, library, pinned_link, update_link
+from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, library, pinned_link, programs_at, update_link
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
 from hybrid_proxy.dataplane.modes.ebpf.attach import SOCKET_HOOKS, SOCKOPS_HOOKS, TCX_EGRESS, TCX_INGRESS
 from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.table import ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab
-from tests.conformance.kit import programs_at
 from tests.namespaces import new_lab
 from tests.pins import pin_folder
 
@@ -54,7 +53,7 @@ class Place:
         cgroup = os.open(self.lab.cgroup, os.O_RDONLY)
         try:
             hooks += [(kind, cgroup) for kind in (SOCKET_HOOKS | SOCKOPS_HOOKS).values()]
-            return [programs_at(target, kind) for kind, target in hooks]
+            return [len(programs_at(target, kind)) for kind, target in hooks]
         finally:
             os.close(cgroup)
 
