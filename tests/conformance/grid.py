@@ -30,10 +30,19 @@ class Grid:
     document: ClassVar[str]  # below docs/
     heads: ClassVar[Sequence[str]]  # of the columns that name a row
     marks: ClassVar[tuple[str, str]] = BEGIN, END  # where in the document
+    # The property of a report that has a row, a mode and the cell of a passing test; or reports are noted otherwise.
+    recorded: ClassVar[str] = ""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.rows: Rows = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the cell that a test has recorded, in another process perhaps. What is skipped records none."""
+        found = dict(report.user_properties).get(self.recorded) if report.when == "call" else None
+        if found is not None:
+            row, mode, cell = map(str, found)
+            self.rows.setdefault((row,), {})[mode] = cell if report.passed else "**no**"
 
     @classmethod
     def columns(cls, rows: Rows) -> list[str]:

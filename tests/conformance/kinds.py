@@ -18,6 +18,7 @@ class Kinds(Grid):
 
     title, document, heads = "kinds of networks", "kernels.md", ("kind of network",)
     marks = "<!-- networks: begin -->", "<!-- networks: end -->"
+    recorded = PROPERTY
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -31,13 +32,6 @@ class Kinds(Grid):
             known = KINDS.get(asked["kind"])
             if known is not None and asked["mode"] not in known.instead:
                 item.add_marker(pytest.mark.long)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the cell that a test has recorded, in another process perhaps. What is skipped records none."""
-        found = dict(report.user_properties).get(PROPERTY) if report.when == "call" else None
-        if found is not None:
-            kind, mode, cell = map(str, found)
-            self.rows.setdefault((kind,), {})[mode] = cell if report.passed else "**no**"
 
     @classmethod
     def order(cls, rows: Rows) -> list[Key]:
