@@ -1,4 +1,4 @@
-"""BPF programs of others at the hooks of mode ebpf: both are run, in an order that stays, and doctor tells it."""
+"""BPF programs of others at the hooks of mode ebpf: both are run, in an order that stays, and doctor reports it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import pytest
 from vm.features import missing
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, check, create_link, library, programs_at
+from hybrid_proxy.dataplane.kernel.clsact import INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.attach import SOCKET_HOOKS, TCX_INGRESS
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.clang import compile_bpf
 
@@ -24,8 +25,7 @@ from .conftest import idle_bench, routed_lab
 from .kit import V4, Bench, Service
 
 HERE = Path(__file__).parent
-TCX_INGRESS, CONNECT4 = 46, 10  # enum bpf_attach_type
-INGRESS: Final = 0xFFFFFFF2  # TC_H_CLSACT with TC_H_MIN_INGRESS
+CONNECT4 = SOCKET_HOOKS["connect4"]
 AHEAD, BEHIND, MESH, GUARD = range(4)
 REFUSED_PORT = 9
 
@@ -86,10 +86,18 @@ def served(bench: Bench) -> Service:
     return service
 
 
-def told(bench: Bench) -> list[str]:
+def reported(bench: Bench) -> list[str]:
     """What doctor says of the programs of others."""
     done = bench.lab.run("node", [*bench.agent.argv[:3], "doctor", "-o", "json"])
     return [one["text"] for one in json.loads(done.stdout)["findings"] if one["subject"] == "other programs"]
+
+
+def over_a_restart(bench: Bench) -> Iterator[str]:
+    """Which start it is: the agent that serves, and one that follows when that was killed."""
+    yield "first"
+    bench.agent.kill()
+    bench.agent.start()
+    yield "second"
 
 
 def index_of(bench: Bench, pod: str) -> int:
@@ -109,17 +117,14 @@ def test_tcx_programs_keep_their_places(bench: Bench, others: Others) -> None:
     service = served(bench)
     with bench.lab.inside("node"):
         others.link("plugin_behind", index, TCX_INGRESS)
-    for start in ("first", "second"):
-        assert told(bench) == [f"{name}, ingress: plugin_ahead before ours; plugin_behind after ours"], start
+    for start in over_a_restart(bench):
+        assert reported(bench) == [f"{name}, ingress: plugin_ahead before ours; plugin_behind after ours"], start
         others.saw(AHEAD), others.saw(BEHIND)
         assert bench.ask("pod1", service, V4).pod == "pod2"
         counts = {place: others.saw(place) for place in (AHEAD, BEHIND)}
         assert counts[AHEAD][1] == service.vip(V4)[0], start
         assert counts[BEHIND][0] > 0, start
         assert counts[BEHIND][1] == bench.lab["pod2"].address4, start
-        if start == "first":
-            bench.agent.kill()
-            bench.agent.start()
     bench.agent.end()
     with bench.lab.inside("node"):
         assert len(programs_at(index, TCX_INGRESS)) == 2
@@ -135,20 +140,17 @@ def test_filters_of_others_stay(bench: Bench, others: Others) -> None:
         service = served(bench)
         add_filter(bench, others, "plugin_behind", index, 7)
         tcx = bench.agent.running_status().dataplane.ebpf.pods.kind == "tcx"
-        for start in ("first", "second"):
+        for start in over_a_restart(bench):
             want = (
                 "plugin_ahead, plugin_behind after ours"
                 if tcx
                 else "plugin_ahead before ours; plugin_behind after ours"
             )
-            assert told(bench) == [f"{name}, ingress: {want}"], start
+            assert reported(bench) == [f"{name}, ingress: {want}"], start
             others.saw(AHEAD), others.saw(BEHIND)
             assert bench.ask("pod1", service, V4).pod == "pod2"
             for place in (AHEAD, BEHIND):
                 assert others.saw(place)[0] > 0, (start, place)
-            if start == "first":
-                bench.agent.kill()
-                bench.agent.start()
         bench.agent.end()
         kept = [f.get_attr("TCA_OPTIONS") for f in link.get_filters(index, parent=INGRESS)]
         assert [o.get_attr("TCA_BPF_NAME") for o in kept if o] == ["plugin_ahead", "plugin_behind"]
@@ -164,15 +166,15 @@ def add_filter(bench: Bench, others: Others, program: str, index: int, priority:
 
 
 def test_programs_of_the_cgroup_are_run_too(bench: Bench, others: Others) -> None:
-    """One that was there before is told the service's address, one that came later the backend's, and it may refuse."""
+    """One that was there before gets the service's address, one that came later the backend's, and it may refuse."""
     cgroup = os.open(bench.lab.cgroup, os.O_RDONLY | os.O_DIRECTORY)
     try:
         others.link("mesh_connect", cgroup, CONNECT4)
         service = served(bench)
         refused = bench.service("pod2", port=80, target=REFUSED_PORT, settle=False)
         others.link("guard_connect", cgroup, CONNECT4)
-        for start in ("first", "second"):
-            assert told(bench) == [
+        for start in over_a_restart(bench):
+            assert reported(bench) == [
                 "the node's sockets, connect4: mesh_connect before ours; guard_connect after ours"
             ], start
             others.saw(MESH), others.saw(GUARD)
@@ -181,9 +183,6 @@ def test_programs_of_the_cgroup_are_run_too(bench: Bench, others: Others) -> Non
             assert others.saw(GUARD) == (1, bench.lab["pod2"].address4)
             with pytest.raises(PermissionError):
                 bench.ask("node", refused, V4)
-            if start == "first":
-                bench.agent.kill()
-                bench.agent.start()
         bench.agent.end()
         assert len(programs_at(cgroup, CONNECT4)) == 2
     finally:

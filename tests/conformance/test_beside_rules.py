@@ -109,26 +109,24 @@ table inet firewalls {
         meta l4proto icmpv6 accept
         meta nfproto ipv6 fib saddr . mark . iif oif missing drop
     }
-    chain input {
-        type filter hook input priority 10;
+    chain known {
         ct state established,related accept
         ct status dnat accept
         iifname lo accept
         ip saddr { 10.77.0.0/16 } accept
         ip6 saddr { fd77:1::/48 } accept
         meta l4proto { icmp, icmpv6 } accept
+    }
+    chain input {
+        type filter hook input priority 10;
+        jump known
         tcp dport 22 accept
         ct state invalid drop
         reject with icmpx admin-prohibited
     }
     chain forward {
         type filter hook forward priority 10;
-        ct state established,related accept
-        ct status dnat accept
-        iifname lo accept
-        ip saddr { 10.77.0.0/16 } accept
-        ip6 saddr { fd77:1::/48 } accept
-        meta l4proto { icmp, icmpv6 } accept
+        jump known
         ct state invalid drop
         reject with icmpx admin-prohibited
     }
