@@ -30,14 +30,15 @@ POLL_SECONDS: Final = 0.2
 REPORT_SECONDS: Final = 10.0
 MAX_FLOWS: Final = 10_000  # looked at for those that are open
 
-# What is tried, in this order, for each mode that can be asked for.
+# What is tried, in this order, for each mode that can be asked for. A node without conntrack has mode ebpf alone, one
+# without x_tables has no iptables.
 FALLBACK: Final = {
     "auto": ("ebpf", "nftables", "iptables"),
     "ebpf": ("ebpf", "nftables", "iptables"),
-    "nftables": ("nftables", "iptables"),
-    "iptables": ("iptables",),
-    "ipvs": ("ipvs", "iptables"),
-    "userspace": ("userspace",),
+    "nftables": ("nftables", "iptables", "ebpf"),
+    "iptables": ("iptables", "nftables", "ebpf"),
+    "ipvs": ("ipvs", "iptables", "nftables", "ebpf"),
+    "userspace": ("userspace", "nftables", "iptables", "ebpf"),
 }
 
 
