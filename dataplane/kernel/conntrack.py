@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 SETTINGS: Final = Path("/proc/sys/net/netfilter")
 LIBERAL: Final = SETTINGS / "nf_conntrack_tcp_be_liberal"
+MODULE: Final = Path("/sys/module/nf_conntrack")  # also where it is no module
 SUBSYSTEM: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK
 GET, DELETE = SUBSYSTEM | 1, SUBSYSTEM | 2
 START: Final = NFGEN.size  # of the attributes in the body of a message
@@ -484,7 +485,10 @@ def dump(family: int, protocol: int | None = None, *, status: Status | None = No
     """The entries of one family, of one protocol, with these bits (IPS_) in their status.
 
     A kernel before 5.8 does not filter by the protocol, one before 5.17 not by the status: the caller has to.
+    Where nothing has loaded connection tracking there are none, and it stays so: to be asked loads it, if it is there.
     """
+    if MODULE.parent.exists() and not MODULE.exists():
+        return
     wanted = NFGEN.pack(AF[family], 0, 0)
     if protocol is not None:
         number = attribute(CTA_PROTO_NUM, bytes((protocol,)))
