@@ -12,20 +12,11 @@ import pytest
 
 from tests.waiting import until
 
-from .kernels import ROOT, Kernel, get
-from .machine import TIMED_OUT, Machine, missing_programs
+from .kernels import ROOT, Kernel
+from .machine import TIMED_OUT, Machine
 
 # Another guest may run before ours. `make test` has one all the time, where mode ipvs is tested.
 pytestmark = [pytest.mark.root, pytest.mark.guest, pytest.mark.long, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: the guest reads this machine's files as root")
-    if missing := missing_programs():
-        pytest.skip(f"not installed: {' '.join(missing)} (make vm)")
-    return get("6.1", print)
 
 
 def guests(parent: int) -> list[int]:
