@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from hybrid_proxy.dataplane.timings import START
 
 log = logging.getLogger(__name__)
 
+NICE = 10  # a tenth of a busy processor's time is left
 SO_COOKIE = 57  # asm-generic/socket.h
 UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
 DATAPATHS = ("datapath4", "datapath6")  # in upper case, enum datapath of bpf/abi.h
@@ -127,13 +130,16 @@ class Loader:
         """All programs that carry traffic, those for drivers if `xdp`.
 
         The verifier takes a third of a second for those that carry, so all are loaded at once, the two families by
-        two threads. May be called by another thread than that of the maps' owner.
+        two threads. Where another mode serves meanwhile, they are loaded one after another behind all other work, for
+        connections that begin would wait for a processor. May be called by another thread than that of the maps' owner.
 
         Raises:
             BpfError: the kernel refuses programs without which there is no service.
         """
         names = ("hooks", *["xdp"] * xdp, *["inspect"] * bool(WRITTEN & (larger or {}).keys()))
-        with ThreadPoolExecutor(4, thread_name_prefix="load") as threads:  # what takes longest comes first
+        waits = self._options.all_or_nothing
+        with ThreadPoolExecutor(1 if waits else 4, "load", _give_way if waits else None) as threads:
+            # What takes longest comes first.
             datapaths = [threads.submit(self.one, "tc_datapath", larger, only=name) for name in reversed(DATAPATHS)]
             sockets = threads.submit(self._sockets, larger)
             loading = {name: threads.submit(self.one, name, larger) for name in names}
@@ -170,6 +176,12 @@ class Loader:
             except BpfError as error:
                 log.warning("silent backends are not noticed by what the node's own sockets meet: %s", error)
         return loaded
+
+
+def _give_way() -> None:
+    """Have the calling thread alone, not its process, give way to others."""
+    with contextlib.suppress(OSError):  # forbidden by a profile of the runtime
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def put_datapaths(datapaths: Map, programs: Sequence[Object]) -> None:
