@@ -164,6 +164,53 @@ table inet f2b-table {
     }
 }
 """
+DOCKER = """
+table inet docker {
+    chain raw {
+        type filter hook prerouting priority -300;
+        iifname != "docker0" ip daddr 172.17.0.2 drop
+    }
+    chain published {
+        iifname "docker0" return
+        tcp dport 5000 dnat ip to 172.17.0.2:80
+    }
+    chain nat {
+        type nat hook prerouting priority -100;
+        fib daddr type local jump published
+    }
+    chain nat_output {
+        type nat hook output priority -100;
+        ip daddr != 127.0.0.0/8 fib daddr type local jump published
+    }
+    chain nat_post {
+        type nat hook postrouting priority 100;
+        ip saddr 172.17.0.0/16 oifname != "docker0" masquerade
+    }
+    chain forward {
+        type filter hook forward priority 0; policy drop;
+        oifname "docker0" ct state related,established accept
+        oifname "docker0" ip daddr 172.17.0.2 tcp dport 80 accept
+        iifname "docker0" accept
+        meta l4proto { icmp, icmpv6 } accept
+        ip saddr { 10.77.0.0/16 } accept
+        ip daddr { 10.77.0.0/16 } accept
+        ip6 saddr { fd77:1::/48 } accept
+        ip6 daddr { fd77:1::/48 } accept
+    }
+}
+"""
+ZONED = """
+table inet zones {
+    chain raw {
+        type filter hook prerouting priority -300;
+        ct zone set 9
+    }
+    chain raw_output {
+        type filter hook output priority -300;
+        ct zone set 9
+    }
+}
+"""
 REJECTED = frozenset({"EHOSTUNREACH", "EACCES"})  # of ICMP and ICMPv6: administratively prohibited
 OTHERS: Final = {
     "calico": Others("Calico's policies: marks, strict reverse paths, pods that take port 8080 alone", CALICO),
@@ -193,6 +240,8 @@ OTHERS: Final = {
             )
         },
     ),
+    "docker": Others("Docker: published ports, FORWARD policy drop; the plugin's own rules let pods through", DOCKER),
+    "zones": Others("all connections in a conntrack zone of somebody's own", ZONED),
     "fail2ban": Others(
         "fail2ban, asked by a client that it blocks",
         BANS,
