@@ -121,7 +121,9 @@ def timed_change(plan: Plan, view: View, agent: ApiAgent, index: int, wanted: in
     while _done(agent) == done if before is None else view.state(index) == before:
         if before is not None:
             time.sleep(plan.poll)
-        assert time.monotonic() < deadline, f"the change of service {index} is not in the kernel after 10 s"
+        if time.monotonic() > deadline:
+            view.api.sent_endpoints()  # the API server can be asked again
+            raise TimeoutError(f"the change of service {index} is not in the kernel after 10 s")
     return (time.monotonic_ns() - view.api.sent_endpoints()) / 1e9
 
 

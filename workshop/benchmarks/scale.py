@@ -149,9 +149,10 @@ def _points() -> tuple[list[Point], list[str]]:
         for size in sorted(SIZES, key=lambda size: size.services + size.total):
             say(f"  {size}")
             with ApiProcess(*size, lab=made) as api:
+                endpoints = [size.endpoints] * size.services  # as the API server has them, whatever the mode
                 for mode in list(modes):
                     try:
-                        points.append(_point(VIEWS[mode](made, api), size))
+                        points.append(_point(VIEWS[mode](made, api), size, endpoints))
                         say("  " + _line(points[-1]))
                     except (LabError, AssertionError, TimeoutError) as error:
                         modes.remove(mode)
@@ -160,7 +161,7 @@ def _points() -> tuple[list[Point], list[str]]:
     return points, left_out
 
 
-def _point(view: View, size: Size) -> Point:
+def _point(view: View, size: Size, endpoints: list[int]) -> Point:
     agent = view.agent()
     agent.patience = 4 * BOUND
     try:
@@ -174,7 +175,7 @@ def _point(view: View, size: Size) -> Point:
         before = agent.processor_seconds()
         with view.lab.inside("node"), contextlib.closing(view):
             view.open()
-            changes = _changes(view, agent, size)
+            changes = _changes(view, agent, size, endpoints)
         change_cpu = (agent.processor_seconds() - before) / len(changes)
         memory = agent.memory()["VmRSS"]
         scrape = _milliseconds(lambda: get(view.lab, METRICS, "/metrics"))
@@ -198,10 +199,12 @@ def _point(view: View, size: Size) -> Point:
     )  # fmt: skip
 
 
-def _changes(view: View, agent: ApiAgent, size: Size) -> list[float]:
-    """Seconds of each of so many changes; the first one is not counted. A service loses its last endpoint."""
+def _changes(view: View, agent: ApiAgent, size: Size, counts: list[int]) -> list[float]:
+    """Seconds of each of so many changes; the first one is not counted. A service loses its last endpoint.
+
+    `counts`: how many endpoints each service has; follows the changes.
+    """
     plan, seconds = PLANS[view.mode], []
-    counts = dict.fromkeys(range(size.services), size.endpoints)
     end = time.monotonic() + BOUND
     step = next(step for step in (7, 11, 13, 17) if math.gcd(step, size.services) == 1)
     for number in range(CHANGES + 1):
