@@ -105,11 +105,6 @@ def expected(count: int, before: int, seconds: float) -> int:
     return count + int(max(0, count - before) * AHEAD_SECONDS / max(seconds, 0.1))
 
 
-def foreseen(ports: int, endpoints: int) -> dict[str, int]:
-    frontends = dict.fromkeys(("frontends4", "frontends6"), 2 * ports)
-    return {"services": ports + 1, "backends": endpoints + 1, "slots": 2 * endpoints, **frontends}
-
-
 def needs(entries: Iterable[Entry]) -> dict[str, int]:
     """About how many entries these service ports need in each map that follows the table.
 
@@ -126,3 +121,10 @@ def needs(entries: Iterable[Entry]) -> dict[str, int]:
         "services": services, "backends": backends, "slots": slots,
         "frontends4": frontends[4], "frontends6": frontends[6],
     }  # fmt: skip
+
+
+def foreseen(ports: int, endpoints: int) -> dict[str, int]:
+    """The same from two numbers, before there is a table: programs that are loaded meanwhile keep their maps."""
+    slots = max(2 * endpoints, size_class(1) * min(ports, endpoints))
+    frontends = dict.fromkeys(("frontends4", "frontends6"), 2 * ports)
+    return {"services": ports + 1, "backends": endpoints + 1, "slots": slots, **frontends}

@@ -161,6 +161,12 @@ def test_what_is_foreseen_is_enough_for_equal_services(services: int, size: int)
         assert fitting(name, count, UPPER) >= need[name], name
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 9, 17, 33])
+def test_what_is_foreseen_is_enough_for_many_small_services(size: int) -> None:
+    one = needs([entry(1, size, 0)])
+    assert foreseen(40_000, 40_000 * size)["slots"] >= 40_000 * one["slots"]
+
+
 def entry(number: int, size: int, local: int, family: int = 4) -> Entry:
     prefix = "fd00::" if family == 6 else "10.0.0."
     members = tuple(Backend(f"{prefix}{i}", 80) for i in range(1, size + 1))
