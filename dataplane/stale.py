@@ -75,7 +75,7 @@ class Gone(NamedTuple):
 def gone_endpoints(before: ServiceTable, after: ServiceTable, names: Iterable[str]) -> list[Gone]:
     """Those of these services between two tables. A service that is gone leaves connections alone, as it always did."""
     found = []
-    for name in names:
+    for name in names if before.services else ():
         known = {entry.key: entry for entry in before.services.get(name, ())}
         for entry in after.services.get(name, ()):
             old = known.get(entry.key)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.bpf import Map
-from hybrid_proxy.dataplane.kernel.conntrack import FlowKey, answer_keys, half_open_keys, translated_keys
+from hybrid_proxy.dataplane.kernel.conntrack import FlowKey, Key, answer_keys, half_open_keys, translated_keys
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, run_in_parts
 from hybrid_proxy.dataplane.netfilter import frontends
@@ -61,12 +61,13 @@ class OthersFlows:
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
         """
+        services = frontends(table)
         with self._lock:
-            found = datagram_flows(table)
+            found = _datagram_flows(services, table)
             if connections or any(key.protocol == Protocol.TCP for key in self.known):
-                found |= self._half_open(table)
+                found |= self._half_open(services)
             if connections or (self._answers and time.monotonic() - self._answers_at > ANSWERS_SECONDS):
-                self._answers = self._bounded(answer_keys(frontends(table)))
+                self._answers = self._bounded(answer_keys(services))
                 self._answers_at = time.monotonic()
             found |= self._answers
             for family, flows in self._flows.items():
@@ -78,9 +79,9 @@ class OthersFlows:
                     flows.delete_batch(_rows(gone.intersection(_left_to_others(flows, family)), family))
             self.known = found
 
-    def _half_open(self, table: ServiceTable) -> frozenset[FlowKey]:
+    def _half_open(self, services: Mapping[Key, None]) -> frozenset[FlowKey]:
         """None in a flood of SYNs, which shall not fill the tables: then a repeated one begins a flow of ours."""
-        return self._bounded(half_open_keys(frontends(table, (Protocol.TCP,))))
+        return self._bounded(half_open_keys(services))
 
     def _bounded(self, found: frozenset[FlowKey]) -> frozenset[FlowKey]:
         """None if there are so many that they would fill the tables."""
@@ -118,7 +119,12 @@ def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
     Raises:
         DataplaneError, OSError: conntrack cannot be read.
     """
-    return _with_unbound(translated_keys(frontends(table, DATAGRAMS)), table.node.addresses)
+    return _datagram_flows(frontends(table), table)
+
+
+def _datagram_flows(services: Mapping[Key, None], table: ServiceTable) -> frozenset[FlowKey]:
+    datagrams = {key: None for key in services if key[2] in DATAGRAMS}
+    return _with_unbound(translated_keys(datagrams), table.node.addresses)
 
 
 def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:
