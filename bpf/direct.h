@@ -91,7 +91,7 @@ INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const
 		confirm_route(skb, space, found->entry, p->tuple.protocol, v6);
 	else if (!answers_past_stack(skb, p, found->entry, hook, v6))
 		return STEP_PASS;
-	if (note_reply(p, found, v6))
+	if (note_reply(skb, p, found, v6))
 		report_failure(skb, space, found->entry, COUNT_BACKEND_REFUSED, hook, v6);
 	return STEP_FOLLOW;
 }

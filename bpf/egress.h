@@ -7,6 +7,7 @@
 #include "flow.h"
 #include "flow_state.h"
 #include "forward.h"
+#include "handshake.h"
 #include "nat.h"
 #include "node.h"
 #include "origin.h"
@@ -55,7 +56,7 @@ INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const stru
 	}
 	if (!confirm_path(skb, found->entry, hook, p->tuple.protocol))
 		refresh(p, found->entry, found->table, v6);
-	else if (note_reply(p, found, v6))
+	else if (note_reply(skb, p, found, v6))
 		report_failure(skb, space, found->entry, COUNT_BACKEND_REFUSED, hook, v6);
 	return true;
 }

@@ -22,51 +22,6 @@ INLINE bool is_assured(const struct flow *f)
 	return now() - f->started_or_fin >= DATAGRAM_SECONDS * settings.hz;
 }
 
-/* Store a pair that was half-open in `flows`, where it counts as open. Two processors may do that at once. 0, or a
- * negative errno: there is no room.
- */
-INLINE long promote(const struct tuple *key, struct flow *f, const struct tuple *reply_key, struct flow *reply,
-		    const bool v6)
-{
-	long error = flow_update(reply_key, reply, TABLE_FLOWS, BPF_NOEXIST, v6);
-
-	if (!error)
-		count_flow(reply->backend, reply->service, false);
-	else if (error == -EEXIST)
-		error = flow_update(reply_key, reply, TABLE_FLOWS, BPF_ANY, v6);
-	if (error)
-		return error;
-	error = flow_update(key, f, TABLE_FLOWS, BPF_ANY, v6);
-	if (error && !flow_delete(reply_key, TABLE_FLOWS, v6))
-		count_flow(reply->backend, reply->service, true);
-	return error;
-}
-
-/* Both directions have spoken: from now on nothing evicts the pair. When `flows` is full, the pair stays where it is.
- */
-INLINE void establish(const struct tuple *key, struct flow *f, const enum flow_table table, const bool v6)
-{
-	struct tuple pair;
-	struct flow *other;
-
-	peer_key(&pair, f, key->protocol);
-	other = flow_lookup(&pair, table, v6);
-	if (!other)
-		return;
-	f->flags |= FLOW_ESTABLISHED;
-	other->flags |= FLOW_ESTABLISHED;
-	if (table == TABLE_FLOWS) {
-		count_half_open(-1);
-		return;
-	}
-	if (f->flags & FLOW_REPLY ? promote(&pair, other, key, f, v6) : promote(key, f, &pair, other, v6)) {
-		count(COUNT_FLOW_FULL);
-		return;
-	}
-	flow_delete(key, TABLE_HALF_OPEN, v6);
-	flow_delete(&pair, TABLE_HALF_OPEN, v6);
-}
-
 INLINE bool is_syn(const struct packet *p)
 {
 	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
@@ -233,66 +188,6 @@ INLINE bool refresh(const struct packet *p, struct flow *f, const enum flow_tabl
 		return false;
 	WRITE_ONCE(other->seen, time);
 	return note_end(p, f, other);
-}
-
-/* How long the backend took to accept. Ignore impossibly long times: the flow was created by an older program with
- * another clock.
- */
-INLINE void note_connect_time(const struct flow *f)
-{
-	__u32 took = ktime() - f->started_or_fin;
-
-	if (took < LONGEST_CONNECT)
-		account_answer(f->backend, (__u64)took << KTIME_SHIFT);
-}
-
-/* The backend replies to a SYN with something else than a SYN/ACK. True: it is a reset, a failure of the backend's. */
-INLINE bool note_refusal(const struct packet *p, const struct found *found, const bool v6)
-{
-	struct flow *reply = found->entry;
-	bool refused = answers_syn(p, reply) && !(reply->flags & (FLOW_REPLIED | FLOW_RESET));
-
-	if (refused)
-		note_failure(reply->backend, reply->service, COUNT_BACKEND_REFUSED);
-	refresh(p, reply, found->table, v6);
-	return refused;
-}
-
-/* The backend replies on a flow that is half-open. A connection that it accepts is established by the client's next
- * segment only, so that a flood of SYNs, each of them answered, fills nothing but the LRU table. True: it refuses.
- */
-INLINE bool note_reply(const struct packet *p, const struct found *found, const bool v6)
-{
-	struct flow *reply = found->entry, *forward;
-
-	if (p->tuple.protocol != IPPROTO_TCP && is_assured(reply)) {
-		establish(&p->tuple, reply, found->table, v6);
-		return false;
-	}
-	if (!(p->tcp_flags & TCP_SYN))
-		return note_refusal(p, found, v6);
-	if (!answers_syn(p, reply)) {
-		count(COUNT_OUT_OF_WINDOW);
-		return false;
-	}
-	note_success(reply->backend, reply->service);
-	if (!(reply->flags & FLOW_REPLIED))
-		note_connect_time(reply);
-	reply->flags |= FLOW_REPLIED;
-	forward = peer_flow(reply, p->tuple.protocol, found->table, v6);
-	if (!forward)
-		return false;
-	forward->flags |= FLOW_REPLIED;
-	forward->ack = p->seq + 1;
-	return false;
-}
-
-/* Is this the client's segment that follows the backend's SYN/ACK? It may acknowledge first data, too. */
-INLINE bool completes_handshake(const struct packet *p, const struct found *found)
-{
-	return (found->entry->flags & (FLOW_REPLIED | FLOW_ESTABLISHED)) == FLOW_REPLIED &&
-	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK &&
-	       is_ahead(p->ack, found->entry->ack, RESET_WINDOW);
 }
 
 /* A client that has no connection yet may begin anew with the same ports and another sequence number. */

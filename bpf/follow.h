@@ -7,6 +7,7 @@
 #include "flow.h"
 #include "flow_state.h"
 #include "forward.h"
+#include "handshake.h"
 #include "nat.h"
 #include "origin.h"
 #include "packet_events.h"
@@ -127,28 +128,6 @@ INLINE enum step dispatch(struct __sk_buff *skb, struct scratch *space, enum hoo
 	return STEP_PASS;
 }
 
-/* Does the packet come in where its flow lives, perhaps by now? */
-INLINE bool admit(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
-		  const bool v6)
-{
-	const struct packet *p = &space->packet;
-
-	if (!comes_from_origin(skb, space, &p->tuple, found->entry, hook, v6))
-		return false;
-	if (found->entry->origin != origin_here(skb, hook) && proves_origin(p, found->entry))
-		move_origin(skb, p, found, hook, v6);
-	return true;
-}
-
-/* The client's segment after the backend's SYN/ACK establishes the pair. False: the pair is gone meanwhile. */
-INLINE bool complete_handshake(const struct packet *p, struct found *found, const bool v6)
-{
-	establish(&p->tuple, found->entry, found->table, v6);
-	if (found->table == TABLE_HALF_OPEN) /* it is in the other table now */
-		find_flow(found, &p->tuple, v6);
-	return found->entry;
-}
-
 /* Copy the packet's entry to `space->flow`, and what it says to where verbs look for it.
  *
  * The entry is copied before it is used and proved by its tag afterwards. The kernel reuses an element of a hash
@@ -180,7 +159,7 @@ INLINE enum step follow(struct __sk_buff *skb, struct scratch *space, struct fou
 		note_repeated_syn(p, found, v6);
 	else if (is_at_end(p, found->entry))
 		return STEP_FOLLOW;
-	if (completes_handshake(p, found) && !complete_handshake(p, found, v6))
+	if (completes_handshake(p, found) && !complete_handshake(skb, p, found, v6))
 		return drop(space, COUNT_DROP_FLOW_LOST);
 	if (!take_flow(space, found->entry, v6))
 		return drop(space, COUNT_DROP_FLOW_LOST);

@@ -108,8 +108,23 @@ INLINE enum step queue_fragment(struct __sk_buff *skb, struct scratch *space, st
 	return STEP_QUEUED;
 }
 
+/* Reinject one of the fragments that waited for this first one. */
+INLINE int reinject_fragment(struct __sk_buff *skb, struct scratch *space, __u32 place, const bool v6)
+{
+	struct queued_fragment *copy = bpf_map_lookup_elem(&frag_queue, &place);
+
+	if (!copy || !same_datagram(&copy->key, &space->datagram) || !load_frame(skb, copy))
+		return 0; /* others needed the place */
+	bpf_clone_redirect(skb, skb->ifindex, BPF_F_INGRESS);
+	copy->length = 0;
+	count(COUNT_FRAGMENT_REINJECTED);
+	return 1;
+}
+
+GLOBAL_VERB(int, reinject_fragment, 0)
+
 /* Reinject the fragments that waited for this first one. False: the packet could not be restored. */
-INLINE bool reinject_fragments(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram)
+INLINE bool reinject_fragments(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram, const bool v6)
 {
 	__u32 waiting = datagram->waiting;
 
@@ -118,24 +133,13 @@ INLINE bool reinject_fragments(struct __sk_buff *skb, struct scratch *space, str
 		return true;
 	}
 #pragma clang loop unroll(disable)
-	for (int i = 0; i < FRAG_QUEUE_EACH; i++) {
-		__u32 place = datagram->places[i];
-		struct queued_fragment *copy;
-
-		if (i >= waiting)
-			break;
-		copy = bpf_map_lookup_elem(&frag_queue, &place);
-		if (!copy || !same_datagram(&copy->key, &space->datagram) || !load_frame(skb, copy))
-			continue; /* others needed the place */
-		bpf_clone_redirect(skb, skb->ifindex, BPF_F_INGRESS);
-		copy->length = 0;
-		count(COUNT_FRAGMENT_REINJECTED);
-	}
+	for (int i = 0; i < FRAG_QUEUE_EACH && i < waiting; i++)
+		CALL(reinject_fragment, skb, datagram->places[i]);
 	return load_frame(skb, &space->first);
 }
 
 /* Remember the datagram's ports. */
-INLINE enum step track_first(struct __sk_buff *skb, struct scratch *space)
+INLINE enum step track_first(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	struct packet *p = &space->packet;
 	struct fragments *datagram = begin_datagram(space, true);
@@ -147,7 +151,7 @@ INLINE enum step track_first(struct __sk_buff *skb, struct scratch *space)
 	datagram->dport = p->tuple.dport;
 	datagram->protocol = p->tuple.protocol;
 	WRITE_ONCE(datagram->known, 1);
-	if (datagram->waiting && !reinject_fragments(skb, space, datagram))
+	if (datagram->waiting && !reinject_fragments(skb, space, datagram, v6))
 		return drop(space, COUNT_DROP_FRAGMENT);
 	return STEP_CONTINUE;
 }
@@ -176,7 +180,7 @@ INLINE enum step track_fragment(struct __sk_buff *skb, struct scratch *space, __
 {
 	write_datagram_key(&space->datagram, &space->packet);
 	if (space->packet.fragment.part == FIRST_FRAGMENT)
-		return track_first(skb, space);
+		return track_first(skb, space, v6);
 	return track_later(skb, space, hook, v6);
 }
 

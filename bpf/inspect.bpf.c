@@ -39,42 +39,33 @@ INLINE void leave_flow(const struct tuple *t, const bool v6)
 	flow_update(t, &f, TABLE_FLOWS, BPF_NOEXIST, v6);
 }
 
-INLINE void for_named(const struct flow6_key *key, __u32 idle, const bool leaves, const bool v6)
+/* One of the flows that the packet names. A function of its own, so that the verifier checks it once. */
+__noinline int for_named(struct __sk_buff *skb, __u32 number, __u32 family, __u32 leaves)
 {
+	const __u32 keys = ETH_HLEN + offsetof(struct sweep, keys), idles = ETH_HLEN + offsetof(struct sweep, idle);
+	struct flow6_key key;
 	struct tuple t;
+	__u32 idle;
 
-	named_tuple(&t, key);
+	if (bpf_skb_load_bytes(skb, keys + number * sizeof(key), &key, sizeof(key)) ||
+	    bpf_skb_load_bytes(skb, idles + number * sizeof(idle), &idle, sizeof(idle)))
+		return -1;
+	named_tuple(&t, &key);
 	if (leaves)
-		leave_flow(&t, v6);
+		family == 6 ? leave_flow(&t, true) : leave_flow(&t, false);
 	else
-		sweep_flow(&t, idle, v6);
-}
-
-/* What the packet asks for; NULL: it is too short. */
-INLINE struct sweep *read_request(struct __sk_buff *skb)
-{
-	struct sweep *request;
-
-	if (bpf_skb_pull_data(skb, ETH_HLEN + sizeof(struct sweep)))
-		return NULL;
-	request = (void *)(long)skb->data + ETH_HLEN;
-	return (void *)(request + 1) > (void *)(long)skb->data_end ? NULL : request;
+		family == 6 ? sweep_flow(&t, idle, true) : sweep_flow(&t, idle, false);
+	return 0;
 }
 
 INLINE int for_each_named(struct __sk_buff *skb, const bool leaves)
 {
-	struct sweep *request = read_request(skb);
+	__u32 request[2]; /* count and family */
 
-	if (!request)
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, request, sizeof(request)))
 		return -1;
-	for (int i = 0; i < SWEEP_KEYS && i < request->count; i++) {
-		struct flow6_key key = request->keys[i];
-
-		if (request->family == 6)
-			for_named(&key, request->idle[i], leaves, true);
-		else
-			for_named(&key, request->idle[i], leaves, false);
-	}
+	for (int i = 0; i < SWEEP_KEYS && i < request[0]; i++)
+		for_named(skb, i, request[1], leaves);
 	return 0;
 }
 

@@ -127,4 +127,34 @@ INLINE void confirm_route(struct __sk_buff *skb, struct scratch *space, struct f
 		WRITE_ONCE(reply->ifindex, 0);
 }
 
+#define TABLE_SHIFT 8 /* beside the hook: the flow's table */
+
+/* The same for a packet that comes in elsewhere than those before it, or is the first one. */
+INLINE int admit_elsewhere(struct __sk_buff *skb, struct scratch *space, __u32 detail, const bool v6)
+{
+	const enum hook hook = detail & ((1 << TABLE_SHIFT) - 1);
+	const struct packet *p = &space->packet;
+	struct found found = {.table = detail >> TABLE_SHIFT};
+
+	found.entry = flow_lookup(&p->tuple, found.table, v6);
+	if (!found.entry)
+		return true; /* it is gone meanwhile: `take_flow` notices */
+	if (!comes_from_origin(skb, space, &p->tuple, found.entry, hook, v6))
+		return false;
+	if (found.entry->origin != origin_here(skb, hook) && proves_origin(p, found.entry))
+		move_origin(skb, p, &found, hook, v6);
+	return true;
+}
+
+GLOBAL_VERB(int, admit_elsewhere, false)
+
+/* Does the packet come in where its flow lives, perhaps by now? */
+INLINE bool admit(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
+		  const bool v6)
+{
+	if (found->entry->origin == origin_here(skb, hook))
+		return true;
+	return CALL(admit_elsewhere, skb, hook | found->table << TABLE_SHIFT);
+}
+
 #endif

@@ -51,22 +51,26 @@ INLINE bool read_backend(struct choice *c)
 	return true;
 }
 
-/* A backend for a new connection; false: the set is empty. */
+/* A backend for a new connection; false: the set is empty. Slots are read in one place, because the verifier would look
+ * at a second one as often again.
+ */
 INLINE bool pick_backend(struct choice *c, struct service *service, const struct tuple *t, const bool v6,
 			 const bool remember)
 {
 	__u32 timeout = service->affinity;
 	struct affinity_key key = {.service = c->service};
 
-	if (!timeout)
-		return select_slot(c, service, slot_number(c, service, t, v6, remember)) && (!v6 || read_backend(c));
-	copy_address(key.client, t->saddr);
-	c->backend = affinity_lookup(&key, timeout, c->set);
-	NOTE(NOTE_AFFINITY, timeout, c->backend);
-	if (c->avoid && c->backend == c->avoid)
-		c->backend = 0;
+	if (timeout) {
+		copy_address(key.client, t->saddr);
+		c->backend = affinity_lookup(&key, timeout, c->set);
+		NOTE(NOTE_AFFINITY, timeout, c->backend);
+		if (c->backend == c->avoid)
+			c->backend = 0;
+	}
 	if (!c->backend && !select_slot(c, service, slot_number(c, service, t, v6, remember)))
 		return false;
+	if (!timeout)
+		return !v6 || read_backend(c);
 	if (remember)
 		affinity_store(&key, c->backend);
 	return read_backend(c);

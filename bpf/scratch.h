@@ -18,6 +18,9 @@
  *   decap                    rw         w            w    w      w           w    w
  *   serve                    r     w          w      w    w      w           w    w
  *   follow_again             r     w                 w    w      w           w    w
+ *   admit_elsewhere          r                                   w           w
+ *   establish                r                                   w
+ *   note_refusal             r
  *   close_flow               r                       r           w
  *   choose                   r     w    w     rw          w                  w    w
  *   from_, to_backend        r     w                 w    w      w           w    w

@@ -59,34 +59,53 @@ INLINE __u32 round_robin(struct service *service, __u32 set, const bool remember
 	return size ? ((turn % size << 32) + size - 1) / size : 0; /* read_slot() makes the index of it again */
 }
 
+/* The backend whose slot a number leads to; 0: the range is empty. A function of its own, as those that call it, so
+ * that the verifier checks it once.
+ */
+__noinline __u32 backend_at(__u32 id, __u32 set, __u32 number)
+{
+	struct service *service = bpf_map_lookup_elem(&services, &id);
+	struct choice c = {.service = id, .set = set};
+
+	return service && read_slot(&c, service, number) ? c.backend : 0;
+}
+
+#define AVOID_TRIES 16
+#define AVOID_STEP 0x9e3779b9u /* steps of the golden ratio: they come to every part of the range soon */
+
+/* A number that leads to another backend than the one to avoid: `number`, or the next of some that does. One that leads
+ * to it after all, when no other is met.
+ */
+__noinline __u32 number_beside(__u32 id, __u32 set, __u32 avoid, __u32 number)
+{
+#pragma clang loop unroll(disable)
+	for (int i = 0; i < AVOID_TRIES && backend_at(id, set, number) == avoid; i++)
+		number += AVOID_STEP;
+	return number;
+}
+
 #define SAMPLES 4
 
 /* The number that leads to the backend with the fewest open flows for its weight, of four slots by chance: not the
  * first one of all, which every processor would find at the same moment. The slots are steps of the golden ratio apart,
  * so both of two backends are among them, and nearly always all of three. With as many flows everywhere it is the first
  * slot that was looked at, so weights count.
- *
- * A function of its own, so that the verifier checks it once.
  */
 __noinline __u32 number_of_fewest(__u32 id, __u32 set, __u32 avoid)
 {
-	struct service *service = bpf_map_lookup_elem(&services, &id);
 	__u32 number = bpf_get_prandom_u32(), best = number;
 	__u64 open = 0, weight = 0; /* of the best; weight 0: there is none yet */
 
-	if (!service)
-		return number;
 #pragma clang loop unroll(disable)
 	for (int i = 0; i < SAMPLES; i++, number += AVOID_STEP) {
-		struct choice c = {.service = id, .set = set};
-		struct load *load;
+		__u32 backend = backend_at(id, set, number);
+		struct load *load = bpf_map_lookup_elem(&loads, &backend);
 
-		if (!read_slot(&c, service, number))
+		if (!backend)
 			break;
-		load = bpf_map_lookup_elem(&loads, &c.backend);
-		if (!load || c.backend == avoid)
+		if (!load || backend == avoid)
 			continue;
-		NOTE(NOTE_LOAD, c.backend, open_flows(load));
+		NOTE(NOTE_LOAD, backend, open_flows(load));
 		if (!weight || open_flows(load) * weight < open * load->weight) {
 			open = open_flows(load);
 			weight = load->weight ? load->weight : 1;
@@ -111,6 +130,16 @@ INLINE __u32 slot_number(const struct choice *c, struct service *service, const 
 	if (flags & SERVICE_FEWEST)
 		return number_of_fewest(c->service, c->set, c->avoid);
 	return bpf_get_prandom_u32();
+}
+
+/* One slot of the range, chosen by `number`, into `c`; false: the range is empty. A backend to avoid is taken only when
+ * no other is met.
+ */
+INLINE bool select_slot(struct choice *c, struct service *service, __u32 number)
+{
+	if (c->avoid)
+		number = number_beside(c->service, c->set, c->avoid, number);
+	return read_slot(c, service, number);
 }
 
 #endif

@@ -122,27 +122,6 @@ INLINE bool read_slot(struct choice *c, struct service *service, __u32 number)
 	return false;
 }
 
-#define AVOID_TRIES 16
-#define AVOID_STEP 0x9e3779b9u /* steps of the golden ratio: they come to every part of the range soon */
-
-/* One slot of the range, chosen by `number`, into `c`; false: the range is empty. A backend to avoid is taken only when
- * no other is met.
- */
-INLINE bool select_slot(struct choice *c, struct service *service, __u32 number)
-{
-	if (!c->avoid)
-		return read_slot(c, service, number);
-#pragma clang loop unroll(disable)
-	for (int i = 0; i < AVOID_TRIES; i++) {
-		if (!read_slot(c, service, number))
-			return false;
-		if (c->backend != c->avoid)
-			break;
-		number += AVOID_STEP;
-	}
-	return true;
-}
-
 #define FAILURE_SERIES 600000000000ull /* a longer time without a failure ends a series */
 
 INLINE bool is_history_of(const struct failures *known, const struct backend *row)

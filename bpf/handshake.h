@@ -1,0 +1,136 @@
+/* A flow that begins: the backend answers, or refuses, and the client completes the handshake. */
+#ifndef HYBRID_PROXY_HANDSHAKE_H
+#define HYBRID_PROXY_HANDSHAKE_H
+
+#include "flow.h"
+#include "flow_state.h"
+#include "scratch.h"
+
+/* Store a pair that was half-open in `flows`, where it counts as open. Two processors may do that at once. 0, or a
+ * negative errno: there is no room.
+ */
+INLINE long promote(const struct tuple *key, struct flow *f, const struct tuple *reply_key, struct flow *reply,
+		    const bool v6)
+{
+	long error = flow_update(reply_key, reply, TABLE_FLOWS, BPF_NOEXIST, v6);
+
+	if (!error)
+		count_flow(reply->backend, reply->service, false);
+	else if (error == -EEXIST)
+		error = flow_update(reply_key, reply, TABLE_FLOWS, BPF_ANY, v6);
+	if (error)
+		return error;
+	error = flow_update(key, f, TABLE_FLOWS, BPF_ANY, v6);
+	if (error && !flow_delete(reply_key, TABLE_FLOWS, v6))
+		count_flow(reply->backend, reply->service, true);
+	return error;
+}
+
+/* Both directions of the packet's flow have spoken: from now on nothing evicts the pair. When `flows` is full, the pair
+ * stays where it is. `table`: where that is.
+ */
+INLINE int establish(struct __sk_buff *skb, struct scratch *space, __u32 table, const bool v6)
+{
+	const struct tuple *key = &space->packet.tuple;
+	struct tuple *pair = &space->reply;
+	struct flow *f = flow_lookup(key, table, v6), *other;
+
+	if (!f)
+		return 0;
+	peer_key(pair, f, key->protocol);
+	other = flow_lookup(pair, table, v6);
+	if (!other)
+		return 0;
+	f->flags |= FLOW_ESTABLISHED;
+	other->flags |= FLOW_ESTABLISHED;
+	if (table == TABLE_FLOWS) {
+		count_half_open(-1);
+		return 0;
+	}
+	if (f->flags & FLOW_REPLY ? promote(pair, other, key, f, v6) : promote(key, f, pair, other, v6)) {
+		count(COUNT_FLOW_FULL);
+		return 0;
+	}
+	flow_delete(key, TABLE_HALF_OPEN, v6);
+	flow_delete(pair, TABLE_HALF_OPEN, v6);
+	return 0;
+}
+
+GLOBAL_VERB(int, establish, 0)
+
+/* How long the backend took to accept. Ignore impossibly long times: the flow was created by an older program with
+ * another clock.
+ */
+INLINE void note_connect_time(const struct flow *f)
+{
+	__u32 took = ktime() - f->started_or_fin;
+
+	if (took < LONGEST_CONNECT)
+		account_answer(f->backend, (__u64)took << KTIME_SHIFT);
+}
+
+/* The backend replies to a SYN with something else than a SYN/ACK. True: it is a reset, a failure of the backend's. */
+INLINE int note_refusal(struct __sk_buff *skb, struct scratch *space, __u32 table, const bool v6)
+{
+	const struct packet *p = &space->packet;
+	struct flow *reply = flow_lookup(&p->tuple, table, v6);
+	bool refused;
+
+	if (!reply)
+		return false;
+	refused = answers_syn(p, reply) && !(reply->flags & (FLOW_REPLIED | FLOW_RESET));
+	if (refused)
+		note_failure(reply->backend, reply->service, COUNT_BACKEND_REFUSED);
+	refresh(p, reply, table, v6);
+	return refused;
+}
+
+GLOBAL_VERB(int, note_refusal, false)
+
+/* The backend replies on a flow that is half-open. A connection that it accepts is established by the client's next
+ * segment only, so that a flood of SYNs, each of them answered, fills nothing but the LRU table. True: it refuses.
+ */
+INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const struct found *found, const bool v6)
+{
+	struct flow *reply = found->entry, *forward;
+
+	if (p->tuple.protocol != IPPROTO_TCP && is_assured(reply)) {
+		CALL(establish, skb, found->table);
+		return false;
+	}
+	if (!(p->tcp_flags & TCP_SYN))
+		return CALL(note_refusal, skb, found->table);
+	if (!answers_syn(p, reply)) {
+		count(COUNT_OUT_OF_WINDOW);
+		return false;
+	}
+	note_success(reply->backend, reply->service);
+	if (!(reply->flags & FLOW_REPLIED))
+		note_connect_time(reply);
+	reply->flags |= FLOW_REPLIED;
+	forward = peer_flow(reply, p->tuple.protocol, found->table, v6);
+	if (!forward)
+		return false;
+	forward->flags |= FLOW_REPLIED;
+	forward->ack = p->seq + 1;
+	return false;
+}
+
+/* Is this the client's segment that follows the backend's SYN/ACK? It may acknowledge first data, too. */
+INLINE bool completes_handshake(const struct packet *p, const struct found *found)
+{
+	return (found->entry->flags & (FLOW_REPLIED | FLOW_ESTABLISHED)) == FLOW_REPLIED &&
+	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK &&
+	       is_ahead(p->ack, found->entry->ack, RESET_WINDOW);
+}
+
+/* The client's segment after the backend's SYN/ACK establishes the pair. False: the pair is gone meanwhile. */
+INLINE bool complete_handshake(struct __sk_buff *skb, const struct packet *p, struct found *found, const bool v6)
+{
+	CALL(establish, skb, found->table);
+	if (found->table == TABLE_HALF_OPEN) /* it is in the other table now */
+		find_flow(found, &p->tuple, v6);
+	return found->entry;
+}
+
+#endif
