@@ -9,11 +9,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -259,6 +258,8 @@ class Ebpf:
         self.maps.view("node")["trace"] = 0
         self.events = Reader(self.maps.maps["events"])
         self.events.start()
+        if not options.all_or_nothing:
+            self.resizer.begin({})  # most clusters fit these maps: load meanwhile, while objects are listed
 
     def _new_store(self, *, adopt: bool) -> Store:
         return Store(self.maps, self.hz, adopt=adopt, max_ring=self.options.max_ring, max_slots=self.options.max_slots)
@@ -352,18 +353,20 @@ class Ebpf:
     def prewarm(self, ports: int, endpoints: int) -> None:
         with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and reports the error
             if self.programs is None:
-                self._begin(sizes.foreseen, ports, endpoints)
+                self._begin(sizes.foreseen(ports, endpoints))
 
-    def _begin(self, foresee: Callable[..., sizes.Sizes], *what: Any) -> None:
+    def _begin(self, need: sizes.Sizes) -> None:
         """Maps for what is foreseen, and the loading of programs, unless that is under way."""
+        if self.resizer.growing and not self.resizer.holds(need):
+            self.resizer.give_up()
         if not self.resizer.growing:
-            self.resizer.begin(foresee(*what))
+            self.resizer.begin(need)
 
     def sync(self, table: ServiceTable) -> SyncResult:
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
-            if self.programs is None:
-                self._begin(sizes.needs, table.entries())
+            if self.programs is None and not self.resizer.growing:
+                self._begin(sizes.needs(table.entries()))
             come = self.options.shares_node and takes_datagrams(self.table, table, names)
             if not self._attached and not self.adopted:
                 self._begin_with_room_for_others(table)

@@ -77,11 +77,18 @@ class MapResizer:
     def growing(self) -> bool:
         return self._loading is not None
 
-    def begin(self, need: Sizes) -> None:
-        """The first generation, on maps for so many entries, which nobody uses yet. Then `catch_up`."""
+    def holds(self, need: Sizes) -> bool:
+        """Whether the maps are large enough for so many entries."""
+        return not self._larger_than_now(need)
+
+    def _larger_than_now(self, need: Sizes) -> dict[str, int]:
         entries = self.entries
         fit = {name: fitting(name, count, self.upper) for name, count in need.items()}
-        larger = self._maps.make_larger({name: size for name, size in fit.items() if size > entries[name]})
+        return {name: size for name, size in fit.items() if size > entries[name]}
+
+    def begin(self, need: Sizes) -> None:
+        """The first generation, on maps for so many entries, which nobody uses yet. Then `catch_up`."""
+        larger = self._maps.make_larger(self._larger_than_now(need))
         self._maps.copy_into(larger)
         self._replace(larger)
         self.start({})
