@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, IntEnum, IntFlag
 from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -144,7 +145,10 @@ class PodMatch(msgspec.Struct, frozen=True):
 
     def prefix(self, family: int) -> str | None:
         """The prefix of a family."""
-        return next((prefix for prefix in self.prefixes if family_of(prefix) == family), None)
+        for prefix in self.prefixes:
+            if family_of(prefix) == family:
+                return prefix
+        return None
 
     def recognizes(self, family: int) -> bool:
         """Whether pods of this family can be distinguished from other clients."""
@@ -190,8 +194,9 @@ class ServiceTable(msgspec.Struct, frozen=True):
 
     def entries(self, names: Iterable[str] | None = None) -> Iterator[Entry]:
         """All service ports, or those of these services."""
-        for name in self.services if names is None else names:
-            yield from self.services.get(name, ())
+        if names is None:
+            return chain.from_iterable(self.services.values())
+        return chain.from_iterable(self.services.get(name, ()) for name in names)
 
 
 EMPTY = ServiceTable(services={})
