@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from sys import intern
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
@@ -389,10 +390,7 @@ def _service(wire: _Service) -> Service | Ignored:
         cluster_ips=_cluster_ips(spec),
         external_ips=_external_ips(spec.external_ips),
         load_balancer_ips=_load_balancer_ips(wire.status),
-        source_ranges=_cidrs(
-            _at_most(spec.load_balancer_source_ranges, _MAX_ADDRESSES, "spec.loadBalancerSourceRanges"),
-            "spec.loadBalancerSourceRanges",
-        ),
+        source_ranges=_source_ranges(spec.load_balancer_source_ranges),
         ports=_service_ports(spec.ports),
         external_local=_policy(spec.external_traffic_policy, "spec.externalTrafficPolicy"),
         internal_local=_policy(spec.internal_traffic_policy, "spec.internalTrafficPolicy"),
@@ -412,6 +410,8 @@ def _cluster_ips(spec: _ServiceSpec) -> tuple[str, ...]:
     if not spec.cluster_ips:
         return (_address(spec.cluster_ip, "spec.clusterIP"),)
     addresses = [_address(text, f"spec.clusterIPs[{index}]") for index, text in enumerate(spec.cluster_ips[:3])]
+    if spec.cluster_ip in (spec.cluster_ips[0], None, "") and len(addresses) == 1:
+        return (addresses[0],)  # nearly all
     if spec.cluster_ip and _address(spec.cluster_ip, "spec.clusterIP") != addresses[0]:
         _fail(
             "spec.clusterIPs[0]", f"{shown(spec.cluster_ips[0])} differs from spec.clusterIP {shown(spec.cluster_ip)}"
@@ -423,10 +423,17 @@ def _cluster_ips(spec: _ServiceSpec) -> tuple[str, ...]:
 
 
 def _external_ips(texts: list[str | None] | None) -> tuple[str, ...]:
+    if not texts:
+        return ()
     texts = _at_most(texts, _MAX_ADDRESSES, "spec.externalIPs")
     return tuple(
         dict.fromkeys(_address(text, f"spec.externalIPs[{i}]", link_local=True) for i, text in enumerate(texts))
     )
+
+
+def _source_ranges(texts: list[str | None] | None) -> tuple[str, ...]:
+    field = "spec.loadBalancerSourceRanges"
+    return _cidrs(_at_most(texts, _MAX_ADDRESSES, field), field) if texts else ()
 
 
 def _load_balancer_ips(status: _ServiceStatus | None) -> tuple[str, ...]:
@@ -442,16 +449,24 @@ def _load_balancer_ips(status: _ServiceStatus | None) -> tuple[str, ...]:
 
 
 def _service_ports(wire: list[_ServicePort | None] | None) -> tuple[ServicePort, ...]:
+    ports = [item or _NO_SERVICE_PORT for item in _at_most(wire, _MAX_PORTS, "spec.ports")]
+    check = _known_ports if len(ports) <= _FEW_PORTS else _checked_ports
+    return check(tuple([(port.name, port.protocol, port.port, port.node_port) for port in ports]))
+
+
+def _checked_ports(
+    wire: tuple[tuple[str | None, str | None, int | None, int | None], ...],
+) -> tuple[ServicePort, ...]:
     names: set[str] = set()
     numbers: set[tuple[str, int, int]] = set()
     ports = []
-    for index, item in enumerate(_at_most(wire, _MAX_PORTS, "spec.ports")):
-        port, field = item or _NO_SERVICE_PORT, f"spec.ports[{index}]"
+    for index, (name, protocol, port, node_port) in enumerate(wire):
+        field = f"spec.ports[{index}]"
         made = ServicePort(
-            name=_port_name(port.name, f"{field}.name"),
-            protocol=_protocol(port.protocol, f"{field}.protocol"),
-            port=_port(port.port, f"{field}.port"),
-            node_port=_optional_port(port.node_port, f"{field}.nodePort"),
+            name=_port_name(name, f"{field}.name"),
+            protocol=_protocol(protocol, f"{field}.protocol"),
+            port=_port(port, f"{field}.port"),
+            node_port=_optional_port(node_port, f"{field}.nodePort"),
         )
         if made.name in names:
             _fail(f"{field}.name", f"{shown(made.name)} is the name of two ports")
@@ -461,7 +476,7 @@ def _service_ports(wire: list[_ServicePort | None] | None) -> tuple[ServicePort,
             numbers.add((which, made.protocol, number))
         names.add(made.name)
         ports.append(made)
-    return _shared(tuple(ports))
+    return tuple(ports)
 
 
 def _affinity(spec: _ServiceSpec) -> int:
@@ -579,17 +594,26 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
 
 def _slice_ports(wire: list[_SlicePort | None] | None) -> tuple[EndpointPort, ...]:
     """The ports that have a number; one without means "all ports", which no proxy can join to a service port."""
-    ports = []
-    for index, item in enumerate(_at_most(wire, _MAX_PORTS, "ports")):
-        port = item or _NO_SLICE_PORT
-        if port.port is not None:
-            made = EndpointPort(
-                _port_name(port.name, f"ports[{index}].name"),
-                _protocol(port.protocol, f"ports[{index}].protocol"),
-                _port(port.port, f"ports[{index}].port"),
-            )
-            ports.append(made)
-    return _shared(tuple(ports))
+    ports = [item or _NO_SLICE_PORT for item in _at_most(wire, _MAX_PORTS, "ports")]
+    check = _known_slice_ports if len(ports) <= _FEW_PORTS else _checked_slice_ports
+    return check(tuple([(port.name, port.protocol, port.port) for port in ports]))
+
+
+def _checked_slice_ports(wire: tuple[tuple[str | None, str | None, int | None], ...]) -> tuple[EndpointPort, ...]:
+    return tuple([
+        EndpointPort(
+            _port_name(name, f"ports[{index}].name"),
+            _protocol(protocol, f"ports[{index}].protocol"),
+            _port(number, f"ports[{index}].port"),
+        )
+        for index, (name, protocol, number) in enumerate(wire)
+        if number is not None
+    ])  # fmt: skip
+
+
+# Most objects of a cluster have one of a few sets of ports: each of these is checked, and kept, once.
+_FEW_PORTS: Final = 8
+_known_ports, _known_slice_ports = lru_cache(4096)(_checked_ports), lru_cache(4096)(_checked_slice_ports)
 
 
 # First bytes of addresses that `why_special` must look at; all others are ordinary.
