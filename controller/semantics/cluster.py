@@ -118,6 +118,10 @@ class Cluster:
         """
         return MappingProxyType(self._moved)
 
+    def served(self, name: str) -> Service | None:
+        """The Service of this name, or as it was when it moved."""
+        return self._services.get(name) or self._moved.get(name)
+
     def is_handed_over(self, service: str) -> bool:
         """Whether a Service that moved gets no new flows here any more."""
         return service in self._handed_over
@@ -272,14 +276,21 @@ class Cluster:
 
     def _replace(self, event: Replaced) -> bool:
         self._awaited.discard(event.kind)
-        stays = {key_of(obj) for obj in event.objects if kind_of(obj) == event.kind} | event.kept
-        for gone in [key for kind, key in self._problems if kind == event.kind and key not in stays]:
-            del self._problems[event.kind, gone]
         changed = False
-        for key in [key for key in self.held(event.kind) if key not in stays]:
-            changed |= self._drop(event.kind, key)
+        if self.held(event.kind) or self._problems:
+            changed = self._forget_all_but(
+                event.kind, {key_of(obj) for obj in event.objects if kind_of(obj) == event.kind} | event.kept
+            )
         for obj in event.objects:
             changed |= self._put(obj)
+        return changed
+
+    def _forget_all_but(self, kind: str, stays: Collection[str]) -> bool:
+        for gone in [key for known, key in self._problems if known == kind and key not in stays]:
+            del self._problems[kind, gone]
+        changed = False
+        for key in [key for key in self.held(kind) if key not in stays]:
+            changed |= self._drop(kind, key)
         return changed
 
     def held(self, kind: str) -> Mapping[str, Any]:

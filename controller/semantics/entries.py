@@ -317,7 +317,7 @@ def entries(
             of all services may be in memory together.
     """
     slices = list(slices)
-    known = {backend.address: backend for entry in former for backend in entry.serving}
+    known = {backend.address: backend for entry in former for backend in entry.serving} if former else {}
     algorithm = _algorithm(service, settings)
     resets = settings.reset_gone_backends if service.reset_gone is None else service.reset_gone
     zone = node.zone if node else ""

@@ -107,28 +107,31 @@ class Builder:
     def _check(self, cluster: Cluster, names: Iterable[str]) -> None:
         """Look again at the health-check node ports of these services."""
         changed: dict[str, HealthCheck | None] = {}
+        services, checks = cluster.services, self._checks
         for name in names:
-            service = cluster.services.get(name)
-            check = service and health_check(service, cluster.slices_of(name), self._settings.node_name)
-            if check != self._checks.get(name):
-                changed[name] = check or None
+            service, check = services.get(name), None
+            if service is not None and service.health_check_node_port:
+                check = health_check(service, cluster.slices_of(name), self._settings.node_name)
+            if check != checks.get(name):
+                changed[name] = check
         if changed:
-            checks = {**self._checks, **changed}
-            self._checks = MappingProxyType({name: check for name, check in checks.items() if check is not None})
+            merged = {**checks, **changed}
+            self._checks = MappingProxyType({name: check for name, check in merged.items() if check is not None})
 
     def _note_external_ips(self, cluster: Cluster, names: Iterable[str]) -> None:
         changed: dict[str, ExternalIPs | None] = {}
+        services, known = cluster.services, self._external_ips
         for name in names:
-            service = cluster.services.get(name)
+            service = services.get(name)
             found = external_ips(service, self._settings) if service is not None and service.external_ips else None
-            if found != self._external_ips.get(name):
+            if found != known.get(name):
                 changed[name] = found
         if changed:
             noted = {**self._external_ips, **changed}
             self._external_ips = MappingProxyType({name: one for name, one in noted.items() if one is not None})
 
     def _entries(self, cluster: Cluster, name: str, network: NodeNetwork) -> Entries:
-        service = cluster.services.get(name) or cluster.moved.get(name)
+        service = cluster.served(name)
         if service is None:
             return ()
         found = entries(
@@ -179,12 +182,14 @@ class _Claims:
                 self.wanted.pop(name, None)
             elif after != before:  # equal ones stay the same objects
                 self.wanted[name] = after
-        for name, after in new.items():
-            self._claim(name, after, contested)
-        touched = set(new)
+        touched = {name for name, after in new.items() if not self._claim(name, after, contested)}
         for key in contested:
             touched |= self._resolve(key, cluster)
-        return {name: self._granted(name) for name in touched}
+        alone = {name: self.wanted.get(name, ()) for name in new if name not in touched}
+        if self.lost:
+            for name in alone:
+                self.lost.pop(name, None)
+        return alone | {name: self._granted(name) for name in touched}
 
     def _release(self, name: str, entries: Entries, contested: set[Key]) -> None:
         for key, _ in _keys(entries):
@@ -195,12 +200,19 @@ class _Claims:
             elif self._owner.get(key) == name:
                 del self._owner[key]
 
-    def _claim(self, name: str, entries: Entries, contested: set[Key]) -> None:
+    def _claim(self, name: str, entries: Entries, contested: set[Key]) -> bool:
+        """Whether the service is alone: nobody had any of these addresses and ports, and it names each once."""
+        owners, alone = self._owner, True
         for key, _ in _keys(entries):
-            owner = self._owner.setdefault(key, name)
+            owner = owners.get(key)
+            if owner is None:
+                owners[key] = name
+                continue
+            alone = False
             if owner != name or key in self._rivals:
                 self._rivals.setdefault(key, {owner}).add(name)
                 contested.add(key)
+        return alone
 
     def _resolve(self, key: Key, cluster: Cluster) -> set[str]:
         """Give a contested key to the strongest claimant; everybody whose entries may differ now."""
