@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
-from hybrid_proxy.dataplane.balancing import ALGORITHMS, KNOWN, Algorithm, Spread, find
+from hybrid_proxy.dataplane.balancing import KNOWN, Algorithm, Spread, find
 from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection, ejected
 from hybrid_proxy.dataplane.table import Backend, Entry, Kind, Masquerade, WhenEmpty
 
@@ -15,7 +15,11 @@ from hybrid_proxy.dataplane.table import Backend, Entry, Kind, Masquerade, WhenE
 BACKEND_SETS = 2
 FRONTEND_INTERNAL_SET, FRONTEND_EXTERNAL_SET, FRONTEND_ADDRESS = 1, 2, 4
 FRONTEND_MASQUERADE = {Masquerade.POD: 8, Masquerade.NODE: 16, Masquerade.EXTERNAL: 32}
-_MASQUERADE = tuple((int(whom), flag) for whom, flag in FRONTEND_MASQUERADE.items())  # IntFlag's own `&` takes 2 us
+# By the number of a `Masquerade`: IntFlag's own `&` takes 2 us.
+_MASQUERADE = tuple(
+    sum(flag for whom, flag in FRONTEND_MASQUERADE.items() if number & int(whom))
+    for number in range(Masquerade.ALWAYS + 1)
+)
 FRONTEND_SOURCE_RANGES, FRONTEND_NODE_PORTS = 64, 128
 SERVICE_DROP_SET = (1, 2)
 SERVICE_SPREAD = {Spread.RANDOM: 0, Spread.TUPLE: 16, Spread.CLIENT: 32, Spread.IN_TURN: 64, Spread.FEWEST: 128}
@@ -29,7 +33,6 @@ Key = tuple[int, str, int, int]  # family, address, port, protocol; an address e
 FrontendRow = tuple[Key, int, bool]  # its flags, and whether its address rejects all ports that have no frontend
 
 NO_EJECTIONS: Mapping[Socket, Ejection] = {}
-_ALGORITHMS = {name: find(name) for name in KNOWN}
 
 
 class Settings(msgspec.Struct, frozen=True, gc=False):
@@ -68,9 +71,7 @@ def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> 
     sets = entry.backend_sets
     if len(sets) > BACKEND_SETS:
         raise ValueError(f"{entry.name}: {len(sets)} distinct backend sets, there is room for two")
-    # Where this mode has no equivalent of the algorithm that is asked for, it takes the default.
-    algorithm = _ALGORITHMS.get(entry.algorithm) or ALGORITHMS["random"]
-    serving = BACKEND_SERVING | BACKEND_COUNTED if algorithm.spread is Spread.FEWEST else BACKEND_SERVING
+    algorithm, serving, service_flags = _BY_ALGORITHM.get(entry.algorithm) or _DEFAULT
     if not ejections and len(sets) == 1 and sets[0].backends is entry.serving:
         # Nearly all service ports: every backend is in the only set, and there is nothing to look up.
         flags = serving | BACKEND_SET[0]
@@ -78,7 +79,6 @@ def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> 
         member_flags = bytes([flags | BACKEND_LOCAL if backend.local else flags for backend in members])
     else:
         members, member_flags, members_of = _members(entry, ejections, serving)
-    service_flags = SERVICE_SPREAD[algorithm.spread]
     for backend_set, drop in zip(sets, SERVICE_DROP_SET, strict=False):
         if backend_set.when_empty is WhenEmpty.DROP:
             service_flags |= drop
@@ -116,19 +116,28 @@ def _all_of(count: int) -> tuple[Sequence[int], ...]:
     return (range(count),)
 
 
+def _flags_of(algorithm: Algorithm) -> tuple[Algorithm, int, int]:
+    """With an algorithm the flags of every backend and of the service."""
+    serving = BACKEND_SERVING | BACKEND_COUNTED if algorithm.spread is Spread.FEWEST else BACKEND_SERVING
+    return algorithm, serving, SERVICE_SPREAD[algorithm.spread]
+
+
+_BY_ALGORITHM = {name: _flags_of(known) for name in KNOWN if (known := find(name)) is not None}
+_DEFAULT = _BY_ALGORITHM["random"]  # where this mode has no equivalent of the algorithm that is asked for
+
+
 def _frontends(entry: Entry) -> tuple[FrontendRow, ...]:
+    family, protocol = entry.family, int(entry.protocol)
     closed = [frontend.address for frontend in entry.frontends if frontend.kind is Kind.CLUSTER_IP]
     rows = []
     for frontend in entry.frontends:
-        flags = FRONTEND_INTERNAL_SET if frontend.internal else 0
+        flags = _MASQUERADE[int(frontend.masquerade)]
+        if frontend.internal:
+            flags |= FRONTEND_INTERNAL_SET
         if frontend.external:
             flags |= FRONTEND_EXTERNAL_SET
         if frontend.source_ranges is not None:
             flags |= FRONTEND_SOURCE_RANGES
-        masqueraded = int(frontend.masquerade)
-        for clients, flag in _MASQUERADE:
-            if masqueraded & clients:
-                flags |= flag
-        address = ANY[entry.family] if frontend.address is None else frontend.address
-        rows.append(((entry.family, address, frontend.port, int(entry.protocol)), flags, frontend.address in closed))
+        address = ANY[family] if frontend.address is None else frontend.address
+        rows.append(((family, address, frontend.port, protocol), flags, frontend.address in closed))
     return tuple(rows)

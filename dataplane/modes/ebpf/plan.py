@@ -171,6 +171,8 @@ class Plan:
         Raises:
             ValueError: an entry cannot be lowered. Nothing was planned.
         """
+        if name not in self.installed and name not in self.unfit and len(entries) == 1:
+            return self._begin(batch, name, entries[0]), 0
         refused = self.unfit.get(name, ())
         known = {port.entry.key: port for port in self.installed.get(name, ())}
         wanted: dict[EntryKey, tuple[Entry, Rows | None]] = {}
@@ -205,6 +207,16 @@ class Plan:
             self.installed.pop(name, None)
         return changed, len(gone)
 
+    def _begin(self, batch: Batch, name: str, entry: Entry) -> int:
+        """`change` of a service of which there is nothing yet, and that has one port: nearly all at a start."""
+        key, rows = entry.key, self._lower(entry)
+        try:
+            self.installed[name] = (self._port(batch, key, entry, rows, None),)
+        except FullError as error:
+            self._refuse(name, key, error)
+            return 0
+        return 1
+
     def adjust(self, batch: Batch, ejections: Mapping[Subject, Ejection], parts: Mapping[EntryKey, Parts]) -> None:
         """Take these backends, and no others, out of the backend sets that can do without them.
 
@@ -226,6 +238,8 @@ class Plan:
                 self.ejections[key] = dict(known.ejections)
 
     def _lower(self, entry: Entry) -> Rows:
+        if not self.parts and not self.ejections:
+            return lower(entry)
         key = entry.key
         return lower(slowed(entry, self.parts.get(key, NO_PARTS)), self.ejections.get(key, NO_EJECTIONS))
 
@@ -262,17 +276,18 @@ class Plan:
         # A port that a former process installed keeps its numbers. All of its rows are written again.
         before = self.adopt(entry, rows) if old is None and self.adopt is not None else old
         former: dict[Socket, tuple[int, int]] = {}
+        kept: Sequence[tuple[int, int] | None] = (None,) * len(rows.members)
         if before is not None:
             pairs = zip(before.rows.members, before.ids, before.rows.flags, strict=True)
             former = {(backend.address, backend.port): (number, flags) for backend, number, flags in pairs}
-        kept = [former.pop((backend.address, backend.port), None) for backend in rows.members]
+            kept = [former.pop((backend.address, backend.port), None) for backend in rows.members]
         service = self.service_ids.take(1)[0] if before is None else before.service
         new: list[int] = []
         try:
             if None in kept:
                 new = self.backend_ids.take(kept.count(None))
             numbers = iter(new)
-            ids = array("I", [next(numbers) if row is None else row[0] for row in kept])
+            ids = array("I", [next(numbers) if row is None else row[0] for row in kept] if before is not None else new)
             rings, ranges = self._take_slots(key, rows, ids, before)
         except FullError:
             self.backend_ids.give(new)
@@ -322,16 +337,16 @@ class Plan:
 
     def _check_room(self, entry: Entry, rows: Rows, old: Installed | None) -> None:
         """Frontends and source ranges are added before former ones go: there must be room for both."""
-        settings, former = rows.settings, None if old is None else old.rows.settings
-        needs = []
+        settings, former, family = rows.settings, None if old is None else old.rows.settings, entry.family
         if former is None or settings.frontends != former.frontends:
             # Each frontend may need an entry for its address, too.
-            needs.append((f"frontends{entry.family}", self._frontend_count, 2 * len(settings.frontends)))
-        if former is None or settings.source_ranges != former.source_ranges:
-            needs.append((f"source_ranges{entry.family}", self._source_range_count, len(settings.source_ranges)))
-        for name, count, more in needs:
-            if more and count[entry.family] + more > self.sizes[name]:
-                raise FullError(name, self.sizes[name])
+            self._see_room(f"frontends{family}", self._frontend_count[family], 2 * len(settings.frontends))
+        if settings.source_ranges and (former is None or settings.source_ranges != former.source_ranges):
+            self._see_room(f"source_ranges{family}", self._source_range_count[family], len(settings.source_ranges))
+
+    def _see_room(self, name: str, count: int, more: int) -> None:
+        if more and count + more > self.sizes[name]:
+            raise FullError(name, self.sizes[name])
 
     def _take_slots(
         self, key: EntryKey, rows: Rows, ids: array[int], before: Installed | None
@@ -344,6 +359,8 @@ class Plan:
         Raises:
             FullError: not even that is left.
         """
+        if before is None and len(ids) == 1 and len(rows.sets) == 1 and len(rows.sets[0]) == 1:
+            return (ids,), (self.slots.take(1),)  # there is nothing to arrange
         algorithm = rows.settings.algorithm
         limit, wanted, plain = self.max_ring, 0, max(map(len, rows.sets), default=0)
         self.cut.pop(key, None)
@@ -430,7 +447,7 @@ class Plan:
     def _count_address(self, batch: Batch, key: Key, service: int, step: int) -> None:
         """Keep the address entry, by which unknown ports are rejected, as long as a port is served there."""
         family, address = key[:2]
-        before = self.addresses[family, address]
+        before = self.addresses.get((family, address), 0)
         self.addresses[family, address] = before + step
         if before == 0:
             self._frontend_count[family] += 1

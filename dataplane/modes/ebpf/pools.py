@@ -57,6 +57,11 @@ class IdPool:
         Raises:
             FullError: fewer are left.
         """
+        end = self._next + count
+        if end <= self.limit:
+            numbers = list(range(self._next, end))
+            self._next = end
+            return numbers
         if count > self.limit - self._next + len(self._free):
             raise FullError(self.name, self.limit)
         fresh = min(count, self.limit - self._next)
