@@ -255,14 +255,14 @@ class FlowKey(NamedTuple):
     dport: bytes
 
 
-def translated_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
-    """The translated flows of services, which are not over.
+def translated_keys(services: Mapping[Key, str | None], protocols: Iterable[int]) -> frozenset[FlowKey]:
+    """The translated flows of services by these protocols, which are not over.
 
     Args, raises: as `flows`.
     """
     return frozenset(
         _key(family, entry)
-        for protocol in sorted({protocol for _, _, protocol in services})
+        for protocol in protocols
         for family, entry, _ in translated_entries(services, protocol)
         if _state(entry) != "closed"
     )
@@ -287,8 +287,7 @@ def answer_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
     """
     return frozenset(
         FlowKey(family, entry.protocol, entry.answerer, entry.answerer_port, entry.peer, entry.peer_port)
-        for protocol in sorted({protocol for _, _, protocol in services})
-        for family, entry, _ in translated_entries(services, protocol, status=MASQUERADED)
+        for family, entry, _ in translated_entries(services, status=MASQUERADED)
         if (entry.peer, entry.peer_port) != (entry.source, entry.source_port) and _state(entry) != "closed"
     )
 
@@ -326,14 +325,15 @@ def translated_entries(
 
     `only` is the number of the protocol that is asked for, None: of all. `status`: see `dump`.
     """
-    protocols = {protocol for _, _, protocol in services if only in (None, protocol)}
-    ports = {port.to_bytes(2, "big") for _, port, protocol in services if protocol in protocols}
+    places: set[tuple[bytes, int]] | None = None
     for family in (4, 6):
         for entry in dump(family, only, status=status):
-            if entry.protocol not in protocols or entry.destination_port not in ports:
-                continue
             if entry.answerer == entry.destination and entry.answerer_port == entry.destination_port:
                 continue  # went where it was sent: no service translated it
+            if places is None:  # often nothing is translated, and services are many
+                places = {(port.to_bytes(2, "big"), protocol) for _, port, protocol in services}
+            if (entry.destination_port, entry.protocol) not in places:
+                continue
             known, name = _service_of(entry, family, services)
             if known:
                 yield family, entry, name

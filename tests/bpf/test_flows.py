@@ -359,7 +359,7 @@ def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
     bench.open_udp(net, net.vip, lasting=True)
     ours, theirs = (client_side(net, port) for port in (40000, 40001))
     known = {ours, theirs}
-    monkeypatch.setattr(module, "translated_keys", lambda _: frozenset(known))
+    monkeypatch.setattr(module, "translated_keys", lambda _, __: frozenset(known))
     monkeypatch.setattr(module, "half_open_keys", lambda _: frozenset())
     flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
     others = module.OthersFlows(flows, bench.inspect.program("leave"))
@@ -385,7 +385,7 @@ def test_a_port_that_conntrack_gave_away_for_a_backend_is_not_given_away_again(
             socket.inet_pton(kind, net.client), (40000).to_bytes(2, "big")]  # fmt: skip
     answers = frozenset({FlowKey(net.family, Protocol.TCP, *ends)})
     for name in ("translated_keys", "half_open_keys"):
-        monkeypatch.setattr(module, name, lambda _: frozenset())
+        monkeypatch.setattr(module, name, lambda *_: frozenset())
     monkeypatch.setattr(module, "answer_keys", lambda _: answers)
     flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
     others = module.OthersFlows(flows, bench.inspect.program("leave"))
@@ -405,7 +405,7 @@ def test_half_open_connections_of_others_do_not_fill_the_table(
     flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
     keys = [FlowKey(net.family, Protocol.TCP, number.to_bytes(4, "big") * (1 if net.family == 4 else 4), b"12",
                     *client_side(net, 1)[4:]) for number in range(flows[4].entries // 8 + 1)]  # fmt: skip
-    monkeypatch.setattr(module, "translated_keys", lambda _: frozenset())
+    monkeypatch.setattr(module, "translated_keys", lambda _, __: frozenset())
     others = module.OthersFlows(flows, bench.inspect.program("leave"))
     for count in (len(keys), len(keys) - 1):
         monkeypatch.setattr(module, "half_open_keys", lambda _, count=count: frozenset(keys[:count]))

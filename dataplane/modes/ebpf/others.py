@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
 from ipaddress import ip_address
 
 import numpy as np
@@ -32,6 +33,29 @@ ANSWERS_SECONDS = 60.0  # after which all connections are read again, to forget 
 def takes_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> bool:
     """Whether one of these services gets datagrams or associations at an address that had none."""
     return not frontends(new, DATAGRAMS, names).keys() <= frontends(old, DATAGRAMS, names).keys()
+
+
+class Lazily(Mapping[Key, None]):
+    """Frontends that are listed when somebody asks for one: often conntrack has nothing, and services are many."""
+
+    def __init__(self, make: Callable[[], Mapping[Key, None]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> Mapping[Key, None]:
+        return self._make()
+
+    def __getitem__(self, key: Key) -> None:
+        return self._made[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._made
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 class OthersFlows:
@@ -61,7 +85,7 @@ class OthersFlows:
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
         """
-        services = frontends(table)
+        services = Lazily(lambda: frontends(table))
         with self._lock:
             found = _datagram_flows(services, table)
             if connections or any(key.protocol == Protocol.TCP for key in self.known):
@@ -119,12 +143,11 @@ def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
     Raises:
         DataplaneError, OSError: conntrack cannot be read.
     """
-    return _datagram_flows(frontends(table), table)
+    return _datagram_flows(Lazily(lambda: frontends(table, DATAGRAMS)), table)
 
 
 def _datagram_flows(services: Mapping[Key, None], table: ServiceTable) -> frozenset[FlowKey]:
-    datagrams = {key: None for key in services if key[2] in DATAGRAMS}
-    return _with_unbound(translated_keys(datagrams), table.node.addresses)
+    return _with_unbound(translated_keys(services, DATAGRAMS), table.node.addresses)
 
 
 def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:
