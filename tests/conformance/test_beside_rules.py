@@ -212,6 +212,7 @@ table inet zones {
 }
 """
 REJECTED = frozenset({"EHOSTUNREACH", "EACCES"})  # of ICMP and ICMPv6: administratively prohibited
+IN_INPUT = "IPVS takes packets in INPUT, where these rules are"  # kube-proxy's, too
 OTHERS: Final = {
     "calico": Others("Calico's policies: marks, strict reverse paths, pods that take port 8080 alone", CALICO),
     "firewalld": Others(
@@ -223,6 +224,7 @@ OTHERS: Final = {
                 REJECTED,
                 "it forwards what conntrack has translated, and these come translated",
             ),
+            "ipvs": Failing((OUTSIDE, LOCAL), REJECTED, IN_INPUT),
             "userspace": Failing(
                 (POD, AWAY, LOCAL),
                 frozenset({"ECONNRESET"}),
@@ -237,7 +239,8 @@ OTHERS: Final = {
         instead={
             "userspace": Failing(
                 (POD, AWAY, OUTSIDE, LOCAL), frozenset({SILENT}), "the relay's ports are the node's own, and denied"
-            )
+            ),
+            "ipvs": Failing((POD, AWAY, OUTSIDE, LOCAL), frozenset({SILENT}), IN_INPUT),
         },
     ),
     "docker": Others("Docker: published ports, FORWARD policy drop; the plugin's own rules let pods through", DOCKER),
@@ -246,7 +249,8 @@ OTHERS: Final = {
         "fail2ban, asked by a client that it blocks",
         BANS,
         instead={
-            "userspace": Failing((OUTSIDE, LOCAL), frozenset({"refused"}), "the relay's ports are the node's own")
+            "userspace": Failing((OUTSIDE, LOCAL), frozenset({"refused"}), "the relay's ports are the node's own"),
+            "ipvs": Failing((OUTSIDE, LOCAL), frozenset({"refused"}), IN_INPUT),
         },
     ),
 }

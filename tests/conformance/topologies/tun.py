@@ -6,14 +6,17 @@ import fcntl
 import os
 import select
 import struct
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from hybrid_proxy.workshop.lab.network import Lab
 
 from . import Kind, nodes, routes, services
 
+TUN = "/dev/net/tun"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 
 
@@ -41,8 +44,10 @@ def _pumped(lab: Lab) -> Iterator[None]:
 
 
 def _open(lab: Lab, name: str) -> int:
+    if not Path(TUN).exists():
+        subprocess.run(["modprobe", "tun"], check=True)  # nobody has made its node ahead, as udev does
     with lab.inside(name):
-        end = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+        end = os.open(TUN, os.O_RDWR | os.O_CLOEXEC)
         fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", b"tun0", IFF_TUN | IFF_NO_PI))
     return end
 
