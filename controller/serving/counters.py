@@ -46,6 +46,10 @@ class TableTotals:
         old, self._table = self._table, table
         if table is old:
             return
+        if not old.services:
+            for entries in table.services.values():
+                self._count(entries, 1)
+            return
         names: Iterable[str] = table.changed
         if table.base != old.generation:
             names = {*old.services, *table.services}
