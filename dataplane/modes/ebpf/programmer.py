@@ -229,7 +229,7 @@ class Ebpf:
         self._unprogrammed: frozenset[str] = frozenset()
         self._failed: frozenset[str] = frozenset()  # services of a sync that could not be finished
         self._attached = False
-        self.programs: Programs | None = None  # loaded with the first table, which decides how large the maps must be
+        self.programs: Programs | None = None  # those in use; there are some from the first table on
         self.pods = attach.pods(self.folder, options)
         self.uplinks = attach.uplinks(self.folder, options)
         self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])

@@ -1,0 +1,72 @@
+"""Programs are loaded before it is known how large the cluster is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.maps import Larger
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
+from hybrid_proxy.dataplane.modes.ebpf.programs import Loader, Programs
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, ServiceTable
+from tests.modes.make import entry
+from tests.namespaces import new_lab
+from tests.tables import Front
+
+pytestmark = pytest.mark.root
+
+
+def table_of(services: int) -> ServiceTable:
+    backends = BackendSet((Backend("10.1.0.10", 8080), Backend("10.1.0.11", 8080)))
+    fronts = [Front(Kind.CLUSTER_IP, f"10.96.{n >> 8}.{n & 255}", 80, backends, backends) for n in range(services)]
+    return ServiceTable({f"ns/s{n}": (entry(front, name=f"ns/s{n}:p"),) for n, front in enumerate(fronts)})
+
+
+@contextmanager
+def opened(*, all_or_nothing: bool = False) -> Iterator[Ebpf]:
+    with new_lab("a", 1) as lab, lab.inside("node"):
+        options = Options(cgroup=str(lab.cgroup), all_or_nothing=all_or_nothing)
+        programmer = Ebpf(options, lambda: None)
+        try:
+            yield programmer
+        finally:
+            programmer.close()
+            clean(options)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Larger | None]:
+    """The loads that began, each with the maps that were larger."""
+    begun: list[Larger | None] = []
+    load = Loader.generation
+
+    def noted(self: Loader, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
+        begun.append(larger)
+        return load(self, larger, xdp=xdp)
+
+    monkeypatch.setattr(Loader, "generation", noted)
+    return begun
+
+
+@pytest.mark.parametrize(("services", "times"), [(3, 1), (2000, 2)])
+def test_what_was_loaded_ahead_is_used_where_its_maps_are_large_enough(
+    loads: list[Larger | None], services: int, times: int
+) -> None:
+    table = table_of(services)
+    with opened() as programmer:
+        assert programmer.resizer.growing
+        programmer.prewarm(services, services * 2)
+        result = programmer.sync(table)
+        assert (result.changed, len(loads)) == (services, times)
+        assert programmer.maps.maps["services"].entries > services
+        assert programmer.resizer.growths == 0
+
+
+def test_nothing_is_loaded_ahead_where_another_mode_serves(loads: list[Larger | None]) -> None:
+    with opened(all_or_nothing=True) as programmer:
+        assert not programmer.resizer.growing
+        programmer.sync(table_of(3))
+        assert len(loads) == 1
