@@ -105,6 +105,14 @@ struct found {
 	enum flow_table table;
 };
 
+/* The flow of a key in one table, NULL where it has none. */
+INLINE struct flow *flow_in(const struct tuple *t, const enum flow_table table, const bool v6)
+{
+	struct flow *f = flow_lookup(t, table, v6);
+
+	return f && READ_ONCE(f->tag) == flow_tag(t, v6) ? f : NULL;
+}
+
 /* May there be flows of this protocol in `half_open`? Of TCP only after a flood. */
 INLINE bool may_be_half_open(__u8 protocol)
 {

@@ -33,7 +33,7 @@ INLINE int establish(struct __sk_buff *skb, struct scratch *space, __u32 table, 
 {
 	const struct tuple *key = &space->packet.tuple;
 	struct tuple *pair = &space->reply;
-	struct flow *f = flow_lookup(key, table, v6), *other;
+	struct flow *f = flow_in(key, table, v6), *other;
 
 	if (!f)
 		return 0;
@@ -73,7 +73,7 @@ INLINE void note_connect_time(const struct flow *f)
 INLINE int note_refusal(struct __sk_buff *skb, struct scratch *space, __u32 table, const bool v6)
 {
 	const struct packet *p = &space->packet;
-	struct flow *reply = flow_lookup(&p->tuple, table, v6);
+	struct flow *reply = flow_in(&p->tuple, table, v6);
 	bool refused;
 
 	if (!reply)
@@ -96,6 +96,10 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 
 	if (p->tuple.protocol != IPPROTO_TCP && is_assured(reply)) {
 		CALL(establish, skb, found->table);
+		return false;
+	}
+	if (p->tuple.protocol != IPPROTO_TCP && !is_at_end(p, reply)) {
+		note_packet(p, reply, found->table, v6);
 		return false;
 	}
 	if (!(p->tcp_flags & TCP_SYN))

@@ -129,14 +129,16 @@ INLINE void confirm_route(struct __sk_buff *skb, struct scratch *space, struct f
 
 #define TABLE_SHIFT 8 /* beside the hook: the flow's table */
 
-/* The same for a packet that comes in elsewhere than those before it, or is the first one. */
+/* Is it the sender of the flow's packets whose packet comes in elsewhere than those before it, or is the first one?
+ * Then the flow lives here from now on, if the packet proves it.
+ */
 INLINE int admit_elsewhere(struct __sk_buff *skb, struct scratch *space, __u32 detail, const bool v6)
 {
 	const enum hook hook = detail & ((1 << TABLE_SHIFT) - 1);
 	const struct packet *p = &space->packet;
 	struct found found = {.table = detail >> TABLE_SHIFT};
 
-	found.entry = flow_lookup(&p->tuple, found.table, v6);
+	found.entry = flow_in(&p->tuple, found.table, v6);
 	if (!found.entry)
 		return true; /* it is gone meanwhile: `take_flow` notices */
 	if (!comes_from_origin(skb, space, &p->tuple, found.entry, hook, v6))
