@@ -105,6 +105,7 @@ from hybrid_proxy.dataplane.stale import gone_endpoints
 from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 from hybrid_proxy.dataplane.timings import START
 
+SPARE_PROCESSORS = 4  # from so many on, loading programs in vain slows nothing down
 OTHERS_LOOKS = 2  # after the first table: what others began while our programs were attached
 SHOWN = 5  # things that others changed, in one line of the log
 
@@ -258,8 +259,8 @@ class Ebpf:
         self.maps.view("node")["trace"] = 0
         self.events = Reader(self.maps.maps["events"])
         self.events.start()
-        if not options.all_or_nothing:
-            self.resizer.begin({})  # most clusters fit these maps: load meanwhile, while objects are listed
+        if not options.all_or_nothing and (self.adopted or len(os.sched_getaffinity(0)) >= SPARE_PROCESSORS):
+            self.resizer.begin({})  # load while objects are listed: most clusters fit these maps
 
     def _new_store(self, *, adopt: bool) -> Store:
         return Store(self.maps, self.hz, adopt=adopt, max_ring=self.options.max_ring, max_slots=self.options.max_slots)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import programmer as module
 from hybrid_proxy.dataplane.modes.ebpf.maps import Larger
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.modes.ebpf.programs import Loader, Programs
@@ -26,14 +27,23 @@ def table_of(services: int) -> ServiceTable:
 
 
 @contextmanager
-def opened(*, all_or_nothing: bool = False) -> Iterator[Ebpf]:
+def opened(*, all_or_nothing: bool = False) -> Iterator[Callable[[], Ebpf]]:
+    """Opens the mode, and once more with what the one before has left."""
     with new_lab("a", 1) as lab, lab.inside("node"):
         options = Options(cgroup=str(lab.cgroup), all_or_nothing=all_or_nothing)
-        programmer = Ebpf(options, lambda: None)
+        made: list[Ebpf] = []
+
+        def open_() -> Ebpf:
+            while made:
+                made.pop().close()
+            made.append(Ebpf(options, lambda: None))
+            return made[-1]
+
         try:
-            yield programmer
+            yield open_
         finally:
-            programmer.close()
+            while made:
+                made.pop().close()
             clean(options)
 
 
@@ -53,10 +63,12 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Larger | None]:
 
 @pytest.mark.parametrize(("services", "times"), [(3, 1), (2000, 2)])
 def test_what_was_loaded_ahead_is_used_where_its_maps_are_large_enough(
-    loads: list[Larger | None], services: int, times: int
+    loads: list[Larger | None], services: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "SPARE_PROCESSORS", 1)
     table = table_of(services)
-    with opened() as programmer:
+    with opened() as open_:
+        programmer = open_()
         assert programmer.resizer.growing
         programmer.prewarm(services, services * 2)
         result = programmer.sync(table)
@@ -65,8 +77,27 @@ def test_what_was_loaded_ahead_is_used_where_its_maps_are_large_enough(
         assert programmer.resizer.growths == 0
 
 
-def test_nothing_is_loaded_ahead_where_another_mode_serves(loads: list[Larger | None]) -> None:
-    with opened(all_or_nothing=True) as programmer:
+def test_with_few_processors_only_what_serves_already_is_loaded_ahead(
+    loads: list[Larger | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the listing would take longer, and of a large cluster nothing could be used."""
+    monkeypatch.setattr(module, "SPARE_PROCESSORS", 1 << 20)
+    with opened() as open_:
+        programmer = open_()
+        assert not programmer.resizer.growing
+        programmer.sync(table_of(3))
+        programmer = open_()
+        assert programmer.resizer.growing
+        programmer.sync(table_of(3))
+    assert len(loads) == 2
+
+
+def test_nothing_is_loaded_ahead_where_another_mode_serves(
+    loads: list[Larger | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SPARE_PROCESSORS", 1)
+    with opened(all_or_nothing=True) as open_:
+        programmer = open_()
         assert not programmer.resizer.growing
         programmer.sync(table_of(3))
         assert len(loads) == 1
