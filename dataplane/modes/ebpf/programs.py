@@ -25,7 +25,7 @@ from hybrid_proxy.dataplane.timings import START
 
 log = logging.getLogger(__name__)
 
-NICE = 10  # a tenth of a busy processor's time is left
+NICE = 5  # a quarter of a busy processor's time is left: an agent that serves waits for it
 SO_COOKIE = 57  # asm-generic/socket.h
 UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
 DATAPATHS = ("datapath4", "datapath6")  # in upper case, enum datapath of bpf/abi.h
