@@ -147,7 +147,8 @@ def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
 
 
 def _datagram_flows(services: Mapping[Key, None], table: ServiceTable) -> frozenset[FlowKey]:
-    return _with_unbound(translated_keys(services, DATAGRAMS), table.node.addresses)
+    protocols = {entry.protocol for entry in table.entries()}.intersection(DATAGRAMS)  # to dump no others
+    return _with_unbound(translated_keys(services, sorted(protocols)), table.node.addresses)
 
 
 def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:
