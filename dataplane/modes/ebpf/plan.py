@@ -287,7 +287,7 @@ class Plan:
             if None in kept:
                 new = self.backend_ids.take(kept.count(None))
             numbers = iter(new)
-            ids = array("I", [next(numbers) if row is None else row[0] for row in kept] if before is not None else new)
+            ids = array("I", new if before is None else [next(numbers) if row is None else row[0] for row in kept])
             rings, ranges = self._take_slots(key, rows, ids, before)
         except FullError:
             self.backend_ids.give(new)
@@ -359,11 +359,11 @@ class Plan:
         Raises:
             FullError: not even that is left.
         """
+        self.cut.pop(key, None)
         if before is None and len(ids) == 1 and len(rows.sets) == 1 and len(rows.sets[0]) == 1:
             return (ids,), (self.slots.take(1),)  # there is nothing to arrange
         algorithm = rows.settings.algorithm
         limit, wanted, plain = self.max_ring, 0, max(map(len, rows.sets), default=0)
-        self.cut.pop(key, None)
         while True:
             rings = []
             for members in rows.sets:

@@ -57,14 +57,9 @@ class IdPool:
         Raises:
             FullError: fewer are left.
         """
-        end = self._next + count
-        if end <= self.limit:
-            numbers = list(range(self._next, end))
-            self._next = end
-            return numbers
-        if count > self.limit - self._next + len(self._free):
-            raise FullError(self.name, self.limit)
         fresh = min(count, self.limit - self._next)
+        if count - fresh > len(self._free):
+            raise FullError(self.name, self.limit)
         numbers = list(range(self._next, self._next + fresh))
         self._next += fresh
         while len(numbers) < count:

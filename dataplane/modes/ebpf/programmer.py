@@ -354,20 +354,17 @@ class Ebpf:
     def prewarm(self, ports: int, endpoints: int) -> None:
         with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and reports the error
             if self.programs is None:
-                self._begin(sizes.foreseen(ports, endpoints))
-
-    def _begin(self, need: sizes.Sizes) -> None:
-        """Maps for what is foreseen, and the loading of programs, unless that is under way."""
-        if self.resizer.growing and not self.resizer.holds(need):
-            self.resizer.give_up()
-        if not self.resizer.growing:
-            self.resizer.begin(need)
+                need = sizes.foreseen(ports, endpoints)
+                if self.resizer.growing and not self.resizer.holds(need):
+                    self.resizer.give_up()
+                if not self.resizer.growing:
+                    self.resizer.begin(need)
 
     def sync(self, table: ServiceTable) -> SyncResult:
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
             if self.programs is None and not self.resizer.growing:
-                self._begin(sizes.needs(table.entries()))
+                self.resizer.begin(sizes.needs(table.entries()))
             come = self.options.shares_node and takes_datagrams(self.table, table, names)
             if not self._attached and not self.adopted:
                 self._begin_with_room_for_others(table)
