@@ -133,7 +133,7 @@ class Ladder:
             self.agent.terminate()
         self.now = version
         known = len(self.agent.log.read_text()) if self.agent.log.exists() else 0
-        self.agent.start(60)
+        self.agent.start()
         return self.agent.log.read_text()[known:]
 
     def dies(self, version: str, at: str) -> None:
@@ -157,7 +157,7 @@ class Ladder:
 def ladder(trees: Mapping[str, Path]) -> Iterator[Ladder]:
     with routed_lab(4, 1) as lab:
         made = Ladder(bench_of(lab, "ebpf"), trees)
-        made.agent.start(60)
+        made.agent.start()
         try:
             yield made
         except BaseException:
@@ -275,7 +275,7 @@ def test_no_client_notices_up_and_down_the_ladder(ladder: Ladder) -> None:
     carried = ladder.state()
     ladder.agent.terminate()
     assert ladder.agent.cleanup().returncode == 0
-    ladder.agent.start(60)
+    ladder.agent.start()
     fresh = ladder.state()
     assert carried["rows"] == fresh["rows"]
     assert carried["links"] == fresh["links"]

@@ -95,7 +95,7 @@ def there_and_back(node: Node) -> None:
             opened = flows(node, stack)
             with meanwhile(flow.go_on for flow in opened):
                 wait_for_answers(opened)
-                bench.agent.start(60)
+                bench.agent.start()
                 wait_for_answers(opened)
                 refused = bench.lab.run("node", takeover(node))
                 assert refused.returncode == 1
@@ -169,7 +169,7 @@ def test_what_is_open_is_moved_and_then_the_rules_go_at_once(node: Node) -> None
         opened = flows(node, stack)
         with meanwhile(flow.go_on for flow in opened):
             wait_for_answers(opened)
-            bench.agent.start(60)
+            bench.agent.start()
             wait_for_answers(opened)
             node.kube_proxy.stop()
             done = bench.lab.run("node", takeover(node, "--now"))
@@ -194,7 +194,7 @@ def test_what_cannot_be_moved_is_counted_and_nothing_changes(node: Node) -> None
         with meanwhile(flow.go_on for flow in opened):
             wait_for_answers(opened)
             node.tcp.write(bench.lab[OURS])
-            bench.agent.start(60)
+            bench.agent.start()
             node.kube_proxy.stop()
             refused = bench.lab.run("node", takeover(node, "--now"))
             assert refused.returncode == 1
@@ -220,7 +220,7 @@ def test_flows_of_a_mode_of_ours_that_drains_need_nothing_of_kube_proxys(node: N
         opened = flows(node, stack)
         with meanwhile(flow.go_on for flow in opened):
             wait_for_answers(opened)
-            bench.agent.start(60)
+            bench.agent.start()
             ours = flows(node, stack)
             with meanwhile(flow.go_on for flow in ours):
                 wait_for_answers(ours)

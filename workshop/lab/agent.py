@@ -93,7 +93,7 @@ class Agent:
         if done.returncode:
             raise LabError(f"the agent's configuration was not written: {done.stderr.strip()}")
 
-    def start(self, timeout: float = 20.0) -> None:
+    def start(self, timeout: float = 60.0) -> None:
         """Start it and wait until everything in the folder is programmed.
 
         Raises:
