@@ -94,12 +94,11 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 {
 	struct flow *reply = found->entry, *forward;
 
-	if (p->tuple.protocol != IPPROTO_TCP && is_assured(reply)) {
-		CALL(establish, skb, found->table);
-		return false;
-	}
-	if (p->tuple.protocol != IPPROTO_TCP && !is_at_end(p, reply)) {
-		note_packet(p, reply, found->table, v6);
+	if (p->tuple.protocol != IPPROTO_TCP) {
+		if (is_assured(reply))
+			CALL(establish, skb, found->table);
+		else
+			note_packet(p, reply, found->table, v6);
 		return false;
 	}
 	if (!(p->tcp_flags & TCP_SYN))
