@@ -119,5 +119,8 @@ def repairs(bench: Bench, more_than: int) -> int:
 
 
 def a_second() -> float:
-    """Connections that begin while a machine with nothing else to do would have repaired: it shares its processors."""
-    return RATE * PATIENCE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """Connections that begin while a machine with nothing else to do would have repaired: it shares its processors.
+
+    On a busy one the agent has its turn after others, and its load is the mean of a minute that may have begun quietly.
+    """
+    return RATE * PATIENCE * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1) - 1)

@@ -128,7 +128,9 @@ def test_a_silent_backend_costs_a_second_and_is_then_passed_by(bench: Bench) -> 
         assert stream.ask().pod == "pod2", "an established connection is not touched"
     for family in (V4, V6):
         bench.settle(web, {"pod2", "pod3", "pod4"}, family, timeout=RECOVERY)
-    assert set(states(bench, web).values()) == {"serving"}
+    eventually(
+        lambda: set(states(bench, web).values()) == {"serving"}, RECOVERY, lambda: f"in the end: {states(bench, web)}"
+    )
 
 
 @pytest.mark.core
