@@ -38,7 +38,7 @@ from hybrid_proxy.controller.agent.modes import (
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import Config
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.mode import Drains, PacketEvents, Programmer
+from hybrid_proxy.dataplane.mode import Drains, PacketEvents, Prewarmed, Programmer
 from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 ANSWERS_SECONDS: Final = 1.0  # in which answers to the last datagrams come back the way that they went
@@ -130,6 +130,14 @@ class ActiveMode:
         )  # fmt: skip
         self._open_mode.callback(self.programmer.close)
         self._opened(self.choice)
+
+    def serving_before(self, ports: int, endpoints: int) -> Programmer | None:
+        """The mode that serves while the open one gets ready for a first table of that size; None: it is ready."""
+        before = self.draining.serving
+        if before is None or not isinstance(self.programmer, Prewarmed):
+            return None
+        self.programmer.prewarm(ports, endpoints)
+        return None if self.programmer.warm else before
 
     @property
     def reporter(self) -> PacketEvents | None:

@@ -62,7 +62,7 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
-from hybrid_proxy.dataplane.mode import SyncResult
+from hybrid_proxy.dataplane.mode import Programmer, SyncResult
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
 from hybrid_proxy.dataplane.reports import start_lines
 from hybrid_proxy.dataplane.timings import START
@@ -346,6 +346,8 @@ class Agent:
                 if code is not None:
                     return code
             self.health.turned(time.monotonic())
+            if self.syncer.state is State.WAITING and self._serving_before() is None:
+                self.syncer.mode_ready()
             if time.monotonic() >= self.syncer.due:
                 self._sync()
             if self.maintenance.run(enabled=self.syncer.ready_seconds is not None):
@@ -382,7 +384,14 @@ class Agent:
                 return 1
         return None
 
+    def _serving_before(self) -> Programmer | None:
+        return self.mode.serving_before(*self.syncer.cluster.extent)
+
     def _sync(self) -> None:
+        if (before := self._serving_before()) is not None:
+            self.syncer.sync_before(before)
+            self._follow_table()
+            return
         at_start, first = self.syncer.ready_seconds is None, self.mode.phase is not Phase.SERVING
         if at_start:
             self._busy_with = f"mode {self.mode.choice.effective} programs its first table"
@@ -396,12 +405,15 @@ class Agent:
             self._busy_with = ""
         if result is None:
             return
-        self.http.follow(self.syncer.builder.health_checks, self.syncer.builder.health_addresses)
+        self._follow_table()
         self.mode.programmed()
         if first:
             self._first_sync_done(at_start=at_start)
         self._report_unprogrammed(result)
         self._report_external_ips()
+
+    def _follow_table(self) -> None:
+        self.http.follow(self.syncer.builder.health_checks, self.syncer.builder.health_addresses)
 
     def _first_sync_done(self, *, at_start: bool) -> None:
         """The mode has programmed its first table, and serves."""
