@@ -20,8 +20,8 @@ FOLDER: Final = Path("/run/netns")
 # How many times as long everything takes: more than 1 where the processor is emulated.
 PATIENCE: Final = float(os.environ.get("HYBRID_PROXY_PATIENCE", "1"))
 # How many times as long as usual a deadline is. Nobody waits for a deadline that is met, and other processes may take
-# the processors for seconds: so it is much longer than an idle machine needs.
-DEADLINES: Final = max(PATIENCE, 6.0)
+# the processors for seconds: so it is much longer than an idle machine needs, and more so where these are emulated.
+DEADLINES: Final = 6.0 * max(1.0, PATIENCE / 2)
 
 # The process joins its cgroup before the namespace: the cgroup folder is found in the first mounts.
 _JOIN: Final = 'echo $$ > "$1/cgroup.procs" && shift && net="$1" && shift && exec nsenter --net="$net" -- "$@"'
