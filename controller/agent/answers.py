@@ -32,7 +32,6 @@ from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.handover import TranslatesByMaps, from_conntrack
 from hybrid_proxy.dataplane.mode import PacketEvents, belongs
 from hybrid_proxy.dataplane.netfilter import translated_flows
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
@@ -166,6 +165,8 @@ class Answers:
         return self._lacks[1]
 
     def _take_flows(self, max_lost: int) -> p.HandOverAnswer:
+        from hybrid_proxy.dataplane.handover import TranslatesByMaps, from_conntrack
+
         programmer, table = self.mode.programmer, self.syncer.builder.table
         if not isinstance(programmer, TranslatesByMaps):
             raise ControllerError(f"mode {self.mode.choice.effective} takes no flows: mode ebpf does")

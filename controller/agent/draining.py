@@ -16,7 +16,6 @@ from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.protocol import DrainingMode, described
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.flows import HandOver
-from hybrid_proxy.dataplane.handover import hand_over
 from hybrid_proxy.dataplane.mode import Drains, Programmer
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
@@ -138,6 +137,8 @@ class Draining:
             ControllerError: the mode may still take new flows, or some could not be moved after all and stay with it.
             DataplaneError, OSError: what has not been moved goes on draining.
         """
+        from hybrid_proxy.dataplane.handover import hand_over
+
         with self._lock:
             left = self._left.get(name)
             if left is None or left.over:

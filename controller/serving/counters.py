@@ -6,11 +6,10 @@ may be a moment apart. The caller passes the time: durations in seconds, moments
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
-
-from prometheus_client import Histogram
 
 from hybrid_proxy.controller.kubernetes.model import (
     EndpointSlice,
@@ -31,6 +30,28 @@ NETWORK_BUCKETS: Final = (
     0.0, 0.25, 0.5, *map(float, range(1, 60)), *map(float, range(60, 120, 5)), *map(float, range(120, 301, 30)),
 )  # fmt: skip
 TRIGGERS: Final = 10_000  # changes of endpoints that wait for one sync; of more than that the first count
+
+
+class Durations:
+    """How often durations fell into each of some ranges, for each of some address families or for all as one.
+
+    Args:
+        name: of the metric that it becomes.
+        text: what is measured.
+        bounds: the longest of each range, in seconds, ascending; one range more has what is longer.
+        families: 4, 6 or both; without them all is one.
+    """
+
+    __slots__ = ("bounds", "counts", "name", "sums", "text")
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], families: Sequence[int] = ()) -> None:
+        self.name, self.text, self.bounds = name, text, bounds
+        self.counts = {family: [0] * (len(bounds) + 1) for family in families or (0,)}
+        self.sums = dict.fromkeys(self.counts, 0.0)
+
+    def observe(self, seconds: float, family: int = 0) -> None:
+        self.counts[family][bisect_left(self.bounds, seconds)] += 1
+        self.sums[family] += seconds
 
 
 class TableTotals:
@@ -80,16 +101,16 @@ class Counters:
 
     def __init__(self, started: float = 0.0, families: Sequence[int] = (4, 6)) -> None:
         self.totals = TableTotals()
-        self.sync = _histogram("hybrid_proxy_sync_duration_seconds", "Time to program one table", QUICK_BUCKETS)
-        self.change = _histogram(
+        self.sync = Durations("hybrid_proxy_sync_duration_seconds", "Time to program one table", QUICK_BUCKETS)
+        self.change = Durations(
             "hybrid_proxy_change_latency_seconds", "From an event's arrival to its effect in the kernel", QUICK_BUCKETS
         )
         # One sync programs both families, so both have the same observations.
-        self._sync_of_family = _histogram(
+        self._sync_of_family = Durations(
             "kubeproxy_sync_proxy_rules_duration_seconds", "Time to program one table; it has both families",
             SYNC_BUCKETS, families,
         )  # fmt: skip
-        self._programming = _histogram(
+        self._programming = Durations(
             "kubeproxy_network_programming_duration_seconds",
             "From a change of pods or Services, as its EndpointSlice reports it, to its effect here",
             NETWORK_BUCKETS, families,
@@ -103,7 +124,7 @@ class Counters:
         self._triggers: list[tuple[int, float]] = []
 
     @property
-    def histograms(self) -> tuple[Histogram, ...]:
+    def durations(self) -> tuple[Durations, ...]:
         return self.sync, self.change, self._sync_of_family, self._programming
 
     def record_event(
@@ -135,23 +156,15 @@ class Counters:
         self.totals.update(table)
         self.sync.observe(seconds)
         for family in self._families:
-            self._sync_of_family.labels(FAMILIES[family]).observe(seconds)
+            self._sync_of_family.observe(seconds, family)
         for latency in latencies:
             self.change.observe(latency)
         for family, trigger in self._triggers:
             # Clocks of two machines: a sum that falls would be taken for a restart.
-            self._programming.labels(FAMILIES[family]).observe(max(0.0, wall - trigger))
+            self._programming.observe(max(0.0, wall - trigger), family)
         self._triggers.clear()
         self.services_waiting = self.endpoints_waiting = 0
         self.last_synced = wall
-
-
-def _histogram(name: str, text: str, buckets: Sequence[float], families: Sequence[int] = ()) -> Histogram:
-    """In no registry; with a label `ip_family` and a series for each family if there are `families`."""
-    made = Histogram(name, text, ["ip_family"] if families else (), registry=None, buckets=buckets)
-    for family in families:
-        made.labels(FAMILIES[family])
-    return made
 
 
 _KINDS: Final[Mapping[type, str]] = {Service: "Service", EndpointSlice: "EndpointSlice"}

@@ -16,6 +16,7 @@ from hybrid_proxy.controller.kubernetes.model import (
     Upserted,
 )
 from hybrid_proxy.controller.serving.counters import NETWORK_BUCKETS, SYNC_BUCKETS, TRIGGERS, Counters, TableTotals
+from hybrid_proxy.controller.serving.metrics import histogram
 from hybrid_proxy.dataplane.table import (
     EMPTY,
     Backend,
@@ -68,7 +69,7 @@ PROGRAMMING = "kubeproxy_network_programming_duration_seconds"
 
 def samples(counters: Counters, name: str) -> dict[str, float]:
     """The samples of this name by address family."""
-    found = [sample for histogram in counters.histograms for family in histogram.collect() for sample in family.samples]
+    found = [sample for durations in counters.durations for sample in histogram(durations).samples]
     return {sample.labels.get("ip_family", ""): sample.value for sample in found if sample.name == name}
 
 
