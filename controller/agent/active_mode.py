@@ -131,12 +131,20 @@ class ActiveMode:
         self._open_mode.callback(self.programmer.close)
         self._opened(self.choice)
 
-    def serving_before(self, ports: int, endpoints: int) -> Programmer | None:
-        """The mode that serves while the open one gets ready for a first table of that size; None: it is ready."""
+    @property
+    def warm(self) -> bool:
+        """Whether the first table of the open mode need not wait."""
+        return not isinstance(self.programmer, Prewarmed) or self.programmer.warm
+
+    def serving_before(self, extent: Callable[[], tuple[int, int]]) -> Programmer | None:
+        """The mode that serves while the open one gets ready for its first table; None: that one is.
+
+        `extent` counts the service ports and endpoints of that table; it looks at each object, so it is seldom asked.
+        """
         before = self.draining.serving
         if before is None or not isinstance(self.programmer, Prewarmed):
             return None
-        self.programmer.prewarm(ports, endpoints)
+        self.programmer.prewarm(*extent())
         return None if self.programmer.warm else before
 
     @property

@@ -111,10 +111,7 @@ class Draining:
         """What an open mode needs once a second. A failure is logged and tried again."""
         for name, left in self._left.items():
             try:
-                if left.since is None:
-                    left.programmer.maintain()
-                    continue
-                if left.table is not table or not left.drains:
+                if left.since is not None and (left.table is not table or not left.drains):
                     self._drain(name, left, table)
                 left.programmer.maintain()
                 left.counters = left.programmer.counters()

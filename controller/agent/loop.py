@@ -62,7 +62,7 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
-from hybrid_proxy.dataplane.mode import Programmer, SyncResult
+from hybrid_proxy.dataplane.mode import SyncResult
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
 from hybrid_proxy.dataplane.reports import start_lines
 from hybrid_proxy.dataplane.timings import START
@@ -346,7 +346,7 @@ class Agent:
                 if code is not None:
                     return code
             self.health.turned(time.monotonic())
-            if self.syncer.state is State.WAITING and self._serving_before() is None:
+            if self.syncer.state is State.WAITING and self.mode.warm:
                 self.syncer.mode_ready()
             if time.monotonic() >= self.syncer.due:
                 self._sync()
@@ -384,11 +384,8 @@ class Agent:
                 return 1
         return None
 
-    def _serving_before(self) -> Programmer | None:
-        return self.mode.serving_before(*self.syncer.cluster.extent)
-
     def _sync(self) -> None:
-        if (before := self._serving_before()) is not None:
+        if (before := self.mode.serving_before(lambda: self.syncer.cluster.extent)) is not None:
             self.syncer.sync_before(before)
             self._follow_table()
             return
