@@ -290,10 +290,6 @@ class Prewarmed(Protocol):
     def prewarm(self, ports: int, endpoints: int) -> None:
         """The first table will have about so many service ports, with so many endpoints together."""
 
-    @property
-    def warm(self) -> bool:
-        """Whether the first `sync` need not wait any more. Maintenance is requested when that changes."""
-
 
 class View(Protocol):
     """What a mode has programmed in this network namespace, read from the kernel, whether an agent runs or not."""

@@ -38,7 +38,7 @@ from hybrid_proxy.controller.agent.modes import (
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import Config
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.mode import Drains, PacketEvents, Prewarmed, Programmer
+from hybrid_proxy.dataplane.mode import Drains, PacketEvents, Programmer
 from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 ANSWERS_SECONDS: Final = 1.0  # in which answers to the last datagrams come back the way that they went
@@ -130,22 +130,6 @@ class ActiveMode:
         )  # fmt: skip
         self._open_mode.callback(self.programmer.close)
         self._opened(self.choice)
-
-    @property
-    def warm(self) -> bool:
-        """Whether the first table of the open mode need not wait."""
-        return not isinstance(self.programmer, Prewarmed) or self.programmer.warm
-
-    def serving_before(self, extent: Callable[[], tuple[int, int]]) -> Programmer | None:
-        """The mode that serves while the open one gets ready for its first table; None: that one is.
-
-        `extent` counts the service ports and endpoints of that table; it looks at each object, so it is seldom asked.
-        """
-        before = self.draining.serving
-        if before is None or not isinstance(self.programmer, Prewarmed):
-            return None
-        self.programmer.prewarm(*extent())
-        return None if self.programmer.warm else before
 
     @property
     def reporter(self) -> PacketEvents | None:

@@ -23,7 +23,7 @@ from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.agent.notebook import Notebook
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
 from hybrid_proxy.controller.agent.process import resident_bytes
-from hybrid_proxy.controller.agent.syncer import State, Syncer
+from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.kubernetes import Source
 from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of
@@ -200,7 +200,7 @@ class Answers:
             mode=self.mode.choice,
             draining=self.mode.draining.rows(),
             leaving=self.health.leaving,
-            synced=syncer.state is State.SYNCED and not drift,
+            synced=syncer.ready_seconds is not None and not syncer.waits and not drift,
             starting=self._starting(),
             drift=list(drift),
             generation=builder.table.generation,

@@ -70,11 +70,6 @@ class Draining:
         return frozenset(self._left)
 
     @property
-    def serving(self) -> Programmer | None:
-        """The one that takes new flows still, because the next mode does not serve yet; None: that does."""
-        return next((left.programmer for left in self._left.values() if left.since is None), None)
-
-    @property
     def programmers(self) -> list[Programmer]:
         """Theirs."""
         return [left.programmer for left in self._left.values()]
@@ -110,13 +105,15 @@ class Draining:
     def maintain(self, table: ServiceTable) -> None:
         """What an open mode needs once a second. A failure is logged and tried again."""
         for name, left in self._left.items():
+            if left.since is None:
+                continue
             try:
-                if left.since is not None and (left.table is not table or not left.drains):
+                if left.table is not table or not left.drains:
                     self._drain(name, left, table)
                 left.programmer.maintain()
                 left.counters = left.programmer.counters()
             except (DataplaneError, OSError) as error:
-                log.warning("maintenance of mode %s, which was left, failed: %s", name, error)
+                log.warning("maintenance of mode %s, which drains, failed: %s", name, error)
 
     def hand_over(self, name: str, serving: Programmer, table: ServiceTable, max_lost: int) -> HandOver:
         """Move the flows of a mode that drains to the one that serves; then it has ended.

@@ -346,8 +346,6 @@ class Agent:
                 if code is not None:
                     return code
             self.health.turned(time.monotonic())
-            if self.syncer.state is State.WAITING and self.mode.warm:
-                self.syncer.mode_ready()
             if time.monotonic() >= self.syncer.due:
                 self._sync()
             if self.maintenance.run(enabled=self.syncer.ready_seconds is not None):
@@ -385,10 +383,6 @@ class Agent:
         return None
 
     def _sync(self) -> None:
-        if (before := self.mode.serving_before(lambda: self.syncer.cluster.extent)) is not None:
-            self.syncer.sync_before(before)
-            self._follow_table()
-            return
         at_start, first = self.syncer.ready_seconds is None, self.mode.phase is not Phase.SERVING
         if at_start:
             self._busy_with = f"mode {self.mode.choice.effective} programs its first table"
@@ -402,15 +396,12 @@ class Agent:
             self._busy_with = ""
         if result is None:
             return
-        self._follow_table()
+        self.http.follow(self.syncer.builder.health_checks, self.syncer.builder.health_addresses)
         self.mode.programmed()
         if first:
             self._first_sync_done(at_start=at_start)
         self._report_unprogrammed(result)
         self._report_external_ips()
-
-    def _follow_table(self) -> None:
-        self.http.follow(self.syncer.builder.health_checks, self.syncer.builder.health_addresses)
 
     def _first_sync_done(self, *, at_start: bool) -> None:
         """The mode has programmed its first table, and serves."""

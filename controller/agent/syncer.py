@@ -63,7 +63,6 @@ class State(Enum):
     PENDING = auto()  # something is known that is not programmed
     RETRYING = auto()  # the same, and the last sync failed
     SYNCED = auto()  # everything known is programmed
-    WAITING = auto()  # the same, by the mode before: the one that is open is not ready for its first table
 
 
 class Input(Enum):
@@ -71,8 +70,6 @@ class Input(Enum):
     CHANGED = auto()  # something that the table is made of
     REOPENED = auto()  # a mode was opened, which has programmed nothing yet
     PROGRAMMED = auto()  # the newest table
-    PROGRAMMED_BEFORE = auto()  # the newest table, by the mode before
-    READY = auto()  # the mode that is open takes its first table
     FAILED = auto()  # to program it
 
 
@@ -86,24 +83,17 @@ TRANSITIONS: Final[dict[State, dict[Input, State]]] = {
         Input.CHANGED: State.PENDING,
         Input.REOPENED: State.PENDING,
         Input.PROGRAMMED: State.SYNCED,
-        Input.PROGRAMMED_BEFORE: State.WAITING,
         Input.FAILED: State.RETRYING,
     },
     State.RETRYING: {
         Input.CHANGED: State.RETRYING,
         Input.REOPENED: State.PENDING,
         Input.PROGRAMMED: State.SYNCED,
-        Input.PROGRAMMED_BEFORE: State.WAITING,
         Input.FAILED: State.RETRYING,
     },
     State.SYNCED: {
         Input.CHANGED: State.PENDING,
         Input.REOPENED: State.PENDING,
-    },
-    State.WAITING: {
-        Input.CHANGED: State.PENDING,
-        Input.REOPENED: State.PENDING,
-        Input.READY: State.PENDING,
     },
 }
 
@@ -219,12 +209,6 @@ class Syncer:
         self._rested_at = 0.0
         self._on(Input.REOPENED)
 
-    def mode_ready(self) -> None:
-        """The mode that is open takes its first table now."""
-        if self.state is State.WAITING:
-            self._rested_at = 0.0
-            self._on(Input.READY)
-
     def sync(
         self, programmer: Programmer, *, first: bool,
         clients: Callable[[ServiceTable], Iterable[Remembered]] = lambda _: (),
@@ -245,7 +229,10 @@ class Syncer:
         start = self._clock()
         if first and isinstance(programmer, Prewarmed):
             programmer.prewarm(*self.cluster.extent)
-        table = self._table()
+        with START.part("table"):
+            table = self.builder.build(self.cluster, self._addresses)
+        self._report_conflicts()
+        self._report_complaints()
         if first and self.state is not State.RETRYING:  # to serve matters more than to remember
             table = msgspec.structs.replace(table, clients=tuple(clients(table)))
         try:
@@ -256,32 +243,10 @@ class Syncer:
                 raise
             self._failed(programmer.name, error)
             return None
-        self._programmed(start, Input.PROGRAMMED)
+        self._programmed(start)
         if not first:
             self._log.add(result, self.sync_seconds)
         return result
-
-    def sync_before(self, programmer: Programmer) -> None:
-        """Program the newest table by the mode before, which serves until the one that is open is ready.
-
-        A failure is tried again when it is `due`.
-        """
-        start = self._clock()
-        try:
-            result = programmer.sync(self._table())
-        except (SyncError, Unsupported) as error:
-            self._failed(programmer.name, error)
-            return
-        self._programmed(start, Input.PROGRAMMED_BEFORE)
-        self._log.add(result, self.sync_seconds)
-
-    def _table(self) -> ServiceTable:
-        """The newest; what is wrong with it is logged."""
-        with START.part("table"):
-            table = self.builder.build(self.cluster, self._addresses)
-        self._report_conflicts()
-        self._report_complaints()
-        return table
 
     def flush_log(self) -> None:
         """Write what the log is to say of the last syncs, if it is time."""
@@ -314,8 +279,8 @@ class Syncer:
         self._retry_at = self._clock() + self._retry_delay
         self._retry_delay = min(2 * self._retry_delay, LONGEST_RETRY)
 
-    def _programmed(self, start: float, happened: Input) -> None:
-        self._on(happened)
+    def _programmed(self, start: float) -> None:
+        self._on(Input.PROGRAMMED)
         now = self._clock()
         self.error, self._retry_delay = "", FIRST_RETRY
         if self.ready_seconds is None:

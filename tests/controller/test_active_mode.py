@@ -27,16 +27,6 @@ class Programmer:
         self.closed = True
 
 
-class SlowMode(Programmer):
-    """A mode that does something long before its first table."""
-
-    warm = False
-    prewarmed = (0, 0)
-
-    def prewarm(self, ports: int, endpoints: int) -> None:
-        self.prewarmed = (ports, endpoints)
-
-
 class LeftMode(Programmer):
     """A mode that drains, and has flows."""
 
@@ -99,29 +89,6 @@ def config(mode: str) -> Config:
 def test_every_state_is_reached_and_left() -> None:
     assert set(TRANSITIONS) == set(Phase)
     assert set(itertools.chain(*TRANSITIONS.values())) == set(Input)
-
-
-def test_the_mode_before_serves_until_the_next_one_is_ready(mode: ActiveMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, slow = LeftMode(), SlowMode()
-    monkeypatch.setattr(mode, "programmer", before, raising=False)
-    mode.programmed()
-    assert mode.serving_before(lambda: (1, 2)) is None
-    opened: Any = Opened(slow, ModeStatus("slow", "slow"))  # type: ignore[arg-type]
-    monkeypatch.setattr(active_mode, "open_first", lambda *_, **__: opened)
-    assert mode.replace(config("slow")) is None
-    assert mode.serving_before(lambda: (1, 2)) is before  # type: ignore[comparison-overlap]
-    assert slow.prewarmed == (1, 2)
-    slow.warm = True
-    assert mode.serving_before(lambda: (1, 2)) is None
-
-
-def test_nobody_looks_at_all_objects_for_a_change_while_one_mode_serves(mode: ActiveMode) -> None:
-    def extent() -> tuple[int, int]:
-        raise AssertionError("it takes 40 ms at 44,125 Services")
-
-    mode.programmed()
-    mode.programmer = SlowMode()  # type: ignore[assignment]
-    assert mode.serving_before(extent) is None
 
 
 def test_a_changed_configuration(mode: ActiveMode) -> None:

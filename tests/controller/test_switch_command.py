@@ -13,8 +13,6 @@ from functools import partial
 import pytest
 
 from hybrid_proxy.controller.agent.modes import open_mode
-from hybrid_proxy.controller.serving.admin import ask
-from hybrid_proxy.controller.serving.protocol import SwitchAnswer, SwitchMode
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
@@ -117,20 +115,6 @@ def test_there_and_back_while_the_mode_before_drains(bench: Bench) -> None:
     switch(bench, "nftables", "--wait")
     assert bench.agent.running_status().draining == []
     eventually(lambda: left_of("ebpf", bench.lab) is None, 10, "mode ebpf is still there")
-
-
-def test_changes_are_served_while_the_next_mode_gets_ready(bench: Bench) -> None:
-    """The programs of mode ebpf take the kernel a moment. Meanwhile others are answered, and the mode before serves."""
-    switch(bench, "nftables", "--wait")
-    ask(str(bench.agent.socket), SwitchMode("ebpf"), SwitchAnswer)
-    assert not bench.agent.running_status().synced
-    web = bench.service("pod2", settle=False)
-    bench.agent.wait(lambda status: status.synced, 30, "serving in mode ebpf")
-    log = bench.agent.log.read_text()
-    _, _, since = log.partition("mode ebpf is asked for")
-    changed, serves = since.find("2 service ports changed"), since.find("mode ebpf serves 1 services")
-    assert 0 <= changed < serves, since
-    assert bench.seen("pod1", web, V4, 2) == {"pod2"}
 
 
 def test_the_agent_is_killed_while_a_mode_drains(bench: Bench) -> None:

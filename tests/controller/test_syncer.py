@@ -119,37 +119,6 @@ def test_clients_that_cannot_be_remembered_keep_no_table_from_being_programmed(w
     assert [table.clients for table in world.mode.tables] == [(), clients]
 
 
-def test_the_mode_before_programs_what_changes_until_the_next_one_is_ready(world: World) -> None:
-    world.sync(first=True)
-    before, world.mode = world.mode, Mode()
-    world.syncer.restart(Settings("me"))
-    for number in (1, 2):
-        assert (world.syncer.state, world.syncer.due <= world.now) == (State.PENDING, True)
-        world.syncer.sync_before(before)
-        assert (world.syncer.state, world.syncer.due, world.syncer.waits) == (State.WAITING, NEVER, False)
-        world.now += MIN_REST
-        world.change(number)
-    world.syncer.sync_before(before)
-    assert [len(table.services) for table in before.tables] == [0, 0, 1, 2]
-    world.syncer.mode_ready()
-    assert world.syncer.due <= world.now
-    world.sync(first=True)
-    assert (world.syncer.state, [len(table.services) for table in world.mode.tables]) == (State.SYNCED, [2])
-
-
-def test_the_mode_before_fails_while_the_next_one_gets_ready(world: World) -> None:
-    world.sync(first=True)
-    world.syncer.restart(Settings("me"))
-    world.mode.error = SyncError("no")
-    world.syncer.sync_before(world.mode)
-    assert (world.syncer.state, world.syncer.due) == (State.RETRYING, world.now + FIRST_RETRY)
-    world.syncer.mode_ready()
-    assert world.syncer.state is State.RETRYING
-    world.mode.error = None
-    world.sync(first=True)
-    assert world.syncer.state is State.SYNCED
-
-
 def test_the_first_table_makes_it_ready(world: World) -> None:
     world.now += 2.5
     world.sync(first=True)

@@ -360,10 +360,6 @@ class Ebpf:
                 if not self.resizer.growing:
                     self.resizer.begin(need)
 
-    @property
-    def warm(self) -> bool:
-        return not self.resizer.loading
-
     def sync(self, table: ServiceTable) -> SyncResult:
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:

@@ -77,11 +77,6 @@ class MapResizer:
     def growing(self) -> bool:
         return self._loading is not None
 
-    @property
-    def loading(self) -> bool:
-        """Whether a thread still loads programs."""
-        return self._loading is not None and not self._loading.done()
-
     def holds(self, need: Sizes) -> bool:
         """Whether the maps are large enough for so many entries."""
         return not self._larger_than_now(need)
