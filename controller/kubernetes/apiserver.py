@@ -724,8 +724,9 @@ class _Reflector:
     def _forget(self, key: str, received: float) -> None:
         self._clear(key)
         before = self._known.pop(key, None)
-        if before is not None:
-            self._weight -= _weight(before)
+        if before is None:
+            return  # nobody heard of it: another proxy's, or one whose deletion came before its creation
+        self._weight -= _weight(before)
         self._emit(Removed(self._kind, key, received))
 
     def _bounded(self, more: int) -> None:
