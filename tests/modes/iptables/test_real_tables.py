@@ -25,10 +25,11 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
 
 
 class Clock:
-    """Seconds, which pass when a test says so."""
+    """Seconds, and those that a processor works, which pass when a test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.worked = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -44,7 +45,8 @@ def opened(
     variant: str, wake: Callable[[], None] = lambda: None, clock: Clock | None = None, **options: float
 ) -> Iterator[Iptables]:
     xtables = find(needs, variant=variant)
-    made = Iptables(Options(**options), wake, xtables, clock or Clock())  # type: ignore[arg-type]
+    clock = clock or Clock()
+    made = Iptables(Options(**options), wake, xtables, clock, lambda: clock.worked)  # type: ignore[arg-type]
     try:
         yield made
     finally:
@@ -200,6 +202,7 @@ def test_a_long_repair_delays_no_further_one(variant: str, clock: Clock, monkeyp
 
         def long_sync(wanted: ServiceTable) -> SyncResult:
             clock.now += 60
+            clock.worked += 60
             return sync(wanted)
 
         monkeypatch.setattr(programmer, "sync", long_sync)
@@ -208,6 +211,32 @@ def test_a_long_repair_delays_no_further_one(variant: str, clock: Clock, monkeyp
             programmer.maintain()
             assert rules(variant) == whole
         assert clock.now == 1120
+
+
+@pytest.mark.parametrize("worked", [pytest.param(0.0, id="it waited"), pytest.param(60.0, id="it worked")])
+def test_the_pause_after_a_comparison_follows_what_it_worked(
+    variant: str, worked: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy node a comparison waits long for a processor: a repair that waits for as long again helps nobody."""
+    with opened(variant, clock=clock, sync_seconds=0.0) as programmer:
+        programmer.sync(table(1, 2))
+        programmer.maintain()
+        save, whole = programmer.xtables.save, rules(variant)
+
+        def slow(family: int, name: str) -> str:
+            clock.now += 60
+            clock.worked += worked
+            return save(family, name)
+
+        monkeypatch.setattr(programmer.xtables, "save", slow)
+        for damage in ("-F HP-SERVICES", "-D PREROUTING 1"):
+            Xtables(variant).restore(4, f"*nat\n{damage}\nCOMMIT\n")
+            programmer.maintain()
+            if worked and damage != "-F HP-SERVICES":
+                assert rules(variant) != whole
+                clock.now += 3600
+                programmer.maintain()
+            assert rules(variant) == whole
 
 
 def test_the_kernel_reports_changes_of_others_at_once_and_our_own_cost_no_comparison() -> None:
