@@ -88,13 +88,12 @@ INLINE void emit_socket_event(const struct target *t, const struct choice *c, __
 /* Emit an event for the socket's choice, where its service or this node's own address is traced. */
 INLINE void trace_socket(const struct target *t, const struct choice *c, __u8 protocol)
 {
-	struct node *self = this_node();
 	__u32 client[4] = {};
 
-	if (!settings.event_burst || !self || !READ_ONCE(self->trace))
+	if (!settings.event_burst || !READ_ONCE(own_node.trace))
 		return;
 	primary_address(client, t->v6);
-	if (is_traced(self, c->service, client, client))
+	if (is_traced(c->service, client, client))
 		emit_socket_event(t, c, protocol, COUNT_SOCKET_CONNECT, true);
 }
 

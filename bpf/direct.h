@@ -14,9 +14,7 @@
  */
 INLINE bool needs_no_flow(const struct packet *p)
 {
-	struct node *self = this_node();
-
-	return p->tuple.protocol == IPPROTO_TCP && !is_syn(p) && !(self && READ_ONCE(self->direct_flows));
+	return p->tuple.protocol == IPPROTO_TCP && !is_syn(p) && !READ_ONCE(own_node.direct_flows);
 }
 
 /* Reserve the tuple of a client that talks to a backend directly, so that its answers are not taken for a service's. */

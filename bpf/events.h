@@ -21,14 +21,13 @@ INLINE bool event_allowed(const bool spare)
 /* Is anything traced? While nothing is, tracing costs no more than this question. */
 INLINE bool is_tracing(void)
 {
-	struct node *self = this_node();
-
-	return self && READ_ONCE(self->trace);
+	return READ_ONCE(own_node.trace);
 }
 
 /* Is this what is traced? `client` is one end of the packet, `other` another, or the same. */
-INLINE bool is_traced(const struct node *self, __u32 service, const __u32 *client, const __u32 *other)
+INLINE bool is_traced(__u32 service, const __u32 *client, const __u32 *other)
 {
+	const struct node *self = &own_node;
 	const __u32 *wanted = self->trace_services;
 
 	if (wanted[0] && wanted[0] != service && wanted[1] != service && wanted[2] != service && wanted[3] != service)

@@ -116,12 +116,7 @@ INLINE struct flow *flow_in(const struct tuple *t, const enum flow_table table, 
 /* May there be flows of this protocol in `half_open`? Of TCP only after a flood. */
 INLINE bool may_be_half_open(__u8 protocol)
 {
-	struct node *self;
-
-	if (protocol != IPPROTO_TCP)
-		return true;
-	self = this_node();
-	return self && READ_ONCE(self->overflowed);
+	return protocol != IPPROTO_TCP || READ_ONCE(own_node.overflowed);
 }
 
 INLINE void find_flow(struct found *found, const struct tuple *t, const bool v6)
@@ -140,20 +135,15 @@ INLINE void find_flow(struct found *found, const struct tuple *t, const bool v6)
 
 INLINE void note_overflow(void)
 {
-	struct node *self = this_node();
-
-	if (self)
-		WRITE_ONCE(self->overflowed, 1);
+	WRITE_ONCE(own_node.overflowed, 1);
 }
 
 /* Where a new pair begins. */
 INLINE enum flow_table initial_table(__u8 protocol)
 {
-	struct node *self = this_node();
-
-	if (protocol != IPPROTO_TCP || !self)
+	if (protocol != IPPROTO_TCP)
 		return TABLE_HALF_OPEN;
-	if (READ_ONCE(self->half_open) < settings.max_half_open)
+	if (READ_ONCE(own_node.half_open) < settings.max_half_open)
 		return TABLE_FLOWS;
 	note_overflow();
 	return TABLE_HALF_OPEN;
@@ -164,10 +154,7 @@ INLINE enum flow_table initial_table(__u8 protocol)
  */
 INLINE void count_half_open(__s32 change)
 {
-	struct node *self = this_node();
-
-	if (self)
-		__sync_fetch_and_add(&self->half_open, change);
+	__sync_fetch_and_add(&own_node.half_open, change);
 }
 
 /* The tuple that a packet of this flow has after rewriting. */

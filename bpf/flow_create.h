@@ -326,10 +326,7 @@ INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reser
  */
 INLINE void note_direct_flow(void)
 {
-	struct node *self = this_node();
-
-	if (self)
-		WRITE_ONCE(self->direct_flows, 1);
+	WRITE_ONCE(own_node.direct_flows, 1);
 }
 
 INLINE void note_new_flow(struct __sk_buff *skb, const struct scratch *space, enum hook hook, const bool v6)

@@ -103,8 +103,12 @@ LRU_MAP(affinity, struct affinity_key, __u64, 65536);
 LRU_MAP(fragments, struct fragment_key, struct fragments, 2048);
 /* Fragments that wait for their first; a ring. */
 ARRAY_MAP(frag_queue, struct queued_fragment, FRAG_QUEUE);
-/* Addresses of this node; what else may change at run time. */
+/* Addresses of this node; what else may change at run time. Programs reach the only element of this map as a variable:
+ * its address is a constant, where a lookup would be code at every place that asks. Who loads an object makes the
+ * variable's section and the map one.
+ */
 ARRAY_MAP(node, struct node, 1);
+struct node own_node SEC(".data.node");
 
 /* What each backend's flows came to: rows of TRAFFIC_GROUP backends for one CPU, then for the next, so that no two CPUs
  * write to one cache line and user space reads all of it as one array.

@@ -8,20 +8,11 @@
 #include "packet.h"
 #include "ranges.h"
 
-INLINE struct node *this_node(void)
-{
-	__u32 key = 0;
-
-	return bpf_map_lookup_elem(&node, &key);
-}
-
 /* This node's primary address, zeros where it has none of the family. */
 INLINE void primary_address(__u32 *address, const bool v6)
 {
-	struct node *self = this_node();
+	const struct node *self = &own_node;
 
-	if (!self)
-		return;
 	if (v6)
 		copy_address(address, self->primary6);
 	else
@@ -31,10 +22,8 @@ INLINE void primary_address(__u32 *address, const bool v6)
 /* What the source of a packet is, by its address or by the interface that it came in at. */
 INLINE enum client classify_client(const __u32 *a, __u32 ifindex, const bool v6)
 {
-	struct node *self = this_node();
+	const struct node *self = &own_node;
 
-	if (!self)
-		return CLIENT_EXTERNAL;
 	if (self->pods_by_link)
 		return bpf_map_lookup_elem(&pod_links, &ifindex) ? CLIENT_POD : CLIENT_EXTERNAL;
 	if (!v6)
@@ -49,10 +38,8 @@ INLINE enum client classify_client(const __u32 *a, __u32 ifindex, const bool v6)
 /* Is the address in a range that services get theirs from? */
 INLINE bool in_service_cidr(const __u32 *a, const bool v6)
 {
-	struct node *self = this_node();
+	const struct node *self = &own_node;
 
-	if (!self)
-		return false;
 #pragma unroll
 	for (int i = 0; i < SERVICE_CIDRS; i++) {
 		if (!v6 && i < self->cidr4_count && (a[0] & self->mask4[i]) == self->cidr4[i])

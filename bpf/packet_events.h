@@ -21,14 +21,12 @@ INLINE int emit_event(struct __sk_buff *skb, struct scratch *space, __u32 detail
 {
 	const struct tuple *t = &space->packet.tuple;
 	__u32 reason = detail & ((1 << EVENT_HOOK_SHIFT) - 1), hook = detail >> EVENT_HOOK_SHIFT & 0xff;
-	struct node *self = this_node();
 	struct event *e;
 
 	if (detail & EVENT_TRACED) {
 		const __u32 *end = is_routine(reason) ? space->result.daddr : t->daddr;
 
-		if (!self ||
-		    !(is_traced(self, space->service, t->saddr, t->daddr) || is_traced(self, space->service, end, end)))
+		if (!is_traced(space->service, t->saddr, t->daddr) && !is_traced(space->service, end, end))
 			return 0;
 	}
 	if (!(is_routine(reason) ? event_allowed(true) : event_allowed(false)))

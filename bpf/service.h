@@ -42,9 +42,7 @@ INLINE __u64 lookup_frontend(const __u32 *address, __be16 port, __u8 protocol, c
 /* While the mode drains, no flow begins. */
 INLINE bool is_draining(void)
 {
-	struct node *self = this_node();
-
-	return self && READ_ONCE(self->draining);
+	return READ_ONCE(own_node.draining);
 }
 
 /* The frontend's value, 0 when there is none. An element that was recycled for another key meanwhile is looked up

@@ -394,9 +394,10 @@ class Object:
             check(library().bpf_map__set_max_entries(self._maps[name], entries), f"sizing map {name}")
 
     def share(self, name: str, shared: Map) -> None:
-        """Use an existing map for `name`, before load."""
-        if name in self._maps:
-            check(library().bpf_map__reuse_fd(self._maps[name], shared.fd), f"sharing map {name}")
+        """Use an existing map for `name`, before load, and for the variable that stands for its only element."""
+        for known in (name, f".data.{name}"):
+            if known in self._maps:
+                check(library().bpf_map__reuse_fd(self._maps[known], shared.fd), f"sharing map {known}")
 
     def leave_out(self, program: str) -> None:
         check(library().bpf_program__set_autoload(self._programs[program], False), f"leaving out {program}")
