@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, download
 
-from .kit import V4, Bench, forget_path_mtus
+from .kit import V4, V6, Bench, forget_path_mtus
 from .test_rows import target_of
 
 NARROW = 1300  # above IPv6's minimum of 1280
@@ -22,17 +22,35 @@ WAYS = [("pod1", "cluster", "remote1"), ("pod1", "cluster", "pod2"), ("client", 
 
 @contextmanager
 def narrow_pod(bench: Bench, pod: str) -> Iterator[None]:
-    """The last hop to a pod takes less: its node's side of the veth; what others learned is forgotten at the end."""
+    """The last hop to a pod takes less: its node's side of the veth; what others learned is forgotten at the end.
+
+    The pod sends no more than that: a veth drops a longer frame from its other end, unless it is several segments in
+    one. It offers its usual MSS nevertheless, so that others have to learn.
+    """
     place = bench.lab[pod]
     assert place.node is not None
     link = bench.lab.netlink(place.node)
     index = link.link_lookup(ifname=place.interface)[0]
     link.link("set", index=index, mtu=NARROW)
+    send_at_most(bench, pod, NARROW)
     try:
         yield
     finally:
         link.link("set", index=index, mtu=1500)
+        send_at_most(bench, pod)
         forget_path_mtus(bench.lab)
+
+
+def send_at_most(bench: Bench, pod: str, mtu: int = 0) -> None:
+    """By the pod's own default routes, which offer others the MSS of 1500 bytes; 0: as much as its interface takes."""
+    link = bench.lab.netlink(pod)
+    for family, headers in ((V4, 40), (V6, 60)):
+        metrics = {"mtu": mtu, "advmss": 1500 - headers} if mtu else {}
+        for route in link.get_default_routes(family):
+            link.route(
+                "replace", family=family, dst="default", gateway=route.get_attr("RTA_GATEWAY"),
+                oif=route.get_attr("RTA_OIF"), priority=route.get_attr("RTA_PRIORITY"), metrics=metrics,
+            )  # fmt: skip
 
 
 @pytest.mark.row("2.23", "path MTU discovery through a ClusterIP")
