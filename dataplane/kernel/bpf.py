@@ -308,8 +308,9 @@ class Map:
         return records
 
     def close(self) -> None:
-        """Give the descriptor back. Views stay valid as long as somebody holds them."""
-        os.close(self.fd)
+        """Give the descriptor back, once: its number may be another file's by now. Views stay valid while they are held."""
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
     @staticmethod
     def _batch_options() -> Any:

@@ -726,8 +726,8 @@ class Ebpf:
         """If somebody removed the folder, with the lock on it."""
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True)
-            os.close(self._lock)
-            self._lock = hold(self.folder, f"the eBPF maps at {self.folder}")
+            former, self._lock = self._lock, hold(self.folder, f"the eBPF maps at {self.folder}")
+            os.close(former)
 
     def maintain(self) -> Sequence[Event]:
         self._mend()
