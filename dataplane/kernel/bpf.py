@@ -308,7 +308,7 @@ class Map:
         return records
 
     def close(self) -> None:
-        """Give the descriptor back, once: its number may be another file's by now. Views stay valid while they are held."""
+        """Give the descriptor back; later its number may be another file's. Views stay valid as long as somebody holds them."""
         fd, self.fd = self.fd, -1
         os.close(fd)
 
