@@ -308,7 +308,7 @@ class Map:
         return records
 
     def close(self) -> None:
-        """Give the descriptor back; later its number may be another file's. Views stay valid as long as somebody holds them."""
+        """Give the descriptor back; later its number may be another file's. Views stay as long as they are held."""
         fd, self.fd = self.fd, -1
         os.close(fd)
 
