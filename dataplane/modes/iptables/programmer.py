@@ -47,6 +47,12 @@ class Able(msgspec.Struct, frozen=True):
     sctp: bool
 
 
+def _processor_seconds() -> float:
+    """Of this thread and of the tools that it ran. The clock would count the time that a busy node makes them wait."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.thread_time() + ended.ru_utime + ended.ru_stime
+
+
 class Iptables(TranslatingMode):
     """A `dataplane.mode.Programmer`.
 
@@ -63,12 +69,12 @@ class Iptables(TranslatingMode):
         wake: RequestMaintenance,
         xtables: Xtables | None = None,
         clock: Callable[[], float] = time.monotonic,
-        spent: Callable[[], float] | None = None,
+        spent: Callable[[], float] = _processor_seconds,
     ) -> None:
         super().__init__(options, wake)
         self._unmet = Unmet({"random"}, "random")
         self._clock = clock
-        self._spent = spent or _processor_seconds
+        self._spent = spent
         self.xtables = xtables or find(needs)
         self.able = {family: _ability(self.xtables, family) for family in self.xtables.families}
         self.drop_invalid = not is_liberal()
@@ -249,12 +255,6 @@ class Iptables(TranslatingMode):
 
     def counters(self) -> dict[str, int]:
         return {"restores": sum(held.restores for held in self._installed.values()), **super().counters()}
-
-
-def _processor_seconds() -> float:
-    """Of this thread and of the tools that it ran. The clock would count the time that a busy node makes them wait."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.thread_time() + ended.ru_utime + ended.ru_stime
 
 
 def _clients_remembered() -> int:
