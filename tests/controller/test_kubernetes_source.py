@@ -443,6 +443,19 @@ def test_errors_are_reported_and_survived(api: ApiServer, watcher: Watcher) -> N
     assert watcher.of(Removed) == []
 
 
+def test_a_deletion_before_the_creation_is_told_to_nobody(api: ApiServer, watcher: Watcher) -> None:
+    faults = api.faults("services")
+    faults.reorder = faults.silent = True
+    api.put(service(20))
+    api.delete("services", key(20))
+    faults.silent = False
+    api.put(service(21))
+
+    watcher.until(lambda: key(21) in watcher.state["Service"], "the next object")
+    assert watcher.of(Removed) == []
+    assert key(20) not in watcher.state["Service"]
+
+
 def test_retry_after_is_honoured(api: ApiServer, watch: Start) -> None:
     api.faults("services").answers.append((429, {"Retry-After": "1"}))
     started = time.monotonic()
@@ -936,19 +949,6 @@ def test_a_defect_of_ours_costs_one_object(api: ApiServer, watch: Start, monkeyp
 
 
 # ------------------------------------------------------------------------------------------- everything at once
-
-
-def test_a_deletion_before_the_creation_is_told_to_nobody(api: ApiServer, watcher: Watcher) -> None:
-    faults = api.faults("services")
-    faults.reorder = faults.silent = True
-    api.put(service(20))
-    api.delete("services", key(20))
-    faults.silent = False
-    api.put(service(21))
-
-    watcher.until(lambda: key(21) in watcher.state["Service"], "the next object")
-    assert watcher.of(Removed) == []
-    assert key(20) not in watcher.state["Service"]
 
 
 @pytest.mark.parametrize(
