@@ -15,6 +15,7 @@ objects; exceeding one is reported as a problem of that file.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -359,14 +360,20 @@ class Folder:
             suspicious: something happened: read files of the last second even if their signature is known,
                 because two writes within a tick of the file system's clock have one signature.
             complete: files that are known to be written to the end, however young they are.
+
+        Raises:
+            OSError: the path cannot be read, or became another folder meanwhile.
         """
         found: dict[str, _File] = {}
+        identity = _identity(self.path)
         paths, wrong = _manifest_files(self.path)
         for path in paths:
             shown = _shown(path)
             try:
                 file = self._look_at(path, shown, patient and shown not in complete, suspicious)
             except FileNotFoundError:
+                if path == self.path:
+                    raise
                 self.unsettled.pop(shown, None)  # deleted between the listing and now
                 continue
             except OSError as error:
@@ -375,6 +382,9 @@ class Folder:
             found[shown] = file
         for path, why in wrong.items():
             self._keep(_shown(path), why, found)
+        self.path.stat()
+        if _identity(self.path) != identity:  # what was not found is elsewhere
+            raise OSError(errno.ESTALE, "it became another folder while it was read")
         if wrong:
             found = dict(sorted(found.items(), key=lambda item: Path(item[0])))
         before, self.files = self.files, found
@@ -466,6 +476,12 @@ class Folder:
 
 
 _NO_FILE_AT_ALL: Final = "is no regular file"
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Which folder the path is now. A file is replaced all the time: its folder is what is watched."""
+    stat = (path if path.is_dir() else path.absolute().parent).stat()
+    return stat.st_dev, stat.st_ino
 
 
 def _shown(path: Path) -> str:
@@ -633,13 +649,10 @@ class Manifests:
                 return
 
     def _identity(self) -> tuple[int, int] | None:
-        """Which folder the path is now. A file is replaced all the time: its folder is what is watched."""
-        path = self._path if self._path.is_dir() else self._path.absolute().parent
         try:
-            stat = path.stat()
+            return _identity(self._path)
         except OSError:
             return None
-        return stat.st_dev, stat.st_ino
 
     def _tell(self, emit: Emit, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> bool:
         """Read what changed and emit the difference; False when the path cannot be read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -274,6 +275,49 @@ def test_folder_that_vanishes_keeps_what_is_known(tmp_path: Path, run: Callable[
     listener.until(lambda: listener.healthy and listener.addresses == {"a": "10.96.0.20"})
     (folder / "b.yaml").write_text(service("b"))
     listener.until(lambda: "b" in listener.addresses)
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["gone", "another"])
+@pytest.mark.parametrize("below", ["", "sub"], ids=["files", "folders"])
+def test_folder_that_vanishes_while_it_is_read_keeps_what_is_known(
+    tmp_path: Path, below: str, another: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are not found, but nobody deleted them."""
+    folder = tmp_path / "folder"
+    (folder / below).mkdir(parents=True, exist_ok=True)
+    (folder / below / "a.yaml").write_text(service("a"))
+    read = manifests.Folder(folder)
+    known = read.refresh(patient=False)
+    scandir = os.scandir
+
+    def scandir_and_vanish(path: Path) -> object:
+        listed = scandir(path)
+        folder.rename(tmp_path / "away")
+        if another:
+            folder.mkdir()
+        return listed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.scandir", scandir_and_vanish)
+        with pytest.raises(OSError, match="another folder" if another else "No such file"):
+            read.refresh(patient=False)
+    assert read.snapshot is known
+    if another:
+        assert not read.refresh(patient=False).objects
+
+
+def test_a_file_that_vanishes_while_it_is_looked_for_keeps_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.yaml").write_text(service("a"))
+    read = manifests.Folder(tmp_path / "a.yaml")
+    known = read.refresh(patient=False)
+    read.path.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(manifests, "_manifest_files", lambda path: ([path], {}))
+        with pytest.raises(FileNotFoundError):
+            read.refresh(patient=False)
+    assert read.snapshot is known
 
 
 def test_a_broken_file_keeps_its_last_good_objects(tmp_path: Path, run: Callable[..., Watcher]) -> None:
