@@ -37,7 +37,7 @@ from hybrid_proxy.dataplane.netfilter import translated_flows
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
-ANSWER_SECONDS: Final = 9.0  # a command waits for ten
+EARLIER: Final = 1.0  # seconds before a command gives up, it is told that there will be no answer
 
 
 @dataclass(slots=True)
@@ -52,11 +52,11 @@ class Query:
 
 def ask(put: Callable[[Query], None], request: p.LoopRequest) -> p.Answer:
     """Put a request into the loop's queue and wait for the answer."""
-    query = Query(request)
+    query, seconds = Query(request), p.answer_seconds(request) - EARLIER
     put(query)
-    if not query.answered.wait(ANSWER_SECONDS) and query.claim.acquire(blocking=False):
-        return p.FailedAnswer(f"the agent is busy: it did not begin with this within {ANSWER_SECONDS:g} s, and won't")
-    return query.answer or p.FailedAnswer(f"the agent is busy with this, for more than {ANSWER_SECONDS:g} s")
+    if not query.answered.wait(seconds) and query.claim.acquire(blocking=False):
+        return p.BusyAnswer(begun=False, seconds=seconds)
+    return query.answer or p.BusyAnswer(begun=True, seconds=seconds)
 
 
 def ignored(source: Source, service: str) -> p.Answer:

@@ -20,9 +20,11 @@ from hybrid_proxy.controller.serving.protocol import (
     DrainAnswer,
     DrainingMode,
     DrainNode,
+    GetNames,
     GetStatus,
     HandOverAnswer,
     HandOverFlows,
+    NamesAnswer,
     StatusAnswer,
     SwitchAnswer,
     SwitchMode,
@@ -79,6 +81,7 @@ def show(command: str, args: argparse.Namespace) -> int:
 def _switch(args: argparse.Namespace) -> int:
     if bool(args.mode) == args.back:
         raise ConfigError("give a mode, or --back")
+    ask(args.admin_socket, GetNames(), NamesAnswer)  # an agent that hangs is told sooner than a switch may take
     if args.dry_run:
         return _would_switch(args)
     answer = ask(args.admin_socket, SwitchMode(args.mode or None), SwitchAnswer)
@@ -126,12 +129,7 @@ def _served(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
     """
     until = time.monotonic() + SERVE_SECONDS
     while True:
-        try:
-            status = _status(admin_socket)
-        except BusyError:  # its loop programs the table
-            if time.monotonic() > until:
-                raise
-            continue
+        status = _status(admin_socket)
         if status.mode.effective != answer.mode:
             reason = status.mode.reason or status.configuration.refused
             raise ControllerError(f"mode {answer.mode} cannot serve, and {status.mode.effective} does: {reason}")
@@ -187,7 +185,18 @@ def _open_flows(args: argparse.Namespace, counts: Callable[[FlowRow], bool]) -> 
 
 
 def _status(admin_socket: str) -> AgentStatus:
-    return ask(admin_socket, GetStatus(), StatusAnswer).status
+    """The status, as soon as the loop has time for it: while it programs another mode's first table, it has none.
+
+    Raises:
+        BusyError: it has none for too long.
+    """
+    until = time.monotonic() + SERVE_SECONDS
+    while True:
+        try:
+            return ask(admin_socket, GetStatus(), StatusAnswer).status
+        except BusyError:
+            if time.monotonic() > until:
+                raise
 
 
 def _of(mode: str, status: AgentStatus) -> DrainingMode | None:

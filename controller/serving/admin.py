@@ -21,13 +21,22 @@ from typing import Any, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.serving.protocol import ANSWERS, REQUESTS, Answer, FailedAnswer, Request, StartingAnswer
+from hybrid_proxy.controller.serving.protocol import (
+    ANSWERS,
+    REQUESTS,
+    Answer,
+    BusyAnswer,
+    FailedAnswer,
+    Request,
+    StartingAnswer,
+    answer_seconds,
+)
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
 from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns, netns_number
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 10.0
+REQUEST_SECONDS = 10.0  # in which a command says what it asks for
 FIRST_SECONDS = 4.0  # for the first answer of a command that can do without an agent: it asks no second time
 REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
 
@@ -65,18 +74,18 @@ def socket_path(asked: str) -> Path:
     return Path(ADMIN_SOCKET).with_name(f"netns-{netns_number()}.sock")
 
 
-def ask(asked: str, request: Request, expected: type[A], seconds: float = ANSWER_SECONDS) -> A:
+def ask(asked: str, request: Request, expected: type[A], seconds: float | None = None) -> A:
     """Send one request to the running agent; returns its answer.
 
     Raises:
         NoAgentError: there is none, or one that is starting (StartingError).
-        BusyError: it did not answer in so many seconds.
+        BusyError: it did not answer in so many seconds; by default as many as such a request may take.
         ControllerError: it answered with an error, or it is of another version than this command.
     """
     path, pid = socket_path(asked), 0
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(seconds)
+            connection.settimeout(answer_seconds(request) if seconds is None else seconds)
             connection.connect(str(path))
             pid = _peer(connection)
             connection.sendall(msgspec.json.encode(request) + b"\n")
@@ -94,6 +103,8 @@ def ask(asked: str, request: Request, expected: type[A], seconds: float = ANSWER
     except msgspec.MsgspecError as error:
         other = f"the agent is of another version than this command, whose answers it does not give ({error})"
         raise ControllerError(f"{path}: {other}") from error
+    if isinstance(answer, BusyAnswer):
+        raise BusyError(path, pid, answer.text)
     if isinstance(answer, FailedAnswer):
         raise ControllerError(answer.failed)
     if isinstance(answer, StartingAnswer):
@@ -113,7 +124,7 @@ def _peer(connection: socket.socket) -> int:
 class _Handler(socketserver.StreamRequestHandler):
     """One request for each connection."""
 
-    timeout = ANSWER_SECONDS
+    timeout = REQUEST_SECONDS
     server: Server
 
     def handle(self) -> None:

@@ -389,6 +389,11 @@ LoopRequest = (  # answered by the agent's loop
 Request = LoopRequest | FindIgnored
 
 
+def answer_seconds(request: Request) -> float:
+    """How long a command waits for the answer: longer where programs are loaded, or flows are moved, for it."""
+    return 60.0 if isinstance(request, SwitchMode | TrySwitch | HandOverFlows | TakeFlows) else 10.0
+
+
 # Answers
 
 
@@ -501,6 +506,19 @@ class DrainAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="drain"):
     addresses: list[str]
 
 
+class BusyAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="busy"):
+    """To a request of the loop: there is no answer in time. What has not `begun` by then does not happen."""
+
+    begun: bool
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        if self.begun:
+            return f"it has worked on this for more than {self.seconds:g} s, and goes on"
+        return f"it did not begin with this within {self.seconds:g} s, and won't"
+
+
 class FailedAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="failed"):
     """To any request: it failed, and why."""
 
@@ -522,6 +540,7 @@ Answer = (
     | TrialAnswer
     | HandOverAnswer
     | DrainAnswer
+    | BusyAnswer
     | FailedAnswer
 )
 

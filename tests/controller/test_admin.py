@@ -19,14 +19,18 @@ import pytest
 from hybrid_proxy.controller import cli
 from hybrid_proxy.controller.agent import answers
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.serving.admin import ANSWER_SECONDS, REST_SECONDS, BusyError, Server, ask
+from hybrid_proxy.controller.serving.admin import REST_SECONDS, BusyError, Server, ask
 from hybrid_proxy.controller.serving.protocol import (
+    BusyAnswer,
     EventsAnswer,
     FailedAnswer,
     GetEvents,
     GetStatus,
+    NamesAnswer,
     StatusAnswer,
+    SwitchAnswer,
     SwitchMode,
+    answer_seconds,
 )
 
 
@@ -126,7 +130,7 @@ def test_what_a_command_gave_up_does_not_happen_when_the_agent_goes_on(tmp_path:
 def test_a_request_that_waited_too_long_is_given_up_unless_it_has_begun(
     begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(answers.p, "answer_seconds", lambda request: answers.EARLIER + 0.01)
     queries: list[answers.Query] = []
 
     def put(query: answers.Query) -> None:
@@ -135,9 +139,25 @@ def test_a_request_that_waited_too_long_is_given_up_unless_it_has_begun(
             query.claim.acquire()
 
     answer = answers.ask(put, SwitchMode("nftables"))
-    assert isinstance(answer, FailedAnswer)
-    assert ("and won't" in answer.failed) is not begun
+    assert isinstance(answer, BusyAnswer)
+    assert (answer.begun, "and won't" in answer.text) == (begun, not begun)
     assert queries[0].claim.locked(), "the loop would do it all the same"
+
+
+def test_switch_waits_while_the_agent_programs_the_other_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loop answers nothing meanwhile, which says nothing about the switch."""
+    busy = [BusyAnswer(begun=False, seconds=0.1)] * 2
+    names = NamesAnswer("ebpf", [], None, {}, [])
+    said = iter([names, SwitchAnswer("ebpf", "nftables"), *busy, FailedAnswer("now it has time")])
+    path = tmp_path / "socket"
+    server = Server(path, lambda request: next(said))
+    try:
+        assert cli.main(["switch", "nftables", "--admin-socket", str(path)]) == 1
+    finally:
+        server.close()
+    assert "now it has time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -192,4 +212,4 @@ def test_status_says_that_an_agent_hangs_before_a_person_gives_up(
         listener.listen()
         assert cli.main(["status", "--admin-socket", str(path), "--pin-root", str(tmp_path)]) == 1
     assert f"the agent (PID {os.getpid()}) does not answer" in " ".join(capsys.readouterr().out.split())
-    assert time.monotonic() - begun < ANSWER_SECONDS, "it waited once, and no longer than it may"
+    assert time.monotonic() - begun < answer_seconds(GetStatus()), "it waited once, and no longer than it may"

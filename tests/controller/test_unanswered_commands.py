@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybrid_proxy.controller.serving.admin import ANSWER_SECONDS
 from hybrid_proxy.controller.serving.memory import memory_path, recall
+from hybrid_proxy.controller.serving.protocol import GetStatus, SwitchMode, answer_seconds
 from hybrid_proxy.workshop.lab import examples
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
@@ -82,18 +82,25 @@ class TestAHungAgent:
         done = hung.command("drops", "default/web")
         assert done.returncode == 0, done.stderr
         assert "does not answer" in done.stderr
-        assert time.monotonic() - began < ANSWER_SECONDS * DEADLINES
+        assert time.monotonic() - began < answer_seconds(GetStatus()) * DEADLINES
 
     def test_a_bundle_has_everything_but_what_the_agent_alone_knows(self, hung: Agent) -> None:
         assert hung.process is not None
         began = time.monotonic()
         found = parts(hung, "hung.tar.gz")
-        assert time.monotonic() - began < 1.5 * ANSWER_SECONDS * DEADLINES
+        assert time.monotonic() - began < 1.5 * answer_seconds(GetStatus()) * DEADLINES
         assert "default/web:http" in found["dataplane/services.json"]
         assert "--manifests" in found["agent/command-line.txt"]
         assert "programmed" in found["agent/log.txt"]
         assert "does not answer" in json.loads(found["agent/status.json"])["reason"]
         assert "does not answer" in json.loads(found["doctor.json"])["verdict"]
+
+    def test_switch_says_so_sooner_than_a_switch_may_take(self, hung: Agent) -> None:
+        began = time.monotonic()
+        done = hung.command("switch", "ebpf")
+        assert done.returncode == 1
+        assert "does not answer" in done.stderr
+        assert time.monotonic() - began < answer_seconds(SwitchMode("ebpf"))
 
     def test_trace_says_what_to_do(self, hung: Agent) -> None:
         done = hung.command("trace", "--seconds", "1")
