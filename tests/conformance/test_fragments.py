@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
 import random
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from scapy.layers.inet import IP, UDP, fragment
@@ -19,6 +23,10 @@ from .test_rows import target_of
 
 SIZE = 8000
 ECHO = 7007
+COUNT = 300
+PAGE = mmap.PAGESIZE
+IPV6_HDRINCL = 36  # linux/in6.h
+SO_RCVBUFFORCE = 33  # asm-generic/socket.h
 LOCAL = {"externalTrafficPolicy": "Local"}
 WAYS = [("pod1", "cluster", "pod2", {}), ("pod1", "cluster", "remote1", {}), ("pod1", "cluster", "pod1", {}),
         ("client", "nodeport", "pod2", {}), ("client", "nodeport", "pod2", LOCAL),
@@ -130,12 +138,17 @@ def pieces_of(source: tuple[str, int], target: tuple[str, int], data: bytes) -> 
 
 def send_pieces(bench: Bench, place: str, pieces: Sequence[bytes], target: tuple[str, int]) -> None:
     """As they are; the kernel of the place only routes them."""
-    family = V4 if pieces[0][0] >> 4 == 4 else socket.AF_INET6
-    with bench.lab.socket(place, family, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
-        if family != V4:
-            raw.setsockopt(socket.IPPROTO_IPV6, 36, 1)  # IPV6_HDRINCL, linux/in6.h
+    with raw_socket(bench, place, V4 if pieces[0][0] >> 4 == 4 else socket.AF_INET6) as raw:
         for piece in pieces:
             raw.sendto(piece, (target[0], 0))
+
+
+def raw_socket(bench: Bench, place: str, family: int) -> socket.socket:
+    """One that sends whole IP packets."""
+    raw = bench.lab.socket(place, family, socket.SOCK_RAW, socket.IPPROTO_RAW)
+    if family != V4:
+        raw.setsockopt(socket.IPPROTO_IPV6, IPV6_HDRINCL, 1)
+    return raw
 
 
 REMOTE = [way for way in WAYS if way[0] != "node"]
@@ -176,3 +189,59 @@ def test_fragments_may_come_in_any_order(
             data, source = client.recvfrom(65536)
             assert data == payload, name
             assert source[:2] == target
+
+
+@pytest.mark.row("2.23", "fragments in any order, both ways")
+@pytest.mark.parametrize(("place", "way"), [("pod1", "cluster"), ("client", "nodeport")], ids=["pod1", "client"])
+def test_two_processors_may_have_fragments_of_a_datagram_at_once(
+    bench: Bench, place: str, way: str, family: int
+) -> None:
+    """The first one may become known while the other one is about to wait for it."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("missing: a second processor")
+    service = service_of(bench, "pod2", {})
+    target = target_of(bench, service, way, family)
+    with bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.5) as client:
+        client.bind((bench.lab[place].address(family), 0))
+        with echo(bench, "pod2", family):
+            eventually(lambda: returned(client, b"small", target), 8, "nothing comes back at all")
+        datagrams = [pieces_of(client.getsockname()[:2], target, number.to_bytes(4) * 400) for number in range(COUNT)]
+        first, last = zip(*datagrams, strict=True)
+        with bench.socket("pod2", family, socket.SOCK_DGRAM, timeout=0.5) as server:
+            server.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 4096 * COUNT)
+            server.bind((bench.lab["pod2"].address(family), ECHO))
+            send_at_once(bench, place, (first, last), target[0])
+            got = set()
+            with suppress(TimeoutError):
+                while len(got) < COUNT:
+                    got.add(int.from_bytes(server.recv(65536)[:4]))
+    lost = sorted(set(range(COUNT)) - got)
+    assert not lost, f"{len(lost)} of {COUNT} are lost: {lost[:9]}"
+
+
+def send_at_once(bench: Bench, place: str, both: tuple[Sequence[bytes], Sequence[bytes]], address: str) -> None:
+    """A process on each of two processors sends its packets, each when the other one is about to send its own."""
+    family = socket.AF_INET6 if ":" in address else V4
+    with mmap.mmap(-1, 2 * PAGE) as numbers, ExitStack() as stack:
+        raws = [stack.enter_context(raw_socket(bench, place, family)) for _ in both]
+        children = []
+        for own, (raw, packets) in enumerate(zip(raws, both, strict=True)):
+            if not (child := os.fork()):
+                with suppress(BaseException):
+                    send_in_step(raw, packets, address, numbers, own)
+                os._exit(0)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def send_in_step(raw: socket.socket, packets: Sequence[bytes], address: str, numbers: mmap.mmap, own: int) -> None:
+    """Each process writes how far it is into a page of its own."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[own]})
+    until, step = time.monotonic() + 60, struct.Struct("=I")
+    for number, packet in enumerate(packets, 1):
+        time.sleep(0.002)  # a relay has time to read
+        step.pack_into(numbers, own * PAGE, number)
+        while step.unpack_from(numbers, (1 - own) * PAGE)[0] < number and time.monotonic() < until:
+            pass
+        raw.sendto(packet, (address, 0))
