@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,10 +12,9 @@ from hybrid_proxy.dataplane.kernel import tcp_segments
 from hybrid_proxy.dataplane.kernel.tcp_segments import SYN_ACK, Segment
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
 
-from .kit import PATIENCE, Bench, Service, as_terminating, counted, eventually
+from .kit import DEADLINES, Bench, Service, as_terminating, counted, eventually
 from .test_rows import target_of
 
-PROMPT = 1.0  # seconds from the change of the manifest to the reset; it takes 20 to 100 ms where nobody else works
 WAYS = {"pod1": "cluster", "client": "nodeport", "node": "cluster"}
 MODES = ["ebpf", "nftables", "iptables", "userspace"]  # of ipvs `status` says that it sends none
 ASKS = {"reset-gone-backends": "true"}
@@ -36,16 +34,13 @@ def talking(bench: Bench, service: Service, family: int, pod: str = "pod2") -> I
             client.close()
 
 
-def seconds_to_reset(clients: dict[str, socket.socket], since: float) -> dict[str, float]:
-    """Seconds until each one's recv() fails, which waits and sends nothing."""
-    found = {}
-    for place, client in clients.items():
-        client.settimeout(5 * PATIENCE)
+def are_reset(clients: dict[str, socket.socket]) -> None:
+    """Each one's recv() fails, which waits and sends nothing. It takes 20 to 100 ms where nobody else works."""
+    for client in clients.values():
+        client.settimeout(DEADLINES)
         # The kernel says so of a socket that it aborts, as it does the node's own ones in mode ebpf.
         with pytest.raises((ConnectionResetError, ConnectionAbortedError)):
             client.recv(1)
-        found[place] = time.monotonic() - since
-    return found
 
 
 @pytest.mark.row("4.40", "reset-gone-backends: open connections to an endpoint that is gone are reset at once")
@@ -57,13 +52,11 @@ def test_clients_of_an_endpoint_that_is_gone_are_reset(
     service = bench.service(gone, outside=True, annotations=ASKS)
     before = counted(bench.agent, "connections_reset") if mode != "userspace" else 0
     with talking(bench, service, family, gone) as clients:
-        since = time.monotonic()
         if left:
             service.write(bench.lab[left])
         else:
             service.empty()
-        took = seconds_to_reset(clients, since)
-        assert max(took.values()) < PROMPT * PATIENCE, took
+        are_reset(clients)
     if mode != "userspace":  # whose relay counts all its resets
         reset = before + len(clients)
         eventually(
@@ -83,7 +76,7 @@ def test_connections_that_stay(bench: Bench, mode: str, case: str, family: int) 
         service.write(*ends, bench.lab["pod3"])
         bench.settle(service, {"pod3"}, family)
         other.write(bench.lab["pod3"])
-        seconds_to_reset(others, time.monotonic())
+        are_reset(others)
         for client in clients.values():
             assert ask_tcp(client).pod == "pod2"
 
@@ -97,7 +90,7 @@ def test_a_client_that_will_not_reply_for_a_moment(bench: Bench, mode: str, fami
         with bench.lab.inside("node"):
             assert tcp_segments.send(to_client(one) for one in clients.values()) == len(clients)
         service.write(bench.lab["pod3"])
-        seconds_to_reset(clients, time.monotonic())
+        are_reset(clients)
 
 
 def to_client(client: socket.socket) -> Segment:

@@ -119,7 +119,7 @@ def test_a_trace_shows_a_connection(bench: Bench, family: int) -> None:
     client.start()
     try:
         done = bench.agent.command(
-            "trace", f"conformance/{service.name}", "--seconds", "20", "--limit", "6", "-o", "json",
+            "trace", f"conformance/{service.name}", "--seconds", "20", "--limit", "30", "-o", "json",
             "--admin-socket", str(bench.agent.socket),
         )  # fmt: skip
     finally:
