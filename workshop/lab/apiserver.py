@@ -117,6 +117,11 @@ class Faults:
 Predicate = Callable[[Mapping[str, str]], bool]
 
 
+def _swapped(pair: Sequence[tuple[list[int], bytes]]) -> tuple[list[int], bytes]:
+    """Two events as one line, the later one first: if only that one arrived, the other would be lost for good."""
+    return [version for versions, _ in pair for version in versions], b"".join(line for _, line in reversed(pair))
+
+
 def parse_selector(text: str, known: Sequence[str] | None = None) -> Predicate:
     """The predicate of a label or field selector of the simple kinds `k`, `!k`, `k=v`, `k==v`, `k!=v`.
 
@@ -788,15 +793,15 @@ class ApiServer:
                     overrun = place < kept.floor
                 if overrun:  # this watcher was too slow, the server drops it
                     return
-                lines = [(c.version, line) for c in changes if (line := line_for(c, selection))]
+                lines = [([c.version], line) for c in changes if (line := line_for(c, selection))]
                 if faults.reorder:
-                    lines = [pair for i in range(0, len(lines), 2) for pair in reversed(lines[i : i + 2])]
-                for version, line in lines:
+                    lines = [_swapped(lines[i : i + 2]) for i in range(0, len(lines), 2)]
+                for versions, line in lines:
                     if not alive(request):
                         return
                     if faults.cut_mid_line:
                         faults.cut_mid_line -= 1
-                        await response.write(line[: len(line) // 2])
+                        await response.write(line[: line.index(b"\n") // 2])
                         abort(request)
                         return
                     if faults.bad_line:
@@ -804,7 +809,8 @@ class ApiServer:
                         await response.write(b'{"type":"MODIFIED","object":{"metadata":\n')
                     if faults.duplicate:
                         line, previous = line + line + previous, line  # noqa: PLW2901
-                    self._note_written(version)
+                    for version in versions:
+                        self._note_written(version)
                     await response.write(line)
                 place = changes[-1].version if changes else place
                 if bookmarks and time.monotonic() >= next_bookmark:
