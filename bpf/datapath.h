@@ -19,14 +19,18 @@
 #include "scratch.h"
 #include "serve.h"
 
-/* The tuples of a flow that begins are known, but perhaps for the port that the backend sees. */
-INLINE enum step begin_flow(struct __sk_buff *skb, enum step step, const enum hook hook, const bool v6)
+/* The tuples of a flow that begins are known, but perhaps for the port that the backend sees; or follow one that there
+ * is, or is by then.
+ */
+INLINE enum step begin_or_follow(struct __sk_buff *skb, enum step step, const enum hook hook, const bool v6)
 {
 	if (step == STEP_STORE)
 		step = CALL(store_flow, skb, hook);
 	if (step == STEP_RESERVE)
 		step = CALL(reserve_tuple, skb, 0);
-	return step == STEP_CONTINUE ? CALL(store_flow, skb, hook | PORT_RESERVED) : step;
+	if (step == STEP_CONTINUE)
+		step = CALL(store_flow, skb, hook | PORT_RESERVED);
+	return step == STEP_FOLLOW ? CALL(follow_again, skb, hook) : step;
 }
 
 /* To a frontend, perhaps. */
@@ -36,13 +40,11 @@ INLINE enum step to_service(struct __sk_buff *skb, const enum hook hook, const b
 
 	if (step == STEP_CHOOSE)
 		step = CALL(choose, skb, hook);
-	if (step == STEP_FOLLOW)
-		return CALL(follow_again, skb, hook);
 	if (step == STEP_CREATE)
 		step = CALL(prepare_flow, skb, hook);
 	if (step == STEP_CREATE_DSR)
-		return CALL(create_dsr_flow, skb, 0);
-	return begin_flow(skb, step, hook, v6);
+		step = CALL(create_dsr_flow, skb, 0);
+	return begin_or_follow(skb, step, hook, v6);
 }
 
 /* From a backend, or to one directly, or neither. */
@@ -52,19 +54,13 @@ INLINE enum step beside_services(struct __sk_buff *skb, const enum hook hook, co
 
 	if (step == STEP_CONTINUE)
 		step = CALL(to_backend, skb, hook);
-	if (step == STEP_FOLLOW)
-		return CALL(follow_again, skb, hook);
-	return begin_flow(skb, step, hook, v6);
+	return begin_or_follow(skb, step, hook, v6);
 }
 
 /* Encapsulated, from the node that a client sent it to. */
 INLINE enum step from_other_node(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	enum step step = CALL(decap, skb, hook);
-
-	if (step == STEP_FOLLOW)
-		return CALL(follow_again, skb, hook);
-	return begin_flow(skb, step, hook, v6);
+	return begin_or_follow(skb, CALL(decap, skb, hook), hook, v6);
 }
 
 /* Send out what does not go through the stack. */

@@ -26,12 +26,13 @@
 
 #define IP_DF bpf_htons(0x4000)
 
-/* Store the client's direction, which is all that this node will see. */
+/* Store the client's direction, which is all that this node will see. STEP_FOLLOW: another CPU has begun the flow. */
 INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
 	enum flow_table table = initial_table(key->protocol);
 	struct flow *f = &space->flow;
+	long error;
 
 	fill_flow(f, key, &space->result, v6);
 	f->started_or_fin = start_time(key->protocol);
@@ -39,7 +40,10 @@ INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, _
 	f->ifindex = f->challenges = 0;
 	f->origin = ORIGIN_UPLINKS;
 	f->ack = space->packet.seq;
-	if (flow_update(key, f, table, BPF_ANY, v6)) {
+	error = flow_update(key, f, table, BPF_NOEXIST, v6);
+	if (error == -EEXIST)
+		return STEP_FOLLOW;
+	if (error) {
 		count(COUNT_FLOW_FULL);
 		if (table == TABLE_HALF_OPEN || flow_update(key, f, TABLE_HALF_OPEN, BPF_ANY, v6))
 			return drop(space, COUNT_DROP_FLOW_FULL);

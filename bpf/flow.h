@@ -20,6 +20,7 @@
 #include "packet.h"
 
 #define EEXIST 17
+#define EALREADY 114
 
 enum flow_table { TABLE_FLOWS, TABLE_HALF_OPEN };
 

@@ -142,8 +142,8 @@ INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 }
 
 /* May `key` (backend -> client) become the reply entry of the flow whose own key is `forward`? An abandoned entry
- * makes way, and so does this flow's own whose other half was evicted. The backend may remember a connection that
- * ended in good order.
+ * makes way, and so does this flow's own whose other half was evicted, or is about to be stored by another CPU. The
+ * backend may remember a connection that ended in good order.
  */
 INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const bool v6)
 {
@@ -154,7 +154,8 @@ INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const 
 	if (!found.entry)
 		return true;
 	peer_key(&owner, found.entry, key->protocol);
-	if (!is_abandoned(found.entry, key->protocol) && !same_tuple(&owner, forward, v6))
+	if (!is_abandoned(found.entry, key->protocol) &&
+	    (!same_tuple(&owner, forward, v6) || flow_lookup(forward, found.table, v6)))
 		return false;
 	if (found.entry->flags & FLOW_COLLISION)
 		return false;
@@ -221,6 +222,7 @@ struct first_packet {
 	__u32 seq;
 	__u8 mac[12];
 	bool past_stack; /* `hop` leads to the backend, and no packet of the flow needs the stack */
+	bool reserved;	 /* `reserve_tuple` has found the port */
 };
 
 /* The backend's half of a new pair: its answers become the service's. */
@@ -239,9 +241,49 @@ INLINE void fill_reply(struct flow *f, const struct tuple *key, const struct tup
 	__builtin_memcpy(f->mac + 6, from->mac, 6);
 }
 
+/* Does the flow of `key` lead to `result`? */
+INLINE bool leads_to(const struct tuple *key, const struct tuple *result, const enum flow_table table, const bool v6)
+{
+	struct flow *f = flow_lookup(key, table, v6);
+	struct tuple to;
+
+	if (!f)
+		return false;
+	translated_tuple(&to, f, key->protocol);
+	return same_tuple(&to, result, v6);
+}
+
+/* Store the half of a pair that its answers use. It must be new; but where it was free a moment ago, it may be this
+ * flow's by now, which another CPU is about to begin with the same backend and port.
+ */
+INLINE long store_reply(struct scratch *space, const enum flow_table table, bool reserved, const bool v6)
+{
+	long error = flow_update(&space->reply, &space->flow, table, BPF_NOEXIST, v6);
+	struct tuple back;
+
+	if (error != -EEXIST || !reserved)
+		return error;
+	reverse_tuple(&back, &space->packet.tuple);
+	return leads_to(&space->reply, &back, table, v6) ? 0 : error;
+}
+
+/* Store the packet's half of a pair. Two CPUs may have a packet of a new flow at once, and choose for it: the flow is
+ * what comes first, and the other packet follows it (-EALREADY), unless both have chosen the same.
+ */
+INLINE long store_forward(struct scratch *space, const enum flow_table table, const bool v6)
+{
+	const struct tuple *key = &space->packet.tuple;
+	long error = flow_update(key, &space->flow, table, BPF_NOEXIST, v6);
+
+	if (!error || (error == -EEXIST && leads_to(key, &space->result, table, v6)))
+		return 0;
+	flow_delete(&space->reply, table, v6);
+	return error == -EEXIST ? -EALREADY : error;
+}
+
 /* Store both directions in one table: the packet's tuple becomes `result`, and its answers, whose tuple is `reply`,
  * the client's again. The answers' half comes first and must be new: of two packets that reserve a tuple at once, one
- * gets -EEXIST. 0 or a negative errno.
+ * gets -EEXIST. 0 or a negative errno; -EALREADY: the packet has a flow by now.
  */
 INLINE long store_pair(struct scratch *space, const struct first_packet *from, const enum flow_table table,
 		       const bool v6)
@@ -255,7 +297,7 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 	f->challenges = 0;
 	f->challenged_at = from->past_stack ? moment() : 0;
 	fill_reply(f, key, reply, from, &space->hop, v6);
-	error = flow_update(reply, f, table, BPF_NOEXIST, v6);
+	error = store_reply(space, table, from->reserved, v6);
 	f->flags = direction;
 	if (error)
 		return error;
@@ -267,10 +309,7 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 		__builtin_memcpy(f->mac, space->hop.dmac, 6);
 		__builtin_memcpy(f->mac + 6, space->hop.smac, 6);
 	}
-	error = flow_update(key, f, table, BPF_ANY, v6);
-	if (error)
-		flow_delete(reply, table, v6);
-	return error;
+	return store_forward(space, table, v6);
 }
 
 /* FAST_PATH_ALWAYS: do the routes to the backend and back to the client lead to pods' interfaces, and would the stack
@@ -289,7 +328,8 @@ INLINE bool skips_stack_at_once(struct __sk_buff *skb, struct scratch *space, en
 }
 
 /* Store the pair where new ones begin. When `flows` has no room, the LRU table keeps the service going. 0 or a negative
- * errno: -EEXIST if another flow has the tuple, or, of one that is not `reserved`, may have it in the other table.
+ * errno: -EALREADY if the packet has a flow by now; -EEXIST if another flow has the tuple, or, of one that is not
+ * `reserved`, may have it in the other table.
  */
 INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reserved, enum hook hook, const bool v6)
 {
@@ -298,6 +338,7 @@ INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reser
 		.origin = origin_here(skb, hook),
 		.seq = space->packet.seq,
 		.past_stack = skips_stack_at_once(skb, space, hook, v6),
+		.reserved = reserved,
 	};
 	const struct tuple *key = &space->packet.tuple;
 	long error;
@@ -310,7 +351,7 @@ INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reser
 			if (space->choice.counted)
 				count_flow(space->flow.backend, space->flow.service, false);
 		}
-		if (!error || error == -EEXIST)
+		if (!error || error == -EEXIST || error == -EALREADY)
 			return error;
 		count(COUNT_FLOW_FULL);
 		EMIT_EVENT(skb, COUNT_FLOW_FULL, hook);
@@ -336,9 +377,9 @@ INLINE void note_new_flow(struct __sk_buff *skb, const struct scratch *space, en
 	TRACE_EVENT(skb, COUNT_NEW_FLOW, hook);
 }
 
-/* Store both directions of the flow, then rewrite its first packet. STEP_RESERVE: another flow has its tuple. Of a
- * direct TCP connection with the client's own port nothing needs to be stored, because segments that open a connection
- * are always looked at.
+/* Store both directions of the flow, then rewrite its first packet. STEP_RESERVE: another flow has its tuple.
+ * STEP_FOLLOW: another CPU has begun the flow, with another packet of it. Of a direct TCP connection with the client's
+ * own port nothing needs to be stored, because segments that open a connection are always looked at.
  */
 INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, __u32 detail, const bool v6)
 {
@@ -354,6 +395,8 @@ INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, __u32 
 		return STEP_PASS;
 	}
 	error = create_pair(skb, space, reserved, hook, v6);
+	if (error == -EALREADY)
+		return STEP_FOLLOW;
 	if (error == -EEXIST && !reserved)
 		return STEP_RESERVE;
 	if (error)

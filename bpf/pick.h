@@ -32,11 +32,27 @@ INLINE __u32 affinity_lookup(const struct affinity_key *key, __u32 timeout, __u3
 	return (__u32)value;
 }
 
-INLINE void affinity_store(const struct affinity_key *key, __u32 backend)
+INLINE long affinity_store(const struct affinity_key *key, __u32 backend, __u64 flags)
 {
 	__u64 value = (__u64)now() << 32 | backend;
 
-	bpf_map_update_elem(&affinity, key, &value, BPF_ANY);
+	return bpf_map_update_elem(&affinity, key, &value, flags);
+}
+
+/* Remember the backend that was chosen for a client of which nothing was known; the one that it has. Another CPU may
+ * have chosen for it at the same time: what is remembered first counts for both.
+ */
+INLINE __u32 affinity_begin(const struct affinity_key *key, __u32 backend, __u32 timeout, __u32 set)
+{
+	__u32 first;
+
+	if (!affinity_store(key, backend, BPF_NOEXIST))
+		return backend;
+	first = affinity_lookup(key, timeout, set);
+	if (first)
+		return first;
+	affinity_store(key, backend, BPF_ANY);
+	return backend;
 }
 
 /* The backend's address from its row; false: the id is another service's by now. */
@@ -59,11 +75,13 @@ INLINE bool pick_backend(struct choice *c, struct service *service, const struct
 {
 	__u32 timeout = service->affinity;
 	struct affinity_key key = {.service = c->service};
+	bool known = false;
 
 	if (timeout) {
 		copy_address(key.client, t->saddr);
 		c->backend = affinity_lookup(&key, timeout, c->set);
 		NOTE(NOTE_AFFINITY, timeout, c->backend);
+		known = c->backend;
 		if (c->backend == c->avoid)
 			c->backend = 0;
 	}
@@ -71,8 +89,10 @@ INLINE bool pick_backend(struct choice *c, struct service *service, const struct
 		return false;
 	if (!timeout)
 		return !v6 || read_backend(c);
-	if (remember)
-		affinity_store(&key, c->backend);
+	if (remember && known)
+		affinity_store(&key, c->backend, BPF_ANY);
+	else if (remember)
+		c->backend = affinity_begin(&key, c->backend, timeout, c->set);
 	return read_backend(c);
 }
 
