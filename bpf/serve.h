@@ -119,8 +119,15 @@ INLINE enum step check_client(struct __sk_buff *skb, struct scratch *space, enum
 	return is_ingress(hook) ? check_source_towards(skb, space, target, v6) : STEP_CONTINUE;
 }
 
-/* No flow is known: choose a backend. A later fragment of a datagram whose first began no flow goes as its first did.
+/* A later fragment of a datagram whose first began no flow goes as its first did, unless another CPU can be about to
+ * begin one with it. Of other protocols than UDP the first fragment has more to say than its ports.
  */
+INLINE bool may_begin(const struct packet *p, enum verdict verdict)
+{
+	return p->fragment.part != LATER_FRAGMENT || (p->tuple.protocol == IPPROTO_UDP && verdict == VERDICT_DNAT);
+}
+
+/* No flow is known: choose a backend. */
 INLINE enum step choose(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
 	enum verdict verdict = choose_reachable(skb, space, hook, v6);
@@ -131,7 +138,7 @@ INLINE enum step choose(struct __sk_buff *skb, struct scratch *space, __u32 hook
 	checked = check_client(skb, space, verdict, hook, v6);
 	if (checked != STEP_CONTINUE)
 		return checked;
-	if (space->packet.fragment.part == LATER_FRAGMENT)
+	if (!may_begin(&space->packet, verdict))
 		return drop(space, COUNT_DROP_FRAGMENT);
 	if (verdict == VERDICT_DROP)
 		return drop(space, space->choice.why);

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import mmap
-import os
 import random
 import socket
-import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 from scapy.layers.inet import IP, UDP, fragment
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment, fragment6
 from scapy.packet import Raw
 
+from .at_once import raw_socket, send_at_once, two_processors
 from .kit import V4, Bench, Service, counted, eventually, ruleset
 from .test_rows import target_of
 
 SIZE = 8000
 ECHO = 7007
 COUNT = 300
-PAGE = mmap.PAGESIZE
-IPV6_HDRINCL = 36  # linux/in6.h
 SO_RCVBUFFORCE = 33  # asm-generic/socket.h
 LOCAL = {"externalTrafficPolicy": "Local"}
 WAYS = [("pod1", "cluster", "pod2", {}), ("pod1", "cluster", "remote1", {}), ("pod1", "cluster", "pod1", {}),
@@ -34,6 +29,7 @@ WAYS = [("pod1", "cluster", "pod2", {}), ("pod1", "cluster", "remote1", {}), ("p
         ("node", "cluster", "remote1", {})]  # fmt: skip
 IDS = ["-".join(way[:3]) + ("-local" if way[3] else "") for way in WAYS]
 NUMBERS = itertools.count(1000)  # of datagrams
+PORTS = itertools.count(10_000)
 ORDERS: dict[str, Callable[[list[bytes]], Sequence[bytes]]] = {
     "in-order": lambda pieces: pieces,
     "reversed": lambda pieces: pieces[::-1],
@@ -143,14 +139,6 @@ def send_pieces(bench: Bench, place: str, pieces: Sequence[bytes], target: tuple
             raw.sendto(piece, (target[0], 0))
 
 
-def raw_socket(bench: Bench, place: str, family: int) -> socket.socket:
-    """One that sends whole IP packets."""
-    raw = bench.lab.socket(place, family, socket.SOCK_RAW, socket.IPPROTO_RAW)
-    if family != V4:
-        raw.setsockopt(socket.IPPROTO_IPV6, IPV6_HDRINCL, 1)
-    return raw
-
-
 REMOTE = [way for way in WAYS if way[0] != "node"]
 
 
@@ -191,21 +179,23 @@ def test_fragments_may_come_in_any_order(
             assert source[:2] == target
 
 
+@two_processors
 @pytest.mark.row("2.23", "fragments in any order, both ways")
 @pytest.mark.parametrize(("place", "way"), [("pod1", "cluster"), ("client", "nodeport")], ids=["pod1", "client"])
+@pytest.mark.parametrize("begins", [False, True], ids=["of-an-open-flow", "of-new-flows"])
 def test_two_processors_may_have_fragments_of_a_datagram_at_once(
-    bench: Bench, place: str, way: str, family: int
+    bench: Bench, place: str, way: str, begins: bool, family: int
 ) -> None:
-    """The first one may become known while the other one is about to wait for it."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("missing: a second processor")
+    """The first one may become known while the other one is about to wait for it, and begin a flow after that."""
     service = service_of(bench, "pod2", {})
     target = target_of(bench, service, way, family)
     with bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.5) as client:
         client.bind((bench.lab[place].address(family), 0))
         with echo(bench, "pod2", family):
             eventually(lambda: returned(client, b"small", target), 8, "nothing comes back at all")
-        datagrams = [pieces_of(client.getsockname()[:2], target, number.to_bytes(4) * 400) for number in range(COUNT)]
+        address, port = client.getsockname()[:2]
+        sources = [(address, next(PORTS) if begins else port) for _ in range(COUNT)]
+        datagrams = [pieces_of(source, target, number.to_bytes(4) * 400) for number, source in enumerate(sources)]
         first, last = zip(*datagrams, strict=True)
         with bench.socket("pod2", family, socket.SOCK_DGRAM, timeout=0.5) as server:
             server.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 4096 * COUNT)
@@ -217,31 +207,3 @@ def test_two_processors_may_have_fragments_of_a_datagram_at_once(
                     got.add(int.from_bytes(server.recv(65536)[:4]))
     lost = sorted(set(range(COUNT)) - got)
     assert not lost, f"{len(lost)} of {COUNT} are lost: {lost[:9]}"
-
-
-def send_at_once(bench: Bench, place: str, both: tuple[Sequence[bytes], Sequence[bytes]], address: str) -> None:
-    """A process on each of two processors sends its packets, each when the other one is about to send its own."""
-    family = socket.AF_INET6 if ":" in address else V4
-    with mmap.mmap(-1, 2 * PAGE) as numbers, ExitStack() as stack:
-        raws = [stack.enter_context(raw_socket(bench, place, family)) for _ in both]
-        children = []
-        for own, (raw, packets) in enumerate(zip(raws, both, strict=True)):
-            if not (child := os.fork()):
-                with suppress(BaseException):
-                    send_in_step(raw, packets, address, numbers, own)
-                os._exit(0)
-            children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
-
-
-def send_in_step(raw: socket.socket, packets: Sequence[bytes], address: str, numbers: mmap.mmap, own: int) -> None:
-    """Each process writes how far it is into a page of its own."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[own]})
-    until, step = time.monotonic() + 60, struct.Struct("=I")
-    for number, packet in enumerate(packets, 1):
-        time.sleep(0.002)  # a relay has time to read
-        step.pack_into(numbers, own * PAGE, number)
-        while step.unpack_from(numbers, (1 - own) * PAGE)[0] < number and time.monotonic() < until:
-            pass
-        raw.sendto(packet, (address, 0))
