@@ -276,7 +276,9 @@ def test_the_end_of_a_connection_reaches_the_other_side(bench: Bench, strict: No
         for stream in streams:
             stream.ask()
         time.sleep(0.02)
-    assert len(established(bench.lab, "pod2", family) - before) >= 20
+    eventually(  # the kernel may leave one out of a listing while others come and go
+        lambda: len(established(bench.lab, "pod2", family) - before) >= 20, 3, "the backend does not have them all"
+    )
     for stream in streams:
         stream.connection.close()
     eventually(
