@@ -237,7 +237,8 @@ INLINE void delete_pair(const struct tuple *key, const struct flow *f, const enu
 	struct tuple pair;
 
 	peer_key(&pair, f, key->protocol);
-	delete_both(key, &pair, f, table, v6);
+	if (READ_ONCE(f->tag) == flow_tag(key, v6)) /* or another CPU has deleted it, and it may be another flow's */
+		delete_both(key, &pair, f, table, v6);
 }
 
 #endif
