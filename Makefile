@@ -16,7 +16,7 @@ TOOLS    := build/tools/usr/sbin
 PROMTOOL := build/tools/usr/bin/promtool
 IPVS      = $(wildcard /proc/net/ip_vs)$(shell modprobe -nq ip_vs 2>/dev/null && echo loadable)
 
-WORKERS  ?= 5
+WORKERS  ?= 4
 CLANG    ?= clang
 INCLUDES := -I/usr/include/$(shell uname -m)-linux-gnu
 CFLAGS_BPF := -O2 -g -target bpf -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare $(INCLUDES)
@@ -43,7 +43,7 @@ demo: $(STAMPS)/agent bpf ## show the main job on this machine, in namespaces of
 # Most tests wait rather than compute: there are more workers than processors. Without IPVS in this kernel, its tests
 # run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, under twenty minutes (root: they make namespaces of their own); WORKERS=5
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, under twenty minutes (root: they make namespaces of their own); WORKERS=4
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
 
