@@ -76,7 +76,7 @@ def server(bench: Bench, pod: str, family: int) -> socket.socket:
 
 @pytest.mark.parametrize(("place", "way"), [("pod1", "cluster"), ("client", "nodeport")], ids=["pod1", "client"])
 def test_the_first_two_datagrams_of_a_flow_reach_one_backend(bench: Bench, place: str, way: str, family: int) -> None:
-    """Conntrack may drop one of them, which is a known cause of DNS queries that take five seconds."""
+    """In the modes that use conntrack, most of them do not: rules choose for each packet of a new connection."""
     address, first = bench.lab[place].address(family), next(FIRST_PORT)
     seen = both_of(bench, place, way, family, {}, [[(address, first + flow)] * 2 for flow in range(FLOWS)])
     lost = {flow: places for flow, places in seen.items() if len(places) < 2}
