@@ -178,6 +178,9 @@ def _judged(found: dict[Load, dict[str, Any]]) -> Seen:
     new = [row for load, row in found.items() if load.kind == "connections"]
     kept = {load: row for load, row in found.items() if load.kind != "connections" and load.name != PLAIN}
     (plain,) = (row for load, row in found.items() if load.name == PLAIN)
+    for load, row in found.items():
+        if row["failures"]:
+            say(f"  {load.name}: {row['failures']}")
     return Seen(
         lost={f"{load.name}: {why}": n for load, row in kept.items() for why, n in row["failures"].items()},
         moved={load.name: row["moved"] for load, row in kept.items() if row["moved"]},
