@@ -12,37 +12,38 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from .forging import SO_RCVBUFFORCE
 from .kit import V4, Bench
 
 PAGE = mmap.PAGESIZE
-IPV6_HDRINCL = 36  # linux/in6.h
 SECONDS = 60  # after which a process no longer waits for the other one
 
 two_processors = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="missing: a second processor")
 
 
-def raw_socket(bench: Bench, place: str, family: int) -> socket.socket:
-    """One that sends whole IP packets."""
-    raw = bench.lab.socket(place, family, socket.SOCK_RAW, socket.IPPROTO_RAW)
-    if family != V4:
-        raw.setsockopt(socket.IPPROTO_IPV6, IPV6_HDRINCL, 1)
-    return raw
+def inbox(bench: Bench, place: str, family: int, port: int) -> socket.socket:
+    """A socket for datagrams that come at once: it has room for all of them."""
+    made = bench.socket(place, family, socket.SOCK_DGRAM, port, timeout=0.5)
+    made.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 22)
+    return made
 
 
 def send_at_once(bench: Bench, place: str, both: tuple[Sequence[bytes], Sequence[bytes]], address: str) -> None:
     """Send as many packets on each of two processors, each at the moment at which the other one sends its own."""
     family = socket.AF_INET6 if ":" in address else V4
     with mmap.mmap(-1, 2 * PAGE) as numbers, ExitStack() as stack:
-        raws = [stack.enter_context(raw_socket(bench, place, family)) for _ in both]
+        kind = (family, socket.SOCK_RAW, socket.IPPROTO_RAW)
+        raws = [stack.enter_context(bench.lab.socket(place, *kind)) for _ in both]
         children = []
         for own, (raw, packets) in enumerate(zip(raws, both, strict=True)):
             if not (child := os.fork()):
+                code = 1
                 with suppress(BaseException):
                     _send_in_step(raw, packets, address, numbers, own)
-                os._exit(0)
+                    code = 0
+                os._exit(code)
             children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0], "a process could not send"
 
 
 def _send_in_step(raw: socket.socket, packets: Sequence[bytes], address: str, numbers: mmap.mmap, own: int) -> None:

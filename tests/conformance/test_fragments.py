@@ -14,14 +14,13 @@ from scapy.layers.inet import IP, UDP, fragment
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment, fragment6
 from scapy.packet import Raw
 
-from .at_once import raw_socket, send_at_once, two_processors
+from .at_once import inbox, send_at_once, two_processors
 from .kit import V4, Bench, Service, counted, eventually, ruleset
 from .test_rows import target_of
 
 SIZE = 8000
 ECHO = 7007
 COUNT = 300
-SO_RCVBUFFORCE = 33  # asm-generic/socket.h
 LOCAL = {"externalTrafficPolicy": "Local"}
 WAYS = [("pod1", "cluster", "pod2", {}), ("pod1", "cluster", "remote1", {}), ("pod1", "cluster", "pod1", {}),
         ("client", "nodeport", "pod2", {}), ("client", "nodeport", "pod2", LOCAL),
@@ -134,7 +133,8 @@ def pieces_of(source: tuple[str, int], target: tuple[str, int], data: bytes) -> 
 
 def send_pieces(bench: Bench, place: str, pieces: Sequence[bytes], target: tuple[str, int]) -> None:
     """As they are; the kernel of the place only routes them."""
-    with raw_socket(bench, place, V4 if pieces[0][0] >> 4 == 4 else socket.AF_INET6) as raw:
+    family = V4 if pieces[0][0] >> 4 == 4 else socket.AF_INET6
+    with bench.lab.socket(place, family, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
         for piece in pieces:
             raw.sendto(piece, (target[0], 0))
 
@@ -197,9 +197,7 @@ def test_two_processors_may_have_fragments_of_a_datagram_at_once(
         sources = [(address, next(PORTS) if begins else port) for _ in range(COUNT)]
         datagrams = [pieces_of(source, target, number.to_bytes(4) * 400) for number, source in enumerate(sources)]
         first, last = zip(*datagrams, strict=True)
-        with bench.socket("pod2", family, socket.SOCK_DGRAM, timeout=0.5) as server:
-            server.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 4096 * COUNT)
-            server.bind((bench.lab["pod2"].address(family), ECHO))
+        with inbox(bench, "pod2", family, ECHO) as server:
             send_at_once(bench, place, (first, last), target[0])
             got = set()
             with suppress(TimeoutError):

@@ -10,13 +10,10 @@ from contextlib import ExitStack, suppress
 from ipaddress import ip_interface
 
 import pytest
-from scapy.layers.inet import IP, UDP
-from scapy.layers.inet6 import IPv6
-from scapy.packet import Raw
 
-from .at_once import send_at_once, two_processors
+from .at_once import inbox, send_at_once, two_processors
 from .kit import V4, Bench, eventually
-from .test_fragments import SO_RCVBUFFORCE
+from .packets import Header, datagram, packet
 from .test_rows import target_of
 
 FLOWS, CLIENTS = 300, 200
@@ -30,9 +27,9 @@ pytestmark = [two_processors, pytest.mark.parametrize("mode", ["ebpf"], indirect
 Address = tuple[str, int]
 
 
-def datagram(source: Address, target: Address, text: str) -> bytes:
-    head = IPv6(src=source[0], dst=target[0]) if ":" in target[0] else IP(src=source[0], dst=target[0])
-    return bytes(head / UDP(sport=source[1], dport=target[1]) / Raw(text))
+def small(source: Address, target: Address, text: str) -> bytes:
+    header = Header(source[0], target[0])
+    return packet(header, socket.IPPROTO_UDP, datagram(header, (source[1], target[1]), text.encode()))
 
 
 Places = dict[int, list[tuple[str, Address]]]  # flow -> where its datagrams arrived: pod, and client seen there
@@ -46,11 +43,11 @@ def both_of(
     target = target_of(bench, service, way, family)
     seen: Places = {number: [] for number in range(len(sources))}
     packets = [
-        [datagram(source, target, str(number)) for number, source in enumerate(each)]
+        [small(source, target, str(number)) for number, source in enumerate(each)]
         for each in zip(*sources, strict=True)
     ]
     with ExitStack() as stack:
-        servers = {pod: stack.enter_context(server(bench, pod, family)) for pod in BACKENDS}
+        servers = {pod: stack.enter_context(inbox(bench, pod, family, PORT)) for pod in BACKENDS}
         client = stack.enter_context(bench.socket(place, family, socket.SOCK_DGRAM))
 
         def arrives() -> bool:
@@ -66,12 +63,6 @@ def both_of(
                     if text:
                         seen[int(text)].append((pod, peer[:2]))
     return seen
-
-
-def server(bench: Bench, pod: str, family: int) -> socket.socket:
-    made = bench.socket(pod, family, socket.SOCK_DGRAM, PORT, timeout=0.5)
-    made.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 22)
-    return made
 
 
 @pytest.mark.parametrize(("place", "way"), [("pod1", "cluster"), ("client", "nodeport")], ids=["pod1", "client"])

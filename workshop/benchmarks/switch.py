@@ -179,7 +179,7 @@ def _judged(found: dict[Load, dict[str, Any]]) -> Seen:
     kept = {load: row for load, row in found.items() if load.kind != "connections" and load.name != PLAIN}
     (plain,) = (row for load, row in found.items() if load.name == PLAIN)
     for load, row in found.items():
-        if row["failures"]:
+        if load.kind == "connections" and row["failures"]:
             say(f"  {load.name}: {row['failures']}")
     return Seen(
         lost={f"{load.name}: {why}": n for load, row in kept.items() for why, n in row["failures"].items()},
