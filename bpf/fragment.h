@@ -91,8 +91,9 @@ INLINE bool load_frame(struct __sk_buff *skb, struct queued_fragment *copy)
 	       !bpf_skb_store_bytes(skb, 0, copy->frame, bounded_length(length), BPF_F_RECOMPUTE_CSUM);
 }
 
-/* What was written before is seen before what is read behind this. An addition of the processor does that on x86; on
- * arm64, where it does not, what remains is the time for which a processor keeps back what it has written.
+/* What was written before this is seen by others before anything behind it is read. An atomic addition does that on
+ * x86, here to the number of the next place; on arm64, where it does not, what remains is the time for which a
+ * processor keeps back what it has written.
  */
 INLINE void order_memory(struct scratch *space)
 {
@@ -183,8 +184,10 @@ INLINE enum step track_later(struct __sk_buff *skb, struct scratch *space, enum 
 		if (!is_ingress(hook) || !may_concern_service(&p->tuple, v6))
 			return STEP_PASS;
 		datagram = begin_datagram(space, false);
-		step = datagram ? queue_fragment(skb, space, datagram) : STEP_PASS;
-		if (!datagram || step != STEP_CONTINUE)
+		if (!datagram)
+			return STEP_PASS;
+		step = queue_fragment(skb, space, datagram);
+		if (step != STEP_CONTINUE)
 			return step;
 	}
 	p->tuple.sport = datagram->sport;
