@@ -43,7 +43,7 @@ demo: $(STAMPS)/agent bpf ## show the main job on this machine, in namespaces of
 # Most tests wait rather than compute: there are more workers than processors. Without IPVS in this kernel, its tests
 # run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, under twenty minutes (root: they make namespaces of their own); WORKERS=4
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, 20 to 60 minutes on two processors (root: they make namespaces of their own); WORKERS=4
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
 

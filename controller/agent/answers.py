@@ -37,7 +37,7 @@ from hybrid_proxy.dataplane.netfilter import translated_flows
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
-EARLIER: Final = 1.0  # seconds before a command gives up, it is told that there will be no answer
+REPORT_EARLIER: Final = 1.0  # the agent reports that it is busy so many seconds before the command's timeout
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Query:
 
 def ask(put: Callable[[Query], None], request: p.LoopRequest) -> p.Answer:
     """Put a request into the loop's queue and wait for the answer."""
-    query, seconds = Query(request), p.answer_seconds(request) - EARLIER
+    query, seconds = Query(request), p.answer_seconds(request) - REPORT_EARLIER
     put(query)
     if not query.answered.wait(seconds) and query.claim.acquire(blocking=False):
         return p.BusyAnswer(begun=False, seconds=seconds)

@@ -81,7 +81,7 @@ def show(command: str, args: argparse.Namespace) -> int:
 def _switch(args: argparse.Namespace) -> int:
     if bool(args.mode) == args.back:
         raise ConfigError("give a mode, or --back")
-    ask(args.admin_socket, GetNames(), NamesAnswer)  # an agent that hangs is told sooner than a switch may take
+    ask(args.admin_socket, GetNames(), NamesAnswer)  # reports an agent that hangs before the timeout of a switch
     if args.dry_run:
         return _would_switch(args)
     answer = ask(args.admin_socket, SwitchMode(args.mode or None), SwitchAnswer)

@@ -382,8 +382,8 @@ class Folder:
             found[shown] = file
         for path, why in wrong.items():
             self._keep(_shown(path), why, found)
-        self.path.stat()
-        if _identity(self.path) != identity:  # what was not found is elsewhere
+        self.path.stat()  # or it is gone, and nobody deleted what was not found
+        if _identity(self.path) != identity:
             raise OSError(errno.ESTALE, "it became another folder while it was read")
         if wrong:
             found = dict(sorted(found.items(), key=lambda item: Path(item[0])))

@@ -130,7 +130,7 @@ def test_what_a_command_gave_up_does_not_happen_when_the_agent_goes_on(tmp_path:
 def test_a_request_that_waited_too_long_is_given_up_unless_it_has_begun(
     begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers.p, "answer_seconds", lambda request: answers.EARLIER + 0.01)
+    monkeypatch.setattr(answers.p, "answer_seconds", lambda request: answers.REPORT_EARLIER + 0.01)
     queries: list[answers.Query] = []
 
     def put(query: answers.Query) -> None:
