@@ -24,6 +24,10 @@ class DeleteTable(NamedTuple):
     """The family's table with everything in it."""
 
 
+class DeleteRules(NamedTuple):
+    """All rules of the table, whatever chain they are in."""
+
+
 class AddCounter(NamedTuple):
     """A named counter; nothing if it is there."""
 
@@ -115,8 +119,9 @@ class DeleteElements(NamedTuple):
 
 
 Operation = (
-    AddTable | OwnTable | DeleteTable | AddCounter | AddSet | FlushSet | DeleteSet | AddChain | FlushChain | DeleteChain
-    | AddRules | AddFlowtable | DeleteInterfaces | DeleteFlowtable | AddElements | AddEncoded | DeleteElements
+    AddTable | OwnTable | DeleteTable | DeleteRules | AddCounter | AddSet | FlushSet | DeleteSet | AddChain
+    | FlushChain | DeleteChain | AddRules | AddFlowtable | DeleteInterfaces | DeleteFlowtable | AddElements | AddEncoded
+    | DeleteElements
 )  # fmt: skip
 
 

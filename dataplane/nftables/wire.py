@@ -99,6 +99,8 @@ class Kernel:
                 yield message(nf.NFT_MSG_NEWTABLE, NLM_F_CREATE, flags, f"table {family.name} {self._table}, owned")
             case op.DeleteTable():
                 yield message(nf.NFT_MSG_DELTABLE, 0, b"", f"to delete table {family.name} {self._table}")
+            case op.DeleteRules():
+                yield message(nf.NFT_MSG_DELRULE, 0, b"", f"to delete the rules of table {family.name} {self._table}")
             case op.AddCounter(name):
                 yield message(nf.NFT_MSG_NEWOBJ, NLM_F_CREATE, _counter(name), f"counter {name}")
             case op.AddSet(wanted):
@@ -315,7 +317,12 @@ def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work], needs:
 
 
 def remove_tables(table: str) -> int:
-    """Delete the table of that name in both families; how many there were."""
+    """Delete the table of that name in both families; how many there were.
+
+    Its rules go first. The kernel follows the rules of a base chain that it deletes for some more packets, when maps
+    are empty for them already and sets are not (Linux 6.4, `nft_map_deactivate`). A rule that refuses what is in no map
+    would refuse a new connection that another mode translates.
+    """
     removed = 0
     try:
         kernel = Kernel(table)
@@ -324,6 +331,7 @@ def remove_tables(table: str) -> int:
     with contextlib.closing(kernel):
         for family in FAMILIES.values():
             with contextlib.suppress(NftablesError):
+                kernel.commit((family, [op.DeleteRules()]))
                 kernel.commit((family, [op.DeleteTable()]))
                 removed += 1
     return removed
