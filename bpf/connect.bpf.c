@@ -244,7 +244,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	remember_connected(ctx, sk, &target, &choice, is_zero_address(source) ? CONNECTED_FREE : CONNECTED_BOUND,
 			   protocol);
 	write_target(ctx, &target, choice.address, choice.port, v6);
-	count(COUNT_SOCKET_CONNECT);
+	count_inline(COUNT_SOCKET_CONNECT);
 	count_localhost(&target);
 	account_flow(choice.backend);
 	trace_socket(&target, &choice, protocol);

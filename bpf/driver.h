@@ -191,7 +191,7 @@ INLINE bool fib_lookup_xdp(struct xdp_md *ctx, struct bpf_fib_lookup *hop, const
 
 INLINE int transmit(struct xdp_md *ctx, const struct bpf_fib_lookup *hop, __u32 flags)
 {
-	count(flags & FLOW_REPLY ? COUNT_XDP_REPLY : COUNT_XDP_DNAT);
+	count_inline(flags & FLOW_REPLY ? COUNT_XDP_REPLY : COUNT_XDP_DNAT);
 	return hop->ifindex == ctx->ingress_ifindex ? XDP_TX : bpf_redirect(hop->ifindex, 0);
 }
 

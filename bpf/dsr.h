@@ -51,7 +51,7 @@ INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, _
 	} else if (table == TABLE_FLOWS) {
 		count_half_open(1);
 	}
-	count(COUNT_NEW_FLOW);
+	count_inline(COUNT_NEW_FLOW);
 	return STEP_ENCAP;
 }
 
@@ -122,7 +122,7 @@ INLINE enum step encap(struct __sk_buff *skb, struct scratch *space, __u32 unuse
 		return drop(space, COUNT_DROP_NO_ROUTE);
 	if (!push_outer(skb, outer, space->result.dport, v6))
 		return drop(space, COUNT_DROP_ENCAP);
-	count(COUNT_ENCAP);
+	count_inline(COUNT_ENCAP);
 	return redirect_neigh(hop);
 }
 
@@ -200,7 +200,7 @@ INLINE enum step decap(struct __sk_buff *skb, struct scratch *space, __u32 unuse
 		return STEP_PASS;
 	if (!pop_outer(skb, space, v6))
 		return drop(space, COUNT_DROP_ENCAP);
-	count(COUNT_DECAP);
+	count_inline(COUNT_DECAP);
 	find_flow(&found, &p->tuple, v6);
 	if (found.entry && found.entry->origin != ORIGIN_UPLINKS)
 		return drop(space, COUNT_DROP_FOREIGN);

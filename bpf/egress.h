@@ -101,7 +101,7 @@ INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, e
 	space->backend = found.entry->backend;
 	if (!note_answer(skb, space, &found, hook, v6))
 		return STEP_PASS;
-	count(COUNT_REPLY);
+	count_inline(COUNT_REPLY);
 	account(skb, space->backend, true, 0);
 	TRACE_EVENT(skb, COUNT_REPLY, hook);
 	rewrite(skb, p, to, v6);

@@ -74,4 +74,9 @@ INLINE void count(enum counter what)
 	note(NOTE_COUNT, what, 0);
 }
 
+INLINE void count_inline(enum counter what)
+{
+	count(what);
+}
+
 #endif

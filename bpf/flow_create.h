@@ -84,7 +84,7 @@ INLINE bool set_source(struct __sk_buff *skb, struct scratch *space, enum hook h
 	if (!space->choice.masquerade || is_local_delivery(fib_lookup_way_out(skb, space, v6)))
 		return true;
 	space->flow.flags = FLOW_MASQUERADE;
-	count(COUNT_MASQUERADE);
+	count_inline(COUNT_MASQUERADE);
 	return masquerade_address(result->saddr, &space->hop, v6);
 }
 
@@ -372,7 +372,7 @@ INLINE void note_direct_flow(void)
 
 INLINE void note_new_flow(struct __sk_buff *skb, const struct scratch *space, enum hook hook, const bool v6)
 {
-	count(COUNT_NEW_FLOW);
+	count_inline(COUNT_NEW_FLOW);
 	account(skb, space->flow.backend, false, 1);
 	TRACE_EVENT(skb, COUNT_NEW_FLOW, hook);
 }

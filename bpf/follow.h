@@ -73,7 +73,7 @@ INLINE bool can_hand_over(struct __sk_buff *skb, const struct packet *p, const s
 /* Give the answer to this node's own stack, as from the interface that the node sent the request by. */
 INLINE enum step give_to_node(struct __sk_buff *skb, const struct flow *flow)
 {
-	count(COUNT_REPLY);
+	count_inline(COUNT_REPLY);
 	if (skb->ifindex == flow->ifindex || !has_pod_link(flow))
 		return STEP_PASS;
 	set_macs(skb, flow->mac); /* or the stack takes the frame for another machine's */
@@ -84,7 +84,7 @@ INLINE enum step give_to_node(struct __sk_buff *skb, const struct flow *flow)
 INLINE enum step give_to_pod(struct __sk_buff *skb, const struct flow *flow)
 {
 	set_macs(skb, flow->mac);
-	count(COUNT_FAST);
+	count_inline(COUNT_FAST);
 	bpf_redirect_peer(flow->ifindex, 0);
 	return STEP_REDIRECT;
 }
@@ -114,7 +114,7 @@ INLINE enum step dispatch(struct __sk_buff *skb, struct scratch *space, enum hoo
 	account(skb, flow->backend, flow->flags & FLOW_REPLY, 0);
 	TRACE_EVENT(skb, what, hook);
 	if (flow->flags & FLOW_MASQUERADE && !direct && !to_node) {
-		count(what);
+		count_inline(what);
 		return STEP_FORWARD;
 	}
 	rewrite(skb, p, &space->result, v6);
@@ -124,7 +124,7 @@ INLINE enum step dispatch(struct __sk_buff *skb, struct scratch *space, enum hoo
 		return give_to_node(skb, flow);
 	if (direct)
 		return give_to_pod(skb, flow);
-	count(what);
+	count_inline(what);
 	return STEP_PASS;
 }
 
