@@ -31,7 +31,7 @@ HASH_MAP(xdp_links, __u32, struct xdp_link, 256);
 /* Leave the packet to the stack, and tc there. */
 INLINE int leave_to_tc(enum counter why)
 {
-	count(why);
+	count_inline(why);
 	return XDP_PASS;
 }
 
