@@ -54,7 +54,7 @@ class Clients:
     def _connect(self) -> None:
         while not self._over.is_set():
             with socket.socket() as client:
-                client.settimeout(5)
+                client.settimeout(30)
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_ONCE)
                 self.outcomes[client.connect_ex((VIP, 80))] += 1
 
@@ -67,6 +67,7 @@ class Clients:
         """Until so many more connections are over."""
         wanted = self.outcomes.total() + more
         while self.outcomes.total() < wanted:
+            assert all(thread.is_alive() for thread in self._threads)
             self._over.wait(0.001)
 
 
