@@ -17,18 +17,13 @@ INLINE void count_inline(enum counter what)
 		*value += 1;
 }
 
-/* A function of its own: the kernel moves all the instructions behind a lookup that it writes out, so a hundred of them
- * took a third of the time in which a program is loaded.
+/* A function of its own: for each lookup the kernel writes instructions out, and moves all that stand behind them. With
+ * this, a start's programs load in nine tenths of the time.
  */
-__noinline int count_called(__u32 what)
+__noinline int count(enum counter what)
 {
-	count_inline((enum counter)what);
+	count_inline(what);
 	return 0;
-}
-
-INLINE void count(enum counter what)
-{
-	count_called(what);
 }
 
 #endif
