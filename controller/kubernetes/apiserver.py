@@ -519,10 +519,13 @@ class _Reflector:
                 obj = _decode_one(self._resource, raw)
                 if isinstance(obj, Ignored):
                     continue
-                key = obj.key if isinstance(obj, Refused) else key_of(obj)
-                if key in gathered.objects and not isinstance(obj, Refused):
+                if isinstance(obj, Refused):
+                    gathered.refuse(obj)
+                    continue
+                key = key_of(obj)
+                if key in gathered.objects or key in gathered.problems:
                     raise _UnusableError(f"the list has the {self._kind} {key} twice")
-                gathered.put(key, obj if isinstance(obj, Refused) else self._anew(key, obj))
+                gathered.put(key, self._anew(key, obj))
             token = page.metadata.token or ""
             if self._stop.is_set():
                 return
@@ -560,8 +563,7 @@ class _Reflector:
         """Tell of everything that there is at this version; it is gone on from there."""
         if not version:
             raise _UnusableError("the list has no resourceVersion")
-        objects = {key: obj for key, obj in gathered.objects.items() if not isinstance(obj, Refused)}
-        problems = {key: str(obj) for key, obj in gathered.objects.items() if isinstance(obj, Refused)}
+        objects, problems = gathered.objects, gathered.problems
         self._version = version
         self._versions.listed(version)
         self._listed, self._pages = True, False
@@ -695,9 +697,11 @@ class _Reflector:
         obj = _decode_one(self._resource, event.object)
         if event.type == "DELETED" or isinstance(obj, Ignored):
             initial.drop(decode_head(event.object).key(self._kind))
-            return
-        key = obj.key if isinstance(obj, Refused) else key_of(obj)
-        initial.put(key, obj if isinstance(obj, Refused) else self._anew(key, obj))
+        elif isinstance(obj, Refused):
+            initial.refuse(obj)
+        else:
+            key = key_of(obj)
+            initial.put(key, self._anew(key, obj))
 
     def _upsert(self, key: str, raw: msgspec.Raw, head: ObjectHead, received: float) -> None:
         obj = _decode_one(self._resource, raw)
@@ -776,33 +780,45 @@ def _lines(response: BaseHTTPResponse, until: float) -> Iterator[tuple[bytes, fl
 
 
 class _PartialList:
-    """What came so far of all objects of one kind, by key."""
+    """What came so far of all objects of one kind: those to use, and what is wrong with others; both by key."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._weight = 0
-        self.objects: dict[str, Object | Refused] = {}
+        self.objects: dict[str, Object] = {}
+        self.problems: dict[str, str] = {}
 
-    def put(self, key: str, obj: Object | Refused) -> None:
+    def put(self, key: str, obj: Object) -> None:
         """One more, or one anew.
 
         Raises:
             _UnusableError: these are too many.
         """
-        if key in self.objects:
+        if key in self.objects or key in self.problems:
             self.drop(key)
         self.objects[key] = obj
-        self._weight += _weight(obj)
+        self._grow(_weight(obj))
+
+    def refuse(self, refused: Refused) -> None:
+        """The same of one that cannot be used."""
+        self.drop(refused.key)
+        self.problems[refused.key] = str(refused)
+        self._grow(_OBJECT)
+
+    def _grow(self, more: int) -> None:
+        self._weight += more
         if self._weight > _MAX_KIND:
-            raise _too_many(self._kind, len(self.objects))
+            raise _too_many(self._kind, len(self.objects) + len(self.problems))
 
     def drop(self, key: str) -> None:
         obj = self.objects.pop(key, None)
         if obj is not None:
             self._weight -= _weight(obj)
+        elif self.problems.pop(key, None) is not None:
+            self._weight -= _OBJECT
 
 
-def _weight(obj: Object | Refused) -> int:
+def _weight(obj: Object) -> int:
     """About how many bytes this takes."""
     return _OBJECT + _ENDPOINT * len(obj.endpoints) if isinstance(obj, EndpointSlice) else _OBJECT
 

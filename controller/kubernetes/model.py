@@ -44,7 +44,7 @@ class Service(msgspec.Struct, frozen=True):
     affinity_seconds: int = 0
     health_check_node_port: int = 0
     created: str = ""
-    annotations: tuple[tuple[str, str], ...] = ()  # those with our prefix `hybrid-proxy.io/`, sorted
+    algorithm: str = ""  # as its annotation names it; empty: it has none
     weights: tuple[tuple[str, int], ...] = ()  # of endpoints, by address; others have 1
     probe: Probe | None = None
     slow_start: float = 0.0  # seconds in which a new endpoint comes to its whole weight, 0: at once
@@ -121,15 +121,16 @@ Object = Service | EndpointSlice | Node | ServiceCIDR
 KINDS: Final = ("Service", "EndpointSlice", "Node", "ServiceCIDR")
 
 
+_NAMESPACED: Final = (Service, EndpointSlice)
+
+
 def kind_of(obj: Object) -> str:
     return type(obj).__name__
 
 
 def key_of(obj: Object) -> str:
     """`namespace/name`, or the name of a cluster-wide object."""
-    if isinstance(obj, Service | EndpointSlice):
-        return f"{obj.namespace}/{obj.name}"
-    return obj.name
+    return f"{obj.namespace}/{obj.name}" if isinstance(obj, _NAMESPACED) else obj.name
 
 
 # What a source emits, whatever its kind.

@@ -38,7 +38,7 @@ from hybrid_proxy.controller.kubernetes.model import (
 )
 from hybrid_proxy.dataplane.table import Probe, Protocol, family_of
 
-ANNOTATIONS: Final = "hybrid-proxy.io/"  # annotations with this prefix are read, no others
+ALGORITHM: Final = "hybrid-proxy.io/algorithm"
 WEIGHTS: Final = "hybrid-proxy.io/weights"
 PROBE: Final = "hybrid-proxy.io/probe"
 SLOW_START: Final = "hybrid-proxy.io/slow-start"
@@ -67,7 +67,14 @@ _PROTOCOLS: Final = {
     None: Protocol.TCP,
 }
 PROXY_NAME: Final = "service.kubernetes.io/service-proxy-name"
-_SERVICE_TYPES: Final = frozenset({"ClusterIP", "NodePort", "LoadBalancer", "ExternalName"})
+_SERVICE_TYPES: Final = {
+    "ClusterIP": "ClusterIP",
+    "NodePort": "NodePort",
+    "LoadBalancer": "LoadBalancer",
+    "ExternalName": "ExternalName",
+    "": "ClusterIP",
+    None: "ClusterIP",
+}
 _POLICIES: Final = {"Local": True, "Cluster": False, "": False, None: False}
 
 
@@ -82,12 +89,20 @@ class _ServiceLabels(_Wire):
     proxy_name: object = json_field(default=UNSET, name="service.kubernetes.io/service-proxy-name")
 
 
+class _ServiceAnnotations(_Wire):
+    algorithm: object = json_field(default=UNSET, name=ALGORITHM)
+    weights: object = json_field(default=UNSET, name=WEIGHTS)
+    probe: object = json_field(default=UNSET, name=PROBE)
+    slow_start: object = json_field(default=UNSET, name=SLOW_START)
+    reset_gone: object = json_field(default=UNSET, name=RESET_GONE)
+
+
 class _ServiceMeta(_Wire):
     name: str | None = None
     namespace: str | None = None
     creation_timestamp: str | None = None
     labels: _ServiceLabels | None = None
-    annotations: dict[str, object] | None = None
+    annotations: _ServiceAnnotations | None = None
 
 
 class _ServicePort(_Wire):
@@ -144,8 +159,8 @@ class _SliceLabels(_Wire):
 
 
 class _SliceAnnotations(_Wire):
-    weight: object = json_field(default=UNSET, name="hybrid-proxy.io/weight")
-    cilium_weight: object = json_field(default=UNSET, name="service.cilium.io/weight")
+    weight: object = json_field(default=UNSET, name=WEIGHT)
+    cilium_weight: object = json_field(default=UNSET, name=CILIUM_WEIGHT)
 
 
 class _SliceMeta(_Wire):
@@ -240,6 +255,7 @@ class _ServiceCIDR(_Wire):
 
 # Stand-ins for what is absent, so that each rule is written once.
 _NO_SERVICE_META, _NO_SPEC, _NO_SERVICE_PORT = _ServiceMeta(), _ServiceSpec(), _ServicePort()
+_NO_ANNOTATIONS = _ServiceAnnotations()
 _NO_SLICE_META, _NO_SLICE_PORT = _SliceMeta(), _SlicePort()
 _NO_NODE_META, _NO_NODE_SPEC = _NodeMeta(), _NodeSpec()
 
@@ -275,11 +291,11 @@ def _checked_name(name: str | None, field: str) -> str:
         _fail(field, f"{len(name)} characters, at most {_MAX_NAME} are possible: {shown(name)}")
     if "/" in name or " " in name or not name.isprintable():
         _fail(field, f"{shown(name)} is not a name")
-    return intern(name)
+    return name
 
 
 def _port_name(name: str | None, field: str) -> str:
-    return _checked_name(name, field) if name else ""
+    return intern(_checked_name(name, field)) if name else ""
 
 
 def _port(number: int | None, field: str) -> int:
@@ -308,10 +324,20 @@ def _policy(text: str | None, field: str) -> bool:
     return local
 
 
+# First bytes of addresses that `why_special` must look at; all others are ordinary.
+_ODD: Final = {4: frozenset({0, 127, 169, *range(224, 256)}), 6: frozenset({0, 0xFE, 0xFF})}
+
+
 def _address(text: str | None, field: str, *, link_local: bool = False, special: bool = True) -> str:
     """A canonical address; `special` refuses what the API refuses too (ValidateNonSpecialIP)."""
+    text = text or ""
     try:
-        address = canonical_address(text or "")
+        if inet_pton(AF_INET, text)[0] not in _ODD[4]:
+            return text  # nearly all: canonical and ordinary
+    except (OSError, ValueError):
+        pass
+    try:
+        address = canonical_address(text)
     except ValueError as error:
         _fail(field, str(error))
     if special:
@@ -345,16 +371,14 @@ def _shared(items: _T) -> _T:
 # -------------------------------------------------------------------------------------------- the kinds
 
 
-class _Identity(NamedTuple):
-    key: str
-    namespace: str
-    name: str
+def _namespaced(metadata: _ServiceMeta | _SliceMeta) -> tuple[str, str]:
+    """Namespace and name."""
+    namespace = intern(_checked_name(metadata.namespace or "default", "metadata.namespace"))
+    return namespace, _checked_name(metadata.name, "metadata.name")
 
 
-def _namespaced(metadata: _ServiceMeta | _SliceMeta) -> _Identity:
-    namespace = _checked_name(metadata.namespace or "default", "metadata.namespace")
-    name = _checked_name(metadata.name, "metadata.name")
-    return _Identity(f"{namespace}/{name}", namespace, name)
+def _ignored(kind: str, metadata: _ServiceMeta | _SliceMeta, why: str) -> Ignored:
+    return Ignored(kind, "/".join(_namespaced(metadata)), why)
 
 
 def _of_another_proxy(wire: _Service, proxy_name: str | None) -> Ignored | None:
@@ -364,25 +388,24 @@ def _of_another_proxy(wire: _Service, proxy_name: str | None) -> Ignored | None:
     if label == (UNSET if proxy_name is None else proxy_name):
         return None
     said = "without" if label is UNSET else "with another value of" if proxy_name is not None else "with"
-    return Ignored("Service", _namespaced(metadata).key, f"{said} label {PROXY_NAME}: another proxy serves it")
+    return _ignored("Service", metadata, f"{said} label {PROXY_NAME}: another proxy serves it")
 
 
 def _service(wire: _Service) -> Service | Ignored:
     metadata = wire.metadata or _NO_SERVICE_META
     spec = wire.spec or _NO_SPEC
-    key, namespace, name = _namespaced(metadata)
-    kind = spec.type or "ClusterIP"
-    if kind not in _SERVICE_TYPES:
-        _fail("spec.type", f"{shown(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
+    namespace, name = _namespaced(metadata)
+    kind = _SERVICE_TYPES.get(spec.type)
+    if kind is None:
+        _fail("spec.type", f"{shown(spec.type)} is not one of {', '.join(sorted(filter(None, _SERVICE_TYPES)))}")
     if kind == "ExternalName":
-        return Ignored("Service", key, "type ExternalName: it is a DNS name alone")
+        return _ignored("Service", metadata, "type ExternalName: it is a DNS name alone")
     texts = [text for text in spec.cluster_ips or () if text] or ([spec.cluster_ip] if spec.cluster_ip else [])
-    if "None" in (spec.cluster_ip, *texts):
-        return Ignored("Service", key, "headless: clusterIP is None, clients connect to pods directly")
+    if spec.cluster_ip == "None" or "None" in texts:
+        return _ignored("Service", metadata, "headless: clusterIP is None, clients connect to pods directly")
     if not texts:
-        return Ignored("Service", key, "no cluster IP yet")
-    annotations = _annotations(metadata.annotations)
-    ours = dict(annotations)
+        return _ignored("Service", metadata, "no cluster IP yet")
+    ours = metadata.annotations or _NO_ANNOTATIONS
     return Service(
         namespace=namespace,
         name=name,
@@ -397,11 +420,11 @@ def _service(wire: _Service) -> Service | Ignored:
         affinity_seconds=_affinity(spec),
         health_check_node_port=_optional_port(spec.health_check_node_port, "spec.healthCheckNodePort"),
         created=metadata.creation_timestamp or "",
-        annotations=annotations,
-        weights=_weights(ours[WEIGHTS]) if WEIGHTS in ours else (),
-        probe=_probe(ours[PROBE]) if PROBE in ours else None,
-        slow_start=_slow_start(ours[SLOW_START]) if SLOW_START in ours else 0.0,
-        reset_gone=_truth(ours[RESET_GONE], RESET_GONE) if RESET_GONE in ours else None,
+        algorithm="" if ours.algorithm is UNSET else _annotation(ours.algorithm, ALGORITHM),
+        weights=() if ours.weights is UNSET else _weights(_annotation(ours.weights, WEIGHTS)),
+        probe=None if ours.probe is UNSET else _probe(_annotation(ours.probe, PROBE)),
+        slow_start=0.0 if ours.slow_start is UNSET else _slow_start(_annotation(ours.slow_start, SLOW_START)),
+        reset_gone=None if ours.reset_gone is UNSET else _truth(_annotation(ours.reset_gone, RESET_GONE), RESET_GONE),
     )
 
 
@@ -409,6 +432,8 @@ def _cluster_ips(spec: _ServiceSpec) -> tuple[str, ...]:
     """One address of each family at most; `clusterIP` repeats the first of `clusterIPs`."""
     if not spec.cluster_ips:
         return (_address(spec.cluster_ip, "spec.clusterIP"),)
+    if len(spec.cluster_ips) == 1 and spec.cluster_ips[0] == spec.cluster_ip:
+        return (_address(spec.cluster_ip, "spec.clusterIPs[0]"),)
     addresses = [_address(text, f"spec.clusterIPs[{index}]") for index, text in enumerate(spec.cluster_ips[:3])]
     first = spec.cluster_ip or spec.cluster_ips[0]  # nearly always the same text, which is checked once
     if first != spec.cluster_ips[0] and _address(first, "spec.clusterIP") != addresses[0]:
@@ -492,16 +517,11 @@ def _affinity(spec: _ServiceSpec) -> int:
     return seconds
 
 
-def _annotations(wire: dict[str, object] | None) -> tuple[tuple[str, str], ...]:
-    if not wire:
-        return ()
-    found = []
-    for name, value in wire.items():
-        if name.startswith(ANNOTATIONS):
-            if not isinstance(value, str | None):
-                _fail(f"metadata.annotations[{name}]", f"expected a text, got {shown(value)}")
-            found.append((name, value or ""))
-    return tuple(sorted(found))
+def _annotation(value: object, name: str) -> str:
+    """The text of an annotation that is there; a null is an empty one."""
+    if not isinstance(value, str | None):
+        _fail(f"metadata.annotations[{name}]", f"expected a text, got {shown(value)}")
+    return value or ""
 
 
 def _weights(text: str) -> tuple[tuple[str, int], ...]:
@@ -564,14 +584,15 @@ def _truth(text: str, annotation: str) -> bool:
 
 def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
     metadata = wire.metadata or _NO_SLICE_META
-    key, namespace, name = _namespaced(metadata)
+    namespace, name = _namespaced(metadata)
     labels = metadata.labels
     if labels is None or not labels.service:
-        return Ignored("EndpointSlice", key, "no label kubernetes.io/service-name: it belongs to no service")
+        return _ignored("EndpointSlice", metadata, "no label kubernetes.io/service-name: it belongs to no service")
     if labels.headless is not UNSET:
-        return Ignored("EndpointSlice", key, "label service.kubernetes.io/headless: clients connect to pods directly")
+        why = "label service.kubernetes.io/headless: clients connect to pods directly"
+        return _ignored("EndpointSlice", metadata, why)
     if wire.address_type == "FQDN":
-        return Ignored("EndpointSlice", key, "addressType FQDN: names are not proxied")
+        return _ignored("EndpointSlice", metadata, "addressType FQDN: names are not proxied")
     if wire.address_type not in ("IPv4", "IPv6"):
         problem = f"{shown(wire.address_type)} is not IPv4, IPv6 or FQDN" if wire.address_type else "missing"
         _fail("addressType", problem)
@@ -615,10 +636,6 @@ _FEW_PORTS: Final = 8
 _known_ports, _known_slice_ports = lru_cache(4096)(_checked_ports), lru_cache(4096)(_checked_slice_ports)
 
 
-# First bytes of addresses that `why_special` must look at; all others are ordinary.
-_ODD: Final = {4: frozenset({0, 127, 169, *range(224, 256)}), 6: frozenset({0, 0xFE, 0xFF})}
-
-
 def _endpoints(wire: list[_Endpoint | None], family: int) -> tuple[Endpoint, ...]:
     """The hot loop: a cluster has a hundred times more endpoints than anything else.
 
@@ -642,7 +659,9 @@ def _endpoints(wire: list[_Endpoint | None], family: int) -> tuple[Endpoint, ...
                 address = inet_ntop(AF_INET6, packed)
         node = endpoint.node_name
         if node:
-            node = intern(node) if len(node) <= _MAX_NAME else _checked_name(node, f"endpoints[{index}].nodeName")
+            if len(node) > _MAX_NAME:
+                _checked_name(node, f"endpoints[{index}].nodeName")
+            node = intern(node)
         else:
             node = None
         conditions, hints = endpoint.conditions, endpoint.hints

@@ -44,8 +44,6 @@ from hybrid_proxy.dataplane.table import (
     family_of,
 )  # fmt: skip
 
-ALGORITHM_ANNOTATION: Final = "hybrid-proxy.io/algorithm"
-
 READY: Final = "ready endpoints"
 TERMINATING: Final = "terminating fallback: no endpoint is ready, these still serve"
 NO_ENDPOINTS: Final = "the service has no endpoints"
@@ -369,10 +367,7 @@ def _present(port: ServicePort, slices: Sequence[EndpointSlice]) -> tuple[tuple[
 
 
 def _algorithm(service: Service, settings: Settings) -> str:
-    for key, value in service.annotations:
-        if key == ALGORITHM_ANNOTATION and value in settings.algorithms:
-            return canonical(value)
-    return canonical(settings.algorithm)
+    return canonical(service.algorithm if service.algorithm in settings.algorithms else settings.algorithm)
 
 
 class _Vips:

@@ -147,7 +147,7 @@ def test_a_service_with_everything() -> None:
             "kind": "Service",
             "metadata": {
                 "name": "web", "namespace": "shop", "uid": "1", "creationTimestamp": "2025-01-01T00:00:00Z",
-                "labels": {"app": "web"}, "annotations": {"hybrid-proxy.io/b": "2", "hybrid-proxy.io/a": "1", "x": "y"},
+                "labels": {"app": "web"}, "annotations": {"hybrid-proxy.io/algorithm": "mh", "x": "y"},
             },
             "spec": {
                 "type": "LoadBalancer", "clusterIP": "10.96.0.10", "clusterIPs": ["10.96.0.10", "FD96::0010"],
@@ -179,7 +179,7 @@ def test_a_service_with_everything() -> None:
         affinity_seconds=60,
         health_check_node_port=31000,
         created="2025-01-01T00:00:00Z",
-        annotations=(("hybrid-proxy.io/a", "1"), ("hybrid-proxy.io/b", "2")),
+        algorithm="mh",
     )
 
 
@@ -353,8 +353,9 @@ MALFORMED_META = [
     pytest.param({"namespace": "a b"}, "metadata.namespace", "'a b' is not a name", "a b/web",        id="namespace"),
     pytest.param({"namespace": []}, "metadata.namespace", "expected a text", "default/web", id="namespace as list"),
     pytest.param({"labels": []},  "metadata.labels", "expected a mapping",  "shop/web",       id="labels"),
-    pytest.param({"annotations": {"hybrid-proxy.io/a": 1}}, "metadata.annotations[hybrid-proxy.io/a]", "got 1",
-                 "shop/web", id="our annotation"),
+    pytest.param({"annotations": []}, "metadata.annotations", "expected a mapping", "shop/web", id="annotations"),
+    pytest.param({"annotations": {"hybrid-proxy.io/algorithm": 1}}, "metadata.annotations[hybrid-proxy.io/algorithm]",
+                 "got 1", "shop/web", id="our annotation"),
 ]
 # fmt: on
 

@@ -15,7 +15,6 @@ from hybrid_proxy.dataplane.table import Kind, WhenEmpty
 
 LB = {"type": "LoadBalancer", "load_balancer_ips": ("5.5.5.5",), "external_local": True}
 A, B = here("10.1.0.1"), away("10.1.1.1")
-KEY = "hybrid-proxy.io/algorithm"
 
 
 def weights(**by_name: int) -> tuple[tuple[str, int], ...]:
@@ -135,7 +134,7 @@ def test_without_the_annotation_routes_are_not_touched():
 
 
 def test_explain_names_the_algorithm_and_the_weights():
-    svc = service(annotations=((KEY, "mh"),), weights=weights(a=3))
+    svc = service(algorithm="mh", weights=weights(a=3))
     settings = msgspec.structs.replace(SETTINGS, algorithms=frozenset({"mh", "dh"}))
     made = table(svc, endpoint_slice(A, B), settings=settings)
     said = explain(made, Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
