@@ -131,7 +131,7 @@ def _frontends(entry: Entry) -> tuple[FrontendRow, ...]:
     closed = [frontend.address for frontend in entry.frontends if frontend.kind is Kind.CLUSTER_IP]
     rows = []
     for frontend in entry.frontends:
-        flags = _MASQUERADE[int(frontend.masquerade)]
+        flags = _MASQUERADE[frontend.masquerade]
         if frontend.internal:
             flags |= FRONTEND_INTERNAL_SET
         if frontend.external:

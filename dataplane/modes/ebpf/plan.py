@@ -97,6 +97,7 @@ class InUse(NamedTuple):
 
 
 NONE_IN_USE = InUse()
+_ADDRESS = (0, FRONTEND_ADDRESS)  # an entry of no service, for an address
 
 
 class Plan:
@@ -275,49 +276,56 @@ class Plan:
             self._check_room(entry, rows, old)
         # A port that a former process installed keeps its numbers. All of its rows are written again.
         before = self.adopt(entry, rows) if old is None and self.adopt is not None else old
-        former: dict[Socket, tuple[int, int]] = {}
-        kept: Sequence[tuple[int, int] | None] = (None,) * len(rows.members)
-        if before is not None:
-            pairs = zip(before.rows.members, before.ids, before.rows.flags, strict=True)
-            former = {(backend.address, backend.port): (number, flags) for backend, number, flags in pairs}
-            kept = [former.pop((backend.address, backend.port), None) for backend in rows.members]
-        service = self.service_ids.take(1)[0] if before is None else before.service
-        new: list[int] = []
-        try:
-            if None in kept:
-                new = self.backend_ids.take(kept.count(None))
-            numbers = iter(new)
-            ids = array("I", new if before is None else [next(numbers) if row is None else row[0] for row in kept])
-            rings, ranges = self._take_slots(key, rows, ids, before)
-        except FullError:
-            self.backend_ids.give(new)
-            if before is None:
-                self.service_ids.give([service])
-            raise
-        epoch = 0 if before is None else before.epoch
-        if before is None or ranges is not before.ranges:
-            epoch += 1
-            batch.rings += [(offset, service, ring) for ring, (offset, size) in zip(rings, ranges, strict=True) if size]
-            places = [(offset, len(ring), epoch) for ring, (offset, _) in zip(rings, ranges, strict=True)]
-            places += [(0, 0, 0)] * (BACKEND_SETS - len(places))
-            batch.words += [(service, number, *place) for number, place in enumerate(places)]
+        kept = _Kept() if before is None else _kept(before, rows)
+        port = self._begun(key, entry, rows) if before is None else self._continued(key, entry, rows, before, kept)
+        if before is None or port.ranges is not before.ranges:
+            _list_rings(batch, port)
             batch.gone_ranges += [piece for piece in before.ranges if piece[1]] if before is not None else []
-        parts = self.parts.get(key, NO_PARTS)
-        (self._slowed.add if parts else self._slowed.discard)(key)
-        port = Installed(entry, rows, service, ids, rings, ranges, epoch, self.ejections.get(key, NO_EJECTIONS), parts)
         if old is None:
             kind = entry.family | int(entry.protocol) << 8
-            batch.members.append(Members(service, kind, ids, rows.members, rows.flags))
+            batch.members.append(Members(port.service, kind, port.ids, rows.members, rows.flags))
         else:
-            _list_members(batch, port, kept, [number for number, _ in former.values()])
-        frontends = rows.settings.frontends
-        if not same_settings or any(self.owners.get(row[0]) != service for row in frontends):
+            _list_members(batch, port, kept)
+        if not same_settings or any(self.owners.get(row[0]) != port.service for row in rows.settings.frontends):
             self._list_settings(batch, port, old)
         self._count_flows(batch, port, old)
         if entry.probe is not None or (old is not None and old.entry.probe is not None):
             self.probes_changed.add(service_of(key))
-        self.by_id[service] = port
+        self.by_id[port.service] = port
         return port
+
+    def _begun(self, key: EntryKey, entry: Entry, rows: Rows) -> Installed:
+        """One of which nothing is there yet."""
+        services = self.service_ids.take(1)
+        new: Sequence[int] = ()
+        try:
+            new = self.backend_ids.take(len(rows.members))
+            ids = array("I", new)
+            rings, ranges = self._take_slots(key, rows, ids, None)
+        except FullError:
+            self.backend_ids.give(new)
+            self.service_ids.give(services)
+            raise
+        return self._installed(key, Installed(entry, rows, services[0], ids, rings, ranges, 1))
+
+    def _continued(self, key: EntryKey, entry: Entry, rows: Rows, before: Installed, kept: _Kept) -> Installed:
+        """One that keeps its number, and the numbers of backends that it had before."""
+        new = self.backend_ids.take(kept.places.count(None))
+        numbers = iter(new)
+        ids = array("I", [next(numbers) if row is None else row[0] for row in kept.places])
+        try:
+            rings, ranges = self._take_slots(key, rows, ids, before)
+        except FullError:
+            self.backend_ids.give(new)
+            raise
+        epoch = before.epoch if ranges is before.ranges else before.epoch + 1
+        return self._installed(key, Installed(entry, rows, before.service, ids, rings, ranges, epoch))
+
+    def _installed(self, key: EntryKey, port: Installed) -> Installed:
+        """The same, with what is known of its backends."""
+        parts, ejections = self.parts.get(key, NO_PARTS), self.ejections.get(key, NO_EJECTIONS)
+        (self._slowed.add if parts else self._slowed.discard)(key)
+        return msgspec.structs.replace(port, ejections=ejections, parts=parts) if parts or ejections else port
 
     def _count_flows(self, batch: Batch, port: Installed, old: Installed | None) -> None:
         """Have the open flows of this service port counted, if its algorithm asks for that, and give it the weights."""
@@ -446,15 +454,16 @@ class Plan:
 
     def _count_address(self, batch: Batch, key: Key, service: int, step: int) -> None:
         """Keep the address entry, by which unknown ports are rejected, as long as a port is served there."""
-        family, address = key[:2]
-        before = self.addresses.get((family, address), 0)
-        self.addresses[family, address] = before + step
+        place = family, address = key[:2]
+        before = self.addresses.get(place, 0)
+        self.addresses[place] = before + step
         if before == 0:
             self._frontend_count[family] += 1
-            batch.frontends[family, address, 0, 0] = (0, FRONTEND_ADDRESS)
-            batch.new_frontends.append((family, address, 0, 0))
+            entry = (family, address, 0, 0)
+            batch.frontends[entry] = _ADDRESS
+            batch.new_frontends.append(entry)
         elif before + step == 0:
-            del self.addresses[family, address]
+            del self.addresses[place]
             self._frontend_count[family] -= 1
             batch.gone_frontends.append(((family, address, 0, 0), service))
 
@@ -485,17 +494,44 @@ class Plan:
         self.installed[name] = tuple(new if port is old else port for port in self.installed[name])
 
 
-def _list_members(batch: Batch, port: Installed, kept: Sequence[tuple[int, int] | None], gone: Sequence[int]) -> None:
-    """Rows that are new, flags that are others, and ids that are gone of a port that had these ids and flags."""
+class _Kept(NamedTuple):
+    """What a service port keeps: an id with its flags for each of its members, None for a new one; and ids that go."""
+
+    places: Sequence[tuple[int, int] | None] = ()
+    gone: Sequence[int] = ()
+
+
+def _kept(before: Installed, rows: Rows) -> _Kept:
+    pairs = zip(before.rows.members, before.ids, before.rows.flags, strict=True)
+    former = {(backend.address, backend.port): (number, flags) for backend, number, flags in pairs}
+    places = [former.pop((backend.address, backend.port), None) for backend in rows.members]
+    return _Kept(places, [number for number, _ in former.values()])
+
+
+def _list_rings(batch: Batch, port: Installed) -> None:
+    """Slots, and the words by which the service publishes them; those of backend sets that it has not are 0."""
+    service, number = port.service, 0
+    for ring, (offset, size) in zip(port.rings, port.ranges, strict=True):
+        if size:
+            batch.rings.append((offset, service, ring))
+        batch.words.append((service, number, offset, len(ring), port.epoch))
+        number += 1
+    for absent in range(number, BACKEND_SETS):
+        batch.words.append((service, absent, 0, 0, 0))
+
+
+def _list_members(batch: Batch, port: Installed, kept: _Kept) -> None:
+    """Rows that are new, flags that are others, and ids that are gone."""
     entry, rows = port.entry, port.rows
-    new = [place for place, row in enumerate(kept) if row is None]
+    new = [place for place, row in enumerate(kept.places) if row is None]
     if new:
         kind = entry.family | int(entry.protocol) << 8
         backends, flags = [rows.members[place] for place in new], [rows.flags[place] for place in new]
         batch.members.append(Members(port.service, kind, [port.ids[place] for place in new], backends, flags))
-    batch.flags += [(row[0], flags) for row, flags in zip(kept, rows.flags, strict=True) if row and row[1] != flags]
-    if gone:
-        _list_gone(batch, entry, gone)
+    pairs = zip(kept.places, rows.flags, strict=True)
+    batch.flags += [(row[0], flags) for row, flags in pairs if row and row[1] != flags]
+    if kept.gone:
+        _list_gone(batch, entry, kept.gone)
 
 
 def _list_gone(batch: Batch, entry: Entry, ids: Sequence[int]) -> None:

@@ -60,10 +60,10 @@ class IdPool:
         fresh = min(count, self.limit - self._next)
         if count - fresh > len(self._free):
             raise FullError(self.name, self.limit)
-        numbers = list(range(self._next, self._next + fresh))
+        numbers = [*range(self._next, self._next + fresh)]
         self._next += fresh
-        while len(numbers) < count:
-            numbers.append(self._free.popleft())
+        if fresh < count:
+            numbers += [self._free.popleft() for _ in range(count - fresh)]
         return numbers
 
     def give(self, numbers: Iterable[int]) -> None:
