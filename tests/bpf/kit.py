@@ -246,7 +246,7 @@ class Bench:
             self.hooks, self.datapath = (
                 self.load(layout.OBJECTS / f"{name}.bpf.o") for name in ("hooks", "tc_datapath")
             )
-            put_datapaths(self.maps.maps["datapaths"], (self.datapath, self.datapath))
+            put_datapaths(self.maps.maps["datapaths"], {4: self.datapath, 6: self.datapath})
             self.inspect = self.load(layout.OBJECTS / "inspect.bpf.o")
             self.store = Store(self.maps, HZ)
         except BaseException:

@@ -183,7 +183,7 @@ class Range:
     def __init__(self, programs: Mapping[str, Object], maps: MapSet, nets: Mapping[int, Net]) -> None:
         self._hooks, self._counted, self._shots = programs["hooks"], programs["counted"], programs["shots"]
         self._maps, self._nets = maps, nets
-        names = [(name, "hooks") for name in TARGETS[1:]] + [(name, "tc_datapath") for name in DATAPATHS]
+        names = [(name, "hooks") for name in TARGETS[1:]] + [(name, "tc_datapath") for name in DATAPATHS.values()]
         self.verified = {name: _verified(programs[owner].program(name)) for name, owner in names}
 
     def row(self, kind: Kind, family: int) -> Row:
@@ -287,7 +287,7 @@ def shooting_range(made: Lab) -> Iterator[Range]:
         programs = {
             name: stack.enter_context(contextlib.closing(loader.one(name))) for name in ("hooks", "tc_datapath")
         }
-        put_datapaths(maps.maps["datapaths"], [programs["tc_datapath"]] * len(DATAPATHS))
+        put_datapaths(maps.maps["datapaths"], dict.fromkeys(DATAPATHS, programs["tc_datapath"]))
         for name in ("counted", "shots"):
             path = built(f"build/workshop/benchmarks/{name}.bpf.o")  # absolute: the objects' folder is left out
             programs[name] = stack.enter_context(contextlib.closing(loader.one(str(path).removesuffix(".bpf.o"))))

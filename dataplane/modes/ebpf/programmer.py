@@ -64,6 +64,7 @@ from hybrid_proxy.dataplane.modes.ebpf.events import Journal, Reader
 from hybrid_proxy.dataplane.modes.ebpf.failover import Failover
 from hybrid_proxy.dataplane.modes.ebpf.flows import FlowGC, forget_half_open, open_flows
 from hybrid_proxy.dataplane.modes.ebpf.gone import Mark, collect, is_gone
+from hybrid_proxy.dataplane.modes.ebpf.late import LateDatapaths
 from hybrid_proxy.dataplane.modes.ebpf.layouts import Record
 from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
 from hybrid_proxy.dataplane.modes.ebpf.others import OthersFlows, datagram_flows, takes_datagrams
@@ -78,6 +79,7 @@ from hybrid_proxy.dataplane.modes.ebpf.pins import (
     strangers,
 )
 from hybrid_proxy.dataplane.modes.ebpf.programs import (
+    DATAPATHS,
     Loader,
     Programs,
     missing_datapaths,
@@ -236,6 +238,7 @@ class Ebpf:
         self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
         self.sockets = attach.Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
+        self.late = LateDatapaths(self.loader, self.maps, self.resizer.in_turn)
         self._growth: growth.Growth | None = None  # of tables that programs write
         self.nearly_full: dict[str, str] = {}  # map -> message
         self.skipped_rules = list(_skipped_rules(options))
@@ -272,7 +275,8 @@ class Ebpf:
         return {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
 
     def _load(self, larger: Larger) -> Programs:
-        programs = self.loader.generation(larger, xdp=self.drivers.loaded)
+        families = self.late.first if self.programs is None else DATAPATHS
+        programs = self.loader.generation(larger, xdp=self.drivers.loaded, families=families)
         if self._attached and sizes.WRITTEN & larger.keys():
             try:
                 self._growth = growth.Growth(self.folder, dict(self.maps.maps), larger)
@@ -307,6 +311,7 @@ class Ebpf:
             self._use_elsewhere(programs)
         former, self.programs = self.programs, programs
         if former is not None:
+            self.late.drop()
             former.close()
 
     def _use_at_hooks(self, programs: Object) -> None:
@@ -351,9 +356,11 @@ class Ebpf:
             self._explain.close()
         self._explain = None
 
-    def prewarm(self, ports: int, endpoints: int) -> None:
+    def prewarm(self, ports: int, endpoints: int, families: Collection[int]) -> None:
         with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and reports the error
             if self.programs is None:
+                if families and not self.adopted and self._carry is None and not self.options.all_or_nothing:
+                    self.late.first = families  # no flow is older than we are
                 need = sizes.foreseen(ports, endpoints)
                 if self.resizer.growing and not self.resizer.holds(need):
                     self.resizer.give_up()
@@ -363,7 +370,9 @@ class Ebpf:
     def sync(self, table: ServiceTable) -> SyncResult:
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
-            if self.programs is None and not self.resizer.growing:
+            if self.programs is not None:
+                self.late.need(self.programs, table, names)
+            elif not self.resizer.growing:
                 self.resizer.begin(sizes.needs(table.entries()))
             come = self.options.shares_node and takes_datagrams(self.table, table, names)
             if not self._attached and not self.adopted:
@@ -569,6 +578,10 @@ class Ebpf:
             self._carry.take_links()
         try:
             self.resizer.catch_up()
+            assert self.programs is not None
+            if not self._attached:
+                self.late.begin(self.programs)
+                self.late.need(self.programs, self.table)
         except BpfError as error:
             raise Unsupported("eBPF", f"the kernel refused the programs: {error}") from error
         if not self._attached:
@@ -731,6 +744,8 @@ class Ebpf:
 
     def maintain(self) -> Sequence[Event]:
         self._mend()
+        if self.programs is not None:
+            self.late.look(self.programs)
         if self._attached and self.sockets.cgroup is None:  # what stood in the way may be gone
             self._serve_sockets()
         self._collect()
@@ -906,6 +921,7 @@ class Ebpf:
         self.events.stop()
         self.maps.view("node")["trace"] = 0
         self.resizer.close()
+        self.late.drop()
         self._forget_explain()
         self._inspect.close()
         if self.programs is not None:

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 NICE = 5  # a quarter of a busy processor's time is left: an agent that serves waits for it
 SO_COOKIE = 57  # asm-generic/socket.h
 UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
-DATAPATHS = ("datapath4", "datapath6")  # in upper case, enum datapath of bpf/abi.h
+DATAPATHS = {4: "datapath4", 6: "datapath6"}  # by family; in upper case, enum datapath of bpf/abi.h
 CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 SET_RETVAL = 187  # BPF_FUNC_set_retval (Linux 5.18)
 
@@ -42,14 +42,14 @@ class Programs:
     """
 
     hooks: Object
-    datapaths: tuple[Object, ...]  # one for each of `DATAPATHS`, in that order
+    datapaths: dict[int, Object]  # by family; without one that no service has, the packets of that family pass
     connect: Object | None = None
     sockops: Object | None = None
     xdp: Object | None = None
     inspect: Object | None = None  # of a generation with tables of flows of its own
 
     def __iter__(self) -> Iterator[Object]:
-        loaded = (self.hooks, *self.datapaths, self.connect, self.sockops, self.xdp, self.inspect)
+        loaded = (self.hooks, *self.datapaths.values(), self.connect, self.sockops, self.xdp, self.inspect)
         return (one for one in loaded if one is not None)
 
     def close(self) -> None:
@@ -126,8 +126,18 @@ class Loader:
             self._prepare(opened, None, can_set_errno=has_helper(SET_RETVAL), quiet=False)
             return opened.load(effort=True)
 
-    def generation(self, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
-        """All programs that carry traffic, those for drivers if `xdp`.
+    def datapath(self, family: int, larger: Larger | None = None) -> Object:
+        """The program that carries the packets of a family.
+
+        Raises:
+            BpfError: the kernel refuses it.
+        """
+        return self.one("tc_datapath", larger, only=DATAPATHS[family])
+
+    def generation(
+        self, larger: Larger | None = None, *, xdp: bool = False, families: Collection[int] = tuple(DATAPATHS)
+    ) -> Programs:
+        """All programs that carry traffic of these families, those for drivers if `xdp`.
 
         The verifier takes a third of a second for those that carry, so all are loaded at once, the two families by
         two threads. Where another mode serves meanwhile, they are loaded one after another behind all other work, for
@@ -140,19 +150,19 @@ class Loader:
         waits = self._options.all_or_nothing
         with ThreadPoolExecutor(1 if waits else 4, "load", _give_way if waits else None) as threads:
             # What takes longest comes first.
-            datapaths = [threads.submit(self.one, "tc_datapath", larger, only=name) for name in reversed(DATAPATHS)]
+            datapaths = {n: threads.submit(self.datapath, n, larger) for n in sorted(families, reverse=True)}
             sockets = threads.submit(self._sockets, larger)
             loading = {name: threads.submit(self.one, name, larger) for name in names}
         try:
             loaded = {name: known.result() for name, known in loading.items()}
-            both = tuple(known.result() for known in reversed(datapaths))
+            carrying = {family: known.result() for family, known in datapaths.items()}
         except BpfError:
-            for programs in _those_loaded(*loading.values(), *datapaths):
+            for programs in _those_loaded(*loading.values(), *datapaths.values()):
                 programs.close()
             for programs in sockets.result().values():
                 programs.close()
             raise
-        return Programs(datapaths=both, **loaded, **sockets.result())
+        return Programs(datapaths=carrying, **loaded, **sockets.result())
 
     def _sockets(self, larger: Larger | None) -> dict[str, Object]:
         """The cgroup programs; without bpf_set_retval (Linux 5.18) they refuse nobody.
@@ -184,22 +194,22 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
-def put_datapaths(datapaths: Map, programs: Sequence[Object]) -> None:
-    """Let the programs of `tc_datapath.bpf.o` be those that hooks call."""
-    for name, loaded in zip(DATAPATHS, programs, strict=True):
-        datapaths.update(_place(name), loaded.program(name).to_bytes(4, sys.byteorder))
+def put_datapaths(datapaths: Map, programs: Mapping[int, Object]) -> None:
+    """Let these, by family, be what hooks call."""
+    for family, loaded in programs.items():
+        datapaths.update(_place(family), loaded.program(DATAPATHS[family]).to_bytes(4, sys.byteorder))
 
 
-def missing_datapaths(datapaths: Map, programs: Sequence[Object]) -> Iterator[str]:
+def missing_datapaths(datapaths: Map, programs: Mapping[int, Object]) -> Iterator[str]:
     """Which of them is not the one that was put there, as messages."""
-    for name, loaded in zip(DATAPATHS, programs, strict=True):
-        found = datapaths.lookup(_place(name))
+    for family, loaded in programs.items():
+        found, name = datapaths.lookup(_place(family)), DATAPATHS[family]
         if found is None or int.from_bytes(found, sys.byteorder) != program_number(loaded.program(name)):
             yield f"{name} is not what hooks call"
 
 
-def _place(name: str) -> bytes:
-    return layout.abi_constants()[name.upper()].to_bytes(4, sys.byteorder)
+def _place(family: int) -> bytes:
+    return layout.abi_constants()[DATAPATHS[family].upper()].to_bytes(4, sys.byteorder)
 
 
 def teach_namespace(host_netns: Map) -> bool:

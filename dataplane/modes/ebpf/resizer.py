@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet
@@ -36,6 +37,7 @@ RETRY_SECONDS = 30.0  # after a growth that failed
 
 Load = Callable[[Larger], Programs]
 Use = Callable[[Programs, Larger], None]
+Work = TypeVar("Work")
 
 
 class MapResizer:
@@ -147,11 +149,16 @@ class MapResizer:
             self._loading.result().close()
         self._drop()
 
+    def in_turn(self, work: Callable[[], Work]) -> Future[Work]:
+        """What loads programs beside the growths, by the same thread; `wake` is called when it is done."""
+        future = self._thread.submit(work)
+        future.add_done_callback(lambda _: self._wake())
+        return future
+
     def start(self, larger: Larger) -> None:
         """Load the programs of a generation that uses these maps, in a thread; `step` or `make_room` finishes it."""
         self._larger = larger
-        self._loading = self._thread.submit(self._load, larger)
-        self._loading.add_done_callback(lambda _: self._wake())
+        self._loading = self.in_turn(lambda: self._load(larger))
 
     def _finish(self) -> None:
         assert self._loading is not None

@@ -1,23 +1,33 @@
-"""Programs are loaded before it is known how large the cluster is."""
+"""Programs are loaded before it is known how large the cluster is; those of a second family, when all else serves."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from hybrid_proxy.dataplane.errors import SyncError
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import programmer as module
+from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants
 from hybrid_proxy.dataplane.modes.ebpf.maps import Larger
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.modes.ebpf.programs import Loader, Programs
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, ServiceTable
-from tests.modes.make import entry
+from tests.modes.make import entry, service
 from tests.namespaces import new_lab
 from tests.tables import Front
+from tests.waiting import until
 
 pytestmark = pytest.mark.root
+
+
+V6 = {"ns/s1": (service(1, 6),)}
 
 
 def table_of(services: int) -> ServiceTable:
@@ -53,9 +63,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Larger | None]:
     begun: list[Larger | None] = []
     load = Loader.generation
 
-    def noted(self: Loader, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
+    def noted(self: Loader, larger: Larger | None = None, **more: Any) -> Programs:
         begun.append(larger)
-        return load(self, larger, xdp=xdp)
+        return load(self, larger, **more)
 
     monkeypatch.setattr(Loader, "generation", noted)
     return begun
@@ -70,7 +80,7 @@ def test_what_was_loaded_ahead_is_used_where_its_maps_are_large_enough(
     with opened() as open_:
         programmer = open_()
         assert programmer.resizer.growing
-        programmer.prewarm(services, services * 2)
+        programmer.prewarm(services, services * 2, {4})
         result = programmer.sync(table)
         assert (result.changed, len(loads)) == (services, times)
         assert programmer.maps.maps["services"].entries > services
@@ -101,3 +111,91 @@ def test_nothing_is_loaded_ahead_where_another_mode_serves(
         assert not programmer.resizer.growing
         programmer.sync(table_of(3))
         assert len(loads) == 1
+
+
+# A second family
+
+
+def called(programmer: Ebpf) -> set[int]:
+    """The families whose packets hooks can hand on."""
+    calls, limits = programmer.maps.maps["datapaths"], abi_constants()
+    places = {4: limits["DATAPATH4"], 6: limits["DATAPATH6"]}
+    found = [calls.lookup(place.to_bytes(4, "little")) for place in places.values()]
+    return {family for family, number in zip(places, found, strict=True) if number is not None}
+
+
+def later(table: ServiceTable) -> ServiceTable:
+    """The next table, with a service of IPv6."""
+    return ServiceTable({**table.services, **V6}, table.node, 2, 1, frozenset(V6))
+
+
+@contextmanager
+def begun(services: int = 3) -> Iterator[tuple[Ebpf, ServiceTable]]:
+    """The mode with a first table of IPv4 alone."""
+    with opened() as open_:
+        programmer, table = open_(), replace(table_of(services), generation=1)
+        programmer.prewarm(services, services * 2, {4})
+        programmer.sync(table)
+        yield programmer, table
+
+
+def test_a_family_that_no_service_has_is_loaded_when_all_else_serves() -> None:
+    with begun() as (programmer, _):
+        assert called(programmer) == {4}
+        until(lambda: programmer.maintain() is not None and called(programmer) == {4, 6}, "both families")
+        assert not programmer.may_have_drifted()
+
+
+def test_the_first_service_of_a_family_waits_for_its_datapath() -> None:
+    with begun() as (programmer, table):
+        assert programmer.sync(later(table)).changed == 1
+        assert called(programmer) == {4, 6}
+
+
+def test_a_first_table_that_has_more_than_was_foreseen_waits_too() -> None:
+    with opened() as open_:
+        programmer = open_()
+        programmer.prewarm(3, 6, {4})
+        programmer.sync(later(table_of(3)))
+        assert called(programmer) == {4, 6}
+
+
+@pytest.mark.parametrize("all_or_nothing", [False, True])
+def test_where_flows_may_be_older_all_families_come_first(all_or_nothing: bool) -> None:
+    with opened(all_or_nothing=all_or_nothing) as open_:
+        programmer = open_()
+        if not all_or_nothing:
+            programmer.sync(table_of(3))
+            programmer = open_()
+        programmer.prewarm(3, 6, {4})
+        programmer.sync(table_of(3))
+        assert called(programmer) == {4, 6}
+
+
+def test_a_growth_has_all_families() -> None:
+    with begun() as (programmer, table):
+        programmer.late.drop()
+        more = table_of(2000)
+        programmer.sync(ServiceTable(more.services, table.node, 2, 1, frozenset(more.services)))
+        assert programmer.resizer.growths == 1
+        assert called(programmer) == {4, 6}
+
+
+def test_a_family_that_the_kernel_refuses_costs_its_own_services_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, refuses = Loader.datapath, [True]
+
+    def refusing(self: Loader, family: int, larger: Larger | None = None) -> Object:
+        if family == 6 and refuses:
+            raise BpfError("load", errno.EINVAL, "refused")
+        return load(self, family, larger)
+
+    monkeypatch.setattr(Loader, "datapath", refusing)
+    with begun() as (programmer, table):
+        for _ in range(2):
+            with pytest.raises(SyncError, match="refused"):
+                programmer.sync(later(table))
+        assert called(programmer) == {4}
+        assert not programmer.may_have_drifted()
+        refuses.clear()
+        programmer.sync(later(table))
+        assert called(programmer) == {4, 6}
