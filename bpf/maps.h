@@ -62,7 +62,7 @@ GROWING_MAP(pod_links, __u32, __u32, 4096);
  */
 GROWING_MAP(own_addresses, struct own_address, __u32, 16384);
 /* How packets are checked, by the index of the interface that they come in at: enum interface_flags. */
-GROWING_MAP(interfaces, __u32, __u32, 16384);
+GROWING_MAP(interfaces, __u32, __u32, 8192);
 /* What packets that leave by an interface are masqueraded as, by its index. */
 GROWING_MAP(interface_addresses, __u32, struct interface_address, 4096);
 /* Routes with several next hops, by number, and these by twos. */
@@ -86,7 +86,7 @@ ARRAY_MAP(backends, struct backend, 262144);
 /* Backend id -> its open flows, where they are counted. */
 ARRAY_MAP(loads, struct load, 262144);
 /* Backend id -> how connections to it failed; only of backends that did fail. */
-GROWING_MAP(failures, __u32, struct failures, 16384);
+GROWING_MAP(failures, __u32, struct failures, 8192);
 /* Both directions of flows; nothing evicts them. */
 GROWING_MAP(flows4, struct flow4_key, struct flow, 262144);
 GROWING_MAP(flows6, struct flow6_key, struct flow, 262144);
