@@ -40,7 +40,8 @@ class LateDatapaths:
 
     def begin(self, programs: Programs) -> None:
         """Load the datapaths that this generation lacks; `look` or `need` has hooks call them."""
-        if lacking := DATAPATHS.keys() - programs.datapaths.keys():
+        lacking = DATAPATHS.keys() - programs.datapaths.keys()
+        if lacking and self._loading is None:
             self._loading = self._in_turn(lambda: {family: self._loader.datapath(family) for family in lacking})
 
     def look(self, programs: Programs) -> None:
@@ -49,7 +50,7 @@ class LateDatapaths:
             try:
                 self._take(self._loading, programs)
             except BpfError as error:
-                log.warning("no Service of a further address family can be served: %s", error)
+                log.warning("a Service of another address family could not be served at the moment: %s", error)
 
     def need(self, programs: Programs, table: ServiceTable, names: Iterable[str] | None = None) -> None:
         """Wait for the datapaths that these services of a table need, None: all of them.
