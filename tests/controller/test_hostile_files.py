@@ -351,7 +351,8 @@ def test_a_file_that_grows_for_ever_does_not_stop_the_others(
     try:
         for last in range(20, 24):
             (tmp_path / "good.yaml").write_text(GOOD.replace("10.96.0.1", f"10.96.0.{last}"))
-            running.until(lambda last=last: running.addresses["good"] == f"10.96.0.{last}")
+            # The file is empty for a moment, which a busy machine makes longer than what counts.
+            running.until(lambda last=last: running.addresses.get("good") == f"10.96.0.{last}")
     finally:
         done.set()
         writer.join()
