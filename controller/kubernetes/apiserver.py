@@ -794,8 +794,7 @@ class _PartialList:
         Raises:
             _UnusableError: these are too many.
         """
-        if key in self.objects or key in self.problems:
-            self.drop(key)
+        self.drop(key)
         self.objects[key] = obj
         self._grow(_weight(obj))
 

@@ -67,14 +67,7 @@ _PROTOCOLS: Final = {
     None: Protocol.TCP,
 }
 PROXY_NAME: Final = "service.kubernetes.io/service-proxy-name"
-_SERVICE_TYPES: Final = {
-    "ClusterIP": "ClusterIP",
-    "NodePort": "NodePort",
-    "LoadBalancer": "LoadBalancer",
-    "ExternalName": "ExternalName",
-    "": "ClusterIP",
-    None: "ClusterIP",
-}
+_SERVICE_TYPES: Final = frozenset({"ClusterIP", "NodePort", "LoadBalancer", "ExternalName"})
 _POLICIES: Final = {"Local": True, "Cluster": False, "": False, None: False}
 
 
@@ -395,9 +388,9 @@ def _service(wire: _Service) -> Service | Ignored:
     metadata = wire.metadata or _NO_SERVICE_META
     spec = wire.spec or _NO_SPEC
     namespace, name = _namespaced(metadata)
-    kind = _SERVICE_TYPES.get(spec.type)
-    if kind is None:
-        _fail("spec.type", f"{shown(spec.type)} is not one of {', '.join(sorted(filter(None, _SERVICE_TYPES)))}")
+    kind = spec.type or "ClusterIP"
+    if kind not in _SERVICE_TYPES:
+        _fail("spec.type", f"{shown(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
     if kind == "ExternalName":
         return _ignored("Service", metadata, "type ExternalName: it is a DNS name alone")
     texts = [text for text in spec.cluster_ips or () if text] or ([spec.cluster_ip] if spec.cluster_ip else [])

@@ -373,6 +373,7 @@ def annotated(name: str, text: str) -> dict[str, Any]:
 
 # fmt: off
 ANNOTATIONS = [
+    pytest.param("algorithm", "maglev",            "maglev",                                id="an algorithm"),
     pytest.param("weights", "10.0.1.5=3",          (("10.0.1.5", 3),),                      id="one weight"),
     pytest.param("weights", " 10.0.1.6 = 0 ,fd00::0:5=1000,", (("10.0.1.6", 0), ("fd00::5", 1000)), id="spaces, IPv6"),
     pytest.param("weights", "10.0.1.05=1",         (("10.0.1.5", 1),),                      id="canonical"),
@@ -424,6 +425,10 @@ MALFORMED_ANNOTATIONS = [
 @pytest.mark.parametrize(("name", "text", "expected"), ANNOTATIONS)
 def test_annotations(name: str, text: str, expected: object) -> None:
     assert getattr(both("Service", annotated(name, text)), name.replace("-", "_")) == expected
+
+
+def test_another_annotation_is_no_algorithm() -> None:
+    assert both("Service", annotated("other", "maglev")).algorithm == ""
 
 
 @pytest.mark.parametrize(("text", "expected"), [("true", True), (" true ", True), ("false", False)])

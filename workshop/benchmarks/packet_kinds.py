@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.programs import DATAPATHS, Loader, put_datapaths
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
 from hybrid_proxy.dataplane.table import Backend, Entry, Masquerade, NodeNetwork, PodMatch, Protocol
-from hybrid_proxy.workshop.benchmarks.kit import Result, built, entry, lab, median, say
+from hybrid_proxy.workshop.benchmarks.kit import Result, beyond, built, entry, lab, say
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.pins import pin_folder
 
@@ -223,7 +223,7 @@ class Range:
         for _ in range(ROUNDS):
             mine.append(self._shoot(kind.hook, kind, family, frame, REPEAT))
             nothing.append(self._shoot("nothing", kind, family, frame, REPEAT))
-        return _beyond(mine, nothing)
+        return beyond(mine, nothing)
 
     def _time_changing(self, kind: Kind, family: int) -> float:
         """A batch of each kind before it, then one of it, then the tables are emptied."""
@@ -238,7 +238,7 @@ class Range:
             nothing.append(self._shoot("nothing", kind, family, kind.build(net, {}), BATCH))
             assert len(flow_arrays(self._maps.maps[f"flows{family}"], family)[0]) == 2 * BATCH, kind.name
         self._forget(family)
-        return _beyond(mine, nothing)
+        return beyond(mine, nothing)
 
     def _shoot(self, target: str, kind: Kind, family: int, frame: bytes, times: int) -> float:
         changing = ADDRESS[family, kind.changes] if kind.changes else 0
@@ -274,11 +274,6 @@ def _verified(program: int) -> int:
     """Instructions that the verifier followed, on all ways through the program (Linux 5.16)."""
     lines = Path(f"/proc/self/fdinfo/{program}").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("verified_insns")), 0)
-
-
-def _beyond(mine: Sequence[float], nothing: Sequence[float]) -> float:
-    """How much more one took than the other, each beside it: a machine that changes its speed is as fast for both."""
-    return median([one - other for one, other in zip(mine, nothing, strict=True)])
 
 
 @contextlib.contextmanager

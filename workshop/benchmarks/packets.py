@@ -16,7 +16,7 @@ from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
 from hybrid_proxy.dataplane.table import Backend, Protocol
-from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, entry, median
+from hybrid_proxy.workshop.benchmarks.kit import Result, Target, beyond, built, entry
 from hybrid_proxy.workshop.lab.pins import pin_folder
 
 FLOWS = 100_000  # connections, two entries each
@@ -79,13 +79,13 @@ class Loops:
         return nanoseconds / PACKETS
 
     def compare(self, targets: dict[str, str]) -> dict[str, float]:
-        """Medians of rounds of these loops in turn, each with packets to its target, less those of `loop_nothing`."""
+        """Medians of these loops in turn, each with packets to its target, beyond `loop_nothing` beside it."""
         runs: dict[str, list[float]] = {name: [] for name in ("loop_nothing", *targets)}
         for number in range(ROUNDS):
             for name, times in runs.items():
                 times.append(self.time(name, targets.get(name, STRANGER), 1 + number))
-        nothing = median(runs["loop_nothing"])
-        return {name: median(times) - nothing for name, times in runs.items() if name != "loop_nothing"}
+        nothing = runs.pop("loop_nothing")
+        return {name: beyond(times, nothing) for name, times in runs.items()}
 
 
 @contextlib.contextmanager

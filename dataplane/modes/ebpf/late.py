@@ -40,8 +40,7 @@ class LateDatapaths:
 
     def begin(self, programs: Programs) -> None:
         """Load the datapaths that this generation lacks; `look` or `need` has hooks call them."""
-        lacking = DATAPATHS.keys() - programs.datapaths.keys()
-        if lacking and self._loading is None:
+        if self._loading is None and (lacking := _lacking(programs)):
             self._loading = self._in_turn(lambda: {family: self._loader.datapath(family) for family in lacking})
 
     def look(self, programs: Programs) -> None:
@@ -58,12 +57,9 @@ class LateDatapaths:
         Raises:
             BpfError: the kernel refuses one.
         """
-        lacking = DATAPATHS.keys() - programs.datapaths.keys()
-        if lacking.isdisjoint(_families(table, names) if lacking else ()):
-            return
-        if self._loading is None:
-            self.begin(programs)
-        if self._loading is not None:
+        if (lacking := _lacking(programs)) and lacking & _families(table, names):
+            self.begin(programs)  # unless that is under way
+            assert self._loading is not None
             self._take(self._loading, programs)
 
     def _take(self, loading: Future[Loaded], programs: Programs) -> None:
@@ -80,6 +76,10 @@ class LateDatapaths:
         if loading is not None and loading.exception() is None:
             for one in loading.result().values():
                 one.close()
+
+
+def _lacking(programs: Programs) -> set[int]:
+    return DATAPATHS.keys() - programs.datapaths.keys()
 
 
 def _families(table: ServiceTable, names: Iterable[str] | None) -> set[int]:

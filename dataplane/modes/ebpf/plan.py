@@ -510,14 +510,12 @@ def _kept(before: Installed, rows: Rows) -> _Kept:
 
 def _list_rings(batch: Batch, port: Installed) -> None:
     """Slots, and the words by which the service publishes them; those of backend sets that it has not are 0."""
-    service, number = port.service, 0
-    for ring, (offset, size) in zip(port.rings, port.ranges, strict=True):
+    service = port.service
+    for number, (ring, (offset, size)) in enumerate(zip(port.rings, port.ranges, strict=True)):
         if size:
             batch.rings.append((offset, service, ring))
         batch.words.append((service, number, offset, len(ring), port.epoch))
-        number += 1
-    for absent in range(number, BACKEND_SETS):
-        batch.words.append((service, absent, 0, 0, 0))
+    batch.words += [(service, absent, 0, 0, 0) for absent in range(len(port.rings), BACKEND_SETS)]
 
 
 def _list_members(batch: Batch, port: Installed, kept: _Kept) -> None:
