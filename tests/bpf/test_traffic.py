@@ -144,21 +144,23 @@ def answer(bench: Bench, net: Net, sport: int, flags: str = "SA") -> None:
 
 def test_the_time_to_accept_is_that_of_the_first_answer(bench: Bench, net: Net) -> None:
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
-    bench.ingress(frame(net, net.client, net.vip, syn(40000)))
     began = time.monotonic()
+    bench.ingress(frame(net, net.client, net.vip, syn(40000)))
     time.sleep(0.05)
     answer(bench, net, 40000)
-    longest = time.monotonic() - began + 0.05  # the SYN was on its way before that
+    longest = time.monotonic() - began
     answered, seconds = connects(bench)
     assert answered == 1
     assert 0.049 <= seconds <= longest
     answer(bench, net, 40000)  # repeated
     assert connects(bench) == (answered, seconds)
+    began = time.monotonic()
     bench.ingress(frame(net, net.client, net.vip, syn(40001)))
     answer(bench, net, 40001)
+    longest = time.monotonic() - began
     answered, both = connects(bench)
     assert answered == 2
-    assert seconds <= both < 2 * seconds
+    assert 0 <= both - seconds <= longest
 
 
 def test_who_refuses_has_accepted_nothing(bench: Bench, net: Net) -> None:

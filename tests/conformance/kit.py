@@ -282,6 +282,18 @@ def ask_first(client: socket.socket, target: tuple[str, int]) -> Reply:
         raise
 
 
+def said(bench: Bench, *arguments: str, code: int = 0) -> Any:
+    """What a command prints with -o json."""
+    done = bench.agent.command(*arguments, "--admin-socket", str(bench.agent.socket), "-o", "json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def open_flows(bench: Bench, *which: str) -> str:
+    """The flows that are not over, a line each: all, or those of one service."""
+    return "\n".join(str(row) for row in said(bench, "flows", *which) if row["state"] != "closed")
+
+
 def counted(agent: Agent, name: str) -> int:
     """A counter of the agent's dataplane."""
     return int(agent.running_status().dataplane.counters[name])

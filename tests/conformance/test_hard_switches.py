@@ -32,7 +32,20 @@ from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, mea
 from tests.loads import goes_on
 
 from .conftest import FOREVER, IFA_F_NODAD, bench_of, routed_lab
-from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, extra_pod, forget_connections
+from .kit import (
+    HTTP,
+    PATIENCE,
+    UDP,
+    V4,
+    V6,
+    Bench,
+    Service,
+    attached,
+    eventually,
+    extra_pod,
+    forget_connections,
+    open_flows,
+)
 from .test_rows import target_of
 from .world import SECOND
 
@@ -260,12 +273,6 @@ def differences(then: Mapping[str, Counter[str]], now: Mapping[str, Counter[str]
 
 
 # One after the other
-
-
-def open_flows(bench: Bench) -> str:
-    """The flows that are not over."""
-    listed = bench.agent.command("flows", "-o", "json", "--admin-socket", str(bench.agent.socket)).stdout
-    return "\n".join(str(row) for row in json.loads(listed) if row["state"] != "closed")
 
 
 def settled(bench: Bench, mode: str) -> None:

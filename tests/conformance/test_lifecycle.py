@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import select
 import shutil
 import socket
@@ -13,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, Tally, load, meanwhile
 from tests.loads import goes_on
 
-from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, silent
+from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, said, silent
 
 SOME = max(2, int(10 / PATIENCE))  # answers of each load
 FAMILIES = (V4, V6)  # in one test where each start of an agent would be another one's copy
@@ -139,13 +137,6 @@ def test_a_service_deleted_while_the_agent_was_down_goes(bench: Bench, restart: 
             8, "a service deleted in the meantime still answers",
         )  # fmt: skip
         assert bench.seen("pod1", restart.kept, family, 4) == {"pod3"}
-
-
-def said(bench: Bench, *arguments: str, code: int = 0) -> Any:
-    """What a command prints with -o json."""
-    done = bench.agent.command(*arguments, "--admin-socket", str(bench.agent.socket), "-o", "json")
-    assert done.returncode == code, done.stderr
-    return json.loads(done.stdout)
 
 
 def refused_ports(bench: Bench, service: Service) -> set[int]:

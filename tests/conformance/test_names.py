@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from .kit import V4, V6, Bench, Service
+from .kit import V4, V6, Bench, Service, said
 
 NAMES = ("7", "443", "0x10", "1-web")
 
@@ -22,12 +20,6 @@ def services(bench: Bench) -> Iterator[dict[str, Service]]:
     yield made
     for service in made.values():
         service.delete()
-
-
-def said(bench: Bench, *arguments: str) -> Any:
-    done = bench.agent.command(*arguments, "--admin-socket", str(bench.agent.socket), "-o", "json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.row("1.1", "a Service whose name begins with a digit")

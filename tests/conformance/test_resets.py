@@ -12,7 +12,7 @@ from hybrid_proxy.dataplane.kernel import tcp_segments
 from hybrid_proxy.dataplane.kernel.tcp_segments import SYN_ACK, Segment
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
 
-from .kit import DEADLINES, Bench, Service, as_terminating, counted, eventually
+from .kit import DEADLINES, Bench, Service, as_terminating, counted, eventually, open_flows
 from .test_rows import target_of
 
 WAYS = {"pod1": "cluster", "client": "nodeport", "node": "cluster"}
@@ -50,6 +50,9 @@ def test_clients_of_an_endpoint_that_is_gone_are_reset(
     bench: Bench, mode: str, gone: str, left: str | None, family: int
 ) -> None:
     service = bench.service(gone, outside=True, annotations=ASKS)
+    if mode != "userspace":  # what has asked until the service was there may not have seen its connections' ends
+        full = f"conformance/{service.name}"
+        eventually(lambda: not open_flows(bench, full), 5, lambda: f"still open: {open_flows(bench, full)}")
     before = counted(bench.agent, "connections_reset") if mode != "userspace" else 0
     with talking(bench, service, family, gone) as clients:
         if left:

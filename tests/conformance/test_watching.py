@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 
-from .kit import V4, Bench, Service, eventually
+from .kit import V4, Bench, Service, eventually, said
 
 
 @pytest.fixture(autouse=True)
 def of_ebpf(mode: str) -> None:
     if mode != "ebpf":
         pytest.skip(f"mode {mode} has no eBPF programs that emit events")
-
-
-def said(bench: Bench, *arguments: str) -> Any:
-    """What a command prints with -o json."""
-    done = bench.agent.command(*arguments, "--admin-socket", str(bench.agent.socket), "-o", "json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def figures(bench: Bench, command: str, service: Service, family: int) -> list[dict[str, Any]]:

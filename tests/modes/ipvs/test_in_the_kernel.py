@@ -162,6 +162,10 @@ def test_while_the_mode_drains_what_is_open_goes_on_and_what_is_new_is_refused(
         assert half_open.connect_ex(("10.96.0.1", 80)) == errno.EINPROGRESS, "one connection waits, and no more may"
 
         agent.drain(served)
+        # Room for the half-open one, before all else: its client repeats the SYN after 1, 3, 7 ... 63 seconds, and
+        # gives up at 127. A slow guest takes its time for the rest.
+        listener.settimeout(70)
+        accepted = [stack.enter_context(listener.accept()[0])]
         assert agent.open_flows(served) == {"TCP": 2}
         assert {load.weight for load in ipvs.destinations(SERVER).values()} == {0}
         with contextlib.closing(LocalRoutes()) as routes:
@@ -169,8 +173,8 @@ def test_while_the_mode_drains_what_is_open_goes_on_and_what_is_new_is_refused(
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("10.96.0.1", 80), 10)
 
-        for one in (client, half_open):
-            there = stack.enter_context(listener.accept()[0])
+        accepted.append(stack.enter_context(listener.accept()[0]))
+        for one, there in zip((client, half_open), accepted, strict=True):
             for end in (one, there):
                 end.settimeout(10 * DEADLINES)  # a segment that found the queue full is repeated, later each time
             one.sendall(b"?")
