@@ -28,8 +28,11 @@ _JOIN: Final = 'echo $$ > "$1/cgroup.procs" && shift && net="$1" && shift && exe
 
 
 def is_current(path: Path) -> bool:
-    """Whether the namespace bound at `path` is the one that the calling thread is in."""
-    return path.stat().st_ino == Path("/proc/thread-self/ns/net").stat().st_ino
+    """Whether the namespace bound at `path` is the one that the calling thread is in; one that is gone is not."""
+    try:
+        return path.samefile("/proc/thread-self/ns/net")
+    except FileNotFoundError:  # its lab is being removed
+        return False
 
 
 def command(namespace: Path, cgroup: Path | None, argv: Sequence[str]) -> list[str]:
