@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 import threading
@@ -16,7 +15,7 @@ import pytest
 
 from hybrid_proxy.workshop.lab.traffic import Stream, ask_tcp
 
-from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, counted, eventually
+from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, counted, eventually, said
 
 CLIENTS = 12
 RECOVERY = 25.0  # a backend that is well again is tried after ten seconds
@@ -71,11 +70,7 @@ def ask_at_once(bench: Bench, place: str, target: tuple[str, int], family: int, 
 
 def listed(bench: Bench, command: str, service: Service) -> list[dict[str, Any]]:
     """What a listing says of the service."""
-    done = bench.agent.command(
-        command, f"conformance/{service.name}", "-o", "json", "--admin-socket", str(bench.agent.socket)
-    )
-    assert done.returncode == 0, done.stderr
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    rows: list[dict[str, Any]] = said(bench, command, f"conformance/{service.name}")
     return rows
 
 

@@ -45,6 +45,7 @@ from .kit import (
     extra_pod,
     forget_connections,
     open_flows,
+    said,
 )
 from .test_rows import target_of
 from .world import SECOND
@@ -227,9 +228,7 @@ def traffic(node: Node, places: Sequence[str] = ("pod1", "node", "client")) -> I
 
 
 def switch(bench: Bench, mode: str, *arguments: str) -> dict[str, object]:
-    done = bench.agent.command("switch", mode, *arguments, "-o", "json", "--admin-socket", str(bench.agent.socket))
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, object] = json.loads(done.stdout)
+    answer: dict[str, object] = said(bench, "switch", mode, *arguments)
     return answer
 
 

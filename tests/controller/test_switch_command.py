@@ -17,7 +17,7 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import OpenSocket, Tally, ask_tcp, ask_udp, load, meanwhile
-from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, forget_connections, node_manifest
+from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, forget_connections, node_manifest, said
 from tests.loads import goes_on
 from tests.namespaces import new_lab
 
@@ -56,9 +56,7 @@ def bench(lab: Lab) -> Iterator[Bench]:
 
 
 def switch(bench: Bench, *arguments: str) -> dict[str, object]:
-    done = bench.agent.command("switch", *arguments, "-o", "json", "--admin-socket", str(bench.agent.socket))
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, object] = json.loads(done.stdout)
+    answer: dict[str, object] = said(bench, "switch", *arguments)
     return answer
 
 
@@ -201,8 +199,7 @@ def test_flows_of_both_modes_are_listed(bench: Bench) -> None:
     switch(bench, "nftables")
     streams.append(bench.stream("pod1", web.vip(V4), V4))
     streams[1].ask()
-    listed = bench.agent.command("flows", "-o", "json", "--admin-socket", str(bench.agent.socket))
-    rows = [row for row in json.loads(listed.stdout) if row["state"] != "closed"]
+    rows = [row for row in said(bench, "flows") if row["state"] != "closed"]
     assert sorted((row["mode"], row["service"]) for row in rows) == [
         ("ebpf", f"conformance/{web.name}:main"), ("nftables", f"conformance/{web.name}:main")
     ]  # fmt: skip

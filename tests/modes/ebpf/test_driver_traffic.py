@@ -6,7 +6,6 @@ The uplink is a veth. Its other end runs a program that takes frames, and fills 
 from __future__ import annotations
 
 import itertools
-import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from hybrid_proxy.dataplane.reports import Status, XdpHooks
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.frames import Receiver, fill_in_checksums
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
-from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, attached, eventually, node_manifest
+from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, attached, eventually, node_manifest, said
 from tests.namespaces import new_lab
 
 pytestmark = pytest.mark.root
@@ -55,9 +54,7 @@ class Road(Bench):
         return made
 
     def established(self, service: Service) -> list[dict[str, Any]]:
-        shown = self.agent.command("flows", "-o", "json", "--admin-socket", str(self.agent.socket))
-        assert shown.returncode == 0, shown.stderr
-        rows = [row for row in json.loads(shown.stdout) if f"/{service.name}:" in str(row["service"])]
+        rows = [row for row in said(self, "flows") if f"/{service.name}:" in str(row["service"])]
         return [row for row in rows if row["state"] == "established"]
 
     def node_port(self, service: Service, family: int) -> tuple[str, int]:

@@ -164,7 +164,7 @@ def test_while_the_mode_drains_what_is_open_goes_on_and_what_is_new_is_refused(
         agent.drain(served)
         # Room for the half-open one, before all else: its client repeats the SYN after 1, 3, 7 ... 63 seconds, and
         # gives up at 127. A slow guest takes its time for the rest.
-        listener.settimeout(70)
+        listener.settimeout(70)  # seconds, more than between any two of these
         accepted = [stack.enter_context(listener.accept()[0])]
         assert agent.open_flows(served) == {"TCP": 2}
         assert {load.weight for load in ipvs.destinations(SERVER).values()} == {0}
