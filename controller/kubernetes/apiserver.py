@@ -14,6 +14,7 @@ server no copy of everything). The rules that keep a node right through all weat
   above what clusters have; an answer of another kind is none.
 - When a kind can be read again, or when credentials change, the pauses of the others end: what kept them away has
   probably ended, too. While the server refuses our credentials, or has too much to do (429), one kind asks for all.
+  So it is at a start, until the first kind is let in: of thousands of nodes each is refused once, and not four times.
 
 Objects are decoded from raw JSON straight into model values, page by page: a cluster with 100,000 endpoints
 is never held as text. Objects of a new list that did not change stay the same values, so that a list costs memory for
@@ -271,7 +272,7 @@ class _Health:
         self._since = 0.0
         self._reported: bool | None = None
         self._news = dict.fromkeys(kinds, 0)  # how often each kind had news for the others
-        self._asker = ""  # the kind that goes on asking while the server refuses all
+        self._asker = kinds[0]  # the kind that asks while the server refuses all, or nobody knows yet whether it does
         self._closed = False
 
     def states(self) -> list[KindState]:
@@ -368,6 +369,11 @@ class _Health:
                 lambda: self._closed or any(s.state == "read" for s in self._states.values() if s.kind != kind), within
             )
 
+    def wait_for_asker(self, kind: str, longest: float) -> None:
+        """Before the first request: until the kind that asks for all is let in, for `longest` seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._asker in {"", kind}, longest)
+
     def is_asker(self, kind: str, *, refused: bool) -> bool:
         """Whether this kind goes on asking. While the server has `refused` us, one of all does."""
         with self._changed:
@@ -427,6 +433,7 @@ class _Reflector:
 
     def run(self) -> None:
         """Until `stop` is set. Whatever goes wrong is reported and retried."""
+        self._health.wait_for_asker(self._kind, self._policy.longest)
         while not self._stop.is_set():
             news = self._health.news(self._kind)
             try:
@@ -498,7 +505,6 @@ class _Reflector:
             self._health.ring(self._kind)
         self._retry.answered()
         self._was_read = True
-        self._health.is_asker(self._kind, refused=False)
         self._health.found(self._kind)
 
     # List
@@ -543,6 +549,7 @@ class _Reflector:
         query = self._resource.query(limit=limit, **{"continue": token})
         try:
             response = self._connection.get(self._resource.path, query, _LIST_SECONDS, more=bool(token))
+            self._health.is_asker(self._kind, refused=False)
             page = decode_page(body_of(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
         except StatusError as error:
             if token and error.code == 410:
@@ -632,6 +639,7 @@ class _Reflector:
             timeoutSeconds=str(max(1, round(random.uniform(shortest, longest)))), **initial,
         )  # fmt: skip
         response = self._connection.get(self._resource.path, query, self._policy.silence)
+        self._health.is_asker(self._kind, refused=False)
         if not initial:
             self._reads()
         started = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -466,6 +465,23 @@ def test_retry_after_is_honoured(api: ApiServer, watch: Start) -> None:
     assert lists_asked(api, "endpointslices") == 1
 
 
+def test_of_a_start_one_kind_is_refused_and_not_each(api: ApiServer, begin: Start) -> None:
+    api.faults("services").answers.extend([(429, {"Retry-After": "1"})] * 2)
+    watcher = begin(policy=PATIENT)
+    watcher.complete()
+
+    assert [request.plural for request in api.requests][:3] == ["services"] * 3
+    assert {plural: lists_asked(api, plural) for plural in PLURALS.values()} == {
+        plural: 3 if plural == "services" else 1 for plural in PLURALS.values()
+    }
+
+
+def test_the_others_do_not_wait_for_ever_for_the_kind_that_asks_first(api: ApiServer, begin: Start) -> None:
+    api.faults("services").delay = 60.0
+    watcher = begin(policy=quick(longest=1.0))
+    watcher.until(lambda: len(watcher.of(Replaced)) == 3, "all kinds but one")
+
+
 @pytest.mark.parametrize("when", ["streams are open", "the answer is awaited", "a pause is made", "a turn is awaited"])
 def test_stop_waits_for_nobody(when: str, api: ApiServer, begin: Start) -> None:
     if when == "the answer is awaited":
@@ -476,7 +492,8 @@ def test_stop_waits_for_nobody(when: str, api: ApiServer, begin: Start) -> None:
             faults.answers.append((503, {"Retry-After": "60"}))
     limit = RateLimit(rate=0.01, burst=4) if when == "a turn is awaited" else RateLimit(rate=0)
     watcher = begin(policy=RetryPolicy(), rate_limit=limit)
-    watcher.until(lambda: len(api.requests) >= 4)  # no more come where a turn is awaited
+    # One kind asks first, and no more requests than four come where a turn is awaited.
+    watcher.until(lambda: len(api.requests) >= (4 if when in ("streams are open", "a turn is awaited") else 1))
     if when == "streams are open":
         connected(api, watcher)
     started = time.monotonic()
@@ -799,7 +816,7 @@ def test_new_credentials_end_all_pauses(kind: str, api: ApiServer, begin: Start,
     token.write_text("stolen")
     kubeconfig = api.kubeconfig(token="stolen", token_file=token if kind == "tokenFile" else None)
     watcher = begin(kubeconfig=str(kubeconfig), policy=PATIENT)
-    watcher.until(lambda: all(state.why for state in watcher.source.states()), "all are refused")
+    watcher.until(lambda: watcher.kind("Service").why, "the first is refused, and the others wait for it")
     if kind == "tokenFile":
         token.write_text(api.token)
     else:
@@ -815,9 +832,9 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
     caplog.set_level("INFO", "hybrid_proxy")
     watcher = begin(kubeconfig=str(api.kubeconfig(token="second")), policy=quick(longest=60.0))
     watcher.until(lambda: api.refused_tokens >= 8, "some refusals")
-    assert sorted(Counter(request.plural for request in api.requests).values())[:3] == [1, 1, 1]
+    assert {request.plural for request in api.requests} == {"services"}
     assert "read the API server's configuration" not in caplog.text, "they are the same"
-    assert len([s for s in watcher.of(SourceState) if not s.healthy]) <= 4, "reported once for each kind"
+    assert len([s for s in watcher.of(SourceState) if not s.healthy]) == 1, "reported once"
     api.set_token("second")
     watcher.complete()
 

@@ -14,12 +14,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from hybrid_proxy.controller.kubernetes.model import KINDS
 from hybrid_proxy.controller.kubernetes.retry import Backoff, RetryPolicy, honoured
 
 __all__ = ["Costs", "Outcome", "Servers", "simulate"]
 
 RETRY_AFTER: Final = 1.0  # as API servers ask for
-KINDS: Final = ("EndpointSlice", "Service", "Node", "ServiceCIDR")
 
 
 class Costs(NamedTuple):
@@ -118,7 +118,7 @@ def simulate(
     heap: list[tuple[float, int, str, int, str, int]] = []
     farm = [_Server() for _ in range(servers.number)]
     agents = [{kind: _Kind(policy) for kind in KINDS} for _ in range(nodes)]
-    askers = [""] * nodes  # the kind that goes on asking while the server has too much to do
+    askers = ["" if away else KINDS[0]] * nodes  # the kind that asks while the server has, or may have, too much to do
     left, done = [len(KINDS)] * nodes, list[float]()
     reads_until = [0.0] * nodes
     by_second, refused, number = Counter[int](), 0, 0
@@ -146,6 +146,12 @@ def simulate(
         state.pausing, state.least = True, now + least
         ask(now + pause, agent, kind)
 
+    def wake(now: float, agent: int) -> None:
+        """What kept one kind away has ended for the others, too."""
+        for kind, state in agents[agent].items():
+            if state.pausing:
+                ask(max(now, state.least), agent, kind)
+
     def width(kind: str) -> int:
         return min(costs.seats.get(kind, 1), servers.seats)
 
@@ -154,6 +160,9 @@ def simulate(
 
     def serve(now: float, server: _Server, agent: int, kind: str) -> None:
         server.busy += width(kind)
+        if askers[agent] == kind:  # it is let in
+            askers[agent] = ""
+            wake(now, agent)
         server.free_at = max(now, server.free_at) + costs.bytes[kind] / servers.rate
         end = server.free_at
         if seconds := costs.read.get(kind):  # what is small is read between the others
@@ -163,8 +172,9 @@ def simulate(
 
     for agent in range(nodes):
         begin = chance() * costs.apart + costs.start if not away else chance() * 0.05
-        for kind in KINDS:
-            ask(begin, agent, kind)
+        for kind, state in agents[agent].items():
+            state.pausing = askers[agent] not in {"", kind}
+            ask(begin + policy.longest * state.pausing, agent, kind)
     while heap and len(done) < nodes:
         now, _, what, agent, kind, asks = heapq.heappop(heap)
         if now > limit:
@@ -188,10 +198,8 @@ def simulate(
         elif what == "answer":
             server.busy -= width(kind)
             state.backoff.answered()
-            askers[agent] = "" if askers[agent] == kind else askers[agent]
-            for other, its in agents[agent].items():  # what kept this kind away has ended for the others, too
-                if its.pausing and not askers[agent]:
-                    ask(max(now, its.least), agent, other)
+            if not askers[agent]:
+                wake(now, agent)
             left[agent] -= 1
             if not left[agent]:
                 done.append(now + costs.program)

@@ -7,7 +7,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from hybrid_proxy.workshop.benchmarks.herd_model import KINDS, Costs, Outcome, Servers, simulate
+from hybrid_proxy.controller.kubernetes.model import KINDS
+from hybrid_proxy.workshop.benchmarks.herd_model import Costs, Outcome, Servers, simulate
 from hybrid_proxy.workshop.benchmarks.herd_plot import Line, drawn
 
 COSTS = Costs({"EndpointSlice": 4_000_000, "Service": 1_000_000, "Node": 1_000, "ServiceCIDR": 1_000}, program=1.0)
@@ -52,6 +53,12 @@ def test_who_is_refused_does_not_come_back_each_second() -> None:
     found = run(300, Servers(number=1, seats=5, queue=5, rate=30e6))
     assert found.converged > 50
     assert found.refused < 300 * 20, "far fewer than one a second and kind"
+
+
+def test_of_an_agent_that_starts_one_kind_asks_until_it_is_let_in() -> None:
+    found = run(300, Servers(number=1, seats=5, queue=5, rate=30e6))
+    assert sum(found.by_second[second] for second in (0, 1)) < 1.5 * 300
+    assert run(1, Servers()).done == [pytest.approx(COSTS.start + COSTS.program, abs=COSTS.apart + 0.01)]
 
 
 def test_a_server_that_comes_back_is_asked_by_all_but_not_at_once() -> None:
