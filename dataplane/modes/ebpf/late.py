@@ -2,12 +2,13 @@
 
 In most clusters there is one family, and the verifier takes as long for each as for all other programs together. What
 hooks find no datapath for passes as it is. So the datapath must be there before the first entry of its family, and
-wherever flows may be older than this process.
+wherever flows may be older than this process. Where the kernel refuses it, services of the other family go on.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 
@@ -17,6 +18,8 @@ from hybrid_proxy.dataplane.modes.ebpf.programs import DATAPATHS, Loader, Progra
 from hybrid_proxy.dataplane.table import ServiceTable, family_of
 
 log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 30.0  # after a refusal
 
 Loaded = dict[int, Object]
 
@@ -31,54 +34,75 @@ class LateDatapaths:
 
     Attributes:
         first: families of the first generation.
+        refusal: why the kernel refused a family at the last try, empty: it did not.
     """
 
     def __init__(self, loader: Loader, maps: MapSet, in_turn: Callable[[Callable[[], Loaded]], Future[Loaded]]) -> None:
         self.first: Collection[int] = tuple(DATAPATHS)
         self._loader, self._maps, self._in_turn = loader, maps, in_turn
         self._loading: Future[Loaded] | None = None
+        self.refusal = ""
+        self._retry_at = 0.0
 
     def begin(self, programs: Programs) -> None:
-        """Load the datapaths that this generation lacks; `look` or `need` has hooks call them."""
-        if self._loading is None and (lacking := _lacking(programs)):
-            self._loading = self._in_turn(lambda: {family: self._loader.datapath(family) for family in lacking})
+        """Load the datapaths that this generation lacks; hooks call them after `look`, `lacking` or `need`."""
+        if self._loading is None and (missing := _missing(programs)):
+            self._loading = self._in_turn(lambda: {family: self._loader.datapath(family) for family in missing})
 
     def look(self, programs: Programs) -> None:
-        """Let hooks call what is loaded by now. What the kernel refuses is tried again when it is needed."""
-        if self._loading is not None and self._loading.done():
-            try:
-                self._take(self._loading, programs)
-            except BpfError as error:
-                log.warning("a Service of another address family could not be served at the moment: %s", error)
+        """Let hooks call what is loaded by now; what the kernel has refused is tried again after a while."""
+        if self._loading is None and self.refusal and time.monotonic() >= self._retry_at:
+            self.begin(programs)
+        elif self._loading is not None and self._loading.done():
+            self._try_to_take(programs)
 
-    def need(self, programs: Programs, table: ServiceTable, names: Iterable[str] | None = None) -> None:
-        """Wait for the datapaths that these services of a table need, None: all of them.
+    def lacking(self, programs: Programs, table: ServiceTable, names: Iterable[str]) -> dict[int, str]:
+        """Families that cannot be served at the moment, and why; those that these services need are waited for."""
+        if not self.refusal and (missing := _missing(programs)) and missing & _families(table, names):
+            self.begin(programs)  # unless that is under way
+            self._try_to_take(programs)
+        return dict.fromkeys(_missing(programs), self.refusal or "its programs are not loaded")
+
+    def need(self, programs: Programs, table: ServiceTable) -> None:
+        """Wait for the datapaths of a first table.
 
         Raises:
             BpfError: the kernel refuses one.
         """
-        if (lacking := _lacking(programs)) and lacking & _families(table, names):
-            self.begin(programs)  # unless that is under way
-            assert self._loading is not None
-            self._take(self._loading, programs)
+        if (missing := _missing(programs)) and missing & _families(table, None):
+            self.begin(programs)
+            self._take(programs)
 
-    def _take(self, loading: Future[Loaded], programs: Programs) -> None:
-        self._loading = None
+    def _try_to_take(self, programs: Programs) -> None:
+        try:
+            self._take(programs)
+        except BpfError as error:
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            families = " and ".join(f"IPv{family}" for family in sorted(_missing(programs)))
+            self.refusal = f"the kernel refuses the programs for {families}, next try in {RETRY_SECONDS:.0f} s: {error}"
+            log.warning("%s", self.refusal)
+
+    def _take(self, programs: Programs) -> None:
+        assert self._loading is not None
+        loading, self._loading = self._loading, None
         loaded = loading.result()
         for one in loaded.values():
             self._maps.pin_new(one)
-        programs.datapaths.update(loaded)
         put_datapaths(self._maps.maps["datapaths"], loaded)
+        programs.datapaths.update(loaded)
+        self.refusal = ""
 
-    def drop(self) -> None:
-        """Nobody needs what is loading: another generation has it, or there will be none."""
+    def drop(self, programs: Programs | None = None) -> None:
+        """Forget what is loading: this generation has come, None: there will be none."""
         loading, self._loading = self._loading, None
         if loading is not None and loading.exception() is None:
             for one in loading.result().values():
                 one.close()
+        if programs is not None and not _missing(programs):
+            self.refusal = ""
 
 
-def _lacking(programs: Programs) -> set[int]:
+def _missing(programs: Programs) -> set[int]:
     return DATAPATHS.keys() - programs.datapaths.keys()
 
 

@@ -29,7 +29,15 @@ from hybrid_proxy.dataplane.modes.ebpf.lower import (
     lower,
 )
 from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
-from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
+from hybrid_proxy.dataplane.modes.ebpf.pools import (
+    SETTINGS,
+    DeferredFree,
+    FullError,
+    IdPool,
+    SlotAllocator,
+    UnfitError,
+    size_class,
+)
 from hybrid_proxy.dataplane.reports import Unprogrammed
 from hybrid_proxy.dataplane.slow_start import NO_PARTS, Parts, slowed
 from hybrid_proxy.dataplane.table import Backend, Entry, EntryKey, Protocol, service_of
@@ -124,6 +132,7 @@ class Plan:
         self.by_id: dict[int, Installed] = {}
         self.unprogrammed: dict[EntryKey, Unprogrammed] = {}
         self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `unprogrammed`
+        self.lacking: Mapping[int, str] = {}  # families that cannot be served at the moment, and why
         self.full: set[str] = set()  # maps that may grow for which something did not fit since this was emptied
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
         self.counts_flows: set[int] = set()  # ids of the services whose open flows are counted by backend
@@ -196,9 +205,10 @@ class Plan:
                     self._remove(batch, old)  # another service by this name: flows to the former one may stay
                     old = None
                 try:
+                    self._check_family(entry)
                     old = self._port(batch, key, entry, rows, old)
                     changed += 1
-                except FullError as error:
+                except UnfitError as error:
                     self._refuse(name, key, error)
             if old is not None:
                 after.append(old)
@@ -212,8 +222,9 @@ class Plan:
         """`change` of a service of which there is nothing yet, and that has one port: nearly all at a start."""
         key, rows = entry.key, self._lower(entry)
         try:
+            self._check_family(entry)
             self.installed[name] = (self._port(batch, key, entry, rows, None),)
-        except FullError as error:
+        except UnfitError as error:
             self._refuse(name, key, error)
             return 0
         return 1
@@ -264,6 +275,10 @@ class Plan:
             )
 
     # One service port
+
+    def _check_family(self, entry: Entry) -> None:
+        if entry.family in self.lacking:
+            raise UnfitError(self.lacking[entry.family])
 
     def _port(self, batch: Batch, key: EntryKey, entry: Entry, rows: Rows, old: Installed | None) -> Installed:
         """Take every id and slot first, so that a full map leaves nothing half planned; then list the rows.
@@ -483,10 +498,10 @@ class Plan:
         batch.gone_services.append(port.service)
         batch.gone_ranges += [piece for piece in port.ranges if piece[1]]
 
-    def _refuse(self, name: str, key: EntryKey, error: FullError) -> None:
+    def _refuse(self, name: str, key: EntryKey, error: UnfitError) -> None:
         self.unprogrammed[key] = Unprogrammed(key[0], str(error))
         self.unfit.setdefault(name, set()).add(key)
-        if error.name in SETTINGS:
+        if isinstance(error, FullError) and error.name in SETTINGS:
             self.full.add(error.name)
 
     def _replace(self, old: Installed, new: Installed) -> None:

@@ -18,7 +18,11 @@ SETTINGS = {
 }  # fmt: skip
 
 
-class FullError(Exception):
+class UnfitError(Exception):
+    """A service port cannot be programmed at the moment; says why."""
+
+
+class FullError(UnfitError):
     """A map has nothing left, and `name` says which."""
 
     def __init__(self, name: str, limit: int) -> None:

@@ -275,8 +275,7 @@ class Ebpf:
         return {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
 
     def _load(self, larger: Larger) -> Programs:
-        families = self.late.first if self.programs is None else DATAPATHS
-        programs = self.loader.generation(larger, xdp=self.drivers.loaded, families=families)
+        programs = self.loader.generation(larger, xdp=self.drivers.loaded, families=self._families())
         if self._attached and sizes.WRITTEN & larger.keys():
             try:
                 self._growth = growth.Growth(self.folder, dict(self.maps.maps), larger)
@@ -285,6 +284,12 @@ class Ebpf:
                 programs.close()
                 raise
         return programs
+
+    def _families(self) -> Collection[int]:
+        """Those of the next generation. A family that the kernel refuses does not keep the other one from growing."""
+        if self.programs is None:
+            return self.late.first
+        return tuple(self.programs.datapaths if self.late.refusal else DATAPATHS)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -299,8 +304,15 @@ class Ebpf:
         return loaded
 
     def _use(self, programs: Programs, larger: Larger) -> None:
-        """Let all links run this generation; before the first attachment there are none of sockets."""
+        """Let all links run this generation; before the first attachment there are none of sockets.
+
+        Raises:
+            DataplaneError: it lacks a family that has come since it began.
+        """
         moves, self._growth = self._growth, None
+        if self.programs is not None and self.programs.datapaths.keys() - programs.datapaths.keys():
+            programs.close()
+            raise DataplaneError("the programs for another address family came meanwhile")
         for loaded in programs:
             self.maps.pin_new(loaded)
         put_datapaths({**self.maps.maps, **larger}["datapaths"], programs.datapaths)
@@ -311,7 +323,7 @@ class Ebpf:
             self._use_elsewhere(programs)
         former, self.programs = self.programs, programs
         if former is not None:
-            self.late.drop()
+            self.late.drop(programs)
             former.close()
 
     def _use_at_hooks(self, programs: Object) -> None:
@@ -371,7 +383,7 @@ class Ebpf:
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
             if self.programs is not None:
-                self.late.need(self.programs, table, names)
+                self.store.plan.lacking = self.late.lacking(self.programs, table, () if self._draining else names)
             elif not self.resizer.growing:
                 self.resizer.begin(sizes.needs(table.entries()))
             come = self.options.shares_node and takes_datagrams(self.table, table, names)
@@ -725,7 +737,10 @@ class Ebpf:
             except (BpfError, OSError) as error:
                 failures.append(str(error))
         if self.programs is not None:
-            put_datapaths(self.maps.maps["datapaths"], self.programs.datapaths)
+            try:
+                put_datapaths(self.maps.maps["datapaths"], self.programs.datapaths)
+            except BpfError as error:
+                failures.append(str(error))
         return failures
 
     def _remove_misplaced(self) -> None:
@@ -819,7 +834,8 @@ class Ebpf:
                 f"the traffic of backends with numbers from {traffic.backends} on is not counted: rows for {backends} "
                 f"would take more than {MOST_BYTES >> 20} MiB"
             )
-        return [*messages, *self.skipped_rules, *self.nearly_full.values(), *filter(None, [self.resizer.failure])]
+        failures = filter(None, [self.resizer.failure, self.late.refusal])
+        return [*messages, *self.skipped_rules, *self.nearly_full.values(), *failures]
 
     def status(self) -> Status:
         store, used, entries = self.store, self.store.plan.used(), self.resizer.entries

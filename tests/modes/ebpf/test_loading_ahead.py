@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hybrid_proxy.dataplane.errors import SyncError
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import late
 from hybrid_proxy.dataplane.modes.ebpf import programmer as module
 from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants
 from hybrid_proxy.dataplane.modes.ebpf.maps import Larger
@@ -131,8 +131,9 @@ def later(table: ServiceTable) -> ServiceTable:
 
 @contextmanager
 def begun(services: int = 3) -> Iterator[tuple[Ebpf, ServiceTable]]:
-    """The mode with a first table of IPv4 alone."""
-    with opened() as open_:
+    """The mode with a first table of IPv4 alone, on a node that loads nothing ahead."""
+    with pytest.MonkeyPatch.context() as patch, opened() as open_:
+        patch.setattr(module, "SPARE_PROCESSORS", 1 << 20)
         programmer, table = open_(), replace(table_of(services), generation=1)
         programmer.prewarm(services, services * 2, {4})
         programmer.sync(table)
@@ -152,7 +153,8 @@ def test_the_first_service_of_a_family_waits_for_its_datapath() -> None:
         assert called(programmer) == {4, 6}
 
 
-def test_a_first_table_that_has_more_than_was_foreseen_waits_too() -> None:
+def test_a_first_table_that_has_more_than_was_foreseen_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SPARE_PROCESSORS", 1 << 20)
     with opened() as open_:
         programmer = open_()
         programmer.prewarm(3, 6, {4})
@@ -181,21 +183,72 @@ def test_a_growth_has_all_families() -> None:
         assert called(programmer) == {4, 6}
 
 
-def test_a_family_that_the_kernel_refuses_costs_its_own_services_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    load, refuses = Loader.datapath, [True]
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Families that the kernel refuses."""
+    load, families = Loader.datapath, [6]
 
     def refusing(self: Loader, family: int, larger: Larger | None = None) -> Object:
-        if family == 6 and refuses:
+        if family in families:
             raise BpfError("load", errno.EINVAL, "refused")
         return load(self, family, larger)
 
     monkeypatch.setattr(Loader, "datapath", refusing)
+    monkeypatch.setattr(late, "RETRY_SECONDS", 0.1)
+    return families
+
+
+def unserved(programmer: Ebpf) -> set[str]:
+    return {one.entry for one in programmer.status().unprogrammed}
+
+
+def test_a_family_that_the_kernel_refuses_costs_its_own_services_alone(refused: list[int]) -> None:
     with begun() as (programmer, table):
-        for _ in range(2):
-            with pytest.raises(SyncError, match="refused"):
-                programmer.sync(later(table))
+        (left_out,) = programmer.sync(later(table)).unprogrammed
+        assert "the kernel refuses the programs for IPv6" in left_out.reason
+        assert left_out.entry.startswith("ns/s1")
+        more = table_of(5)
+        result = programmer.sync(ServiceTable({**more.services, **V6}, table.node, 3))
+        assert (result.changed, len(result.unprogrammed)) == (2, 1), "services of the other family go on"
+        assert any("IPv6" in warning for warning in programmer.warnings())
         assert called(programmer) == {4}
         assert not programmer.may_have_drifted()
-        refuses.clear()
-        programmer.sync(later(table))
+        refused.clear()
+        until(lambda: programmer.maintain() is not None and not unserved(programmer), "the next try")
         assert called(programmer) == {4, 6}
+        assert not any("IPv6" in warning for warning in programmer.warnings())
+
+
+def test_maps_grow_without_a_family_that_the_kernel_refuses(refused: list[int]) -> None:
+    with begun() as (programmer, table):
+        programmer.sync(later(table))
+        more = table_of(2000)
+        result = programmer.sync(ServiceTable({**more.services, **V6}, table.node, 3))
+        assert (programmer.resizer.growths, len(result.unprogrammed)) == (1, 1)
+        assert called(programmer) == {4}
+        refused.clear()
+        until(lambda: programmer.maintain() is not None and not unserved(programmer), "the next try")
+        assert called(programmer) == {4, 6}
+
+
+def test_a_growth_without_a_family_that_has_come_meanwhile_is_given_up(refused: list[int]) -> None:
+    with begun() as (programmer, table):
+        programmer.sync(later(table))
+        programmer.resizer.start(programmer.maps.make_larger({"services": 4096}))
+        refused.clear()
+        assert programmer.programs is not None
+        until(
+            lambda: programmer.late.look(programmer.programs) is None and called(programmer) == {4, 6}, "both families"
+        )
+        until(lambda: programmer.resizer.step({}) is None and programmer.resizer.failure, "the end of the growth")
+        assert "came meanwhile" in programmer.resizer.failure
+        assert called(programmer) == {4, 6}
+        assert not programmer.may_have_drifted()
+        assert programmer.sync(later(table)).unprogrammed == ()
+
+
+def test_a_mode_that_drains_loads_nothing_more(refused: list[int]) -> None:
+    with begun() as (programmer, table):
+        programmer.late.drop()
+        programmer.drain(later(table))
+        assert called(programmer) == {4}
