@@ -56,9 +56,11 @@ class LateDatapaths:
         elif self._loading is not None and self._loading.done():
             self._try_to_take(programs)
 
-    def lacking(self, programs: Programs, table: ServiceTable, names: Iterable[str]) -> dict[int, str]:
-        """Families that cannot be served at the moment, and why; those that these services need are waited for."""
-        if not self.refusal and (missing := _missing(programs)) and missing & _families(table, names):
+    def lacking(
+        self, programs: Programs, table: ServiceTable, names: Iterable[str], *, wait: bool = True
+    ) -> dict[int, str]:
+        """Families that cannot be served now, and why; with `wait` those that these services need are waited for."""
+        if wait and not self.refusal and (missing := _missing(programs)) and missing & _families(table, names):
             self.begin(programs)  # unless that is under way
             self._try_to_take(programs)
         return dict.fromkeys(_missing(programs), self.refusal or "its programs are not loaded")

@@ -383,7 +383,7 @@ class Ebpf:
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
             if self.programs is not None:
-                self.store.plan.lacking = self.late.lacking(self.programs, table, () if self._draining else names)
+                self.store.plan.lacking = self.late.lacking(self.programs, table, names, wait=not self._draining)
             elif not self.resizer.growing:
                 self.resizer.begin(sizes.needs(table.entries()))
             come = self.options.shares_node and takes_datagrams(self.table, table, names)
