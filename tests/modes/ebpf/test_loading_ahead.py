@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import Larger
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.modes.ebpf.programs import Loader, Programs
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, ServiceTable
+from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from tests.modes.make import entry, service
 from tests.namespaces import new_lab
 from tests.tables import Front
@@ -245,6 +248,30 @@ def test_a_growth_without_a_family_that_has_come_meanwhile_is_given_up(refused: 
         assert called(programmer) == {4, 6}
         assert not programmer.may_have_drifted()
         assert programmer.sync(later(table)).unprogrammed == ()
+
+
+def test_packets_of_a_family_without_programs_pass(refused: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those too that only a datapath can judge: without neighbour discovery there would be no connection."""
+    monkeypatch.setattr(module, "SPARE_PROCESSORS", 1 << 20)
+    with new_lab("a", 2) as lab, lab.inside("node"):
+        options = Options(cgroup=str(lab.cgroup))
+        with closing(Ebpf(options, lambda: None)) as programmer:
+            programmer.prewarm(3, 6, {4})
+            programmer.sync(table_of(3))
+            assert len(programmer.pods.status().interfaces) == 2
+            with lab.socket("pod2", socket.AF_INET6) as listener, lab.socket("pod1", socket.AF_INET6) as client:
+                listener.bind(("::", 8080))
+                listener.listen()
+                client.settimeout(10 * DEADLINES)
+                client.connect((lab["pod2"].address(6), 8080))
+            assert called(programmer) == {4}
+        clean(options)
+
+
+def test_an_agent_that_ends_meanwhile_leaves_no_thread() -> None:
+    with begun():
+        pass
+    assert [each.name for each in threading.enumerate() if each.name.startswith(("growth", "load"))] == []
 
 
 def test_a_mode_that_drains_loads_nothing_more() -> None:
