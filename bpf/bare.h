@@ -42,8 +42,7 @@ INLINE int call_bare_datapath(struct __sk_buff *skb, const enum hook hook, const
 		return TC_ACT_SHOT; /* no memory: untranslated it would only do harm */
 	skb->cb[0] = hook | HOOK_BARE;
 	bpf_tail_call(skb, &datapaths, v6 ? DATAPATH6 : DATAPATH4);
-	skb->cb[0] = 0; /* not loaded: the field is everybody's */
-	return leave_bare(skb, hook, TC_ACT_UNSPEC);
+	return leave_bare(skb, hook, pass_without_datapath(skb));
 }
 
 #endif

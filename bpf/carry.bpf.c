@@ -117,8 +117,7 @@ INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool
 		bpf_tail_call(skb, &former_paths, v6 ? DATAPATH6 : DATAPATH4);
 	else
 		bpf_tail_call(skb, &datapaths, v6 ? DATAPATH6 : DATAPATH4);
-	skb->cb[0] = 0; /* not loaded: the field is everybody's */
-	return TC_ACT_UNSPEC;
+	return pass_without_datapath(skb);
 }
 
 /* Every packet is looked at: the two generations have bitmaps of their own for the prefilter. */

@@ -19,8 +19,7 @@ INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool
 {
 	skb->cb[0] = hook;
 	bpf_tail_call(skb, &datapaths, v6 ? DATAPATH6 : DATAPATH4);
-	skb->cb[0] = 0; /* not loaded: the field is everybody's */
-	return TC_ACT_UNSPEC;
+	return pass_without_datapath(skb);
 }
 
 SEC("tc")

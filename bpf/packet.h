@@ -135,7 +135,17 @@ INLINE __u32 parse_ipv4(void *data, void *end, __u32 offset, struct tuple *t, st
 	return offset + ip->ihl * 4;
 }
 
-/* * An offset into a packet. The verifiers of Linux before 6.4 lose its bound over several headers, and then refuse
+/* No datapath of the packet's family is loaded: the packet goes on, and its scratch field is the next program's. The
+ * barrier keeps the compiler from an address of its own for the field, which the verifier refuses.
+ */
+INLINE int pass_without_datapath(struct __sk_buff *skb)
+{
+	asm volatile("" : "+r"(skb));
+	skb->cb[0] = 0;
+	return TC_ACT_UNSPEC;
+}
+
+/* An offset into a packet. The verifiers of Linux before 6.4 lose its bound over several headers, and then refuse
  * every access behind it. IPV6_EXTENSIONS headers of 2 KiB stay below the mask; the barrier keeps the compiler from
  * knowing.
  */
