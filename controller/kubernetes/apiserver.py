@@ -14,7 +14,8 @@ server no copy of everything). The rules that keep a node right through all weat
   above what clusters have; an answer of another kind is none.
 - When a kind can be read again, or when credentials change, the pauses of the others end: what kept them away has
   probably ended, too. While the server refuses our credentials, or has too much to do (429), one kind asks for all.
-  So it is at a start, until the first kind is let in: of thousands of nodes each is refused once, and not four times.
+  So it is at a start, until the first kind is let in or fails in another way, for `longest` seconds at most: a server
+  that thousands of nodes ask at once refuses one request of each, and not four.
 
 Objects are decoded from raw JSON straight into model values, page by page: a cluster with 100,000 endpoints
 is never held as text. Objects of a new list that did not change stay the same values, so that a list costs memory for
@@ -370,7 +371,7 @@ class _Health:
             )
 
     def wait_for_asker(self, kind: str, longest: float) -> None:
-        """Before the first request: until the kind that asks for all is let in, for `longest` seconds at most."""
+        """Before the first request: until the kind that asks for all is not refused, for `longest` seconds at most."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._asker in {"", kind}, longest)
 

@@ -467,7 +467,7 @@ def test_retry_after_is_honoured(api: ApiServer, watch: Start) -> None:
 
 def test_of_a_start_one_kind_is_refused_and_not_each(api: ApiServer, begin: Start) -> None:
     api.faults("services").answers.extend([(429, {"Retry-After": "1"})] * 2)
-    watcher = begin(policy=PATIENT)
+    watcher = begin(policy=quick(longest=60.0))
     watcher.complete()
 
     assert [request.plural for request in api.requests][:3] == ["services"] * 3

@@ -2,7 +2,7 @@
 
 In most clusters there is one family, and the verifier takes as long for each as for all other programs together. What
 hooks find no datapath for passes as it is. So the datapath must be there before the first entry of its family, and
-wherever flows may be older than this process. Where the kernel refuses it, services of the other family go on.
+wherever flows may be older than this process. If the kernel refuses it, services of the other family go on.
 """
 
 from __future__ import annotations
@@ -45,25 +45,36 @@ class LateDatapaths:
         self._retry_at = 0.0
 
     def begin(self, programs: Programs) -> None:
-        """Load the datapaths that this generation lacks; hooks call them after `look`, `lacking` or `need`."""
+        """Load the datapaths that this generation lacks; hooks call them after `look`, `follow` or `need`."""
         if self._loading is None and (missing := _missing(programs)):
             self._loading = self._in_turn(lambda: {family: self._loader.datapath(family) for family in missing})
 
     def look(self, programs: Programs) -> None:
-        """Let hooks call what is loaded by now; what the kernel has refused is tried again after a while."""
-        if self._loading is None and self.refusal and time.monotonic() >= self._retry_at:
-            self.begin(programs)
-        elif self._loading is not None and self._loading.done():
+        """Let hooks call what is loaded by now."""
+        if self._loading is not None and self._loading.done():
             self._try_to_take(programs)
 
-    def lacking(
-        self, programs: Programs, table: ServiceTable, names: Iterable[str], *, wait: bool = True
-    ) -> dict[int, str]:
-        """Families that cannot be served now, and why; with `wait` those that these services need are waited for."""
-        if wait and not self.refusal and (missing := _missing(programs)) and missing & _families(table, names):
-            self.begin(programs)  # unless that is under way
-            self._try_to_take(programs)
+    def follow(self, programs: Programs, table: ServiceTable, names: Iterable[str]) -> None:
+        """Wait for what these services need; what the kernel has refused is tried again in the background."""
+        if (missing := _missing(programs)) and missing & _families(table, names):
+            if not self.refusal:
+                self.begin(programs)  # unless that is under way
+                self._try_to_take(programs)
+            elif time.monotonic() >= self._retry_at:
+                self.begin(programs)
+
+    def lacking(self, programs: Programs) -> dict[int, str]:
+        """Families that cannot be served now, and why."""
         return dict.fromkeys(_missing(programs), self.refusal or "its programs are not loaded")
+
+    def families(self, programs: Programs) -> Collection[int]:
+        """Those of a generation that follows this one: what the kernel refuses does not keep the rest from it.
+
+        For the thread that loads, in its turn.
+        """
+        loading = self._loading
+        refused = self.refusal or (loading is not None and loading.done() and loading.exception() is not None)
+        return tuple(programs.datapaths if refused else DATAPATHS)
 
     def need(self, programs: Programs, table: ServiceTable) -> None:
         """Wait for the datapaths of a first table.
@@ -78,19 +89,25 @@ class LateDatapaths:
     def _try_to_take(self, programs: Programs) -> None:
         try:
             self._take(programs)
-        except BpfError as error:
+        except (BpfError, OSError) as error:
             self._retry_at = time.monotonic() + RETRY_SECONDS
             families = " and ".join(f"IPv{family}" for family in sorted(_missing(programs)))
-            self.refusal = f"the kernel refuses the programs for {families}, next try in {RETRY_SECONDS:.0f} s: {error}"
-            log.warning("%s", self.refusal)
+            before, why = self.refusal, f"the kernel refuses the programs for {families}"
+            self.refusal = f"{why}, next try in {RETRY_SECONDS:.0f} s: {str(error).partition(chr(10))[0]}"
+            if self.refusal != before:
+                log.warning("%s: %s", why, error)
 
     def _take(self, programs: Programs) -> None:
         assert self._loading is not None
         loading, self._loading = self._loading, None
         loaded = loading.result()
-        for one in loaded.values():
-            self._maps.pin_new(one)
-        put_datapaths(self._maps.maps["datapaths"], loaded)
+        try:
+            for one in loaded.values():
+                self._maps.pin_new(one)
+            put_datapaths(self._maps.maps["datapaths"], loaded)
+        except (BpfError, OSError):
+            _close(loaded)
+            raise
         programs.datapaths.update(loaded)
         self.refusal = ""
 
@@ -98,10 +115,14 @@ class LateDatapaths:
         """Forget what is loading: this generation has come, None: there will be none."""
         loading, self._loading = self._loading, None
         if loading is not None and loading.exception() is None:
-            for one in loading.result().values():
-                one.close()
+            _close(loading.result())
         if programs is not None and not _missing(programs):
             self.refusal = ""
+
+
+def _close(loaded: Loaded) -> None:
+    for one in loaded.values():
+        one.close()
 
 
 def _missing(programs: Programs) -> set[int]:

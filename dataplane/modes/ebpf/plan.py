@@ -29,15 +29,7 @@ from hybrid_proxy.dataplane.modes.ebpf.lower import (
     lower,
 )
 from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
-from hybrid_proxy.dataplane.modes.ebpf.pools import (
-    SETTINGS,
-    DeferredFree,
-    FullError,
-    IdPool,
-    SlotAllocator,
-    UnfitError,
-    size_class,
-)
+from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
 from hybrid_proxy.dataplane.reports import Unprogrammed
 from hybrid_proxy.dataplane.slow_start import NO_PARTS, Parts, slowed
 from hybrid_proxy.dataplane.table import Backend, Entry, EntryKey, Protocol, service_of
@@ -190,7 +182,7 @@ class Plan:
             key = entry.key
             old = known.get(key)
             same = old is not None and old.entry is entry and key not in refused
-            wanted[key] = entry, None if same else self._lower(entry)
+            wanted[key] = entry, None if same or entry.family in self.lacking else self._lower(entry)
         for key in self.unfit.pop(name, ()):
             del self.unprogrammed[key]
         gone = [port for key, port in known.items() if key not in wanted]
@@ -205,11 +197,12 @@ class Plan:
                     self._remove(batch, old)  # another service by this name: flows to the former one may stay
                     old = None
                 try:
-                    self._check_family(entry)
                     old = self._port(batch, key, entry, rows, old)
                     changed += 1
-                except UnfitError as error:
-                    self._refuse(name, key, error)
+                except FullError as error:
+                    self._refuse_full(name, key, error)
+            elif old is None:
+                self._refuse(name, key, self.lacking[entry.family])
             if old is not None:
                 after.append(old)
         if after:
@@ -220,12 +213,15 @@ class Plan:
 
     def _begin(self, batch: Batch, name: str, entry: Entry) -> int:
         """`change` of a service of which there is nothing yet, and that has one port: nearly all at a start."""
-        key, rows = entry.key, self._lower(entry)
+        key = entry.key
+        if entry.family in self.lacking:
+            self._refuse(name, key, self.lacking[entry.family])
+            return 0
+        rows = self._lower(entry)
         try:
-            self._check_family(entry)
             self.installed[name] = (self._port(batch, key, entry, rows, None),)
-        except UnfitError as error:
-            self._refuse(name, key, error)
+        except FullError as error:
+            self._refuse_full(name, key, error)
             return 0
         return 1
 
@@ -275,10 +271,6 @@ class Plan:
             )
 
     # One service port
-
-    def _check_family(self, entry: Entry) -> None:
-        if entry.family in self.lacking:
-            raise UnfitError(self.lacking[entry.family])
 
     def _port(self, batch: Batch, key: EntryKey, entry: Entry, rows: Rows, old: Installed | None) -> Installed:
         """Take every id and slot first, so that a full map leaves nothing half planned; then list the rows.
@@ -498,10 +490,13 @@ class Plan:
         batch.gone_services.append(port.service)
         batch.gone_ranges += [piece for piece in port.ranges if piece[1]]
 
-    def _refuse(self, name: str, key: EntryKey, error: UnfitError) -> None:
-        self.unprogrammed[key] = Unprogrammed(key[0], str(error))
+    def _refuse(self, name: str, key: EntryKey, why: str) -> None:
+        self.unprogrammed[key] = Unprogrammed(key[0], why)
         self.unfit.setdefault(name, set()).add(key)
-        if isinstance(error, FullError) and error.name in SETTINGS:
+
+    def _refuse_full(self, name: str, key: EntryKey, error: FullError) -> None:
+        self._refuse(name, key, str(error))
+        if error.name in SETTINGS:
             self.full.add(error.name)
 
     def _replace(self, old: Installed, new: Installed) -> None:

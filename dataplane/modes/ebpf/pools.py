@@ -18,11 +18,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-class UnfitError(Exception):
-    """A service port cannot be programmed at the moment; says why."""
-
-
-class FullError(UnfitError):
+class FullError(Exception):
     """A map has nothing left, and `name` says which."""
 
     def __init__(self, name: str, limit: int) -> None:

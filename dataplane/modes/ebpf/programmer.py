@@ -79,7 +79,6 @@ from hybrid_proxy.dataplane.modes.ebpf.pins import (
     strangers,
 )
 from hybrid_proxy.dataplane.modes.ebpf.programs import (
-    DATAPATHS,
     Loader,
     Programs,
     missing_datapaths,
@@ -275,7 +274,8 @@ class Ebpf:
         return {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
 
     def _load(self, larger: Larger) -> Programs:
-        programs = self.loader.generation(larger, xdp=self.drivers.loaded, families=self._families())
+        families = self.late.first if self.programs is None else self.late.families(self.programs)
+        programs = self.loader.generation(larger, xdp=self.drivers.loaded, families=families)
         if self._attached and sizes.WRITTEN & larger.keys():
             try:
                 self._growth = growth.Growth(self.folder, dict(self.maps.maps), larger)
@@ -284,12 +284,6 @@ class Ebpf:
                 programs.close()
                 raise
         return programs
-
-    def _families(self) -> Collection[int]:
-        """Those of the next generation. A family that the kernel refuses does not keep the other one from growing."""
-        if self.programs is None:
-            return self.late.first
-        return tuple(self.programs.datapaths if self.late.refusal else DATAPATHS)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -304,15 +298,8 @@ class Ebpf:
         return loaded
 
     def _use(self, programs: Programs, larger: Larger) -> None:
-        """Let all links run this generation; before the first attachment there are none of sockets.
-
-        Raises:
-            DataplaneError: it lacks a family that has come since it began.
-        """
+        """Let all links run this generation; before the first attachment there are none of sockets."""
         moves, self._growth = self._growth, None
-        if self.programs is not None and self.programs.datapaths.keys() - programs.datapaths.keys():
-            programs.close()
-            raise DataplaneError("the programs for another address family came meanwhile")
         for loaded in programs:
             self.maps.pin_new(loaded)
         put_datapaths({**self.maps.maps, **larger}["datapaths"], programs.datapaths)
@@ -383,7 +370,9 @@ class Ebpf:
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
             if self.programs is not None:
-                self.store.plan.lacking = self.late.lacking(self.programs, table, names, wait=not self._draining)
+                if not self._draining:
+                    self.late.follow(self.programs, table, names)
+                self.store.plan.lacking = self.late.lacking(self.programs)
             elif not self.resizer.growing:
                 self.resizer.begin(sizes.needs(table.entries()))
             come = self.options.shares_node and takes_datagrams(self.table, table, names)
@@ -759,8 +748,8 @@ class Ebpf:
 
     def maintain(self) -> Sequence[Event]:
         self._mend()
-        if self.programs is not None:
-            self.late.look(self.programs)
+        if self.programs is not None and not self._draining and not self.resizer.growing:
+            self.late.look(self.programs)  # after a growth, which may have the same
         if self._attached and self.sockets.cgroup is None:  # what stood in the way may be gone
             self._serve_sockets()
         self._collect()
@@ -834,8 +823,7 @@ class Ebpf:
                 f"the traffic of backends with numbers from {traffic.backends} on is not counted: rows for {backends} "
                 f"would take more than {MOST_BYTES >> 20} MiB"
             )
-        failures = filter(None, [self.resizer.failure, self.late.refusal])
-        return [*messages, *self.skipped_rules, *self.nearly_full.values(), *failures]
+        return [*messages, *self.skipped_rules, *self.nearly_full.values(), *filter(None, [self.resizer.failure])]
 
     def status(self) -> Status:
         store, used, entries = self.store, self.store.plan.used(), self.resizer.entries
