@@ -34,14 +34,13 @@ class LateDatapaths:
 
     Attributes:
         first: families of the first generation.
-        refusal: why the kernel refused a family at the last try, empty: it did not.
     """
 
     def __init__(self, loader: Loader, maps: MapSet, in_turn: Callable[[Callable[[], Loaded]], Future[Loaded]]) -> None:
         self.first: Collection[int] = tuple(DATAPATHS)
         self._loader, self._maps, self._in_turn = loader, maps, in_turn
         self._loading: Future[Loaded] | None = None
-        self.refusal = ""
+        self._refusal = ""  # why the kernel has refused what is missing; of no account when nothing is
         self._retry_at = 0.0
 
     def begin(self, programs: Programs) -> None:
@@ -56,24 +55,24 @@ class LateDatapaths:
 
     def follow(self, programs: Programs, table: ServiceTable, names: Iterable[str]) -> None:
         """Wait for what these services need; what the kernel has refused is tried again in the background."""
-        if (missing := _missing(programs)) and missing & _families(table, names):
-            if not self.refusal:
-                self.begin(programs)  # unless that is under way
+        if _lack(programs, table, names) and time.monotonic() >= self._retry_at:
+            self.begin(programs)  # unless that is under way
+            if not self._refusal:
                 self._try_to_take(programs)
-            elif time.monotonic() >= self._retry_at:
-                self.begin(programs)
 
     def lacking(self, programs: Programs) -> dict[int, str]:
         """Families that cannot be served now, and why."""
-        return dict.fromkeys(_missing(programs), self.refusal or "its programs are not loaded")
+        return dict.fromkeys(_missing(programs), self._refusal or "its programs are not loaded")
 
-    def families(self, programs: Programs) -> Collection[int]:
-        """Those of a generation that follows this one: what the kernel refuses does not keep the rest from it.
+    def families(self, programs: Programs | None) -> Collection[int]:
+        """Those of the generation that follows this one, None: of the first. For the thread that loads, in its turn.
 
-        For the thread that loads, in its turn.
+        What the kernel refuses does not keep the rest from it.
         """
+        if programs is None:
+            return self.first
         loading = self._loading
-        refused = self.refusal or (loading is not None and loading.done() and loading.exception() is not None)
+        refused = self._refusal or (loading is not None and loading.done() and loading.exception() is not None)
         return tuple(programs.datapaths if refused else DATAPATHS)
 
     def need(self, programs: Programs, table: ServiceTable) -> None:
@@ -82,7 +81,7 @@ class LateDatapaths:
         Raises:
             BpfError: the kernel refuses one.
         """
-        if (missing := _missing(programs)) and missing & _families(table, None):
+        if _lack(programs, table, None):
             self.begin(programs)
             self._take(programs)
 
@@ -92,9 +91,9 @@ class LateDatapaths:
         except (BpfError, OSError) as error:
             self._retry_at = time.monotonic() + RETRY_SECONDS
             families = " and ".join(f"IPv{family}" for family in sorted(_missing(programs)))
-            before, why = self.refusal, f"the kernel refuses the programs for {families}"
-            self.refusal = f"{why}, next try in {RETRY_SECONDS:.0f} s: {str(error).partition(chr(10))[0]}"
-            if self.refusal != before:
+            before, why = self._refusal, f"the kernel refuses the programs for {families}"
+            self._refusal = f"{why}, next try in {RETRY_SECONDS:.0f} s: {str(error).partition(chr(10))[0]}"
+            if self._refusal != before:
                 log.warning("%s: %s", why, error)
 
     def _take(self, programs: Programs) -> None:
@@ -109,15 +108,12 @@ class LateDatapaths:
             _close(loaded)
             raise
         programs.datapaths.update(loaded)
-        self.refusal = ""
 
-    def drop(self, programs: Programs | None = None) -> None:
-        """Forget what is loading: this generation has come, None: there will be none."""
+    def drop(self) -> None:
+        """Nobody needs what is loading: another generation has it, or there will be none."""
         loading, self._loading = self._loading, None
         if loading is not None and loading.exception() is None:
             _close(loading.result())
-        if programs is not None and not _missing(programs):
-            self.refusal = ""
 
 
 def _close(loaded: Loaded) -> None:
@@ -129,5 +125,10 @@ def _missing(programs: Programs) -> set[int]:
     return DATAPATHS.keys() - programs.datapaths.keys()
 
 
-def _families(table: ServiceTable, names: Iterable[str] | None) -> set[int]:
-    return {entry.family for entry in table.entries(names)}.union(map(family_of, table.node.service_cidrs))
+def _lack(programs: Programs, table: ServiceTable, names: Iterable[str] | None) -> bool:
+    """Whether these services of the table, None: all, or the ranges of services are of a family that is missing."""
+    missing = _missing(programs)
+    return bool(missing) and (
+        any(entry.family in missing for entry in table.entries(names))
+        or any(family_of(cidr) in missing for cidr in table.node.service_cidrs)
+    )

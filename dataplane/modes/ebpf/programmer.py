@@ -274,8 +274,7 @@ class Ebpf:
         return {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
 
     def _load(self, larger: Larger) -> Programs:
-        families = self.late.first if self.programs is None else self.late.families(self.programs)
-        programs = self.loader.generation(larger, xdp=self.drivers.loaded, families=families)
+        programs = self.loader.generation(larger, xdp=self.drivers.loaded, families=self.late.families(self.programs))
         if self._attached and sizes.WRITTEN & larger.keys():
             try:
                 self._growth = growth.Growth(self.folder, dict(self.maps.maps), larger)
@@ -310,7 +309,7 @@ class Ebpf:
             self._use_elsewhere(programs)
         former, self.programs = self.programs, programs
         if former is not None:
-            self.late.drop(programs)
+            self.late.drop()
             former.close()
 
     def _use_at_hooks(self, programs: Object) -> None:

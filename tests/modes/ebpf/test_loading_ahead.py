@@ -6,7 +6,7 @@ import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.modes.ebpf.programs import Loader, Programs
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, ServiceTable
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
+from hybrid_proxy.workshop.lab.network import Lab
 from tests.modes.make import entry, service
 from tests.namespaces import new_lab
 from tests.tables import Front
@@ -41,8 +42,14 @@ def table_of(services: int) -> ServiceTable:
 
 @contextmanager
 def opened(*, all_or_nothing: bool = False) -> Iterator[Callable[[], Ebpf]]:
+    with new_lab("a", 1) as lab, opened_in(lab, all_or_nothing=all_or_nothing) as open_:
+        yield open_
+
+
+@contextmanager
+def opened_in(lab: Lab, *, all_or_nothing: bool = False) -> Iterator[Callable[[], Ebpf]]:
     """Opens the mode, and once more with what the one before has left."""
-    with new_lab("a", 1) as lab, lab.inside("node"):
+    with lab.inside("node"):
         options = Options(cgroup=str(lab.cgroup), all_or_nothing=all_or_nothing)
         made: list[Ebpf] = []
 
@@ -243,19 +250,17 @@ def test_maps_grow_before_it_is_known_that_the_kernel_refuses(refused: list[int]
 def test_packets_of_a_family_without_programs_pass(refused: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those too that only a datapath can judge: without neighbour discovery there would be no connection."""
     monkeypatch.setattr(module, "SPARE_PROCESSORS", 1 << 20)
-    with new_lab("a", 2) as lab, lab.inside("node"):
-        options = Options(cgroup=str(lab.cgroup))
-        with closing(Ebpf(options, lambda: None)) as programmer:
-            programmer.prewarm(3, 6, {4})
-            programmer.sync(table_of(3))
-            assert len(programmer.pods.status().interfaces) == 2
-            with lab.socket("pod2", socket.AF_INET6) as listener, lab.socket("pod1", socket.AF_INET6) as client:
-                listener.bind(("::", 8080))
-                listener.listen()
-                client.settimeout(10 * DEADLINES)
-                client.connect((lab["pod2"].address(6), 8080))
-            assert called(programmer) == {4}
-        clean(options)
+    with new_lab("a", 2) as lab, opened_in(lab) as open_:
+        programmer = open_()
+        programmer.prewarm(3, 6, {4})
+        programmer.sync(table_of(3))
+        assert len(programmer.pods.status().interfaces) == 2
+        with lab.socket("pod2", socket.AF_INET6) as listener, lab.socket("pod1", socket.AF_INET6) as client:
+            listener.bind(("::", 8080))
+            listener.listen()
+            client.settimeout(10 * DEADLINES)
+            client.connect((lab["pod2"].address(6), 8080))
+        assert called(programmer) == {4}
 
 
 def test_an_agent_that_ends_meanwhile_leaves_no_thread() -> None:
