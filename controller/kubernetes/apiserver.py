@@ -508,6 +508,12 @@ class _Reflector:
         self._was_read = True
         self._health.found(self._kind)
 
+    def _get(self, query: dict[str, str], timeout: float, *, more: bool = False) -> BaseHTTPResponse:
+        """The answer of a server that lets this kind in: its body is still to come."""
+        response = self._connection.get(self._resource.path, query, timeout, more=more)
+        self._health.is_asker(self._kind, refused=False)
+        return response
+
     # List
 
     def _list(self) -> None:
@@ -549,8 +555,7 @@ class _Reflector:
         limit = "" if self._whole else str(self._page_size)
         query = self._resource.query(limit=limit, **{"continue": token})
         try:
-            response = self._connection.get(self._resource.path, query, _LIST_SECONDS, more=bool(token))
-            self._health.is_asker(self._kind, refused=False)
+            response = self._get(query, _LIST_SECONDS, more=bool(token))
             page = decode_page(body_of(response, _MAX_WHOLE if self._whole else _MAX_PAGE))
         except StatusError as error:
             if token and error.code == 410:
@@ -639,8 +644,7 @@ class _Reflector:
             watch="true", allowWatchBookmarks="true", resourceVersion="" if initial else self._version or "0",
             timeoutSeconds=str(max(1, round(random.uniform(shortest, longest)))), **initial,
         )  # fmt: skip
-        response = self._connection.get(self._resource.path, query, self._policy.silence)
-        self._health.is_asker(self._kind, refused=False)
+        response = self._get(query, self._policy.silence)
         if not initial:
             self._reads()
         started = time.monotonic()
