@@ -9,13 +9,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 import pytest
 
+from hybrid_proxy.dataplane.reports import BackendRow, PacketEvent, ServiceRow
 from hybrid_proxy.workshop.lab.traffic import Stream, ask_tcp
 
 from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, counted, eventually, said
+
+Row = TypeVar("Row")
 
 CLIENTS = 12
 RECOVERY = 25.0  # a backend that is well again is tried after ten seconds
@@ -68,15 +72,18 @@ def ask_at_once(bench: Bench, place: str, target: tuple[str, int], family: int, 
     return seen
 
 
-def listed(bench: Bench, command: str, service: Service) -> list[dict[str, Any]]:
-    """What a listing says of the service."""
-    rows: list[dict[str, Any]] = said(bench, command, f"conformance/{service.name}")
-    return rows
+def listed(bench: Bench, command: str, service: Service, kind: type[Row]) -> list[Row]:
+    """What a listing says of the service, in rows of this kind."""
+    return msgspec.convert(said(bench, command, f"conformance/{service.name}"), list[kind])  # type: ignore[valid-type]
 
 
-def states(bench: Bench, service: Service) -> dict[str, str]:
+def backends(bench: Bench, service: Service) -> list[BackendRow]:
+    return listed(bench, "backends", service, BackendRow)
+
+
+def states(bench: Bench, service: Service) -> dict[str, str | None]:
     """What `backends` says of each, by address and port."""
-    return {row["address"]: row["state"] for row in listed(bench, "backends", service)}
+    return {row.address: row.state for row in backends(bench, service)}
 
 
 def ejected(bench: Bench, service: Service, *, really: bool = True) -> set[str]:
@@ -186,9 +193,8 @@ def test_what_refuses_the_nodes_own_sockets_is_told_from_sockets_that_give_up(be
     web = bench.service("pod2")
 
     def history() -> tuple[int, int]:
-        (row,) = (row for row in listed(bench, "backends", web) if row["address"] in ends(bench, ["pod2"], [family]))
-        known = row["history"] or {"refused": 0, "unanswered": 0}
-        return known["refused"], known["unanswered"]
+        (row,) = (row for row in backends(bench, web) if row.address in ends(bench, ["pod2"], [family]))
+        return (row.history.refused, row.history.unanswered) if row.history else (0, 0)
 
     with failing(bench, "pod2"):
         for _ in range(4):
@@ -226,18 +232,14 @@ def test_the_last_backend_is_never_ejected(bench: Bench, family: int) -> None:
         assert ejected(bench, web) == set()
         if IN_TIME:
             assert any(state.startswith("kept because too many fail") for state in states(bench, web).values())
-        (backend,) = (
-            row for row in listed(bench, "backends", web) if row["address"] in ends(bench, ["pod2"], [family])
-        )
-        assert (backend["history"]["refused"], backend["history"]["unanswered"]) == (6, 0)
-        assert [
-            row["failing"] for row in listed(bench, "services", web) if web.vip(family)[0] in row["frontends"][0]
-        ] == [1]
+        (backend,) = (row for row in backends(bench, web) if row.address in ends(bench, ["pod2"], [family]))
+        assert backend.history is not None
+        assert (backend.history.refused, backend.history.unanswered) == (6, 0)
+        rows = listed(bench, "services", web, ServiceRow)
+        assert [row.failing for row in rows if web.vip(family)[0] in row.frontends[0]] == [1]
         assert f"conformance/{web.name}:main" in bench.agent.running_status().dataplane.failing
-        events = [row for row in listed(bench, "drops", web) if row["reason"] == "backend_refused"]
-        assert {(row["what"], row["backend"], row["flags"]) for row in events} == {
-            ("fail", backend["address"], "RST ACK")
-        }
+        events = [row for row in listed(bench, "drops", web, PacketEvent) if row.reason == "backend_refused"]
+        assert {(row.what, row.backend, row.flags) for row in events} == {("fail", backend.address, "RST ACK")}
     assert bench.seen("pod1", web, family, 4) == {"pod2"}
 
 
