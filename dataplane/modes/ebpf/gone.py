@@ -94,6 +94,8 @@ def collect(options: Options) -> int:
 
 
 def _remove_if_gone(folder: Path) -> int:
+    if not is_gone(folder):  # asked without the lock: an agent that begins to serve there would find it taken
+        return 0
     lock = hold(folder, f"the eBPF maps at {folder}")
     try:
         return remove_pins(folder) if is_gone(folder) else 0

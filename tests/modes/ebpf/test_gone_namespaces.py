@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -82,6 +83,17 @@ def test_what_an_agent_holds_and_what_is_not_ours_stays(lab: Lab) -> None:
     (folder / "flows4").unlink()
     folder.rmdir()
     folder.parent.rmdir()
+
+
+def test_who_begins_to_serve_finds_no_lock_of_those_who_collect(lab: Lab) -> None:
+    """A switch to mode ebpf was refused when another namespace's agent started at that moment."""
+    folder = left_by_an_agent(lab)
+    with ThreadPoolExecutor() as pool:
+        collecting = pool.submit(lambda: [collect(Options()) for _ in range(300)])
+        while not collecting.done():
+            os.close(hold(folder, "the pins"))
+        collecting.result()
+    assert folder.is_dir()
 
 
 def test_a_namespace_with_the_number_of_one_that_is_gone_adopts_nothing_of_it(lab: Lab, pins: Path) -> None:
