@@ -249,5 +249,6 @@ def collect(options: Options) -> int:
     for folder in sorted(pin_folder(None, mount=False).parent.glob("netns-*/localhost-*")):
         with contextlib.suppress(BpfError, OSError):  # another process collects, too
             links = [target_of(path) for path in folder.glob("link_*")]
-            removed += 0 if any(links) else _remove(folder)
+            if links and not any(links):  # an agent that starts makes its folder before its first link
+                removed += _remove(folder)
     return removed

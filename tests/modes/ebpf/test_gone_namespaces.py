@@ -6,12 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
 from hybrid_proxy.dataplane.kernel.lock import hold
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.gone import collect, is_gone
@@ -94,6 +95,19 @@ def test_who_begins_to_serve_finds_no_lock_of_those_who_collect(lab: Lab) -> Non
             os.close(hold(folder, "the pins"))
         collecting.result()
     assert folder.is_dir()
+
+
+def test_a_folder_in_which_an_agent_has_pinned_nothing_yet_stays(lab: Lab) -> None:
+    with lab.inside("node"):
+        folder = pin_folder(None, mount=True) / "localhost-nftables"
+    folder.mkdir(parents=True)
+    try:
+        collect(Options())
+        assert folder.is_dir()
+    finally:
+        with suppress(FileNotFoundError):
+            folder.rmdir()
+            folder.parent.rmdir()
 
 
 def test_a_namespace_with_the_number_of_one_that_is_gone_adopts_nothing_of_it(lab: Lab, pins: Path) -> None:
