@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, ValuesView
 from itertools import chain
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar
 from zlib import crc32
 
 _SHARDS: Final = 512  # at 65,536 names each has 128
@@ -52,10 +52,6 @@ class Shards(Mapping[str, Value], Generic[Value]):
 
     def __getitem__(self, name: str) -> Value:
         return self.parts[crc32(name.encode()) % _SHARDS][name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """As of any mapping, whose own raises and catches an error for each name that is not there."""
-        return self.parts[crc32(name.encode()) % _SHARDS].get(name, default)
 
     def __iter__(self) -> Iterator[str]:
         return chain.from_iterable(self.parts)
