@@ -27,7 +27,7 @@ from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel.attachment import Attachment, target_of
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, pinned_link
-from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, netns_cookie, pin_folder
+from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, netns_cookie, pin_folder, pin_folders
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, Protocol, ServiceTable, family_of
 
@@ -246,7 +246,7 @@ def collect(options: Options) -> int:
     if options.pin_root:
         return 0
     removed = 0
-    for folder in sorted(pin_folder(None, mount=False).parent.glob("netns-*/localhost-*")):
+    for folder in pin_folders("localhost-*"):
         with contextlib.suppress(BpfError, OSError):  # another process collects, too
             links = [target_of(path) for path in folder.glob("link_*")]
             if links and not any(links):  # an agent that starts makes its folder before its first link

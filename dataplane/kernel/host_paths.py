@@ -220,3 +220,17 @@ def pin_folder(asked: str | None, *, mount: bool) -> Path:
             raise Unsupported("pinning", f"{asked} is not on a BPF file system")
         return Path(asked)
     return bpf_fs(mount=mount) / "hybrid-proxy" / f"netns-{netns_number()}"
+
+
+def pin_folders(pattern: str) -> list[Path]:
+    """What has such a name in the folders of all network namespaces. Others may remove theirs meanwhile.
+
+    Raises:
+        Unsupported: there is no BPF file system.
+    """
+    found: list[Path] = []
+    with contextlib.suppress(FileNotFoundError):
+        for folder in pin_folder(None, mount=False).parent.glob("netns-*"):
+            with contextlib.suppress(FileNotFoundError):
+                found += folder.glob(pattern)
+    return sorted(found)

@@ -21,7 +21,7 @@ from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.errors import Occupied
 from hybrid_proxy.dataplane.kernel.attachment import target_of
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
-from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
+from hybrid_proxy.dataplane.kernel.host_paths import pin_folders
 from hybrid_proxy.dataplane.kernel.lock import hold
 from hybrid_proxy.dataplane.kernel.shape import pinned
 from hybrid_proxy.dataplane.mode import Options
@@ -82,7 +82,7 @@ def collect(options: Options) -> int:
     if options.pin_root:
         return 0
     removed = localhost.collect(options)
-    for folder in sorted(pin_folder(None, mount=False).parent.glob("netns-*/abi*")):
+    for folder in pin_folders("abi*"):
         try:
             removed += _remove_if_gone(folder)
         except Occupied:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
-from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
+from hybrid_proxy.dataplane.kernel.host_paths import pin_folder, pin_folders
 from hybrid_proxy.dataplane.kernel.lock import hold
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.gone import collect, is_gone
@@ -24,6 +26,12 @@ from .kit import serve, small
 
 pytestmark = pytest.mark.root
 
+COME_AND_GO = """
+import os, sys
+for _ in range(20_000):
+    os.makedirs(sys.argv[1] + "/abi0")
+    os.removedirs(sys.argv[1] + "/abi0")
+"""
 UNMARKED = pytest.mark.parametrize("marked", [True, False], ids=["marked", "of-an-older-version"])
 
 
@@ -95,6 +103,21 @@ def test_who_begins_to_serve_finds_no_lock_of_those_who_collect(lab: Lab) -> Non
             os.close(hold(folder, "the pins"))
         collecting.result()
     assert folder.is_dir()
+
+
+def test_folders_of_others_may_go_while_they_are_looked_for(lab: Lab) -> None:
+    """To list one that has just gone ended the search with an error, in 5 of 1,000 searches beside such a one."""
+    with lab.inside("node"):
+        folder = pin_folder(None, mount=True)
+    kept = folder.with_name(f"{folder.name}-kept")  # or who removes the last folder would remove the one of all
+    kept.mkdir(parents=True)
+    try:
+        with subprocess.Popen([sys.executable, "-c", COME_AND_GO, folder]) as other:
+            while other.poll() is None:
+                pin_folders("abi*")
+        assert other.returncode == 0
+    finally:
+        kept.rmdir()
 
 
 def test_a_folder_in_which_an_agent_has_pinned_nothing_yet_stays(lab: Lab) -> None:
