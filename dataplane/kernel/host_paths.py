@@ -11,6 +11,7 @@ import ctypes
 import os
 import socket
 import sys
+from glob import glob
 from pathlib import Path
 
 from hybrid_proxy.dataplane.errors import Unsupported
@@ -228,9 +229,6 @@ def pin_folders(pattern: str) -> list[Path]:
     Raises:
         Unsupported: there is no BPF file system.
     """
-    found: list[Path] = []
-    with contextlib.suppress(FileNotFoundError):
-        for folder in pin_folder(None, mount=False).parent.glob("netns-*"):
-            with contextlib.suppress(FileNotFoundError):
-                found += folder.glob(pattern)
-    return sorted(found)
+    parent = pin_folder(None, mount=False).parent
+    # Not the method of a path, which raises an error when a folder that it has found is gone.
+    return sorted(parent / name for name in glob(f"netns-*/{pattern}", root_dir=parent))  # noqa: PTH207
