@@ -24,7 +24,7 @@ from hybrid_proxy.dataplane.table import Protocol
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Verb
 from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS, Lab
 
-__all__ = ["PEERS", "Row", "Rows", "load", "nftables_change", "put", "traces_of_ipvs", "virtual_servers"]
+__all__ = ["PEERS", "Row", "Rows", "load", "put", "traces_of_ipvs", "virtual_servers"]
 
 Socket = tuple[str, int]
 MARK: Final = "0x4000"
@@ -208,14 +208,6 @@ def _service_rules(cidr: str, row: Row) -> tuple[str, str]:
     slots = ", ".join(f"{slot} : {address} . {target}" for slot, (address, target) in enumerate(row.backends))
     choice = f"dnat ip to numgen random mod {len(row.backends)} map {{ {slots} }}"
     return outside, f"meta l4proto {protocol} {choice}"
-
-
-def nftables_change(number: int, rows: Rows) -> Iterator[str]:
-    """What gives the service of that number other endpoints: its chain is emptied and filled again."""
-    row = rows.services[number]
-    chain = f"ip kube-proxy {_chain_name(number, row)}"
-    yield f"flush chain {chain}"
-    yield from (f"add rule {chain} {rule}" for rule in _service_rules(rows.cidr, row))
 
 
 def _map(head: str, kind: str, elements: list[str]) -> Iterator[str]:

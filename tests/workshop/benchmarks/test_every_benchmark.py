@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.workshop.benchmarks.__main__ import available, run
-from hybrid_proxy.workshop.benchmarks.agents import Scenario
 from hybrid_proxy.workshop.benchmarks.api_scale import Load
-from hybrid_proxy.workshop.benchmarks.herd_model import Servers
 from hybrid_proxy.workshop.benchmarks.scale import Size
 
 CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
@@ -23,13 +21,6 @@ ROUNDS = {"ROUNDS": 1}
 CHANGES = {"CHANGES": 5}
 # benchmark -> module -> constants of that module, as they are here; a benchmark without an entry fails.
 SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "agents": {
-        "agents": {
-            "SERVICES": 20, "ENDPOINTS": 3, "PROCESSES": 1, "EACH": 2, "FEW": 1, "RATES": (20,), "SECONDS": 0.3,
-            "CLUSTER": (20, 3), "SCENARIOS": (Scenario("20 agents", 20, Servers()),), "SETTLED": 0.5,
-            "PLOT": Path(os.devnull),
-        }
-    },
     "api_scale": {
         "api_scale": {
             "SECONDS": 4.0,
@@ -70,7 +61,6 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "offload": {"offload": {**ROUNDS, "SECONDS": 0.05}},
     "packet_kinds": {"packet_kinds": {**ROUNDS, "REPEAT": 20, "BATCH": 5, "BATCHES": 1}},
     "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
-    "peer_change": {"peer_change": {"SIZES": (3, 5), "TIMES": 1}},
     "relists": {"relists": {**CLUSTER, "RELISTS": 1, "RATE": 50.0, "AWAY": 1, "SETTLED": 0.2}},
     "scale": {
         "scale": {
