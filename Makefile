@@ -50,9 +50,9 @@ test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, 20 to 60 minutes on tw
 test-quick: setup ## run the tests that touch nothing outside their own process, within a minute (no root)
 	$(Q)$(PYTHON) -m pytest -n 2 --quick --kernel none $(ARGS)
 
-test-long: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests that only take long, before a release
+test-long: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests that only take long, and all examples of properties, before a release
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
-	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m long --durations=20 --costs=20 $(ARGS)
+	$(Q)HYBRID_PROXY_EXAMPLES=all $(PYTHON) -m pytest -n $(WORKERS) -m "long or property" --durations=20 --costs=20 $(ARGS)
 
 test-kernels: vm ## the conformance suite of every mode on Debian's kernels: KERNELS="5.10 6.1" MODES="ebpf" CORE=1
 	$(Q)$(PYTHON) -m tests.vm matrix $(if $(KERNELS),--kernels $(KERNELS)) $(if $(MODES),--modes $(MODES)) $(if $(CORE),--core)

@@ -13,12 +13,16 @@ from scapy.packet import Raw
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError
 from hybrid_proxy.dataplane.table import Protocol
+from tests.properties import examples
 
 from .kit import DROP, NETS, PASS, REDIRECT, Bench, chunk, datagram, frame, service, syn
 
 VERDICTS = {PASS, DROP, REDIRECT}
 MANY = settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(300),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 REST = [Protocol.TCP, Protocol.UDP, Protocol.SCTP]
 

@@ -19,6 +19,7 @@ from hybrid_proxy.dataplane.balancing import Spread
 from hybrid_proxy.dataplane.modes.ebpf import layout, lower
 from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
 from hybrid_proxy.dataplane.table import Masquerade, Protocol
+from tests.properties import examples
 
 from .kit import NETS, PASS, Bench, datagram, frame, read, service, syn
 
@@ -30,7 +31,9 @@ STRUCTS = [
 ]  # fmt: skip
 SOCKET_STRUCTS = ["socket_peer", "socket_state", "host_netns"]
 CARRY_STRUCTS = ["flow_key_places", "carrying"]
-COMMON = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+COMMON = settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @cache

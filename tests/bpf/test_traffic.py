@@ -17,6 +17,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_sizes
 from hybrid_proxy.dataplane.table import Protocol
+from tests.properties import examples
 
 from .kit import (
     HZ,
@@ -309,7 +310,7 @@ def test_each_backend_and_cpu_has_a_row_of_its_own(bench: Bench) -> None:
         assert row[0] == row[1] == seen.get(address, 0)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_figure_is_lost_or_given_to_another(data: st.DataObject) -> None:
     """Numbers used, given back and used again in any order; every count ends with the service that it was made for."""

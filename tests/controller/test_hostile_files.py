@@ -23,6 +23,7 @@ from hybrid_proxy.controller.kubernetes.yamldoc import NotYamlError, documents
 from hybrid_proxy.controller.settings import configfile
 from tests.controller.folders import loaded, swap
 from tests.controller.watching import Watcher
+from tests.properties import examples
 
 GOOD = "kind: Service\nmetadata: {name: good}\nspec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}\n"
 
@@ -185,7 +186,7 @@ TREES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.binary(max_size=300) | SOUP.map(lambda text: text.encode("utf-8", "surrogatepass")))
 @example(b"a: &a [x]\n<<: *a")
 @example(b"*a : &a b")
@@ -205,7 +206,7 @@ def test_whatever_a_file_holds(tmp_path_factory: pytest.TempPathFactory, content
         assert len(str(error)) < 5000  # noqa: PT017
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(TREES)
 def test_whatever_an_object_holds(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     folder = _folder(tmp_path_factory)

@@ -22,6 +22,7 @@ from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
 from hybrid_proxy.workshop.lab.apiserver import endpoint_slice, node, service
 from tests.controller.watching import Watcher
 from tests.fakes.hostile import HostileServer, Reply, Request, framed, listed
+from tests.properties import examples
 from tests.waiting import until
 
 PATIENCE = RetryPolicy(first=0.01, longest=0.05, silence=5.0, rarely=0.1)
@@ -353,7 +354,7 @@ answers = st.builds(framed, statuses, texts, st.sampled_from(["length", "chunked
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=answers, share=st.floats(0, 1), rude=st.booleans())
 def test_whatever_it_answers(server: HostileServer, watcher: Watcher, raw: bytes, share: float, rude: bool) -> None:
     """All of it or a part, and then the connection ends, or is reset."""

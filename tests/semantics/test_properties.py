@@ -23,6 +23,7 @@ from hybrid_proxy.controller.kubernetes.model import (
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.tables import Builder
 from hybrid_proxy.dataplane.table import Protocol, ServiceTable, WhenEmpty
+from tests.properties import examples
 
 NAMES = ("a", "b", "c")
 PROTOCOLS = (Protocol.TCP, Protocol.UDP)
@@ -97,7 +98,7 @@ events = st.one_of(
     st.lists(objects, min_size=1, max_size=5).map(same_kind_lists),
 ).flatmap(lambda batch: st.tuples(st.just(batch), st.booleans()))
 
-relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def started() -> Cluster:
@@ -190,7 +191,7 @@ def test_the_strategies_reach_services_with_slices():
     """The properties above would hold for nothing at all; this one would not."""
     rows: list[tuple[Service, EndpointSlice]] = []
 
-    @settings(max_examples=200, deadline=None, database=None)
+    @settings(max_examples=examples(200), deadline=None, database=None)
     @given(services, slices)
     def collect(svc, one):
         if one.service == key_of(svc):

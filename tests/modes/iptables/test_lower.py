@@ -38,6 +38,7 @@ from hybrid_proxy.dataplane.table import (
 from tests.fakes.xtables import FakeXtables
 from tests.modes.iptables.walk import MARK_BIT, Packet, Walker, Ways
 from tests.modes.make import NETWORK, NOT_PODS, entry
+from tests.properties import examples
 from tests.tables import Front, entry_of
 
 TWO = BackendSet((Backend("10.1.0.5", 8080, True), Backend("10.1.1.6", 8080)), why="both")
@@ -240,7 +241,7 @@ TABLES = st.lists(st.integers(1, 40), max_size=30, unique=True).flatmap(
 
 
 @given(TABLES, st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_packets_go_where_explain_says(made: tuple[Entry, ...], data: st.DataObject) -> None:
     kept = without_conflicts(made)
     table = ServiceTable({each.name.partition(":")[0]: (each,) for each in kept}, NETWORK)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hybrid_proxy.dataplane.modes.iptables.names import addresses, ports
 from hybrid_proxy.dataplane.modes.iptables.tree import FULL, Changes, Tree
 from hybrid_proxy.dataplane.table import Protocol
+from tests.properties import examples
 
 
 class Chains:
@@ -48,7 +49,7 @@ KEYS = st.sets(st.integers(0x0A600000, 0x0A600200) | st.integers(0, 2**32 - 1), 
 
 
 @given(st.lists(st.tuples(KEYS, KEYS), max_size=6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_each_key_is_reached_once_after_any_changes(steps: list[tuple[set[int], set[int]]]) -> None:
     chains, fresh = Chains(), Chains()
     for gone, come in steps:

@@ -26,6 +26,7 @@ from hybrid_proxy.dataplane.table import (
 )
 from tests.fakes.nftables import FakeNftables, Packet
 from tests.modes.nftables.make import NODE
+from tests.properties import examples
 from tests.tables import Front, entry_of
 
 ADDRESSES = {4: ("10.96.0.1", "10.96.0.2", "5.5.5.5"), 6: ("fd00::1", "fd00::2", "2001:db8::5")}
@@ -76,7 +77,9 @@ def tables(draw: st.DrawFn) -> ServiceTable:
     return ServiceTable({f"default/s{n}": (one,) for n, one in enumerate(made)}, node, 1)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(tables())
 def test_every_packet_meets_the_verdict_of_explain(table: ServiceTable) -> None:
     fake = FakeNftables(local=table.node.addresses)
