@@ -163,10 +163,17 @@ $(STAMPS)/lab: Makefile tests/deploy/kubectl.py tests/deploy/helm.py $(TOOLS)/ng
 	-@$(call step,helm     for the tests of deploy/,$(PYTHON) -m tests.deploy.helm)
 	@touch $@
 
-# What `hybrid-proxy trace` measures with. Without it the tests of that are skipped, and say so.
-$(STAMPS)/trace: Makefile workshop/tracing/headers.py $(STAMPS)/apt $(STAMPS)/venv
+# What `hybrid-proxy trace` measures with. Without it the tests of that are skipped, and say so. Debian splits the headers
+# of a kernel into two packages, and bcc takes one folder: those of Debian's own kernel are merged, and fit every kernel.
+$(STAMPS)/trace: Makefile $(STAMPS)/apt
 	-$(call packages,$(APT_TRACE))
-	-@$(call step,headers  of this kernel (for trace),$(PYTHON) -m hybrid_proxy.controller trace --fetch-headers)
+	-@$(call step,headers  for the tests of trace (unpacked to build/tools),mkdir -p build/tools && cd build/tools && \
+		special=$$(apt-cache depends linux-headers-$$(dpkg --print-architecture) | awk '/Depends: linux-headers/ {print $$2}') && \
+		common=$$(apt-cache depends $$special | awk '/Depends: linux-headers.*common/ {print $$2}') && \
+		apt-get download -q -o APT::Sandbox::User=root $$common $$special && \
+		for package in $$common $$special; do dpkg -x $${package}_*.deb headers && rm $${package}_*.deb; done && \
+		rm -f headers/usr/src/$$special/scripts headers/usr/src/$$special/tools && rm -rf kernel-headers && \
+		cp -a headers/usr/src/$$common kernel-headers && cp -a headers/usr/src/$$special/. kernel-headers && rm -r headers)
 	@touch $@
 
 $(STAMPS)/apt: Makefile

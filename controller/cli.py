@@ -320,13 +320,10 @@ examples:
   hybrid-proxy trace default/web                     all packets to a service, for 10 seconds
   hybrid-proxy trace --client 10.77.1.11 --seconds 60
   hybrid-proxy trace default/web --limit 5 -o json   one object per line
-  hybrid-proxy trace --stages                        where packets of all services spend their time
-  hybrid-proxy trace default/web --stages --whole    only the whole way, without points in between
   hybrid-proxy trace --latency --seconds 60          SYN to SYN/ACK, by service and backend
   hybrid-proxy trace --drops -o json                 what the kernel drops, and why
   hybrid-proxy trace --retransmits
   hybrid-proxy trace --from 10.77.1.11 --to 10.96.0.10:80    follow the next flow, point by point
-  hybrid-proxy trace --fetch-headers                 kernel headers for bcc, where the distribution has none
 """
 
 _COMPARE: Final = """
@@ -523,24 +520,17 @@ def parser() -> argparse.ArgumentParser:
     trace.add_argument("--seconds", type=_seconds, default=10, metavar="N", help="how long (default: 10)")
     group = trace.add_argument_group("measured in the kernel, in every mode (docs/trace.md)")
     for flag, text in (
-        ("stages", "how long packets take in each stage, as histograms"),
         ("latency", "how long SYNs wait for their SYN/ACKs, by service and backend"),
         ("drops", "what the kernel drops, with its reason"),
         ("retransmits", "retransmitted segments, by backend"),
     ):
         group.add_argument(f"--{flag}", action="store_true", help=text)
-    group.add_argument(
-        "--whole", action="store_true", help="without points at the netfilter hooks, each of which costs about 0.1 us"
-    )
     group.add_argument("--from", dest="source", metavar="SRC", help="only packets from this source")
     group.add_argument(
         "--to",
         dest="target",
         metavar="DST:PORT[/PROTO]",
         help="only packets to this destination. --from and --to without a view: follow one flow",
-    )
-    group.add_argument(
-        "--fetch-headers", action="store_true", help="fetch the kernel headers that bcc needs into a cache, and exit"
     )
     for shown in (drops, trace):
         _named(shown)
@@ -841,14 +831,12 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> int | None:
-    """`trace` with a view, or for its headers; None: without."""
+    """`trace` with a view; None: without."""
     from hybrid_proxy.controller.commands.explain import target
     from hybrid_proxy.workshop.tracing import show
 
     view = show.view_of(args)
-    if view is None:
-        return show.fetch() if args.fetch_headers else None
-    return show.show(view, args, target(args.target) if args.target else None)
+    return None if view is None else show.show(view, args, target(args.target) if args.target else None)
 
 
 def _address_in_lab(pod: str, family: int) -> str:

@@ -13,11 +13,12 @@ from types import ModuleType
 from typing import Any, Final
 
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.workshop.tracing import headers
 
-__all__ = ["PACKAGE", "compiled", "load", "captured_stderr"]
+__all__ = ["HEADERS", "PACKAGE", "captured_stderr", "compiled", "find_headers", "load"]
 
 PACKAGE: Final = "HYBRID_PROXY_BCC"  # names the folder of the package, where it is at an unusual place
+HEADERS: Final = "BCC_KERNEL_SOURCE"  # bcc's own variable
+_OWN_HEADERS: Final = "/sys/kernel/kheaders.tar.xz"  # CONFIG_IKHEADERS: bcc unpacks it itself
 _FOLDERS: Final = ("python3/dist-packages/bcc", "python3*/site-packages/bcc")
 _INSTALL: Final = "apt-get install python3-bpfcc (Fedora: dnf install python3-bcc)"
 
@@ -56,6 +57,27 @@ def _folder() -> Path:
     raise ControllerError(f"bcc, which measures in the kernel, is not installed (looked for {where}): {_INSTALL}")
 
 
+def find_headers() -> Path | None:
+    """The folder of kernel headers to give to bcc; None: it finds those of the running kernel by itself.
+
+    No field of the kernel is read by the headers (see packets.c): those of another kernel do as well.
+
+    Raises:
+        ControllerError: there are none; says what to install.
+    """
+    if asked := os.environ.get(HEADERS):
+        if not (Path(asked) / "include").is_dir():
+            raise ControllerError(f"{HEADERS}={asked}: is no folder with kernel headers (it has no include/)")
+        return Path(asked)
+    release = os.uname().release
+    if Path(f"/lib/modules/{release}/build/include").is_dir() or Path(_OWN_HEADERS).exists():
+        return None
+    raise ControllerError(
+        f"kernel headers are missing, without which bcc compiles nothing: apt-get install linux-headers-{release}; "
+        f"or name a folder with those of another kernel in {HEADERS}"
+    )
+
+
 def compiled(text: str) -> Any:
     """The text as a loaded `bcc.BPF` object, nothing of it attached.
 
@@ -63,8 +85,8 @@ def compiled(text: str) -> Any:
         ControllerError: bcc or headers are missing, or it does not compile; has the end of the compiler's output.
     """
     module = load()
-    if source := headers.find():
-        os.environ[headers.VARIABLE] = str(source)
+    if source := find_headers():
+        os.environ[HEADERS] = str(source)
     _try(module)
     with captured_stderr() as output_of:
         try:
@@ -92,11 +114,11 @@ def _try(module: ModuleType) -> None:
 
 
 def _refused(output: str) -> ControllerError:
-    used = os.environ.get(headers.VARIABLE) or f"those of {os.uname().release}"
+    used = os.environ.get(HEADERS) or f"those of {os.uname().release}"
     last = "\n".join(output.splitlines()[-12:])
     return ControllerError(
         f"bcc does not compile the programs with these kernel headers: {used}. "
-        f"`hybrid-proxy trace --fetch-headers` fetches others, and {headers.VARIABLE} names a folder to use. "
+        f"{HEADERS} names a folder with others. "
         f"The end of the compiler's output:\n{last}"
     )
 

@@ -3,8 +3,7 @@
  * running kernel has its fields, which view is asked for, this network namespace. Behind it stand the entries, one for
  * each point. Kernel memory is read by these numbers alone: the headers may be another kernel's.
  *
- * A packet is followed by the address of its sk_buff, which stays while its headers are rewritten. The time of a stage
- * runs from the end of one entry to the beginning of the next, so that measuring does not measure itself.
+ * A packet is followed by the address of its sk_buff, which stays while its headers are rewritten.
  */
 
 enum { REQUEST, REPLY };
@@ -38,13 +37,9 @@ struct known {
 
 struct walk {
 	u64 left;
-	u64 spent;
 	u64 began;
-	u32 point;
-	u32 first_point;
 	u32 way;
 	u32 service;
-	u32 opening;
 	u32 sign;
 	struct ends first;
 };
@@ -65,11 +60,6 @@ struct transport {
 	u8 offset;
 	u8 flags;
 	u16 window;
-};
-
-struct slot {
-	u32 stage;
-	u32 slot;
 };
 
 struct sum {
@@ -194,13 +184,12 @@ static __always_inline u32 *asked_for(const struct ends *e)
 }
 
 /* Whether a packet is one of what is asked for: of a flow that is known, or the first of one. */
-static __always_inline int belongs(const struct header *h, struct known *k, u32 *opening)
+static __always_inline int belongs(const struct header *h, struct known *k)
 {
 	struct ends e = h->ends, back;
 	struct known *old = flows.lookup(&e);
 	u32 *service;
 
-	*opening = e.protocol == TCP && h->flags & SYN;
 	if (old) {
 		__builtin_memcpy(k, old, sizeof(*k));
 		return 1;
@@ -215,8 +204,6 @@ static __always_inline int belongs(const struct header *h, struct known *k, u32 
 	k->way = REPLY;
 	flows.update(&back, k);
 	k->way = REQUEST;
-	if (e.protocol != TCP)
-		*opening = 1;
 	return 1;
 }
 
@@ -238,13 +225,11 @@ static __always_inline void learn(const struct walk *w, const struct header *h)
 	flows.update(&back, &k);
 }
 
-static __always_inline void begin(struct walk *w, const struct header *h, const struct known *k, u32 point, u32 opening)
+static __always_inline void begin(struct walk *w, const struct header *h, const struct known *k)
 {
 	__builtin_memset(w, 0, sizeof(*w));
-	w->point = w->first_point = point;
 	w->way = k->way;
 	w->service = k->service;
-	w->opening = opening;
 	w->sign = h->sign;
 	w->first = h->ends;
 }
@@ -295,32 +280,6 @@ static __always_inline void one_more(u64 *count)
 	if (count)
 		lock_xadd(count, 1);
 }
-
-#ifdef STAGES
-BPF_HASH(counts, struct slot, u64, 16384);
-BPF_HASH(sums, u32, struct sum, 2048);
-
-static __always_inline void record(u32 from, u32 to, const struct walk *w, u64 ns)
-{
-	struct slot key = {.stage = from | to << 8 | w->way << 16 | w->opening << 17, .slot = slot_of(ns)};
-	struct sum none = {}, *s;
-	u64 zero = 0;
-
-	one_more(counts.lookup_or_try_init(&key, &zero));
-	if (!ns) /* adding a constant 0 becomes an atomic OR, which Linux 5.10 does not have */
-		return;
-	s = sums.lookup_or_try_init(&key.stage, &none);
-	if (!s)
-		return;
-	lock_xadd(&s->ns, ns);
-	if (ns > s->max)
-		s->max = ns;
-}
-#else
-static __always_inline void record(u32 from, u32 to, const struct walk *w, u64 ns)
-{
-}
-#endif
 
 #ifdef LATENCY
 struct waiting {
@@ -469,7 +428,7 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 {
 	u64 now = bpf_ktime_get_ns();
 	struct walk fresh = {}, *w = walks.lookup(&skb);
-	u32 netns = kind & POINT_HERE ? HOME : netns_of_packet(skb), opening = 0;
+	u32 netns = netns_of_packet(skb);
 	struct header h;
 	struct known k;
 
@@ -483,9 +442,9 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 		learn(w, &h);
 		w->left = now;
 	} else {
-		if (!belongs(&h, &k, &opening))
+		if (!belongs(&h, &k))
 			return;
-		begin(&fresh, &h, &k, point, opening);
+		begin(&fresh, &h, &k);
 		fresh.left = now;
 		walks.update(&skb, &fresh);
 		w = &fresh;
@@ -509,87 +468,37 @@ static __always_inline void freed(u64 skb, u64 location, u32 reason)
 /* Points of this namespace, and the sockets to which a packet was handed from here. */
 static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 {
-	u64 now = bpf_ktime_get_ns(), spent;
+	u64 now = bpf_ktime_get_ns();
 	struct walk fresh, *w;
-	u32 opening = 0;
 	struct header h;
 	struct known k;
 
-	if (!(kind & (POINT_HERE | POINT_ANYWHERE)) && netns_of_packet(skb) != HOME)
+	if (!(kind & POINT_ANYWHERE) && netns_of_packet(skb) != HOME)
 		return;
 	w = walks.lookup(&skb);
-	if (kind & POINT_BEGINS) {
-		if (!read_header(skb, kind & POINT_AT_DATA, &h))
-			return;
-		if (!w || is_stale(w, &h, now) || is_anothers(w, &h.ends)) {
-			walks.delete(&skb);
-			if (!belongs(&h, &k, &opening))
-				return;
-			begin(&fresh, &h, &k, point, opening);
-			record(0, point, &fresh, 0);
-			came(&fresh, &h, now);
-			fresh.left = bpf_ktime_get_ns();
-			walks.update(&skb, &fresh);
-			return;
-		}
-	} else if (!w) {
-		return;
-	}
 	if (kind & POINT_ENDS) {
-		if (!read_header(skb, 0, &h) || is_stale(w, &h, now)) {
-			walks.delete(&skb);
+		if (!w)
 			return;
+		if (read_header(skb, 0, &h) && !is_stale(w, &h, now)) {
+			learn(w, &h);
+			went(w, &h);
 		}
-		learn(w, &h);
-		went(w, &h);
-	}
-	spent = now - w->left;
-	record(w->point, point, w, spent);
-	w->spent += spent;
-	w->point = point;
-	if (kind & POINT_ENDS) {
-		record(w->first_point, POINT_WHOLE + point, w, w->spent);
 		walks.delete(&skb);
-	} else {
-		w->left = bpf_ktime_get_ns();
-	}
-}
-#endif
-
-#ifdef PROBES
-struct inside {
-	u64 skb;
-	u32 point;
-	u32 unused;
-};
-
-BPF_TABLE("lru_hash", u64, struct inside, calls, 4096);
-
-/* A call, until it returns: on a CPU, for softirqs of all of them have one process number. */
-static __always_inline u64 call_of(u32 function)
-{
-	return (u64)bpf_get_smp_processor_id() << 40 | (bpf_get_current_pid_tgid() & 0xffffffff) << 8 | function;
-}
-
-static __always_inline void entered(u32 function, u64 skb, u32 point)
-{
-	struct inside call = {.skb = skb, .point = point};
-	u64 key = call_of(function);
-
-	calls.update(&key, &call);
-}
-
-/* Only what goes on is at the function's end: what it dropped or took over is gone (NF_ACCEPT is 1, and so is nf_hook's). */
-static __always_inline void returned(u32 function, u32 verdict)
-{
-	u64 key = call_of(function);
-	struct inside *call = calls.lookup(&key);
-
-	if (!call)
 		return;
-	if (verdict == 1 && call->point && walks.lookup(&call->skb))
-		step(call->skb, call->point, 0);
-	calls.delete(&key);
+	}
+	if (!read_header(skb, kind & POINT_AT_DATA, &h))
+		return;
+	if (w && !is_stale(w, &h, now) && !is_anothers(w, &h.ends)) {
+		w->left = now;
+		return;
+	}
+	walks.delete(&skb);
+	if (!belongs(&h, &k))
+		return;
+	begin(&fresh, &h, &k);
+	came(&fresh, &h, now);
+	fresh.left = now;
+	walks.update(&skb, &fresh);
 }
 #endif
 
@@ -598,7 +507,7 @@ struct drop {
 	u32 service;
 	u32 way;
 	u32 reason;
-	u32 point;
+	u32 unused;
 	u64 location;
 	struct place to;
 };
@@ -612,7 +521,6 @@ static __always_inline void freed(u64 skb, u64 location, u32 reason)
 	struct known k;
 	struct drop key = {.reason = reason, .location = location};
 	u64 zero = 0;
-	u32 opening;
 
 	if (!location || netns_of_packet(skb) != HOME)
 		return;
@@ -625,8 +533,7 @@ static __always_inline void freed(u64 skb, u64 location, u32 reason)
 	if (w && w->sign == h.sign) {
 		key.service = w->service;
 		key.way = w->way;
-		key.point = w->point;
-	} else if (belongs(&h, &k, &opening)) {
+	} else if (belongs(&h, &k)) {
 		key.service = k.service;
 		key.way = k.way;
 	} else {
@@ -676,11 +583,10 @@ static __always_inline void repeated(u64 sk)
 	struct known k = {}, *old;
 	struct again key = {};
 	u64 zero = 0;
-	u32 opening;
 
 	ends_of_socket(sk, &h.ends);
 	if (netns_of(word(sk + SOCK_NET)) == HOME) {
-		if (!belongs(&h, &k, &opening))
+		if (!belongs(&h, &k))
 			return;
 	} else {
 		old = flows.lookup(&h.ends);

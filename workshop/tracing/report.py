@@ -1,8 +1,7 @@
-"""What was measured, for people (tables and bars) or as JSON. Writes to standard output alone."""
+"""What was measured, for people (tables) or as JSON. Writes to standard output alone."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final
@@ -13,15 +12,12 @@ from hybrid_proxy.controller.commands.terminal import print_value, screen
 __all__ = ["lines", "show"]
 
 Row = Mapping[str, Any]
-BAR: Final = 40  # characters of the longest bar
-
-
 # Columns that a narrow screen may lack, the largest first; the others identify or judge.
 _LEAVE: Final = {
-    "p50": 8, "mean": 7, "seen by": 6, "max": 5, "direction": 4, "protocol": 3, "SYNs repeated": 2, "last seen": 2,
+    "p50": 8, "mean": 7, "seen by": 6, "max": 5, "direction": 4, "protocol": 3, "SYNs repeated": 2,
     "connections": 1, "in": 1, "repeated by": 1,
 }  # fmt: skip
-_WRAPPED: Final = frozenset({"stage", "reason"})
+_WRAPPED: Final = frozenset({"reason"})
 
 
 def show(answer: Row, output: str) -> None:
@@ -35,7 +31,7 @@ def show(answer: Row, output: str) -> None:
 
 def lines(answer: Row, on: Screen) -> Iterator[str]:
     """The answer as text, not wider than the screen."""
-    made = {"stages": _stages, "latency": _latency, "drops": _drops, "retransmits": _retransmits, "follow": _follow}
+    made = {"latency": _latency, "drops": _drops, "retransmits": _retransmits, "follow": _follow}
     yield from made[answer["view"]](answer, on)
     for point, reason in answer["missing"].items():
         yield painted(f"(not seen: {point}: {reason.splitlines()[0]})", Tone.DIM, on)
@@ -74,46 +70,6 @@ def _times(row: Row) -> list[str]:
     return [_time(row[f"{name}_ns"]) if row["count"] else "-" for name in _TIMES]
 
 
-_MANY: Final = {"request": "requests", "reply": "replies"}
-
-
-def _stages(answer: Row, on: Screen) -> Iterator[str]:
-    yield f"mode {answer['mode'] or '-'}, {answer['seconds']:.1f} s"
-    parts: defaultdict[tuple[str, bool], list[Row]] = defaultdict(list)
-    for row in answer["stages"]:
-        parts[row["direction"], row["opening"]].append(row)
-    for (direction, opening), rows in parts.items():
-        title = f"{_MANY[direction]}, {'the first of a connection' if opening else 'all later ones'}"
-        yield from ("", painted(title, Tone.HEAD, on))
-        timed = [row for row in rows if row["from"] is not None]
-        begun = ", ".join(f"{row['count']:,} {row['to']}" for row in rows if row["from"] is None)
-        yield f"packets: {begun or 'none'}"
-        yield from _table(
-            on, ("stage", "packets", *_TIMES), ([row["stage"], row["count"], *_times(row)] for row in timed)
-        )
-        for row in timed:
-            if row["whole"]:
-                yield from ("", row["stage"], *_bars(row["histogram"]))
-    if not answer["stages"]:
-        yield "no packet of a service passed"
-    if answer["programs"]:
-        yield from ("", painted("runs of the programs of mode ebpf", Tone.HEAD, on))
-        programs = ([row["program"], row["runs"], _time(row["mean_ns"])] for row in answer["programs"])
-        yield from _table(on, ("hook", "runs", "mean"), programs)
-
-
-def _bars(histogram: Sequence[Row]) -> Iterator[str]:
-    """A bar for each power of two."""
-    octaves: defaultdict[int, int] = defaultdict(int)
-    for slot in histogram:
-        octaves[max(1, slot["from_ns"]).bit_length() - 1] += slot["count"]
-    most = max(octaves.values(), default=0)
-    for octave in range(min(octaves), max(octaves) + 1) if octaves else ():
-        count = octaves.get(octave, 0)
-        bar = "█" * max(1, round(BAR * count / most)) if count else ""
-        yield f"  {_time(1 << octave):>8} to {_time(2 << octave):>8} {count:>9,}  {bar}".rstrip()
-
-
 def _latency(answer: Row, on: Screen) -> Iterator[str]:
     if not answer["services"]:
         yield "nobody connected to a service"
@@ -142,7 +98,7 @@ def _latency(answer: Row, on: Screen) -> Iterator[str]:
 
 def _drops(answer: Row, on: Screen) -> Iterator[str]:
     if answer["drops"]:
-        titles = ("service", "direction", "protocol", "to", "reason", "in", "last seen", "packets")
+        titles = ("service", "direction", "protocol", "to", "reason", "in", "packets")
         yield from _table(on, titles, (list(row.values()) for row in answer["drops"]))
     else:
         yield "the kernel dropped no packet of a service"

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from hybrid_proxy.workshop.tracing.points import DROP, INPUT_ENDS, IPVS, RECEIVE, SOCKET, TRANSMIT, WHOLE, label, stage
+from hybrid_proxy.workshop.tracing.points import DROP, SOCKET, label
 from hybrid_proxy.workshop.tracing.targets import place_text
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "ours",
     "quantile",
     "repeat_rows",
-    "stage_rows",
 ]
 
 Histogram = Mapping[int, int]  # slot -> how many
@@ -29,7 +28,6 @@ Row = dict[str, Any]
 DIRECTIONS: Final = ("request", "reply")
 ASKED, ANSWERED, REFUSED, REPEATED = range(4)  # as in packets.c
 OF_SOCKET: Final = 255
-IN_INPUT: Final = {point.number: INPUT_ENDS - 0.5 + 0.1 * place for place, point in enumerate(IPVS)}
 
 
 def bounds(slot: int) -> tuple[int, int]:
@@ -64,40 +62,6 @@ def _times(histogram: Histogram, total: int, largest: int) -> Row:
             for slot in sorted(histogram)
         ],
     }
-
-
-def stage_rows(counts: Mapping[tuple[int, int], int], sums: Mapping[int, tuple[int, int]]) -> list[Row]:
-    """Stages in the order of the way.
-
-    Args:
-        counts: (stage, slot) -> packets; a stage is first point, last point << 8, reply << 16, opening << 17.
-        sums: stage -> nanoseconds in all, and the largest.
-    """
-    histograms: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    for (number, slot), count in counts.items():
-        histograms[number][slot] = count
-    rows = []
-    for number in sorted(histograms, key=_order):
-        first, last = number & 0xFF, number >> 8 & 0xFF
-        rows.append(
-            {
-                "stage": stage(first, last),
-                "from": label(first) if first else None,
-                "to": label(last & ~WHOLE),
-                "whole": last >= WHOLE,
-                "direction": DIRECTIONS[number >> 16 & 1],
-                "opening": bool(number >> 17 & 1),
-                **_times(histograms[number], *sums.get(number, (0, 0))),
-            }
-        )
-    return rows
-
-
-def _order(number: int) -> tuple[float, ...]:
-    first, last = number & 0xFF, number >> 8 & 0xFF
-    way: dict[int, float] = {0: -1, RECEIVE: 0, SOCKET: 250, TRANSMIT: 251} | IN_INPUT
-    ends = way.get(last & ~WHOLE, last)
-    return (number >> 16 & 1, 1 - (number >> 17 & 1), int(last >= WHOLE), way.get(first, first), ends)
 
 
 def answer_rows(

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Self
 
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import btf
-from hybrid_proxy.dataplane.kernel.bpf import BpfError
-from hybrid_proxy.workshop.tracing import compiler, measure
-from hybrid_proxy.workshop.tracing.points import Point
+from hybrid_proxy.workshop.tracing import compiler
 from hybrid_proxy.workshop.tracing.rows import Event
 from hybrid_proxy.workshop.tracing.targets import Place, Targets
 from hybrid_proxy.workshop.tracing.targets import place_text as _socket_text
 from hybrid_proxy.workshop.tracing.text import FIELDS, Entry, Plan, View, entries, program
 
-__all__ = ["Session", "functions", "has_reasons", "runs_of"]
+__all__ = ["Session", "has_reasons"]
 
 _SOURCE: Final = Path(__file__).with_name("packets.c")
-_TRIES: Final = 8
 _EVENT: Final = struct.Struct("=QQ16s16sHHBxxx8IQ16s")  # struct event of packets.c
-_FAMILIES: Final = (2, 10)  # NFPROTO_IPV4, NFPROTO_IPV6
 
 
 def has_reasons() -> bool:
@@ -85,51 +77,15 @@ class Session:
             table[key] = table.Leaf(number)
 
     def _attach(self, entry: Entry) -> None:
-        try:
-            if entry.tracepoint is not None:
-                self._at_tracepoint(entry)
-            elif entry.probed is not None:
-                self._at_function(entry, entry.probed)
-            else:
-                assert entry.point is not None
-                self._at_hook(entry, entry.point)
-        except (DataplaneError, OSError) as error:
-            name = entry.tracepoint or entry.probed or (entry.point.description if entry.point else entry.function)
-            if entry.needed:
-                raise ControllerError(f"this kernel does not let us look at {name}: {error}") from error
-            self.missing[name] = str(error)
-
-    def _at_tracepoint(self, entry: Entry) -> None:
-        assert entry.tracepoint is not None
         with compiler.captured_stderr() as stderr:
             try:
-                function = self._bpf.load_func(entry.function.encode(), self._module.BPF.RAW_TRACEPOINT)
+                self._bpf.load_func(entry.function.encode(), self._module.BPF.RAW_TRACEPOINT)
                 self._bpf.attach_raw_tracepoint(entry.tracepoint.encode(), entry.function.encode())
             except Exception as error:
-                raise OSError(f"{error}\n{stderr()[-2000:]}".rstrip()) from error
-        assert function is not None
-
-    def _at_function(self, entry: Entry, function: str) -> None:
-        attach = self._bpf.attach_kretprobe if entry.returns else self._bpf.attach_kprobe
-        if function not in functions():
-            raise OSError("this kernel has no such function, or its module is not loaded")
-        with compiler.captured_stderr() as stderr:
-            try:
-                attach(event=function.encode(), fn_name=entry.function.encode())
-            except Exception as error:
-                raise OSError(f"kprobes cannot be used here: {error}\n{stderr()[-2000:]}".rstrip()) from error
-
-    def _at_hook(self, entry: Entry, point: Point) -> None:
-        assert point.hook is not None
-        with compiler.captured_stderr() as stderr:
-            try:
-                function = self._bpf.load_func(
-                    entry.function.encode(), measure.NETFILTER_PROGRAM, attach_type=measure.NETFILTER_ATTACH
-                )
-            except Exception as error:
-                raise OSError(f"{error}\n{stderr()[-2000:]}".rstrip()) from error
-        for family in _FAMILIES:
-            self._stack.callback(os.close, _link(function.fd, family, point))
+                why = f"{error}\n{stderr()[-2000:]}".rstrip()
+                if entry.needed:
+                    raise ControllerError(f"this kernel does not let us look at {entry.tracepoint}: {why}") from error
+                self.missing[entry.tracepoint] = why
 
     def _take(self, _: Any, data: Any, size: int) -> None:
         # An exception would be lost in bcc: it is called from C. What can fail is done by who asks.
@@ -153,11 +109,6 @@ class Session:
     def _items(self, name: str) -> Iterator[tuple[Any, Any]]:
         yield from self._bpf[name].items()
 
-    def stages(self) -> tuple[dict[tuple[int, int], int], dict[int, tuple[int, int]]]:
-        """As `rows.stage_rows` takes it."""
-        counts = {(key.stage, key.slot): value.value for key, value in self._items("counts")}
-        return counts, {key.value: (value.ns, value.max) for key, value in self._items("sums")}
-
     def answers(
         self,
     ) -> tuple[
@@ -173,10 +124,10 @@ class Session:
         return counts, {backend(key): (value.ns, value.max) for key, value in self._items("answer_sums")}
 
     def drops(self) -> list[dict[str, Any]]:
-        """service, way, reason, point, location (a name), to, protocol, count; the numbers as the kernel has them."""
+        """service, way, reason, function (a name), to, protocol, count; the numbers as the kernel has them."""
         return [
             {
-                "service": key.service, "way": key.way, "reason": key.reason, "point": key.point,
+                "service": key.service, "way": key.way, "reason": key.reason,
                 "function": self.symbol(key.location), "to": _socket_text(bytes(key.to.address), key.to.port),
                 "protocol": key.to.protocol, "count": value.value,
             }
@@ -200,13 +151,6 @@ class Session:
         return str(self._module.BPF.ksym(whole).decode())
 
 
-@lru_cache(maxsize=1)
-def functions() -> frozenset[str]:
-    """The functions of the kernel and its modules that have a name."""
-    with Path("/proc/kallsyms").open() as lines:
-        return frozenset(line.split()[2] for line in lines if line.split()[1] in "tT")
-
-
 def _event(record: bytes) -> Event:
     ns, skb, source, destination, source_port, destination_port, protocol, *rest = _EVENT.unpack_from(record)
     point, netns, _, way, service, sequence, flags, length, more, device = rest
@@ -215,34 +159,3 @@ def _event(record: bytes) -> Event:
         _socket_text(source, source_port), _socket_text(destination, destination_port),
         protocol, sequence, flags, length, more,
     )  # fmt: skip
-
-
-def _link(program: int, family: int, point: Point) -> int:
-    """At the point's priority, or the next that is nobody's: another trace may be there."""
-    assert point.hook is not None
-    for priority in range(point.priority, point.priority + _TRIES * point.aside, point.aside):
-        try:
-            return measure.at_hook(program, family, point.hook, priority)
-        except BpfError as error:
-            if error.code != errno.EBUSY:
-                raise
-    raise OSError(errno.EBUSY, f"all priorities from {point.priority} on are taken")
-
-
-@contextmanager
-def runs_of(pins: Path | None) -> Iterator[dict[str, tuple[int, int]]]:
-    """Runs of our own programs and their nanoseconds within the block, filled when it ends; empty without pins."""
-    found: dict[str, tuple[int, int]] = {}
-    if pins is None:
-        yield found
-        return
-    clock = measure.counting_runs()
-    try:
-        before = dict(measure.runs(pins))
-        yield found
-        for name, after in measure.runs(pins):
-            since = before.get(name, measure.Runs(0, 0))
-            if after.times > since.times:
-                found[name] = (after.times - since.times, after.ns - since.ns)
-    finally:
-        os.close(clock)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,14 +21,12 @@ from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
 from hybrid_proxy.dataplane.kernel import btf
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
-from hybrid_proxy.workshop.tracing import headers, report, rows
-from hybrid_proxy.workshop.tracing.measure import has_hook_programs, netns_inode
-from hybrid_proxy.workshop.tracing.points import FUNCTIONS, HOOKS, PASSED, POINTS, SOCKET, TRACEPOINTS, label
-from hybrid_proxy.workshop.tracing.session import Session, functions, has_reasons, runs_of
+from hybrid_proxy.workshop.tracing import report, rows
+from hybrid_proxy.workshop.tracing.session import Session, has_reasons
 from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
 from hybrid_proxy.workshop.tracing.text import Plan, View
 
-__all__ = ["fetch", "show", "view_of"]
+__all__ = ["show", "view_of"]
 
 LOOK_SECONDS: Final = 0.1
 QUIET_SECONDS: Final = 0.3  # nothing comes any more of a connection that was closed
@@ -46,8 +44,6 @@ def view_of(args: argparse.Namespace) -> View | None:
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join(f'--{view.value.lower()}' for view in asked)}: one view at a time")
     found = asked[0] if asked else View.FOLLOW if args.source or args.target else None
-    if args.whole and found not in (View.STAGES, View.FOLLOW):
-        raise ConfigError("--whole: belongs to --stages, or to --from and --to")
     if found and args.client:
         raise ConfigError("--client: is --from, where the kernel is measured")
     if args.target and args.service:
@@ -67,31 +63,19 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     targets = of_services(here.services, here.backends, node, to=place)
     if not targets.places:
         raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
-    plan = Plan(view, netns_inode(), TRACEPOINTS, len(targets.places) + len(targets.backends), client,
-                reasons=has_reasons())  # fmt: skip
-    if view in (View.STAGES, View.FOLLOW) and not args.whole:
-        plan = _with_netfilter(plan)
-    with ExitStack() as stack:
-        runs = stack.enter_context(runs_of(here.pins)) if view is View.STAGES else {}
-        before = _counters(args, here) if view is View.DROPS else {}
-        print("compiling probes", file=sys.stderr, flush=True)
-        with Session(plan, targets) as session:
-            asked = stack.enter_context(_until_asked())
-            start = time.monotonic()
-            print(f"measuring for {args.seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr, flush=True)
-            _wait(session, args, asked)
-            seconds = round(time.monotonic() - start, 3)
-            answer = _answer(view, session, targets, args)
-        if view is View.DROPS:
-            answer["programs"] = _more(before, _counters(args, here))
-    if view is View.STAGES:
-        answer["programs"] = [
-            {"program": name, "runs": count, "mean_ns": round(ns / count)} for name, (count, ns) in runs.items()
-        ]
-    by = "functions" if plan.functions else "programs" if len(plan.points) > len(TRACEPOINTS) else None
-    if by == "functions" and FUNCTIONS[0].name in session.missing:
-        by = None
-    summary = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds, "hooks": by}
+    home = Path("/proc/thread-self/ns/net").stat().st_ino  # what the kernel has in `net.ns.inum`
+    plan = Plan(view, home, len(targets.places) + len(targets.backends), client, reasons=has_reasons())
+    before = _counters(args, here) if view is View.DROPS else {}
+    print("compiling probes", file=sys.stderr, flush=True)
+    with Session(plan, targets) as session, _until_asked() as asked:
+        start = time.monotonic()
+        print(f"measuring for {args.seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr, flush=True)
+        _wait(session, args, asked)
+        seconds = round(time.monotonic() - start, 3)
+        answer = _answer(view, session, targets, args)
+    if view is View.DROPS:
+        answer["programs"] = _more(before, _counters(args, here))
+    summary = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds}
     report.show(summary | answer | {"missing": session.missing}, args.output)
     return 0
 
@@ -102,7 +86,6 @@ class _Here(NamedTuple):
     mode: str | None
     services: list[ServiceRow]
     backends: list[BackendRow]
-    pins: Path | None
     answers: bool = True  # an agent that did not is not asked again
 
 
@@ -112,18 +95,14 @@ def _programmed(args: argparse.Namespace) -> _Here:
     except ControllerError:
         if not args.target:
             raise
-        return _Here(None, [], [], None, answers=False)  # a destination can be measured without any service
+        return _Here(None, [], [], answers=False)  # a destination can be measured without any service
     with closing(here):
         asked = here.asked(args.service, args.namespace)
         services = [row for row in here.services() if asked.has(row.name)]
         backends = [row for row in here.backends(asked.service) if asked.has(row.service)]
-    pins = None
-    if here.agent:
-        ebpf = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.ebpf
-        pins = Path(ebpf.pins) if ebpf else None
     drained = [f"{name} (drains)" for name in (here.agent.draining if here.agent else ())]
     modes = ", ".join([*(name for name, _ in here.views), *drained])
-    return _Here(modes, services, backends, pins, answers=here.agent is not None)
+    return _Here(modes, services, backends, answers=here.agent is not None)
 
 
 def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes | None]:
@@ -138,15 +117,6 @@ def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes
     if protocol not in PROTOCOLS:
         raise ConfigError(f"--to: {packet.protocol}: packets of {', '.join(PROTOCOLS)} are followed")
     return Place(mapped(packet.dst), packet.port, PROTOCOLS[protocol]), mapped(packet.src) if source else None
-
-
-def _with_netfilter(plan: Plan) -> Plan:
-    """Points at netfilter's hooks: by programs there, or by probes of the functions that run them."""
-    if has_hook_programs():
-        return plan._replace(points=(*TRACEPOINTS, *(HOOKS if plan.view is View.STAGES else PASSED)))
-    known = functions()
-    there = (each for each in FUNCTIONS if each.name in known or each.name == FUNCTIONS[0].name)
-    return plan._replace(functions=tuple(there))
 
 
 @contextmanager
@@ -181,8 +151,6 @@ def _closed(session: Session) -> bool:
 
 def _answer(view: View, session: Session, targets: Targets, args: argparse.Namespace) -> Row:
     match view:
-        case View.STAGES:
-            return {"stages": rows.stage_rows(*session.stages())}
         case View.LATENCY:
             return {"services": rows.answer_rows(*session.answers(), targets.names)}
         case View.DROPS:
@@ -204,7 +172,6 @@ def _reasons() -> dict[int, str]:
 
 def _drops(session: Session, targets: Targets) -> list[Row]:
     why = _reasons()
-    labels = {number: label(number) for number in POINTS if number != SOCKET}
     protocols = {number: name for name, number in PROTOCOLS.items()}
     return sorted(
         (
@@ -212,7 +179,7 @@ def _drops(session: Session, targets: Targets) -> list[Row]:
                 "service": targets.names[row["service"]], "direction": rows.DIRECTIONS[row["way"]],
                 "protocol": protocols[row["protocol"]], "to": row["to"],
                 "reason": why.get(row["reason"], "not reported by this kernel"), "function": row["function"],
-                "last_seen": labels.get(row["point"]), "count": row["count"],
+                "count": row["count"],
             }
             for row in session.drops()
         ),
@@ -235,9 +202,3 @@ def _counters(args: argparse.Namespace, here: _Here) -> dict[str, int]:
 def _more(before: dict[str, int], after: dict[str, int]) -> list[Row]:
     more = {name: value - before.get(name, 0) for name, value in after.items()}
     return [{"reason": name, "count": count} for name, count in more.items() if count > 0]
-
-
-def fetch() -> int:
-    """`trace --fetch-headers`: get what bcc needs to compile; the exit code."""
-    print(headers.fetch(lambda text: print(text, file=sys.stderr, flush=True)))
-    return 0

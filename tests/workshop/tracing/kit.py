@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import struct
@@ -12,17 +13,34 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.namespace import DEADLINES, PATIENCE
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Tally, load, target_of
+from hybrid_proxy.workshop.tracing import compiler
 
-__all__ = ["Stage", "repeated", "repeated_by"]
+__all__ = ["Stage", "repeated", "repeated_by", "skip_without_bcc"]
+
+HEADERS = Path(__file__).parents[3] / "build" / "tools" / "kernel-headers"  # of `make setup`
 
 WEB = {4: "10.96.0.10:80", 6: "[fd96::10]:80"}
-DNS = {4: "10.96.0.53:53", 6: "[fd96::53]:53"}
+
+
+def skip_without_bcc() -> None:
+    """Skip the test where bcc or kernel headers are missing."""
+    if HEADERS.is_dir():
+        os.environ.setdefault(compiler.HEADERS, str(HEADERS))
+    try:
+        compiler.load()
+        compiler.find_headers()
+    except ControllerError as error:
+        pytest.skip(str(error))
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.workshop.tracing import rows
-from hybrid_proxy.workshop.tracing.points import DROP, HOOKS, POINTS, RECEIVE, SOCKET, TRANSMIT, WHOLE, stage
+from hybrid_proxy.workshop.tracing.points import DROP, RECEIVE, SOCKET, TRACEPOINTS, TRANSMIT
 from hybrid_proxy.workshop.tracing.rows import Event
 from hybrid_proxy.workshop.tracing.targets import Place, mapped, of_services, place_text
 from hybrid_proxy.workshop.tracing.text import FIELDS, Plan, View, entries, program
@@ -40,33 +40,6 @@ def test_quantiles_are_the_upper_bounds_of_slots() -> None:
     assert rows.quantile(histogram, 0.99) == rows.bounds(slot_of(1000))[1]
     assert rows.quantile(histogram, 1.0) == rows.bounds(slot_of(100_000))[1]
     assert rows.quantile({}, 0.5) == 0
-
-
-def test_stages_are_in_the_order_of_the_way() -> None:
-    key = lambda first, last, way=0, opening=0: first | last << 8 | way << 16 | opening << 17  # noqa: E731
-    first, last = HOOKS[0].number, HOOKS[-1].number
-    numbers = [
-        key(last, TRANSMIT), key(RECEIVE, TRANSMIT + WHOLE), key(RECEIVE, first), key(0, RECEIVE),
-        key(RECEIVE, first, opening=1), key(0, RECEIVE, way=1),
-    ]  # fmt: skip
-    found = rows.stage_rows({(number, 8): 1 for number in numbers}, {})
-    assert [(row["direction"], row["opening"], row["from"], row["to"]) for row in found] == [
-        ("request", True, "received", "PREROUTING begins"),
-        ("request", False, None, "received"),
-        ("request", False, "received", "PREROUTING begins"),
-        ("request", False, "POSTROUTING ends", "sent"),
-        ("request", False, "received", "sent"),
-        ("reply", False, None, "received"),
-    ]
-
-
-def test_every_pair_of_points_has_a_name() -> None:
-    assert len({point.number for point in POINTS.values()}) == len(POINTS)
-    assert max(POINTS) < WHOLE
-    for first in POINTS:
-        for last in POINTS:
-            assert stage(first, last)
-    assert stage(RECEIVE, SOCKET) == "program, hand-over, and the pod's own IP and TCP"
 
 
 def event(ns: int, packet: int, point: int, netns: int, ends: tuple[str, str], sequence: int = 1, **more: int) -> Event:
@@ -183,11 +156,11 @@ def test_one_service_or_one_destination() -> None:
     assert of_services(ROWS, BACKENDS, [], to=Place(mapped("10.0.0.1"), 80, 6)).names == ("10.0.0.1:80",)
 
 
-def test_the_text_has_an_entry_for_each_point() -> None:
-    plan = Plan(View.FOLLOW, 4026531840, tuple(POINTS.values()), 3, mapped("10.77.1.11"))
+def test_the_text_has_an_entry_for_each_tracepoint() -> None:
+    plan = Plan(View.FOLLOW, 4026531840, 3, mapped("10.77.1.11"))
     text = program(plan, dict.fromkeys(FIELDS, 8), "/* programs */")
     names = [entry.function for entry in entries(plan)]
-    assert len(set(names)) == len(names) == len(POINTS) + 2
+    assert len(set(names)) == len(names) == len(TRACEPOINTS) + 2
     assert all(text.count(f"int {name}(void *ctx)") == 1 for name in names)
     assert "#define FOLLOW 1" in text
     assert "#define FROM_LOW" in text
