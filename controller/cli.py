@@ -14,10 +14,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes, from_flags
 from hybrid_proxy.controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
 from hybrid_proxy.controller.settings.flags import add_flag, add_flags, add_removed_flags
@@ -52,6 +53,10 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **arguments: Any) -> None:
         arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """What somebody mistyped may be a flag with a password in it."""
+        super().error(redact(message))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Of a value that is none of the choices, say which one it looks like."""
@@ -875,4 +880,4 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(redact(text), file=sys.stderr)

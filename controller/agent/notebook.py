@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.agent.syncer import Syncer
+from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.lacks import Lack, lacks
 from hybrid_proxy.controller.serving.memory import Ended, Memory, born, recall, write
 from hybrid_proxy.controller.serving.protocol import ModeStatus
@@ -154,7 +155,7 @@ class Notebook:
 
     def _write(self, content: bytes) -> None:
         try:
-            write(self._path, content)
+            write(self._path, redact(content.decode()).encode())
             self._written, self._failed = content, False
         except OSError as error:
             if not self._failed:

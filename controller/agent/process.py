@@ -10,18 +10,33 @@ import os
 import resource
 import shlex
 import sys
+import threading
 import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
+from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import Config
+
+log = logging.getLogger(__name__)
 
 SWITCH_SECONDS: Final = 0.001  # Python's 5 ms would be what a change waits while a page of metrics is made
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # malloc.h
 
 
 KEPT_BYTES: Final = 256 << 10  # of the log, beside the socket: at least these, and at most twice as many
+
+
+class _Redacted(logging.Formatter):
+    """Formats as another one does, and takes secrets out of the whole: also of tracebacks."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(self._inner.format(record))
 
 
 class KeptLog(RotatingFileHandler):
@@ -34,7 +49,7 @@ class KeptLog(RotatingFileHandler):
         super().__init__(path, maxBytes=KEPT_BYTES, backupCount=1, errors="backslashreplace", delay=True)
         form = logging.Formatter("%(asctime)s %(process)d %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S UTC")
         form.converter = time.gmtime
-        self.setFormatter(form)
+        self.setFormatter(_Redacted(form))
         self.handle(logging.makeLogRecord({"levelname": "INFO", "msg": shlex.join(sys.orig_argv)}))
 
     def _open(self) -> io.TextIOWrapper:
@@ -54,20 +69,31 @@ def start_logging(config: Config, *more: logging.Handler) -> None:
     if config.log_format == "json":
         from pythonjsonlogger.json import JsonFormatter
 
-        handler.setFormatter(JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        form: logging.Formatter = JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
+        form = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
+    handler.setFormatter(_Redacted(form))
     level = logging.DEBUG if config.verbosity >= 4 else logging.INFO
     logging.getLogger("hybrid_proxy").setLevel(level)
     logging.basicConfig(level=logging.WARNING, handlers=[handler, *more], force=True)
+    sys.excepthook = lambda *found: _log_crash(found[1])
+    threading.excepthook = lambda found: _log_crash(found.exc_value)
+
+
+def _log_crash(error: BaseException | None) -> None:
+    """In place of Python's own traceback, which would go to stderr as it is, and not into the kept log."""
+    if not isinstance(error, KeyboardInterrupt | SystemExit):
+        log.critical("an error that nothing handles, in thread %s", threading.current_thread().name, exc_info=error)
 
 
 def begin_fast() -> None:
     """Before anything is read: nothing that the start makes is garbage, and what it frees goes back to the kernel.
 
     Large buffers (pages of a list) are given back when they are freed, and threads share one arena. Otherwise each
-    thread that decodes keeps holes of its own, 4 MB at 10,000 services (mallopt(3)).
+    thread that decodes keeps holes of its own, 4 MB at 10,000 services (mallopt(3)). A dump of this memory would hold
+    credentials, so a crash leaves none.
     """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     gc.disable()
     sys.setswitchinterval(SWITCH_SECONDS)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

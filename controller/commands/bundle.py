@@ -26,10 +26,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from hybrid_proxy.controller.commands.redact import redact
 from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events, without_agent
 from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask, socket_path
 from hybrid_proxy.controller.serving.memory import before, log_path, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus, EventsAnswer, GetEvents, GetStatus, StatusAnswer

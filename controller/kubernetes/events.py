@@ -20,6 +20,7 @@ import msgspec
 
 from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes.connection import Connection
+from hybrid_proxy.controller.redact import redact
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class Recorder:
         if self._writer is None:
             return
         try:
-            self._queue.put_nowait(_Occurrence(regarding, kind, reason, action, note, datetime.now(UTC), once))
+            self._queue.put_nowait(_Occurrence(regarding, kind, reason, action, redact(note), datetime.now(UTC), once))
         except queue.Full:
             if not self._dropping:
                 log.warning("events for the cluster are dropped until the API server takes the %d before them", QUEUE)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.protocol import (
     ANSWERS,
     REQUESTS,
@@ -138,7 +139,7 @@ class _Handler(socketserver.StreamRequestHandler):
         except TimeoutError as error:
             reply = FailedAnswer(str(error) or "no request in time")
         with contextlib.suppress(OSError):  # the asker left
-            self.wfile.write(msgspec.json.encode(reply) + b"\n")
+            self.wfile.write(redact(msgspec.json.encode(reply).decode()).encode() + b"\n")
 
     def _asker_left(self) -> bool:
         """While this process was stopped, a command may have given up: what it asked for must not happen now."""
@@ -180,6 +181,10 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         except OSError:
             self._stopping.wait(REST_SECONDS)
             raise
+
+    def handle_error(self, *_: Any) -> None:
+        """Not to stderr as it is, as the base class does."""
+        log.exception("a request at the admin socket failed")
 
     @staticmethod
     def _clear(path: Path) -> None:

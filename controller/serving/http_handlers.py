@@ -120,7 +120,7 @@ class HttpHandlers:
             listeners[HEALTH] = Listener("health", (place.address,), place.port, pages)
         if (place := self._config.metrics_bind_address) is not None:
             pages = {
-                "/metrics": Handler(lambda _, accept: self._scrape(accept, every=True), slow=True),
+                "/metrics": Handler(lambda _, accept: self._scrape(accept, every=True), slow=True, redacted=True),
                 "/metrics/slis": Handler(lambda _, accept: self._scrape(accept, every=False), slow=True),
                 "/healthz": Handler(lambda *_: _text("ok")),
                 "/proxyMode": Handler(lambda *_: _text(self.mode)),

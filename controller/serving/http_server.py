@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 import h11
 
+from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.health import TEXT, Answer
 from hybrid_proxy.dataplane.table import socket_text
 
@@ -49,11 +50,13 @@ FAILED: Final = Answer(500, b"the page could not be made; the agent's log says w
 class Handler(NamedTuple):
     """What is at a path: called with the family of the address that was asked (4 or 6) and the request's Accept.
 
-    `slow`: it may wait, so it is called in a thread; one such page is made at a time.
+    `slow`: it may wait, so it is called in a thread; one such page is made at a time. `redacted`: it has
+    taken secrets out itself, because most of it is long and has none.
     """
 
     make: Callable[[int, str], Answer]
     slow: bool = False
+    redacted: bool = False
 
 
 class Listener(NamedTuple):
@@ -219,8 +222,10 @@ class HttpServer:
             return NOT_FOUND
         try:
             if page.slow:
-                return await self._loop.run_in_executor(self._slow, page.make, family, accept)
-            return page.make(family, accept)
+                made = await self._loop.run_in_executor(self._slow, page.make, family, accept)
+            else:
+                made = page.make(family, accept)
+            return made if page.redacted else made._replace(body=redact(made.body.decode()).encode())
         except Exception:
             log.exception("page %s of %s", path, listener.what if listener else key)
             return FAILED

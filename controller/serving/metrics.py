@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from hybrid_proxy.controller import __version__
+from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.counters import FAMILIES, Counters, Durations
 from hybrid_proxy.controller.serving.health import OK, UNAVAILABLE, Health
 from hybrid_proxy.controller.serving.protocol import AgentStatus, ApiRequests, DrainingMode
@@ -64,7 +65,7 @@ class Metrics:
     def page(self, accept: str) -> tuple[bytes, str]:
         """The text of a scrape and its content type, in the format that is asked for."""
         encode, content_type = choose_encoder(accept)
-        body = bytearray(encode(self.registry))
+        body = bytearray(redact(encode(self.registry).decode()).encode())
         openmetrics = content_type.startswith("application/openmetrics-text")
         if openmetrics:
             del body[-len(_END) :]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hybrid_proxy.controller.commands.redact import redact
+from hybrid_proxy.controller.redact import redact
 
 SECRET = "s3cr3tHunter2Value"
 JWT = "eyJhbGciOiJSUzI1NiIsImtpZCI6IiJ9.eyJpc3MiOiJrdWJlcm5ldGVzIn0.c2lnbmF0dXJlLW9mLWEtdG9rZW4"
