@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 from urllib.parse import quote, unquote
 
-__all__ = ["REMOVED", "hold", "redact"]
+__all__ = ["REMOVED", "hold", "names_secret", "redact"]
 
 REMOVED: Final = "[removed]"
 
@@ -25,6 +25,7 @@ _WORD: Final = (
     r"(?:token|passw(?:or)?d|passphrase|secret|credential|authorization|cookie|(?:api|access|private|secret)[-_]?key"
     r"|(?:key|certificate|certificate-authority)-data)s?"
 )
+_WORD_FORM: Final = re.compile(_WORD, re.IGNORECASE)
 _QUOTED: Final = r"(?P<quote>[\"'])(?:(?!(?P=quote))[^\\]|\\.)*(?P=quote)"
 
 _OBJECT: Final = re.compile(r"/[\w.-]*\Z")  # before the end of a name: `namespace/`
@@ -85,12 +86,19 @@ def hold(*values: str) -> None:
     """Look for these in every text from now on: also encoded, quoted, and line by line. Any thread may call it."""
     global _held  # replaced, and never changed: other threads read it
     new = {form for value in values for form in _forms(value.strip())}
-    if new <= _order.keys():
-        return
-    _order.update(dict.fromkeys(new))
-    for form in list(_order)[:-_MOST]:
+    known = new <= _order.keys()
+    for form in new:
         _order.pop(form, None)
-    _held = tuple((form, _whole(form)) for form in sorted(_order, key=len, reverse=True))
+    _order.update(dict.fromkeys(new))
+    if not known:
+        for form in list(_order)[:-_MOST]:
+            _order.pop(form, None)
+        _held = tuple((form, _whole(form)) for form in sorted(_order, key=len, reverse=True))
+
+
+def names_secret(key: str) -> bool:
+    """Whether what stands behind this key, or in this variable, is a secret by its name."""
+    return _WORD_FORM.search(key) is not None
 
 
 def redact(text: str) -> str:

@@ -13,7 +13,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 import sys
+import threading
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any, Final, NamedTuple
@@ -40,6 +43,33 @@ def _oauth_session(*arguments: Any, **named: Any) -> Any:
     return importlib.import_module("requests_oauthlib").OAuth2Session(*arguments, **named)
 
 
+class MemoryFiles(threading.local):
+    """Stand for files in which the client would leave credentials; each thread has its own, until it closes them.
+
+    The client removes its files when the process ends in good order, and a process that is killed leaves them.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}
+
+    def path(self, content: str | bytes, *_: Any, **__: Any) -> str:
+        """That of a file with this content (memfd_create(2)), with the arguments of the client's function."""
+        descriptor = os.memfd_create("credentials")
+        os.write(descriptor, content.encode() if isinstance(content, str) else content)
+        path = f"/proc/self/fd/{descriptor}"
+        self._open[path] = descriptor
+        return path
+
+    def has(self, path: str) -> bool:
+        """Whether this is one of them."""
+        return path in self._open
+
+    def close(self) -> None:
+        """Nobody reads them any more."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
 class Client(NamedTuple):
     """What is used of the official client; it has no annotations."""
 
@@ -47,6 +77,7 @@ class Client(NamedTuple):
     RESTClientObject: Any
     kube_config: Any
     incluster_config: Any
+    memory: MemoryFiles
 
 
 @cache
@@ -91,11 +122,31 @@ def _parts() -> Client:
 
 def _taken(configuration: Any) -> Client:
     rest = importlib.import_module("kubernetes.client.rest")
+    config = importlib.import_module("kubernetes.config.kube_config")
+    memory = MemoryFiles()
+    config._create_temp_file_with_content  # noqa: B018, SLF001 (AttributeError: a version that does it otherwise)
+    config._create_temp_file_with_content = memory.path  # type: ignore[attr-defined]  # noqa: SLF001
+    for program, method in ((config.ExecProvider, "run"), (config.CommandTokenSource, "token")):
+        setattr(program, method, _silent(getattr(program, method)))
     return Client(
-        configuration, rest.RESTClientObject,
-        importlib.import_module("kubernetes.config.kube_config"),
-        importlib.import_module("kubernetes.config.incluster_config"),
+        configuration, rest.RESTClientObject, config, importlib.import_module("kubernetes.config.incluster_config"),
+        memory,
     )  # fmt: skip
+
+
+def _silent(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a program that gives credentials; what it printed is in no error: it may be anything, also a credential."""
+
+    def silent(*arguments: Any) -> Any:
+        try:
+            return run(*arguments)
+        except Exception as error:
+            if "process returned" not in str(error):
+                raise
+            what = str(error).splitlines()[0].partition(". ")[0]
+            raise ValueError(f"{what}; what it printed is not shown, it may be secret: run it by hand") from None
+
+    return silent
 
 
 def _empty(name: str) -> None:

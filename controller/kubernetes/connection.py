@@ -7,6 +7,10 @@ used: answers are handed over as raw streams. It is imported late, and in parts 
 Credentials change while a proxy runs. Every file that the configuration came from is looked at before each
 request (one `stat` each). An answer of 401 reads everything again, and asks once more if that changed anything.
 
+They stay in memory: keys and certificates that a kubeconfig or a program gives become one TLS context when they are
+read, by files of memory where the client wants files (memfd_create(2)). What is secret is held (`redact.hold`), and no
+address that is shown has a name or a password.
+
 Nothing that a server answers is held without a bound (`body_of`), and what is shown of it is short (`shown`).
 """
 
@@ -15,15 +19,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import ssl
 import threading
 import weakref
+from base64 import b64encode
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import unquote, urlencode, urlsplit
 
 import msgspec
 
@@ -31,6 +37,7 @@ from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes.files import read
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit, TokenBucket
 from hybrid_proxy.controller.kubernetes.yamldoc import NotYamlError, documents
+from hybrid_proxy.controller.redact import hold, names_secret, redact
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -43,6 +50,10 @@ _DONE: Final = (200, 201)
 _MAX_ERROR_BYTES: Final = 65_536
 _MAX_KUBECONFIG: Final = 4 << 20  # bytes, with certificates and the contexts of many clusters
 _PIECE: Final = 4 << 20  # bytes of a body that are read at a time
+_ADDRESS: Final = re.compile(
+    r"(?P<scheme>\w+://)?(?:(?P<user>[^/]*)@)?(?P<host>[^/?#]*)(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?(?:#.*)?",
+    re.DOTALL,
+)
 _SHOWN: Final = 500  # characters of a server's message
 
 
@@ -83,9 +94,11 @@ class _Loaded(NamedTuple):
     """One reading of the configuration and the connections made with it."""
 
     url: str  # of its own: the client's hooks that renew a token set the host back to the kubeconfig's
+    headers: Mapping[str, str]  # where the configuration has no credentials for one: those of the address
     configuration: Any  # kubernetes.client.Configuration
     pool: Any  # urllib3.PoolManager
     files: Mapping[str, tuple[int, ...]]
+    certificates: tuple[str, ...]  # of the authority, ours, and its key, as they were read; empty: none
 
 
 class Connection:
@@ -118,7 +131,7 @@ class Connection:
         """The server, or what names it while that was not read yet."""
         if self._loaded is not None:
             return self._loaded.url
-        return self._master or self._kubeconfig or "this cluster"
+        return _split(self._master)[0] if self._master else self._kubeconfig or "this cluster"
 
     def changed(self) -> bool:
         """Whether a file with credentials is not as it was when it was read; the next request reads it again."""
@@ -184,15 +197,12 @@ class Connection:
     ) -> BaseHTTPResponse:  # fmt: skip
         import urllib3
 
-        configuration = loaded.configuration
-        headers = {"Accept": "application/json", "User-Agent": "hybrid-proxy"}
+        headers = {"accept": "application/json", "user-agent": "hybrid-proxy", **loaded.headers}
         if content_type:
-            headers["Content-Type"] = content_type
+            headers["content-type"] = content_type
         with self._lock:  # the client's hook that renews a token is not made for several threads
-            for setting in configuration.auth_settings().values():
-                if setting["in"] == "header" and setting["value"]:
-                    # A token file ends with a newline, which is no part of a header.
-                    headers[setting["key"]] = str(setting["value"]).strip()
+            headers |= _credentials(loaded.configuration)
+        hold(*loaded.certificates[1:])  # again: what is held longest goes first
         # The pool itself and not RESTClientObject.request(), whose arguments differ between versions. Retries are
         # ours: urllib3 would sleep through a stop.
         code = "<error>"
@@ -210,7 +220,7 @@ class Connection:
             code = str(response.status)
         finally:
             with self._lock:
-                self._answers[method, loaded.url.partition("://")[2], code] += 1
+                self._answers[method, loaded.url.rpartition("://")[2].partition("/")[0], code] += 1
         if response.status not in _DONE:
             raise _status_error(response)
         return response
@@ -258,7 +268,7 @@ class Connection:
     def _load(self) -> _Loaded:
         from hybrid_proxy.controller.kubernetes.client import client
 
-        configuration = client().Configuration()
+        configuration, memory = client().Configuration(), client().memory
         try:
             if self._kubeconfig:
                 files = _load_kubeconfig(self._kubeconfig, configuration)
@@ -266,26 +276,32 @@ class Connection:
                 files = []
             else:
                 files = _load_service_account(configuration)
-            if self._master:
-                configuration.host = self._master.rstrip("/")
-            refuse_placeholder(self._source(), configuration.host)
+            url, headers = _split(self._master or configuration.host)
+            refuse_placeholder(self._source(), url)
+            configuration.host = url
             configuration.keep_alive = True  # a peer that vanished without a word is noticed by TCP
-            pool = client().RESTClientObject(configuration).pool_manager
+            if configuration.proxy and not configuration.proxy.startswith("socks"):
+                configuration.proxy, basic = _split(configuration.proxy)
+                configuration.proxy_headers = {f"proxy-{name}": value for name, value in basic.items()}
+            paths = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
+            stamps = {path: _stamp(path) for path in (*files, *paths) if path and not memory.has(path)}
+            certificates = tuple(Path(path).read_text(errors="replace") if path else "" for path in paths)
+            hold(*certificates[1:])
+            pool = _pool(configuration)
         except SourceError:
             raise
         except Exception as error:  # the client raises whatever an odd file makes it stumble over
             raise SourceError(f"{self._source()}: {error or type(error).__name__}") from error
+        finally:
+            memory.close()
         self._sockets.track(pool)
-        certificates = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
-        return _Loaded(
-            configuration.host, configuration, pool, {path: _stamp(path) for path in (*files, *certificates) if path}
-        )
+        return _Loaded(url, headers, configuration, pool, stamps, certificates)
 
     def _source(self) -> str:
         if self._kubeconfig:
             return f"kubeconfig {self._kubeconfig}"
         if self._master:
-            return f"--master {self._master}"
+            return f"--master {self.where}"
         return "no --kubeconfig and no --master given, and this is not a pod with a service account"
 
 
@@ -310,16 +326,84 @@ def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
     if merger.config is None:
         raise SourceError(f"kubeconfig {path}: there is no such file")
     loader = config.KubeConfigLoader(config_dict=merger.config, config_base_path=None)
-    loader.load_and_set(configuration)
     files = list(merger.paths)
     name = loader.current_context["context"].get("user")
     users: Any = merger.config.safe_get("users")
     user: Any = merger.config["users"].get_with_name(name, safe=True) if users and name else None
+    hold(*_secrets(user.value if user else None))  # before an error can show them
+    loader.load_and_set(configuration)
     token_file = user["user"].safe_get("tokenFile") if user and user.safe_get("user") else None
     if token_file:
         base = os.path.dirname(os.path.abspath(user["user"].path))  # noqa: PTH100, PTH120 (paths here are text)
         files.append(os.path.join(base, token_file))  # noqa: PTH118
     return files
+
+
+def _split(url: str) -> tuple[str, dict[str, str]]:
+    """An address without name, password and query; and the first two as a header, as Go's client sends them."""
+    found = _ADDRESS.fullmatch(url)
+    if found is None:
+        return url, {}
+    name, _, password = unquote(found["user"] or "").partition(":")
+    basic = b64encode(f"{name}:{password}".encode()).decode()
+    hold(found["query"] or "", *(text for part in (found["query"] or "").split("&") for text in part.split("=")[1:]))
+    hold(*((password or name, basic) if found["user"] else ()))
+    bare = f"{found['scheme'] or ''}{found['host']}{found['path'].rstrip('/')}"
+    return bare, {"authorization": f"Basic {basic}"} if found["user"] else {}
+
+
+def _credentials(configuration: Any) -> dict[str, str]:
+    """The headers that say who we are."""
+    # A token file ends with a newline, which is no part of a header.
+    found = {
+        setting["key"].lower(): str(setting["value"]).strip()
+        for setting in configuration.auth_settings().values()
+        if setting["in"] == "header" and setting["value"]
+    }
+    hold(*(value.rpartition(" ")[2] for value in found.values()))
+    return found
+
+
+def _secrets(node: Any) -> Iterator[str]:
+    """Values of a kubeconfig that are secret by the name of their key, or of their variable."""
+    if isinstance(node, list):
+        for item in node:
+            variable = isinstance(item, dict) and isinstance(item.get("value"), str)
+            yield from _secrets({str(item.get("name")): item["value"]} if variable else item)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            if isinstance(value, str) and names_secret(str(key)):
+                yield value
+            yield from _secrets(value)
+
+
+def _pool(configuration: Any) -> Any:
+    """Connections with one TLS context, made now: later nothing has to be read.
+
+    Raises:
+        SourceError: a certificate or a key cannot be used.
+    """
+    from urllib3.util.ssl_ import create_urllib3_context
+
+    from hybrid_proxy.controller.kubernetes.client import client
+
+    context = create_urllib3_context(cert_reqs=ssl.CERT_REQUIRED if configuration.verify_ssl else ssl.CERT_NONE)
+    what = "the authority's certificates"
+    try:
+        if configuration.ssl_ca_cert:
+            context.load_verify_locations(configuration.ssl_ca_cert)
+        elif configuration.host.startswith("https"):
+            context.load_default_certs()
+        if configuration.cert_file:
+            what = "the client's certificate and its key, which must belong together and have no passphrase,"
+            context.load_cert_chain(configuration.cert_file, configuration.key_file, password="")
+    except ssl.SSLError as error:
+        raise SourceError(f"{what} cannot be used: {error.reason or 'this is no PEM'}") from None
+    if configuration.proxy and configuration.proxy.startswith("https"):
+        configuration.proxy_ssl_context = context
+    pool = client().RESTClientObject(configuration).pool_manager
+    pool.connection_pool_kw |= {"ssl_context": context} | dict.fromkeys(("ca_certs", "cert_file", "key_file"))
+    return pool
 
 
 def _check_yaml(paths: str) -> None:
@@ -351,9 +435,8 @@ def _load_service_account(configuration: Any) -> list[str]:
 
 def _identity(loaded: _Loaded) -> tuple[object, ...]:
     """What a server knows us by."""
-    configuration = loaded.configuration
-    headers = {name: setting["value"] for name, setting in configuration.auth_settings().items()}
-    return loaded.url, headers, configuration.cert_file, configuration.key_file, configuration.ssl_ca_cert, loaded.files
+    headers = {**loaded.headers, **_credentials(loaded.configuration)}
+    return loaded.url, headers, loaded.certificates, loaded.files
 
 
 def _changed(files: Mapping[str, tuple[int, ...]]) -> str:
@@ -390,6 +473,7 @@ def body_of(response: BaseHTTPResponse, most: int) -> bytes:
 
 def shown(text: str) -> str:
     """What a server says, in one line that fits into a log."""
+    text = redact(text)
     line = "".join(letter if letter.isprintable() else " " for letter in text[: _SHOWN + 1])
     return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
 
@@ -399,7 +483,7 @@ def _status_error(response: BaseHTTPResponse) -> StatusError:
         body = response.read(_MAX_ERROR_BYTES, decode_content=False)
         status = msgspec.json.decode(body, type=Status)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        status = Status(message=body.decode(errors="replace")[:200])
+        status = Status(message=redact(body.decode(errors="replace"))[:200])
     finally:
         response.close()
     retry_after = response.headers.get("Retry-After", "")
