@@ -70,7 +70,8 @@ _FORMS: Final[tuple[tuple[re.Pattern[str], re.Pattern[str], str | Callable[[re.M
         re.compile(r"\b(?P<head>bearer|basic)[ \t]+(?!(?:auth|token|cred)[a-z]*\b)[\w.~+/=-]{6,}", re.IGNORECASE),
         rf"\g<head> {REMOVED}",
     ),
-    (re.compile("eyj"), re.compile(r"\beyJ[\w-]{6,}(?:\.[\w-]*)*"), REMOVED),  # a JSON web token, wherever it stands
+    # A JSON web token, and what a PEM block begins with in base64, wherever they stand
+    (re.compile("eyj|ls0t"), re.compile(r"\beyJ[\w-]{6,}(?:\.[\w-]*)*|LS0tLS1CRUdJTi[\w+/=-]*"), REMOVED),
     (
         re.compile(""),
         re.compile(r"[A-Za-z0-9+/_-]{120,}={0,2}"),  # what base64 hides is nobody's business here

@@ -101,6 +101,7 @@ class Faults:
     def clear(self) -> None:
         """Nothing goes wrong any more."""
         self.answers: deque[tuple[int, dict[str, str]]] = deque()  # statuses and headers of the next requests
+        self.message = "a fault of the test"  # of these
         self.delay = 0.0  # seconds before each answer
         self.gone_watches = 0  # the next watches get 410 as an event
         self.gone_watch_status = 0  # the next watches get 410 as the status of the answer
@@ -240,6 +241,7 @@ class ApiServer:
         self.token = self._first_token = token
         self.bookmark_every = bookmark_every
         self.requests: list[Request] = []
+        self.authorizations: deque[str] = deque(maxlen=100)  # of these
         self.refused_tokens = 0
         self.event_faults = Faults()
         self._events: dict[str, Json] = {}
@@ -599,7 +601,7 @@ class ApiServer:
             return status(401, "Unauthorized", "Unauthorized")
         if faults.answers:
             code, headers = faults.answers.popleft()
-            return status(code, REASONS.get(code, "Unknown"), "a fault of the test", headers)
+            return status(code, REASONS.get(code, "Unknown"), faults.message, headers)
         return None
 
     async def _create_event(self, request: web.Request) -> web.Response:
@@ -655,6 +657,7 @@ class ApiServer:
         kept = self._kinds[plural]
         watch = request.query.get("watch") in {"1", "true"}
         self.requests.append(Request(plural, watch, dict(request.query)))
+        self.authorizations.append(request.headers.get("Authorization", ""))
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or token != self.token:
             self.refused_tokens += 1
@@ -665,7 +668,7 @@ class ApiServer:
                 raise asyncio.CancelledError
         if kept.faults.answers:
             code, headers = kept.faults.answers.popleft()
-            return status(code, REASONS.get(code, "Unknown"), "a fault of the test", headers)
+            return status(code, REASONS.get(code, "Unknown"), kept.faults.message, headers)
         if not kept.served:
             return status(404, "NotFound", "the server could not find the requested resource")
         try:

@@ -1,0 +1,363 @@
+"""Secrets are planted wherever they can come from, and looked for wherever an agent writes something."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import socketserver
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import pytest
+import trustme
+
+from hybrid_proxy.controller.agent.process import KeptLog
+from hybrid_proxy.controller.errors import SourceError
+from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
+from hybrid_proxy.controller.kubernetes.connection import Connection
+from hybrid_proxy.controller.kubernetes.events import Recorder, node
+from hybrid_proxy.controller.redact import REMOVED, hold, redact
+from hybrid_proxy.controller.serving.memory import before, log_path, memory_path
+from hybrid_proxy.workshop.lab.apiserver import ApiServer
+from hybrid_proxy.workshop.lab.network import Lab
+from tests.controller.watching import Watcher
+from tests.served import HEALTH, METRICS, PROGRAM, Served, api_server, fetch
+from tests.waiting import until
+
+PASSWORD = "correct/horse battery%staple"
+SHORT = "hun7er"  # too short to be looked for inside of words
+TOKEN = "opaque.Tok3n-of_a_cluster+that/nobody=knows"
+PLUGIN = "printed-by-a-plugin-and-known-to-nobody"
+CLIENT = trustme.CA().issue_cert("client")
+KEY = CLIENT.private_key_pem.bytes().decode()
+KEY_LINES = [line for line in KEY.splitlines() if len(line) > 40]
+
+
+def key_user(**more: Any) -> dict[str, Any]:
+    certificate = base64.b64encode(CLIENT.cert_chain_pems[0].bytes()).decode()
+    key = base64.b64encode(KEY.encode()).decode()
+    return {"client-certificate-data": certificate, "client-key-data": key, **more}
+
+
+def changed(api: ApiServer, user: dict[str, Any], **cluster: str) -> Path:
+    path = api.kubeconfig()
+    body = msgspec.json.decode(path.read_bytes())
+    body["users"][0]["user"] = user
+    body["clusters"][0]["cluster"] |= {name.replace("_", "-"): value for name, value in cluster.items()}
+    path.write_bytes(msgspec.json.encode(body))
+    return path
+
+
+# ------------------------------------------------------------------------------------------- by value
+
+
+# fmt: off
+HELD: list[Any] = [
+    pytest.param(TOKEN, f"it said {TOKEN}",                                                  id="as it is"),
+    pytest.param(TOKEN, f"x{TOKEN}y",                                                        id="inside of a word"),
+    pytest.param(TOKEN, f"/path?q={quote(TOKEN, safe='')}",                                  id="in an address"),
+    *(pytest.param(TOKEN, base64.b64encode(f"{pad}{TOKEN}".encode()).decode(), id=f"in base64, {len(pad)} before")
+      for pad in ("", "a", "ab", "a:b")),
+    pytest.param(TOKEN + "??>>", base64.urlsafe_b64encode(f"{TOKEN}??>>".encode()).decode(), id="base64 of URLs"),
+    pytest.param('with "quotes" and \\', json.dumps('with "quotes" and \\'),                 id="in JSON"),
+    pytest.param("schön'geheim", json.dumps("schön'geheim"),                                 id="in ASCII JSON"),
+    pytest.param("schön'geheim\\", repr("schön'geheim\\"),                                   id="as Python has it"),
+    pytest.param(quote(PASSWORD), PASSWORD,                                                  id="decoded"),
+    pytest.param(KEY, "line 3: " + KEY_LINES[1],                                             id="a line of a key"),
+    pytest.param(KEY, base64.b64encode(KEY.encode()).decode()[:80],                          id="a key's beginning"),
+    pytest.param(SHORT, f"not '{SHORT}'",                                                    id="a short one"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("secret", "text"), HELD)
+def test_a_value_that_is_held_is_found(secret: str, text: str) -> None:
+    hold(secret)
+    found = redact(text)
+    assert REMOVED in found
+    assert text.rsplit(maxsplit=1)[-1] not in found
+
+
+def test_short_values_are_no_part_of_words_and_the_shortest_are_looked_for_nowhere() -> None:
+    hold(SHORT, "t", "abc")
+    assert redact(f"a{SHORT}s abc t") == f"a{SHORT}s abc t"
+
+
+def test_old_values_go_and_those_that_are_held_again_stay() -> None:
+    hold(TOKEN)
+    for number in range(600):
+        hold(f"another-token-{number:09d}")
+        hold(TOKEN)
+    assert redact(TOKEN) == REMOVED
+    assert redact("another-token-000000599") == REMOVED
+    assert redact("another-token-000000000") == "another-token-000000000"
+
+
+# ------------------------------------------------------------------------------------------- sources
+
+
+def failing(folder: Path, text: str) -> str:
+    script = folder / "plugin"
+    script.write_text(f"#!/bin/sh\necho '{text}' >&2\necho 'and \"{text}\" again' >&2\nexit 3\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def exec_user(command: str, **env: str) -> dict[str, Any]:
+    variables = [{"name": name, "value": value} for name, value in env.items()]
+    return {
+        "exec": {
+            "apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never",
+            "env": variables,
+        }
+    }  # fmt: skip
+
+
+# A user and a cluster of a kubeconfig that cannot be used, and a word of the error.
+# fmt: off
+BROKEN: list[Any] = [
+    pytest.param(lambda f: {"token": {"a": TOKEN}}, {}, id="a token that is no text"),
+    pytest.param(lambda f: {"token": TOKEN}, {"server": f"https://admin:{TOKEN}@[::1"}, id="an address that is none"),
+    pytest.param(lambda f: {}, {"server": f"https://a:{quote(TOKEN, safe='')}@x.invalid"}, id="a placeholder"),
+    pytest.param(lambda f: {"tokenFile": "/no/file", "password": TOKEN}, {}, id="no token file"),
+    pytest.param(lambda f: key_user() | {"client-key-data": base64.b64encode(TOKEN.encode()).decode()}, {},
+                 id="a key that is none"),
+    pytest.param(lambda f: {"auth-provider": {"name": "gcp", "config": {
+                     "cmd-path": failing(f, TOKEN), "cmd-args": f"--x {TOKEN}"}}}, {}, id="a program of gcp"),
+    pytest.param(lambda f: {"auth-provider": {"name": "oidc", "config": {"id-token": f"x.{TOKEN}.y"}}}, {},
+                 id="half of an OIDC token"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("user", "cluster"), BROKEN)
+def test_no_error_of_a_kubeconfig_has_a_secret(
+    user: Callable[[Path], dict[str, Any]], cluster: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "kubeconfig"
+    body = {
+        "current-context": "a",
+        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
+        "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"} | cluster}],
+        "users": [{"name": "a", "user": user(tmp_path)}],
+    }
+    path.write_text(json.dumps(body))
+    said = ""
+    try:
+        connection = Connection(str(path), None)
+        connection.open()
+        connection.get("/api", {}, 1.0)
+    except (SourceError, OSError, Exception) as error:
+        said = redact(f"{error} {error!r}")
+    assert said
+    assert TOKEN not in said
+    assert quote(TOKEN, safe="") not in said
+
+
+def test_what_a_plugin_prints_and_its_variables_are_not_written(
+    api: ApiServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = Connection(str(changed(api, exec_user(failing(tmp_path, PLUGIN), AWS_SECRET_ACCESS_KEY=TOKEN))), None)
+    connection.open()
+    assert "process returned 3" in caplog.text
+    assert PLUGIN not in caplog.text
+    assert redact(f"environment: {TOKEN}") == f"environment: {REMOVED}"
+    connection.close()
+
+
+@pytest.mark.parametrize("how", ["password", "token"])
+def test_names_and_passwords_of_an_address_are_sent_and_shown_nowhere(how: str, api: ApiServer) -> None:
+    """As Go's client sends them: where the configuration has no credentials."""
+    user = {"token": api.token} if how == "token" else {}
+    kubeconfig = changed(api, user, server=f"https://root:{quote(PASSWORD, safe='')}@127.0.0.1:{api.port}/")
+    connection = Connection(str(kubeconfig), None)
+    connection.open()
+    with contextlib.suppress(Exception):
+        connection.get("/api/v1/services", {}, 5.0).close()
+    assert connection.where == f"https://127.0.0.1:{api.port}"
+    assert connection.answers() == [("GET", f"127.0.0.1:{api.port}", "200" if how == "token" else "401", 1)]
+    basic = "Basic " + base64.b64encode(f"root:{PASSWORD}".encode()).decode()
+    assert api.authorizations[-1] == (f"Bearer {api.token}" if how == "token" else basic)
+    assert redact(f"with {PASSWORD}") == f"with {REMOVED}"
+    connection.close()
+
+
+def test_the_password_of_a_proxy_is_for_the_proxy_alone(api: ApiServer) -> None:
+    """A proxy that refuses, and repeats what it was told."""
+    told: list[str] = []
+
+    class Proxy(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while (line := self.rfile.readline().decode().strip()) != "":
+                told.append(line)
+            self.wfile.write(b"HTTP/1.1 407 no\r\n\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True).start()
+        address = f"http://me:{quote(PASSWORD, safe='')}@127.0.0.1:{proxy.server_address[1]}"
+        connection = Connection(str(changed(api, {"token": TOKEN}, proxy_url=address)), None)
+        connection.open()
+        with pytest.raises(Exception, match="proxy") as caught:
+            connection.get("/api", {}, 5.0)
+        proxy.shutdown()
+    basic = base64.b64encode(f"me:{PASSWORD}".encode()).decode()
+    assert f"proxy-authorization: Basic {basic}" in told
+    assert not any(secret in redact(f"{caught.value!r} {told}") for secret in (TOKEN, PASSWORD, basic))
+    assert not any(TOKEN in line for line in told)
+
+
+def test_certificates_that_do_not_belong_together_leave_the_old_ones_in_place(api: ApiServer) -> None:
+    """A rotation is under way: the one file is new, and the other is not yet."""
+    kubeconfig = changed(api, key_user(token=api.token))
+    connection = Connection(str(kubeconfig), None)
+    connection.open()
+    other = base64.b64encode(trustme.CA().issue_cert("client").private_key_pem.bytes()).decode()
+    kubeconfig.write_bytes(changed(api, key_user(token=api.token) | {"client-key-data": other}).read_bytes())
+    connection.get("/api/v1/services", {}, 5.0).close()
+    connection.close()
+
+
+# ------------------------------------------------------------------------------------------- borders
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with ApiServer() as made:
+        yield made
+
+
+@pytest.fixture
+def api(request: pytest.FixtureRequest) -> ApiServer:
+    made: ApiServer = request.getfixturevalue("server")
+    made.reset()
+    made.populate(1, 1)
+    return made
+
+
+def test_an_event_for_the_cluster_has_no_secret(api: ApiServer) -> None:
+    connection = Connection(str(api.kubeconfig()), None)
+    connection.open()
+    recorder = Recorder(connection, "node-0")
+    recorder.start()
+    recorder.event(node("node-0"), "Warning", "ModeDegraded", "SelectMode", "x" * 1010 + f" {api.token}")
+    until(lambda: api.events("ModeDegraded"), "the event")
+    assert api.token[:6] not in api.events("ModeDegraded")[0]["note"]
+    recorder.stop()
+    connection.close()
+
+
+def test_a_traceback_in_the_log_has_no_secret(tmp_path: Path) -> None:
+    hold(TOKEN)
+    log = KeptLog(tmp_path / "log")
+    error = ValueError(f"a defect, with {TOKEN}")
+    log.handle(logging.LogRecord("x", logging.ERROR, "x", 1, "odd: %s", (error,), (type(error), error, None)))
+    log.close()
+    assert TOKEN not in (tmp_path / "log").read_text()
+    assert "a defect" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("cut", range(450, 500, 7))
+def test_a_message_is_cut_behind_its_secrets(cut: int, api: ApiServer) -> None:
+    faults = api.faults("services")
+    faults.message = "x" * cut + f" {api.token} Authorization: Bearer {api.token}"
+    faults.answers.extend([(500, {})] * 1000)
+    watcher = Watcher(Kubernetes("node-0", kubeconfig=str(api.kubeconfig())))
+    why = watcher.until(lambda: watcher.kind("Service").why, "the refusal")
+    watcher.stop()
+    assert api.token[:4] not in why
+
+
+# ------------------------------------------------------------------------------------------- a real agent
+
+AUDIT = """
+import os, sys
+_seen = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _hook(event, args):
+    if event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        os.write(_seen, f"{args[0]!r}\\n".encode())
+sys.addaudithook(_hook)
+"""
+
+
+class Watched(Served):
+    """One that notes each file that it opens to write into."""
+
+    opened: Path
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        return AUDIT + PROGRAM, str(self.opened), str(self.folder)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("source", ["keys and a token", "a password of --master and a plugin"])
+def test_nothing_that_an_agent_writes_has_a_secret(
+    source: str, lab: Lab, fragile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every source of the kind, and every place that is written to; and after kill -9 nothing more is there."""
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with api_server(lab) as api:
+        flags = ["--log-format", "json", "--profiling", "--v", "6", "--iptables-sync-period", "1s"]
+        secrets = [api.token, *KEY_LINES, base64.b64encode(KEY.encode()).decode()[:60]]
+        user = key_user(token=api.token, password=PASSWORD, username="root")
+        if source != "keys and a token":
+            api.set_token(TOKEN)
+            secrets = [PASSWORD, quote(PASSWORD, safe=""), PLUGIN, TOKEN]
+            user = exec_user(failing(tmp_path, PLUGIN), VAULT_TOKEN=TOKEN)
+            flags += ["--master", f"https://root:{quote(PASSWORD, safe='')}@127.0.0.1:{api.port}/"]
+        for faults in api.all_faults():
+            faults.message = " and ".join(secrets[:6])
+            faults.answers.extend([(500, {})] * 20)
+        agent = Watched(lab, lab.folder, "fragile", flags)
+        agent.folder, agent.opened, agent.kubeconfig = fragile.parent, tmp_path / "opened", changed(api, user)
+        with agent.log.open("w") as log:
+            agent.process = lab.start("node", agent.argv, output=log, errors=log)
+        agent.wait(lambda status: any(row.why for row in status.source.kinds), 60)
+        written = dict(outputs(agent, lab, tmp_path))
+        if source == "keys and a token":
+            for faults in api.all_faults():
+                faults.answers.clear()
+            agent.wait(lambda status: status.synced, 60)
+            until(lambda: memory_path(str(agent.socket)).exists(), "notes")
+            written |= {f"{name}, later": text for name, text in outputs(agent, lab, tmp_path)}
+        agent.kill()
+    for name, text in written.items():
+        found = [secret for secret in secrets if secret in text]
+        assert not found, f"{name} has {found}"
+        assert text, name
+    assert list(temporary.iterdir()) == []
+    files = {Path(eval(line)) for line in agent.opened.read_text().splitlines()}
+    beside = {path for path in files if path.is_file() and path.parts[1] not in ("proc", "sys", "dev")}
+    assert not [path for path in beside for secret in secrets if secret.encode() in path.read_bytes()]
+    agent.socket.with_suffix(".memory").unlink(missing_ok=True)
+
+
+def outputs(agent: Watched, lab: Lab, folder: Path) -> Iterator[tuple[str, str]]:
+    """Whatever an agent writes, by what it is."""
+    yield "log", agent.log.read_text()
+    kept = log_path(str(agent.socket))
+    yield "kept log", kept.read_text() + (before(kept).read_text() if before(kept).exists() else "")
+    for page in ("/metrics", "/flagz", "/configz", "/statusz", "/debug/threads"):
+        yield page, fetch(lab, page, METRICS).body.decode()
+    yield "/healthz", fetch(lab, "/healthz", HEALTH).body.decode()
+    for command in (("status",), ("status", "-o", "json"), ("doctor",), ("doctor", "-o", "json"), ("services",)):
+        done = agent.command(*command)
+        yield " ".join(command), done.stdout + done.stderr
+    file = folder / f"bundle-{len(list(folder.iterdir()))}.tar.gz"
+    assert agent.command("bundle", str(file)).returncode == 0
+    with tarfile.open(file) as archive:
+        yield from (
+            (f"bundle {entry.name}", found.read().decode(errors="replace") or "-")
+            for entry in archive
+            if (found := archive.extractfile(entry))
+        )
+    if (notes := memory_path(str(agent.socket))).exists():
+        yield "notes", notes.read_text()
