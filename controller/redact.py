@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 from urllib.parse import quote, unquote
 
-__all__ = ["REMOVED", "hold", "names_secret", "redact"]
+__all__ = ["REMOVED", "hold", "redact"]
 
 REMOVED: Final = "[removed]"
 
@@ -22,65 +22,53 @@ _SHORT: Final = 4  # of one that is looked for at all: what is shorter is in eve
 _MOST: Final = 512  # forms of values that are held; the oldest go
 
 _WORD: Final = (
-    r"(?:token|passw(?:or)?d|passphrase|secret|credential|authorization|cookie|(?:api|access|private|secret)[-_]?key"
+    r"(?i:token|passw(?:or)?d|passphrase|secret|credential|authorization|cookie|(?:api|access|private|secret)[-_]?key"
     r"|(?:key|certificate|certificate-authority)-data)s?"
 )
-_WORD_FORM: Final = re.compile(_WORD, re.IGNORECASE)
+_NAMED: Final = r"(?:token|passw(?:or)?d|passphrase|secret|credential|authorization|cookie|key|data)s?[\"']?[ \t\0:=]"
 _QUOTED: Final = r"(?P<quote>[\"'])(?:(?!(?P=quote))[^\\]|\\.)*(?P=quote)"
-
 _OBJECT: Final = re.compile(r"/[\w.-]*\Z")  # before the end of a name: `namespace/`
 
 
-def _without_value(found: re.Match[str]) -> str:
+def _valueless(found: re.Match[str]) -> str:
     """`key: value` without its value; a Service whose name is such a word is followed by the name of a port."""
-    if _OBJECT.search(found.string, max(0, found.start() - 260), found.start()) and found["head"][0].isalpha():
+    if found["head"][0].isalpha() and _OBJECT.search(found.string, max(0, found.start() - 260), found.start()):
         return found[0]
     around = found.groupdict().get("quote") or ""
     return f"{found['head']}{around}{REMOVED}{around}"
 
 
-_NAMED: Final = re.compile(
-    r"(?:token|passw(?:or)?d|passphrase|secret|credential|authorization|cookie|key|data)s?[\"']?[ \t\0:=]"
-)
-# What is in a text in small letters if the form is, the form, and what stands for it.
-_FORMS: Final[tuple[tuple[re.Pattern[str], re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]] = (
+def _unless_a_name(found: re.Match[str]) -> str:
+    return found[0] if found[0].islower() else REMOVED  # names of objects have small letters
+
+
+_FORMS: Final[tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...]] = (
+    # What a text has in small letters if it has the form; the form; and what takes its place.
     # Whole blocks first: keys, certificates, requests for them. In JSON a block that is cut ends with its string.
-    (
-        re.compile("-----begin"),
-        re.compile(r"-----BEGIN [A-Z0-9 ]+-----[^\"]*?(?:-----END [A-Z0-9 ]+-----|(?=\")|\Z)"),
-        REMOVED,
-    ),
-    (
-        re.compile("://"),
-        re.compile(r"(?P<head>\w://)(?:[^\s/?#\"'<>@:]*:[^\s\"'<>]*|[^\s/?#\"'<>]*)@"),
-        rf"\g<head>{REMOVED}@",
-    ),
+    ("-----begin", r"-----BEGIN [A-Z0-9 ]+-----[^\"]*?(?:-----END [A-Z0-9 ]+-----|(?=\")|\Z)", REMOVED),
+    ("://", r"(?P<head>\w://)(?:[^\s/?#\"'<>@:]*:[^\s\"'<>]*|[^\s/?#\"'<>]*)@", rf"\g<head>{REMOVED}@"),
     # `?token=x&`, `--token x`, `"token": "x"` as JSON and Python have it, `token: x` to the end of the string or line
-    *(
-        (_NAMED, re.compile(form, re.IGNORECASE), _without_value)
-        for form in (
-            rf"(?P<head>[?&][\w.-]*{_WORD}=)[^\s&#\"']+",
-            rf"(?P<head>--[\w-]*{_WORD}[= \t\0]+)(?:{_QUOTED}|(?![\[{{-])[^\s\0\"']+)",
-            rf"(?P<head>{_WORD}[\"']\s*:\s*){_QUOTED}",
-            rf"(?P<head>{_WORD}[ \t]*[:=][ \t]*)(?:{_QUOTED}|(?![\[{{\"'])(?:[^\r\n\0\"\\]|\\[^nr])+)",
-        )
+    (_NAMED, rf"(?P<head>[?&][\w.-]*{_WORD}=)[^\s&#\"']+", _valueless),
+    (_NAMED, rf"(?P<head>--[\w-]*{_WORD}[= \t\0]+)(?:{_QUOTED}|(?![\[{{-])[^\s\0\"']+)", _valueless),
+    (_NAMED, rf"(?P<head>{_WORD}[\"']\s*:\s*){_QUOTED}", _valueless),
+    (
+        _NAMED,
+        rf"(?P<head>{_WORD}[ \t]*[:=][ \t]*)(?:{_QUOTED}|(?![\[{{\"'])(?:[^\r\n\0\"\\]|\\[^nr])+)",
+        _valueless,
     ),
     (
-        re.compile("bearer|basic"),
-        re.compile(r"\b(?P<head>bearer|basic)[ \t]+(?!(?:auth|token|cred)[a-z]*\b)[\w.~+/=-]{6,}", re.IGNORECASE),
+        "bearer|basic",
+        r"(?i)\b(?P<head>bearer|basic)[ \t]+(?!(?:auth|token|cred)[a-z]*\b)[\w.~+/=-]{6,}",
         rf"\g<head> {REMOVED}",
     ),
-    # A JSON web token, and what a PEM block begins with in base64, wherever they stand
-    (re.compile("eyj|ls0t"), re.compile(r"\beyJ[\w-]{6,}(?:\.[\w-]*)*|LS0tLS1CRUdJTi[\w+/=-]*"), REMOVED),
-    (
-        re.compile(""),
-        re.compile(r"[A-Za-z0-9+/_-]{120,}={0,2}"),  # what base64 hides is nobody's business here
-        lambda found: found[0] if found[0].islower() else REMOVED,  # names of objects have small letters
-    ),
+    # A JSON web token, and what a PEM block begins with in base64, wherever they stand; whatever else base64 hides
+    ("eyj|ls0t", r"\beyJ[\w-]{6,}(?:\.[\w-]*)*|LS0tLS1CRUdJTi[\w+/=-]*", REMOVED),
+    ("", r"[A-Za-z0-9+/_-]{120,}={0,2}", _unless_a_name),
 )
+_COMPILED: Final = [(re.compile(sign), re.compile(form), instead) for sign, form, instead in _FORMS]
 
 _order: dict[str, None] = {}  # forms of values, the oldest first
-_held: tuple[tuple[str, re.Pattern[str] | None], ...] = ()  # these, the longest first; short ones are whole words
+_held: list[tuple[str, re.Pattern[str]]] = []  # these, the longest first; short ones are whole words
 
 
 def hold(*values: str) -> None:
@@ -94,36 +82,31 @@ def hold(*values: str) -> None:
     if not known:
         for form in list(_order)[:-_MOST]:
             _order.pop(form, None)
-        _held = tuple((form, _whole(form)) for form in sorted(_order, key=len, reverse=True))
-
-
-def names_secret(key: str) -> bool:
-    """Whether what stands behind this key, or in this variable, is a secret by its name."""
-    return _WORD_FORM.search(key) is not None
+        _held = [(form, re.compile(_pattern(form))) for form in sorted(_order, key=len, reverse=True)]
 
 
 def redact(text: str) -> str:
     """The text without secrets. JSON stays JSON, a line stays a line."""
-    for value, whole in _held:
+    for value, pattern in _held:
         if value in text:
-            text = whole.sub(REMOVED, text) if whole else text.replace(value, REMOVED)
+            text = pattern.sub(REMOVED, text)
     small = text.lower()
-    for sign, form, instead in _FORMS:
+    for sign, form, instead in _COMPILED:
         if sign.search(small):
             text = form.sub(instead, text)
     return text
 
 
-def _whole(form: str) -> re.Pattern[str] | None:
-    return re.compile(rf"(?<!\w){re.escape(form)}(?!\w)") if len(form) < _LONG else None
+def _pattern(form: str) -> str:
+    return re.escape(form) if len(form) >= _LONG else rf"(?<!\w){re.escape(form)}(?!\w)"
 
 
 def _forms(value: str) -> Iterator[str]:
     """The value as it may stand in a text."""
     if len(value) < _SHORT:
         return
-    yield from {value, quote(value, safe=""), unquote(value), repr(value)[1:-1], json.dumps(value)[1:-1]}
-    yield json.dumps(value, ensure_ascii=False)[1:-1]
+    yield from {value, quote(value, safe=""), unquote(value), repr(value)[1:-1]}
+    yield from (json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False))
     yield from (line for line in value.split("\n") if len(line) >= 2 * _LONG and not line.startswith("-----"))
     for before in range(3 if len(value) >= _LONG else 0):  # base64 has three forms of what begins somewhere inside
         inner = b64encode(b" " * before + value.encode()).decode().rstrip("=")[(0, 2, 3)[before] : -1]

@@ -50,24 +50,19 @@ class MemoryFiles(threading.local):
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, int] = {}
+        self._open: list[int] = []
 
     def path(self, content: str | bytes, *_: Any, **__: Any) -> str:
         """That of a file with this content (memfd_create(2)), with the arguments of the client's function."""
         descriptor = os.memfd_create("credentials")
         os.write(descriptor, content.encode() if isinstance(content, str) else content)
-        path = f"/proc/self/fd/{descriptor}"
-        self._open[path] = descriptor
-        return path
-
-    def has(self, path: str) -> bool:
-        """Whether this is one of them."""
-        return path in self._open
+        self._open.append(descriptor)
+        return f"/proc/self/fd/{descriptor}"
 
     def close(self) -> None:
         """Nobody reads them any more."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            os.close(self._open.pop())
 
 
 class Client(NamedTuple):

@@ -24,9 +24,9 @@ import socket
 import ssl
 import threading
 import weakref
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import unquote, urlencode, urlsplit
@@ -37,7 +37,7 @@ from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes.files import read
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit, TokenBucket
 from hybrid_proxy.controller.kubernetes.yamldoc import NotYamlError, documents
-from hybrid_proxy.controller.redact import hold, names_secret, redact
+from hybrid_proxy.controller.redact import hold, redact
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -284,14 +284,15 @@ class Connection:
                 configuration.proxy, basic = _split(configuration.proxy)
                 configuration.proxy_headers = {f"proxy-{name}": value for name, value in basic.items()}
             paths = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
-            stamps = {path: _stamp(path) for path in (*files, *paths) if path and not memory.has(path)}
+            stamps = {path: _stamp(path) for path in (*files, *paths) if path and not path.startswith("/proc/self/fd/")}
             certificates = tuple(Path(path).read_text(errors="replace") if path else "" for path in paths)
             hold(*certificates[1:])
             pool = _pool(configuration)
         except SourceError:
             raise
         except Exception as error:  # the client raises whatever an odd file makes it stumble over
-            raise SourceError(f"{self._source()}: {error or type(error).__name__}") from error
+            what = str(error).partition("/{")[0]  # names of its nodes have all that is in them
+            raise SourceError(f"{self._source()}: {what or type(error).__name__}") from None
         finally:
             memory.close()
         self._sockets.track(pool)
@@ -326,12 +327,11 @@ def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
     if merger.config is None:
         raise SourceError(f"kubeconfig {path}: there is no such file")
     loader = config.KubeConfigLoader(config_dict=merger.config, config_base_path=None)
+    loader.load_and_set(configuration)
     files = list(merger.paths)
     name = loader.current_context["context"].get("user")
     users: Any = merger.config.safe_get("users")
     user: Any = merger.config["users"].get_with_name(name, safe=True) if users and name else None
-    hold(*_secrets(user.value if user else None))  # before an error can show them
-    loader.load_and_set(configuration)
     token_file = user["user"].safe_get("tokenFile") if user and user.safe_get("user") else None
     if token_file:
         base = os.path.dirname(os.path.abspath(user["user"].path))  # noqa: PTH100, PTH120 (paths here are text)
@@ -360,21 +360,9 @@ def _credentials(configuration: Any) -> dict[str, str]:
         for setting in configuration.auth_settings().values()
         if setting["in"] == "header" and setting["value"]
     }
-    hold(*(value.rpartition(" ")[2] for value in found.values()))
+    for scheme, _, value in (header.partition(" ") for header in found.values()):
+        hold(value, b64decode(value).decode(errors="replace").partition(":")[2] if scheme == "Basic" else "")
     return found
-
-
-def _secrets(node: Any) -> Iterator[str]:
-    """Values of a kubeconfig that are secret by the name of their key, or of their variable."""
-    if isinstance(node, list):
-        for item in node:
-            variable = isinstance(item, dict) and isinstance(item.get("value"), str)
-            yield from _secrets({str(item.get("name")): item["value"]} if variable else item)
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            if isinstance(value, str) and names_secret(str(key)):
-                yield value
-            yield from _secrets(value)
 
 
 def _pool(configuration: Any) -> Any:
