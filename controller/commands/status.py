@@ -23,6 +23,7 @@ from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status, start_l
 __all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "verdict"]
 
 NEARLY_FULL: Final = 0.9
+LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
 FIRST: Final = 3  # reasons in the first line, names in a list
 
 
@@ -174,7 +175,7 @@ def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, w
     yield from _agent_lines(status)
     for left in status.draining:
         yield from _draining_lines(left, now)
-    yield from _source_lines(status.source, status.services)
+    yield from _source_lines(status.source, status.services, now)
     yield from _configuration_lines(status.configuration)
     yield from _dataplane_lines(status.dataplane, wide=wide)
     if wide and status.start_parts:
@@ -261,10 +262,14 @@ def _clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S UTC")
 
 
-def _source_lines(source: SourceStatus, services: int) -> Iterator[str]:
+def _source_lines(source: SourceStatus, services: int, now: float) -> Iterator[str]:
     yield f"{_several(services, 'service')} from {source.description}"
     if good := [row.kind for row in source.kinds if row.state == "read"]:
         yield f"  read: {', '.join(f'{kind}s' for kind in good)}"
+    if heard := max((row.heard for row in source.kinds), default=0.0):
+        late = [row for row in source.kinds if row.state == "read" and now - row.heard > LATE]
+        others = (f", {row.kind}s {duration(now - row.heard)} ago" for row in late)
+        yield f"  something last came {duration(now - heard)} ago{''.join(others)}"
     yield from (f"  {_missing(row)}" for row in source.kinds if row.state not in ("read", "waiting"))
 
 

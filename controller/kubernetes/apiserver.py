@@ -12,6 +12,12 @@ server no copy of everything). The rules that keep a node right through all weat
 - One malformed object is a `Problem`, its last good version stays, the others go on.
 - Nothing is held without a bound: neither an answer, nor a line of a stream, nor all of a list. The bounds are far
   above what clusters have; an answer of another kind is none.
+- One outage is one line, and one when it is over, however many kinds it takes away; another line comes only when a
+  person has something to do. The state of each kind is in `status`.
+- A server that let us in before, or that did not answer a moment ago, and refuses us now (401, 403) has just started.
+  It is asked again soon, and only a refusal that lasts is one to do something about.
+- Silence is not quiet: if nothing came for a while, also no bookmark, the server is asked for its version. Any answer
+  will do; without one nothing counts as read.
 - When a kind can be read again, or when credentials change, the pauses of the others end: what kept them away has
   probably ended, too. While the server refuses our credentials, or has too much to do (429), one kind asks for all.
   So it is at a start, until the first kind is let in or fails in another way, for `longest` seconds at most: a server
@@ -43,6 +49,7 @@ from hybrid_proxy.controller.kubernetes.connection import (
     TooLargeError,
     body_of,
     is_expired,
+    is_untrusted,
     message_of,
     shown,
 )
@@ -222,15 +229,38 @@ class Kubernetes:
                 resource, connection, guarded, stop,
                 health=self._health, page_size=self._page_size, policy=self._policy, streams=self._streams,
             )  # fmt: skip
-            thread = threading.Thread(target=reflector.run, name=f"watch-{resource.kind}", daemon=True)
+            threads.append(threading.Thread(target=reflector.run, name=f"watch-{resource.kind}", daemon=True))
+        threads.append(threading.Thread(target=self._listen, args=(stop,), name="watch-silence", daemon=True))
+        for thread in threads:
             thread.start()
-            threads.append(thread)
         stop.wait()
         self._health.close()
         connection.close()
         deadline = time.monotonic() + _STOP_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _listen(self, stop: threading.Event) -> None:
+        """Ask a server of which nothing was heard for long whether it is there, until `stop` is set.
+
+        TCP notices a peer that is gone, but no server that hangs, nor one behind a proxy. Bookmarks come once a minute,
+        so an agent of a cluster in which nothing happens asks once or twice a minute.
+        """
+        failures = 0
+        while not stop.wait(min(_LOOK_SECONDS, self._policy.quiet)):
+            if self._health.silence() >= self._policy.quiet:
+                try:
+                    body_of(self.connection.get("/version", {}, _ASK_SECONDS), _MAX_PAGE)
+                except (StatusError, TooLargeError):
+                    pass  # an answer
+                except Exception as error:
+                    failures += 1
+                    if failures > 1 and not stop.is_set():  # an idle connection may have ended, and the server not
+                        self._health.lose_sight(message_of(error))
+                    continue
+                self._health.heard("")
+            failures = 0
+            self._health.in_sight()
 
 
 # ------------------------------------------------------------------------------------------- what can go wrong
@@ -269,7 +299,11 @@ class _Health:
         self._changed = threading.Condition()
         self._emitting = threading.Lock()  # taken before `_changed`, and held while `emit` is called
         self._states = {kind: KindState(kind, "waiting", time.time()) for kind in kinds}
-        self._lost: dict[str, None] = {}  # kinds that were reported as lost
+        # Monotonic; when something of this kind came, and of none (""), an answer. 0: it never did.
+        self._heard = dict.fromkeys(kinds, 0.0)
+        self._unanswered = float("-inf")  # monotonic; when there was no answer
+        self._lost: dict[str, None] = {}  # kinds that cannot be read; the kind "" stands for a server that is silent
+        self._told: set[str] = set()  # sorts of reasons that were reported since the first of these was lost
         self._since = 0.0
         self._reported: bool | None = None
         self._news = dict.fromkeys(kinds, 0)  # how often each kind had news for the others
@@ -278,7 +312,48 @@ class _Health:
 
     def states(self) -> list[KindState]:
         with self._changed:
-            return list(self._states.values())
+            found = [
+                msgspec.structs.replace(state, heard=self._wall(self._heard[kind]))
+                for kind, state in self._states.items()
+            ]
+            if "" not in self._lost:
+                return found
+            why = f"nothing came since {_clock(self._since)}, and the server does not answer"
+            changes = {"state": "waiting", "since": self._since, "why": why}
+            return [msgspec.structs.replace(s, **changes) if s.state == "read" else s for s in found]
+
+    def heard(self, kind: str) -> None:
+        """Something came from the server, for this kind or ("") an answer alone."""
+        self._heard[kind] = time.monotonic()
+
+    @staticmethod
+    def _wall(heard: float) -> float:
+        return heard and time.time() - time.monotonic() + heard
+
+    def silence(self) -> float:
+        """For how many seconds nothing has come; 0 while a kind is tried again, which will tell."""
+        with self._changed:
+            tried = any(state.state == "waiting" for state in self._states.values())
+            return 0.0 if tried else time.monotonic() - max(self._heard.values())
+
+    def lose_sight(self, why: str) -> None:
+        """Nothing comes, and the server does not answer."""
+        with self._emitting:
+            with self._changed:
+                if self._lost:
+                    return
+                self._lost[""], self._told, self._since = None, {""}, self._wall(max(self._heard.values()))
+                self._reported = False
+            since = f"nothing came since {_clock(self._since)}, and there is no answer"
+            self.emit(SourceState(False, f"{self._where()}: {since}: {why}; what is programmed stays"))
+
+    def in_sight(self) -> None:
+        """Something came."""
+        with self._emitting:
+            with self._changed:
+                text = self._recovery() if self._lost.pop("", "") is None else ""
+            if text:
+                self.emit(SourceState(healthy=True, message=text))
 
     def close(self) -> None:
         """No pause lasts any longer."""
@@ -286,24 +361,33 @@ class _Health:
             self._closed = True
             self._changed.notify_all()
 
-    def lost(self, kind: str, why: str, pause: float) -> None:
-        """This kind cannot be read; it is tried again after `pause` seconds."""
+    def lost(self, kind: str, why: str, pause: float, sort: str | None = "") -> None:
+        """This kind cannot be read; it is tried again after `pause` seconds.
+
+        `sort` is what a person can do something about, empty: nothing. Each is reported once in an outage. None: the
+        others will tell whether it is one.
+        """
         with self._emitting:
-            if text := self._lose(kind, why, pause):
+            if text := self._lose(kind, why, pause, sort):
                 self.emit(SourceState(healthy=False, message=text))
 
-    def _lose(self, kind: str, why: str, pause: float) -> str:
+    def _lose(self, kind: str, why: str, pause: float, sort: str | None) -> str:
         with self._changed:
             now, before = time.time(), self._states[kind]
-            since = before.since if kind in self._lost else now
-            self._since = self._since if self._lost else now
+            since = before.since if before.why and before.state == "waiting" else now
             self._states[kind] = KindState(kind, "waiting", since, why, before.listed)
-            if kind in self._lost and why == before.why:
+            if sort is None:
                 return ""
+            if not self._lost:
+                self._since, self._told = now, set()
             self._lost[kind] = None
+            if self._told and (not sort or sort in self._told):
+                return ""
+            self._told.add(sort)
             stays = "what is programmed stays" if before.listed else "nothing is programmed before"
             self._reported = False
-            text = f"{self._where()}: {kind}s cannot be read since {_clock(since)}: {why}; {stays}, "
+            what = f"{kind}s cannot" if sort else f"objects ({kind}s first) cannot"
+            text = f"{self._where()}: {what} be read since {_clock(since)}: {why}; {stays}, "
             return f"{text}next try in {pause:.1f} s"
 
     def found(self, kind: str, absent: str = "") -> None:
@@ -370,6 +454,17 @@ class _Health:
                 lambda: self._closed or any(s.state == "read" for s in self._states.values() if s.kind != kind), within
             )
 
+    def unanswered(self) -> None:
+        """The server did not answer."""
+        self._unanswered = time.monotonic()
+
+    def has_just_started(self, within: float) -> bool:
+        """Whether a server that refuses us, and all others, may be one that starts."""
+        with self._changed:
+            return not any(state.state == "read" for state in self._states.values()) and (
+                any(state.listed for state in self._states.values()) or time.monotonic() - self._unanswered < within
+            )
+
     def wait_for_asker(self, kind: str, longest: float) -> None:
         """Before the first request: until the kind that asks for all is not refused, for `longest` seconds at most."""
         with self._changed:
@@ -425,6 +520,7 @@ class _Reflector:
         self._refused: dict[str, str] = {}  # keys with a Problem, and what it says
         self._listed = False  # all of them were emitted; none if they are not served
         self._was_read = False
+        self._refused_since = 0.0  # monotonic; 0: the last answer was no refusal
         self._whole = False  # the next list comes in one piece
         self._initial: _PartialList | None = None  # what a stream has sent so far of its initial events
         # A list that failed as a stream may work by pages.
@@ -454,10 +550,13 @@ class _Reflector:
     def _failed(self, error: Exception) -> tuple[float, float]:
         """Note a failure; how long to wait before the next try, and at least if there are news, in seconds."""
         code = error.code if isinstance(error, StatusError) else 0
-        asks = self._health.is_asker(self._kind, refused=code in {401, 429})
-        if isinstance(error, StatusError) and code in {403, 404} and self._resource.optional and not self._was_read:
-            return self._not_served(error)
-        pause = self._count(error) * random.uniform(0.5, 1.0)
+        absent = code in {403, 404} and self._resource.optional and not self._was_read
+        starts = code in {401, 403} and self._has_just_started()
+        alone = starts and not absent and not self._health.another_is_read(self._kind, 0.0)
+        asks = self._health.is_asker(self._kind, refused=code in {401, 429} or alone)
+        if absent and isinstance(error, StatusError):
+            return self._not_served(error, starts=starts)
+        pause = (self._retry.refused() if starts else self._count(error)) * random.uniform(0.5, 1.0)
         least = self._least(pause)
         if not asks:
             pause = self._policy.longest
@@ -466,8 +565,17 @@ class _Reflector:
         if not self._retry.passing:
             if not _expected(error):
                 log.exception("%ss: an error that should not happen", self._kind, exc_info=error)
-            self._health.lost(self._kind, _hint(self._resource, error), pause)
+            why = f"{error}; a server that has just started refuses everybody until it has read its rules"
+            hint, sort = (why, "") if starts else (_hint(self._resource, error), _sort(error))
+            self._health.lost(self._kind, hint, pause, sort)
         return pause, least
+
+    def _has_just_started(self) -> bool:
+        """Whether a refusal is one of a server that starts: it let us in before, and the refusals have not lasted."""
+        now = time.monotonic()
+        self._refused_since = self._refused_since or now
+        may = self._was_read or self._health.has_just_started(self._policy.longest)
+        return may and now - self._refused_since < self._policy.longest
 
     def _least(self, pause: float) -> float:
         """Of a pause, in seconds: so that kinds which come and go do not drive each other."""
@@ -481,18 +589,20 @@ class _Reflector:
             return self._retry.forgotten()
         if isinstance(error, _UnusableError):
             return self._retry.unusable()
+        if not isinstance(error, StatusError | _EndedError):
+            self._health.unanswered()
         return self._retry.ended() if isinstance(error, _EndedError) else self._retry.failed()
 
-    def _not_served(self, error: StatusError) -> tuple[float, float]:
+    def _not_served(self, error: StatusError, *, starts: bool) -> tuple[float, float]:
         """This cluster may do without a kind, which is then as if there were none of it.
 
         An API server that starts refuses everything until it has read its roles. So this counts when another kind is
         read, and is asked again soon at first.
         """
         if not self._health.another_is_read(self._kind, 0.0):
-            pause = self._retry.failed() * random.uniform(0.5, 1.0)
+            pause = (self._retry.refused() if starts else self._retry.failed()) * random.uniform(0.5, 1.0)
             if not self._health.another_is_read(self._kind, pause):
-                self._health.lost(self._kind, _hint(self._resource, error), pause)
+                self._health.lost(self._kind, _hint(self._resource, error), pause, None)
             return 0.0, 0.0
         if not self._listed:
             self._listed = True
@@ -505,12 +615,14 @@ class _Reflector:
         if self._retry.failures:
             self._health.ring(self._kind)
         self._retry.answered()
+        self._refused_since = 0.0
         self._was_read = True
         self._health.found(self._kind)
 
     def _get(self, query: dict[str, str], timeout: float, *, more: bool = False) -> BaseHTTPResponse:
         """The answer of a server that lets this kind in: its body is still to come."""
         response = self._connection.get(self._resource.path, query, timeout, more=more)
+        self._health.heard(self._kind)
         self._health.is_asker(self._kind, refused=False)
         return response
 
@@ -650,6 +762,7 @@ class _Reflector:
         started = time.monotonic()
         try:
             for line, received in _lines(response, started + float(query["timeoutSeconds"]) + _OVERDUE):
+                self._health.heard(self._kind)
                 self._event(line, received)
                 if self._initial is None:
                     self._retry.received()
@@ -879,6 +992,15 @@ def _expected(error: Exception) -> bool:
     return isinstance(error, kinds)
 
 
+def _sort(error: Exception) -> str:
+    """The sort of a failure that a person can do something about, which each kind may meet; empty: there is nothing."""
+    if isinstance(error, StatusError):
+        return str(error.code) if error.code in {401, 403, 404} else ""
+    if isinstance(error, _UnusableError | msgspec.MsgspecError):
+        return "unusable"
+    return "certificate" if is_untrusted(error) else ""
+
+
 def _hint(resource: _Resource, error: Exception) -> str:
     """The failure, and what a person can do about it where that is known."""
     if isinstance(error, _UnusableError):
@@ -889,9 +1011,9 @@ def _hint(resource: _Resource, error: Exception) -> str:
         return f"the answer cannot be read ({error}); is this the address of an API server?"
     if not isinstance(error, StatusError):
         return message_of(error)
-    plural = resource.path.rpartition("/")[2]
     if error.code == 403:
-        return f"{error}; grant list and watch of {plural} to this identity"
+        names = [each.path.rpartition("/")[2] for each in _resources("")]
+        return f"{error}; grant list and watch of {', '.join(names)} to this identity"
     if error.code == 401:
         return f"{error}; the credentials are refused, also after reading them again"
     if error.code == 404:

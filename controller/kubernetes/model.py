@@ -195,6 +195,7 @@ class KindState(msgspec.Struct, frozen=True):
         since: seconds since 1970.
         why: what hinders it, empty when it is read and when nothing went wrong yet.
         listed: it was listed once; what was read then stays in use.
+        heard: when anything of it last came from the server, in seconds since 1970; 0: nothing, or there is no server.
     """
 
     kind: str
@@ -202,6 +203,7 @@ class KindState(msgspec.Struct, frozen=True):
     since: float
     why: str = ""
     listed: bool = False
+    heard: float = 0.0
 
 
 class Superseded(msgspec.Struct, frozen=True, gc=False):

@@ -1,6 +1,8 @@
 """PURE. When one kind of objects is asked for again: how long to pause after what.
 
 - An answer that leads nowhere is not a failure to answer. Only the latter doubles the pause from try to try.
+- A server that has just started refuses everybody until it has read its rules. It is there, so it is asked again as
+  soon as one that ends a stream, however long it was away before.
 - A server that forgot our version (410 Gone) or ended a stream is there: the first 410 is followed by a list at once. A
   server that answers 410 again and again pays for a list each time, so the pauses double until a stream has settled.
 - A kind that is not served is asked for again soon at first, then ever more rarely.
@@ -22,12 +24,14 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     """How long to wait for what; all in seconds.
 
     `silence` ends a stream on which not even a bookmark came; servers send these about every minute.
+    `quiet` is how long nothing may come, on any stream, before the server is asked whether it is there.
     `lifetime` is how long a stream is asked to live. `rarely` is for kinds that this server does not serve.
     """
 
     first: float = 0.5  # between tries, doubled with every failure in a row
     longest: float = 30.0
     silence: float = 150.0
+    quiet: float = 30.0
     lifetime: tuple[float, float] = (300.0, 600.0)
     rarely: float = 600.0
 
@@ -49,6 +53,7 @@ class Backoff:
         self._policy = policy
         self.failures = 0  # in a row, without an answer that helps
         self._ended = 0  # streams in a row that ended early with no event
+        self._refused = 0  # in a row, by a server that may have just started
         self._forgotten = 0  # 410s in a row, with no settled stream between them
         self._unusable = 0  # unusable answers in a row, with no settled stream between them
         self._absent = 0
@@ -58,6 +63,12 @@ class Backoff:
         self.failures += 1
         return self._doubled(self.failures, self._policy.longest)
 
+    def refused(self) -> float:
+        """There was an answer, and it will probably be another one soon."""
+        self.failures = 1
+        self._refused += 1
+        return self._doubled(self._refused, max(self._policy.first, self._policy.longest / 8))
+
     def ended(self) -> float:
         """A stream ended before its time. It was accepted, and to go on with it costs the server little."""
         self.failures = 0
@@ -65,8 +76,8 @@ class Backoff:
         return self._doubled(self._ended, max(self._policy.first, self._policy.longest / 8))
 
     def forgotten(self) -> float:
-        """Everything has to be listed again."""
-        self.failures = 0
+        """Everything has to be listed again; how streams ended before that is no matter any more."""
+        self.failures = self._ended = 0
         self._forgotten += 1
         return 0.0 if self._forgotten == 1 else self._doubled(self._forgotten - 1, self._policy.longest)
 
@@ -83,7 +94,7 @@ class Backoff:
 
     def answered(self) -> None:
         """A complete list came, or a watch was accepted."""
-        self.failures = self._absent = 0
+        self.failures = self._absent = self._refused = 0
 
     def received(self) -> None:
         self.failures = self._ended = 0
