@@ -146,6 +146,9 @@ class Owners:
             for (family, address, port, protocol), number in frontends.items()
         }
         numbers = np.flatnonzero(backends["kind"])
+        # An endpoint that went and came back has another row while flows still name the former one: what serves wins.
+        serves = backends["flags"][numbers] & abi_constants()["BACKEND_SERVING"]
+        numbers = numbers[np.argsort(serves, kind="stable")]
         rows = backends[numbers]
         ends = zip(
             rows["service"].tolist(), map(_raw, rows["address"]), rows["port"].tolist(), numbers.tolist(), strict=True
