@@ -36,7 +36,7 @@ from hybrid_proxy.dataplane.kernel.tcp_segments import Segment
 from hybrid_proxy.dataplane.localhost import Localhost
 from hybrid_proxy.dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
 from hybrid_proxy.dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
-from hybrid_proxy.dataplane.stale import Gone, Socket, gone_endpoints
+from hybrid_proxy.dataplane.stale import Gone, Judge, Place, Socket, gone_endpoints, new_places
 from hybrid_proxy.dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, family_of
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ class NetfilterMode:
         self._full = True  # the next sync writes everything
         self._programmed = False
         self._unprogrammed: dict[EntryKey, Unprogrammed] = {}
+        self._judges = True  # conntrack entries
+        self._former: Collection[Key] = ()  # frontends that were programmed when this process began
         self._touched, self._stop = threading.Event(), threading.Event()
         self._localhost = Localhost(options, self.name) if self.needs_sources else None
 
@@ -125,10 +127,10 @@ class NetfilterMode:
         if self._localhost is not None:  # before the rules, which do nothing for sockets without a source
             self._localhost.follow(table)
         result = self._write(table, names, whole=whole)
-        gone = gone_endpoints(self.table, table, names)
+        before, gone = self.table, gone_endpoints(self.table, table, names)
         self.table, self._full, self._programmed = table, False, True
         self._written()
-        self._delete_stale(names)
+        self._judge(before, names, repaired=whole)
         if gone:
             self._reset_connections(gone)
         return result
@@ -183,15 +185,23 @@ class NetfilterMode:
         """The service ports of these services that are programmed in a family."""
         return tuple([e for e in table.entries(names) if e.family == family and not self._why_unsupported(e)])
 
-    def _delete_stale(self, names: Collection[str]) -> None:
-        self.stale_deleted.update(delete_stale(self.table, names, self._relays))
+    def _judge(self, before: ServiceTable, names: Collection[str], *, repaired: bool) -> None:
+        """Delete the conntrack entries of these services that are stale. `repaired`: any rule may have been absent."""
+        former, self._former = self._former, ()
+        if not self._judges:
+            return
+        judge = Judge(before, self.table, names, self._relays, former)
+        self._delete_stale(judge, new_places(EMPTY if repaired else before, self.table, names))
+
+    def _delete_stale(self, judge: Judge, openings: Collection[Place]) -> None:
+        self.stale_deleted.update(delete_stale(judge, openings))
 
     def _relays(self) -> Collection[Socket]:
         """Where on this node a relay of ours takes datagrams."""
         return relays(self.table.node)
 
     def other_mode_stopped(self) -> None:
-        self._delete_stale(self.table.services.keys())
+        self._judge(EMPTY, self.table.services.keys(), repaired=True)
 
     def links_changed(self) -> None:
         """Nothing is attached to interfaces; new addresses come with the next table."""
@@ -283,7 +293,11 @@ class TranslatingMode(NetfilterMode):
         self._challenged: list[tuple[float, list[FlowKey]]] = []  # when clients are challenged again
 
     def drain(self, table: ServiceTable) -> None:
-        """Nothing leads to a service any more. The kernel translates as long as a chain of type nat is there."""
+        """Nothing leads to a service any more. The kernel translates as long as a chain of type nat is there.
+
+        The mode that serves judges what conntrack has.
+        """
+        self._judges = False
         node = msgspec.structs.replace(table.node, node_port_addresses=(), loopback=(), service_cidrs=())
         self.sync(ServiceTable({}, node))
 

@@ -1,14 +1,19 @@
-"""PURE. Which conntrack entries of datagrams lead to where nothing serves any more.
+"""PURE. Which conntrack entries lead to where nothing serves any more, or nowhere.
 
-A UDP client that keeps its port keeps its conntrack entry, and with it the backend that was chosen once; an entry
-that began while a service had no rules keeps going nowhere. kube-proxy's rules (since v1.32) decide by the entry's
-original destination and by the source that its answers would have:
+A UDP client that keeps its port keeps its conntrack entry, and with it the backend that was chosen once; a client that
+only sends keeps it for ever. An entry that began while a service had no rules keeps going nowhere. The rules are those
+of kube-proxy's reconciler (v1.32, kubernetes #139629 and #141371): they look at an entry's original destination, and at
+the source that its answers would have.
 
-- only UDP, and only addresses of the services that are asked about: ClusterIP, external and load-balancer IPs with
-  the service's port, node ports at the node's addresses for them;
-- an entry is stale when its answers would not come from an endpoint that *serves* that port: another port of the
-  same pod is stale, a terminating endpoint that serves is not, nor is one that a policy or a hint leaves out;
-- a service port without any serving endpoint is left alone.
+- Only what goes to frontends of the services that are asked about is judged: ClusterIP, external and load-balancer IPs
+  with the service's port, node ports at the node's addresses for them.
+- A UDP entry is stale when its answers would not come from an endpoint that *serves* that port: another port of the
+  same pod is stale, a terminating endpoint that serves is not, nor is one that a policy or a hint leaves out. Without
+  any serving endpoint all are stale.
+- At a frontend that went, every translated UDP entry is stale: the backend's address may be another pod's by then. Not
+  if the service has moved to another proxy: its flows stay where they began.
+- A connection to a frontend that came is stale while nobody has answered and nothing translates it: its SYN arrived
+  while there was no rule, and neither would a repeated one meet a rule.
 """
 
 from __future__ import annotations
@@ -16,32 +21,45 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from hybrid_proxy.dataplane.table import Entry, Frontend, Protocol, ServiceTable, family_of
+from hybrid_proxy.dataplane.table import Entry, Protocol, ServiceTable, family_of
 
 Socket = tuple[str, int]  # address and port
+Place = tuple[str, int, int]  # address, port, protocol number
+FrontendKey = tuple[str | None, int, int]  # address (None: a node port, at any address), port, protocol number
 
 
 class Judge:
-    """The rules for some services of one table.
+    """The rules for datagrams of some services, between two tables.
 
     Args:
-        table: as it was just programmed.
-        names: the services whose endpoints or addresses changed; all of them at the first sync.
+        before: what was programmed until now.
+        after: as it was just programmed.
+        names: the services that changed; all of them at the first sync.
         relays: asked once, and only if an entry is about to go: where a relay of ours on this node takes datagrams;
             answers from there are no sign of age.
+        former: frontends that a former process had programmed.
     """
 
     def __init__(
-        self, table: ServiceTable, names: Iterable[str], relays: Callable[[], Collection[Socket]] = tuple
+        self,
+        before: ServiceTable,
+        after: ServiceTable,
+        names: Collection[str],
+        relays: Callable[[], Collection[Socket]] = tuple,
+        former: Iterable[FrontendKey] = (),
     ) -> None:
         self._find_relays = relays
         self._relays: Collection[Socket] | None = None
         self._serving: dict[int, frozenset[Socket]] = {}  # by identity of the entry, made when it is first needed
-        self._at: dict[Socket, Entry] = {}
-        for entry in _datagram_entries(table, names):
-            for frontend in entry.frontends:
-                for address in _addresses(frontend, entry.family, table):
-                    self._at.setdefault((address, frontend.port), entry)
+        self._at: dict[Socket, Entry | None] = {  # None: a frontend that went
+            place[:2]: entry for place, entry in _places(after, names) if entry.protocol is Protocol.UDP
+        }
+        moved = {entry.key for entry in after.entries(names) if not entry.frontends}
+        gone = [place for place, entry in _places(before, names) if entry.key not in moved]
+        gone += [(at, port, protocol) for key, port, protocol in former for at in _addresses(key, after)]
+        for address, port, protocol in gone:
+            if protocol == Protocol.UDP:
+                self._at.setdefault((address, port), None)
 
     @property
     def destinations(self) -> Collection[Socket]:
@@ -50,9 +68,11 @@ class Judge:
 
     def stale(self, destination: Socket, answerer: Socket) -> bool:
         """Whether an entry that went to `destination`, and whose answers come from `answerer`, must go."""
-        entry = self._at.get(destination)
-        if entry is None:
+        if destination not in self._at:
             return False
+        entry = self._at[destination]
+        if entry is None:
+            return answerer != destination
         serving = self._serving.get(id(entry))
         if serving is None:
             serving = self._serving[id(entry)] = frozenset((b.address, b.port) for b in entry.serving)
@@ -62,6 +82,13 @@ class Judge:
         if self._relays is None:
             self._relays = self._find_relays()
         return answerer in self._relays
+
+
+def new_places(before: ServiceTable, after: ServiceTable, names: Collection[str]) -> set[Place]:
+    """Where connections and associations find these services, and did not before."""
+    return {place for place, _ in _places(after, names) if place[2] != Protocol.UDP} - {
+        place for place, _ in _places(before, names)
+    }
 
 
 class Gone(NamedTuple):
@@ -85,17 +112,18 @@ def gone_endpoints(before: ServiceTable, after: ServiceTable, names: Iterable[st
     return found
 
 
-def _datagram_entries(table: ServiceTable, names: Iterable[str]) -> Iterator[Entry]:
-    for name in names:
-        for entry in table.services.get(name, ()):
-            if entry.protocol is Protocol.UDP and entry.serving:
-                yield entry
+def _places(table: ServiceTable, names: Iterable[str]) -> Iterator[tuple[Place, Entry]]:
+    for entry in table.entries(names):
+        for frontend in entry.frontends:
+            for address in _addresses(frontend.address, table, entry.family):
+                yield (address, frontend.port, int(entry.protocol)), entry
 
 
-def _addresses(frontend: Frontend, family: int, table: ServiceTable) -> Iterator[str]:
-    if frontend.address is not None:
-        yield frontend.address
+def _addresses(address: str | None, table: ServiceTable, family: int | None = None) -> Iterator[str]:
+    """Those of a frontend: `address`, None: those of the node for node ports; of a family, None: of both."""
+    if address is not None:
+        yield address
         return
-    for address in (*table.node.node_port_addresses, *table.node.loopback):
-        if family_of(address) == family:
-            yield address
+    for own in (*table.node.node_port_addresses, *table.node.loopback):
+        if family is None or family_of(own) == family:
+            yield own

@@ -1,4 +1,4 @@
-"""Connection tracking of this namespace: deletes stale datagram entries, lists the flows of services.
+"""Connection tracking of this namespace: deletes stale entries, lists the flows of services.
 
 pyroute2's conntrack classes take 62 us to decode one entry and 570 us to delete one. Here a dump is unpacked as the
 fixed layout that it has in practice, which takes 3.4 us (an entry with another layout is parsed attribute by
@@ -12,7 +12,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -31,8 +31,8 @@ from hybrid_proxy.dataplane.kernel.netlink import (
     nested,
 )
 from hybrid_proxy.dataplane.reports import FlowRow
-from hybrid_proxy.dataplane.stale import Judge, Socket
-from hybrid_proxy.dataplane.table import Protocol, ServiceTable, family_of, socket_text
+from hybrid_proxy.dataplane.stale import FrontendKey, Judge, Place
+from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 from hybrid_proxy.dataplane.virtual_servers import Connection
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,9 @@ CTA_FILTER_ORIG_FLAGS: Final = 1
 FILTER_PROTO_NUM: Final = 1 << 3  # CTA_FILTER_F_CTA_PROTO_NUM, net/netfilter/nf_internals.h (Linux 5.8)
 PROTOINFO_KINDS: Final = {socket.IPPROTO_TCP: 1, socket.IPPROTO_SCTP: 3}
 PROTOINFO_STATE: Final = 1
-IPS_ASSURED, IPS_SRC_NAT, IPS_DST_NAT, IPS_OFFLOAD = 1 << 2, 1 << 4, 1 << 5, 1 << 14
+IPS_SEEN_REPLY, IPS_ASSURED, IPS_SRC_NAT, IPS_DST_NAT, IPS_OFFLOAD = 1 << 1, 1 << 2, 1 << 4, 1 << 5, 1 << 14
 NOT_ASSURED, MASQUERADED = (0, IPS_ASSURED), (IPS_SRC_NAT, IPS_SRC_NAT)  # value and mask of a status: `dump`
+NOT_ANSWERED: Final = (0, IPS_SEEN_REPLY)
 OFFLOADED: Final = (IPS_OFFLOAD, IPS_OFFLOAD)  # a flowtable forwards their packets
 BY_CONNTRACK = IPS_DST_NAT, IPS_DST_NAT  # flows of a service that IPVS translates do not have it
 # TCP: 1 SYN_SENT, 2 SYN_RECV, 9 SYN_SENT2; 6 LAST_ACK, 7 TIME_WAIT, 8 CLOSE. SCTP: up to 4 COOKIE_ECHOED, 5 and on
@@ -65,8 +66,7 @@ CLOSED: Final = {socket.IPPROTO_TCP: CLOSING, socket.IPPROTO_SCTP: frozenset({7}
 TCP_ESTABLISHED: Final = 3
 TIMEOUTS: Final = ("tcp_timeout_established", "tcp_timeout_unacknowledged", "udp_timeout_stream", "udp_timeout")
 
-Key = tuple[str | None, int, int]  # address (None: a node port, at any address), port, protocol number
-Place = tuple[str, int, int]  # address, port, protocol number
+Key = FrontendKey
 Status = tuple[int, int]  # the bits that are asked for, and which bits are
 
 
@@ -85,37 +85,36 @@ class Entry(NamedTuple):
     body: bytes  # of the message
 
 
-def delete_stale(
-    table: ServiceTable, names: Iterable[str], relays: Callable[[], Collection[Socket]] = tuple
-) -> dict[int, int]:
+def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, int]:
     """Delete the conntrack entries of datagrams that lead to where nothing serves any more.
 
     To be called after each sync of a mode that uses conntrack, when the rules are in place. One dump of the UDP
-    entries of a family however many services changed; none when no changed service has a UDP port with
-    a serving endpoint. Errors are logged, never raised: the rules are right already, and an entry ends by itself.
+    entries of a family however many services changed; none when no changed service has or had a UDP port. Errors are
+    logged, never raised: the rules are right already, and an entry ends by itself.
 
     Args:
-        table: as it was just programmed.
-        names: the services that changed (`dataplane.diff.changed_services`); all of them at the first sync.
-        relays: where a relay of ours (mode userspace) takes datagrams: entries that lead there are alive.
+        judge: knows what changed.
+        openings: where connections are judged as well (`dataplane.stale.new_places`).
 
     Returns:
         How many went, by family (4 and 6).
     """
-    judge = Judge(table, names, relays)
     packed = {4: set[bytes](), 6: set[bytes]()}
     for address, port in judge.destinations:
         family = family_of(address)
         packed[family].add(socket.inet_pton(AF[family], address) + port.to_bytes(2, "big"))
+    protocols = {(family_of(address), protocol) for address, _, protocol in openings}
     deleted = {4: 0, 6: 0}
     for family, wanted in packed.items():
-        if wanted:
-            try:
-                deleted[family] = _delete_stale(family, wanted, judge)
-            except (OSError, NetlinkFailed) as error:
-                log.warning("stale conntrack entries of IPv%d datagrams could not be deleted: %s", family, error)
+        try:
+            chosen = list(_stale(family, wanted, judge)) if wanted else []
+            for protocol in sorted(number for version, number in protocols if version == family):
+                chosen += _unanswered(family, protocol, openings)
+            deleted[family] = delete(family, chosen) if chosen else 0
+        except (OSError, NetlinkFailed) as error:
+            log.warning("stale conntrack entries of IPv%d could not be deleted: %s", family, error)
     if any(deleted.values()):
-        log.info("%d stale conntrack entries of datagrams deleted", sum(deleted.values()))
+        log.info("%d stale conntrack entries deleted", sum(deleted.values()))
     return deleted
 
 
@@ -195,9 +194,7 @@ def open_renumbered(backends: Iterable[Place]) -> Counter[str]:
         entry
         for family in (4, 6)
         for entry in dump(family, status=MASQUERADED)
-        if (entry.answerer, entry.answerer_port) == (entry.destination, entry.destination_port)
-        and entry.peer == entry.source
-        and entry.peer_port != entry.source_port
+        if not _is_translated(entry) and entry.peer == entry.source and entry.peer_port != entry.source_port
     ]
     packed = _packed(backends) if found else ()  # often there is none, and backends are many
     return Counter(
@@ -328,8 +325,8 @@ def translated_entries(
     places: set[tuple[bytes, int]] | None = None
     for family in (4, 6):
         for entry in dump(family, only, status=status):
-            if entry.answerer == entry.destination and entry.answerer_port == entry.destination_port:
-                continue  # went where it was sent: no service translated it
+            if not _is_translated(entry):
+                continue
             if places is None:  # often nothing is translated, and services are many
                 places = {(port.to_bytes(2, "big"), protocol) for _, port, protocol in services}
             if (entry.destination_port, entry.protocol) not in places:
@@ -438,16 +435,29 @@ def fields(entry: Entry) -> dict[int, bytes]:
 # Deleting
 
 
-def _delete_stale(family: int, wanted: set[bytes], judge: Judge) -> int:
+def _stale(family: int, wanted: set[bytes], judge: Judge) -> Iterator[bytes]:
     kind = AF[family]
-    chosen = []
     for entry in dump(family, socket.IPPROTO_UDP):
         if entry.protocol == socket.IPPROTO_UDP and entry.destination + entry.destination_port in wanted:
             destination = socket.inet_ntop(kind, entry.destination), int.from_bytes(entry.destination_port, "big")
             answerer = socket.inet_ntop(kind, entry.answerer), int.from_bytes(entry.answerer_port, "big")
             if judge.stale(destination, answerer):
-                chosen.append(entry.body)
-    return delete(family, chosen) if chosen else 0
+                yield entry.body
+
+
+def _unanswered(family: int, protocol: int, places: Collection[Place]) -> Iterator[bytes]:
+    """Connections to these places that nothing translates and that nobody has answered."""
+    for entry in dump(family, protocol, status=NOT_ANSWERED):
+        if entry.protocol != protocol or _is_translated(entry) or _status(entry) & IPS_SEEN_REPLY:
+            continue
+        place = socket.inet_ntop(AF[family], entry.destination), int.from_bytes(entry.destination_port, "big"), protocol
+        if place in places:
+            yield entry.body
+
+
+def _is_translated(entry: Entry) -> bool:
+    """False: it goes where it was sent."""
+    return (entry.answerer, entry.answerer_port) != (entry.destination, entry.destination_port)
 
 
 def delete(family: int, entries: list[bytes]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import select
+import signal
 import socket
 from contextlib import ExitStack
 
@@ -11,7 +13,8 @@ import pytest
 
 from hybrid_proxy.workshop.lab.traffic import ask_udp
 
-from .kit import UDP, Bench, End, Service, as_terminating, eventually, refused
+from .kit import UDP, V4, V6, Bench, End, Service, as_terminating, eventually
+from .test_drift import ACCIDENTS
 from .test_rows import target_of
 
 WAYS = [("pod1", "cluster"), ("node", "cluster"), ("client", "cluster"), ("client", "nodeport"), ("client", "lb"),
@@ -19,7 +22,7 @@ WAYS = [("pod1", "cluster"), ("node", "cluster"), ("client", "cluster"), ("clien
 
 
 def dns(bench: Bench, *ends: str | End, **fields: object) -> Service:
-    return bench.service(*ends, protocol="UDP", port=53, target=UDP, outside=True, **fields)
+    return bench.service(*ends, **({"protocol": "UDP", "port": 53, "target": UDP, "outside": True} | fields))
 
 
 def ask(client: socket.socket, target: tuple[str, int]) -> str:
@@ -124,21 +127,110 @@ def test_a_policy_does_not_cut_flows(bench: Bench, family: int) -> None:
         assert [ask(client, target) for _ in range(5)] == ["remote1"] * 5
 
 
-@pytest.mark.row("5.7", "without any serving endpoint flows go on (ebpf: the client is refused)")
-def test_a_service_without_endpoints_keeps_its_flows(bench: Bench, mode: str, family: int) -> None:
-    """In the eBPF datapath every datagram looks whether its backend serves: a refusal beats a wait for nobody."""
+@pytest.mark.row("5.7", "without any serving endpoint a flow ends: the client is refused")
+def test_a_service_without_endpoints_refuses_its_flows(bench: Bench, family: int) -> None:
+    """A refusal beats a wait for nobody, and the endpoint's address may be another pod's by now."""
     service = dns(bench, "pod2")
-    target = service.vip(family)
     with bench.socket("pod1", family, socket.SOCK_DGRAM, timeout=0.5) as client:
-        client.connect(target)
+        client.connect(service.vip(family))
         assert ask_udp(client)[0].pod == "pod2"
         service.empty()
-        eventually(lambda: refused(bench, "pod1", service, family), 5, "an emptied service is not refused")
-        if mode == "ebpf":
-            with pytest.raises(ConnectionRefusedError):
+
+        def is_refused() -> bool:
+            with contextlib.suppress(ConnectionRefusedError):
                 ask_udp(client)
-        else:
-            assert ask_udp(client)[0].pod == "pod2"
+                return False
+            return True
+
+        eventually(is_refused, 5, "a client that keeps its port is not refused")
+
+
+SINK = 5454  # a port of pod2 where nobody answers
+ADDRESSES = ("10.96.9.9", "fd96::9:9")
+# What happens to a Service, and by which ways clients sent to it until then. None: it is deleted.
+WENT: dict[str, tuple[list[tuple[str, str]], dict[str, object] | None]] = {
+    "scaled to zero": (WAYS, {"ends": ()}),
+    "deleted": (WAYS, None),
+    "its port is another": ([way for way in WAYS if way[1] != "nodeport"], {"port": 54}),
+    "its ClusterIP is another": (WAYS[:3], {"spec": {"clusterIP": ADDRESSES[0], "clusterIPs": [*ADDRESSES]}}),
+    "a ClusterIP alone": (WAYS[3:], {"outside": False}),
+    "without external IPs": ([("client", "external")], {"spec": {"externalIPs": []}}),
+    "TCP alone": (WAYS, {"protocol": "TCP"}),
+    "another target port": (WAYS, {"target": UDP}),
+}
+
+
+@pytest.mark.core
+@pytest.mark.row("5.3", "datagrams that nobody answers do not reach a former endpoint")
+def test_one_way_datagrams_do_not_reach_a_former_endpoint(bench: Bench, mode: str) -> None:
+    """Clients that only send, from one port each (kubernetes #139629, #141371); each datagram keeps an entry alive.
+
+    In mode ebpf a flow goes on while its backend serves the service at another port.
+    """
+    went = {what: case for what, case in WENT.items() if (mode, what) != ("ebpf", "its port is another")}
+    services = {what: dns(bench, "pod2", settle=False, target=SINK) for what in went}
+    control = dns(bench, "pod2", settle=False, target=SINK)
+    with ExitStack() as stack:
+        senders = {}
+        for family, (what, (ways, _)) in itertools.product((V4, V6), went.items()):
+            for place, way in ways:
+                made = stack.enter_context(bench.socket(place, family, socket.SOCK_DGRAM))
+                target = target_of(bench, services[what], way, family)
+                senders[f"{what}: {place} to {way}, family {family}"] = made, target
+        sinks = [stack.enter_context(bench.socket("pod2", family, socket.SOCK_DGRAM, SINK)) for family in (V4, V6)]
+
+        def arrived() -> set[str]:
+            """Of which clients a datagram comes to pod2; what was sent before the last one is there when that is."""
+            for name, (made, target) in senders.items():
+                with contextlib.suppress(OSError):
+                    made.sendto(name.encode(), target)
+            seen = set()
+            for sink, family in zip(sinks, (V4, V6), strict=True):
+                with bench.socket("client", family, socket.SOCK_DGRAM) as last:
+                    last.sendto(b"", control.vip(family))
+                while text := sink.recv(200):
+                    seen.add(text.decode())
+            return seen
+
+        eventually(lambda: arrived() == senders.keys(), 10, lambda: f"does not arrive: {senders.keys() - arrived()}")
+        for what, (_, change) in went.items():
+            if change is None:
+                services[what].delete()
+            else:
+                services[what].write(**change)
+        eventually(lambda: not arrived(), 10, lambda: f"still arrives: {sorted(arrived())}")
+
+
+@pytest.mark.row("5.5", "a connection whose SYN came while the rules were absent is made")
+def test_a_connection_that_began_without_rules_is_made(bench: Bench, mode: str) -> None:
+    """Others flush the rules, and until they are back a SYN leaves an entry that would swallow the repeated ones."""
+    service = bench.service("pod2", outside=True)
+    absent = ACCIDENTS[mode].keys() & {"uplinks-detached", "ruleset-flushed", "nat-flushed"}
+    folder = bench.agent.running_status().dataplane.ebpf.pins if mode == "ebpf" else ""
+    assert bench.agent.process is not None
+    with ExitStack() as stack:
+        bench.agent.process.send_signal(signal.SIGSTOP)
+        stack.callback(bench.agent.process.send_signal, signal.SIGCONT)
+        for command in ACCIDENTS[mode][absent.pop()]:
+            assert bench.lab.run("node", [word.replace("{pins}", folder) for word in command]).returncode == 0
+        opened = {}
+        for family, (place, way) in itertools.product((V4, V6), WAYS[4:6]):
+            client = stack.enter_context(bench.socket(place, family, socket.SOCK_STREAM))
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.connect(target_of(bench, service, way, family))
+            opened[f"{place} to {way}, family {family}"] = client
+        bench.agent.process.send_signal(signal.SIGCONT)
+        poll = select.poll()
+        for client in opened.values():
+            poll.register(client, select.POLLOUT)
+        made: dict[int, int] = {}
+        eventually(
+            lambda: made.update(poll.poll(0)) or made.keys() >= {client.fileno() for client in opened.values()}, 20,
+            lambda: f"not made: {[name for name, client in opened.items() if client.fileno() not in made]}",
+        )  # fmt: skip
+        errors = {name: client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) for name, client in opened.items()}
+        assert not any(errors.values()), errors
 
 
 @pytest.mark.row("5.1", "TCP connections are never cut")

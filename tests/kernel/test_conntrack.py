@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import subprocess
 from collections.abc import Iterator
 from typing import ClassVar
@@ -16,7 +17,17 @@ import pytest
 from hybrid_proxy.dataplane.kernel import conntrack, sysctl
 from hybrid_proxy.dataplane.kernel.netlink import AF, BURST_MESSAGES
 from hybrid_proxy.dataplane.reports import FlowRow
-from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
+from hybrid_proxy.dataplane.stale import Judge, new_places
+from hybrid_proxy.dataplane.table import (
+    EMPTY,
+    Backend,
+    BackendSet,
+    Kind,
+    NodeNetwork,
+    Protocol,
+    ServiceTable,
+    socket_text,
+)
 from hybrid_proxy.dataplane.virtual_servers import Connection
 from tests import namespaces
 from tests.tables import Front, entry_of
@@ -28,6 +39,7 @@ VIP = {V4: "10.96.0.53", V6: "fd96::53"}
 NODE = {V4: "192.168.0.1", V6: "fd01::1"}
 OLD, NEW = {V4: "10.1.0.11", V6: "fd02::11"}, {V4: "10.1.0.12", V6: "fd02::12"}
 PORT, NODE_PORT, TARGET = 53, 30053, 5353
+INIT = struct.pack("!BBHIIHHI", 1, 0, 20, 7, 65_535, 1, 1, 1)  # the chunk by which an association begins (RFC 9260)
 
 
 @pytest.fixture
@@ -37,13 +49,15 @@ def home() -> Iterator[None]:
         yield
 
 
-def rules(backend: dict[int, str] | None, zone: int = 0) -> None:
-    """What a mode would have programmed; None: nothing, but packets are tracked."""
+def rules(backend: dict[int, str] | None, zone: int = 0, *, silent: bool = False) -> None:
+    """What a mode would have programmed; None: nothing, but packets are tracked. `silent`: nobody is at PORT, and 9."""
     lines = ["table inet test", "delete table inet test", "table inet test {", "chain track {",
              "type filter hook output priority 0", "ct state new accept", "}"]  # fmt: skip
     if zone:
         lines += ["chain zone {", "type filter hook output priority raw", f"ct zone set {zone}", "}"]
         lines += ["chain back {", "type filter hook prerouting priority raw", f"ct zone set {zone}", "}"]
+    if silent:
+        lines += ["chain silent {", "type filter hook input priority 200", f"th dport {{ {PORT}, 9 }} drop", "}"]
     if backend is not None:
         lines += ["chain nat {", "type nat hook output priority -100"]
         for family, word in ((V4, "ip"), (V6, "ip6")):
@@ -70,21 +84,24 @@ def destinations() -> list[tuple[int, str, int, str]]:
     )  # fmt: skip
 
 
-def table(serving: dict[int, str] | None = NEW, protocol: Protocol = Protocol.UDP) -> ServiceTable:
+NETWORK = NodeNetwork(node_port_addresses=(NODE[V4], NODE[V6]))
+
+
+def table(serving: dict[int, str] | None = NEW, protocol: Protocol = Protocol.UDP, port: int = PORT) -> ServiceTable:
     entries = []
     for number, family in ((4, V4), (6, V6)):
         backends = (Backend(serving[family], TARGET),) if serving else ()
         route = BackendSet(backends)
         frontends = (
-            Front(Kind.CLUSTER_IP, VIP[family], PORT, route, route),
+            Front(Kind.CLUSTER_IP, VIP[family], port, route, route),
             Front(Kind.NODE_PORT, None, NODE_PORT, route, route),
         )
         entries.append(entry_of("a/dns:dns", number, protocol, frontends, backends))
-    return ServiceTable({"a/dns": tuple(entries)}, NodeNetwork(node_port_addresses=(NODE[V4], NODE[V6])))
+    return ServiceTable({"a/dns": tuple(entries)}, NETWORK)
 
 
-def went(now: ServiceTable, names: list[str]) -> int:
-    return sum(conntrack.delete_stale(now, names).values())
+def went(now: ServiceTable, names: list[str], before: ServiceTable = EMPTY) -> int:
+    return sum(conntrack.delete_stale(Judge(before, now, names), new_places(before, now, names)).values())
 
 
 def all_ways() -> None:
@@ -114,12 +131,35 @@ class TestStale:
         assert went(table(NEW), ["a/dns"]) == 4
         assert [row[2] for row in destinations()] == [9, 9]
 
-    def test_nobody_serves_so_nothing_goes(self):
+    @pytest.mark.parametrize("after", [table(None), ServiceTable({}, NETWORK)], ids=["no endpoint", "no service"])
+    def test_nobody_serves_so_all_go(self, after):
         rules(OLD)
         all_ways()
-        before = destinations()
-        assert went(table(None), ["a/dns"]) == 0
-        assert destinations() == before
+        assert went(after, ["a/dns"], table(OLD)) == 4
+        assert [row[2] for row in destinations()] == [9, 9]
+
+    @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.SCTP])
+    def test_a_connection_that_nobody_answered_begins_anew_at_a_frontend_that_came(self, protocol):
+        """What listens on the node itself, at an address of a service, has answered."""
+        rules(None, silent=True)
+        with contextlib.ExitStack() as stack:
+            for family, port in ((V4, PORT), (V6, PORT), (V4, 9)):
+                kind = socket.SOCK_STREAM if protocol is Protocol.TCP else socket.SOCK_RAW
+                client = stack.enter_context(socket.socket(family, kind, protocol))
+                client.setblocking(False)
+                if protocol is Protocol.SCTP:
+                    client.sendto(struct.pack("!HHII", 34_000, port, 0, 0) + INIT, (VIP[family], 0))
+                    continue
+                with contextlib.suppress(BlockingIOError):
+                    client.connect((VIP[family], port))
+            stack.enter_context(socket.create_server((VIP[V4], PORT + 1)))
+            stack.enter_context(socket.create_connection((VIP[V4], PORT + 1), timeout=20))
+            before = destinations()
+            at, listened = (table(NEW, number, port=port) for number, port in ((protocol, PORT), (6, PORT + 1)))
+            assert went(at, ["a/dns"], at) == 0, "its rules were there"
+            assert went(at, ["a/dns"]) == 2
+            assert went(listened, ["a/dns"]) == 0
+            assert destinations() == [row for row in before if row[2] != PORT]
 
     def test_connections_are_never_deleted(self):
         with socket.create_server((OLD[V4], TARGET)):
@@ -127,8 +167,8 @@ class TestStale:
             with socket.create_connection((VIP[V4], PORT), timeout=20):
                 before = destinations()
                 assert before
-                assert went(table(NEW), ["a/dns"]) == 0
-                assert went(table(NEW, Protocol.TCP), ["a/dns"]) == 0
+                for now in (table(NEW), table(NEW, Protocol.TCP), ServiceTable({}, NETWORK)):
+                    assert went(now, ["a/dns"]) == went(now, ["a/dns"], table(OLD, Protocol.TCP)) == 0
                 assert destinations() == before
 
     def test_hundreds_of_entries_go_in_a_few_messages(self):
@@ -160,11 +200,10 @@ class TestStale:
     def test_no_dump_without_a_datagram_service_that_changed(self, monkeypatch):
         asked = []
         monkeypatch.setattr(conntrack, "dump", lambda *arguments: asked.append(arguments) or iter(()))
-        assert went(table(NEW, Protocol.TCP), ["a/dns"]) == 0
-        assert went(table(None), ["a/dns"]) == 0
-        assert went(table(NEW), []) == 0
+        assert went(table(NEW, Protocol.TCP), ["a/dns"], table(OLD, Protocol.TCP)) == 0
+        assert went(table(NEW), [], table(OLD)) == 0
         assert asked == []
-        conntrack.delete_stale(table(NEW), ["a/dns"])
+        assert went(table(NEW), ["a/dns"]) == 0
         assert asked == [(4, socket.IPPROTO_UDP), (6, socket.IPPROTO_UDP)]
 
     def test_a_refusal_is_logged_and_not_raised(self, monkeypatch, caplog):

@@ -497,3 +497,8 @@ def test_a_new_agent_moves_the_flows_that_a_killed_one_had_no_time_for(
         place.open().sync(serving(ends[1]))
         client.sendto(b"moved", vip)
         assert new.recv(100) == b"moved"
+        place.close()
+        place.open().sync(ServiceTable({}, NETWORK))  # the service went while no agent was there
+        client.sendto(b"late", vip)
+        client.sendto(b"last", ends[1])
+        assert new.recv(100) == b"last"

@@ -102,7 +102,7 @@ from hybrid_proxy.dataplane.reports import (
     TrafficRow,
     Unprogrammed,
 )
-from hybrid_proxy.dataplane.stale import gone_endpoints
+from hybrid_proxy.dataplane.stale import Judge, gone_endpoints
 from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 from hybrid_proxy.dataplane.timings import START
 
@@ -405,7 +405,7 @@ class Ebpf:
             if not self._leaving:
                 self._reset_gone(table, names)
             moved = table.node.primary != self.table.node.primary
-            self.table = table
+            before, self.table = self.table, table
             self._unprogrammed, self._failed = frozenset(plan.unfit), frozenset()
             if table.clients:
                 self._remember(table)
@@ -418,7 +418,7 @@ class Ebpf:
             if come:
                 self._others_looks = 0
             if self.others.known or come:
-                delete_stale(table, names, partial(relays, table.node))
+                delete_stale(Judge(before, table, names, partial(relays, table.node)))
                 self.gc.hurry()
         except Unsupported:
             raise
@@ -630,7 +630,8 @@ class Ebpf:
 
     def other_mode_stopped(self) -> None:
         """What conntrack translates does not come to the programs at uplinks."""
-        delete_stale(self.table, self.table.services, partial(relays, self.table.node))
+        table = self.table
+        delete_stale(Judge(table, table, table.services.keys(), partial(relays, table.node)))
         self.gc.hurry()
 
     def links_changed(self) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from hybrid_proxy.dataplane.kernel.conntrack import flows
+from hybrid_proxy.dataplane.kernel.conntrack import Key, flows
 from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.modes.iptables import affinity
 from hybrid_proxy.dataplane.modes.iptables.names import MINE
@@ -37,6 +37,14 @@ class _Found(NamedTuple):
 def is_ours(text: str) -> bool:
     """Whether a saved table has chains of ours."""
     return f"\n:{MINE}" in text
+
+
+def datagram_frontends(chains: Saved) -> Iterator[Key]:
+    """Those for datagrams in chains of ours."""
+    for name, rules in chains.items():
+        for rule in rules:
+            if "-p udp " in rule and name.startswith(MINE) and (found := _frontend(0, rule)):
+                yield found.address, found.port, int(found.protocol)
 
 
 class Programmed:

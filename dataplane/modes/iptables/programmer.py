@@ -113,6 +113,8 @@ class Iptables(TranslatingMode):
                 plan.health_ports = table.health_ports
                 wanted[family] = plan.change((), self._supported(table, table.services, family))
             saved = {family: {name: one.result() for name, one in tables.items()} for family, tables in there.items()}
+        if not self._programmed:
+            self._former = [key for tables in saved.values() for key in listing.datagram_frontends(tables["nat"])]
         for family, installed in self._installed.items():
             installed.replace(wanted[family], saved[family])
         if table.clients:

@@ -15,7 +15,7 @@ from hybrid_proxy.dataplane.kernel.netlink import AF
 from hybrid_proxy.dataplane.modes.ipvs.plan import Actual
 from hybrid_proxy.dataplane.modes.ipvs.writer import Kernel
 from hybrid_proxy.dataplane.stale import Judge, Socket
-from hybrid_proxy.dataplane.table import NodeNetwork, Protocol, ServiceTable, family_of
+from hybrid_proxy.dataplane.table import NodeNetwork, Protocol, family_of
 from hybrid_proxy.dataplane.virtual_servers import Connection, Server
 
 READINGS: Final = 2  # in one alone the kernel may leave out a flow
@@ -70,12 +70,11 @@ class Flows:
         """
         self._forget(self.look())
 
-    def hand_over_stale(self, table: ServiceTable, names: Iterable[str]) -> Counter[int]:
-        """The same of datagrams of these services that lead to where nothing serves; how many went, by family.
+    def hand_over_stale(self, judge: Judge) -> Counter[int]:
+        """The same of datagrams that lead to where nothing serves; how many went, by family.
 
         Raises: as `hand_over`.
         """
-        judge = Judge(table, names)
         if not judge.destinations:
             return Counter()
         return self._forget(

@@ -33,6 +33,7 @@ from hybrid_proxy.dataplane.modes.ipvs.plan import Actual, Steps, give_up, plan,
 from hybrid_proxy.dataplane.netfilter import NetfilterMode
 from hybrid_proxy.dataplane.reports import Fill, IpvsStatus, Status
 from hybrid_proxy.dataplane.slow_start import NO_PARTS, Parts, SlowStart, slowed
+from hybrid_proxy.dataplane.stale import Judge, Place
 from hybrid_proxy.dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, service_of
 from hybrid_proxy.dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
 
@@ -280,12 +281,12 @@ class Ipvs(NetfilterMode):
             self.actual.held = self.kernel.routes.held()
         writer.perform(self.kernel, give_up(self.actual, needed - self.actual.held.keys()), self.actual)
 
-    def _delete_stale(self, names: Collection[str]) -> None:
+    def _delete_stale(self, judge: Judge, openings: Collection[Place]) -> None:
         if not self._left:
-            super()._delete_stale(names)
+            super()._delete_stale(judge, openings)
             return
         try:  # of this mode's flows alone: the mode that serves judges its own
-            self.stale_deleted.update(self._flows.hand_over_stale(self.table, names))
+            self.stale_deleted.update(self._flows.hand_over_stale(judge))
         except (DataplaneError, OSError) as error:
             log.warning("datagrams that lead to endpoints that are gone still go there: %s", error)
 

@@ -31,6 +31,7 @@ from hybrid_proxy.dataplane.modes.nftables.tables import (
     MEMBERS,
     OFFLOAD_INTERFACES,
     SETS,
+    SPACES,
     TABLE,
     AllSets,
     clients_set,
@@ -42,6 +43,7 @@ from hybrid_proxy.dataplane.nftables.ruleset import add, describe
 from hybrid_proxy.dataplane.nftables.schema import Key, Value
 from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
 from hybrid_proxy.dataplane.reports import NftablesStatus, Offload, Status
+from hybrid_proxy.dataplane.stale import FrontendKey, Judge, Place
 from hybrid_proxy.dataplane.table import Entry, Masquerade, NodeNetwork, Protocol, ServiceTable
 
 log = logging.getLogger(__name__)
@@ -146,9 +148,9 @@ class Nftables(TranslatingMode):
             self._watched = True
             self._watch_rules([f"{family.name} {TABLE}" for family in FAMILIES.values()])
 
-    def _delete_stale(self, names: Collection[str]) -> None:
+    def _delete_stale(self, judge: Judge, openings: Collection[Place]) -> None:
         if self._real:  # a kernel in memory has no flows
-            super()._delete_stale(names)
+            super()._delete_stale(judge, openings)
 
     def _why_unsupported(self, entry: Entry) -> str:
         return why_unsupported(entry)
@@ -168,7 +170,12 @@ class Nftables(TranslatingMode):
                 return plan, plan.fill(services, replace=True)
             contents = self._contents(family, skeleton)
             if contents is not None:
-                self.adopted = self.adopted or not self._programmed
+                if not self._programmed:
+                    self.adopted = True
+                    self._former = [
+                        *self._former,
+                        *(key for space in SPACES for key in map(_frontend, contents[space])),
+                    ]
                 return plan, plan.adopt(services, Installed(skeleton, contents))
         raise SyncError(f"table {family.name} {TABLE} changes while it is read")
 
@@ -275,6 +282,8 @@ class Nftables(TranslatingMode):
             raise SyncError(f"the nftables tables could not be repaired: {error}") from error
         self._full = False
         self._verified()
+        if any(written.values()):
+            self._judge(self.table, self.table.services.keys(), repaired=True)
         for name, done in written.items():
             if done:
                 self.audit_repairs += 1
@@ -351,6 +360,12 @@ def why_unsupported(entry: Entry) -> str:
     if entry.affinity_seconds and sets > len(MEMBERS):
         return f"{sets} distinct backend sets with session affinity, there is room for {len(MEMBERS)}"
     return ""
+
+
+def _frontend(key: Key) -> FrontendKey:
+    """Of an element's key, which has an address if it is none of a node port."""
+    *address, protocol, port = key
+    return str(address[0]) if address else None, int(port), int(protocol)
 
 
 def _of_node(node: NodeNetwork) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from hybrid_proxy.dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel import policy
-from hybrid_proxy.dataplane.kernel.conntrack import Place, delete_translated, open_flows
+from hybrid_proxy.dataplane.kernel.conntrack import delete_translated, open_flows
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
 from hybrid_proxy.dataplane.mode import (
@@ -34,7 +34,7 @@ from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family
 from hybrid_proxy.dataplane.nftables.ruleset import describe
 from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
 from hybrid_proxy.dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
-from hybrid_proxy.dataplane.stale import Socket
+from hybrid_proxy.dataplane.stale import Place, Socket
 from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 
 T = TypeVar("T")

@@ -113,7 +113,7 @@ class Relay:
         for want, port in service.ports.items():
             port.needed = want in row.ports
             port.leaving = port.leaving and not port.needed
-        if row.protocol == socket.IPPROTO_UDP and row.serving:
+        if row.protocol == socket.IPPROTO_UDP:
             self.sessions.end_where(set(service.ports.values()), frozenset(row.serving))
         return tuple(service.ports[want].address[1] for want in row.ports)
 
@@ -129,8 +129,8 @@ class Relay:
     def commit(self) -> None:
         """Close what no rule leads to any more; established connections go on.
 
-        So do sessions of a service without a serving endpoint, or without a frontend: conntrack goes on leading their
-        clients to the old port.
+        So do sessions of a service without a frontend whose endpoints serve: conntrack goes on leading their clients to
+        the old port.
         """
         for service in self.gone:
             self._close(service, list(service.ports))
@@ -138,7 +138,7 @@ class Relay:
         for service in self.services.values():
             needless = {want: port for want, port in service.ports.items() if not port.needed}
             row = service.row
-            if row.protocol == socket.IPPROTO_UDP and not (row.serving and row.ports):  # no other port takes them over
+            if row.protocol == socket.IPPROTO_UDP and not row.ports:  # no other port takes them over
                 for want in [want for want, port in needless.items() if port.sessions]:
                     needless.pop(want).leaving = True
             if needless:
