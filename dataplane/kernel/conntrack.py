@@ -252,15 +252,15 @@ class FlowKey(NamedTuple):
     dport: bytes
 
 
-def translated_keys(services: Mapping[Key, str | None], protocols: Iterable[int]) -> frozenset[FlowKey]:
-    """The translated flows of services by these protocols, which are not over.
+def translated_keys(services: Mapping[Key, str | None], kinds: Iterable[tuple[int, int]]) -> frozenset[FlowKey]:
+    """The translated flows of services of these families and protocols, which are not over.
 
     Args, raises: as `flows`.
     """
     return frozenset(
         _key(family, entry)
-        for protocol in protocols
-        for family, entry, _ in translated_entries(services, protocol)
+        for version, protocol in kinds
+        for family, entry, _ in translated_entries(services, protocol, families=(version,))
         if _state(entry) != "closed"
     )
 
@@ -316,14 +316,18 @@ def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
 
 
 def translated_entries(
-    services: Mapping[Key, str | None], only: int | None = None, *, status: Status | None = None
+    services: Mapping[Key, str | None],
+    only: int | None = None,
+    *,
+    status: Status | None = None,
+    families: Iterable[int] = (4, 6),
 ) -> Iterator[tuple[int, Entry, str | None]]:
     """Each translated flow of these services: its family, its entry and the name of its service port.
 
     `only` is the number of the protocol that is asked for, None: of all. `status`: see `dump`.
     """
     places: set[tuple[bytes, int]] | None = None
-    for family in (4, 6):
+    for family in families:
         for entry in dump(family, only, status=status):
             if not _is_translated(entry):
                 continue

@@ -363,7 +363,7 @@ def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
     monkeypatch.setattr(module, "half_open_keys", lambda _: frozenset())
     flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
     others = module.OthersFlows(flows, bench.inspect.program("leave"))
-    others.look(EMPTY)
+    others.look()
     assert bench.flow_count(net.family) == (3, 0)
     bench.age_flows(net.family, 1000 * HZ)
     bench.open_udp(net, net.vip)
@@ -371,9 +371,36 @@ def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
     assert bench.flow_count(net.family) == (3, 0)
     assert bench.ingress(frame(net, net.client, net.vip, datagram(40001)))[0] == PASS
     known.clear()
-    others.look(EMPTY)
+    others.look()
     assert bench.flow_count(net.family) == (2, 0)
     assert not any(value["flags"] & FLAGS["FLOW_OTHERS"] for value in bench.flows(net.family).values())
+
+
+def test_a_look_that_began_before_a_service_came_does_not_forget_its_flows(
+    bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conntrack is read beside the syncs; what a look finds may be older than what it compares with."""
+    theirs = client_side(net, 40001)
+    flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
+    others = module.OthersFlows(flows, bench.inspect.program("leave"))
+
+    def come(*_: object) -> frozenset[FlowKey]:
+        """While a look reads; what it has read is without the service."""
+        monkeypatch.setattr(module, "translated_keys", lambda *_: frozenset({theirs}))
+        others.expect(EMPTY, EMPTY)
+        others.come(["kube-system/dns"])
+        return frozenset()
+
+    for name in ("half_open_keys", "answer_keys"):
+        monkeypatch.setattr(module, name, lambda _: frozenset())
+    monkeypatch.setattr(module, "translated_keys", come)
+    others.expect(EMPTY)
+    others.look()
+    assert others.known == {theirs}
+    assert bench.flow_count(net.family) == (1, 0)
+    monkeypatch.setattr(module, "translated_keys", lambda *_: frozenset())
+    others.look()
+    assert bench.flow_count(net.family) == (0, 0)
 
 
 def test_a_port_that_conntrack_gave_away_for_a_backend_is_not_given_away_again(
@@ -389,13 +416,13 @@ def test_a_port_that_conntrack_gave_away_for_a_backend_is_not_given_away_again(
     monkeypatch.setattr(module, "answer_keys", lambda _: answers)
     flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
     others = module.OthersFlows(flows, bench.inspect.program("leave"))
-    others.look(EMPTY)
+    others.look()
     there = bench.open_tcp(net, net.vip)
     assert there.sport != 40000
     answer = frame(net, net.backends[0], net.client, segment(8080, 40000, "PA", payload=b"theirs"), from_backend=True)
     assert bench.ingress(answer)[0] == PASS
     answers = frozenset()
-    others.look(EMPTY)
+    others.look()
     assert bench.flow_count(net.family) == (2, 0)
 
 
@@ -409,7 +436,7 @@ def test_half_open_connections_of_others_do_not_fill_the_table(
     others = module.OthersFlows(flows, bench.inspect.program("leave"))
     for count in (len(keys), len(keys) - 1):
         monkeypatch.setattr(module, "half_open_keys", lambda _, count=count: frozenset(keys[:count]))
-        others.look(EMPTY)
+        others.look()
         assert bench.flow_count(net.family) == (0 if count == len(keys) else count, 0)
         others.check_room()
 

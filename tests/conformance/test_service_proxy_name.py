@@ -106,6 +106,23 @@ def test_a_service_moves_by_its_label_and_back(node: Node) -> None:
         assert not tally.failures, f"{name}: {tally.report()}"
 
 
+@pytest.mark.row("1.4", "flows that began at kube-proxy stay there, however often their Service moves")
+def test_flows_stay_where_they_began_however_often_their_service_moves(node: Node) -> None:
+    """Twice there and back in less time than an entry of conntrack lives without a datagram."""
+    move(node, None)
+    wait_until_served(node, KUBE_PROXYS)
+    with ExitStack() as stack:
+        opened = [flow for _ in range(8) for flow in flows(node, stack)]
+        with meanwhile(flow.go_on for flow in opened):
+            for label, after in ((NAME, OURS), (None, KUBE_PROXYS), (NAME, OURS)):
+                move(node, label)
+                wait_until_served(node, after)
+                wait_for_answers(opened)
+    for flow in opened:
+        assert not flow.failed, f"{flow.name}, {flow.asked} questions: {flow.failed}"
+        assert flow.pod == KUBE_PROXYS, flow.name
+
+
 @pytest.mark.row("1.4", "a connection to a Service that moved to kube-proxy goes on when the agent starts anew")
 def test_a_connection_outlives_the_agent_that_knew_its_service(node: Node) -> None:
     with ExitStack() as stack:

@@ -30,9 +30,13 @@ DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that
 ANSWERS_SECONDS = 60.0  # after which all connections are read again, to forget the answers to those that are over
 
 
-def takes_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> bool:
-    """Whether one of these services gets datagrams or associations at an address that had none."""
-    return not frontends(new, DATAGRAMS, names).keys() <= frontends(old, DATAGRAMS, names).keys()
+def take_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> frozenset[str]:
+    """Those of these services that get datagrams or associations at an address that had none."""
+    return frozenset(
+        name
+        for name in names
+        if not frontends(new, DATAGRAMS, (name,)).keys() <= frontends(old, DATAGRAMS, (name,)).keys()
+    )
 
 
 class Lazily(Mapping[Key, None]):
@@ -69,6 +73,8 @@ class OthersFlows:
     def __init__(self, flows: Mapping[int, Map], leave: int) -> None:
         self._flows, self._leave = flows, leave
         self._lock = threading.Lock()
+        self._tables: tuple[ServiceTable, ...] = ()
+        self._expected = 0  # how often
         self._answers = frozenset[FlowKey]()
         self._answers_at = 0.0
         self.known = frozenset[FlowKey]().union(*(_left_to_others(known, family) for family, known in flows.items()))
@@ -77,31 +83,51 @@ class OthersFlows:
         """Larger tables, with the same content, and their program. Nobody may be in `look`."""
         self._flows, self._leave = flows, leave
 
-    def look(self, table: ServiceTable, *, connections: bool = True) -> None:
+    def expect(self, *tables: ServiceTable) -> None:
+        """From now on flows to the services of these tables are left to others. One table: nothing else is expected."""
+        with self._lock:
+            self._tables = tables
+            self._expected += len(tables) > 1
+
+    def come(self, names: Collection[str]) -> None:
+        """Leave the datagrams of these services of the last table, which get here in a moment; `look` does the rest.
+
+        Raises: as `look`.
+        """
+        found = _datagram_flows(*self._tables[-1:], names=names)
+        with self._lock:
+            self._change(found - self.known, ())
+            self.known |= found
+
+    def look(self, *, connections: bool = True) -> None:
         """Read conntrack: leave what is new there, and forget what is gone. For any thread.
+
+        A dump takes tens of milliseconds where conntrack has many buckets, and nobody waits for it.
 
         `connections`: some may be half-open that are not known yet. Before Linux 5.17 all connections are read for it.
 
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
         """
-        services = Lazily(lambda: frontends(table))
+        expected, tables = self._expected, self._tables
+        services = Lazily(lambda: {key: None for table in tables for key in frontends(table)})
+        found = _datagram_flows(*tables)
+        if connections or any(key.protocol == Protocol.TCP for key in self.known):
+            found |= self._half_open(services)
+        if connections or (self._answers and time.monotonic() - self._answers_at > ANSWERS_SECONDS):
+            self._answers = self._bounded(answer_keys(services))
+            self._answers_at = time.monotonic()
+        found |= self._answers
         with self._lock:
-            found = _datagram_flows(services, table)
-            if connections or any(key.protocol == Protocol.TCP for key in self.known):
-                found |= self._half_open(services)
-            if connections or (self._answers and time.monotonic() - self._answers_at > ANSWERS_SECONDS):
-                self._answers = self._bounded(answer_keys(services))
-                self._answers_at = time.monotonic()
-            found |= self._answers
-            for family, flows in self._flows.items():
-                new, gone = (
-                    {key for key in keys if key.family == family} for keys in (found - self.known, self.known - found)
-                )
-                run_in_parts(self._leave, family, _rows(new, family))
-                if gone:  # a flow of ours was not left, and is not theirs
-                    flows.delete_batch(_rows(gone.intersection(_left_to_others(flows, family)), family))
-            self.known = found
+            if expected == self._expected:  # else services came meanwhile that these tables may not have
+                self._change(found - self.known, self.known - found)
+                self.known = found
+
+    def _change(self, new: Collection[FlowKey], gone: Collection[FlowKey]) -> None:
+        for family, flows in self._flows.items():
+            run_in_parts(self._leave, family, _rows([key for key in new if key.family == family], family))
+            if lost := {key for key in gone if key.family == family}:  # a flow of ours was not left, and is not theirs
+                flows.delete_batch(_rows(lost.intersection(_left_to_others(flows, family)), family))
 
     def _half_open(self, services: Mapping[Key, None]) -> frozenset[FlowKey]:
         """None in a flood of SYNs, which shall not fill the tables: then a repeated one begins a flow of ours."""
@@ -143,12 +169,15 @@ def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
     Raises:
         DataplaneError, OSError: conntrack cannot be read.
     """
-    return _datagram_flows(Lazily(lambda: frontends(table, DATAGRAMS)), table)
+    return _datagram_flows(table)
 
 
-def _datagram_flows(services: Mapping[Key, None], table: ServiceTable) -> frozenset[FlowKey]:
-    protocols = {entry.protocol for entry in table.entries()}.intersection(DATAGRAMS)  # to dump no others
-    return _with_unbound(translated_keys(services, sorted(protocols)), table.node.addresses)
+def _datagram_flows(*tables: ServiceTable, names: Collection[str] | None = None) -> frozenset[FlowKey]:
+    services = Lazily(lambda: {key: None for table in tables for key in frontends(table, DATAGRAMS, names)})
+    entries = [entry for table in tables for entry in table.entries(names) if entry.protocol in DATAGRAMS]
+    kinds = {(entry.family, int(entry.protocol)) for entry in entries}  # to dump no others
+    own = {address for table in tables for address in table.node.addresses}
+    return _with_unbound(translated_keys(services, sorted(kinds)), own)
 
 
 def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:

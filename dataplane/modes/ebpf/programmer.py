@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -67,7 +67,7 @@ from hybrid_proxy.dataplane.modes.ebpf.gone import Mark, collect, is_gone
 from hybrid_proxy.dataplane.modes.ebpf.late import LateDatapaths
 from hybrid_proxy.dataplane.modes.ebpf.layouts import Record
 from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.others import OthersFlows, datagram_flows, takes_datagrams
+from hybrid_proxy.dataplane.modes.ebpf.others import OthersFlows, datagram_flows, take_datagrams
 from hybrid_proxy.dataplane.modes.ebpf.pins import (
     Glance,
     beside,
@@ -254,6 +254,7 @@ class Ebpf:
             self._look_at_others,
         )  # fmt: skip
         self.others = self._new_others()
+        self._judges = deque[Judge]()
         self.gc.start()
         self._explain: Object | None = None  # loaded when somebody asks
         self.journal = Journal()
@@ -268,7 +269,9 @@ class Ebpf:
         return Store(self.maps, self.hz, adopt=adopt, max_ring=self.options.max_ring, max_slots=self.options.max_slots)
 
     def _new_others(self) -> OthersFlows:
-        return OthersFlows(self._flow_tables(), self._inspect.program("leave"))
+        others = OthersFlows(self._flow_tables(), self._inspect.program("leave"))
+        others.expect(self.table)
+        return others
 
     def _flow_tables(self) -> dict[int, Map]:
         return {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
@@ -374,11 +377,13 @@ class Ebpf:
                 self.store.plan.lacking = self.late.lacking(self.programs)
             elif not self.resizer.growing:
                 self.resizer.begin(sizes.needs(table.entries()))
-            come = self.options.shares_node and takes_datagrams(self.table, table, names)
+            come = take_datagrams(self.table, table, names) if self.options.shares_node else frozenset()
             if not self._attached and not self.adopted:
                 self._begin_with_room_for_others(table)
             if not self._attached or come:
-                self.others.look(table)  # before the first packet could begin a flow in place of theirs
+                self.others.expect(self.table, table)
+            if not self._attached:
+                self.others.look()  # before the first packet could begin a flow in place of theirs
             if not self._attached and (self.options.all_or_nothing or not self.adopted):
                 self.others.check_room()
             if table.node != self.table.node or not self._attached:
@@ -390,7 +395,11 @@ class Ebpf:
             services = {name: table.services.get(name, ()) for name in names}
             self.failover.follow(self.store, self.table, table, names)
             with START.part("lowering and maps"):
-                changed, removed = self.store.apply(services)
+                changed, removed = self.store.apply({name: services[name] for name in names - come})
+                if come:  # last, because it takes a dump of conntrack
+                    self.others.come(come)
+                    more = self.store.apply({name: services[name] for name in come})
+                    changed, removed = changed + more[0], removed + more[1]
             plan = self.store.plan
             if plan.full:
                 changed += self._make_room(services)
@@ -406,6 +415,7 @@ class Ebpf:
                 self._reset_gone(table, names)
             moved = table.node.primary != self.table.node.primary
             before, self.table = self.table, table
+            self.others.expect(table)
             self._unprogrammed, self._failed = frozenset(plan.unfit), frozenset()
             if table.clients:
                 self._remember(table)
@@ -418,8 +428,7 @@ class Ebpf:
             if come:
                 self._others_looks = 0
             if self.others.known or come:
-                delete_stale(Judge(before, table, names, partial(relays, table.node)))
-                self.gc.hurry()
+                self._judge_others(before, names)
         except Unsupported:
             raise
         except (DataplaneError, OSError, ValueError) as error:
@@ -454,11 +463,18 @@ class Ebpf:
         ids = {entry: (port.service, self.store.numbers(entry)) for entry, port in ports.items()}
         affinity.remember(self.maps.maps["affinity"], table.clients, ids, self.gc.clock())
 
+    def _judge_others(self, before: ServiceTable, names: Collection[str]) -> None:
+        """What conntrack translates does not come to our programs. It is read beside the syncs."""
+        self._judges.append(Judge(before, self.table, names, partial(relays, self.table.node)))
+        self.gc.hurry()
+
     def _look_at_others(self) -> None:
         """As long as there are flows of others, or may be some that were not seen yet."""
+        while self._judges:
+            delete_stale(self._judges.popleft())
         if self.others.known or self._others_looks < OTHERS_LOOKS:
             self._others_looks += 1
-            self.others.look(self.table, connections=self._others_looks <= OTHERS_LOOKS)
+            self.others.look(connections=self._others_looks <= OTHERS_LOOKS)
 
     def drain(self, table: ServiceTable) -> None:
         """No flow begins any more. The maps follow the table: flows go on, and whoever serves next finds all rows."""
@@ -629,10 +645,7 @@ class Ebpf:
         self.store.serve_node_ports_at(node.node_port_addresses, node.loopback)
 
     def other_mode_stopped(self) -> None:
-        """What conntrack translates does not come to the programs at uplinks."""
-        table = self.table
-        delete_stale(Judge(table, table, table.services.keys(), partial(relays, table.node)))
-        self.gc.hurry()
+        self._judge_others(self.table, self.table.services.keys())
 
     def links_changed(self) -> None:
         if self._attached:

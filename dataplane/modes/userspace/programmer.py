@@ -299,8 +299,8 @@ class Userspace(NetfilterMode):
                 log.warning("repaired: the routing rule for answers to kept IPv%d addresses was gone", family)
 
     def _retry_unprogrammed(self) -> None:
-        """A service port that the relay had no room for may find some now."""
-        if any("open files" in left.reason for left in self._unprogrammed.values()):
+        """A service port for which the relay could not listen: it had no room, or the address was not there yet."""
+        if any("cannot listen" in left.reason for left in self._unprogrammed.values()):
             names = {left.entry.rpartition(":")[0] for left in self._unprogrammed.values()}
             self._write(self.table, names, whole=self._lost.is_set())
 

@@ -291,6 +291,18 @@ def test_sctp_without_sctp_sockets_is_unprogrammed(node: Node) -> None:
     assert node.ask()[0] == "pod2"
 
 
+def test_a_relay_listens_as_soon_as_the_address_is_there(node: Node) -> None:
+    """For a second or two, an IPv6 address that is new cannot be bound, and nothing reports when it can."""
+    table, address = node.table("pod1"), "192.0.2.77"
+    table = replace(table, node=replace(table.node, primary=(address,)))
+    assert [left.entry for left in node.mode.sync(table).unprogrammed] == ["d/web:http"]
+    link = node.lab.netlink("node")
+    link.addr("add", index=link.link_lookup(ifname="eth0")[0], address=address, prefixlen=32)
+    node.mode.maintain()
+    assert not node.mode.status().unprogrammed
+    assert node.ask()[0] == "pod1"
+
+
 def test_what_is_programmed_can_be_looked_at(node: Node) -> None:
     with node.connect() as client:
         ask_tcp(client)
