@@ -443,7 +443,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
         slow_starts: Backends that do not have their whole share of new connections yet, because they start slowly.
         warnings: What this mode does differently from what is configured.
         audit_repairs: How often the agent repaired something that others had changed.
-        stale_deleted: Conntrack entries of datagrams that were deleted because no backend served them, by family.
+        stale_deleted: Conntrack entries that were deleted because they led to no backend that serves, by family.
         counters: Events by reason.
     """
 

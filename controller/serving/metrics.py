@@ -318,7 +318,7 @@ def _of_dataplane(dataplane: Status, draining: list[DrainingMode]) -> Iterator[M
         )
     if dataplane.stale_deleted is not None:
         deleted = CounterMetricFamily(
-            "kubeproxy_conntrack_reconciler_deleted_entries", "Entries of datagrams that were deleted: nobody served",
+            "kubeproxy_conntrack_reconciler_deleted_entries", "Entries that were deleted: they led to nobody",
             labels=["ip_family"],
         )  # fmt: skip
         yield _labelled(deleted, dataplane.stale_deleted)
