@@ -49,7 +49,8 @@ INLINE enum step classify_ingress(struct __sk_buff *skb, struct scratch *space, 
 }
 
 /* A packet behind routing. At an uplink it may still be to a service: this node itself sends packets past the hooks of
- * its sockets, from raw sockets and from the kernel.
+ * its sockets, from raw sockets and from the kernel, and a pod that started while no agent ran has an interface without
+ * programs.
  */
 INLINE enum step classify_egress(struct __sk_buff *skb, struct scratch *space, const enum hook hook, const bool v6)
 {
@@ -60,8 +61,8 @@ INLINE enum step classify_egress(struct __sk_buff *skb, struct scratch *space, c
 		return step;
 	if (p->kind == PACKET_ICMP_ERROR)
 		return STEP_ICMP_ERROR;
-	if (hook != HOOK_UPLINK_EGRESS || skb->ingress_ifindex || p->kind == PACKET_OTHER ||
-	    p->kind == PACKET_MALFORMED || !may_be_frontend(p, v6))
+	if (hook != HOOK_UPLINK_EGRESS || p->kind == PACKET_OTHER || p->kind == PACKET_MALFORMED ||
+	    !may_be_frontend(p, v6))
 		return STEP_NOT_SERVICE;
 	return STEP_SERVE;
 }

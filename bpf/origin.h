@@ -66,7 +66,8 @@ INLINE bool comes_from_origin(struct __sk_buff *skb, struct scratch *space, cons
 	way = CALL(origin_by_route, skb, 0);
 	NOTE(NOTE_FOREIGN, f->origin, way);
 	if (way == ORIGIN_ELSEWHERE)
-		return origin_is_gone(f->origin) || !(f->flags & (FLOW_REPLY | FLOW_ESTABLISHED));
+		return origin_is_gone(f->origin) || f->origin == ORIGIN_NODE ||
+		       !(f->flags & (FLOW_REPLY | FLOW_ESTABLISHED));
 	return way == here;
 }
 
@@ -143,7 +144,8 @@ INLINE int admit_elsewhere(struct __sk_buff *skb, struct scratch *space, __u32 d
 		return true; /* it is gone meanwhile: `take_flow` notices */
 	if (!comes_from_origin(skb, space, &p->tuple, found.entry, hook, v6))
 		return false;
-	if (found.entry->origin != origin_here(skb, hook) && proves_origin(p, found.entry))
+	if (found.entry->origin != origin_here(skb, hook) && found.entry->origin != ORIGIN_NODE &&
+	    proves_origin(p, found.entry))
 		move_origin(skb, p, &found, hook, v6);
 	return true;
 }

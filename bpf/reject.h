@@ -122,11 +122,11 @@ INLINE long write_error6(struct __sk_buff *skb, const struct tuple *t, const str
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &head, sizeof(head), 0);
 }
 
-/* Out of the interface that the packet came from; what this node sends comes back to it. */
+/* Out of the interface that the packet came in at; what is on its way out comes back to the stack. */
 INLINE enum step send_back(struct __sk_buff *skb)
 {
 	swap_macs(skb);
-	bpf_redirect(skb->ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS);
+	bpf_redirect(skb->ifindex, skb->ingress_ifindex == skb->ifindex ? 0 : BPF_F_INGRESS);
 	return STEP_REDIRECT;
 }
 

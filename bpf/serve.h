@@ -37,8 +37,23 @@ INLINE enum step serve_other(struct __sk_buff *skb, struct scratch *space, enum 
 	return settings.answer_ping && p->kind == PACKET_ECHO ? STEP_ECHO : reject(space, COUNT_REJECT_NO_PORT);
 }
 
+/* Is the packet on its way out, and came in where programs are? These have judged it, and what they translated is not
+ * translated again.
+ */
+INLINE bool is_judged(struct __sk_buff *skb, enum hook hook)
+{
+	return hook == HOOK_UPLINK_EGRESS && skb->ingress_ifindex && has_link(skb->ingress_ifindex);
+}
+
+/* May the packet begin a flow? */
+INLINE bool is_first(struct __sk_buff *skb, const struct packet *p, enum hook hook)
+{
+	return (p->tuple.protocol != IPPROTO_TCP || is_syn(p)) && !is_judged(skb, hook);
+}
+
 /* Follow the packet's flow, or say that a backend is to be chosen. A segment in the midst of a connection that is not
- * known belongs to another translation, netfilter's perhaps; of datagrams such flows are known (FLOW_OTHERS).
+ * known belongs to another translation, netfilter's perhaps; of datagrams such flows are known (FLOW_OTHERS). A flow
+ * that began at the uplink stays there when its pod's interface has programs: conntrack knows it by now.
  */
 INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
@@ -46,11 +61,11 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook,
 	struct found found;
 
 	if (p->kind != PACKET_TRANSPORT)
-		return serve_other(skb, space, hook, v6);
+		return is_judged(skb, hook) ? STEP_NOT_SERVICE : serve_other(skb, space, hook, v6);
 	space->avoid = 0;
 	find_flow(&found, &p->tuple, v6);
 	if (!found.entry)
-		return p->tuple.protocol != IPPROTO_TCP || is_syn(p) ? STEP_CHOOSE : STEP_NOT_SERVICE;
+		return is_first(skb, p, hook) ? STEP_CHOOSE : STEP_NOT_SERVICE;
 	if (found.entry->flags & FLOW_OTHERS) {
 		WRITE_ONCE(found.entry->seen, now());
 		return STEP_NOT_SERVICE;
@@ -59,6 +74,8 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook,
 	NOTE(NOTE_FLOW, found.entry->flags, now() - found.entry->seen);
 	if (!admit(skb, space, &found, hook, v6))
 		return drop(space, COUNT_DROP_FOREIGN);
+	if (found.entry->flags & FLOW_NODE ? is_ingress(hook) : is_judged(skb, hook))
+		return STEP_PASS;
 	if (!needs_new_flow(p, &found, &space->avoid, v6))
 		return follow(skb, space, &found, hook, false, false, v6);
 	NOTE(NOTE_RENEWAL, 0, 0);
@@ -70,11 +87,22 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook,
 
 GLOBAL_VERB(enum step, serve, STEP_DROP)
 
+/* Whose packet leaves by an uplink: this node's own, also where others' rules replaced the source by the node's address,
+ * or a pod's at an interface without programs, of which `pod_links` does not know.
+ */
+INLINE enum client classify_sender(struct __sk_buff *skb, const struct tuple *t, const bool v6)
+{
+	if (!skb->ingress_ifindex || is_local_address(t->saddr, v6))
+		return CLIENT_NODE;
+	return own_node.pods_by_link ? CLIENT_POD : classify_client(t->saddr, 0, v6);
+}
+
 /* Choose a backend for the packet, or another verdict. */
 INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
 	const struct tuple *t = &space->packet.tuple;
-	enum client from = hook == HOOK_UPLINK_EGRESS ? CLIENT_NODE : classify_client(t->saddr, skb->ifindex, v6);
+	enum client from = hook == HOOK_UPLINK_EGRESS ? classify_sender(skb, t, v6)
+						      : classify_client(t->saddr, skb->ifindex, v6);
 
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	space->choice.avoid = space->avoid;

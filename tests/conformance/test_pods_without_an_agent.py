@@ -1,0 +1,157 @@
+"""Pods that start while no agent serves: their interfaces have no programs, and Services answer them all the same.
+
+In mode ebpf such a pod's packets meet a program where they leave the node, at the uplink. In the other modes the rules
+are there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from hybrid_proxy.dataplane.kernel.bpf import programs_at
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import ask_tcp, download
+
+from .conftest import bench_of, routed_lab
+from .kit import UDP, V4, V6, Bench, Service, eventually
+from .test_rows import target_of
+
+SIZE = 300_000
+TCX_INGRESS = 46
+GATEWAY = "ee:ee:ee:ee:ee:ee"  # of every pod
+FAMILIES = (V4, V6)
+NOWHERE = "http://127.0.0.1:9"  # an API server that never answers
+
+
+@pytest.fixture(scope="module")
+def village() -> Iterator[Lab]:
+    """Pods by routes, but for pod2 and pod8, which are at a bridge and answer each other past the node's routing."""
+    with routed_lab(3, 1) as made:
+        run(made, "node", f"link add cni0 address {GATEWAY} type bridge", "link set cni0 up")
+        bridge(made, "pod2", "pod8")
+        yield made
+
+
+def run(lab: Lab, place: str, *lines: str) -> None:
+    for line in lines:
+        done = lab.run(place, ["ip", *line.split()])
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+
+
+def bridge(lab: Lab, name: str, neighbour: str) -> None:
+    """Make a pod's interface a port of the bridge."""
+    place, number = lab[name], int(neighbour.removeprefix("pod"))
+    run(
+        lab, "node", f"link set {place.interface} master cni0",
+        *(f"route replace {address} dev cni0" for address in (f"{place.address4}/32", f"{place.address6}/128")),
+    )  # fmt: skip
+    run(lab, name, f"route add 10.77.1.{10 + number} dev eth0", f"route add fd77:1::{10 + number} dev eth0")
+
+
+@pytest.fixture(scope="module")
+def deserted(village: Lab, mode: str) -> Iterator[tuple[Bench, dict[str, Service]]]:
+    """The agent is killed; two pods start then."""
+    bench = bench_of(village, mode)
+    services = {
+        f"{pod} {protocol}": bench.service(
+            pod, settle=False, outside=True, title=f"{pod}-{protocol.lower()}", protocol=protocol,
+            **({"port": 53, "target": UDP} if protocol == "UDP" else {}),
+        )
+        for pod, protocol in itertools.product(("pod1", "pod2", "remote1"), ("TCP", "UDP"))
+    }  # fmt: skip
+    services["none"] = bench.service(settle=False)
+    bench.agent.start()
+    bench.agent.kill()
+    village.add_pod("pod8")
+    bridge(village, "pod8", "pod2")
+    village.add_pod("pod9")
+    try:
+        yield bench, services
+    finally:
+        bench.agent.end()
+        for pod in ("pod8", "pod9"):
+            village.remove_pod(pod)
+
+
+WAYS = [
+    (pod, backend)
+    for pod, backend in itertools.product(("pod8", "pod9"), ("pod1", "pod2", "remote1"))
+]
+
+
+@pytest.mark.row("6.7", "a pod that starts while no agent runs reaches Services")
+@pytest.mark.parametrize(("pod", "backend"), WAYS, ids=[" to ".join(way) for way in WAYS])
+def test_services_answer_a_new_pod(
+    deserted: tuple[Bench, dict[str, Service]], mode: str, pod: str, backend: str
+) -> None:
+    bench, services = deserted
+    if (pod, backend) == ("pod8", "pod2") and mode != "ebpf":
+        pytest.skip("the answer goes from port to port (topologies/bridge.py)")
+    for family, protocol in itertools.product(FAMILIES, ("TCP", "UDP")):
+        reply = bench.ask(pod, services[f"{backend} {protocol}"], family, timeout=5)
+        assert reply.pod == backend
+        if mode != "userspace":
+            assert reply.peer[0] == bench.lab[pod].address(family)
+    for family in FAMILIES:
+        target = target_of(bench, services[f"{backend} TCP"], "lb", family)
+        with bench.connect(pod, target, family, timeout=20) as connection:
+            assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
+            assert download(connection, SIZE) == SIZE
+        assert bench.refusal(pod, services["none"], family) < 1
+
+
+@contextmanager
+def streams(bench: Bench, services: dict[str, Service]) -> Iterator[list[object]]:
+    """Open connections and conversations of the new pods."""
+    with ExitStack() as stack:
+        made = []
+        for (pod, backend), family in itertools.product(WAYS, FAMILIES):
+            if (pod, backend) == ("pod8", "pod2") and bench.agent.mode != "ebpf":
+                continue
+            made.append(bench.stream(pod, services[f"{backend} TCP"].vip(family), family))
+            stack.enter_context(made[-1].connection)
+        yield made
+
+
+def go_on(made: list) -> None:
+    for stream in made:
+        stream.ask()
+
+
+def attached(bench: Bench, pod: str) -> bool:
+    with bench.lab.inside("node"):
+        (index,) = bench.lab.netlink("node").link_lookup(ifname=bench.lab[pod].interface)
+        return bool(programs_at(index, TCX_INGRESS))
+
+
+@pytest.mark.row("6.7", "an agent that waits for its API server serves new pods; open connections go on")
+def test_connections_go_on_when_an_agent_comes(deserted: tuple[Bench, dict[str, Service]], mode: str) -> None:
+    bench, services = deserted
+    with streams(bench, services) as made:
+        go_on(made)
+        waiting = Agent(bench.lab, bench.agent.manifests, mode, ("--master", NOWHERE))
+        argv = [word for word in waiting.argv if word not in ("--manifests", str(waiting.manifests))]
+        process = bench.lab.start("node", argv)
+        try:
+            if mode == "ebpf":
+                eventually(lambda: attached(bench, "pod8") and attached(bench, "pod9"), 20, "no program at new pods")
+            go_on(made)
+            if mode == "ebpf":
+                village_pod = bench.lab.add_pod("pod7")
+                eventually(lambda: attached(bench, village_pod.name), 10, "no program at a pod that came meanwhile")
+                assert bench.ask("pod7", services["remote1 TCP"], V4).pod == "remote1"
+        finally:
+            process.kill()
+            process.wait(timeout=60)
+        go_on(made)
+        bench.agent.start()
+        for _ in range(5):
+            go_on(made)
+    for (pod, backend), family in itertools.product(WAYS, FAMILIES):
+        if (pod, backend) != ("pod8", "pod2") or mode == "ebpf":
+            assert bench.ask(pod, services[f"{backend} TCP"], family).pod == backend
