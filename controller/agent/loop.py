@@ -348,7 +348,7 @@ class Agent:
             self.health.turned(time.monotonic())
             if time.monotonic() >= self.syncer.due:
                 self._sync()
-            if self.maintenance.run(enabled=self.syncer.ready_seconds is not None):
+            if self.maintenance.run() and self.syncer.ready_seconds is not None:
                 self.syncer.hand_over()
                 self.mode.maintain(self.syncer.builder.table)
                 self.syncer.flush_log()

@@ -49,18 +49,17 @@ class Maintenance:
     def hurry(self) -> None:
         self._maintain_at = 0.0
 
-    def run(self, *, enabled: bool) -> bool:
-        """Do what is due, unless it is not `enabled` yet; whether the mode was maintained."""
+    def run(self) -> bool:
+        """Do what is due, also before the first table, for what the mode adopted; whether the mode was maintained."""
         if self._clock() >= self._check_at:
             self._check_at = self._clock() + CHECK_SECONDS
-            if enabled and self._may_have_drifted():
+            if self._may_have_drifted():
                 self.hurry()
         if self._clock() < self._maintain_at:
             return False
-        if enabled:
-            self._maintain()
+        self._maintain()
         self._maintain_at = self._clock() + MAINTAIN_SECONDS
-        return enabled
+        return True
 
     def _may_have_drifted(self) -> bool:
         programmer = self._mode.programmer

@@ -121,6 +121,11 @@ class Attachment:
         return "" if pins[self._name] == self._inode else "has something else pinned in its place"
 
     @property
+    def attached(self) -> bool:
+        """Whether it still is where it was made."""
+        return self._link >= 0 and _described(self._link, self._info)[1] == self.target
+
+    @property
     def pin(self) -> tuple[str, int]:
         """The name and the inode of its pin."""
         return self._name, self._inode
@@ -147,7 +152,7 @@ class Attachment:
 
     def _swap(self, program: int) -> bool:
         """Whether the link is attached where it should be, and runs this program now."""
-        if self._link < 0 or _described(self._link, self._info)[1] != self.target:
+        if not self.attached:
             return False
         try:
             bpf.update_link(self._link, program, self.where)

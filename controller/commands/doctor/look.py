@@ -47,6 +47,7 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import links, namespaces, sysctl
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
+from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import Beside, ProbePacket, belongs
 from hybrid_proxy.dataplane.other_proxies import warnings
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
@@ -293,7 +294,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     own = interfaces.addresses
     packet = services[0].packet
     source = packet.src if packet else str(ip_address(args.source)) if args.source else ""
-    pods, no_pod = _pods({each.name for each in interfaces.interfaces if links.is_pod(each, (), (), ())}, source)
+    behind_pods, _ = Roles((), ()).look(interfaces.interfaces, ())
+    pods, no_pod = _pods({each.name for each in behind_pods}, source)
     here = {*own, *(each for pod in pods for each in pod.addresses)}
     idle = {one.entry for one in node.facts.agent.dataplane.unprogrammed} if node.facts.agent else set()
     plans: list[tuple[list[Attempt], int]] = []

@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hybrid_proxy.dataplane.errors import Unsupported
@@ -26,8 +26,6 @@ from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node
 from hybrid_proxy.dataplane.kernel.links import (
     Interface,
     interface_name,
-    is_pod,
-    is_uplink,
     read_node,
 )  # fmt: skip
 from hybrid_proxy.dataplane.mode import Options
@@ -63,17 +61,13 @@ def _hooks(kind: str) -> tuple[Hook, ...]:
     return tuple((f"{kind}_{way}", attach_type, ingress) for way, attach_type, ingress in HOOKS)
 
 
-Chosen = Callable[[Interface, tuple[str, ...]], bool]  # an interface and the node's primary addresses
-
-
 class Links:
-    """Programs at the interfaces of one kind."""
+    """Programs at the interfaces of one kind, `pod` at the host side of pods' interfaces or `uplink`."""
 
-    def __init__(self, folder: Path, kind: str, chosen: Chosen) -> None:
+    def __init__(self, folder: Path, kind: str) -> None:
         self.folder = folder
         self.programs: Object | None = None
         self.what = kind
-        self.chosen = chosen
         self.hooks = _hooks(kind)
         self.attached: dict[int, Interface] = {}
         self.failed: dict[str, str] = {}
@@ -91,20 +85,39 @@ class Links:
         self.attached.clear()
         self._attach(interfaces)
 
-    def refresh(self, interfaces: Iterable[Interface], primary: Iterable[str]) -> None:
-        """Attach to interfaces that are new, forget what is gone, leave those that are of another kind (by now)."""
-        primary = tuple(primary)
-        wanted = {interface.index: interface for interface in interfaces if self.chosen(interface, primary)}
-        for index in [i for i in self.attached if i not in wanted or wanted[i].name != self.attached[i].name]:
+    def leave(self, indexes: Collection[int]) -> None:
+        """Detach from these, which are gone, or of another kind by now."""
+        for index in self.attached.keys() & indexes:
             self._detach(index)
+
+    def refresh(self, interfaces: Iterable[Interface]) -> None:
+        """Attach to those of these interfaces that are new, then forget all others."""
+        wanted = {interface.index: interface for interface in interfaces}
+        for interface in wanted.values():
+            self._follow_name(interface)
         new = [interface for index, interface in wanted.items() if index not in self.attached]
         self._attach(new)
+        self.leave(self.attached.keys() - wanted.keys())
         for interface in new:
             if interface.index in self.attached:
                 kind = "clsact" if interface.index in self._filtered else "tcx"
                 log.info("serving %s interface %s by %s", self.what, interface.name, kind)
         self._forget_stale(wanted)
         self._starts = False
+
+    def _follow_name(self, interface: Interface) -> None:
+        """An interface that is called otherwise keeps its programs. Another one may have its index: it gets some."""
+        former = self.attached.get(interface.index)
+        if former is None or former.name == interface.name:
+            return
+        held = [one for (index, _), one in self._held.items() if index == interface.index]
+        if not all(one.attached for one in held) or any(self._missing(interface.index)):
+            self._detach(interface.index)
+            return
+        log.info("%s interface %s is called %s by now", self.what, former.name, interface.name)
+        for one in held:
+            one.where = interface.name
+        self.attached[interface.index] = interface
 
     def _attach(self, interfaces: Iterable[Interface]) -> None:
         """Swap the programs in where ours are. Elsewhere a few interfaces get links, and the others get filters."""
@@ -216,13 +229,19 @@ class Links:
         for (index, name), held in self._held.items():
             if (what := held.wrong(pins)) and interface_name(index) == held.where:
                 yield f"{name} at {held.where} {what}"
-        if self._filters is not None and self.programs is not None:
-            for index in self._filtered & self.attached.keys():
-                name, hooks = self.attached[index].name, self._hooks_at(self.attached[index])
-                programs = {(hook, ingress): self.programs.program(hook) for hook, _, ingress in hooks}
-                for missing in self._filters.missing(index, programs):
-                    if interface_name(index) == name:
-                        yield f"{missing} at {name} is no filter any more"
+        for index in self._filtered & self.attached.keys():
+            name = self.attached[index].name
+            for missing in self._missing(index):
+                if interface_name(index) == name:
+                    yield f"{missing} at {name} is no filter any more"
+
+    def _missing(self, index: int) -> list[str]:
+        """The filters that an interface served by filters has not."""
+        if index not in self._filtered or self._filters is None or self.programs is None:
+            return []
+        hooks = self._hooks_at(self.attached[index])
+        programs = {(hook, ingress): self.programs.program(hook) for hook, _, ingress in hooks}
+        return self._filters.missing(index, programs)
 
     def pins(self) -> dict[str, int]:
         return dict(held.pin for held in self._held.values())
@@ -253,18 +272,6 @@ class Links:
         names = sorted(interface.name for interface in self.attached.values())
         kinds = ["tcx"] * bool(self._held) + ["clsact"] * bool(self._filtered)
         return InterfaceHooks(" and ".join(kinds) or self.kind, names, dict(self.failed))
-
-
-def pods(folder: Path, options: Options) -> Links:
-    """Programs at the host side of pods' interfaces."""
-    patterns, uplinks_too = options.pod_interfaces, options.uplink_interfaces
-    return Links(folder, "pod", lambda interface, own: is_pod(interface, patterns, uplinks_too, own))
-
-
-def uplinks(folder: Path, options: Options) -> Links:
-    """Programs at the interfaces by which the node is reached."""
-    patterns = options.uplink_interfaces
-    return Links(folder, "uplink", lambda interface, own: is_uplink(interface, patterns, own))
 
 
 def _programs_at(target: int, name: str) -> list[int]:

@@ -76,6 +76,8 @@ class Drivers:
                 self.left[interface.name] = reason
             else:
                 wanted[interface.index] = interface
+        for index in self.attached.keys() & wanted.keys():
+            self._held[index].where = wanted[index].name
         for index in [index for index in self.attached if index not in wanted]:
             log.info("XDP no longer serves %s", self.attached.pop(index).name)
         fresh = [index for index in wanted if index not in self.attached and self._attach(wanted[index])]

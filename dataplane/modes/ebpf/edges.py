@@ -5,14 +5,14 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
-from hybrid_proxy.dataplane.kernel.links import SERVICES_DEVICE, Hop, Interface, is_usable
+from hybrid_proxy.dataplane.kernel.links import SERVICES_DEVICE, Hop, Interface, interface_name, is_usable
 from hybrid_proxy.dataplane.modes.ebpf import layout
 from hybrid_proxy.dataplane.table import NodeNetwork, family_of
 
@@ -117,15 +117,57 @@ def word(value: int) -> bytes:
     return value.to_bytes(4, sys.byteorder)
 
 
+def elements_of(known: Map) -> dict[bytes, bytes]:
+    """What a hash has."""
+    keys, values = known.items(np.dtype(f"V{known.key_size}"), np.dtype(f"V{known.value_size}"))
+    return {key.tobytes(): value.tobytes() for key, value in zip(keys, values, strict=True)}
+
+
 def set_elements(known: Map, wanted: Mapping[bytes, bytes]) -> None:
     """Make these, key and value, all elements of a hash. What is new comes before what is old goes."""
-    keys, values = known.items(np.dtype(f"V{known.key_size}"), np.dtype(f"V{known.value_size}"))
-    present = {key.tobytes(): value.tobytes() for key, value in zip(keys, values, strict=True)}
+    present = elements_of(known)
     for key, value in wanted.items():
         if present.get(key) != value:
             known.update(key, value)
     for key in present.keys() - wanted.keys():
         known.delete(key)
+
+
+class Surroundings:
+    """Maps of what the programs must know of the node: as they were written last, compared, and written again."""
+
+    def __init__(self, maps: Mapping[str, Map]) -> None:
+        self._maps = maps
+        self._wanted: dict[str, Mapping[bytes, bytes]] = {}
+
+    def write(self, name: str, wanted: Mapping[bytes, bytes]) -> None:
+        """Make these, key and value, all elements of a map."""
+        self._wanted[name] = wanted
+        set_elements(self._maps[name], self._possible(name))
+
+    def _possible(self, name: str) -> Mapping[bytes, bytes]:
+        """The kernel itself removes an interface that goes from `links`, and refuses one that is gone."""
+        wanted = self._wanted[name]
+        if name != "links":
+            return wanted
+        return {key: index for key, index in wanted.items() if interface_name(int.from_bytes(index, sys.byteorder))}
+
+    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
+        """A message for each map whose elements others changed."""
+        del pins
+        for name in self._wanted:
+            if elements_of(self._maps[name]) != self._possible(name):
+                yield f"map {name} has other elements"
+
+    def pins(self) -> dict[str, int]:
+        """The maps' own are elsewhere."""
+        return {}
+
+    def mend(self, pins: Mapping[str, int]) -> None:
+        """Write again what is `wrong`."""
+        del pins
+        for name in self._wanted:
+            set_elements(self._maps[name], self._possible(name))
 
 
 def own_addresses(addresses: Iterable[str]) -> set[bytes]:

@@ -35,6 +35,7 @@ from hybrid_proxy.dataplane.kernel.links import (
     read_reverse_path_filters,
 )
 from hybrid_proxy.dataplane.kernel.lock import hold
+from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import (
     Event,
     Mode,
@@ -49,6 +50,7 @@ from hybrid_proxy.dataplane.modes.ebpf.attach import Links, Sockets
 from hybrid_proxy.dataplane.modes.ebpf.carry import Carry, prepare
 from hybrid_proxy.dataplane.modes.ebpf.driver import Drivers
 from hybrid_proxy.dataplane.modes.ebpf.edges import (
+    Surroundings,
     cidr_columns,
     equal_paths,
     interface_addresses,
@@ -57,7 +59,6 @@ from hybrid_proxy.dataplane.modes.ebpf.edges import (
     pod_columns,
     pod_links,
     served_links,
-    set_elements,
     word,
 )
 from hybrid_proxy.dataplane.modes.ebpf.events import Journal, Reader
@@ -230,13 +231,14 @@ class Ebpf:
         self._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)
         self._unprogrammed: frozenset[str] = frozenset()
         self._failed: frozenset[str] = frozenset()  # services of a sync that could not be finished
-        self._attached = False
+        self._attached = self._serves_adopted = False
         self.programs: Programs | None = None  # those in use; there are some from the first table on
-        self.pods = attach.pods(self.folder, options)
-        self.uplinks = attach.uplinks(self.folder, options)
+        self.roles = Roles(options.pod_interfaces, options.uplink_interfaces)
+        self.pods, self.uplinks = Links(self.folder, "pod"), Links(self.folder, "uplink")
         self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
         self.sockets = attach.Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
+        self.surroundings = Surroundings(self.maps.maps)
         self.late = LateDatapaths(self.loader, self.maps, self.resizer.in_turn)
         self._growth: growth.Growth | None = None  # of tables that programs write
         self.nearly_full: dict[str, str] = {}  # map -> message
@@ -648,56 +650,76 @@ class Ebpf:
         self._judge_others(self.table, self.table.services.keys())
 
     def links_changed(self) -> None:
-        if self._attached:
+        if self._serves:
             self._refresh_links()
 
+    @property
+    def _serves(self) -> bool:
+        """Whether programs are attached, if only for what was adopted."""
+        return self._attached or self._serves_adopted
+
+    def _serve_adopted(self) -> None:
+        """Before the first table: interfaces that came while no agent was here need programs for what the maps have."""
+        if self.adopted and self._carry is None and self.programs is not None and not self._serves:
+            self._serves_adopted = True
+            self._refresh_links()
+
+    def _primary(self) -> tuple[str, ...]:
+        """The node's primary addresses; before the first table, those that a former agent wrote."""
+        if self.table is not EMPTY:
+            return self.table.node.primary
+        row = self.maps.view("node")
+        known = ((row[f"primary{family}"].tobytes(), family) for family in (4, 6))
+        return tuple(layout.address_text(words, family) for words, family in known if any(words))
+
     def _refresh_links(self) -> None:
-        node = read_node()
-        self._write_surroundings(node)
-        for links in (self.pods, self.uplinks):
-            links.refresh(node.interfaces, self.table.node.primary)
+        node, primary = read_node(), self._primary()
+        pods, uplinks = self.roles.look(node.interfaces, primary)
+        self._write_surroundings(node, primary, pods, uplinks)
+        for links, others in ((self.pods, uplinks), (self.uplinks, pods)):
+            links.leave([interface.index for interface in others])
+        for links, wanted in ((self.pods, pods), (self.uplinks, uplinks)):
+            links.refresh(wanted)
         self.drivers.refresh(self.uplinks.attached.values(), node.interfaces)
 
-    def _write_surroundings(self, node: Node) -> None:
+    def _write_surroundings(
+        self, node: Node, primary: Collection[str], pods: Sequence[Interface], uplinks: Sequence[Interface]
+    ) -> None:
         """What the programs must know of the node before they see packets of its interfaces."""
-        strictly = self.options.source_check == "strict"
         flags = interface_flags(
             node.interfaces,
             read_reverse_path_filters(),
-            strictly=strictly,
-            is_served=lambda interface: self.uplinks.chosen(interface, self.table.node.primary),
+            strictly=self.options.source_check == "strict",
+            is_served=lambda interface: interface in uplinks,
         )
         routes, paths = equal_paths(node.equal_paths)
-        for name, wanted in (
-            ("own_addresses", dict.fromkeys(own_addresses(node.local), bytes(4))),
-            ("pod_links", dict.fromkeys(map(word, pod_links(node.interfaces, self.table.node)), bytes(4))),
-            ("equal_paths", paths),
-            ("equal_routes", routes),
-            ("interface_addresses", interface_addresses(node.interfaces, self.table.node.primary)),
-            ("interfaces", {word(index): word(asked) for index, asked in flags.items()}),
-        ):
-            set_elements(self.maps.maps[name], wanted)
-        self._write_links(node.interfaces)
+        wanted = {
+            "own_addresses": dict.fromkeys(own_addresses(node.local), bytes(4)),
+            "pod_links": dict.fromkeys(map(word, pod_links(node.interfaces, self.table.node)), bytes(4)),
+            "equal_paths": paths,
+            "equal_routes": routes,
+            "interface_addresses": interface_addresses(node.interfaces, primary),
+            "interfaces": {word(index): word(asked) for index, asked in flags.items()},
+            # Where programs are, or will be in a moment.
+            "links": {word(key): word(index) for key, index in served_links(pods, uplinks).items()},
+        }
+        if self.table is EMPTY:
+            del wanted["pod_links"]  # the first table says which these are
+        for name, elements in wanted.items():
+            try:
+                self.surroundings.write(name, elements)
+            except BpfError as error:
+                if name != "links":
+                    raise
+                if error.code not in (errno.EINVAL, errno.ENODEV):  # the next change of interfaces is on its way
+                    log.warning("packets are not handed over at all interfaces: %s", error)
 
-    def _write_links(self, interfaces: Iterable[Interface]) -> None:
-        """Where programs are, or will be in a moment. The kernel refuses an interface that is gone by now."""
-        pods, uplinks = (
-            [interface for interface in interfaces if links.chosen(interface, self.table.node.primary)]
-            for links in (self.pods, self.uplinks)
-        )
-        wanted = {word(key): word(index) for key, index in served_links(pods, uplinks).items()}
-        try:
-            set_elements(self.maps.maps["links"], wanted)
-        except BpfError as error:
-            if error.code not in (errno.EINVAL, errno.ENODEV):  # the next change of interfaces is on its way
-                log.warning("packets are not handed over at all interfaces: %s", error)
-
-    def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet | Mark | Record]:
-        """What has pins; what carries traffic comes first."""
-        return self.pods, self.uplinks, self.drivers, self.sockets, self.maps, self.mark, self.record
+    def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet | Mark | Record | Surroundings]:
+        """What has pins, or is in maps; what carries traffic comes first."""
+        return self.pods, self.uplinks, self.drivers, self.sockets, self.maps, self.mark, self.record, self.surroundings
 
     def may_have_drifted(self) -> bool:
-        return self._attached and any(True for _ in self._wrong())
+        return self._serves and any(True for _ in self._wrong())
 
     def _wrong(self) -> Iterator[str]:
         """A message for each attachment or pin that somebody removed or changed."""
@@ -709,7 +731,7 @@ class Ebpf:
 
     def _mend(self) -> None:
         """Put back what is `_wrong`; what cannot be put back stays in `unrepaired`, and is tried again next time."""
-        wrong = list(self._wrong()) if self._attached else []
+        wrong = list(self._wrong()) if self._serves else []
         if not wrong:
             self.unrepaired = ()
             return
@@ -771,6 +793,9 @@ class Ebpf:
         if self._unprogrammed and not self._failed:
             self.sync(self.table)
         self.resizer.step(self.store.plan.used() | (self.gc.needed if self._attached else {}))
+        self._serve_adopted()
+        if self.roles.uncertain:
+            self.links_changed()
         self._look_early()
         repaired = self.store.writer.rows.repair()
         if repaired:

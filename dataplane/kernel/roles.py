@@ -1,0 +1,130 @@
+"""What an interface is for, by addresses and routes, and not by its kind: behind it are a pod, hosts, or neither.
+
+The node's address may be on a bridge, a bond, a VLAN or a macvlan. What that stands on carries its packets and is no
+pod's, though it may be a veth whose other end is elsewhere, as in kind and LXC. Pods may be at the same bridge: it has
+learnt behind which of its ports the default gateway is.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Final
+
+from hybrid_proxy.dataplane.kernel.links import (
+    DEVICE_KINDS,
+    GET_ROUTE,
+    POD_KINDS,
+    RTA_GATEWAY,
+    RTA_OIF,
+    RTA_VIA,
+    Interface,
+    is_pod,
+    is_uplink,
+)
+from hybrid_proxy.dataplane.kernel.netlink import AF, NLM_F_DUMP, ROUTE, Message, Netlink, attributes
+
+ON_ANOTHER: Final = frozenset({"vlan", "macvlan", "macvtap", "ipvlan", "ipvtap"})  # kinds that name the one below
+GROUPS: Final = frozenset({"bond", "team"})  # kinds whose ports all lead to the same place
+NEVER_OUT: Final = POD_KINDS | {"dummy", "tun"}  # ports of a bridge that lead to a pod, to nobody, or to a machine here
+GET_NEIGHBOUR, NDA_DST, NDA_LLADDR = 30, 1, 2  # linux/rtnetlink.h, linux/neighbour.h
+_NEIGHBOUR: Final = struct.Struct("=BxxxiHBB")  # family, interface, state, flags, type
+_ROUTE_SIZE: Final = 12  # of struct rtmsg; its second byte is the length of the destination's prefix
+
+WaysOut = Callable[[int], Collection[int]]  # a bridge -> its ports behind which the default gateways are
+
+
+def ports_of_gateways(bridge: int) -> frozenset[int]:
+    """The ports of a bridge behind which the default gateways are; none where the kernel does not know."""
+    with Netlink(ROUTE) as wire:
+        gateways = {gateway for family in AF.values() for gateway in _gateways(wire, family, bridge)}
+        addresses = {
+            known[NDA_LLADDR]
+            for family in AF.values()
+            for index, known in _neighbours(wire, family)
+            if index == bridge and known.get(NDA_DST) in gateways and NDA_LLADDR in known
+        }
+        return frozenset(
+            index for index, known in _neighbours(wire, socket.AF_BRIDGE) if known.get(NDA_LLADDR) in addresses
+        ) - {bridge}
+
+
+def _gateways(wire: Netlink, family: int, interface: int) -> Iterator[bytes]:
+    for answer in wire.dump(Message(GET_ROUTE, bytes([family]) + bytes(_ROUTE_SIZE - 1), NLM_F_DUMP, "reading routes")):
+        known = dict(attributes(answer, _ROUTE_SIZE))
+        if answer[1] == 0 and int.from_bytes(known.get(RTA_OIF, b""), sys.byteorder) == interface:
+            yield known.get(RTA_GATEWAY) or known.get(RTA_VIA, b"")[2:]
+
+
+def _neighbours(wire: Netlink, family: int) -> Iterator[tuple[int, dict[int, bytes]]]:
+    """Neighbours of a family or, of AF_BRIDGE, addresses that bridges have learnt: interface or port, and the rest."""
+    request = _NEIGHBOUR.pack(family, 0, 0, 0, 0)
+    for answer in wire.dump(Message(GET_NEIGHBOUR, request, NLM_F_DUMP, "reading neighbours")):
+        yield _NEIGHBOUR.unpack_from(answer)[1], dict(attributes(answer, _NEIGHBOUR.size))
+
+
+def carriers(interfaces: Collection[Interface], uplinks: Iterable[int], ways_out: WaysOut) -> set[int]:
+    """Indexes of what uplinks stand on."""
+    known = {interface.index: interface for interface in interfaces}
+    found: set[int] = set()
+    above = list(uplinks)
+    while above:
+        below = _below(known[above.pop()], known, ways_out) - found
+        found |= below
+        above += below
+    return found
+
+
+def _below(upper: Interface, known: Mapping[int, Interface], ways_out: WaysOut) -> set[int]:
+    if upper.kind in ON_ANOTHER and not upper.peer_elsewhere:
+        return {upper.lower} & known.keys()
+    ports = {index for index, each in known.items() if each.master == upper.index}
+    if upper.kind != "bridge":
+        return ports if upper.kind in GROUPS else set()
+    ends = {index for index in ports if known[index].kind in POD_KINDS and known[index].peer_elsewhere}
+    others = {index for index in ports if known[index].kind not in NEVER_OUT}
+    if not ends or any(known[index].kind in DEVICE_KINDS for index in others):
+        return others
+    if len(ends) == 1 and not others:
+        return ends
+    # A bridge has the address of its first port, as long as no other's is lower.
+    return others | (ends & set(ways_out(upper.index)) or {i for i in ends if known[i].mac == upper.mac})
+
+
+class Roles:
+    """Tells pods' interfaces and uplinks; patterns of names take the place of what is found.
+
+    What has led out goes on to do so while its address or its route is away, or is about to come to its bridge.
+    """
+
+    def __init__(self, pods: tuple[str, ...], uplinks: tuple[str, ...], ways_out: WaysOut = ports_of_gateways) -> None:
+        self._pods, self._uplinks, self._read_ways_out = pods, uplinks, ways_out
+        self._ways: dict[int, Collection[int]] = {}  # of each bridge, as they were known last
+        self._led_out: dict[int, str] = {}  # index -> kind: another interface may get the index
+        self.uncertain = False  # a bridge has not learnt yet which of its ports leads out
+
+    def look(
+        self, interfaces: Collection[Interface], primary: Iterable[str]
+    ) -> tuple[list[Interface], list[Interface]]:
+        """Pods' interfaces and uplinks of a node with these primary addresses."""
+        primary, self.uncertain = tuple(primary), False
+        uplinks = {each.index for each in interfaces if is_uplink(each, self._uplinks, primary)}
+        below = carriers(interfaces, uplinks, self._ways_out)
+        led_out = {each.index for each in interfaces if self._led_out.get(each.index) == each.kind}
+        if not self._uplinks:
+            uplinks |= led_out - below
+        self._led_out = {each.index: each.kind for each in interfaces if each.index in uplinks | below}
+        return [
+            each
+            for each in interfaces
+            if is_pod(each, self._pods, self._uplinks, primary) and (self._pods or each.index not in self._led_out)
+        ], [each for each in interfaces if each.index in uplinks]
+
+    def _ways_out(self, bridge: int) -> Collection[int]:
+        if found := self._read_ways_out(bridge):
+            self._ways[bridge] = found
+        ways = self._ways.get(bridge, ()) or self._led_out.keys()
+        self.uncertain = self.uncertain or not ways
+        return ways
