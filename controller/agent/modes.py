@@ -18,7 +18,7 @@ from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_mode
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
-from hybrid_proxy.dataplane.kernel.lock import hold_new, let_go
+from hybrid_proxy.dataplane.kernel.lock import hold_netns, hold_new, let_go
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from hybrid_proxy.dataplane.mode import Drains, Mode, Options, Programmer, Remembers, RequestMaintenance
 from hybrid_proxy.dataplane.table import EMPTY, Remembered, ServiceTable
@@ -58,14 +58,16 @@ def hold_namespace() -> Iterator[None]:
         Unsupported: the lock cannot be taken at all.
     """
     folder = Path(ADMIN_SOCKET).parent / f"netns-{netns_number()}"
-    try:
-        descriptor = hold_new(folder, "this network namespace")
-    except OSError as error:
-        raise Unsupported("one agent for each network namespace", f"{folder}: {error.strerror}; run as root") from error
-    try:
-        yield
-    finally:
-        let_go(folder, descriptor)
+    with hold_netns("this network namespace"):  # also of an agent that has another /run
+        try:
+            descriptor = hold_new(folder, "this network namespace")  # also of one of an older version
+        except OSError as error:
+            what = "one agent for each network namespace"
+            raise Unsupported(what, f"{folder}: {error.strerror}; run as root") from error
+        try:
+            yield
+        finally:
+            let_go(folder, descriptor)
 
 
 def open_mode(name: str) -> Mode:

@@ -1,13 +1,23 @@
-"""One writer: a lock on a folder, and who holds it."""
+"""One writer: a lock on a folder or on the network namespace, and who holds it."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
+import socket
+import struct
 from pathlib import Path
+from typing import Final
 
 from hybrid_proxy.dataplane.errors import Occupied
+
+NETNS_NAME: Final = "\0hybrid-proxy"
+BACKLOG: Final = 4096  # nobody accepts: each process that asked who it is takes a place
+
+log = logging.getLogger(__name__)
 
 
 def hold(folder: Path, what: str) -> int:
@@ -22,8 +32,50 @@ def hold(folder: Path, what: str) -> int:
     except BlockingIOError as error:
         holder = _holder(os.fstat(descriptor).st_ino)
         os.close(descriptor)
-        raise Occupied(f"{what} is in use by {holder}: stop that process first, one instance serves a node") from error
+        raise _occupied(what, holder) from error
     return descriptor
+
+
+def hold_netns(what: str) -> socket.socket:
+    """Be the only one in the calling thread's network namespace until the socket is closed or the process ends.
+
+    Folders may be others for each container. The name of an abstract socket is the network namespace's (unix(7)). Where
+    somebody without root's rights has taken it, a warning says so, and it locks nothing.
+
+    Raises:
+        Occupied: another process of root's holds it; the message names it.
+    """
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        held.bind(NETNS_NAME)
+        held.listen(BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            held.close()
+            raise
+        pid, uid = _listener()
+        if uid in (0, os.geteuid()):
+            held.close()
+            raise _occupied(what, _described(pid)) from error
+        log.warning("user %d has taken the name %s: another agent here would not be noticed", uid, NETNS_NAME[1:])
+    return held
+
+
+def _listener() -> tuple[int, int]:
+    """The process (0: it cannot be seen from here) and the user that listen at the name; as of root if unknown."""
+    credentials = struct.Struct("3i")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(NETNS_NAME)
+        except OSError:  # so many have asked that there is no room, or it has just begun, or ended
+            return 0, 0
+        found = credentials.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return found[0], found[1]
+
+
+def _occupied(what: str, holder: str) -> Occupied:
+    return Occupied(f"{what} is in use by {holder}: stop that process first, one instance serves a node")
 
 
 def hold_new(folder: Path, what: str) -> int:
@@ -56,9 +108,15 @@ def _holder(inode: int) -> str:
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
         if "->" not in fields and fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
-            try:
-                command = Path(f"/proc/{fields[4]}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            except OSError:
-                command = "?"
-            return f"process {fields[4]} ({' '.join(command.split())})"
-    return "another process"
+            return _described(int(fields[4]))
+    return _described(0)
+
+
+def _described(pid: int) -> str:
+    if not pid:
+        return "another process"
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        command = "?"
+    return f"process {pid} ({' '.join(command.split())})"
