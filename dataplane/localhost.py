@@ -157,8 +157,9 @@ class Localhost:
                 self._begin()
             return 0
         folder = _folder(self._options, self._mode)
-        pins = {path.name: path.stat().st_ino for path in folder.glob("link_*")} if folder.exists() else {}
-        wrong = [f"{name} {what}" for name, link in self._links.items() if (what := link.wrong(pins))]
+        pins = {path.name: path.lstat().st_ino for path in folder.glob("link_*")} if folder.exists() else {}
+        links = {name: link for name, link in self._links.items() if not link.displaced(pins)}
+        wrong = [f"{name} {what}" for name, link in links.items() if (what := link.wrong(pins))]
         if not wrong:
             return 0
         log.warning("a program for node ports at loopback addresses, %s; all are attached again", wrong[0])

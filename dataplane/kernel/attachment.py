@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any, Final
 from hybrid_proxy.dataplane.kernel import bpf
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, check, library
+
+log = logging.getLogger(__name__)
 
 CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; a link at an interface reports an index instead of a cgroup's number
 INFO_SIZE: Final = ffi.sizeof("struct bpf_link_info")
@@ -68,6 +71,11 @@ def program_number(program: int) -> int:
     return int(bpf.program_info(program).id)
 
 
+def _name_of(program: int) -> str:
+    """A loaded program's name, as the kernel keeps it."""
+    return bpf.program_name(program_number(program))
+
+
 class Attachment:
     """One link.
 
@@ -90,16 +98,17 @@ class Attachment:
     def run(self, program: int, at: int | None = None) -> None:
         """Swap this program in where the link is; where it is not, or somewhere else, make a new one.
 
+        What somebody else has put in the place of its pin stays. The link serves then as long as this process does.
+
         Args:
             program: a descriptor.
             at: a descriptor of the cgroup, None: an interface is the target.
 
         Raises:
-            BpfError: EINVAL where the kernel has no such link, EBUSY where somebody else's program excludes ours,
-                EEXIST where something else is pinned in its place.
+            BpfError: EINVAL where the kernel has no such link, EBUSY where somebody else's program excludes ours.
         """
-        if self._link < 0 and self.path.exists():
-            self._adopt()
+        if self._link < 0:
+            self._adopt(program)
         if not self._swap(program):
             self._let_go()
             target = self.target if at is None else at
@@ -125,6 +134,10 @@ class Attachment:
         """Whether it still is where it was made."""
         return self._link >= 0 and _described(self._link, self._info)[1] == self.target
 
+    def displaced(self, pins: Mapping[str, int]) -> bool:
+        """Whether it serves, and something else is in the place of its pin."""
+        return self.attached and pins.get(self._name, self._inode) != self._inode
+
     @property
     def pin(self) -> tuple[str, int]:
         """The name and the inode of its pin."""
@@ -132,9 +145,8 @@ class Attachment:
 
     def remove(self) -> None:
         """Detach it now, also one that a former process has left, and remove the pin."""
-        if self._link < 0 and self.path.exists():
-            with contextlib.suppress(BpfError):  # somebody else's: it stays
-                self._adopt()
+        if self._link < 0:
+            self._adopt()
         self._let_go()
 
     def close(self) -> None:
@@ -143,12 +155,22 @@ class Attachment:
             os.close(self._link)
         self._link = -1
 
-    def _adopt(self) -> None:
-        found = bpf.pinned_link(self.path)
-        if not is_link(found):
-            os.close(found)
-            raise BpfError(f"{self.path} is no link of ours", errno.EEXIST)
-        self._link, self._inode = found, self.path.stat().st_ino
+    def _adopt(self, program: int | None = None) -> None:
+        """Take over what a former process has pinned, unless it is somebody else's.
+
+        A link that is attached to something else, and runs a program of another name, is.
+        """
+        try:
+            found, inode = bpf.pinned_link(self.path), self.path.lstat().st_ino
+        except (BpfError, OSError):  # nothing is there, or a folder, or a link out of the file system
+            return
+        if is_link(found):
+            number, target = _described(found, self._info)
+            same = program is not None and bpf.program_name(number) == _name_of(program)
+            if same or target in (0, self.target):
+                self._link, self._inode = found, inode
+                return
+        os.close(found)
 
     def _swap(self, program: int) -> bool:
         """Whether the link is attached where it should be, and runs this program now."""
@@ -174,11 +196,17 @@ class Attachment:
 
     def _pinned_here(self) -> bool:
         try:
-            return self.path.stat().st_ino == self._inode
-        except FileNotFoundError:
+            return self.path.lstat().st_ino == self._inode
+        except OSError:
             return False
 
     def _pin(self) -> None:
-        if not self._pinned_here():
+        if self._pinned_here():
+            return
+        try:
             bpf.pin_link(self._link, self.path)
-            self._inode = self.path.stat().st_ino
+            self._inode = self.path.lstat().st_ino
+        except (BpfError, OSError) as error:  # `wrong` says so until the place is free
+            if self._inode >= 0:
+                log.warning("a link serves until this process ends, because it cannot be pinned: %s", error)
+            self._inode = -1

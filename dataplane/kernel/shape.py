@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,8 +66,18 @@ def is_map(descriptor: int) -> bool:
     return os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:bpf-map"  # noqa: PTH115 (no path: a label)
 
 
+def is_pin(path: Path) -> bool:
+    """Whether something is pinned there, and no folder or symbolic link is in its place."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
 def pinned(path: Path) -> Shape | None:
-    """The shape of the map that is pinned at `path`; None: something else than a map is."""
+    """The shape of the map that is pinned at `path`; None: something else than a map is there."""
+    if path.is_symlink() or path.is_dir():
+        return None
     descriptor = check(library().bpf_obj_get(str(path).encode()), f"opening what is pinned at {path}")
     try:
         if not is_map(descriptor):

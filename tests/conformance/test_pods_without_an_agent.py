@@ -78,10 +78,7 @@ def deserted(village: Lab, mode: str) -> Iterator[tuple[Bench, dict[str, Service
             village.remove_pod(pod)
 
 
-WAYS = [
-    (pod, backend)
-    for pod, backend in itertools.product(("pod8", "pod9"), ("pod1", "pod2", "remote1"))
-]
+WAYS = [(pod, backend) for pod, backend in itertools.product(("pod8", "pod9"), ("pod1", "pod2", "remote1"))]
 
 
 @pytest.mark.row("6.7", "a pod that starts while no agent runs reaches Services")

@@ -29,7 +29,7 @@ from hybrid_proxy.dataplane.kernel.links import (
     read_node,
 )  # fmt: skip
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.pins import remove_pins
+from hybrid_proxy.dataplane.modes.ebpf.pins import is_link_pin, links_in, remove_pins
 from hybrid_proxy.dataplane.reports import InterfaceHooks, SocketHooks
 
 log = logging.getLogger(__name__)
@@ -263,8 +263,8 @@ class Links:
     def _forget_stale(self, wanted: dict[int, Interface]) -> None:
         """Pins of interfaces that went while no process was there to see it."""
         for name, _, _ in (*self.hooks, *(_hooks(BARE) if self.what == "uplink" else ())):
-            for path in self.folder.glob(f"link_{name}_*"):
-                if int(path.name.rsplit("_", 1)[1]) not in wanted:
+            for index, path in links_in(self.folder, f"{name}_"):
+                if index not in wanted and is_link_pin(path):
                     path.unlink(missing_ok=True)
 
     def status(self) -> InterfaceHooks:

@@ -33,7 +33,7 @@ from hybrid_proxy.dataplane.modes.ebpf import convert, layout, sizes
 from hybrid_proxy.dataplane.modes.ebpf.convert import FLOWS, Converter, Fate, Layout, UnknownMeaningError
 from hybrid_proxy.dataplane.modes.ebpf.layouts import ARRAY, ours, recorded
 from hybrid_proxy.dataplane.modes.ebpf.maps import BITMAPS, make, remove_unfinished, spread, traffic_cpus
-from hybrid_proxy.dataplane.modes.ebpf.pins import LINK, former_layouts
+from hybrid_proxy.dataplane.modes.ebpf.pins import LINK, former_layouts, is_link_pin
 from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.traffic import possible_cpus, traffic_sizes
 
@@ -183,7 +183,7 @@ class Carry:
                 made.update(bytes(4), self._value(self._first_state()))
                 made.pin(self.folder / MARK)
         for link in self.former.glob(f"{LINK}*"):
-            if not (self.folder / link.name).exists():
+            if is_link_pin(link) and not (self.folder / link.name).exists():
                 link.rename(self.folder / link.name)
 
     @property

@@ -17,6 +17,7 @@ from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
 from hybrid_proxy.dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
 from hybrid_proxy.dataplane.kernel.links import Interface, interface_name
 from hybrid_proxy.dataplane.modes.ebpf.edges import set_elements, word
+from hybrid_proxy.dataplane.modes.ebpf.pins import is_link_pin, links_in
 from hybrid_proxy.dataplane.reports import XdpHooks
 
 log = logging.getLogger(__name__)
@@ -84,9 +85,8 @@ class Drivers:
         self.attached = {index: i for index, i in wanted.items() if index in self.attached or index in fresh}
         for index in fresh:
             log.info("serving %s by XDP in its driver", wanted[index].name)
-        for path in self.folder.glob("link_xdp_*"):
-            index = int(path.name.rsplit("_", 1)[1])
-            if index not in self.attached:
+        for index, path in links_in(self.folder, "xdp_"):
+            if index not in self.attached and is_link_pin(path):
                 self._made(index, "").remove()
                 del self._held[index]
         self._set_targets()

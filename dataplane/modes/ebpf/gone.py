@@ -25,7 +25,7 @@ from hybrid_proxy.dataplane.kernel.host_paths import pin_folders
 from hybrid_proxy.dataplane.kernel.lock import hold
 from hybrid_proxy.dataplane.kernel.shape import pinned
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.pins import DEVICES, LINK, MARK, is_mark, remove_pins
+from hybrid_proxy.dataplane.modes.ebpf.pins import DEVICES, LINK, MARK, is_link_pin, is_mark, remove_pins
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def is_gone(folder: Path) -> bool:
             return False
         with contextlib.closing(Map.pinned(path)) as mark:
             return mark.lookup(bytes(4)) is None
-    links = [target_of(link) for link in folder.glob(f"{LINK}*") if not link.is_dir()]
+    links = [target_of(link) for link in folder.glob(f"{LINK}*") if is_link_pin(link)]
     return bool(links) and not any(links)
 
 

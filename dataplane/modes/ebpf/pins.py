@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -21,7 +21,7 @@ from typing import Final
 from hybrid_proxy.dataplane.kernel.attachment import is_link
 from hybrid_proxy.dataplane.kernel.bpf import Object, pinned_link
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
-from hybrid_proxy.dataplane.kernel.shape import Shape, declared, name_in_kernel, pinned
+from hybrid_proxy.dataplane.kernel.shape import Shape, declared, is_pin, name_in_kernel, pinned
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import layout
 
@@ -37,6 +37,7 @@ NEXT: Final = "next_"  # pins that are about to take the place of others
 LINK: Final = "link_"
 TICK: Final = 100_000_000  # nanoseconds; the kernel's clock for files is some milliseconds behind
 MARK: Final = "namespace"  # the map of `gone`
+BESIDE_MAPS: Final = frozenset({MARK, "layout", "growing", "carrying"})  # other things that are pinned with them
 DEVICES: Final = 14  # BPF_MAP_TYPE_DEVMAP
 WITH_ALL_MAPS: Final = ("connect", "xdp")  # objects that know, together, every map that is pinned
 
@@ -67,7 +68,8 @@ def _layout() -> str:
 def folder_of(options: Options, *, mount: bool = False) -> Path:
     """Where this namespace's pins of this layout are; the latest folder, where others' pins are in the first."""
     first = pin_folder(options.pin_root, mount=mount) / _layout()
-    return max([first, *first.parent.glob(f"{first.name}-*")], key=_number)
+    later = (known for known in first.parent.glob(f"{first.name}-*") if known.name.rpartition("-")[2].isdecimal())
+    return max([first, *later], key=_number)
 
 
 def beside(folder: Path) -> Path:
@@ -82,7 +84,8 @@ def _number(folder: Path) -> int:
 
 def former_layouts(folder: Path) -> list[Path]:
     """Pins beside these, of agents whose maps were laid out otherwise, or who met others' pins."""
-    return [known for known in folder.parent.glob("abi*") if known != folder and known.is_dir()]
+    found = (known for known in folder.parent.glob("abi*") if known != folder)
+    return [known for known in found if known.is_dir() and not known.is_symlink()]
 
 
 def pins_in(folder: Path) -> dict[str, int]:
@@ -92,6 +95,14 @@ def pins_in(folder: Path) -> dict[str, int]:
             return {entry.name: entry.inode() for entry in entries}
     except FileNotFoundError:
         return {}
+
+
+def links_in(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
+    """What is where pins of links at interfaces are, with the interface's index; it may be somebody else's."""
+    for path in folder.glob(f"{LINK}{prefix}*"):
+        number = path.name.removeprefix(f"{LINK}{prefix}")
+        if number.isdecimal():
+            yield int(number), path
 
 
 class Glance:
@@ -118,14 +129,17 @@ class Glance:
 def strangers(folder: Path) -> dict[str, str]:
     """Names of pins of ours under which something else is pinned -> what is wrong with it."""
     wrong = {}
-    for name, wanted in shapes().items():
-        path = folder / name
-        if path.exists() and (why := _why_not(pinned(path), wanted)):
-            wrong[name] = why
-    if (folder / MARK).exists() and not is_mark(pinned(folder / MARK)):
-        wrong[MARK] = "not the loopback interface of a namespace"
-    links = (path for path in folder.glob(f"{LINK}*") if not path.is_dir())
-    return wrong | {path.name: "no link" for path in links if not _is_link(path)}
+    for path in folder.iterdir():
+        wanted = shapes().get(path.name.removeprefix(NEXT))
+        if (wanted is not None or path.name in BESIDE_MAPS) and not is_pin(path):
+            wrong[path.name] = "nothing that is pinned"
+        elif wanted is not None and path.name in shapes() and (why := _why_not(pinned(path), wanted)):
+            wrong[path.name] = why
+        elif path.name == MARK and not is_mark(pinned(path)):
+            wrong[MARK] = "not the loopback interface of a namespace"
+        elif path.name.startswith(LINK) and is_pin(path) and not is_link_pin(path):
+            wrong[path.name] = "no link"
+    return wrong
 
 
 def is_mark(found: Shape | None) -> bool:
@@ -156,13 +170,11 @@ def remove_pins(folder: Path) -> int:
     others = strangers(folder) if folder.name.startswith(_layout()) else ()
     removed = 0
     for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            path.rmdir()
-        elif path.name not in others and _is_ours(path):
+        if path.name not in others and is_pin(path) and _is_ours(path):
             path.unlink()
             removed += 1
         else:
-            log.warning("%s stays: what is pinned there is not ours", path)
+            log.warning("%s stays: what is there is not ours", path)
     for emptied in (folder, folder.parent, folder.parent.parent):
         if emptied.name == "bpf" or any(emptied.iterdir()):
             break
@@ -170,7 +182,10 @@ def remove_pins(folder: Path) -> int:
     return removed
 
 
-def _is_link(path: Path) -> bool:
+def is_link_pin(path: Path) -> bool:
+    """Whether a link is pinned there."""
+    if not is_pin(path):
+        return False
     found = pinned_link(path)
     try:
         return is_link(found)
@@ -180,6 +195,6 @@ def _is_link(path: Path) -> bool:
 
 def _is_ours(path: Path) -> bool:
     if path.name.startswith(LINK):
-        return _is_link(path)
+        return is_link_pin(path)
     found = pinned(path)
     return found is not None and found.name == name_in_kernel(path.name.removeprefix(NEXT))

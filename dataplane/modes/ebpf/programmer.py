@@ -169,6 +169,10 @@ def _own_folder(options: Options) -> tuple[Path, int]:
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            log.warning("%s is no folder, which is left alone; maps are made in %s", folder, beside(folder).name)
+            folder = beside(folder)
+            continue
         except PermissionError as error:
             raise Unsupported("eBPF", f"{folder} cannot be made: run as root (CAP_BPF, CAP_NET_ADMIN)") from error
         lock = hold(folder, f"the eBPF maps at {folder}")

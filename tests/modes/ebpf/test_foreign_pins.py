@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
-from hybrid_proxy.dataplane.kernel.bpf import Object, check, library
+from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, create_link, library, pin_link, programs_at
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.attach import TCX_INGRESS
 from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS, stored_numbers
 from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
 from hybrid_proxy.dataplane.modes.ebpf.pins import fingerprint, folder_of, former_layouts, shapes, strangers
-from hybrid_proxy.dataplane.modes.ebpf.programmer import clean, drain
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, drain
+from hybrid_proxy.dataplane.table import ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab
 
@@ -157,3 +160,86 @@ def test_the_fingerprint_moves_with_the_layout_and_the_meaning(tmp_path: Path, c
 def test_the_fingerprint_stays_with_what_can_be_adopted(tmp_path: Path) -> None:
     """Maps of another size, and one counter more."""
     assert fingerprint_of(compiled(tmp_path, *STAYS)) == fingerprint(shapes(), stored_numbers())
+
+
+# What is no pin at all
+
+LINK = "link_pod_ingress_"  # and an index
+MISPLACED = {
+    "a-folder": lambda path: path.mkdir(),
+    "a-folder-with-a-pin": lambda path: (path.mkdir(), put_beside(path / "theirs")),
+    "a-link-out-of-the-file-system": lambda path: path.symlink_to("/etc/hostname"),
+    "a-link-to-nothing": lambda path: path.symlink_to("/nowhere"),
+}
+
+
+def put_beside(path: Path) -> None:
+    with closing(Map.made(HASH, "theirs", 4, 4, 1)) as theirs:
+        theirs.pin(path)
+
+
+def runs(lab: Lab) -> int:
+    """How many programs the node's pods have at ingress."""
+    return sum(len(programs_at(socket.if_nametoindex(place.interface), TCX_INGRESS)) for place in lab.pods())
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("name", "misplaced"),
+    [(LINK, misplaced) for misplaced in MISPLACED]
+    + [("flows4", "a-folder-with-a-pin"), ("flows4", "a-link-out-of-the-file-system")]
+    + [("namespace", "a-folder"), ("layout", "a-link-to-nothing"), ("next_flows4", "a-folder")],
+)
+def test_what_is_no_pin_stays_and_the_mode_serves(lab: Lab, options: Options, name: str, misplaced: str) -> None:
+    former = serve(options)
+    place = former / (f"{LINK}{socket.if_nametoindex('veth1')}" if name == LINK else name)
+    place.unlink(missing_ok=True)
+    MISPLACED[misplaced](place)
+    for _ in range(2):
+        with closing(Ebpf(options, lambda: None)) as agent:
+            agent.sync(ServiceTable(services={}))
+            assert runs(lab) == len(lab.pods())
+            agent.links_changed()
+            agent.maintain()
+            assert (agent.unrepaired != ()) == (agent.folder == former), "a link without a pin is no good state"
+    clean(options)
+    assert os.path.lexists(place)
+    if misplaced == "a-folder-with-a-pin":
+        (place / "theirs").unlink()
+    place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink()
+
+
+@pytest.mark.root
+def test_a_name_of_our_folder_that_is_no_folder_is_left_alone(options: Options) -> None:
+    former = serve(options)
+    clean(options)
+    former.parent.mkdir(parents=True, exist_ok=True)
+    former.symlink_to("/nowhere")
+    theirs = former.parent / f"{former.name}-theirs"
+    theirs.mkdir()
+    put_beside(theirs / "map")
+    ours = serve(options)
+    assert ours.parent == former.parent
+    assert ours != former
+    assert serve(options) == ours
+    clean(options)
+    former.unlink()
+    (theirs / "map").unlink()
+    theirs.rmdir()
+
+
+@pytest.mark.root
+def test_a_link_of_others_in_our_place_is_not_detached(lab: Lab, options: Options) -> None:
+    """Their program goes on at their interface."""
+    former = serve(options)
+    index, theirs = (socket.if_nametoindex(name) for name in ("veth1", "lo"))
+    (former / f"{LINK}{index}").unlink()
+    with closing(Object(OBJECTS / "hooks.bpf.o")) as other:
+        other.load()
+        link = create_link(other.program("uplink_egress"), theirs, TCX_INGRESS, "lo")
+        pin_link(link, former / f"{LINK}{index}")
+        os.close(link)
+    with closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(ServiceTable(services={}))
+        assert runs(lab) == len(lab.pods())
+        assert len(programs_at(theirs, TCX_INGRESS)) == 1
