@@ -356,7 +356,6 @@ examples:
   hybrid-proxy switch nftables --dry-run   whether it works here, and how many flows stay with the mode before
   hybrid-proxy switch nftables
   hybrid-proxy switch nftables --wait      return when nothing is left of the mode before
-  hybrid-proxy switch nftables --now       move what is open, too (between ebpf and nftables or iptables)
   hybrid-proxy switch --back               the mode before takes new connections again
 """
 
@@ -392,7 +391,6 @@ nothing before that, and may be interrupted. In the other modes they go on witho
 examples:
   hybrid-proxy takeover --dry-run          what would be removed, and how many flows need it
   hybrid-proxy takeover
-  hybrid-proxy takeover --now              does not wait: moves flows that began at kube-proxy's rules to us
 """
 
 _LAB: Final = """
@@ -586,11 +584,6 @@ def parser() -> argparse.ArgumentParser:
     switch.add_argument("--back", action="store_true", help="to the mode before the last switch")
     switch.add_argument("--dry-run", action="store_true", help="change nothing; say what would happen")
     switch.add_argument("--wait", action="store_true", help="return when the last flow of the mode before is over")
-    switch.add_argument("--now", action="store_true", help="move what is open to the new mode instead of waiting")
-    switch.add_argument(
-        "--max-lost", type=_number(0), default=0, metavar="N",
-        help="with --now: how many flows may end because they cannot be moved; with more, none is moved (default: 0)",
-    )  # fmt: skip
     drain = command("drain", "have load balancers send nothing more to this node, and wait for what is open", _DRAIN)
     drain.add_argument("--off", action="store_true", help="have them send to it again")
     drain.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="how long to wait (default: to the end)")
@@ -599,11 +592,6 @@ def parser() -> argparse.ArgumentParser:
         _output(changing)
     takeover = command("takeover", "remove what a kube-proxy left here, when its last flow is over", _TAKEOVER)
     takeover.add_argument("--dry-run", action="store_true", help="say what would be removed, and change nothing")
-    takeover.add_argument("--now", action="store_true", help="move flows that began at kube-proxy's rules to us")
-    takeover.add_argument(
-        "--max-lost", type=_number(0), default=0, metavar="N",
-        help="with --now: how many flows may end because they cannot be moved; with more, nothing is done (default: 0)",
-    )  # fmt: skip
     _admin(takeover)
     _folders(takeover)
     _output(takeover)

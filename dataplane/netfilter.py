@@ -13,8 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -38,9 +37,6 @@ from hybrid_proxy.dataplane.mode import Options, ProbePacket, RequestMaintenance
 from hybrid_proxy.dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
 from hybrid_proxy.dataplane.stale import Gone, Judge, Place, Socket, gone_endpoints, new_places
 from hybrid_proxy.dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, family_of
-
-if TYPE_CHECKING:
-    from hybrid_proxy.dataplane.flows import Flows
 
 log = logging.getLogger(__name__)
 
@@ -334,23 +330,6 @@ class TranslatingMode(NetfilterMode):
     def abandon(self, table: ServiceTable) -> None:
         """Of TCP nothing is changed: others cannot serve it, and it goes on if another table of type nat is here."""
         delete_translated({key: None for key in frontends(table) if key[2] != Protocol.TCP})
-
-    def conntrack_flows(self, table: ServiceTable) -> Flows:
-        return translated_flows(table)
-
-
-def translated_flows(table: ServiceTable) -> Flows:
-    """The flows to the table's frontends that conntrack translates, and that are not over, by whoever's rules.
-
-    Raises:
-        OSError, DataplaneError: conntrack cannot be read.
-    """
-    from hybrid_proxy.dataplane.kernel.conntrack_flows import (
-        translated,  # numpy takes 20 MB, of which only this has use
-    )
-
-    own = {ip_address(address).packed for address in (*table.node.addresses, "127.0.0.1", "::1")}
-    return translated(frontends(table), own)
 
 
 def frontends(

@@ -33,7 +33,6 @@ from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.mode import PacketEvents, belongs
-from hybrid_proxy.dataplane.netfilter import translated_flows
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
@@ -138,11 +137,6 @@ class Answers:
                 return self.switch(mode)
             case p.TrySwitch(mode):
                 return p.TrialAnswer(self.mode.choice.effective, self._missing_for(mode))
-            case p.HandOverFlows(mode, max_lost):
-                done = self.mode.draining.hand_over(mode, programmer, self.syncer.builder.table, max_lost)
-                return p.HandOverAnswer(dict(done.moved), dict(done.left))
-            case p.TakeFlows(max_lost):
-                return self._take_flows(max_lost)
             case p.DrainNode(on):
                 self.health.leaving = on
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
@@ -163,18 +157,6 @@ class Answers:
         if self._lacks[0] != table:
             self._lacks = table, list(lacks(builder.table.entries()))
         return self._lacks[1]
-
-    def _take_flows(self, max_lost: int) -> p.HandOverAnswer:
-        from hybrid_proxy.dataplane.handover import TranslatesByMaps, from_conntrack
-
-        programmer, table = self.mode.programmer, self.syncer.builder.table
-        if not isinstance(programmer, TranslatesByMaps):
-            raise ControllerError(f"mode {self.mode.choice.effective} takes no flows: mode ebpf does")
-        done = from_conntrack(translated_flows(table), programmer, max_lost)
-        if done.lost > max_lost:
-            reasons = ", ".join(f"{count}: {reason}" for reason, count in done.left.items())
-            raise ControllerError(f"{done.lost} flows still need the other proxy's rules ({reasons})")
-        return p.HandOverAnswer(dict(done.moved), dict(done.left))
 
     def _packet_events(self) -> PacketEvents:
         if self.mode.reporter is None:

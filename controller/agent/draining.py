@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.protocol import DrainingMode, described
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.flows import HandOver
 from hybrid_proxy.dataplane.mode import Drains, Programmer
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
@@ -114,39 +112,6 @@ class Draining:
                 left.counters = left.programmer.counters()
             except (DataplaneError, OSError) as error:
                 log.warning("maintenance of mode %s, which drains, failed: %s", name, error)
-
-    def hand_over(self, name: str, serving: Programmer, table: ServiceTable, max_lost: int) -> HandOver:
-        """Move the flows of a mode that drains to the one that serves; then it has ended.
-
-        Args:
-            name: of the mode that drains.
-            serving: the mode that serves.
-            table: what it serves.
-            max_lost: how many flows that cannot be moved may end.
-
-        Returns:
-            What was moved: nothing of a mode whose last flow was over before.
-
-        Raises:
-            ControllerError: the mode may still take new flows, or some could not be moved after all and stay with it.
-            DataplaneError, OSError: what has not been moved goes on draining.
-        """
-        from hybrid_proxy.dataplane.handover import hand_over
-
-        with self._lock:
-            left = self._left.get(name)
-            if left is None or left.over:
-                return HandOver({}, {})
-            if not left.drains:
-                raise ControllerError(f"mode {name} may still take new flows: the agent's log says why; try again")
-            done = hand_over(left.programmer, serving, table, max_lost)
-            if done.lost > max_lost:
-                reasons = ", ".join(f"{count}: {reason}" for reason, count in done.left.items())
-                raise ControllerError(f"{done.lost} flows stay with mode {name}, which goes on draining ({reasons})")
-            left.flows, left.over = {}, True
-        log.info("handed over from mode %s: %s; lost: %s", name, described(done.moved), dict(done.left) or "none")
-        self._ended(name)
-        return done
 
     def links_changed(self) -> None:
         for name, left in self._left.items():

@@ -22,8 +22,6 @@ from hybrid_proxy.controller.serving.protocol import (
     DrainNode,
     GetNames,
     GetStatus,
-    HandOverAnswer,
-    HandOverFlows,
     NamesAnswer,
     StatusAnswer,
     SwitchAnswer,
@@ -48,8 +46,6 @@ class Switched(msgspec.Struct, frozen=True):
         done: Whether it was done.
         missing: Why the mode could not serve here; empty: it could.
         flows: The open flows that stay with the mode before, by protocol.
-        moved: The flows that were handed over (`--now`), by protocol.
-        lost: The flows that ended, because they could not be handed over, by the reason.
     """
 
     before: str
@@ -57,8 +53,6 @@ class Switched(msgspec.Struct, frozen=True):
     done: bool
     missing: str
     flows: dict[str, int]
-    moved: dict[str, int] = {}
-    lost: dict[str, int] = {}
 
 
 class Left(msgspec.Struct, frozen=True):
@@ -86,26 +80,12 @@ def _switch(args: argparse.Namespace) -> int:
         return _would_switch(args)
     answer = ask(args.admin_socket, SwitchMode(args.mode or None), SwitchAnswer)
     status = _served(args.admin_socket, answer)
-    if args.now:
-        return _hand_over(args, answer, status)
     if args.wait:
         status = _waited(args.admin_socket, answer)
     left = _of(answer.before, status)
     done = Switched(answer.before, answer.mode, True, "", dict(left.flows) if left else {})
     drains = f"mode {answer.before} drains: {left.text}" if left else f"nothing is left of mode {answer.before}"
     _print(args, done, f"mode {answer.mode} serves; {drains}")
-    return 0
-
-
-def _hand_over(args: argparse.Namespace, answer: SwitchAnswer, status: AgentStatus) -> int:
-    """Move what the mode before has, so that it ends at once."""
-    moved = HandOverAnswer({}, {})
-    if _of(answer.before, status) is not None:
-        moved = ask(args.admin_socket, HandOverFlows(answer.before, args.max_lost), HandOverAnswer)
-        _waited(args.admin_socket, answer)
-    lost = f"; {sum(moved.lost.values())} were lost: {', '.join(moved.lost)}" if moved.lost else ""
-    text = f"mode {answer.mode} serves, {described(moved.moved)} of mode {answer.before} too{lost}"
-    _print(args, Switched(answer.before, answer.mode, True, "", {}, moved.moved, moved.lost), text)
     return 0
 
 

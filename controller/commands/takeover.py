@@ -24,10 +24,7 @@ from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     GetStatus,
-    HandOverAnswer,
     StatusAnswer,
-    TakeFlows,
-    described,
 )
 from hybrid_proxy.dataplane import kube_proxy
 from hybrid_proxy.dataplane.kernel.conntrack import BY_CONNTRACK, Key, delete_translated, open_flows
@@ -74,10 +71,7 @@ def run(args: argparse.Namespace) -> int:
         print("kube-proxy has left nothing here")
         return 0
     _refuse(agent, found.working)
-    if args.now:
-        _move(args, agent)
-    else:
-        _wait(args, services)
+    _wait(args, services)
     kube_proxy.remove()
     if not _is_translated(_status(args)):
         # What is left would be sent nowhere: without rules the kernel translates nothing any more.
@@ -158,25 +152,6 @@ def _refuse(agent: AgentStatus, working: Iterable[str]) -> None:
         raise ControllerError("the agent has not programmed all Services (`hybrid-proxy status`); nothing was changed")
 
 
-def _move(args: argparse.Namespace, agent: AgentStatus) -> None:
-    """Have the agent take the flows that need what kube-proxy left.
-
-    Raises:
-        ControllerError: more than may be lost cannot be moved; nothing has been removed.
-    """
-    lost = kube_proxy.open_ipvs_connections(kube_proxy.find().servers).total()
-    if lost > args.max_lost:
-        raise ControllerError(
-            f"{lost} connections of IPVS would end, because they cannot be moved: wait for them (without --now), "
-            f"or allow it (--max-lost {lost}); nothing was changed"
-        )
-    if not _is_translated(agent):
-        moved = ask(args.admin_socket, TakeFlows(args.max_lost - lost), HandOverAnswer)
-        print(f"moved {described(moved.moved)} to mode {agent.mode.effective}")
-        for reason, count in moved.lost.items():
-            print(f"lost {count} flows: {reason}")
-
-
 def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     """Until the flows are over. Nothing is changed meanwhile, so it may be interrupted."""
     said: float = -SAY_SECONDS
@@ -184,7 +159,7 @@ def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     while need := _present(_need(agent := _status(args), services, servers)):
         if time.monotonic() - said >= SAY_SECONDS:
             said = time.monotonic()
-            print(f"{_text(need)} still need what kube-proxy left; --now does not wait for them", file=sys.stderr)
+            print(f"{_text(need)} still need what kube-proxy left", file=sys.stderr)
         time.sleep(LOOK_SECONDS)
         _refuse(agent, _evidence(agent.mode.effective))
 

@@ -352,19 +352,6 @@ class TrySwitch(msgspec.Struct, frozen=True, tag_field="command", tag="try-switc
     mode: str
 
 
-class HandOverFlows(msgspec.Struct, frozen=True, tag_field="command", tag="hand-over"):
-    """Move the flows of a mode that drains to the one that serves; at most `max_lost` may end instead."""
-
-    mode: str
-    max_lost: int
-
-
-class TakeFlows(msgspec.Struct, frozen=True, tag_field="command", tag="take"):
-    """Move the flows that conntrack translates by another proxy's rules to the mode that serves; else as above."""
-
-    max_lost: int
-
-
 class DrainNode(msgspec.Struct, frozen=True, tag_field="command", tag="drain"):
     """Have load balancers send nothing more to this node, or, with `on` false, send again."""
 
@@ -382,16 +369,14 @@ LoopRequest = (  # answered by the agent's loop
     | SetTrace
     | SwitchMode
     | TrySwitch
-    | HandOverFlows
-    | TakeFlows
     | DrainNode
 )
 Request = LoopRequest | FindIgnored
 
 
 def answer_seconds(request: Request) -> float:
-    """How long a command waits for the answer: longer where programs are loaded, or flows are moved, for it."""
-    return 60.0 if isinstance(request, SwitchMode | TrySwitch | HandOverFlows | TakeFlows) else 10.0
+    """How long a command waits for the answer: longer where programs are loaded for it."""
+    return 60.0 if isinstance(request, SwitchMode | TrySwitch) else 10.0
 
 
 # Answers
@@ -493,13 +478,6 @@ class TrialAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trial"):
     missing: str
 
 
-class HandOverAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="hand-over"):
-    """To `HandOverFlows` and `TakeFlows`: the flows that were moved, by protocol, and those that end, by the reason."""
-
-    moved: dict[str, int]
-    lost: dict[str, int]
-
-
 class DrainAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="drain"):
     """To `DrainNode`: the addresses at which clients beyond the cluster find Services on this node."""
 
@@ -538,7 +516,6 @@ Answer = (
     | StartingAnswer
     | SwitchAnswer
     | TrialAnswer
-    | HandOverAnswer
     | DrainAnswer
     | BusyAnswer
     | FailedAnswer

@@ -244,11 +244,6 @@ def set_connection_mark(bits: int) -> Part:
     return ct(mark, 0), bitwise(0, _host(~bits), _host(bits)), set_ct(mark, 0)
 
 
-def set_zone(zone: int) -> Part:
-    """Have conntrack look for the packet's connection in this zone; before it has looked."""
-    return immediate(0, zone.to_bytes(2, sys.byteorder)), set_ct(nf.NFT_CT_ZONE, 0)
-
-
 def clear_priority() -> Part:
     return immediate(0, bytes(4)), set_meta(nf.NFT_META_PRIORITY, 0)
 
@@ -445,15 +440,6 @@ class Family:
             return from_interface(pods.interface, prefix=pods.by_name_prefix)
         prefix = pods.prefix(self.version)
         return self.source_within(prefix) if prefix else None
-
-    def tuple_in(self, name: str) -> Part:
-        """Whether the packet's tuple is in a set: source, its port, destination, its port, protocol."""
-        transport, words = nf.NFT_PAYLOAD_TRANSPORT_HEADER, self.words
-        return (
-            self.load_source(), payload(transport, 0, 2, words),
-            self.load_destination(words + 1), payload(transport, 2, 2, 2 * words + 1),
-            meta(nf.NFT_META_L4PROTO, 2 * words + 2), lookup(name, 0),
-        )  # fmt: skip
 
     def hairpin_in(self, name: str) -> Part:
         """Whether source and destination address are a pair of a set."""

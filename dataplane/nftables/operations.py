@@ -13,13 +13,6 @@ class AddTable(NamedTuple):
     """The family's table; nothing if it is there."""
 
 
-class OwnTable(NamedTuple):
-    """A new table that the kernel removes when the socket that made it is closed, by whatever end of its process.
-
-    Nobody else can change it. Before Linux 5.12 it is refused.
-    """
-
-
 class DeleteTable(NamedTuple):
     """The family's table with everything in it."""
 
@@ -104,13 +97,6 @@ class AddElements(NamedTuple):
     elements: Sequence[Element]
 
 
-class AddEncoded(NamedTuple):
-    """New elements of one set, as netlink has them: each piece is a number of whole ones, of at most 60,000 bytes."""
-
-    set: str
-    pieces: Sequence[bytes]
-
-
 class DeleteElements(NamedTuple):
     """Elements of one set, all of which are there."""
 
@@ -119,8 +105,8 @@ class DeleteElements(NamedTuple):
 
 
 Operation = (
-    AddTable | OwnTable | DeleteTable | DeleteRules | AddCounter | AddSet | FlushSet | DeleteSet | AddChain
-    | FlushChain | DeleteChain | AddRules | AddFlowtable | DeleteInterfaces | DeleteFlowtable | AddElements | AddEncoded
+    AddTable | DeleteTable | DeleteRules | AddCounter | AddSet | FlushSet | DeleteSet | AddChain
+    | FlushChain | DeleteChain | AddRules | AddFlowtable | DeleteInterfaces | DeleteFlowtable | AddElements
     | DeleteElements
 )  # fmt: skip
 

@@ -94,9 +94,6 @@ class Kernel:
         match operation:
             case op.AddTable():
                 yield message(nf.NFT_MSG_NEWTABLE, NLM_F_CREATE, b"", f"table {family.name} {self._table}")
-            case op.OwnTable():
-                flags = number(nf.NFTA_TABLE_FLAGS, nf.NFT_TABLE_F_OWNER)
-                yield message(nf.NFT_MSG_NEWTABLE, NLM_F_CREATE, flags, f"table {family.name} {self._table}, owned")
             case op.DeleteTable():
                 yield message(nf.NFT_MSG_DELTABLE, 0, b"", f"to delete table {family.name} {self._table}")
             case op.DeleteRules():
@@ -134,9 +131,6 @@ class Kernel:
                 yield message(nf.NFT_MSG_DELFLOWTABLE, 0, body, f"to delete flowtable {name}")
             case op.AddElements(name, elements):
                 for body in _chunks(name, self._new_elements(family, name, elements)):
-                    yield message(nf.NFT_MSG_NEWSETELEM, NLM_F_CREATE, body, f"elements of {name}")
-            case op.AddEncoded(name, pieces):
-                for body in _chunks(name, pieces):
                     yield message(nf.NFT_MSG_NEWSETELEM, NLM_F_CREATE, body, f"elements of {name}")
             case op.DeleteElements(name, keys):
                 for body in _chunks(name, self._old_elements(family, name, keys)):

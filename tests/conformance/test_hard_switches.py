@@ -19,12 +19,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hybrid_proxy.controller.agent.modes import left_here, open_mode
-from hybrid_proxy.dataplane.flows import FLOW, FlowFlag, Flows
-from hybrid_proxy.dataplane.kernel.conntrack_flows import delete, insert
+from hybrid_proxy.dataplane.kernel import conntrack as ct
+from hybrid_proxy.dataplane.kernel.netlink import (
+    AF,
+    NETFILTER,
+    NFGEN,
+    NLM_F_CREATE,
+    NLM_F_EXCL,
+    Message,
+    Netlink,
+    attribute,
+    nested,
+)
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
@@ -521,18 +530,40 @@ def full_conntrack(lab: Lab, room: int) -> Iterator[None]:
         limit, count = (
             int(Path(f"/proc/sys/net/netfilter/nf_conntrack_{name}").read_text()) for name in ("max", "count")
         )
-        rows = np.zeros(limit - count - room, FLOW)
-        numbers = np.arange(len(rows), dtype=np.uint32)
-        rows["family"], rows["protocol"], rows["seconds"], rows["flags"] = 4, 6, 600, FlowFlag.ANSWERED
-        rows["source"][:, 0], rows["source_port"] = 0x000212C6 + (numbers >> 15 << 24), (numbers & 0x7FFF) + 1
-        rows["backend"][:, 0], rows["backend_port"] = 0x640212C6, 1
-        fill = Flows(rows)
-        assert np.count_nonzero(insert(fill, translated=False)) == 0
+        with Netlink(NETFILTER) as wire:
+            assert not wire.send([_entry(number) for number in range(limit - count - room)])
     try:
         yield
     finally:
         with lab.inside("node"):
-            delete(fill, translated=False)
+            fill = [entry.body for entry in ct.dump(4, socket.IPPROTO_TCP) if entry.destination == FILLED]
+            assert ct.delete(4, fill) == limit - count - room
+
+
+FILLED = socket.inet_aton("198.18.2.100")
+IPS_CONFIRMED = 1 << 3  # linux/netfilter/nf_conntrack_common.h: the kernel sets it, and refuses an entry without it
+
+
+def _entry(number: int) -> Message:
+    """A new conntrack entry of a TCP connection to `FILLED` that was answered; each number has another client."""
+    client, port = socket.inet_aton(f"198.18.{number >> 15}.1"), (number & 0x7FFF) + 1
+
+    def ends(source: bytes, destination: bytes, sport: int, dport: int) -> bytes:
+        addresses = nested(ct.CTA_TUPLE_IP, attribute(1, source) + attribute(2, destination))
+        ports = attribute(ct.CTA_PROTO_SRC_PORT, sport.to_bytes(2, "big"))
+        ports += attribute(ct.CTA_PROTO_DST_PORT, dport.to_bytes(2, "big"))
+        return addresses + nested(ct.CTA_TUPLE_PROTO, attribute(ct.CTA_PROTO_NUM, bytes([socket.IPPROTO_TCP])) + ports)
+
+    status = ct.IPS_SEEN_REPLY | ct.IPS_ASSURED | IPS_CONFIRMED
+    body = (
+        NFGEN.pack(AF[4], 0, 0)
+        + nested(ct.CTA_TUPLE_ORIG, ends(client, FILLED, port, 1))
+        + nested(ct.CTA_TUPLE_REPLY, ends(FILLED, client, 1, port))
+        + attribute(ct.CTA_STATUS, status.to_bytes(4, "big"))
+        + attribute(ct.CTA_TIMEOUT, (600).to_bytes(4, "big"))
+        + nested(ct.CTA_PROTOINFO, nested(1, attribute(ct.PROTOINFO_STATE, bytes([ct.TCP_ESTABLISHED]))))
+    )
+    return Message(ct.SUBSYSTEM, body, NLM_F_CREATE | NLM_F_EXCL, "adding an entry")
 
 
 @pytest.mark.long  # 260,000 entries
@@ -549,7 +580,7 @@ def test_a_mode_that_needs_conntrack_does_not_begin_while_that_is_full(node: Nod
                 "switch", mode, "--dry-run", "--admin-socket", str(node.bench.agent.socket)
             )
             assert (tried.returncode, "nf_conntrack_max" in tried.stdout) == (1, True)
-            done = node.bench.agent.command("switch", mode, "--now", "--admin-socket", str(node.bench.agent.socket))
+            done = node.bench.agent.command("switch", mode, "--admin-socket", str(node.bench.agent.socket))
             assert done.returncode == 1
             assert "nf_conntrack_max" in done.stderr
             clients.goes_on()

@@ -161,57 +161,6 @@ def there_and_back(node: Node) -> None:
     assert "nothing of ours" in bench.agent.cleanup().stdout
 
 
-@pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
-def test_what_is_open_is_moved_and_then_the_rules_go_at_once(node: Node) -> None:
-    bench = node.bench
-    tallies, clients = new_flows(node)
-    with meanwhile(clients), ExitStack() as stack:
-        opened = flows(node, stack)
-        with meanwhile(flow.go_on for flow in opened):
-            wait_for_answers(opened)
-            bench.agent.start()
-            wait_for_answers(opened)
-            node.kube_proxy.stop()
-            done = bench.lab.run("node", takeover(node, "--now"))
-            assert done.returncode == 0, done.stderr
-            assert not node.kube_proxy.is_here()
-            assert json.loads(bench.lab.run("node", takeover(node, "--dry-run", "-o", "json")).stdout)["need"] == {}
-            wait_for_answers(opened)
-            goes_on(tallies, 5)
-        assert_went_on(opened, KUBE_PROXYS)
-    for name, tally in tallies.items():
-        assert not tally.failures, f"{name}: {tally.report()}"
-    assert node.is_served_by(node.tcp, OURS)
-    assert node.is_served_by(node.udp, OURS)
-
-
-@pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
-def test_what_cannot_be_moved_is_counted_and_nothing_changes(node: Node) -> None:
-    """Its backend is none of ours any more."""
-    bench = node.bench
-    with ExitStack() as stack:
-        opened = flows(node, stack)
-        with meanwhile(flow.go_on for flow in opened):
-            wait_for_answers(opened)
-            node.tcp.write(bench.lab[OURS])
-            bench.agent.start()
-            node.kube_proxy.stop()
-            refused = bench.lab.run("node", takeover(node, "--now"))
-            assert refused.returncode == 1
-            assert "3 flows would be lost" in refused.stderr
-            assert node.kube_proxy.is_here()
-            wait_for_answers(opened)
-            assert_went_on(opened, KUBE_PROXYS)
-            done = bench.lab.run("node", takeover(node, "--now", "--max-lost", "3"))
-            assert done.returncode == 0, done.stderr
-            assert "lost 3 flows" in done.stdout
-            assert not node.kube_proxy.is_here()
-            wait_for_answers(opened)
-    # iptables-nft leaves empty chains of type nat, by which conntrack goes on.
-    lost = {"TCP"} if node.kube_proxy.mode == "nftables" else set()
-    assert {flow.name.split()[0] for flow in opened if flow.failed} == lost
-
-
 @pytest.mark.parametrize("mode", ["nftables"], indirect=True, scope="session")
 def test_flows_of_a_mode_of_ours_that_drains_need_nothing_of_kube_proxys(node: Node) -> None:
     """It has a chain of type nat of its own, so that conntrack goes on with kube-proxy's flows, too."""

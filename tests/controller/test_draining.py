@@ -10,9 +10,7 @@ import pytest
 
 from hybrid_proxy.controller.agent import draining
 from hybrid_proxy.controller.agent.draining import Draining
-from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.flows import HandOver
 from hybrid_proxy.dataplane.mode import Programmer
 from hybrid_proxy.dataplane.table import ServiceTable
 from tests.waiting import until
@@ -103,24 +101,6 @@ def test_it_ends_with_its_last_flow_and_once(modes: Draining, left: Mode, ended:
     assert ended == ["left"]
     modes.release("left")
     assert (left.calls, modes.names) == (["close"], frozenset())
-
-
-def test_flows_that_are_over_need_no_handing_over(modes: Draining, left: Mode, ended: list[str]) -> None:
-    left.flows = {"TCP": 0, "UDP": 0}
-    modes.start("left", TABLE)
-    until(lambda: ended)
-    nothing = HandOver({}, {})
-    assert modes.hand_over("left", SERVING, TABLE, 0) == nothing, "it is over, and not closed yet"
-    modes.end("left")
-    assert modes.hand_over("left", SERVING, TABLE, 0) == nothing
-    assert ended == ["left"]
-
-
-def test_a_mode_that_may_still_take_flows_hands_none_over(modes: Draining, left: Mode) -> None:
-    left.failing = DataplaneError("busy")
-    modes.start("left", TABLE)
-    with pytest.raises(ControllerError, match="mode left may still take new flows"):
-        modes.hand_over("left", SERVING, TABLE, 0)
 
 
 def test_its_time_is_bounded(modes: Draining, left: Mode, ended: list[str], caplog: pytest.LogCaptureFixture) -> None:

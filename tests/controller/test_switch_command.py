@@ -178,20 +178,6 @@ def test_a_backend_goes_while_its_flows_drain(bench: Bench) -> None:
         assert stream.ask().pod == "pod2"
 
 
-def test_what_is_open_is_handed_over(bench: Bench) -> None:
-    """The mode before is gone at once; a switch whose flows cannot be moved to a relay lets them drain."""
-    web = bench.service("pod2", "pod3", outside=True)
-    dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP, outside=True)
-    with everything(bench, web, dns) as tallies:
-        goes_on(tallies, 3)
-        for mode, before in (("nftables", "ebpf"), ("ebpf", "nftables"), ("iptables", "ebpf")):
-            answer = switch(bench, mode, "--now")
-            assert (answer["before"], answer["mode"], answer["flows"], answer["lost"]) == (before, mode, {}, {})
-            assert answer["moved"]
-            assert bench.agent.running_status().draining == []
-            goes_on(tallies, 5)
-
-
 def test_flows_of_both_modes_are_listed(bench: Bench) -> None:
     web = bench.service("pod2")
     streams = [bench.stream("pod1", web.vip(V4), V4)]

@@ -15,13 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.balancing import KNOWN
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
-from hybrid_proxy.dataplane.flows import FlowFlag, Flows, Half, Mask
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
 from hybrid_proxy.dataplane.kernel.conntrack import delete_stale
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
@@ -45,7 +42,7 @@ from hybrid_proxy.dataplane.mode import (
     SyncResult,
     Unmet,
 )
-from hybrid_proxy.dataplane.modes.ebpf import affinity, attach, explaining, growth, handing, layout, listing, sizes
+from hybrid_proxy.dataplane.modes.ebpf import affinity, attach, explaining, growth, layout, listing, sizes
 from hybrid_proxy.dataplane.modes.ebpf.attach import Links, Sockets
 from hybrid_proxy.dataplane.modes.ebpf.carry import Carry, prepare
 from hybrid_proxy.dataplane.modes.ebpf.driver import Drivers
@@ -502,44 +499,6 @@ class Ebpf:
         self._leaving = True
         self.others.known = frozenset()  # they serve on: their entries are not judged by an empty table
         self.sync(ServiceTable({}, msgspec.structs.replace(table.node, service_cidrs=())))
-
-    def export_flows(self) -> Flows:
-        return handing.exported(self.maps.maps, self.options, self.gc.clock(), self.hz)
-
-    def forget_flows(self, flows: Flows, half: Half) -> Mask:
-        return handing.forget(self.maps.maps, flows, half)
-
-    def receive_flows(self, flows: Flows) -> handing.Reception:
-        self._make_room_for_flows(Counter(flows.rows["family"].tolist()))
-        services, backends = handing.Owners(self.store.plan.owners, self.store.backends).of(flows)
-        links, macs = self._ways_of_node(flows)
-        leaves = ~flows.flagged(FlowFlag.NODE) | (links != 0)
-        arrival = handing.Arrival(services, backends, links, macs, self.gc.clock())
-        return handing.Reception(self.maps.maps, flows, arrival, leaves)
-
-    def _make_room_for_flows(self, coming: Mapping[int, int]) -> None:
-        """Let tables of flows grow now, where as many more, by family, would crowd them."""
-        need = {f"flows{family}": self.gc.used[f"flows{family}"] + 2 * count for family, count in coming.items()}
-        crowded = sizes.crowded(self.resizer.entries, need)
-        if crowded and self._attached:
-            self.resizer.make_room(crowded, need)
-
-    def _ways_of_node(self, flows: Flows) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-        """Of each flow of the node itself the uplink that its packets leave by, 0: none; and addresses of frames to it.
-
-        The sender's address in such a frame is not looked at.
-        """
-        links, macs = np.zeros(len(flows), np.uint32), np.zeros((len(flows), 12), np.uint8)
-        ways: dict[str, Interface | None] = {}
-        for place in np.flatnonzero(flows.flagged(FlowFlag.NODE)).tolist():
-            row = flows.rows[place]
-            frontend = layout.address_text(row["frontend"].tobytes(), row["family"])
-            if frontend not in ways:
-                ways[frontend] = self.uplinks.attached.get(interface_towards(frontend) or 0)
-            if uplink := ways[frontend]:
-                links[place] = uplink.index
-                macs[place, :6] = np.frombuffer(bytes.fromhex(uplink.mac.replace(":", "")), np.uint8)
-        return links, macs
 
     def _make_room(self, services: dict[str, tuple[Entry, ...]]) -> int:
         """Let maps grow for which something did not fit; how many service ports fit then."""

@@ -36,13 +36,6 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "connections": {"SECONDS": 0.05},
     },
     "established": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
-    "handover": {
-        "handover": {
-            "CONNECTIONS": {"past the stack": 5, "through the stack": 5, "masqueraded": 5},
-            "STREAMS": 1,
-            "MANY": 1000,
-        }
-    },
     "ipt_change": {"change": {**CLUSTER, "CHANGES": {"iptables": 3, "legacy": 3}}},
     "ipt_start": {"start": {**CLUSTER, "RUNS": {"iptables": 1}}},
     "ipvs_change": {"ipvs_change": {**CHANGES, "CONTROL": 2, "SIZES": (3, 4), "ENDPOINTS": 3}},
