@@ -17,6 +17,7 @@ import pytest
 
 from hybrid_proxy.controller.agent.notebook import WRITE_SECONDS
 from hybrid_proxy.controller.serving.memory import memory_path, recall
+from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, Tally, load, meanwhile
 from tests.loads import goes_on
@@ -307,3 +308,15 @@ def test_what_is_no_services_waits_for_no_agent(bench: Bench) -> None:
         bench.agent.terminate()
     for tally in tallies.values():
         assert not tally.failures, tally.report()
+
+
+OTHER_RUN = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh")  # a pod without hostPath
+
+
+@pytest.mark.row("6.11", "a second agent whose /run is another is refused")
+def test_a_second_agent_with_another_run_is_refused(bench: Bench, mode: str) -> None:
+    other = Agent(bench.lab, bench.agent.manifests, "nftables" if mode != "nftables" else "ebpf", under=OTHER_RUN)
+    done = bench.lab.run("node", other.argv)
+    assert done.returncode != 0
+    assert f"in use by process {bench.agent.running_status().pid} (" in done.stderr
+    assert bench.agent.running()

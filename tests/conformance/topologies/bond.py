@@ -18,5 +18,4 @@ KIND = Kind(
     "an uplink that is a bond",
     {"client": _PORTS, "node": f"{_BOND}{moved('node', 'bond0')}"},
     needs="bond",
-    flags=("--pod-interfaces=veth*",),  # the bond's ports, veths with peers elsewhere, would be pods', too
 )
