@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -229,6 +230,7 @@ class Ebpf:
             )  # fmt: skip
         self.store = self._new_store(adopt=self.adopted)
         self.table: ServiceTable = EMPTY
+        self._node_row: dict[str, int | NDArray[Any]] = {}  # what was written last into map `node`
         self._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)
         self._unprogrammed: frozenset[str] = frozenset()
         self._failed: frozenset[str] = frozenset()  # services of a sync that could not be finished
@@ -597,15 +599,17 @@ class Ebpf:
     def _write_node(self, node: NodeNetwork) -> None:
         row = self.maps.view("node")
         primary = {family_of(address): address for address in node.primary}
-        row["primary4"] = layout.address_words([primary[4]])[0, 0] if 4 in primary else 0
-        row["primary6"] = layout.address_words([primary[6]]) if 6 in primary else 0
+        self._node_row = {
+            "primary4": layout.address_words([primary[4]])[0, 0] if 4 in primary else 0,
+            "primary6": layout.address_words([primary[6]]) if 6 in primary else 0,
+        }
         for family in (4, 6):
             columns, others = cidr_columns(node.service_cidrs, family)
             self.store.note_service_cidrs(family, others)
             row[f"cidr{family}_count"] = 0
-            for column, value in reversed(columns.items()):
-                row[column] = value
-        for column, value in pod_columns(node).items():
+            self._node_row |= dict(reversed(columns.items()))
+        self._node_row |= pod_columns(node)
+        for column, value in self._node_row.items():
             row[column] = value
         self.store.serve_node_ports_at(node.node_port_addresses, node.loopback)
 
@@ -689,6 +693,10 @@ class Ebpf:
         pins = self._glance.pins()
         for held in self._pinned():
             yield from held.wrong(pins)
+        row = self.maps.view("node")
+        if any((row[column] != value).any() for column, value in self._node_row.items()):
+            yield "map node has another row"
+        yield from (f"map frontends{family} is empty" for family in self.store.emptied())
         if self.programs is not None:
             yield from missing_datapaths(self.maps.maps["datapaths"], self.programs.datapaths)
 
@@ -723,11 +731,18 @@ class Ebpf:
                 held.mend(pins)
             except (BpfError, OSError) as error:
                 failures.append(str(error))
-        if self.programs is not None:
-            try:
+        row = self.maps.view("node")
+        for column, value in self._node_row.items():
+            row[column] = value
+        try:
+            if self.programs is not None:
                 put_datapaths(self.maps.maps["datapaths"], self.programs.datapaths)
-            except BpfError as error:
-                failures.append(str(error))
+            if self.store.emptied():
+                table = self.table
+                self._start_over()
+                self.sync(table)
+        except DataplaneError as error:
+            failures.append(str(error))
         return failures
 
     def _remove_misplaced(self) -> None:

@@ -22,7 +22,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.outliers import Counts, Ejection
 from hybrid_proxy.dataplane.modes.ebpf.plan import Batch, InUse, Plan, Subject
 from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS
-from hybrid_proxy.dataplane.modes.ebpf.writer import MapWriter
+from hybrid_proxy.dataplane.modes.ebpf.writer import MapWriter, frontend_rows
 from hybrid_proxy.dataplane.slow_start import Parts
 from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
 
@@ -60,6 +60,7 @@ class Store:
             self.traffic.only(used.services, used.backends)
         self._unwritten: deque[Batch] = deque()  # planned, in this order
         self._late: list[Batch] = []  # written but for frontends for which there was no room
+        self._shown: dict[int, tuple[int, Key | None]] = {}  # by family: a frontend, of so many
         self.graced_stamp = 0  # number of the last grace period that is over
         self._node_ports_at: frozenset[str] = frozenset()
         self.gone_datagram_backends: list[int] = []  # UDP: sockets that are connected to them are of no use
@@ -86,6 +87,21 @@ class Store:
         self.writer.grown()
         self.plan.grown(self._sizes())
         self.traffic = self.maps.traffic()
+
+    def emptied(self) -> list[int]:
+        """Families whose frontends others removed from the maps, as one of them shows."""
+        if self._late or self._unwritten:
+            return []
+        count = len(self.plan.owners)
+        for family in (4, 6):
+            known, key = self._shown.get(family, (0, None))
+            if known != count and (not key or key not in self.plan.owners):
+                self._shown[family] = count, next((each for each in self.plan.owners if each[0] == family), None)
+        shown = ((family, key) for family, (_, key) in self._shown.items() if key and key in self.plan.owners)
+        return [
+            family for family, key in shown
+            if self.maps.maps[f"frontends{family}"].lookup(frontend_rows([key], family)[0].tobytes()) is None
+        ]  # fmt: skip
 
     # Changes
 

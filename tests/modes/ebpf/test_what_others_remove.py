@@ -6,8 +6,9 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,27 @@ from pyroute2 import IPRoute
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, library, pinned_link, programs_at, update_link
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
 from hybrid_proxy.dataplane.modes.ebpf.attach import SOCKET_HOOKS, SOCKOPS_HOOKS, TCX_EGRESS, TCX_INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.edges import elements_of
 from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
-from hybrid_proxy.dataplane.table import ServiceTable
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, NodeNetwork, ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab
+from tests.modes.make import entry, service
 from tests.namespaces import new_lab
 from tests.pins import pin_folder
+from tests.tables import Front
 
 from .kit import small
 
 pytestmark = pytest.mark.root
+
+
+BACKENDS = BackendSet((Backend("10.77.1.11", 8080),))
+TABLE = ServiceTable(
+    {"ns/v4": (entry(Front(Kind.CLUSTER_IP, "10.96.0.1", 80, BACKENDS, BACKENDS), name="ns/v4:p"),),
+     "ns/v6": (service(1, 6),)},
+    NodeNetwork(primary=("192.168.77.2", "fd77::2"), service_cidrs=("10.96.0.0/12",)),
+)  # fmt: skip
 
 
 class Place:
@@ -37,7 +49,7 @@ class Place:
         self.agent = Ebpf(self.options, lambda: None)
         if clsact:
             self.agent.pods.kind = self.agent.uplinks.kind = "clsact"
-        self.agent.sync(ServiceTable(services={}))
+        self.agent.sync(TABLE)
         self.folder = self.agent.folder
 
     def link(self, pattern: str) -> Path:
@@ -109,6 +121,25 @@ def forget_datapaths(place: Place) -> None:
         assert datapaths.delete(bytes(4))
 
 
+def empty(place: Place, names: Sequence[str]) -> None:
+    for name in names:
+        with closing(Map.pinned(place.folder / name)) as known:
+            for key in elements_of(known):
+                known.delete(key)
+
+
+def add_address(place: Place) -> None:
+    with closing(Map.pinned(place.folder / "own_addresses")) as known:
+        known.update(bytes(known.key_size), bytes(known.value_size))
+
+
+def forget_node(place: Place) -> None:
+    with closing(Map.pinned(place.folder / "node")) as known:
+        known.update(bytes(4), bytes(known.value_size))
+
+
+OF_NODE = ("own_addresses", "interfaces", "interface_addresses", "links")
+
 # What somebody does -> how many things that concerns, None: all of them.
 ACCIDENTS: dict[str, tuple[Callable[[Place], object], int | None]] = {
     "a-pods-link-detached": (lambda place: detach(place.link("link_pod_ingress")), 1),
@@ -122,6 +153,11 @@ ACCIDENTS: dict[str, tuple[Callable[[Place], object], int | None]] = {
     "a-maps-pin-removed": (lambda place: (place.folder / "flows4").unlink(), 1),
     "a-datapath-removed": (forget_datapaths, 1),
     "two-pins-exchanged": (exchange, 2),
+    **{f"{name}-emptied": (partial(empty, names=(name,)), 1) for name in OF_NODE},
+    "the-nodes-maps-emptied": (partial(empty, names=OF_NODE), len(OF_NODE)),
+    "an-address-more": (add_address, 1),
+    "the-nodes-row-emptied": (forget_node, 1),
+    "frontends-emptied": (partial(empty, names=("frontends4", "frontends6")), 2),
     "the-folder-removed": (lambda place: shutil.rmtree(place.root), None),
     "everything": (everything, None),
 }  # fmt: skip
