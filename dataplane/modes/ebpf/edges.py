@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
+import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -120,7 +121,8 @@ def word(value: int) -> bytes:
 def elements_of(known: Map) -> dict[bytes, bytes]:
     """What a hash has."""
     keys, values = known.items(np.dtype(f"V{known.key_size}"), np.dtype(f"V{known.value_size}"))
-    return {key.tobytes(): value.tobytes() for key, value in zip(keys, values, strict=True)}
+    columns = (struct.iter_unpack(f"{each.itemsize}s", each.tobytes()) for each in (keys, values))
+    return {key: value for (key,), (value,) in zip(*columns, strict=True)}
 
 
 def set_elements(known: Map, wanted: Mapping[bytes, bytes]) -> None:
@@ -155,8 +157,9 @@ class Surroundings:
     def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
         """A message for each map whose elements others changed."""
         del pins
-        for name in self._wanted:
-            if elements_of(self._maps[name]) != self._possible(name):
+        for name, wanted in self._wanted.items():
+            found = elements_of(self._maps[name])
+            if found != wanted and found != self._possible(name):
                 yield f"map {name} has other elements"
 
     def pins(self) -> dict[str, int]:
