@@ -87,8 +87,8 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook,
 
 GLOBAL_VERB(enum step, serve, STEP_DROP)
 
-/* Whose packet leaves by an uplink: this node's own, also where others' rules replaced the source by the node's address,
- * or a pod's at an interface without programs, of which `pod_links` does not know.
+/* Whose packet leaves by an uplink: this node's own, also where others' rules replaced the source by the node's
+ * address, or a pod's at an interface without programs, of which `pod_links` does not know.
  */
 INLINE enum client classify_sender(struct __sk_buff *skb, const struct tuple *t, const bool v6)
 {
@@ -101,8 +101,8 @@ INLINE enum client classify_sender(struct __sk_buff *skb, const struct tuple *t,
 INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
 	const struct tuple *t = &space->packet.tuple;
-	enum client from = hook == HOOK_UPLINK_EGRESS ? classify_sender(skb, t, v6)
-						      : classify_client(t->saddr, skb->ifindex, v6);
+	enum client from =
+		hook == HOOK_UPLINK_EGRESS ? classify_sender(skb, t, v6) : classify_client(t->saddr, skb->ifindex, v6);
 
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	space->choice.avoid = space->avoid;
