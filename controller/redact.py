@@ -38,10 +38,6 @@ def _valueless(found: re.Match[str]) -> str:
     return f"{found['head']}{around}{REMOVED}{around}"
 
 
-def _unless_a_name(found: re.Match[str]) -> str:
-    return found[0] if found[0].islower() else REMOVED  # names of objects have small letters
-
-
 _FORMS: Final[tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...]] = (
     # What a text has in small letters if it has the form; the form; and what takes its place.
     # Whole blocks first: keys, certificates, requests for them. In JSON a block that is cut ends with its string.
@@ -63,7 +59,8 @@ _FORMS: Final[tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...]]
     ),
     # A JSON web token, and what a PEM block begins with in base64, wherever they stand; whatever else base64 hides
     ("eyj|ls0t", r"\beyJ[\w-]{6,}(?:\.[\w-]*)*|LS0tLS1CRUdJTi[\w+/=-]*", REMOVED),
-    ("", r"[A-Za-z0-9+/_-]{120,}={0,2}", _unless_a_name),
+    # (names of objects have small letters alone)
+    ("", r"(?<![\w+/-])(?=[a-z0-9/_-]*+[A-Z+])[A-Za-z0-9+/_-]{120,}={0,2}", REMOVED),
 )
 _COMPILED: Final = [(re.compile(sign), re.compile(form), instead) for sign, form, instead in _FORMS]
 

@@ -256,11 +256,11 @@ class Kubernetes:
                 except Exception as error:
                     failures += 1
                     if failures > 1 and not stop.is_set():  # an idle connection may have ended, and the server not
-                        self._health.lose_sight(message_of(error))
+                        self._health.see(message_of(error))
                     continue
                 self._health.heard("")
             failures = 0
-            self._health.in_sight()
+            self._health.see("")
 
 
 # ------------------------------------------------------------------------------------------- what can go wrong
@@ -299,9 +299,7 @@ class _Health:
         self._changed = threading.Condition()
         self._emitting = threading.Lock()  # taken before `_changed`, and held while `emit` is called
         self._states = {kind: KindState(kind, "waiting", time.time()) for kind in kinds}
-        # Monotonic; when something of this kind came, and of none (""), an answer. 0: it never did.
-        self._heard = dict.fromkeys(kinds, 0.0)
-        self._unanswered = float("-inf")  # monotonic; when there was no answer
+        self._heard = dict.fromkeys(kinds, 0.0)  # when something of this kind came; and of none (""), an answer
         self._lost: dict[str, None] = {}  # kinds that cannot be read; the kind "" stands for a server that is silent
         self._told: set[str] = set()  # sorts of reasons that were reported since the first of these was lost
         self._since = 0.0
@@ -312,48 +310,39 @@ class _Health:
 
     def states(self) -> list[KindState]:
         with self._changed:
-            found = [
-                msgspec.structs.replace(state, heard=self._wall(self._heard[kind]))
-                for kind, state in self._states.items()
+            silent = f"nothing came since {_clock(self._since)}, and the server does not answer" * ("" in self._lost)
+            changes = {"state": "waiting", "since": self._since, "why": silent}
+            return [
+                msgspec.structs.replace(
+                    each, heard=self._heard[kind], **changes if silent and each.state == "read" else {}
+                )
+                for kind, each in self._states.items()
             ]
-            if "" not in self._lost:
-                return found
-            why = f"nothing came since {_clock(self._since)}, and the server does not answer"
-            changes = {"state": "waiting", "since": self._since, "why": why}
-            return [msgspec.structs.replace(s, **changes) if s.state == "read" else s for s in found]
 
     def heard(self, kind: str) -> None:
         """Something came from the server, for this kind or ("") an answer alone."""
-        self._heard[kind] = time.monotonic()
-
-    @staticmethod
-    def _wall(heard: float) -> float:
-        return heard and time.time() - time.monotonic() + heard
+        self._heard[kind] = time.time()
 
     def silence(self) -> float:
         """For how many seconds nothing has come; 0 while a kind is tried again, which will tell."""
         with self._changed:
             tried = any(state.state == "waiting" for state in self._states.values())
-            return 0.0 if tried else time.monotonic() - max(self._heard.values())
+            return 0.0 if tried else abs(time.time() - max(self._heard.values()))
 
-    def lose_sight(self, why: str) -> None:
-        """Nothing comes, and the server does not answer."""
+    def see(self, trouble: str) -> None:
+        """Nothing comes, and the server does not answer because of this trouble; or (empty) there is none."""
         with self._emitting:
             with self._changed:
-                if self._lost:
-                    return
-                self._lost[""], self._told, self._since = None, {""}, self._wall(max(self._heard.values()))
-                self._reported = False
-            since = f"nothing came since {_clock(self._since)}, and there is no answer"
-            self.emit(SourceState(False, f"{self._where()}: {since}: {why}; what is programmed stays"))
-
-    def in_sight(self) -> None:
-        """Something came."""
-        with self._emitting:
-            with self._changed:
-                text = self._recovery() if self._lost.pop("", "") is None else ""
+                text = self._recovery() if not trouble and self._lost.pop("", "") is None else ""
+                if trouble and not self._lost:
+                    self._lost[""], self._told, self._since = None, {""}, max(self._heard.values())
+                    self._reported = False
+                    text = (
+                        f"{self._where()}: nothing came since {_clock(self._since)}, and there is no answer: {trouble}"
+                    )
+                    text += "; what is programmed stays"
             if text:
-                self.emit(SourceState(healthy=True, message=text))
+                self.emit(SourceState(not trouble, text))
 
     def close(self) -> None:
         """No pause lasts any longer."""
@@ -452,17 +441,6 @@ class _Health:
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._closed or any(s.state == "read" for s in self._states.values() if s.kind != kind), within
-            )
-
-    def unanswered(self) -> None:
-        """The server did not answer."""
-        self._unanswered = time.monotonic()
-
-    def has_just_started(self, within: float) -> bool:
-        """Whether a server that refuses us, and all others, may be one that starts."""
-        with self._changed:
-            return not any(state.state == "read" for state in self._states.values()) and (
-                any(state.listed for state in self._states.values()) or time.monotonic() - self._unanswered < within
             )
 
     def wait_for_asker(self, kind: str, longest: float) -> None:
@@ -571,11 +549,11 @@ class _Reflector:
         return pause, least
 
     def _has_just_started(self) -> bool:
-        """Whether a refusal is one of a server that starts: it let us in before, and the refusals have not lasted."""
+        """Whether a refusal is one of a server that starts: it let us in before, or was away, and this did not last."""
         now = time.monotonic()
         self._refused_since = self._refused_since or now
-        may = self._was_read or self._health.has_just_started(self._policy.longest)
-        return may and now - self._refused_since < self._policy.longest
+        away = self._retry.failures and not self._health.another_is_read(self._kind, 0.0)
+        return bool(self._was_read or away) and now - self._refused_since < self._policy.longest
 
     def _least(self, pause: float) -> float:
         """Of a pause, in seconds: so that kinds which come and go do not drive each other."""
@@ -589,8 +567,6 @@ class _Reflector:
             return self._retry.forgotten()
         if isinstance(error, _UnusableError):
             return self._retry.unusable()
-        if not isinstance(error, StatusError | _EndedError):
-            self._health.unanswered()
         return self._retry.ended() if isinstance(error, _EndedError) else self._retry.failed()
 
     def _not_served(self, error: StatusError, *, starts: bool) -> tuple[float, float]:
@@ -993,12 +969,12 @@ def _expected(error: Exception) -> bool:
 
 
 def _sort(error: Exception) -> str:
-    """The sort of a failure that a person can do something about, which each kind may meet; empty: there is nothing."""
+    """The sort of a failure that a person can do something about; empty: there is nothing."""
     if isinstance(error, StatusError):
         return str(error.code) if error.code in {401, 403, 404} else ""
-    if isinstance(error, _UnusableError | msgspec.MsgspecError):
-        return "unusable"
-    return "certificate" if is_untrusted(error) else ""
+    return (
+        "unusable" if isinstance(error, _UnusableError | msgspec.MsgspecError) else is_untrusted(error) * "certificate"
+    )
 
 
 def _hint(resource: _Resource, error: Exception) -> str:

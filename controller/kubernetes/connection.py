@@ -48,13 +48,10 @@ _CONNECT_SECONDS: Final = 5.0
 _WRITE_SECONDS: Final = 10.0
 # A peer that vanished without a word is noticed in 13 s, while a stream is quiet and while something waits to be sent.
 # The kernels at both ends do it: four streams of 5,000 agents are 4,000 small packets a second.
+_TCP: Final = {"NODELAY": 1, "KEEPIDLE": 5, "KEEPINTVL": 2, "KEEPCNT": 4, "USER_TIMEOUT": 13_000}
 SOCKET_OPTIONS: Final = (
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 13_000),
+    *((socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value) for name, value in _TCP.items()),
 )
 _DONE: Final = (200, 201)
 _MAX_ERROR_BYTES: Final = 65_536
@@ -351,15 +348,16 @@ def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
 
 def _split(url: str) -> tuple[str, dict[str, str]]:
     """An address without name, password and query; and the first two as a header, as Go's client sends them."""
-    found = _ADDRESS.fullmatch(url)
-    if found is None:
-        return url, {}
-    name, _, password = unquote(found["user"] or "").partition(":")
-    basic = b64encode(f"{name}:{password}".encode()).decode()
-    hold(found["query"] or "", *(text for part in (found["query"] or "").split("&") for text in part.split("=")[1:]))
-    hold(*((password or name, basic) if found["user"] else ()))
+    found = _ADDRESS.match(url)
+    assert found is not None, "each part of it may be empty"
     bare = f"{found['scheme'] or ''}{found['host']}{found['path'].rstrip('/')}"
-    return bare, {"authorization": f"Basic {basic}"} if found["user"] else {}
+    hold(*re.split("[&=]", found["query"] or "")[1::2])
+    if not found["user"]:
+        return bare, {}
+    name, _, password = unquote(found["user"]).partition(":")
+    basic = b64encode(f"{name}:{password}".encode()).decode()
+    hold(password or name, basic)
+    return bare, {"authorization": f"Basic {basic}"}
 
 
 def _credentials(configuration: Any) -> dict[str, str]:
@@ -376,27 +374,22 @@ def _credentials(configuration: Any) -> dict[str, str]:
 
 
 def _pool(configuration: Any) -> Any:
-    """Connections with one TLS context, made now: later nothing has to be read.
-
-    Raises:
-        SourceError: a certificate or a key cannot be used.
-    """
+    """Connections with one TLS context, made now: later nothing has to be read."""
     from urllib3.util.ssl_ import create_urllib3_context
 
     from hybrid_proxy.controller.kubernetes.client import client
 
     context = create_urllib3_context(cert_reqs=ssl.CERT_REQUIRED if configuration.verify_ssl else ssl.CERT_NONE)
-    what = "the authority's certificates"
-    try:
-        if configuration.ssl_ca_cert:
-            context.load_verify_locations(configuration.ssl_ca_cert)
-        elif configuration.host.startswith("https"):
-            context.load_default_certs()
-        if configuration.cert_file:
-            what = "the client's certificate and its key, which must belong together and have no passphrase,"
+    if configuration.ssl_ca_cert:
+        context.load_verify_locations(configuration.ssl_ca_cert)
+    elif configuration.host.startswith("https"):
+        context.load_default_certs()
+    if configuration.cert_file:
+        try:
             context.load_cert_chain(configuration.cert_file, configuration.key_file, password="")
-    except ssl.SSLError as error:
-        raise SourceError(f"{what} cannot be used: {error.reason or 'this is no PEM'}") from None
+        except ssl.SSLError as error:
+            what = "the client's certificate and its key must be PEM, belong together, and have no passphrase"
+            raise ValueError(f"{what}: {error.reason or 'they are none'}") from None
     if configuration.proxy and configuration.proxy.startswith("https"):
         configuration.proxy_ssl_context = context
     pool = client().RESTClientObject(configuration).pool_manager

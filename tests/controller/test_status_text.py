@@ -121,6 +121,26 @@ def test_a_status_looks_as_its_screen(name: str) -> None:
     assert text(STATUS[name]).startswith(VERDICTS[name].value[0])
 
 
+# fmt: off
+HEARD = (
+    pytest.param([3.0, 20.0], "something last came 3s ago",                               id="quiet"),
+    pytest.param([45.0, 45.0], "something last came 45s ago",                             id="silence"),
+    pytest.param([3.0, 100.0], "something last came 3s ago, EndpointSlices 1m40s ago",    id="one stream is late"),
+    pytest.param([], "",                                                                   id="no server"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("ages", "expected"), HEARD)
+def test_when_something_last_came_is_shown(ages: list[float], expected: str) -> None:
+    kinds = [
+        KindState(kind, "read", NOW - 500, listed=True, heard=NOW - age)
+        for kind, age in zip(("Service", "EndpointSlice"), ages, strict=False)
+    ]
+    shown = text(msgspec.structs.replace(WELL, source=SourceStatus(SERVER, True, "", kinds or KINDS)))
+    assert [line.strip() for line in shown.splitlines() if "last came" in line] == [expected] * bool(expected)
+
+
 def test_lines_are_folded_where_the_screen_ends() -> None:
     assert text(DEGRADED, 120) == (SCREENS / "status-degraded-120.txt").read_text()
     shown = text(DEGRADED).splitlines()
