@@ -529,7 +529,7 @@ class _Reflector:
         """Note a failure; how long to wait before the next try, and at least if there are news, in seconds."""
         code = error.code if isinstance(error, StatusError) else 0
         absent = code in {403, 404} and self._resource.optional and not self._was_read
-        starts = code in {401, 403} and self._has_just_started()
+        starts = self._has_just_started(code)
         alone = starts and not absent and not self._health.another_is_read(self._kind, 0.0)
         asks = self._health.is_asker(self._kind, refused=code in {401, 429} or alone)
         if absent and isinstance(error, StatusError):
@@ -548,9 +548,12 @@ class _Reflector:
             self._health.lost(self._kind, hint, pause, sort)
         return pause, least
 
-    def _has_just_started(self) -> bool:
+    def _has_just_started(self, code: int) -> bool:
         """Whether a refusal is one of a server that starts: it let us in before, or was away, and this did not last."""
         now = time.monotonic()
+        if code not in {401, 403}:
+            self._refused_since = 0.0
+            return False
         self._refused_since = self._refused_since or now
         away = self._retry.failures and not self._health.another_is_read(self._kind, 0.0)
         return bool(self._was_read or away) and now - self._refused_since < self._policy.longest
@@ -972,9 +975,9 @@ def _sort(error: Exception) -> str:
     """The sort of a failure that a person can do something about; empty: there is nothing."""
     if isinstance(error, StatusError):
         return str(error.code) if error.code in {401, 403, 404} else ""
-    return (
-        "unusable" if isinstance(error, _UnusableError | msgspec.MsgspecError) else is_untrusted(error) * "certificate"
-    )
+    if isinstance(error, _UnusableError | msgspec.MsgspecError):
+        return "unusable"
+    return "certificate" if is_untrusted(error) else ""
 
 
 def _hint(resource: _Resource, error: Exception) -> str:

@@ -204,11 +204,14 @@ class Connection:
     ) -> BaseHTTPResponse:  # fmt: skip
         import urllib3
 
+        from hybrid_proxy.controller.kubernetes.client import client
+
         headers = {"accept": "application/json", "user-agent": "hybrid-proxy", **loaded.headers}
         if content_type:
             headers["content-type"] = content_type
         with self._lock:  # the client's hook that renews a token is not made for several threads
             headers |= _credentials(loaded.configuration)
+            client().memory.close()  # of the hook
         hold(*loaded.certificates[1:])  # again: what is held longest goes first
         # The pool itself and not RESTClientObject.request(), whose arguments differ between versions. Retries are
         # ours: urllib3 would sleep through a stop.

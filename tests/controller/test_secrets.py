@@ -7,7 +7,9 @@ import contextlib
 import json
 import logging
 import socketserver
+import ssl
 import tarfile
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +37,8 @@ PASSWORD = "correct/horse battery%staple"
 SHORT = "hun7er"  # too short to be looked for inside of words
 TOKEN = "opaque.Tok3n-of_a_cluster+that/nobody=knows"
 PLUGIN = "printed-by-a-plugin-and-known-to-nobody"
-CLIENT = trustme.CA().issue_cert("client")
+AUTHORITY = trustme.CA()
+CLIENT = AUTHORITY.issue_cert("client")
 KEY = CLIENT.private_key_pem.bytes().decode()
 KEY_LINES = [line for line in KEY.splitlines() if len(line) > 40]
 
@@ -53,6 +56,17 @@ def changed(api: ApiServer, user: dict[str, Any], **cluster: str) -> Path:
     body["clusters"][0]["cluster"] |= {name.replace("_", "-"): value for name, value in cluster.items()}
     path.write_bytes(msgspec.json.encode(body))
     return path
+
+
+def kubeconfig(folder: Path, user: dict[str, Any], cluster: dict[str, str]) -> Path:
+    body = {
+        "current-context": "a",
+        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
+        "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"} | cluster}],
+        "users": [{"name": "a", "user": user}],
+    }
+    (folder / "kubeconfig").write_text(json.dumps(body))
+    return folder / "kubeconfig"
 
 
 # ------------------------------------------------------------------------------------------- by value
@@ -143,14 +157,7 @@ BROKEN: list[Any] = [
 def test_no_error_of_a_kubeconfig_has_a_secret(
     user: Callable[[Path], dict[str, Any]], cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    path = tmp_path / "kubeconfig"
-    body = {
-        "current-context": "a",
-        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
-        "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"} | cluster}],
-        "users": [{"name": "a", "user": user(tmp_path)}],
-    }
-    path.write_text(json.dumps(body))
+    path = kubeconfig(tmp_path, user(tmp_path), cluster)
     said = ""
     try:
         connection = Connection(str(path), None)
@@ -175,8 +182,8 @@ def test_what_a_plugin_prints_is_not_written(api: ApiServer, tmp_path: Path, cap
 def test_names_and_passwords_of_an_address_are_sent_and_shown_nowhere(how: str, api: ApiServer) -> None:
     """As Go's client sends them: where the configuration has no credentials."""
     user = {"token": api.token} if how == "token" else {}
-    kubeconfig = changed(api, user, server=f"https://root:{quote(PASSWORD, safe='')}@127.0.0.1:{api.port}/")
-    connection = Connection(str(kubeconfig), None)
+    file = changed(api, user, server=f"https://root:{quote(PASSWORD, safe='')}@127.0.0.1:{api.port}/")
+    connection = Connection(str(file), None)
     connection.open()
     with contextlib.suppress(Exception):
         connection.get("/api/v1/services", {}, 5.0).close()
@@ -212,13 +219,62 @@ def test_the_password_of_a_proxy_is_for_the_proxy_alone(api: ApiServer) -> None:
     assert not any(TOKEN in line for line in told)
 
 
+class Strict(socketserver.BaseRequestHandler):
+    """Lets in whom it knows by a certificate, and answers once."""
+
+    def handle(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        AUTHORITY.configure_trust(context)
+        AUTHORITY.issue_cert("127.0.0.1").configure_cert(context)
+        with contextlib.suppress(OSError), context.wrap_socket(self.request, server_side=True) as stream:
+            stream.recv(65_536)
+            stream.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+
+def by_files(folder: Path) -> dict[str, Any]:
+    CLIENT.private_key_pem.write_to_path(str(folder / "key"))
+    CLIENT.cert_chain_pems[0].write_to_path(str(folder / "certificate"))
+    return {"client-certificate": str(folder / "certificate"), "client-key": str(folder / "key")}
+
+
+def by_a_plugin(folder: Path) -> dict[str, Any]:
+    status = {"clientCertificateData": CLIENT.cert_chain_pems[0].bytes().decode(), "clientKeyData": KEY}
+    said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": status}
+    (folder / "said").write_text(json.dumps(said))
+    script = folder / "plugin"
+    script.write_text(f"#!/bin/sh\ncat {folder / 'said'}\n")
+    script.chmod(0o755)
+    return exec_user(str(script))
+
+
+@pytest.mark.parametrize("user", [lambda _: key_user(), by_files, by_a_plugin], ids=["inline", "files", "a plugin"])
+def test_a_key_is_used_and_no_file_of_it_is_left(
+    user: Callable[[Path], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Strict) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        authority = base64.b64encode(AUTHORITY.cert_pem.bytes()).decode()
+        cluster = {"server": f"https://127.0.0.1:{server.server_address[1]}", "certificate-authority-data": authority}
+        connection = Connection(str(kubeconfig(tmp_path, user(tmp_path), cluster)), None)
+        connection.open()
+        assert connection.get("/api", {}, 5.0).read() == b"{}"
+        connection.close()
+        server.shutdown()
+    assert list(temporary.iterdir()) == []
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if "memfd:credentials" in str(fd.resolve())]
+    assert redact(KEY_LINES[0]) == REMOVED
+
+
 def test_certificates_that_do_not_belong_together_leave_the_old_ones_in_place(api: ApiServer) -> None:
     """A rotation is under way: the one file is new, and the other is not yet."""
-    kubeconfig = changed(api, key_user(token=api.token))
-    connection = Connection(str(kubeconfig), None)
+    file = changed(api, key_user(token=api.token))
+    connection = Connection(str(file), None)
     connection.open()
     other = base64.b64encode(trustme.CA().issue_cert("client").private_key_pem.bytes()).decode()
-    kubeconfig.write_bytes(changed(api, key_user(token=api.token) | {"client-key-data": other}).read_bytes())
+    file.write_bytes(changed(api, key_user(token=api.token) | {"client-key-data": other}).read_bytes())
     connection.get("/api/v1/services", {}, 5.0).close()
     connection.close()
 
