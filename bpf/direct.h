@@ -36,7 +36,7 @@ INLINE enum step begin_direct(struct __sk_buff *skb, struct scratch *space, cons
 /* An address of the services' ranges at which there is none. */
 INLINE bool is_unallocated(const __u32 *address, const bool v6)
 {
-	return in_service_cidr(address, v6) && !may_be_service(address, v6);
+	return is_nobodys(address, v6) && !may_be_service(address, v6);
 }
 
 /* The destination may be a backend, addressed directly. */

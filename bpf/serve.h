@@ -14,10 +14,10 @@ INLINE bool may_be_frontend(const struct packet *p, const bool v6)
 	       (p->kind == PACKET_TRANSPORT && may_be_node_port(p->tuple.dport, p->tuple.protocol));
 }
 
-/* It is to no frontend. Nobody is at addresses of the services' ranges that no service has. */
+/* It is to no frontend. */
 INLINE enum step no_frontend(struct scratch *space, const bool v6)
 {
-	return in_service_cidr(space->packet.tuple.daddr, v6) ? drop(space, COUNT_DROP_UNALLOCATED) : STEP_NOT_SERVICE;
+	return is_nobodys(space->packet.tuple.daddr, v6) ? drop(space, COUNT_DROP_UNALLOCATED) : STEP_NOT_SERVICE;
 }
 
 /* A ping, say, to a service's address: no port answers there. */

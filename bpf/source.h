@@ -53,6 +53,14 @@ INLINE bool is_local_address(const __u32 *a, const bool v6)
 	return bpf_map_lookup_elem(&own_addresses, &key);
 }
 
+/* Nobody is at addresses of the services' ranges that no service has, unless an interface of this node has one, as with
+ * NodeLocal DNSCache.
+ */
+INLINE bool is_nobodys(const __u32 *a, const bool v6)
+{
+	return in_service_cidr(a, v6) && !is_local_address(a, v6);
+}
+
 /* A ClusterIP, or an address that may become one. External and load-balancer IPs may be another host's own. */
 INLINE bool is_virtual(const __u32 *a, const bool v6)
 {

@@ -134,7 +134,8 @@ def _mangle(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     yield always, f"{_set(family, 'SOURCES')} {allowed} -j DROP"
     for cidr in node.service_cidrs:
         if ip_network(cidr).version == family:
-            yield always, f"-d {cidr} {_set(family, 'ADDRESSES', 'dst', negated=True)} -j DROP"
+            nobody = f"{_set(family, 'ADDRESSES', 'dst', negated=True)} -m addrtype ! --dst-type LOCAL"
+            yield always, f"-d {cidr} {nobody} -j DROP"
     yield internal, f"{_set(family, 'DROP-IN')} -j DROP"
     for chain in (before, output):
         yield chain, "-m conntrack ! --ctstate NEW -j RETURN"

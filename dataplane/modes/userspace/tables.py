@@ -87,7 +87,7 @@ def _refusals(family: Family, node: NodeNetwork) -> Iterator[Chain]:
         "strangers",
         (
             rule(family.destination_in(CLUSTER_IPS), x.goto(REFUSE)),
-            *(rule(destination, DROP) for destination in unallocated),
+            *(rule(destination, family.destination_not_local(), DROP) for destination in unallocated),
         ),
     )
     for side in ("internal", "external"):
