@@ -196,6 +196,7 @@ class Answers:
                 kinds=source.states(),
             ),
             problems=list(cluster.problems.values()),
+            node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
             without_backend=self._without_backend(),
             refused_external_ips={
                 service: list(known.refused) for service, known in builder.external_ips.items() if known.refused

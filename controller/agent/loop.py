@@ -47,10 +47,11 @@ from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.kubernetes.model import Replaced
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.entries import ExternalIPs
+from hybrid_proxy.controller.semantics.node import Routes
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
-from hybrid_proxy.controller.serving.memory import forget, log_path, memory_path
+from hybrid_proxy.controller.serving.memory import forget, log_path, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import (
     Answer,
     FindIgnored,
@@ -230,7 +231,10 @@ class Agent:
         self.events = Recorder(self.source.connection, node_name)
         self.counters = Counters(time.time(), families)
         self.health = Health(2 * config.options.sync_seconds, families, needs_node=self.source.connection is not None)
-        cluster = Cluster(node_name, self.source.kinds, shares=bool(config.settings.proxy_name))
+        former = recall(memory_path(config.admin_socket))
+        cluster = Cluster(
+            node_name, self.source.kinds, shares=bool(config.settings.proxy_name), last=former.node if former else None
+        )
         self.syncer = Syncer(cluster, config.settings, self.counters, self.health, config.node_addresses)
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
         self.follower = ConfigFollower(followed, flags)
@@ -460,10 +464,10 @@ class Agent:
         self.mode.draining.links_changed()
 
     def _read_addresses(self) -> None:
-        if not self.config.node_addresses:
-            from hybrid_proxy.dataplane.kernel.links import read_node
+        from hybrid_proxy.dataplane.kernel.links import read_node
 
-            self.syncer.set_addresses(read_node().addresses)
+        node = read_node()
+        self.syncer.set_addresses(self.config.node_addresses or node.addresses, Routes(node.sources, node.networks))
 
     def _trim_memory(self) -> None:
         """What a list needed while it was decoded goes back to the kernel, when it is programmed."""

@@ -148,6 +148,7 @@ class Notebook:
             error=self._syncer.error,
             unprogrammed=self.unprogrammed[:MOST],
             problems=list(self._syncer.cluster.problems.values())[:MOST],
+            node=self._syncer.cluster.node,
             without_backend=self._lacks,
             events=[*self._before, *self._recent][-MOST:],
         )

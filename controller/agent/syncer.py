@@ -35,6 +35,7 @@ from hybrid_proxy.controller.kubernetes.model import (
 )
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.entries import Settings
+from hybrid_proxy.controller.semantics.node import NO_ROUTES, Routes
 from hybrid_proxy.controller.semantics.tables import Builder
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
@@ -127,7 +128,7 @@ class Syncer:
         self.latencies: deque[float] = deque(maxlen=LATENCIES)
         self._counters = counters
         self._health = health
-        self._addresses = addresses
+        self._surroundings = addresses, NO_ROUTES
         self._clock = clock
         self._wall = wall
         self._moved: dict[str, float] = {}  # since when
@@ -178,8 +179,8 @@ class Syncer:
             self._on(Input.LISTED)
             START.end("list and decode")
         self._health.awaited = self.cluster.awaited
-        here = self.cluster.node
-        self._health.node(here.eligible if here else None)
+        here = self.cluster.reported
+        self._health.node(here.eligible if here else True if self.cluster.unread("Node") else None)
 
     def hand_over(self) -> None:
         """Leave new flows of Services that moved to the proxy beside us, when it has had the time to program them.
@@ -191,9 +192,9 @@ class Syncer:
         if self.cluster.hand_over([name for name, since in self._moved.items() if now - since >= HAND_OVER]):
             self._on(Input.CHANGED)
 
-    def set_addresses(self, addresses: tuple[str, ...]) -> None:
-        if addresses != self._addresses:
-            self._addresses = addresses
+    def set_addresses(self, addresses: tuple[str, ...], routes: Routes = NO_ROUTES) -> None:
+        if (addresses, routes) != self._surroundings:
+            self._surroundings = addresses, routes
             self._health.queued(self._clock())
             self._on(Input.CHANGED)
 
@@ -230,7 +231,7 @@ class Syncer:
         if first and isinstance(programmer, Prewarmed):
             programmer.prewarm(*self.cluster.extent)
         with START.part("table"):
-            table = self.builder.build(self.cluster, self._addresses)
+            table = self.builder.build(self.cluster, *self._surroundings)
         self._report_conflicts()
         self._report_complaints()
         if first and self.state is not State.RETRYING:  # to serve matters more than to remember

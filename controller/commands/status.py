@@ -85,6 +85,9 @@ def troubles(status: AgentStatus) -> list[Trouble]:
     if status.problems:
         details = [problem.text for problem in status.problems]
         found.append(Trouble(f"{_many(details, 'object')} refused", "refused", details))
+    if status.node_faults:
+        what = _many(status.node_faults, "fact of this node", "facts of this node")
+        found.append(Trouble(f"{what} missing or wrong", "node", status.node_faults))
     if status.conflicts:
         details = [f"{service}: {message}" for service, several in status.conflicts.items() for message in several]
         found.append(Trouble(f"{_many(details, 'frontend')} of another service too", "conflict", details))

@@ -100,6 +100,7 @@ _STOP_SECONDS: Final = 0.8
 _LIST_SECONDS: Final = 60.0  # the API server's own limit for a request that is no watch
 _OVERDUE: Final = 60.0  # seconds that a server may take to end a stream which has lived as long as it was asked to
 _LEAST: Final = 0.5  # seconds of a pause that news end
+_PATIENCE: Final = 4  # failures in a row, after which an agent does without a kind that it can do without
 _ASK_SECONDS: Final = 5.0  # for what a person asks: commands wait for ten
 _LOOK_SECONDS: Final = 1.0  # between two looks at the files with credentials, while nothing can be read
 # Servers refuse to begin a stream with all objects: with 422 where they know the option, or where they forbid
@@ -133,7 +134,7 @@ def _resources(node_name: str, proxy_name: str | None = None) -> tuple[_Resource
                   labels=f"!{PROXY_NAME}" if proxy_name is None else f"{PROXY_NAME}={proxy_name}"),
         _Resource("EndpointSlice", "/apis/discovery.k8s.io/v1/endpointslices",
                   labels="!service.kubernetes.io/headless"),
-        _Resource("Node", "/api/v1/nodes", fields=f"metadata.name={node_name}"),
+        _Resource("Node", "/api/v1/nodes", fields=f"metadata.name={node_name}", optional=True),
         _Resource("ServiceCIDR", "/apis/networking.k8s.io/v1/servicecidrs", optional=True),
     )
     # fmt: on
@@ -528,11 +529,11 @@ class _Reflector:
     def _failed(self, error: Exception) -> tuple[float, float]:
         """Note a failure; how long to wait before the next try, and at least if there are news, in seconds."""
         code = error.code if isinstance(error, StatusError) else 0
-        absent = code in {403, 404} and self._resource.optional and not self._was_read
+        absent = self._does_without(code)
         starts = self._has_just_started(code)
         alone = starts and not absent and not self._health.another_is_read(self._kind, 0.0)
         asks = self._health.is_asker(self._kind, refused=code in {401, 429} or alone)
-        if absent and isinstance(error, StatusError):
+        if absent:
             return self._not_served(error, starts=starts)
         pause = (self._retry.refused() if starts else self._count(error)) * random.uniform(0.5, 1.0)
         least = self._least(pause)
@@ -572,7 +573,12 @@ class _Reflector:
             return self._retry.unusable()
         return self._retry.ended() if isinstance(error, _EndedError) else self._retry.failed()
 
-    def _not_served(self, error: StatusError, *, starts: bool) -> tuple[float, float]:
+    def _does_without(self, code: int) -> bool:
+        """Whether the agent may do without a kind: where it is not served, or has not come for a while."""
+        lasts = code in {403, 404} or self._listed or self._retry.failures >= _PATIENCE
+        return self._resource.optional and not self._was_read and lasts
+
+    def _not_served(self, error: Exception, *, starts: bool) -> tuple[float, float]:
         """This cluster may do without a kind, which is then as if there were none of it.
 
         An API server that starts refuses everything until it has read its roles. So this counts when another kind is
@@ -585,7 +591,7 @@ class _Reflector:
             return 0.0, 0.0
         if not self._listed:
             self._listed = True
-            self._emit(Replaced(self._kind, ()))
+            self._emit(Replaced(self._kind, (), absent=_hint(self._resource, error)))
         pause = self._retry.absent() * random.uniform(0.5, 1.0)
         self._health.found(self._kind, absent=_hint(self._resource, error))
         return pause, self._least(pause)

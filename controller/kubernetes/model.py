@@ -139,12 +139,14 @@ def key_of(obj: Object) -> str:
 class Replaced(msgspec.Struct, frozen=True):
     """A complete list of one kind: what is not in it does not exist.
 
-    `kept` are keys of objects that exist but were refused: their last good version stays.
+    `kept` are keys of objects that exist but were refused: their last good version stays. `absent` is why the kind
+    cannot be read, which is then as if there were none of it.
     """
 
     kind: str
     objects: tuple[Object, ...]
     kept: frozenset[str] = frozenset()
+    absent: str = ""
 
 
 class Upserted(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
@@ -44,12 +45,15 @@ class Cluster:
 
     Args:
         node_name: this node; other Nodes are ignored.
+        last: this node as an agent before this one knew it, None: nothing is known.
         kinds: the kinds that the source announced; the state is complete once each was listed.
         shares: another proxy of this node serves the Services that are not here. A Service that goes while
             EndpointSlices of it stay has moved there; see `moved`.
     """
 
-    def __init__(self, node_name: str, kinds: Iterable[str] = KINDS, *, shares: bool = False) -> None:
+    def __init__(
+        self, node_name: str, kinds: Iterable[str] = KINDS, *, shares: bool = False, last: Node | None = None
+    ) -> None:
         self._node_name = node_name
         self._shares = shares
         self._moved: dict[str, Service] = {}
@@ -59,6 +63,9 @@ class Cluster:
         self._slices: dict[str, EndpointSlice] = {}
         self._of_service: dict[str, dict[str, EndpointSlice]] = {}
         self._nodes: dict[str, Node] = {}  # at most this node's
+        # A zone that somebody took away while no agent looked is meant to be gone; addresses and podCIDRs never are.
+        self._last = replace(last, zone="") if last is not None and last.name == node_name else None
+        self._unread: dict[str, str] = {}
         self._cidrs: dict[str, ServiceCIDR] = {}
         self._problems: dict[tuple[str, str], Problem] = {}
         self._complaints: dict[tuple[str, str], Problem] = {}  # of objects that were taken all the same
@@ -145,8 +152,17 @@ class Cluster:
 
     @property
     def node(self) -> Node | None:
-        """This node, None while it is unknown."""
+        """This node as its object said last, fact by fact: what is gone from the API goes on here. None: never seen."""
+        return self._last
+
+    @property
+    def reported(self) -> Node | None:
+        """This node's object as it is now, None: there is none."""
         return self._nodes.get(self._node_name)
+
+    def unread(self, kind: str) -> str:
+        """Why this kind cannot be read, empty: it can."""
+        return self._unread.get(kind, "")
 
     @property
     def service_cidrs(self) -> tuple[str, ...]:
@@ -220,9 +236,9 @@ class Cluster:
     def _put_node(self, node: Node) -> bool:
         if node.name != self._node_name:
             return False
-        old = self._nodes.get(node.name)
         self._nodes[node.name] = node
-        if old is not None and _routing_part(old) == _routing_part(node):
+        old, self._last = self._last, _with_former_facts(node, self._last)
+        if self._last == old:
             return False
         self._node_dirty = True
         return True
@@ -237,8 +253,8 @@ class Cluster:
                 self._note_complaint(key, "")
                 return one is not None and self._unlink(key, one)
             case "Node":
-                old = self._nodes.pop(key, None)
-                self._node_dirty |= old is not None
+                self._nodes.pop(key, None)  # what it said stays in use
+                return False
             case _:
                 old = self._cidrs.pop(key, None)
                 self._node_dirty |= old is not None
@@ -282,6 +298,7 @@ class Cluster:
 
     def _replace(self, event: Replaced) -> bool:
         self._awaited.discard(event.kind)
+        self._unread[event.kind] = event.absent
         changed = False
         if self.held(event.kind) or self._problems:
             changed = self._forget_all_but(
@@ -317,6 +334,21 @@ class Cluster:
 _NO_SLICES: Final[dict[str, EndpointSlice]] = {}
 
 
-def _routing_part(node: Node) -> Node:
-    """A Node without what only health checks read."""
-    return Node(node.name, node.addresses, node.pod_cidrs, node.zone)
+def _with_former_facts(node: Node, former: Node | None) -> Node:
+    """A Node without what only health checks read, and with facts that it had and does not give any more.
+
+    Addresses and podCIDRs are facts of each family.
+    """
+
+    def held(now: tuple[str, ...], before: tuple[str, ...]) -> tuple[str, ...]:
+        families = {family_of(text) for text in now}
+        return now + tuple(text for text in before if family_of(text) not in families)
+
+    if former is None:
+        return Node(node.name, node.addresses, node.pod_cidrs, node.zone)
+    return Node(
+        node.name,
+        held(node.addresses, former.addresses),
+        held(node.pod_cidrs, former.pod_cidrs),
+        node.zone or former.zone,
+    )

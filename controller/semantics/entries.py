@@ -38,7 +38,6 @@ from hybrid_proxy.dataplane.table import (
     Kind,
     Masquerade,
     NodeNetwork,
-    PodMatch,
     Protocol,
     WhenEmpty,
     family_of,
@@ -95,105 +94,8 @@ class Settings(msgspec.Struct, frozen=True):
     proxy_name: str = ""
 
 
-# The node
-
-
-def node_network(
-    settings: Settings, node: Node | None, interface_addresses: tuple[str, ...], service_cidrs: tuple[str, ...]
-) -> NodeNetwork:
-    """What a mode must know of this node besides the services.
-
-    Args:
-        settings: kube-proxy's settings that matter here.
-        node: this node's own object, None while it is unknown.
-        interface_addresses: addresses on the node's interfaces; empty when they cannot be read, the
-            Node's addresses stand in then.
-        service_cidrs: the ranges that ClusterIPs come from (KEP-1880).
-
-    Raises:
-        ValueError: an address or CIDR is not one.
-    """
-    reported = _canonical(node.addresses if node else ())
-    overrides = tuple(a for a in _canonical(settings.primary) if not ip_address(a).is_unspecified)
-    primary = _first_of_each_family(overrides + reported)
-    present = _canonical(interface_addresses) or reported
-    # A primary address that no interface carries is kept: behind 1:1 NAT it is still the node.
-    addresses = tuple(sorted({a for a in (*present, *primary) if not ip_address(a).is_loopback}))
-    return NodeNetwork(
-        name=settings.node_name,
-        primary=primary,
-        addresses=addresses,
-        node_port_addresses=_node_port_addresses(settings.node_port_addresses, primary, addresses),
-        loopback=_loopback(settings, addresses),
-        pods=_pod_match(settings, node),
-        # Beside another proxy, most addresses that we don't know are Services of its own.
-        service_cidrs=() if settings.proxy_name else tuple(dict.fromkeys(service_cidrs)),
-        masquerade_bit=settings.masquerade_bit,
-    )
-
-
-def _canonical(addresses: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(str(ip_address(a)) for a in addresses))
-
-
-def _first_of_each_family(texts: Iterable[str]) -> tuple[str, ...]:
-    """At most one IPv4 and one IPv6, in this order."""
-    first: dict[int, str] = {}
-    for text in texts:
-        first.setdefault(family_of(text), text)
-    return tuple(first[f] for f in (4, 6) if f in first)
-
-
-def _pod_match(settings: Settings, node: Node | None) -> PodMatch:
-    match settings.detect:
-        case DetectLocalMode.CLUSTER_CIDR:
-            return PodMatch(_first_of_each_family(settings.cluster_cidrs))
-        case DetectLocalMode.NODE_CIDR:
-            return PodMatch(_first_of_each_family(node.pod_cidrs if node else ()))
-        case DetectLocalMode.BRIDGE_INTERFACE:
-            return PodMatch(interface=settings.pod_interface)
-        case DetectLocalMode.INTERFACE_PREFIX:
-            return PodMatch(interface=settings.pod_interface, by_name_prefix=bool(settings.pod_interface))
-
-
-def _node_port_addresses(
-    wanted: tuple[str, ...], primary: tuple[str, ...], addresses: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The node's addresses that serve node ports to everybody; loopback and IPv6 link-local never do."""
-    usable = [a for a in map(ip_address, addresses) if not (a.version == 6 and a.is_link_local)]
-    keywords = {word for word in wanted if word in NODE_PORT_KEYWORDS} if wanted else {"primary"}
-    if "all" in keywords:
-        return tuple(map(str, usable))
-    networks = _networks(wanted)
-    # A family without a CIDR is not restricted, as in kube-proxy; a keyword is about both.
-    limited = {4, 6} if keywords else {n.version for n in networks}
-    chosen = primary if "primary" in keywords else ()
-    return tuple(
-        str(a) for a in usable if a.version not in limited or str(a) in chosen or any(a in n for n in networks)
-    )
-
-
-def _loopback(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """The loopback addresses where this node's own clients find node ports, in the families of the node's addresses.
-
-    As kube-proxy's iptables mode: without `node_port_addresses`, and where these cover the address; for IPv6 as well as
-    for IPv4. The keyword `localhost` (KEP-6032) asks for both, whatever `localhost_node_ports` says.
-    """
-    wanted = settings.node_port_addresses
-    families = {family_of(a) for a in addresses}
-    candidates = tuple(a for a in _LOOPBACK if family_of(a) in families)
-    if "localhost" in wanted:
-        return candidates
-    if not settings.localhost_node_ports:
-        return ()
-    if not wanted or "all" in wanted:
-        return candidates
-    networks = _networks(wanted)
-    limited = {4, 6} if "primary" in wanted else {n.version for n in networks}
-    return tuple(a for a in candidates if family_of(a) not in limited or any(ip_address(a) in n for n in networks))
-
-
-def _networks(wanted: Iterable[str]) -> list[IPv4Network | IPv6Network]:
+def networks_of(wanted: Iterable[str]) -> list[IPv4Network | IPv6Network]:
+    """The CIDRs among them, without `NODE_PORT_KEYWORDS`."""
     return [ip_network(cidr, strict=False) for cidr in wanted if cidr not in NODE_PORT_KEYWORDS]
 
 
@@ -251,14 +153,14 @@ def health_addresses(settings: Settings, network: NodeNetwork) -> tuple[str, ...
     at their own IP (Google Cloud's) depend on it.
     """
     wanted = settings.node_port_addresses
-    found = network.node_port_addresses + (_LOOPBACK[:1] if "localhost" in wanted else ())
+    found = network.node_port_addresses + (LOOPBACK_ADDRESSES[:1] if "localhost" in wanted else ())
     if not wanted or not found or "all" in wanted or any(cidr.endswith("/0") for cidr in wanted):
         return (_EVERYWHERE,)
     return found
 
 
 _EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 (kube-proxy's default)
-_LOOPBACK: Final = ("127.0.0.1", "::1")
+LOOPBACK_ADDRESSES: Final = ("127.0.0.1", "::1")
 
 
 # One service
@@ -283,7 +185,7 @@ def external_ips(service: Service, settings: Settings) -> ExternalIPs:
         why = "external IPs are turned off (feature gate AllowServiceExternalIPs)"
     elif settings.external_ip_namespaces and service.namespace not in settings.external_ip_namespaces:
         why = f"externalIPs.allowedNamespaces does not name {service.namespace}"
-    networks = _networks(settings.external_ip_cidrs)
+    networks = networks_of(settings.external_ip_cidrs)
     served = tuple(
         address
         for address in service.external_ips
@@ -310,7 +212,7 @@ def entries(
         slices: all its EndpointSlices, in any order, of both families.
         settings: the same that made `network`.
         node: this node's own object (its zone decides on zone hints), None while it is unknown.
-        network: the answer of `node_network`.
+        network: the answer of `node.node_network`.
         former: the entries of this service before; what is as it was there is the same object, as old and new entries
             of all services may be in memory together.
     """

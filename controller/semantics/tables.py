@@ -24,8 +24,8 @@ from hybrid_proxy.controller.semantics.entries import (
     external_ips,
     health_addresses,
     health_check,
-    node_network,
 )
+from hybrid_proxy.controller.semantics.node import NO_ROUTES, Routes, node_faults, node_network
 from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 
@@ -41,7 +41,7 @@ class Builder:
         self._table = EMPTY
         self._services = Shards[Entries]()
         self._claims = _Claims()
-        self._asked: tuple[Node | None, tuple[str, ...], tuple[str, ...]] | None = None
+        self._asked: tuple[Node | None, tuple[str, ...], tuple[str, ...], Routes] | None = None
         self._basis: object = None
         self._checks: Mapping[str, HealthCheck] = MappingProxyType({})
         self._external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})
@@ -74,15 +74,24 @@ class Builder:
         """Service -> what becomes of its external IPs; the very same object when nothing of that changed."""
         return self._external_ips
 
-    def build(self, cluster: Cluster, interface_addresses: tuple[str, ...]) -> ServiceTable:
+    def node_faults(self, cluster: Cluster, *, needs_node: bool) -> tuple[str, ...]:
+        """What is missing or wrong in what is said of this node; `needs_node`: it has a Node object."""
+        if self._asked is None or not (needs_node or cluster.node):
+            return ()
+        problem = cluster.problems.get(("Node", self._settings.node_name))
+        unread = cluster.unread("Node") or (problem.text if problem else "")
+        return node_faults(self._settings, cluster.reported, cluster.node, unread, *self._asked[1:])
+
+    def build(self, cluster: Cluster, interface_addresses: tuple[str, ...], routes: Routes = NO_ROUTES) -> ServiceTable:
         """The table of the cluster as it is now; the very same object when nothing changed.
 
         Args:
             cluster: its dirty marks are taken.
             interface_addresses: the addresses on this node's interfaces, empty when they are not known.
+            routes: what this node's routes say, empty when they are not known.
         """
         dirty = cluster.take_dirty()
-        network = self._network(cluster, interface_addresses)
+        network = self._network(cluster, interface_addresses, routes)
         basis = _basis_of(network, cluster.node)
         names: Iterable[str]
         if dirty.services is None or basis != self._basis:
@@ -96,8 +105,8 @@ class Builder:
         changes = self._claims.update(cluster, {name: self._entries(cluster, name, network) for name in names})
         return self._next(changes, network)
 
-    def _network(self, cluster: Cluster, interface_addresses: tuple[str, ...]) -> NodeNetwork:
-        asked = (cluster.node, interface_addresses, cluster.service_cidrs)
+    def _network(self, cluster: Cluster, interface_addresses: tuple[str, ...], routes: Routes) -> NodeNetwork:
+        asked = (cluster.node, interface_addresses, cluster.service_cidrs, routes)
         if asked == self._asked:
             return self._table.node
         network = node_network(self._settings, *asked)

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.kubernetes.model import Problem
+from hybrid_proxy.controller.kubernetes.model import Node, Problem
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.admin import socket_path
 from hybrid_proxy.controller.serving.protocol import Gone, ModeStatus
@@ -56,6 +56,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
         error: Why the last sync failed.
         unprogrammed: Service ports that were not served.
         problems: Objects that were refused.
+        node: What this node's Node object said last.
         without_backend: Service ports that had no backend on this node.
         events: The last packet events, the oldest first; those of agents before, too.
         ended: Its last words; null while it runs, and if it was killed.
@@ -74,6 +75,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
     error: str = ""
     unprogrammed: list[Unprogrammed] = []
     problems: list[Problem] = []
+    node: Node | None = None
     without_backend: list[Lack] = []
     events: list[PacketEvent] = []
     ended: Ended | None = None

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from ipaddress import ip_address, ip_network
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,7 @@ from hybrid_proxy.dataplane.table import family_of
 
 POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
+LOOPBACK = 1  # index, in every namespace
 DEVICE_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
 # Others behind which hosts are: other nodes' pods, or clients of a private network. A bridge is not among them, because
 # its ports are served one by one.
@@ -46,6 +47,7 @@ UPLINK_KINDS = DEVICE_KINDS | {
 # ip6gre, WireGuard and TUN, xfrm.
 BARE = frozenset({512, 768, 769, 776, 778, 519, 823, 0xFFFE})
 SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addresses are services'
+SERVICES_DEVICES = frozenset({SERVICES_DEVICE, "kube-dummy-if"})  # and kube-router's
 # linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h
 GET_LINK, GET_ADDRESS, GET_ROUTE = 18, 22, 26
 IFLA_ADDRESS, IFLA_IFNAME, IFLA_LINK, IFLA_MASTER, IFLA_OPERSTATE, IFLA_LINKINFO = 1, 3, 5, 10, 16, 18
@@ -53,8 +55,9 @@ IFLA_EXT_MASK, IFLA_LINK_NETNSID, IFLA_INFO_KIND = 29, 37, 1
 WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: they are most of what is said of an interface
 OPERATION_DOWN = 2  # IF_OPER_DOWN
 IFA_ADDRESS, IFA_LOCAL = 1, 2
-RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 9, 15, 18
-UNICAST, LOCAL, BROADCAST, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 254, 253, 254
+IFA_F_UNSTEADY = 0x01 | 0x08 | 0x20 | 0x40  # IFA_F_SECONDARY (IPv6: TEMPORARY), DADFAILED, DEPRECATED, TENTATIVE
+RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 6, 7, 9, 15, 18
+UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
 GROUPS = sum(
     1 << (group - 1)
     for group in (
@@ -102,7 +105,9 @@ class Node(msgspec.Struct, frozen=True):
 
     `local` are the node's addresses and its networks' broadcast addresses, as its tables have them. `equal_paths` are
     routes that have several next hops, as destination, length of its prefix, and hops. `bridged` are the networks of
-    bridges' addresses: what is in one of them finds the others there without the node's routing.
+    bridges' addresses: what is in one of them finds the others there without the node's routing. `sources` are those of
+    `addresses` that packets to other hosts may have, the best of each family first. `networks` are where routes lead,
+    without default routes and single hosts, and the next hops of default routes.
     """
 
     interfaces: tuple[Interface, ...]
@@ -110,6 +115,8 @@ class Node(msgspec.Struct, frozen=True):
     local: frozenset[str] = frozenset()
     equal_paths: frozenset[tuple[str, int, tuple[Hop, ...]]] = frozenset()
     bridged: frozenset[str] = frozenset()
+    sources: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
 
 
 def interface_name(index: int) -> str | None:
@@ -163,6 +170,13 @@ class _Route(msgspec.Struct):
         found = self.known.get(RTA_DST)
         return _text(self.family, found or bytes(4 if self.family == socket.AF_INET else 16))
 
+    @property
+    def ways(self) -> list[Hop]:
+        """The next hops, one or several."""
+        gateway = self.known.get(RTA_GATEWAY)
+        single = Hop(_number(self.known.get(RTA_OIF)), _text(self.family, gateway) if gateway else "")
+        return [*self.hops()] or [single]
+
     def hops(self) -> Iterator[Hop]:
         """The next hops, where there are several."""
         data, start = self.known.get(RTA_MULTIPATH, b""), 0
@@ -189,38 +203,84 @@ def read_node() -> Node:
             for answer in wire.dump(Message(GET_LINK, body, NLM_F_DUMP, "reading the interfaces"))
             for _, kind, index, _, _ in [_LINK.unpack_from(answer)]
         ]
-        services = {index for _, index, known in links if _name(known) == SERVICES_DEVICE}
+        services = {index for _, index, known in links if _name(known) in SERVICES_DEVICES}
         addresses: dict[int, list[str]] = {}
-        networks: list[tuple[int, str]] = []
-        usable: list[str] = []
+        usable: list[_Usable] = []
         wanted = Message(GET_ADDRESS, _ADDRESS.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the addresses")
         for answer in wire.dump(wanted):
-            family, length, _, scope, index = _ADDRESS.unpack_from(answer)
+            family, length, flags, scope, index = _ADDRESS.unpack_from(answer)
             known = dict(attributes(answer, _ADDRESS.size))
             text = _text(family, known.get(IFA_LOCAL) or known[IFA_ADDRESS])
             addresses.setdefault(index, []).append(text)
             if scope not in (SCOPE_LINK, SCOPE_HOST) and index not in services:
-                usable.append(text)
-                networks.append((index, str(ip_network((text, length), strict=False))))
+                usable.append(_Usable(index, text, length, not flags & IFA_F_UNSTEADY))
     unicast = [route for route in routes if route.kind == UNICAST]
-    defaults = {
-        _number(route.known[RTA_OIF])
-        for route in unicast
-        if route.length == 0 and route.table == MAIN_TABLE and RTA_OIF in route.known
-    }
+    default_routes = [route for route in unicast if route.length == 0 and route.table == MAIN_TABLE]
+    defaults = {_number(route.known[RTA_OIF]) for route in default_routes if RTA_OIF in route.known}
     interfaces = tuple(_interface(kind, index, known, defaults, addresses) for kind, index, known in links)
     bridges = {interface.index for interface in interfaces if interface.kind == "bridge"}
     return Node(
         interfaces,
-        tuple(dict.fromkeys(usable)),
+        tuple(dict.fromkeys(one.address for one in usable)),
         frozenset(
             route.destination
             for route in routes
             if route.kind in (LOCAL, BROADCAST) and route.length == (32 if route.family == socket.AF_INET else 128)
         ),
         frozenset((route.destination, route.length, hops) for route in unicast if (hops := tuple(route.hops()))),
-        frozenset(network for index, network in networks if index in bridges),
+        frozenset(one.network for one in usable if one.interface in bridges),
+        _sources(default_routes, interfaces, usable),
+        _networks(default_routes, [route for route in routes if route.kind in (UNICAST, BLACKHOLE)]),
     )
+
+
+class _Usable(NamedTuple):
+    """An address that others may know."""
+
+    interface: int  # its index
+    address: str
+    length: int  # of its network's prefix
+    steady: bool  # neither temporary, nor deprecated, nor still in doubt; and its network's first
+
+    @property
+    def network(self) -> str:
+        return str(ip_network((self.address, self.length), strict=False))
+
+
+def _sources(default: list[_Route], interfaces: Iterable[Interface], usable: Iterable[_Usable]) -> tuple[str, ...]:
+    """Addresses as the kernel chooses them (inet_select_addr(), RFC 6724): a route's own, then its interface's.
+
+    Without a default route, those of devices, and loopback's last. Bridges, veths and dummies have addresses of pods'
+    networks, or of services, which mean nothing elsewhere.
+    """
+    default = sorted(default, key=lambda route: _number(route.known.get(RTA_PRIORITY)))
+    ways = [hop for route in default for hop in route.ways]
+    own = [_text(route.family, route.known[RTA_PREFSRC]) for route in default if RTA_PREFSRC in route.known]
+    devices = sorted(
+        (i for i in interfaces if i.kind in UPLINK_KINDS),
+        key=lambda i: (i.index == LOOPBACK, i.kind not in DEVICE_KINDS),
+    )
+    places = dict.fromkeys([hop.index for hop in ways] + [device.index for device in devices])
+    order = {index: place for place, index in enumerate(places)}
+    gateways = [ip_address(hop.gateway) for hop in ways if hop.gateway]
+
+    def rank(one: _Usable) -> tuple[int, bool, bool]:
+        beside = any(gateway in ip_network(one.network) for gateway in gateways)
+        return order[one.interface], not one.steady, not beside
+
+    found = sorted((one for one in usable if one.interface in order), key=rank)
+    return tuple(dict.fromkeys(filter(is_usable, (*own, *(one.address for one in found)))))
+
+
+def _networks(default: Iterable[_Route], routes: Iterable[_Route]) -> tuple[str, ...]:
+    whole = {int(socket.AF_INET): 32, int(socket.AF_INET6): 128}
+    gateways = {hop.gateway for route in default for hop in route.ways if hop.gateway and is_usable(hop.gateway)}
+    found = {
+        f"{route.destination}/{route.length}"
+        for route in routes
+        if route.table == MAIN_TABLE and 0 < route.length < whole[route.family] and is_usable(route.destination)
+    }
+    return tuple(sorted(found | {str(ip_network(gateway)) for gateway in gateways}))
 
 
 def _routes(wire: Netlink, family: int) -> Iterator[_Route]:

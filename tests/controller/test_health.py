@@ -13,8 +13,8 @@ from hybrid_proxy.controller.semantics.entries import (
     Settings,
     health_addresses,
     health_check,
-    node_network,
 )
+from hybrid_proxy.controller.semantics.node import node_network
 from hybrid_proxy.controller.serving.health import NEVER, Answer, Health, service_answer
 from hybrid_proxy.dataplane.table import Protocol
 

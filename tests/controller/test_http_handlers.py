@@ -69,7 +69,7 @@ class TestHealth:
         assert (head.status, head.body) == (200, b"")
 
     def test_8_2_a_tainted_or_deleted_node(self, start, lab, api):
-        start()
+        agent = start()
         for changes in ({"taint": "ToBeDeletedByClusterAutoscaler"}, {"deleted": True}):
             api.put(the_node(lab, **changes))
             reply = until(status_is(lab, "/healthz", 503), f"healthz 503 after {changes}")
@@ -80,6 +80,16 @@ class TestHealth:
         api.delete("nodes", ME)
         until(status_is(lab, "/healthz", 503), "healthz 503 without a Node")
         assert fetch(lab, "/livez").status == 200
+        assert len(agent.running_status().node_faults) == 1
+
+    def test_8_2_a_node_that_must_not_be_read(self, start, lab, api):
+        """Nothing is known of a deletion: the proxy serves, as one that was never told of a Node."""
+        api.faults("nodes").answers.extend([(403, {})] * 1000)
+        agent = start()
+        assert fetch(lab, "/healthz").json["nodeEligible"] is True
+        assert "403" in agent.running_status().node_faults[0]
+        api.faults("nodes").answers.clear()
+        agent.wait(lambda status: not status.node_faults, what="allowed to read the Node")
 
     def test_8_1_a_change_that_is_not_programmed_in_time(self, start, lab, api, fragile):
         start()

@@ -724,20 +724,25 @@ def test_outside_of_a_cluster_says_what_to_give(monkeypatch: pytest.MonkeyPatch)
 # ------------------------------------------------------------------------------------------- odd clusters
 
 
-@pytest.mark.parametrize("code", [404, 403])
-def test_service_cidrs_are_optional(code: int, api: ApiServer, watch: Start) -> None:
-    if code == 404:
-        api.serve("servicecidrs", served=False)
-    else:
-        api.faults("servicecidrs").answers.extend([(403, {})] * 3)
+@pytest.mark.parametrize(
+    ("plural", "kind", "name"), [("servicecidrs", "ServiceCIDR", "kubernetes"), ("nodes", "Node", "node-0")]
+)
+@pytest.mark.parametrize(("code", "times"), [(404, 0), (403, 3), (500, 10)])
+def test_kinds_that_an_agent_can_do_without(
+    code: int, times: int, plural: str, kind: str, name: str, api: ApiServer, watch: Start
+) -> None:
+    api.serve(plural, served=code != 404)
+    api.faults(plural).answers.extend([(code, {})] * times)
     watcher = watch()
 
-    assert watcher.lists("ServiceCIDR") == [Replaced("ServiceCIDR", ())]
-    assert watcher.until(lambda: watcher.of(SourceState))[0].healthy
-    api.serve("servicecidrs", served=True)
+    (absent,) = watcher.lists(kind)
+    assert absent.objects == ()
+    assert str(code) in absent.absent
+    assert watcher.until(lambda: [state for state in watcher.of(SourceState) if state.healthy])
+    api.serve(plural, served=True)
     watcher.until(lambda: watcher.state == expected(api), "they are asked for again")
-    assert list(watcher.state["ServiceCIDR"]) == ["kubernetes"]
-    assert len(watcher.lists("ServiceCIDR")) == 2
+    assert list(watcher.state[kind]) == [name]
+    assert [event.absent != "" for event in watcher.lists(kind)] == [True, False]
 
 
 def test_a_kind_that_was_read_is_read_on_after_a_refusal(api: ApiServer, watch: Start) -> None:

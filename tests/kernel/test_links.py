@@ -87,6 +87,40 @@ def test_addresses_and_routes_of_both_families_are_read(node: dict[str, Interfac
     assert interface_towards("fd01::1") is None
 
 
+@pytest.mark.root
+def test_addresses_that_the_kernel_sends_from_come_first(namespace: None) -> None:
+    """Those of the default route's interface, then of devices; never those of bridges, which are pods' networks."""
+    for number, name in enumerate(("cni0", "up0", "tun0")):
+        ip(
+            f"tuntap add {name} mode tun"
+            if name == "tun0"
+            else f"link add {name} type {'bridge' if number == 0 else 'veth'}"
+        )
+        ip(f"link set {name} up")
+    ip("link set lo up")
+    ip("link set veth0 up")
+    for device, addresses in {
+        "lo": ("203.0.113.1/32",), "cni0": ("10.244.1.1/24", "fd44::1/64"), "tun0": ("10.8.0.2/24", "fd08::2/64"),
+        "up0": ("198.51.100.7/32", "10.0.0.5/24", "10.0.0.6/24", "fd00::5/64", "169.254.9.9/16"),
+    }.items():  # fmt: skip
+        for address in addresses:
+            ip(f"addr add {address} dev {device}" + " nodad" * (":" in address))
+    assert read_node().sources == ("10.8.0.2", "fd08::2", "203.0.113.1")
+    ip("route add default via 10.0.0.1 metric 9")
+    ip("route add default via fd00::1")
+    ip("route add 10.50.0.0/16 via 10.0.0.9")
+    ip("route add 10.50.1.1 via 10.0.0.9")
+    ip("route add blackhole 10.244.7.0/26")
+    found = read_node()
+    assert found.sources == ("10.0.0.5", "fd00::5", "198.51.100.7", "10.0.0.6", "10.8.0.2", "fd08::2", "203.0.113.1")
+    assert set(found.networks) == {
+        "10.0.0.0/24", "10.8.0.0/24", "10.244.1.0/24", "10.244.7.0/26", "10.50.0.0/16", "10.0.0.1/32", "fd00::/64",
+        "fd08::/64", "fd44::/64", "fd00::1/128",
+    }  # fmt: skip
+    ip("route add default via 10.0.0.1 src 10.0.0.6")
+    assert read_node().sources[0] == "10.0.0.6"
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "can"),
     [

@@ -20,7 +20,8 @@ from hybrid_proxy.controller.kubernetes.model import (
     kind_of,
 )  # fmt: skip  # isort: skip
 from hybrid_proxy.controller.semantics.cluster import Cluster
-from hybrid_proxy.controller.semantics.entries import Settings, entries, node_network
+from hybrid_proxy.controller.semantics.entries import Settings, entries
+from hybrid_proxy.controller.semantics.node import node_network
 from hybrid_proxy.controller.semantics.tables import Builder
 from hybrid_proxy.dataplane.table import BackendSet, Entry, Kind, Protocol, ServiceTable, socket_text
 from tests.tables import Front, fronts_of

@@ -49,7 +49,7 @@ CASES = [
     pytest.param(Upserted(Node(ME, NODE.addresses, NODE.pod_cidrs, NODE.zone)),      False, dirty(),             id="this node's heartbeat"),
     pytest.param(Upserted(Node("node-b", ("192.168.0.2",))),                         False, dirty(),             id="another node"),
     pytest.param(Removed("Node", "node-b"),                                          False, dirty(),             id="another node removed"),
-    pytest.param(Removed("Node", ME),                                                True,  dirty(node=True),    id="this node removed"),
+    pytest.param(Removed("Node", ME),                                                False, dirty(),             id="this node removed: what it said stays"),
     pytest.param(Upserted(ServiceCIDR("more", ("10.200.0.0/16",))),                  True,  dirty(node=True),    id="a service range"),
     pytest.param(Upserted(SERVICE_RANGE),                                            False, dirty(),             id="the same service range again"),
     pytest.param(Removed("ServiceCIDR", "kubernetes"),                               True,  dirty(node=True),    id="a service range removed"),
@@ -58,7 +58,7 @@ CASES = [
     pytest.param(Replaced("Service", (WEB,), frozenset({"default/api"})),            False, dirty(),             id="a list that refused a service: its last good version stays"),
     pytest.param(Replaced("Service", (), frozenset({"default/unseen"})),             True,  dirty("web", "api"), id="a refused service that never had a good version"),
     pytest.param(Replaced("EndpointSlice", (OF_API,)),                               True,  dirty("web", "api"), id="a list where a slice moved"),
-    pytest.param(Replaced("Node", ()),                                               True,  dirty(node=True),    id="a list without this node"),
+    pytest.param(Replaced("Node", ()),                                               False, dirty(),             id="a list without this node"),
     pytest.param(Replaced("Node", (NODE, Node("node-b"))),                           False, dirty(),             id="a list of all nodes"),
     pytest.param(Problem("Service", "default/web", "spec.ports[0].port: 0"),         False, dirty(),             id="a refused object"),
     pytest.param(SourceState(False, "away"),                                         False, dirty(),             id="the source is away"),
@@ -118,8 +118,39 @@ def test_what_can_be_read():
 def test_health_of_the_node_is_remembered_though_the_table_does_not_care():
     state = cluster(NODE)
     state.apply(Upserted(replace(NODE, eligible=False)))
-    assert state.node is not None
-    assert not state.node.eligible
+    assert state.reported is not None
+    assert not state.reported.eligible
+
+
+# fmt: off
+SAID = [
+    #            what the Node object says next                                          what is known of the node then
+    pytest.param([Removed("Node", ME)],                                                  NODE,                                        id="deleted"),
+    pytest.param([Replaced("Node", ())],                                                 NODE,                                        id="not in a new list"),
+    pytest.param([Removed("Node", ME), Upserted(Node(ME))],                              NODE,                                        id="registered anew, without anything"),
+    pytest.param([Upserted(replace(NODE, addresses=()))],                                NODE,                                        id="no addresses"),
+    pytest.param([Upserted(replace(NODE, pod_cidrs=()))],                                NODE,                                        id="no podCIDRs"),
+    pytest.param([Upserted(replace(NODE, zone=""))],                                     NODE,                                        id="no zone"),
+    pytest.param([Upserted(replace(NODE, zone="zone-b"))],                               replace(NODE, zone="zone-b"),                id="another zone"),
+    pytest.param([Upserted(replace(NODE, addresses=("192.168.0.7",)))],                  replace(NODE, addresses=("192.168.0.7", *NODE.addresses[1:])), id="another address, and one family less"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("events", "known"), SAID)
+def test_what_a_node_object_does_not_say_any_more_is_known_all_the_same(events, known):
+    state = cluster(NODE)
+    for event in events:
+        state.apply(event)
+    assert state.node == known
+
+
+def test_a_new_agent_takes_over_what_is_known_but_for_the_zone():
+    state = Cluster(ME, last=NODE)
+    assert state.node == replace(NODE, zone="")
+    state.apply(Upserted(Node(ME)))
+    assert state.node == replace(NODE, zone="")
+    assert Cluster("another", last=NODE).node is None
 
 
 # fmt: off

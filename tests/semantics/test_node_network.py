@@ -7,9 +7,11 @@ from __future__ import annotations
 import pytest
 from make import ME, Node
 
-from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings, node_network
+from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
+from hybrid_proxy.controller.semantics.node import Routes, node_faults, node_network
 from hybrid_proxy.dataplane.table import PodMatch
 
+ClusterCIDR, NodeCIDR = DetectLocalMode.CLUSTER_CIDR, DetectLocalMode.NODE_CIDR
 NODE = Node(ME, ("192.168.0.1", "192.168.0.9", "fd01::1", "198.51.100.1"))
 ON = ("127.0.0.1", "192.168.0.1", "10.0.0.5", "169.254.3.3", "::1", "fd01::1", "fd03::3", "fe80::1")
 WITHOUT = ("10.0.0.5",)
@@ -79,6 +81,7 @@ PRIMARY = [
     pytest.param(("0.0.0.0", "::"),         NODE,                          ("192.168.0.1", "fd01::1"), id="an unspecified address overrides nothing"),
     pytest.param(("10.0.0.5",),             None,                          ("10.0.0.5",),              id="an override without a Node"),
     pytest.param((),                        None,                          (),                         id="no Node yet"),
+    pytest.param((),                        Node(ME, ("127.0.0.1", "::1", "192.168.0.1")), ("192.168.0.1",), id="nobody else sends to a loopback address"),
 ]
 # fmt: on
 
@@ -86,6 +89,101 @@ PRIMARY = [
 @pytest.mark.parametrize(("override", "node", "expected"), PRIMARY)
 def test_primary(override, node, expected):
     assert node_network(Settings(node_name=ME, primary=override), node, (), ()).primary == expected
+
+
+HERE = ("10.0.0.5", "10.0.0.6", "10.1.0.1", "fd03::3", "fd04::4")
+KERNEL = Routes(("10.0.0.5", "fd03::3", "10.0.0.6"))
+# fmt: off
+SAID = [
+    #            what the Node reports                                primary                    node ports at, too        faults
+    pytest.param(Node(ME, ("10.0.0.6", "fd04::4")),                   ("10.0.0.6", "fd04::4"),   (),                       0, id="what interfaces have"),
+    pytest.param(Node(ME, ("10.0.0.6", "10.0.0.5", "fd04::4")),       ("10.0.0.6", "fd04::4"),   (),                       0, id="the first of several"),
+    pytest.param(Node(ME, ("10.0.0.6",)),                             ("10.0.0.6", "fd03::3"),   (),                       0, id="one family: the other one is the kernel's"),
+    pytest.param(Node(ME, ("fd04::4",)),                              ("10.0.0.5", "fd04::4"),   (),                       0, id="the other family alone"),
+    pytest.param(Node(ME),                                            ("10.0.0.5", "fd03::3"),   (),                       1, id="nothing"),
+    pytest.param(None,                                                ("10.0.0.5", "fd03::3"),   (),                       1, id="no Node"),
+    pytest.param(Node(ME, ("192.0.2.9", "fd04::4")),                  ("10.0.0.5", "fd04::4"),   ("192.0.2.9",),           1, id="an address that no interface has"),
+    pytest.param(Node(ME, ("192.0.2.9", "10.0.0.6", "2001:db8::9")),  ("10.0.0.6", "fd03::3"),   ("192.0.2.9", "2001:db8::9"), 2, id="one that an interface has comes later"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("node", "primary", "more", "faults"), SAID)
+def test_what_the_node_reports_and_what_its_interfaces_have(node, primary, more, faults):
+    settings = Settings(node_name=ME)
+    network = node_network(settings, node, HERE, (), KERNEL)
+    assert network.primary == primary
+    assert set(network.node_port_addresses) == {*primary, *more}
+    assert set(network.addresses) == {*HERE, *more}
+    assert len(node_faults(settings, node, node, "", HERE, (), KERNEL)) == faults
+
+
+def test_an_override_is_nothing_to_complain_of():
+    """`--bind-address` is how to say that the network translates an address to this node."""
+    settings = Settings(node_name=ME, primary=("192.0.2.9",))
+    node = Node(ME, ("192.0.2.7", "fd04::4"))
+    assert node_network(settings, node, HERE, (), KERNEL).primary == ("10.0.0.5", "fd04::4")
+    assert node_faults(settings, node, node, "", HERE, (), KERNEL) == ()
+
+
+KNOWN = Node(ME, ("10.0.0.6", "fd04::4"), ("10.1.0.0/24",), "zone-a")
+# fmt: off
+LOST = [
+    pytest.param(None,                                                  "",          ClusterCIDR, 1, id="the Node"),
+    pytest.param(None,                                                  "forbidden", ClusterCIDR, 1, id="the right to read it"),
+    pytest.param(Node(ME, KNOWN.addresses[:1], KNOWN.pod_cidrs, "zone-a"), "",       ClusterCIDR, 1, id="an address"),
+    pytest.param(Node(ME, KNOWN.addresses, (), "zone-a"),               "",          ClusterCIDR, 1, id="podCIDRs"),
+    pytest.param(Node(ME, KNOWN.addresses, KNOWN.pod_cidrs),            "",          ClusterCIDR, 1, id="the zone"),
+    pytest.param(KNOWN,                                                 "",          ClusterCIDR, 0, id="nothing"),
+    pytest.param(KNOWN,                                                 "",          NodeCIDR,    0, id="nothing, and podCIDRs matter"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("reported", "unread", "detect", "faults"), LOST)
+def test_what_the_node_object_has_lost(reported, unread, detect, faults):
+    found = node_faults(Settings(node_name=ME, detect=detect), reported, KNOWN, unread, HERE, (), KERNEL)
+    assert len(found) == faults
+    assert all(unread in text and ME in text for text in found)
+
+
+def test_pods_that_cannot_be_told_are_a_fault():
+    node = Node(ME, ("10.0.0.6", "fd04::4"))
+    assert len(node_faults(Settings(node_name=ME, detect=NodeCIDR), node, node, "", HERE, (), KERNEL)) == 1
+
+
+GATEWAY = "10.0.0.1/32"
+AROUND = Routes(KERNEL.sources, ("10.0.0.0/24", GATEWAY, "10.2.0.0/24", "10.96.0.0/12", "fd03::/64"))
+# fmt: off
+RANGES = [
+    pytest.param("10.96.0.0/12",   True,  id="beside the others, and routed as a whole"),
+    pytest.param("fd96::/108",     True,  id="IPv6"),
+    pytest.param("10.96.0.0/11",   False, id="a route leads into it"),
+    pytest.param("0.0.0.0/0",      False, id="everything"),
+    pytest.param("::/0",           False, id="all of IPv6"),
+    pytest.param("10.0.0.0/8",     False, id="nodes and pods"),
+    pytest.param("10.1.0.0/16",    False, id="pods"),
+    pytest.param("10.1.0.0/24",    False, id="the pods' range itself"),
+    pytest.param("10.1.0.128/25",  True,  id="inside of the pods' range"),
+    pytest.param("10.2.0.0/16",    False, id="pods of another node"),
+    pytest.param("10.0.0.4/30",    False, id="this node"),
+    pytest.param("10.0.0.0/30",    False, id="the gateway"),
+    pytest.param("10.0.0.128/25",  True,  id="a part of the node's network"),
+    pytest.param("fd00::/8",       False, id="nodes by IPv6"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("cidr", "believed"), RANGES)
+def test_service_ranges_that_contain_other_addresses_are_not_believed(cidr, believed):
+    settings = Settings(node_name=ME)
+    network = node_network(settings, KNOWN, HERE, ("10.97.0.0/16", cidr), AROUND)
+    assert network.service_cidrs == (("10.97.0.0/16", cidr) if believed else ("10.97.0.0/16",))
+    assert len(node_faults(settings, KNOWN, KNOWN, "", HERE, (cidr,), AROUND)) == (not believed)
+
+
+def test_an_unused_range_is_everything_too_where_the_node_has_no_address_of_its_family():
+    assert node_network(Settings(node_name=ME), None, ("10.0.0.5",), ("::/0",)).service_cidrs == ()
 
 
 PODS = Node(ME, pod_cidrs=("10.1.0.0/24", "10.2.0.0/24", "fd02::/64"))

@@ -112,6 +112,8 @@ def from_nothing(state: Cluster) -> tuple[ServiceTable, dict[str, tuple[str, ...
     """The table and conflicts of a fresh cluster with the same objects."""
     found: list[Object] = [one for kind in KINDS for one in state.held(kind).values()]
     fresh, builder = Cluster(ME), Builder(SETTINGS)
+    if state.node is not None:  # a node remembers
+        fresh.apply(Upserted(state.node))
     for event in listing(found):
         fresh.apply(event)
     table = builder.build(fresh, ())

@@ -37,8 +37,8 @@ ORDER: Final[tuple[Cause, ...]] = (
     "no-endpoint", "no-local-endpoint", "forwarding-off", "firewall", "forwarding-loses", "backend-refuses",
     "backend-silent", "backend-unreachable", "backend-never-answers", "backend-closes", "kernel-differs", "other-proxy",
     "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served",
-    "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "refused-objects", "configuration",
-    "empty-services", "untold",
+    "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "node-faults", "refused-objects",
+    "configuration", "empty-services", "untold",
 )  # fmt: skip
 
 
@@ -179,6 +179,8 @@ def _source(agent: AgentStatus) -> Iterator[Finding]:
 
 
 def _objects(agent: AgentStatus) -> Iterator[Finding]:
+    for text in agent.node_faults:
+        yield Finding("warning", "node", text, cause="node-faults")
     for problem in agent.problems:
         yield Finding("warning", "objects", f"refused: {problem.text}", "correct the object", "refused-objects")
     for service, messages in agent.conflicts.items():

@@ -142,6 +142,7 @@ Cause = Literal[
     "draining",
     "ejected",
     "empty-services",
+    "node-faults",
     "refused-objects",
     "configuration",
     "reverse-path",

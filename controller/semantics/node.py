@@ -1,0 +1,239 @@
+"""PURE. This node: what its Node object, its interfaces and its routes say, and which of these is believed.
+
+- What the Node object said last holds when the object goes, or says less (`Cluster.node`). Cloud controllers and
+  autoscalers delete Nodes that live, and register them anew.
+- The primary address is the source of what is masqueraded, so an interface must have it: the first of the Node's
+  addresses that one has, else what the kernel itself would send from. The families are independent of each other.
+- Node ports are served at the address that the Node reports, even if no interface has it (1:1 NAT), and at that one.
+- A service range is not believed where other addresses are inside: those would be dropped, as sources and destinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from ipaddress import ip_address, ip_network
+
+import msgspec
+
+from hybrid_proxy.controller.kubernetes.model import Node
+from hybrid_proxy.controller.semantics.entries import (
+    LOOPBACK_ADDRESSES,
+    NODE_PORT_KEYWORDS,
+    DetectLocalMode,
+    Settings,
+    networks_of,
+)
+from hybrid_proxy.dataplane.table import NodeNetwork, PodMatch, family_of
+
+
+class Routes(msgspec.Struct, frozen=True):
+    """What the kernel's routes say.
+
+    `sources` are addresses that packets to other hosts may have, the best of each family first. `networks` are where
+    routes lead, without default routes, and the next hops of these.
+    """
+
+    sources: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
+
+
+NO_ROUTES = Routes()
+
+
+def node_network(
+    settings: Settings,
+    node: Node | None,
+    interface_addresses: tuple[str, ...],
+    service_cidrs: tuple[str, ...],
+    routes: Routes = NO_ROUTES,
+) -> NodeNetwork:
+    """What a mode must know of this node besides the services.
+
+    Args:
+        settings: kube-proxy's settings that matter here.
+        node: what is known of this node by its own object, None while it is unknown.
+        interface_addresses: addresses on the node's interfaces; empty when they cannot be read, the
+            Node's addresses stand in then.
+        service_cidrs: the ranges that ClusterIPs come from (KEP-1880).
+        routes: empty when they cannot be read.
+
+    Raises:
+        ValueError: an address or CIDR is not one.
+    """
+    named = _named(settings, node)
+    claimed, present = _first_of_each_family(named), _canonical(interface_addresses)
+    carried = tuple(a for a in named if a in present)
+    primary = _first_of_each_family((*carried, *_canonical(routes.sources), *claimed))
+    known = (*(present or named), *primary, *claimed)
+    addresses = tuple(sorted({a for a in known if not ip_address(a).is_loopback}))
+    wrong = wrong_ranges(settings, node, primary + claimed, service_cidrs, routes)
+    return NodeNetwork(
+        name=settings.node_name,
+        primary=primary,
+        addresses=addresses,
+        node_port_addresses=_node_port_addresses(settings.node_port_addresses, primary + claimed, addresses),
+        loopback=_loopback(settings, addresses),
+        pods=_pod_match(settings, node),
+        # Beside another proxy, most addresses that we don't know are Services of its own.
+        service_cidrs=()
+        if settings.proxy_name
+        else tuple(cidr for cidr in dict.fromkeys(service_cidrs) if cidr not in wrong),
+        masquerade_bit=settings.masquerade_bit,
+    )
+
+
+def _named(settings: Settings, node: Node | None) -> tuple[str, ...]:
+    """The addresses that this node is said to have, the first of a family being the one that counts."""
+    said = _canonical((*settings.primary, *(node.addresses if node else ())))
+    return tuple(a for a in said if not (ip_address(a).is_unspecified or ip_address(a).is_loopback))
+
+
+def wrong_ranges(
+    settings: Settings, node: Node | None, own: Iterable[str], service_cidrs: Iterable[str], routes: Routes
+) -> Mapping[str, str]:
+    """The service ranges that contain other addresses than services', and which.
+
+    A range is right beside the pods' range and the node's network, and inside of a larger one, as some clusters have
+    it. A route to the range itself, or to a single address inside, may lead to services.
+    """
+    pods = (*settings.cluster_cidrs, *(node.pod_cidrs if node else ()))
+    inside = [(ip_network(a), f"{a}, an address of this node") for a in own]
+    inside += [(ip_network(cidr, strict=False), f"{cidr}, where pods are") for cidr in pods]
+    inside += [(ip_network(cidr), "every address") for cidr in ("0.0.0.0/0", "::/0")]
+    routed = [(ip_network(cidr), f"{cidr}, to which this node has a route") for cidr in routes.networks]
+    wrong: dict[str, str] = {}
+    for cidr in service_cidrs:
+        whole = ip_network(cidr, strict=False)
+        for network, what in (*inside, *(each for each in routed if each[0] != whole)):
+            if network.version == whole.version and network.subnet_of(whole):  # type: ignore[arg-type]
+                wrong.setdefault(cidr, what)
+    return wrong
+
+
+def node_faults(
+    settings: Settings,
+    reported: Node | None,
+    node: Node | None,
+    unread: str,
+    interface_addresses: tuple[str, ...],
+    service_cidrs: tuple[str, ...],
+    routes: Routes,
+) -> tuple[str, ...]:
+    """What is missing or wrong, what serves instead, and what to do: a sentence each.
+
+    Args:
+        settings: as of `node_network`.
+        reported: the Node object as it is now, None: there is none.
+        node: what is known of it, as of `node_network`.
+        unread: why Nodes cannot be read; empty: they can.
+        interface_addresses: as of `node_network`.
+        service_cidrs: as of `node_network`.
+        routes: as of `node_network`.
+    """
+    network = node_network(settings, node, interface_addresses, service_cidrs, routes)
+    faults = [*_object_faults(settings, reported, node, unread, network.primary)]
+    present, pairs = _canonical(interface_addresses), _named(settings, node)
+    for address in _first_of_each_family(pairs) if present else ():
+        serving = next((a for a in network.primary if family_of(a) == family_of(address)), "")
+        if address not in present and address not in _canonical(settings.primary):
+            faults.append(
+                f"no interface has {address}, which the Node {settings.node_name} reports: {serving} is the source of "
+                "what is masqueraded, and node ports are served at both; correct the kubelet's --node-ip, or set "
+                "--bind-address"
+            )
+    own = (*network.primary, *_first_of_each_family(pairs))
+    wrong = {} if settings.proxy_name else wrong_ranges(settings, node, own, service_cidrs, routes)
+    for cidr, what in wrong.items():
+        faults.append(
+            f"the service range {cidr} is not believed, because it contains {what}: its unallocated addresses are not "
+            "dropped; correct the ServiceCIDR"
+        )
+    return tuple(faults)
+
+
+def _object_faults(
+    settings: Settings, reported: Node | None, node: Node | None, unread: str, primary: Sequence[str]
+) -> Iterator[str]:
+    """Of the object itself."""
+    name, instead = settings.node_name, f"the interfaces' addresses serve instead ({', '.join(primary) or 'none'})"
+    if reported is None:
+        stays = "what it said last stays in use" if node else instead
+        if unread:
+            yield f"the Node {name} cannot be read, and {stays}: {unread}"
+        else:
+            yield f"there is no Node {name}, and {stays}: have the kubelet register it, or correct --hostname-override"
+        return
+    known = node or reported
+    lost = [
+        *(["addresses"] if set(known.addresses) - set(reported.addresses) else []),
+        *(["podCIDRs"] if set(known.pod_cidrs) - set(reported.pod_cidrs) else []),
+        *(["zone"] if known.zone != reported.zone else []),
+    ]
+    if lost:
+        yield (
+            f"the Node {name} no longer has its {' and '.join(lost)}, and what it said last stays in use: correct the "
+            "Node, or restart the agent if that is meant"
+        )
+    if not known.addresses:
+        yield f"the Node {name} reports no IP address, and {instead}: check the kubelet and the cloud controller"
+    if settings.detect is DetectLocalMode.NODE_CIDR and not known.pod_cidrs:
+        yield f"the Node {name} has no podCIDRs, and pods count as clients from outside: check --detect-local-mode"
+
+
+def _canonical(addresses: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(ip_address(a)) for a in addresses))
+
+
+def _first_of_each_family(texts: Iterable[str]) -> tuple[str, ...]:
+    """At most one IPv4 and one IPv6, in this order."""
+    first: dict[int, str] = {}
+    for text in texts:
+        first.setdefault(family_of(text), text)
+    return tuple(first[f] for f in (4, 6) if f in first)
+
+
+def _pod_match(settings: Settings, node: Node | None) -> PodMatch:
+    match settings.detect:
+        case DetectLocalMode.CLUSTER_CIDR:
+            return PodMatch(_first_of_each_family(settings.cluster_cidrs))
+        case DetectLocalMode.NODE_CIDR:
+            return PodMatch(_first_of_each_family(node.pod_cidrs if node else ()))
+        case DetectLocalMode.BRIDGE_INTERFACE:
+            return PodMatch(interface=settings.pod_interface)
+        case DetectLocalMode.INTERFACE_PREFIX:
+            return PodMatch(interface=settings.pod_interface, by_name_prefix=bool(settings.pod_interface))
+
+
+def _node_port_addresses(wanted: tuple[str, ...], own: tuple[str, ...], addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """The node's addresses that serve node ports to everybody; loopback and IPv6 link-local never do."""
+    usable = [a for a in map(ip_address, addresses) if not (a.version == 6 and a.is_link_local)]
+    keywords = {word for word in wanted if word in NODE_PORT_KEYWORDS} if wanted else {"primary"}
+    if "all" in keywords:
+        return tuple(map(str, usable))
+    networks = networks_of(wanted)
+    # A family without a CIDR is not restricted, as in kube-proxy; a keyword is about both.
+    limited = {4, 6} if keywords else {n.version for n in networks}
+    chosen = own if "primary" in keywords else ()
+    return tuple(
+        str(a) for a in usable if a.version not in limited or str(a) in chosen or any(a in n for n in networks)
+    )
+
+
+def _loopback(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """The loopback addresses where this node's own clients find node ports, in the families of the node's addresses.
+
+    As kube-proxy's iptables mode: without `node_port_addresses`, and where these cover the address; for IPv6 as well as
+    for IPv4. The keyword `localhost` (KEP-6032) asks for both, whatever `localhost_node_ports` says.
+    """
+    wanted = settings.node_port_addresses
+    families = {family_of(a) for a in addresses}
+    candidates = tuple(a for a in LOOPBACK_ADDRESSES if family_of(a) in families)
+    if "localhost" in wanted:
+        return candidates
+    if not settings.localhost_node_ports:
+        return ()
+    if not wanted or "all" in wanted:
+        return candidates
+    networks = networks_of(wanted)
+    limited = {4, 6} if "primary" in wanted else {n.version for n in networks}
+    return tuple(a for a in candidates if family_of(a) not in limited or any(ip_address(a) in n for n in networks))
