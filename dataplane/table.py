@@ -182,6 +182,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
 
     At the TCP ports `health_ports` this node itself answers load balancers: where kube-proxy lets them through the
     host's firewall, so does the mode of that name. The first table that a mode gets has `clients` of the mode before.
+    `left_to_node` are ClusterIPs that an interface of this node has, each with its Service: no frontend is there.
     """
 
     services: Mapping[str, tuple[Entry, ...]]
@@ -191,6 +192,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
     changed: frozenset[str] = frozenset()
     health_ports: tuple[int, ...] = ()  # sorted
     clients: tuple[Remembered, ...] = ()
+    left_to_node: Mapping[str, str] = {}
 
     def entries(self, names: Iterable[str] | None = None) -> Iterator[Entry]:
         """All service ports, or those of these services."""

@@ -197,6 +197,7 @@ class Answers:
             ),
             problems=list(cluster.problems.values()),
             node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
+            left_to_node=dict(builder.table.left_to_node),
             without_backend=self._without_backend(),
             refused_external_ips={
                 service: list(known.refused) for service, known in builder.external_ips.items() if known.refused

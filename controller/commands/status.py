@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from hybrid_proxy.controller.commands.columns import Screen, Tone, duration, painted
 from hybrid_proxy.controller.kubernetes.model import KindState
+from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ChangeLatency,
@@ -91,6 +92,9 @@ def troubles(status: AgentStatus) -> list[Trouble]:
     if status.conflicts:
         details = [f"{service}: {message}" for service, several in status.conflicts.items() for message in several]
         found.append(Trouble(f"{_many(details, 'frontend')} of another service too", "conflict", details))
+    if status.left_to_node:
+        details = [left_text(address, service) for address, service in sorted(status.left_to_node.items())]
+        found.append(Trouble("", "note", details, Verdict.OK))
     if status.refused_external_ips:  # as somebody has set it: no trouble of this node
         names = sorted(status.refused_external_ips)
         details = [f"{name}: {message}" for name in names for message in status.refused_external_ips[name]]

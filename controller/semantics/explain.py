@@ -66,6 +66,13 @@ class Verdict(msgspec.Struct, frozen=True):
     service: str | None = None
 
 
+def left_text(address: str, service: str) -> str:
+    """Of a ClusterIP in `ServiceTable.left_to_node`."""
+    return (
+        f"{address}, the ClusterIP of {service}, is on an interface of this node: what listens there gets the packets"
+    )
+
+
 def verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
     """The row of `explain -o json`."""
     return {
@@ -126,7 +133,8 @@ def destination_of(table: ServiceTable, service: str, port: str, protocol: str, 
     """
     entries = [entry for entry in table.services.get(service, ()) if entry.frontends]
     if not entries:
-        raise LookupError(f"no service {service} is served here")
+        left = [left_text(address, owner) for address, owner in table.left_to_node.items() if owner == service]
+        raise LookupError(f"no service {service} is served here" + "".join(f": {text}" for text in left[:1]))
     entries = [entry for entry in entries if family in (0, entry.family)]
     if not entries:
         raise LookupError(f"service {service} has no IPv{family} address")
@@ -223,12 +231,15 @@ class Explainer:
         what = (
             f"{socket_text(text, packet.port)}/{protocol.name}" if protocol else f"{packet.protocol.upper()} to {dst}"
         )
+        if text in self.table.left_to_node:
+            reason = f"{what}: {left_text(text, self.table.left_to_node[text])}."
+            return Verdict(packet.name, "untouched", reason)
         owner = self._owner.get(text)
         if owner is not None:
             nothing = "the service has no such port" if protocol else "only its ports are served"
             return Verdict(packet.name, "reject", f"{what}: {dst} is the ClusterIP of {owner}, and {nothing}.")
         for cidr in self._service_cidrs:
-            if dst in cidr:
+            if dst in cidr and text not in self._own:
                 reason = f"{what}: {dst} is in the service range {cidr}, but it is no service's ClusterIP."
                 return Verdict(packet.name, "drop", reason)
         other = protocol and self._at.get((dst.version, packet.port, int(protocol)))

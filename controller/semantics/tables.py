@@ -43,6 +43,8 @@ class Builder:
         self._claims = _Claims()
         self._asked: tuple[Node | None, tuple[str, ...], tuple[str, ...], Routes] | None = None
         self._basis: object = None
+        self._own: frozenset[str] = frozenset()  # addresses on this node's interfaces
+        self._left: Mapping[str, str] = MappingProxyType({})
         self._checks: Mapping[str, HealthCheck] = MappingProxyType({})
         self._external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})
 
@@ -98,12 +100,32 @@ class Builder:
             # In one order, so that two agents with one cluster make one table.
             names = sorted({*cluster.services, *self._claims.wanted, *self._external_ips})
         else:
-            names = dirty.services
-        self._basis = basis
+            moved = self._own.symmetric_difference(network.addresses)
+            names = (
+                dirty.services
+                | {name for name, service in cluster.services.items() if not moved.isdisjoint(service.cluster_ips)}
+                if moved
+                else dirty.services
+            )
+        self._basis, self._own = basis, frozenset(network.addresses)
         self._check(cluster, names)
         self._note_external_ips(cluster, names)
         changes = self._claims.update(cluster, {name: self._entries(cluster, name, network) for name in names})
-        return self._next(changes, network)
+        return self._next({name: self._without_own(name, granted) for name, granted in changes.items()}, network)
+
+    def _without_own(self, name: str, granted: Entries) -> Entries:
+        """Leave a ClusterIP to this node where an interface has it: what listens there is to get the packets.
+
+        So it is with NodeLocal DNSCache. The address is nobody else's all the same.
+        """
+        here = {f.address for e in granted for f in e.frontends if f.kind is Kind.CLUSTER_IP} & self._own
+        if here or name in self._left.values():
+            left = {address: owner for address, owner in self._left.items() if owner != name}
+            self._left = MappingProxyType(left | {address: name for address in here if address})
+        if not here:
+            return granted
+        kept = [(entry, [f for f in entry.frontends if f.address not in here]) for entry in granted]
+        return tuple([_with_frontends(entry, those) for entry, those in kept if those or entry.serving])
 
     def _network(self, cluster: Cluster, interface_addresses: tuple[str, ...], routes: Routes) -> NodeNetwork:
         asked = (cluster.node, interface_addresses, cluster.service_cidrs, routes)
@@ -152,7 +174,7 @@ class Builder:
         last = self._table
         changed = {name: new for name, new in wanted.items() if last.services.get(name, ()) != new}
         ports = tuple(sorted({check.port for check in self._checks.values()}))
-        if not changed and network == last.node and ports == last.health_ports:
+        if not changed and (network, ports, self._left) == (last.node, last.health_ports, last.left_to_node):
             return last
         self._services = self._services.replaced(changed)
         self._table = ServiceTable(
@@ -162,6 +184,7 @@ class Builder:
             base=last.generation,
             changed=frozenset(changed),
             health_ports=ports,
+            left_to_node=self._left,
         )
         return self._table
 

@@ -154,6 +154,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         problems: Objects that were refused, whose last good version stays in use; or a part of one that was ignored.
         node_faults: What is missing or wrong in what the Node object and the ServiceCIDRs say of this node, what serves
             instead, and what to do.
+        left_to_node: ClusterIPs that an interface of this node has (NodeLocal DNSCache), each with its Service.
         without_backend: Service ports that have no backend on this node.
         conflicts: By service, the frontends that it lost because another service has them.
         refused_external_ips: By service, which of its external IPs are not served, and why.
@@ -189,6 +190,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     source: SourceStatus
     problems: list[Problem]
     node_faults: list[str] = []
+    left_to_node: dict[str, str] = {}
     without_backend: list[Lack] = []
     conflicts: dict[str, list[str]]
     refused_external_ips: dict[str, list[str]] = {}

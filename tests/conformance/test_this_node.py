@@ -1,4 +1,4 @@
-"""What is said of this node is missing or wrong.
+"""What is said of this node is missing or wrong, and what the node itself has of a Service.
 
 Every answer to a client is as if all were well. `status` says what is wrong.
 """
@@ -10,20 +10,22 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hybrid_proxy.controller.commands.status import Verdict, verdict
+from hybrid_proxy.controller.semantics.explain import Packet, explain
 from hybrid_proxy.workshop.lab.examples import node_manifest
 from hybrid_proxy.workshop.lab.network import Lab
 
 from .cases import node, own
 from .conftest import bench_of, new_lab, route_services, serve
 from .kit import V4, V6, Bench, Service, eventually
-from .probes import SILENT, Probe, observe
+from .probes import SILENT, Probe, To, observe
 from .test_rows import target_of
-from .world import UNALLOCATED
+from .world import UNALLOCATED, table_of
 
 STREAM = socket.SOCK_STREAM
 Json = dict[str, Any]
@@ -180,3 +182,77 @@ def test_service_ranges_that_contain_other_addresses(here: tuple[Bench, dict[str
         for family in (V4, V6):
             probe = Probe("pod1", (UNALLOCATED[family != V4], 80), STREAM)
             assert observe(bench, probe, SILENT).is_(SILENT, "pod1"), "the right range is not believed any more"
+
+
+@contextmanager
+def carried(bench: Bench, device: str, *addresses: str) -> Iterator[None]:
+    """A device of the node, made for that unless it is there, has these addresses."""
+    link, made = bench.lab.netlink("node"), not bench.lab.netlink("node").link_lookup(ifname=device)
+    if made:
+        link.link("add", ifname=device, kind="bridge", state="up")  # where a kernel has no dummies, too
+    index = link.link_lookup(ifname=device)[0]
+    for address in addresses:
+        link.addr("add", index=index, address=address, prefixlen=128 if ":" in address else 32, flags=0x02)
+    try:
+        yield
+    finally:
+        for address in addresses:
+            link.addr("delete", index=index, address=address, prefixlen=128 if ":" in address else 32)
+        if made:
+            link.link("del", index=index)
+
+
+@pytest.mark.row("1.13", "a ClusterIP that an interface of the node has is the node's own (NodeLocal DNSCache)")
+def test_a_cluster_ip_that_the_node_has(here: tuple[Bench, dict[str, Service]]) -> None:
+    """It comes and goes while everything runs. Load-balancer IPs that the node announces are served all the while."""
+    bench, services = here
+    agent, cached, announced = bench.agent, services["near"], services["far"]
+    own_ips = [cached.address(family) for family in (V4, V6)]
+    vips = [announced.load_balancer_ip(family) for family in (V4, V6)]
+    with carried(bench, "lo", *vips):
+        with carried(bench, "nodelocaldns", *own_ips, "169.254.20.10"):
+            found = agent.wait(lambda status: status.synced and len(status.left_to_node) == 2, what="told")
+            assert found.left_to_node == dict.fromkeys(own_ips, f"conformance/{cached.name}")
+            assert verdict(found) is Verdict.OK
+            for (place, family), target in itertools.product(
+                itertools.product(("pod1", "node"), (V4, V6)), ("cluster", "lb", "nodeport")
+            ):
+                probe = Probe(place, target_of(bench, cached, target, family), STREAM)
+                if target == "cluster":
+                    reaches_the_node(bench, probe, own_ips)
+                else:
+                    assert observe(bench, probe, anybody("pod2")).is_(anybody("pod2"), place), probe
+            serves_announced(bench, announced)
+            for family in (V4, V6):
+                probe = Probe("pod1", (UNALLOCATED[family != V4], 80), STREAM)
+                assert observe(bench, probe, SILENT).is_(SILENT, "pod1")
+        agent.wait(lambda status: status.synced and not status.left_to_node, what="as before")
+        serves_announced(bench, announced)
+    serves(bench, services)
+
+
+def reaches_the_node(bench: Bench, probe: Probe, own_ips: list[str]) -> None:
+    """What listens there gets the connection, and `explain` says so."""
+    with bench.lab.socket("node", probe.family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(probe.target)
+        listener.listen()
+        listener.settimeout(10)
+        with bench.connect(probe.place, probe.target, probe.family) as client:
+            accepted, peer = listener.accept()
+            accepted.close()
+            assert peer[:2] == client.getsockname()[:2]
+    table = table_of(replace(bench, node_addresses=(*bench.node_addresses, *own_ips)), bench.agent)
+    found = explain(table, Packet("", bench.lab[probe.place].address(probe.family), *probe.target, "tcp"))
+    assert (found.verdict, table.left_to_node.keys()) == ("untouched", set(own_ips))
+
+
+def serves_announced(bench: Bench, announced: Service) -> None:
+    for (place, kind), family in itertools.product((("client", "lb"), ("pod1", "lb"), ("node", "lb")), (V4, V6)):
+        probe = Probe(place, target_of(bench, announced, kind, family), STREAM)
+        assert observe(bench, probe, anybody("remote1")).is_(anybody("remote1"), place), probe
+
+
+def anybody(pod: str) -> To:
+    """The pod answers. Where an interface has no address, netfilter masquerades to one of loopback's."""
+    return To(frozenset({pod}), "any")

@@ -167,6 +167,7 @@ NODES = [
     pytest.param({"denied": True, "unread": "permission denied"}, "no-agent", "problem", id="no rights"),
     pytest.param({"unasked": True}, "no-agent", "problem", id="an agent that cannot be asked"),
     pytest.param({"starting": "reading objects"}, "no-agent", "warning", id="an agent that starts"),
+    pytest.param({"agent": agent_status(node_faults=["there is no Node"])}, "node-faults", "warning", id="no Node"),
 ]
 # fmt: on
 
@@ -253,6 +254,17 @@ def test_a_client_that_is_not_on_this_node_is_not_passed_over_in_silence() -> No
         "",
         ["none was tried from 10.0.7.7: neither this node nor a pod of it has this address"],
     )
+
+
+@pytest.mark.parametrize("ports", [(), (port(A),)])
+def test_a_cluster_ip_that_the_node_has_is_named(ports: tuple[TablePort, ...]) -> None:
+    """It is no problem of the Service, whether it has other addresses or not."""
+    node = msgspec.structs.replace(WELL, agent=agent_status(left_to_node={"10.96.0.1": "shop/web", "10.96.0.2": "a/b"}))
+    packet = Packet("", "10.0.0.1", "10.96.0.1", 80, "tcp")
+    for asked in (facts(ports=ports), facts(ports=ports, packet=packet)):
+        cause, _, findings = service(asked, node)
+        assert cause == "left-to-node"
+        assert [each.mark for each in findings if "10.96.0.1" in each.text] == ["warning"]
 
 
 @pytest.mark.parametrize(("ports", "mark"), [((), "problem"), ((port(A),), "warning")])

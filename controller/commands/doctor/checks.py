@@ -19,6 +19,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Tried,
 )
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
+from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
@@ -37,8 +38,8 @@ ORDER: Final[tuple[Cause, ...]] = (
     "no-endpoint", "no-local-endpoint", "forwarding-off", "firewall", "forwarding-loses", "backend-refuses",
     "backend-silent", "backend-unreachable", "backend-never-answers", "backend-closes", "kernel-differs", "other-proxy",
     "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served",
-    "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "node-faults", "refused-objects",
-    "configuration", "empty-services", "untold",
+    "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "left-to-node", "node-faults",
+    "refused-objects", "configuration", "empty-services", "untold",
 )  # fmt: skip
 
 
@@ -332,8 +333,13 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
             mark: Mark = "warning" if facts.ports else "problem"
             text = f"the {problem.kind} is refused{stays}: {problem.text}"
             return [Finding(mark, "object", text, "correct the object", "object-refused")]
+    left = [
+        Finding("warning", "object", left_text(address, service), "look who listens there: `ss -ltun`", "left-to-node")
+        for address, service in (agent.left_to_node.items() if agent else ())
+        if (facts.packet.dst == address if facts.packet else facts.name and belongs(facts.name, service))
+    ]
     if facts.packet is not None:
-        return _destination(facts, node)
+        return left or _destination(facts, node)
     lost = [
         Finding(
             "warning" if _has_address(facts) else "problem", "object", f"{service}: {'; '.join(messages)}",
@@ -352,7 +358,9 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
             for service, messages in (agent.refused_external_ips.items() if agent else ())
             if facts.name and belongs(facts.name, service)
         ]
-        return [Finding("ok", "object", f"{', '.join(names)}"), *refused]
+        return [Finding("ok", "object", f"{', '.join(names)}"), *left, *refused]
+    if left:
+        return left
     if node.denied:
         text = "its backends cannot be found by its name: permission denied"
         return [Finding("problem", "object", text, AS_ROOT, "no-agent")]

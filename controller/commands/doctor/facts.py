@@ -142,6 +142,7 @@ Cause = Literal[
     "draining",
     "ejected",
     "empty-services",
+    "left-to-node",
     "node-faults",
     "refused-objects",
     "configuration",
