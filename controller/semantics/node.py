@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 
 import msgspec
@@ -111,73 +111,50 @@ def wrong_ranges(
 
 
 def node_faults(
-    settings: Settings,
-    reported: Node | None,
-    node: Node | None,
-    unread: str,
-    interface_addresses: tuple[str, ...],
-    service_cidrs: tuple[str, ...],
-    routes: Routes,
-) -> tuple[str, ...]:
+    settings: Settings, reported: Node | None, unread: str, node: Node | None, network: NodeNetwork,
+    service_cidrs: Iterable[str], routes: Routes,
+) -> Iterator[str]:  # fmt: skip
     """What is missing or wrong, what serves instead, and what to do: a sentence each.
 
-    Args:
-        settings: as of `node_network`.
-        reported: the Node object as it is now, None: there is none.
-        node: what is known of it, as of `node_network`.
-        unread: why Nodes cannot be read; empty: they can.
-        interface_addresses: as of `node_network`.
-        service_cidrs: as of `node_network`.
-        routes: as of `node_network`.
+    `reported` is the Node object as it is now, `unread` why it cannot be read (empty: it can), and `network` what
+    `node_network` has made of the rest.
     """
-    network = node_network(settings, node, interface_addresses, service_cidrs, routes)
-    faults = [*_object_faults(settings, reported, node, unread, network.primary)]
-    present, pairs = _canonical(interface_addresses), _named(settings, node)
-    for address in _first_of_each_family(pairs) if present else ():
-        serving = next((a for a in network.primary if family_of(a) == family_of(address)), "")
-        if address not in present and address not in _canonical(settings.primary):
-            faults.append(
-                f"no interface has {address}, which the Node {settings.node_name} reports: {serving} is the source of "
-                "what is masqueraded, and node ports are served at both; correct the kubelet's --node-ip, or set "
-                "--bind-address"
+    name, known = settings.node_name, node or Node(settings.node_name)
+    instead = f"the interfaces' addresses serve instead ({', '.join(network.primary) or 'none'})"
+    stays = "what it said last stays in use" if node else instead
+    if unread:
+        yield f"the Node {name} cannot be read, and {stays}: {unread}"
+    elif reported is None:
+        yield f"there is no Node {name}, and {stays}: have the kubelet register it, or correct --hostname-override"
+    else:
+        lost = [
+            *(["addresses"] if set(known.addresses) - set(reported.addresses) else []),
+            *(["podCIDRs"] if set(known.pod_cidrs) - set(reported.pod_cidrs) else []),
+            *(["zone"] if known.zone != reported.zone else []),
+        ]
+        if lost:
+            yield (
+                f"the Node {name} no longer has its {' and '.join(lost)}, and what it said last stays in use: correct "
+                "the Node, or restart the agent if that is meant"
             )
-    own = (*network.primary, *_first_of_each_family(pairs))
-    wrong = {} if settings.proxy_name else wrong_ranges(settings, node, own, service_cidrs, routes)
-    for cidr, what in wrong.items():
-        faults.append(
-            f"the service range {cidr} is not believed, because it contains {what}: its unallocated addresses are not "
-            "dropped; correct the ServiceCIDR"
-        )
-    return tuple(faults)
-
-
-def _object_faults(
-    settings: Settings, reported: Node | None, node: Node | None, unread: str, primary: Sequence[str]
-) -> Iterator[str]:
-    """Of the object itself."""
-    name, instead = settings.node_name, f"the interfaces' addresses serve instead ({', '.join(primary) or 'none'})"
-    if reported is None:
-        stays = "what it said last stays in use" if node else instead
-        if unread:
-            yield f"the Node {name} cannot be read, and {stays}: {unread}"
-        else:
-            yield f"there is no Node {name}, and {stays}: have the kubelet register it, or correct --hostname-override"
-        return
-    known = node or reported
-    lost = [
-        *(["addresses"] if set(known.addresses) - set(reported.addresses) else []),
-        *(["podCIDRs"] if set(known.pod_cidrs) - set(reported.pod_cidrs) else []),
-        *(["zone"] if known.zone != reported.zone else []),
-    ]
-    if lost:
-        yield (
-            f"the Node {name} no longer has its {' and '.join(lost)}, and what it said last stays in use: correct the "
-            "Node, or restart the agent if that is meant"
-        )
-    if not known.addresses:
-        yield f"the Node {name} reports no IP address, and {instead}: check the kubelet and the cloud controller"
-    if settings.detect is DetectLocalMode.NODE_CIDR and not known.pod_cidrs:
-        yield f"the Node {name} has no podCIDRs, and pods count as clients from outside: check --detect-local-mode"
+        if not known.addresses:
+            yield f"the Node {name} reports no IP address, and {instead}: check the kubelet and the cloud controller"
+        if settings.detect is DetectLocalMode.NODE_CIDR and not known.pod_cidrs:
+            yield f"the Node {name} has no podCIDRs, and pods count as clients from outside: check --detect-local-mode"
+    for address in _first_of_each_family(_named(settings, node)):
+        if address not in (*network.primary, *_canonical(settings.primary)):
+            serving = next((a for a in network.primary if family_of(a) == family_of(address)), "")
+            yield (
+                f"no interface has {address}, which the Node {name} reports: {serving} is the source of what is "
+                "masqueraded, and node ports are served at both; correct the kubelet's --node-ip, or set --bind-address"
+            )
+    own = (*network.primary, *_first_of_each_family(_named(settings, node)))
+    for cidr, what in wrong_ranges(settings, node, own, service_cidrs, routes).items():
+        if not settings.proxy_name:
+            yield (
+                f"the service range {cidr} is not believed, because it contains {what}: its unallocated addresses are "
+                "not dropped; correct the ServiceCIDR"
+            )
 
 
 def _canonical(addresses: Iterable[str]) -> tuple[str, ...]:

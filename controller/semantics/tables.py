@@ -82,7 +82,8 @@ class Builder:
             return ()
         problem = cluster.problems.get(("Node", self._settings.node_name))
         unread = cluster.unread("Node") or (problem.text if problem else "")
-        return node_faults(self._settings, cluster.reported, cluster.node, unread, *self._asked[1:])
+        network, (_, _, cidrs, routes) = self._table.node, self._asked
+        return tuple(node_faults(self._settings, cluster.reported, unread, cluster.node, network, cidrs, routes))
 
     def build(self, cluster: Cluster, interface_addresses: tuple[str, ...], routes: Routes = NO_ROUTES) -> ServiceTable:
         """The table of the cluster as it is now; the very same object when nothing changed.

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from ipaddress import ip_address, ip_network
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -35,7 +35,7 @@ from hybrid_proxy.dataplane.table import family_of
 
 POD_KINDS = frozenset({"veth", "netkit"})
 ETHERNET = 1  # ARPHRD_ETHER
-LOOPBACK = 1  # index, in every namespace
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses of nobody (RFC 5737, RFC 3849)
 DEVICE_KINDS = frozenset({"", "bond", "team", "vlan"})  # "": a device of its own
 # Others behind which hosts are: other nodes' pods, or clients of a private network. A bridge is not among them, because
 # its ports are served one by one.
@@ -55,8 +55,7 @@ IFLA_EXT_MASK, IFLA_LINK_NETNSID, IFLA_INFO_KIND = 29, 37, 1
 WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: they are most of what is said of an interface
 OPERATION_DOWN = 2  # IF_OPER_DOWN
 IFA_ADDRESS, IFA_LOCAL = 1, 2
-IFA_F_UNSTEADY = 0x01 | 0x08 | 0x20 | 0x40  # IFA_F_SECONDARY (IPv6: TEMPORARY), DADFAILED, DEPRECATED, TENTATIVE
-RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 6, 7, 9, 15, 18
+RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 7, 9, 15, 18
 UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
 GROUPS = sum(
     1 << (group - 1)
@@ -144,15 +143,21 @@ def _hardware_address(known: Mapping[int, bytes]) -> bytes:
 
 def interface_towards(address: str) -> int | None:
     """Index of the interface by which this node's packets to an address leave; None: by none."""
+    with Netlink(ROUTE) as wire:
+        known = _route_to(wire, address)
+    return _number(known.get(RTA_OIF)) if known else None
+
+
+def _route_to(wire: Netlink, address: str) -> dict[int, bytes]:
+    """What is said of the way to an address, empty: there is none."""
     family = AF[family_of(address)]
     packed = socket.inet_pton(family, address)
     body = _ROUTE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0) + attribute(RTA_DST, packed)
-    with Netlink(ROUTE) as wire:
-        try:
-            found = wire.get(Message(GET_ROUTE, body, what=f"reading the route to {address}"))
-        except NetlinkFailed:
-            return None
-    return _number(dict(attributes(found, _ROUTE.size)).get(RTA_OIF)) if found else None
+    try:
+        found = wire.get(Message(GET_ROUTE, body, what=f"reading the route to {address}"))
+    except NetlinkFailed:
+        return {}
+    return dict(attributes(found, _ROUTE.size)) if found else {}
 
 
 class _Route(msgspec.Struct):
@@ -169,13 +174,6 @@ class _Route(msgspec.Struct):
         """The zero address for a default route."""
         found = self.known.get(RTA_DST)
         return _text(self.family, found or bytes(4 if self.family == socket.AF_INET else 16))
-
-    @property
-    def ways(self) -> list[Hop]:
-        """The next hops, one or several."""
-        gateway = self.known.get(RTA_GATEWAY)
-        single = Hop(_number(self.known.get(RTA_OIF)), _text(self.family, gateway) if gateway else "")
-        return [*self.hops()] or [single]
 
     def hops(self) -> Iterator[Hop]:
         """The next hops, where there are several."""
@@ -205,82 +203,61 @@ def read_node() -> Node:
         ]
         services = {index for _, index, known in links if _name(known) in SERVICES_DEVICES}
         addresses: dict[int, list[str]] = {}
-        usable: list[_Usable] = []
+        networks: list[tuple[int, str]] = []
+        usable: list[str] = []
         wanted = Message(GET_ADDRESS, _ADDRESS.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the addresses")
         for answer in wire.dump(wanted):
-            family, length, flags, scope, index = _ADDRESS.unpack_from(answer)
+            family, length, _, scope, index = _ADDRESS.unpack_from(answer)
             known = dict(attributes(answer, _ADDRESS.size))
             text = _text(family, known.get(IFA_LOCAL) or known[IFA_ADDRESS])
             addresses.setdefault(index, []).append(text)
             if scope not in (SCOPE_LINK, SCOPE_HOST) and index not in services:
-                usable.append(_Usable(index, text, length, not flags & IFA_F_UNSTEADY))
-    unicast = [route for route in routes if route.kind == UNICAST]
-    default_routes = [route for route in unicast if route.length == 0 and route.table == MAIN_TABLE]
-    defaults = {_number(route.known[RTA_OIF]) for route in default_routes if RTA_OIF in route.known}
-    interfaces = tuple(_interface(kind, index, known, defaults, addresses) for kind, index, known in links)
+                usable.append(text)
+                networks.append((index, str(ip_network((text, length), strict=False))))
+        unicast = [route for route in routes if route.kind == UNICAST]
+        defaults = {
+            _number(route.known[RTA_OIF])
+            for route in unicast
+            if route.length == 0 and route.table == MAIN_TABLE and RTA_OIF in route.known
+        }
+        interfaces = tuple(_interface(kind, index, known, defaults, addresses) for kind, index, known in links)
+        sources = _sources(wire, interfaces)
     bridges = {interface.index for interface in interfaces if interface.kind == "bridge"}
     return Node(
         interfaces,
-        tuple(dict.fromkeys(one.address for one in usable)),
+        tuple(dict.fromkeys(usable)),
         frozenset(
             route.destination
             for route in routes
             if route.kind in (LOCAL, BROADCAST) and route.length == (32 if route.family == socket.AF_INET else 128)
         ),
         frozenset((route.destination, route.length, hops) for route in unicast if (hops := tuple(route.hops()))),
-        frozenset(one.network for one in usable if one.interface in bridges),
-        _sources(default_routes, interfaces, usable),
-        _networks(default_routes, [route for route in routes if route.kind in (UNICAST, BLACKHOLE)]),
+        frozenset(network for index, network in networks if index in bridges),
+        sources,
+        _networks(route for route in routes if route.kind in (UNICAST, BLACKHOLE)),
     )
 
 
-class _Usable(NamedTuple):
-    """An address that others may know."""
+def _sources(wire: Netlink, interfaces: Iterable[Interface]) -> tuple[str, ...]:
+    """What the kernel itself sends from to other hosts, then addresses of devices, where there is no default route.
 
-    interface: int  # its index
-    address: str
-    length: int  # of its network's prefix
-    steady: bool  # neither temporary, nor deprecated, nor still in doubt; and its network's first
-
-    @property
-    def network(self) -> str:
-        return str(ip_network((self.address, self.length), strict=False))
-
-
-def _sources(default: list[_Route], interfaces: Iterable[Interface], usable: Iterable[_Usable]) -> tuple[str, ...]:
-    """Addresses as the kernel chooses them (inet_select_addr(), RFC 6724): a route's own, then its interface's.
-
-    Without a default route, those of devices, and loopback's last. Bridges, veths and dummies have addresses of pods'
-    networks, or of services, which mean nothing elsewhere.
+    Bridges, veths and dummies may have addresses of pods' networks or of services, which mean nothing elsewhere.
     """
-    default = sorted(default, key=lambda route: _number(route.known.get(RTA_PRIORITY)))
-    ways = [hop for route in default for hop in route.ways]
-    own = [_text(route.family, route.known[RTA_PREFSRC]) for route in default if RTA_PREFSRC in route.known]
-    devices = sorted(
-        (i for i in interfaces if i.kind in UPLINK_KINDS),
-        key=lambda i: (i.index == LOOPBACK, i.kind not in DEVICE_KINDS),
-    )
-    places = dict.fromkeys([hop.index for hop in ways] + [device.index for device in devices])
-    order = {index: place for place, index in enumerate(places)}
-    gateways = [ip_address(hop.gateway) for hop in ways if hop.gateway]
-
-    def rank(one: _Usable) -> tuple[int, bool, bool]:
-        beside = any(gateway in ip_network(one.network) for gateway in gateways)
-        return order[one.interface], not one.steady, not beside
-
-    found = sorted((one for one in usable if one.interface in order), key=rank)
-    return tuple(dict.fromkeys(filter(is_usable, (*own, *(one.address for one in found)))))
+    routes = [(AF[family_of(address)], _route_to(wire, address)) for address in ELSEWHERE]
+    chosen = [_text(family, known[RTA_PREFSRC]) for family, known in routes if RTA_PREFSRC in known]
+    devices = (i for i in interfaces if i.kind in UPLINK_KINDS and i.name != "lo")
+    return tuple(dict.fromkeys(filter(is_usable, (*chosen, *(a for i in devices for a in i.addresses)))))
 
 
-def _networks(default: Iterable[_Route], routes: Iterable[_Route]) -> tuple[str, ...]:
-    whole = {int(socket.AF_INET): 32, int(socket.AF_INET6): 128}
-    gateways = {hop.gateway for route in default for hop in route.ways if hop.gateway and is_usable(hop.gateway)}
-    found = {
-        f"{route.destination}/{route.length}"
-        for route in routes
-        if route.table == MAIN_TABLE and 0 < route.length < whole[route.family] and is_usable(route.destination)
-    }
-    return tuple(sorted(found | {str(ip_network(gateway)) for gateway in gateways}))
+def _networks(routes: Iterable[_Route]) -> tuple[str, ...]:
+    found = set()
+    for route in routes:
+        whole = 32 if route.family == socket.AF_INET else 128
+        if route.table == MAIN_TABLE and 0 < route.length < whole and is_usable(route.destination):
+            found.add(f"{route.destination}/{route.length}")
+        elif not route.length and RTA_GATEWAY in route.known:
+            found.add(str(ip_network(_text(route.family, route.known[RTA_GATEWAY]))))
+    return tuple(sorted(found))
 
 
 def _routes(wire: Netlink, family: int) -> Iterator[_Route]:

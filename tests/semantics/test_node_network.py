@@ -93,6 +93,13 @@ def test_primary(override, node, expected):
 
 HERE = ("10.0.0.5", "10.0.0.6", "10.1.0.1", "fd03::3", "fd04::4")
 KERNEL = Routes(("10.0.0.5", "fd03::3", "10.0.0.6"))
+
+
+def faults_of(settings, reported, node, unread, cidrs, routes):
+    network = node_network(settings, node, HERE, cidrs, routes)
+    return list(node_faults(settings, reported, unread, node, network, cidrs, routes))
+
+
 # fmt: off
 SAID = [
     #            what the Node reports                                primary                    node ports at, too        faults
@@ -115,7 +122,7 @@ def test_what_the_node_reports_and_what_its_interfaces_have(node, primary, more,
     assert network.primary == primary
     assert set(network.node_port_addresses) == {*primary, *more}
     assert set(network.addresses) == {*HERE, *more}
-    assert len(node_faults(settings, node, node, "", HERE, (), KERNEL)) == faults
+    assert len(faults_of(settings, node, node, "", (), KERNEL)) == faults
 
 
 def test_an_override_is_nothing_to_complain_of():
@@ -123,7 +130,7 @@ def test_an_override_is_nothing_to_complain_of():
     settings = Settings(node_name=ME, primary=("192.0.2.9",))
     node = Node(ME, ("192.0.2.7", "fd04::4"))
     assert node_network(settings, node, HERE, (), KERNEL).primary == ("10.0.0.5", "fd04::4")
-    assert node_faults(settings, node, node, "", HERE, (), KERNEL) == ()
+    assert faults_of(settings, node, node, "", (), KERNEL) == []
 
 
 KNOWN = Node(ME, ("10.0.0.6", "fd04::4"), ("10.1.0.0/24",), "zone-a")
@@ -142,14 +149,14 @@ LOST = [
 
 @pytest.mark.parametrize(("reported", "unread", "detect", "faults"), LOST)
 def test_what_the_node_object_has_lost(reported, unread, detect, faults):
-    found = node_faults(Settings(node_name=ME, detect=detect), reported, KNOWN, unread, HERE, (), KERNEL)
+    found = faults_of(Settings(node_name=ME, detect=detect), reported, KNOWN, unread, (), KERNEL)
     assert len(found) == faults
     assert all(unread in text and ME in text for text in found)
 
 
 def test_pods_that_cannot_be_told_are_a_fault():
     node = Node(ME, ("10.0.0.6", "fd04::4"))
-    assert len(node_faults(Settings(node_name=ME, detect=NodeCIDR), node, node, "", HERE, (), KERNEL)) == 1
+    assert len(faults_of(Settings(node_name=ME, detect=NodeCIDR), node, node, "", (), KERNEL)) == 1
 
 
 GATEWAY = "10.0.0.1/32"
@@ -179,7 +186,7 @@ def test_service_ranges_that_contain_other_addresses_are_not_believed(cidr, beli
     settings = Settings(node_name=ME)
     network = node_network(settings, KNOWN, HERE, ("10.97.0.0/16", cidr), AROUND)
     assert network.service_cidrs == (("10.97.0.0/16", cidr) if believed else ("10.97.0.0/16",))
-    assert len(node_faults(settings, KNOWN, KNOWN, "", HERE, (cidr,), AROUND)) == (not believed)
+    assert len(faults_of(settings, KNOWN, KNOWN, "", (cidr,), AROUND)) == (not believed)
 
 
 def test_an_unused_range_is_everything_too_where_the_node_has_no_address_of_its_family():
