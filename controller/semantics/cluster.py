@@ -339,16 +339,9 @@ def _with_former_facts(node: Node, former: Node | None) -> Node:
 
     Addresses and podCIDRs are facts of each family.
     """
-
-    def held(now: tuple[str, ...], before: tuple[str, ...]) -> tuple[str, ...]:
-        families = {family_of(text) for text in now}
-        return now + tuple(text for text in before if family_of(text) not in families)
-
-    if former is None:
-        return Node(node.name, node.addresses, node.pod_cidrs, node.zone)
-    return Node(
-        node.name,
-        held(node.addresses, former.addresses),
-        held(node.pod_cidrs, former.pod_cidrs),
-        node.zone or former.zone,
+    former = former or Node(node.name)
+    addresses, pod_cidrs = (
+        now + tuple(text for text in before if family_of(text) not in map(family_of, now))
+        for now, before in ((node.addresses, former.addresses), (node.pod_cidrs, former.pod_cidrs))
     )
+    return Node(node.name, addresses, pod_cidrs, node.zone or former.zone)

@@ -8,7 +8,7 @@ goes. `Builder.conflicts` names the losers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -96,18 +96,14 @@ class Builder:
         dirty = cluster.take_dirty()
         network = self._network(cluster, interface_addresses, routes)
         basis = _basis_of(network, cluster.node)
-        names: Iterable[str]
+        names: Collection[str]
         if dirty.services is None or basis != self._basis:
             # In one order, so that two agents with one cluster make one table.
             names = sorted({*cluster.services, *self._claims.wanted, *self._external_ips})
         else:
-            moved = self._own.symmetric_difference(network.addresses)
-            names = (
-                dirty.services
-                | {name for name, service in cluster.services.items() if not moved.isdisjoint(service.cluster_ips)}
-                if moved
-                else dirty.services
-            )
+            names = dirty.services
+            if moved := self._own.symmetric_difference(network.addresses):
+                names |= {name for name, one in cluster.services.items() if not moved.isdisjoint(one.cluster_ips)}
         self._basis, self._own = basis, frozenset(network.addresses)
         self._check(cluster, names)
         self._note_external_ips(cluster, names)
