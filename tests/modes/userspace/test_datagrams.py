@@ -114,19 +114,20 @@ def test_a_session_ends_when_its_backend_leaves(relay: Running, echo) -> None:
         assert ask(client) == "b"
 
 
-def emptied(relay: Running) -> None:
-    """Nobody serves any more, and the rules lead nobody to the relay."""
-    relay.apply({"a": m.Row("a", "a", 4, UDP, (), (), ())})
+def without_frontends(*serving: tuple[str, int]) -> m.Row:
+    """The rules lead nobody to the relay."""
+    return m.Row("a", "a", 4, UDP, (), (), serving)
 
 
-def test_a_session_goes_on_when_nobody_serves_any_more_and_no_other_begins(relay: Running, echo) -> None:
+def test_a_session_goes_on_when_its_service_has_moved_and_no_other_begins(relay: Running, echo) -> None:
     sessions = relay.relay.sessions
     sessions.short_seconds = 0.5
-    address = relay.serve(echo("a").address, protocol=UDP)
+    backend = echo("a").address
+    address = relay.serve(backend, protocol=UDP)
     with client_of(address) as client, client_of(address) as late:
         assert ask(client) == "a"
         used = relay.relay.state.used
-        emptied(relay)
+        relay.apply({"a": without_frontends(backend)})
         assert ask(client) == "a"
         late.send(b"?")
         assert ask(client) == "a"
@@ -139,21 +140,27 @@ def test_a_session_goes_on_when_nobody_serves_any_more_and_no_other_begins(relay
 
 
 def test_who_serves_again_takes_over_from_a_backend_that_is_gone(relay: Running, echo) -> None:
-    address = relay.serve(echo("a").address, protocol=UDP)
+    backend = echo("a").address
+    address = relay.serve(backend, protocol=UDP)
     with client_of(address) as client:
         assert ask(client) == "a"
-        emptied(relay)
+        relay.apply({"a": without_frontends(backend)})
         assert relay.serve(echo("b").address, protocol=UDP) == address, "conntrack leads the client to the old port"
         assert ask(client) == "b"
 
 
-def test_a_service_that_is_deleted_ends_its_sessions_also_those_that_nobody_serves(relay: Running, echo) -> None:
-    before = relay.relay.state.used
-    address = relay.serve(echo("a").address, protocol=UDP)
+@pytest.mark.parametrize("row", [None, without_frontends()], ids=["deleted", "without endpoints"])
+@pytest.mark.parametrize("moves", [False, True], ids=["", "after it has moved"])
+def test_a_service_that_nobody_serves_any_more_ends_its_sessions(
+    relay: Running, echo, row: m.Row | None, moves: bool
+) -> None:
+    before, backend = relay.relay.state.used, echo("a").address
+    address = relay.serve(backend, protocol=UDP)
     with client_of(address) as client:
         assert ask(client) == "a"
-        emptied(relay)
-        relay.apply({"a": None})
+        if moves:
+            relay.apply({"a": without_frontends(backend)})
+        relay.apply({"a": row})
         assert not relay.relay.sessions.by_client
         assert relay.relay.state.used == before
         client.send(b"?")

@@ -114,7 +114,7 @@ def lab() -> Iterator[Lab]:
 def node(lab: Lab) -> Iterator[Node]:
     with lab.inside("node"):
         for name in ("udp_timeout", "udp_timeout_stream"):
-            Path(f"/proc/sys/net/netfilter/nf_conntrack_{name}").write_text("2")
+            Path(f"/proc/sys/net/netfilter/nf_conntrack_{name}").write_text("5")
         made = Node(lab)
         made.open()
         made.mode.sync(made.table("pod2"))
