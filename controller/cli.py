@@ -22,6 +22,7 @@ from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes, from_flags
 from hybrid_proxy.controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
 from hybrid_proxy.controller.settings.flags import add_flag, add_flags, add_removed_flags
+from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.errors import DataplaneError
 
 OK, FAILED, USAGE = 0, 1, 2
@@ -868,4 +869,5 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(redact(text), file=sys.stderr)
+    """Errors of ours may have several lines."""
+    print("\n".join(map(printable, redact(text).split("\n"))), file=sys.stderr)

@@ -61,6 +61,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SwitchAnswer,
 )
 from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
+from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.mode import SyncResult
@@ -166,13 +167,13 @@ def cleanup(config: Config, drain: float | None = None) -> int:
 def _put_settings_back(another: bool) -> None:
     """As they were before us; another proxy wants the same settings as we, and does not look at them again."""
     if another and (names := sysctl.changed()):
-        print(f"another proxy is here, so these settings stay: {', '.join(names)}", file=sys.stderr)
+        print(f"another proxy is here, so these settings stay: {printable(', '.join(names))}", file=sys.stderr)
         return
     count, refused = sysctl.restore()
     if count:
         print(f"put back {count} settings of this network namespace")
     for reason in refused.values():
-        print(reason, file=sys.stderr)
+        print(printable(reason), file=sys.stderr)
 
 
 def _another_proxy() -> bool:

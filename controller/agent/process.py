@@ -14,10 +14,11 @@ import threading
 import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import Config
+from hybrid_proxy.controller.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class KeptLog(RotatingFileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=KEPT_BYTES, backupCount=1, errors="backslashreplace", delay=True)
-        form = logging.Formatter("%(asctime)s %(process)d %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S UTC")
+        form = _Lines("%(asctime)s %(process)d %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S UTC")
         form.converter = time.gmtime
         self.setFormatter(_Redacted(form))
         self.handle(logging.makeLogRecord({"levelname": "INFO", "msg": shlex.join(sys.orig_argv)}))
@@ -57,6 +58,16 @@ class KeptLog(RotatingFileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         pass
+
+
+class _Lines(logging.Formatter):
+    """A message is one line, whoever wrote parts of it; those of a traceback cannot be taken for one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
 
 
 def _privately(path: str, flags: int) -> int:
@@ -71,7 +82,7 @@ def start_logging(config: Config, *more: logging.Handler) -> None:
 
         form: logging.Formatter = JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     else:
-        form = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
+        form = _Lines("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
     handler.setFormatter(_Redacted(form))
     level = logging.DEBUG if config.verbosity >= 4 else logging.INFO
     logging.getLogger("hybrid_proxy").setLevel(level)

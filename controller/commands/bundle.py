@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from hybrid_proxy.controller.commands.terminal import encoded, print_value, say
 from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events, without_agent
 from hybrid_proxy.controller.errors import ControllerError
@@ -115,12 +116,12 @@ def run(args: argparse.Namespace) -> int:
     sizes = {name: len(content) for name, content in sorted(contents.items())}
     made = Bundle(str(path), size, sizes, missing, round(time.monotonic() - began, 1))
     if args.output == "json":
-        print(msgspec.json.format(msgspec.json.encode(made), indent=2).decode())
+        print_value("json", made)
     else:
-        print(f"{path}: {size / 1e6:.1f} MB, {len(sizes)} files, without tokens, keys and certificates.")
-        print("It has addresses and names of this cluster: look into it before you give it away.")
+        say(f"{path}: {size / 1e6:.1f} MB, {len(sizes)} files, without tokens, keys and certificates.")
+        say("It has addresses and names of this cluster: look into it before you give it away.")
         for name, why in missing.items():
-            print(f"  not in it: {name}: {why}", file=sys.stderr)
+            say(f"  not in it: {name}: {why}", to=sys.stderr)
     return 0
 
 
@@ -223,7 +224,7 @@ def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
 
 
 def _json(value: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
+    return encoded("json", value)
 
 
 def _versions() -> str:

@@ -12,6 +12,8 @@ from enum import StrEnum
 from textwrap import wrap
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
+from hybrid_proxy.controller.text import printable
+
 __all__ = ["Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "table"]
 
 Row = TypeVar("Row")
@@ -182,7 +184,7 @@ def _cells(value: Value, screen: Screen) -> list[Cell]:
         case _:
             several = value if screen.width is not None else [",".join(value) or UNKNOWN]
             parts = [Cell(text) for text in several or [UNKNOWN]]
-    return [Cell("".join(c if c.isprintable() else "?" for c in cell.text), cell.tone) for cell in parts]
+    return [Cell(printable(cell.text), cell.tone) for cell in parts]
 
 
 def _fitted(places: list[_Place], width: int) -> list[_Place]:

@@ -173,6 +173,7 @@ def target(text: str) -> dict[str, object]:
 
 
 def _answer(manifests: Path, config: Config, args: argparse.Namespace, pod_address: PodAddress) -> int:
+    from hybrid_proxy.controller.commands.terminal import print_value, say
     from hybrid_proxy.controller.kubernetes.manifests import load
     from hybrid_proxy.controller.kubernetes.model import KINDS, Problem
     from hybrid_proxy.controller.semantics.cluster import Cluster
@@ -199,13 +200,11 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace, pod_addre
     packets = packets_of(args, partial(_find_in, table), pod_address)
     verdicts = [explain(table, packet) for packet in packets]
     if args.output == "json":
-        import msgspec
-
         rows = [verdict_to_dict(verdict) for verdict in verdicts]
-        shown = msgspec.json.format(msgspec.json.encode(rows if args.flows else rows[0]), indent=2)
-        print(shown.decode())
-    else:
-        print("\n\n".join(_text(packet, verdict) for packet, verdict in zip(packets, verdicts, strict=True)))
+        print_value("json", rows if args.flows else rows[0])
+        return 0
+    for number, (packet, verdict) in enumerate(zip(packets, verdicts, strict=True)):
+        say(*[""] * bool(number), *_lines(packet, verdict))
     return 0
 
 
@@ -217,7 +216,7 @@ MEANINGS: Final = {
 }
 
 
-def _text(packet: Any, verdict: Any) -> str:
+def _lines(packet: Any, verdict: Any) -> list[str]:
     """One verdict for people: what happens, then why, one reason per line."""
     from hybrid_proxy.dataplane.table import socket_text
 
@@ -232,7 +231,7 @@ def _text(packet: Any, verdict: Any) -> str:
         lines.append(f"  service:  {verdict.service}")
     if verdict.backends:
         lines.append(f"  backends: {', '.join(verdict.backends)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _config_of(flags: dict[str, Any]) -> Config:
@@ -245,4 +244,6 @@ def _config_of(flags: dict[str, Any]) -> Config:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    from hybrid_proxy.controller.commands.terminal import say
+
+    say(text, to=sys.stderr)

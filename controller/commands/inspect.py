@@ -16,7 +16,7 @@ from hybrid_proxy.controller.commands.columns import Column
 from hybrid_proxy.controller.commands.explain import MEANINGS
 from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
 from hybrid_proxy.controller.commands.names import UnknownName
-from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, print_value, screen
+from hybrid_proxy.controller.commands.terminal import print_lines, print_rows, print_stream, print_value, say, screen
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, NoAgentError, UnansweredError, ask
@@ -172,7 +172,7 @@ def _show_status(args: argparse.Namespace) -> int:
     if args.output in ("json", "yaml"):
         print_value(args.output, status)
     else:
-        print("\n".join(text.lines(status, screen(), time.time(), wide=args.output == "wide")))
+        print_lines(text.lines(status, screen(), time.time(), wide=args.output == "wide"))
     return int(args.exit_code and text.verdict(status) is text.Verdict.NOT_IN_SYNC)
 
 
@@ -198,12 +198,12 @@ def _show_without_agent(args: argparse.Namespace, error: UnansweredError) -> int
     if args.output in ("json", "yaml"):
         print_value(args.output, status)
     else:
-        print("\n".join(text.lines_without_agent(status, screen(), time.time())))
+        print_lines(text.lines_without_agent(status, screen(), time.time()))
     return 1
 
 
 def _say(note: str) -> None:
-    print(f"({note})", file=sys.stderr)
+    say(f"({note})", to=sys.stderr)
 
 
 def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
@@ -224,17 +224,17 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         return 0
     for packet, row in zip(packets, rows, strict=True):
         target = socket_text(packet.dst, packet.port)
-        print(f"{packet.src} -> {target}/{packet.protocol} {MEANINGS[row.verdict]} ({row.verdict})")
+        say(f"{packet.src} -> {target}/{packet.protocol} {MEANINGS[row.verdict]} ({row.verdict})")
         for step in row.steps:
             if args.verbose or not step.internal:
-                print(f"  {step.text}")
+                say(f"  {step.text}")
         if agent.draining and row.mode == agent.mode:
             drains = " and ".join(agent.draining)
-            print(f"  mode:     {row.mode}; flows that {drains} has stay there (--source-port says which one is meant)")
+            say(f"  mode:     {row.mode}; flows that {drains} has stay there (--source-port says which one is meant)")
         if row.service:
-            print(f"  service:  {row.service}")
+            say(f"  service:  {row.service}")
         if row.backends:
-            print(f"  backend:  {row.backends[0]}")
+            say(f"  backend:  {row.backends[0]}")
     return 0
 
 

@@ -19,6 +19,7 @@ from hybrid_proxy.controller.serving.protocol import (
     NoAgentStatus,
     SourceStatus,
 )
+from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status, start_lines
 
 __all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "verdict"]
@@ -26,6 +27,7 @@ __all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "ve
 NEARLY_FULL: Final = 0.9
 LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
 FIRST: Final = 3  # reasons in the first line, names in a list
+SEVERAL: Final = ("configuration", "last sync failed")  # errors of ours, which may have several lines
 
 
 class Verdict(Enum):
@@ -215,7 +217,7 @@ def _lines_without_agent(status: NoAgentStatus) -> Iterator[str]:
 
 def _detail_lines(label: str, details: Iterable[str]) -> Iterator[str]:
     for detail in details:
-        first, *others = detail.splitlines() or [""]
+        first, *others = detail.split("\n") if label in SEVERAL else [detail]
         yield f"  {label}: {first}"
         yield from (f"    {line}" for line in others)
 
@@ -231,6 +233,7 @@ def _first_lines(judged: Verdict, reasons: Sequence[str], screen: Screen) -> Ite
 def _folded(line: str, screen: Screen) -> list[str]:
     """The line, and where it is too long for the screen, its rest in further lines."""
     if screen.width is None or len(line) <= screen.width:
+    line = printable(line)
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     return wrap(line, screen.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

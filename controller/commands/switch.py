@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.controller.commands.terminal import print_value, say
 from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving.admin import BusyError, ask
@@ -130,7 +131,7 @@ def _waited(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
             return status
         if left.text != shown:
             shown = left.text
-            print(f"mode {answer.before} drains: {shown}", file=sys.stderr)
+            say(f"mode {answer.before} drains: {shown}", to=sys.stderr)
         time.sleep(COUNT_SECONDS)
 
 
@@ -148,7 +149,7 @@ def _drain(args: argparse.Namespace) -> int:
             break
         if described(flows) != shown:
             shown = described(flows)
-            print(f"{shown} from outside are open", file=sys.stderr)
+            say(f"{shown} from outside are open", to=sys.stderr)
         time.sleep(COUNT_SECONDS)
     _print(args, Left(leaving=True, flows=flows), f"{described(flows)} from outside are open")
     return 1 if any(flows.values()) else 0
@@ -185,6 +186,6 @@ def _of(mode: str, status: AgentStatus) -> DrainingMode | None:
 
 def _print(args: argparse.Namespace, value: Switched | Left, text: str) -> None:
     if args.output == "json":
-        print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+        print_value("json", value)
     else:
-        print(text)
+        say(text)

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.commands.terminal import print_value, say
 from hybrid_proxy.controller.commands.views import programmed
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import ask
@@ -63,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
     found = _look(agent, services)
     if args.dry_run:
         if args.output == "json":
-            print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+            print_value("json", found)
         else:
-            print("\n".join(_lines(found)))
+            say(*_lines(found))
         return 0
     if not found.remove:
-        print("kube-proxy has left nothing here")
+        say("kube-proxy has left nothing here")
         return 0
     _refuse(agent, found.working)
     _wait(args, services)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if not _is_translated(_status(args)):
         # What is left would be sent nowhere: without rules the kernel translates nothing any more.
         delete_translated({key: None for key in services if key[2] != Protocol.TCP})
-    print("\n".join(f"removed {thing}" for thing in found.remove))
+    say(*(f"removed {thing}" for thing in found.remove))
     return 0
 
 
@@ -159,7 +160,7 @@ def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     while need := _present(_need(agent := _status(args), services, servers)):
         if time.monotonic() - said >= SAY_SECONDS:
             said = time.monotonic()
-            print(f"{_text(need)} still need what kube-proxy left", file=sys.stderr)
+            say(f"{_text(need)} still need what kube-proxy left", to=sys.stderr)
         time.sleep(LOOK_SECONDS)
         _refuse(agent, _evidence(agent.mode.effective))
 

@@ -1,4 +1,4 @@
-"""What standard output is like, and what goes there: tables for people, JSON and YAML for programs."""
+"""What standard output is like, and what goes there: tables and lines for people, JSON and YAML for programs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import msgspec
 
 from hybrid_proxy.controller.commands.columns import Column, Screen, layout, table
+from hybrid_proxy.controller.text import printable, printable_json
 
-__all__ = ["encoded", "print_rows", "print_stream", "print_value", "screen", "wants_colours"]
+__all__ = ["encoded", "print_lines", "print_rows", "print_stream", "print_value", "say", "screen", "wants_colours"]
 
 Row = TypeVar("Row")
 
@@ -28,12 +29,22 @@ def wants_colours() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def say(*lines: str, to: TextIO | None = None) -> None:
+    """Print lines for people, on standard output or `to`; a line break in one of them begins no other."""
+    print("\n".join(map(printable, lines)), file=to or sys.stdout, flush=True)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines that are `printable`, but for their colours."""
+    print("\n".join(lines))
+
+
 def print_rows(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> None:
     """Print all rows as `-o` asks; without rows, people are told so on standard error."""
     if args.output in ("json", "yaml"):
         print_value(args.output, rows)
     elif rows:
-        print("\n".join(table(columns, rows, screen(), wide=args.output == "wide")))
+        print_lines(table(columns, rows, screen(), wide=args.output == "wide"))
     else:
         print("none", file=sys.stderr)
 
@@ -73,6 +84,6 @@ def encoded(output: str, value: Any, *, lines: bool = False) -> str:
     if output == "yaml":
         import yaml
 
-        return yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False, allow_unicode=True).rstrip("\n")
+        return yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False).rstrip("\n")
     text = msgspec.json.encode(value)
-    return (text if lines else msgspec.json.format(text, indent=2)).decode()
+    return printable_json((text if lines else msgspec.json.format(text, indent=2)).decode())

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from hybrid_proxy.controller.commands.columns import Column, Screen
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
 from hybrid_proxy.controller.commands.packet_columns import event_columns
-from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, screen
+from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, say, screen
 from hybrid_proxy.controller.commands.views import checked_service, remembered_events
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
@@ -170,7 +170,7 @@ def _ends(row: PacketEvent) -> set[str]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, to=sys.stderr)
 
 
 # For the widths of columns whose rows are still to come.

@@ -21,6 +21,7 @@ import msgspec
 from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes.connection import Connection
 from hybrid_proxy.controller.redact import redact
+from hybrid_proxy.controller.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ class Recorder:
             "type": occurrence.kind,
             "reason": occurrence.reason,
             "action": occurrence.action,
-            "note": _shortened(occurrence.note),
+            "note": _shortened(printable(occurrence.note)),
             "regarding": _reference(occurrence.regarding),
         }
         return f"{place}/{name}" if self._write(writer, "POST", place, body, JSON) else None

@@ -16,9 +16,10 @@ from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, n
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
 from hybrid_proxy.controller.commands.explain import PodAddress, ask_agent, named_target, no_pods, packets_of, target
 from hybrid_proxy.controller.commands.names import asked_for
-from hybrid_proxy.controller.commands.terminal import wants_colours
+from hybrid_proxy.controller.commands.terminal import print_value, wants_colours
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.semantics.explain import Packet
+from hybrid_proxy.controller.text import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
     else:
         found = diagnose("node", findings, seconds=seconds)
     if args.output == "json":
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print_value("json", found)
     else:
         _print(found)
     return 0 if found.well else 1
@@ -108,7 +109,7 @@ def screen(found: Diagnosis) -> Iterator[RenderableType]:
 
     mark = "problem" if not found.well else "warning" if found.cause else "ok"
     likely = "" if found.certain else " (likely, not certain)"
-    yield Text(f"{MARKS[mark]} {found.verdict}{likely}", style=STYLES[mark])
+    yield Text(f"{MARKS[mark]} {printable(found.verdict)}{likely}", style=STYLES[mark])
     yield Text()
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -116,9 +117,9 @@ def screen(found: Diagnosis) -> Iterator[RenderableType]:
     table.add_column(overflow="fold")
     for each in found.findings:
         style = STYLES[each.mark]
-        cell = Text(each.text, style="" if each.mark == "ok" else style)
+        cell = Text(printable(each.text), style="" if each.mark == "ok" else style)
         if each.todo and each.mark != "ok":
-            cell.append(f"\n→ {each.todo}", style="dim")
+            cell.append(f"\n→ {printable(each.todo)}", style="dim")
         table.add_row(Text(MARKS[each.mark], style=style), each.subject, cell)
     yield table
     yield Text()
