@@ -2,7 +2,8 @@
 
 Memory is bounded however slow the loop is. An event supersedes earlier events of the same object
 (`controller.agent.coalescing`). When too many objects are queued, the source blocks: nobody reads the API server's
-streams, so the server holds its data back or closes them, and they are resumed at the last version seen.
+streams, so the server holds its data back or closes them, and they are resumed at the last version seen. What a source
+emits together is never divided, and may exceed the limit: files that changed at once are in memory already.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ class EventQueue(Generic[Message]):
     def put(self, message: Message) -> None:
         self._messages.put(message)
 
-    def emit(self, event: Event) -> None:
-        """Queue an event of the source. Blocks while the queue is full."""
+    def emit(self, *events: Event) -> None:
+        """Queue events of the source, which are taken together. Blocks while the queue is full."""
         with self._lock:
-            while not self._closed and not self._events.accepts(event, self._capacity):
+            while not self._closed and not all(self._events.accepts(event, self._capacity) for event in events):
                 self._taken.wait()
-            self._events.put(event)
+            for event in events:
+                self._events.put(event)
             self.most = max(self.most, len(self._events))
             wake, self._woken = not self._woken, True
         if wake:

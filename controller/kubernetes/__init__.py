@@ -2,12 +2,12 @@
 
 A source runs in threads of its own and calls `emit` from any of them. It first emits one `Replaced`
 for every kind in `kinds` (an empty one too), in any order; the loop programs nothing before all of
-them arrived. After that it emits changes, and a `Replaced` again whenever it had to list anew.
+them arrived. After that it emits changes, and a `Replaced` again whenever it had to list anew. Events of
+one call are one change: the loop takes all of them or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from hybrid_proxy.controller.kubernetes.model import Event, KindState
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Emit", "Source"]
 
-Emit = Callable[[Event], None]
+
+class Emit(Protocol):
+    """Takes events in, together."""
+
+    def __call__(self, *events: Event) -> None: ...
 
 
 class Source(Protocol):

@@ -219,9 +219,9 @@ class Kubernetes:
         connection.open()
         log.info("reading Services, EndpointSlices and the Node %s from %s", self._node_name, connection.where)
 
-        def guarded(event: Event) -> None:
+        def guarded(*events: Event) -> None:
             if not stop.is_set():
-                emit(event)
+                emit(*events)
 
         self._health.emit = guarded
         threads = []

@@ -299,25 +299,17 @@ def complete_events(snapshot: _Snapshot) -> list[Event]:
     return events + list(snapshot.problems.values())
 
 
-# Endpoints before the service that wants them, and the other way round when they go: no moment without.
-_COMING: Final = ("Node", "ServiceCIDR", "EndpointSlice", "Service")
-
-
 def difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], received: float) -> list[Event]:
     """The events that lead a listener from `old` to `new`. The two differ only in names that are `touched`."""
     touched = sorted(touched)
-    changed = [
-        (name, value)
+    events: list[Event] = [
+        Upserted(value, received)
         for name in touched
         if (value := new.objects.get(name)) is not None
         and (known := old.objects.get(name)) is not value
         and known != value
     ]
-    changed.sort(key=lambda item: _COMING.index(item[0][0]))
-    gone = [name for name in touched if name in old.objects and name not in new.objects]
-    gone.sort(key=lambda name: -_COMING.index(name[0]))
-    events: list[Event] = [Upserted(value, received) for _, value in changed]
-    events += [Removed(kind, key, received) for kind, key in gone]
+    events += [Removed(*name, received) for name in touched if name in old.objects and name not in new.objects]
     # A listener forgets the problem of an object that is removed, so report it again.
     events += [
         problem
@@ -669,8 +661,8 @@ class Manifests:
             else difference(self._reported, snapshot, self._folder.touched, received)
         )
         self._reported = snapshot
-        for event in events:
-            emit(event)
+        if events:
+            emit(*events)
         self._health(emit, True, self.describe())
         return True
 

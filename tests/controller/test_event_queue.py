@@ -202,6 +202,26 @@ class TestEventQueue:
         }
         assert queue.most == 3
 
+    def test_what_is_emitted_together_is_taken_together(self) -> None:
+        """Also where it does not fit: a Service and its slices that changed at once are one change."""
+        queue: EventQueue[str] = EventQueue(capacity=3)
+        rounds, done = 200, threading.Event()
+
+        def emit() -> None:
+            for number in range(rounds):
+                queue.emit(*[Upserted(web(service, f"10.0.0.{number}")) for service in range(5)])
+            done.set()
+
+        threading.Thread(target=emit, daemon=True).start()
+        last = ""
+        while not done.is_set() or len(queue):
+            found = [one.event.object for one in queue.take(0.05)[0] if isinstance(one.event, Upserted)]
+            versions = {one.endpoints[0].address for one in found if isinstance(one, EndpointSlice)}
+            assert len(versions) <= 1
+            assert len(found) in (0, 5)
+            last = max(versions, default=last)
+        assert last
+
     def test_nobody_waits_for_a_mailbox_that_is_closed(self) -> None:
         queue: EventQueue[str] = EventQueue(capacity=1)
         queue.emit(Upserted(web(1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,10 @@ from hybrid_proxy.controller.kubernetes import manifests
 from hybrid_proxy.controller.kubernetes.manifests import Manifests, load
 from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
+    Event,
     Removed,
     Replaced,
+    SourceState,
     Upserted,
     key_of,
     kind_of,
@@ -212,8 +215,41 @@ def test_a_deleted_file_takes_its_objects_along(tmp_path: Path, run: Callable[..
     listener.news()
     (tmp_path / "a.yaml").unlink()
     listener.until(lambda: set(listener.objects) == {("Service", "default/b")})
-    removed = [event for event in listener.news() if isinstance(event, Removed)]
-    assert [event.kind for event in removed] == ["Service", "EndpointSlice"], "a service goes before its endpoints"
+    removed = [event.kind for event in listener.news() if isinstance(event, Removed)]
+    assert sorted(removed) == ["EndpointSlice", "Service"]
+
+
+def test_what_one_look_finds_is_one_change(tmp_path: Path) -> None:
+    """A port gets another name in a Service and its slices: nobody may see one without the other."""
+    calls: list[tuple[Event, ...]] = []
+    changed = threading.Event()
+    stop = threading.Event()
+
+    def take(*events: Event) -> None:
+        calls.append(events)
+        if any(isinstance(event, Upserted) for event in events):
+            changed.set()
+
+    text = service("a") + "---\n" + endpoints("a")
+    (tmp_path / "a.yaml").write_text(text)
+    source = threading.Thread(target=Manifests(tmp_path).run, args=(take, stop))
+    source.start()
+    try:
+        while not any(isinstance(event, SourceState) for call in calls for event in call):
+            time.sleep(0.01)
+        new = tmp_path / "new"
+        new.write_text(
+            text.replace("port: 80}", "port: 80, name: http}").replace("port: 8080", "{port: 8080, name: http}")
+        )
+        new.rename(tmp_path / "a.yaml")
+        assert changed.wait(60)
+    finally:
+        stop.set()
+        source.join(5)
+    (call,) = [call for call in calls if any(isinstance(event, Upserted) for event in call)]
+    assert {type(event.object).__name__ for event in call if isinstance(event, Upserted)} == {
+        "Service", "EndpointSlice",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [".", "a.yaml"], ids=["the folder", "one file"])

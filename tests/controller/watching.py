@@ -38,24 +38,28 @@ class Listener:
         self.healthy: bool | None = None
         self._changed = threading.Condition()
 
-    def take(self, event: Event) -> None:
+    def take(self, *events: Event) -> None:
         with self._changed:
-            self.events.append(event)
-            match event:
-                case Replaced(kind, objects, kept):
-                    old = {key: one for key, one in self.state[kind].items() if key in kept}
-                    self.state[kind] = old | {key_of(one): one for one in objects}
-                case Upserted(one):
-                    self.state[kind_of(one)][key_of(one)] = one
-                case Removed(kind, key):
-                    del self.state[kind][key]  # KeyError: the source removed what it never reported
-                case Problem(kind, key, ""):
-                    del self.problems[kind, key]
-                case Problem(kind, key):
-                    self.problems[kind, key] = event
-                case SourceState(healthy):
-                    self.healthy = healthy
+            for event in events:
+                self._apply(event)
             self._changed.notify_all()
+
+    def _apply(self, event: Event) -> None:
+        self.events.append(event)
+        match event:
+            case Replaced(kind, objects, kept):
+                old = {key: one for key, one in self.state[kind].items() if key in kept}
+                self.state[kind] = old | {key_of(one): one for one in objects}
+            case Upserted(one):
+                self.state[kind_of(one)][key_of(one)] = one
+            case Removed(kind, key):
+                del self.state[kind][key]  # KeyError: the source removed what it never reported
+            case Problem(kind, key, ""):
+                del self.problems[kind, key]
+            case Problem(kind, key):
+                self.problems[kind, key] = event
+            case SourceState(healthy):
+                self.healthy = healthy
 
     def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """Wait for a condition on what was reported."""
