@@ -233,10 +233,12 @@ def entries(
         weighs = bool(service.weights) or any(s.weight is not None for s in mine)
         vips = _Vips(service, cluster_ip, family, settings, network)
         place = _Place(settings.node_name, zone, vips.policy)
+        by_port = _by_port(mine)
         for port in service.ports:
-            cluster, local, serving = _backend_sets(port, mine, plain, place, known)
+            joined = by_port.get((port.name, port.protocol), ())
+            cluster, local, serving = _backend_sets(port, mine, joined, plain, place, known)
             if weighs:
-                cluster, local, serving = _weighted(_weights(service, port, mine, place), cluster, local, serving)
+                cluster, local, serving = _weighted(_weights(service, joined, place), cluster, local, serving)
             frontends, backend_sets = vips.frontends(port, cluster, local)
             result.append(
                 Entry(
@@ -250,22 +252,15 @@ def entries(
                     algorithm,
                     service.probe if port.protocol is Protocol.TCP else None,
                     service.slow_start,
-                    _present(port, mine) if resets and port.protocol is Protocol.TCP else None,
+                    _present(joined) if resets and port.protocol is Protocol.TCP else None,
                 )
             )
     return tuple(result)
 
 
-def _present(port: ServicePort, slices: Sequence[EndpointSlice]) -> tuple[tuple[str, int], ...]:
+def _present(joined: _Joined) -> tuple[tuple[str, int], ...]:
     """Every endpoint of a port: one that terminates, or is not ready, keeps its connections."""
-    found = {
-        (endpoint.address, each.port)
-        for one in slices
-        for each in one.ports
-        if each.protocol == port.protocol and each.name == port.name
-        for endpoint in one.endpoints
-    }
-    return tuple(sorted(found))
+    return tuple(sorted({(endpoint.address, number) for one, number in joined for endpoint in one.endpoints}))
 
 
 def _algorithm(service: Service, settings: Settings) -> str:
@@ -394,12 +389,12 @@ class _Place(msgspec.Struct, frozen=True):
 def _backend_sets(
     port: ServicePort,
     slices: Sequence[EndpointSlice],
+    joined: _Joined,
     plain: bool,
     place: _Place,
     known: Mapping[str, Backend],
 ) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
     """The cluster set, the local set (None when no policy asks for it), and all backends that still serve."""
-    joined = _joined(port, slices)
     if plain and len(joined) == 1:
         backends = _plain_backends(joined[0][0].endpoints, joined[0][1], place.node, known)
         if backends:
@@ -411,10 +406,16 @@ def _backend_sets(
     return _weighed(port, slices, joined, place)
 
 
-def _joined(port: ServicePort, slices: Iterable[EndpointSlice]) -> list[tuple[EndpointSlice, int]]:
-    """The slices that have a service port's port, and the number that it has there."""
-    name, protocol = port.name, port.protocol
-    return [(s, p.port) for s in slices for p in s.ports if p.protocol == protocol and p.name == name]
+_Joined = Sequence[tuple[EndpointSlice, int]]  # the slices that have a service port's port, and its number there
+
+
+def _by_port(slices: Iterable[EndpointSlice]) -> dict[tuple[str, Protocol], list[tuple[EndpointSlice, int]]]:
+    """What each port is joined to, by name and protocol: of thousands of ports none looks at all the others."""
+    found: dict[tuple[str, Protocol], list[tuple[EndpointSlice, int]]] = {}
+    for one in slices:
+        for port in one.ports:
+            found.setdefault((port.name, port.protocol), []).append((one, port.port))
+    return found
 
 
 def _plain_backends(
@@ -433,7 +434,7 @@ def _plain_backends(
 
 
 def _weighed(
-    port: ServicePort, slices: Sequence[EndpointSlice], joined: Sequence[tuple[EndpointSlice, int]], place: _Place
+    port: ServicePort, slices: Sequence[EndpointSlice], joined: _Joined, place: _Place
 ) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
     """The general case of `_backend_sets`."""
     me = place.node
@@ -496,12 +497,10 @@ def _weight(by_address: int | None, of_slice: int | None) -> int:
     return 1 if of_slice is None else of_slice
 
 
-def _weights(
-    service: Service, port: ServicePort, slices: Iterable[EndpointSlice], place: _Place
-) -> dict[tuple[str, int], int]:
+def _weights(service: Service, joined: _Joined, place: _Place) -> dict[tuple[str, int], int]:
     """The weight of each endpoint of a service port, by address and port."""
     by_address = dict(service.weights)
-    best = _best_copies(_joined(port, slices), place.node)
+    best = _best_copies(joined, place.node)
     return {key: _weight(by_address.get(key[0]), of_slice) for key, (_, of_slice) in best.items()}
 
 
@@ -563,9 +562,7 @@ def _by_hints(ready: list[tuple[Endpoint, Backend]], me: str, zone: str) -> tupl
     return ready, f"{READY}; topology hints ignored: {ignored}" if ignored else READY
 
 
-def _why_none(
-    port: ServicePort, slices: Sequence[EndpointSlice], joined: Sequence[tuple[EndpointSlice, int]], some: bool
-) -> str:
+def _why_none(port: ServicePort, slices: Sequence[EndpointSlice], joined: _Joined, some: bool) -> str:
     """Why a set has no backend, with the commonest mistake named."""
     if some:
         return NONE_USABLE
