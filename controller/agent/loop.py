@@ -51,7 +51,7 @@ from hybrid_proxy.controller.semantics.node import Routes
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
-from hybrid_proxy.controller.serving.memory import forget, log_path, memory_path, recall
+from hybrid_proxy.controller.serving.memory import forget, kept_path, log_path, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import (
     Answer,
     FindIgnored,
@@ -194,7 +194,7 @@ def _source_of(config: Config) -> Source:
     if config.manifests is not None:
         from hybrid_proxy.controller.kubernetes.manifests import Manifests
 
-        return Manifests(config.manifests, config.settings.proxy_name or None)
+        return Manifests(config.manifests, config.settings.proxy_name or None, kept_path(config.admin_socket))
     from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
     from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
 

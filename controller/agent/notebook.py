@@ -19,9 +19,10 @@ from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.agent.syncer import Syncer
+from hybrid_proxy.controller.kubernetes.files import write
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.lacks import Lack, lacks
-from hybrid_proxy.controller.serving.memory import Ended, Memory, born, recall, write
+from hybrid_proxy.controller.serving.memory import Ended, Memory, born, recall
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number

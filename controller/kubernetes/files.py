@@ -1,4 +1,4 @@
-"""Files that somebody else writes: regular ones alone, and no more of them than a limit."""
+"""Files that somebody else writes: regular ones alone, and no more of them than a limit. And our own, whole or not."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ def head(path: Path, most: int) -> bytes:
     with open(descriptor, "rb") as file:  # noqa: PTH123 (a descriptor)
         _check_regular(os.fstat(descriptor))
         return file.read(most)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace a file of ours, which nobody else may read, at once.
+
+    Raises:
+        OSError: it cannot be written; the former content stays.
+    """
+    new = path.with_name(f"{path.name}-new")
+    new.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new.touch(mode=0o600)
+    new.write_bytes(content)
+    new.replace(path)
 
 
 def _check_regular(found: os.stat_result) -> None:

@@ -6,7 +6,8 @@ deleted file are all one case. inotify reports changes; a slow comparison of fil
 cannot see (targets of links outside the folder, network file systems).
 
 What cannot be read keeps its last good version: an object that is refused, a file that does not parse, and
-the whole folder when it is gone. Deleting a file from the folder deletes its objects.
+the whole folder when it is gone. Such versions are written down for the next process. Deleting a file from the folder
+deletes its objects.
 
 Links are followed to regular files anywhere, and to folders inside of the one that is read, one level: what a volume of
 a ConfigMap needs (`web.yaml -> ..data/web.yaml`, `sub -> ..data/sub`). Each file has limits of size, depth, aliases and
@@ -15,6 +16,7 @@ objects; exceeding one is reported as a problem of that file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -30,24 +32,30 @@ import msgspec
 from hybrid_proxy.controller.errors import Refused, SourceError
 from hybrid_proxy.controller.kubernetes import Emit, parse
 from hybrid_proxy.controller.kubernetes.changes import STEP, TICK, ticks
-from hybrid_proxy.controller.kubernetes.files import read
+from hybrid_proxy.controller.kubernetes.files import read, write
 from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
+    EndpointSlice,
     Event,
     Ignored,
     KindState,
+    Node,
     Object,
     Problem,
     Removed,
     Replaced,
+    Service,
+    ServiceCIDR,
     SourceState,
     Upserted,
     key_of,
+    kind_of,
 )
 from hybrid_proxy.controller.kubernetes.yamldoc import MAX_BYTES, MAX_DEPTH, MAX_VALUES, NotYamlError, documents
 
 log = logging.getLogger(__name__)
 
+_MAX_KEPT: Final = 1 << 30  # bytes of what this program has written itself
 _SUFFIXES: Final = frozenset({".yaml", ".yml", ".json"})
 _MAX_OBJECTS: Final = 200_000  # in one file
 _MAX_MESSAGE: Final = 1000  # characters of a problem, to which others of the same object are added
@@ -229,12 +237,15 @@ class _File(NamedTuple):
 
 
 _NO_FILE: Final = _File((), 0, _Content())
+_NEVER: Final = -1  # the hash of no content
+_TYPES: Final = {"Service": Service, "EndpointSlice": EndpointSlice, "Node": Node, "ServiceCIDR": ServiceCIDR}
 
 
-def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collection[_Name]) -> _Snapshot:
+def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collection[_Name] | None = None) -> _Snapshot:
     """Merge files, in their order: the first object of a name counts.
 
-    `last` has the last good version of an object that is refused. Objects that are not in `names` are left out.
+    `last` has the last good version of an object that is refused. Objects that are not in `names` are left out, None:
+    none is.
     """
     objects: dict[_Name, Object] = {}
     refused: set[_Name] = set()
@@ -249,7 +260,7 @@ def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collec
             problems[_FILE, shown] = Problem(_FILE, shown, f"{error}.{kept}", shown)
         for document in file.content.documents:
             name = document.name
-            if name not in names:
+            if names is not None and name not in names:
                 continue
             if name in places:
                 message = f"defined twice: {places[name]} counts, {document.place} is ignored"
@@ -332,15 +343,16 @@ class Folder:
     """The files below a path as last read. Only files whose signature changed are read again.
 
     `snapshot` is what they say, `touched` the names in which it may differ from the one before. Services of other
-    proxies than `proxy_name` are left out, as `controller.kubernetes.parse.decode` does it.
+    proxies than `proxy_name` are left out, as `controller.kubernetes.parse.decode` does it. `kept` is what
+    `kept()` of an earlier process returned.
     """
 
-    def __init__(self, path: Path, proxy_name: str | None = None) -> None:
+    def __init__(self, path: Path, proxy_name: str | None = None, kept: bytes = b"{}") -> None:
         self.path = path
         self._proxy_name = proxy_name
-        self.files: dict[str, _File] = {}
+        self.files = _restored(kept)
         self.unsettled: dict[str, float] = {}  # file -> when it was first seen changing
-        self.snapshot = _NOTHING
+        self.snapshot = _snapshot(self.files.items(), _NOTHING)
         self.touched: frozenset[_Name] = frozenset()
         self._mentions: dict[_Name, tuple[str, ...]] = {}  # the files in which a name stands
 
@@ -383,6 +395,16 @@ class Folder:
         self.unsettled = {shown: since for shown, since in self.unsettled.items() if shown in found}
         self._repaint(before)
         return self.snapshot
+
+    def kept(self) -> bytes:
+        """The last good versions of what cannot be read any more, for the next process."""
+        found: dict[str, list[tuple[str, object]]] = {}
+        for shown, file in self.files.items():
+            for name, result, _ in file.content.documents if file.error or self.snapshot.refused else ():
+                good = self.snapshot.objects.get(name) if isinstance(result, Refused) else file.error and result
+                if good and not isinstance(good, Ignored):
+                    found.setdefault(shown, []).append((name[0], good))
+        return msgspec.json.encode(found)
 
     def _keep(self, shown: str, error: str, found: dict[str, _File]) -> None:
         """What a file, or all of a folder, said last, now that it cannot be read."""
@@ -465,6 +487,19 @@ class Folder:
             return _File(signature, 0, content, f"cannot be read: {error.strerror}")
         except _BrokenError as error:
             return _File(signature, digest, content, str(error))
+
+
+def _restored(kept: bytes) -> dict[str, _File]:
+    """The files that an earlier process could not read any more, with what they said before."""
+    files = {}
+    try:
+        for shown, rows in msgspec.json.decode(kept, type=dict[str, list[tuple[str, msgspec.Raw]]]).items():
+            objects: list[Object] = [msgspec.json.decode(raw, type=_TYPES[kind]) for kind, raw in rows]
+            documents = [_Document((kind_of(one), key_of(one)), one, shown) for one in objects]
+            files[shown] = _File((), _NEVER, _Content(tuple(documents)))
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:  # of another version
+        log.warning("what manifests said before they could not be read is lost: %s", error)
+    return files
 
 
 _NO_FILE_AT_ALL: Final = "is no regular file"
@@ -587,15 +622,21 @@ def load(path: Path, proxy_name: str | None = None) -> list[Event]:
 class Manifests:
     """The source for labs, edge nodes and tests. See `controller.kubernetes.Source`.
 
-    It waits for a path that does not exist yet, and reports nothing until then. `proxy_name` is as of `Folder`.
+    It waits for a path that does not exist yet, and reports nothing until then. `proxy_name` is as of `Folder`. The
+    file `keep` has what it said before it could not be read any more.
     """
 
     kinds: tuple[str, ...] = KINDS
     connection: None = None  # no API server
 
-    def __init__(self, path: Path, proxy_name: str | None = None) -> None:
+    def __init__(self, path: Path, proxy_name: str | None = None, keep: Path | None = None) -> None:
         self._path = path
-        self._folder = Folder(path, proxy_name)
+        self._keep = keep
+        self._kept = b"{}"
+        if keep is not None:
+            with contextlib.suppress(OSError):
+                self._kept = read(keep, _MAX_KEPT)
+        self._folder = Folder(path, proxy_name, self._kept)
         self._reported: _Snapshot | None = None
         self._healthy: bool | None = None
 
@@ -663,8 +704,19 @@ class Manifests:
         self._reported = snapshot
         if events:
             emit(*events)
+            self._write_kept()
         self._health(emit, True, self.describe())
         return True
+
+    def _write_kept(self) -> None:
+        kept = self._folder.kept()
+        if self._keep is None or kept == self._kept:
+            return
+        self._kept = kept
+        try:
+            write(self._keep, kept)
+        except OSError as error:
+            log.warning("%s: %s; without it, what cannot be read is gone after a restart", self._keep, error.strerror)
 
     def _health(self, emit: Emit, healthy: bool, message: str) -> None:
         if healthy is not self._healthy:

@@ -96,24 +96,15 @@ def before(log: Path) -> Path:
     return log.with_name(f"{log.name}.1")
 
 
-def write(path: Path, content: bytes) -> None:
-    """Replace the file at once.
-
-    Raises:
-        OSError: it cannot be written; the former content stays.
-    """
-    new = path.with_suffix(".memory-new")
-    new.unlink(missing_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    new.touch(mode=0o600)
-    new.write_bytes(content)
-    new.replace(path)
+def kept_path(asked: str) -> Path:
+    """Where the manifests of this agent keep what can be read no more."""
+    return socket_path(asked).with_suffix(".kept")
 
 
 def forget(asked: str) -> bool:
     """Remove the files; whether there was a memory."""
     path, log = memory_path(asked), log_path(asked)
-    for each in (log, before(log)):
+    for each in (log, before(log), kept_path(asked)):
         each.unlink(missing_ok=True)
     try:
         path.unlink()

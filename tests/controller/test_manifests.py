@@ -147,11 +147,11 @@ def test_missing_path_is_an_error_of_load(tmp_path: Path) -> None:
 
 
 def test_a_refused_object_is_alone(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(service("bad", port=70000) + "---\n" + service("good"))
+    (tmp_path / "a.yaml").write_text(service("bad", port="web") + "---\n" + service("good"))
     listener = loaded(tmp_path)
     assert set(listener.addresses) == {"good"}
     problem = listener.problems["Service", "default/bad"]
-    assert problem.message.startswith("Service default/bad: spec.ports[0].port: 70000 ")
+    assert problem.message.startswith("Service default/bad: spec.ports[0].port: expected a whole number")
     assert problem.where.endswith("a.yaml:1")
     kept = {event.kind: event.kept for event in load(tmp_path) if isinstance(event, Replaced)}
     assert kept["Service"] == {"default/bad"}
@@ -250,6 +250,76 @@ def test_what_one_look_finds_is_one_change(tmp_path: Path) -> None:
     assert {type(event.object).__name__ for event in call if isinstance(event, Upserted)} == {
         "Service", "EndpointSlice",
     }  # fmt: skip
+
+
+# fmt: off
+EDITS = [
+    pytest.param(lambda text: text.replace("port: 80}", "port: http}"),          id="a port as text"),
+    pytest.param(lambda text: text.replace("10.96", "10.96.0.0.0.96"),         id="no ClusterIP"),
+    pytest.param(lambda text: text.replace("addressType: IPv4", "addressType: IPvX"), id="an unknown address type"),
+    pytest.param(lambda text: text.replace("v1\nkind: Service", "v9\nkind: Service"), id="an unknown version"),
+    pytest.param(lambda text: text[: len(text) // 2] + "\n  {[",              id="not YAML"),
+    pytest.param(lambda text: text + "---\n- 1\n",                           id="a document that is no object"),
+    pytest.param(lambda text: text.replace("port: 80}", "port: \x1b80}"),        id="an escape sequence"),
+    pytest.param(lambda text: text + "---\nkind: Service\n",                 id="one more without a name"),
+    pytest.param(lambda text: text.replace("port: 80}", "port: 0}"),             id="a port that is none"),
+    pytest.param(lambda text: text.replace("[10.0.0.1]", '[""]'),              id="an endpoint without address"),
+    pytest.param(lambda text: text.replace("{name: a}", "{name: a, annotations: {hybrid-proxy.io/probe: x}}"),
+                 id="a bad annotation"),
+    pytest.param(lambda text: text.replace("name: a", "name: b"),              id="another name"),
+    pytest.param(lambda _: "",                                                 id="nothing"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_restart_changes_nothing_of_what_is_served(tmp_path: Path, edit: Callable[[str], str]) -> None:
+    """Whatever somebody makes of a file, another process decides as the one that saw the good version."""
+    folder, keep = tmp_path / "manifests", tmp_path / "run" / "admin.kept"
+    folder.mkdir()
+    text = service("a") + "---\n" + endpoints("a")
+    (folder / "a.yaml").write_text(text)
+    (folder / "z.yaml").write_text(service("z", "10.96.0.9"))
+    first = Watcher(Manifests(folder, keep=keep))
+    try:
+        first.complete()
+        (folder / "new").write_text(edit(text))
+        (folder / "new").rename(folder / "a.yaml")
+        (folder / "z.yaml").write_text(service("z", "10.96.0.8"))
+        first.until(lambda: first.addresses["z"] == "10.96.0.8")
+        before = {name: one for name, one in first.objects.items() if name[1] != "default/z"}
+    finally:
+        first.stop()
+    for address in ("10.96.0.7", "10.96.0.6"):  # and the one after that
+        again = Watcher(Manifests(folder, keep=keep))
+        try:
+            again.complete()
+            assert {name: one for name, one in again.objects.items() if name[1] != "default/z"} == before
+            (folder / "z.yaml").write_text(service("z", address))
+        finally:
+            again.stop()
+
+
+def test_what_is_kept_goes_with_its_reason(tmp_path: Path) -> None:
+    folder, keep = tmp_path / "manifests", tmp_path / "admin.kept"
+    folder.mkdir()
+    (folder / "a.yaml").write_text(service("a"))
+    known = manifests.Folder(folder)
+    known.refresh(patient=False)
+    assert known.kept() == b"{}"
+    (folder / "a.yaml").write_text("kind: [")
+    known.refresh(patient=False, suspicious=True)
+    kept = known.kept()
+    assert set(manifests.Folder(folder, kept=kept).refresh(patient=False).objects) == {("Service", "default/a")}
+    (folder / "a.yaml").write_text(service("b"))
+    assert set(manifests.Folder(folder, kept=kept).refresh(patient=False).objects) == {("Service", "default/b")}
+    (folder / "a.yaml").unlink()
+    assert not manifests.Folder(folder, kept=kept).refresh(patient=False).objects
+    (folder / "a.yaml").write_text("kind: [")
+    for odd in (b"", b"[]", b'{"x": [["Pod", 1]]}', b'{"x": [["Service", {}]]}', b"\xff"):
+        assert not manifests.Folder(folder, kept=odd).refresh(patient=False).objects
+    keep.write_bytes(kept)
+    assert load(folder), "without an agent nothing is kept"
 
 
 @pytest.mark.parametrize("path", [".", "a.yaml"], ids=["the folder", "one file"])

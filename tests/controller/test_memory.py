@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hybrid_proxy.controller.kubernetes.files import write
 from hybrid_proxy.controller.serving import memory as m
 from hybrid_proxy.controller.serving.protocol import Gone, ModeStatus
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
@@ -25,7 +26,7 @@ def left(path: Path, **fields: object) -> m.Memory:
         names={5: "default/web:http"},
     )  # fmt: skip
     known = msgspec.structs.replace(known, **fields)
-    m.write(path, msgspec.json.encode(known))
+    write(path, msgspec.json.encode(known))
     return known
 
 
