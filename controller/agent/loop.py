@@ -44,7 +44,7 @@ from hybrid_proxy.controller.agent.syncer import MIN_REST, State, Syncer
 from hybrid_proxy.controller.errors import ConfigError, ControllerError, SourceError
 from hybrid_proxy.controller.kubernetes import Source
 from hybrid_proxy.controller.kubernetes.events import Recorder
-from hybrid_proxy.controller.kubernetes.model import Replaced
+from hybrid_proxy.controller.kubernetes.model import Problem, Replaced
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.entries import ExternalIPs
 from hybrid_proxy.controller.semantics.node import Routes
@@ -269,6 +269,7 @@ class Agent:
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._unprogrammed: frozenset[str] = frozenset()
         self._external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})  # that events told of
+        self._left_out: frozenset[Problem] = frozenset()  # that the log tells of
         self._relisted = False  # since memory was given back
         self._stop = threading.Event()
 
@@ -407,6 +408,7 @@ class Agent:
             self._first_sync_done(at_start=at_start)
         self._report_unprogrammed(result)
         self._report_external_ips()
+        self._report_left_out()
 
     def _first_sync_done(self, *, at_start: bool) -> None:
         """The mode has programmed its first table, and serves."""
@@ -455,6 +457,15 @@ class Agent:
                 note = f"{name}: {'; '.join(known.refused)}"
                 log.warning("%s", note)
                 self.events.of_service(name, "Warning", "ExternalIPsRefused", "ProgramService", note, once=True)
+
+    def _report_left_out(self) -> None:
+        """Tell of each object that is used without a part of it once, and again when that changes."""
+        now = frozenset(self.syncer.cluster.complaints.values())
+        for one in sorted(now - self._left_out, key=lambda one: one.text):
+            log.warning("%s", one.text)
+            if one.kind == "Service":
+                self.events.of_service(one.key, "Warning", "LeftOut", "ProgramService", one.text, once=True)
+        self._left_out = now
 
     def _links_changed(self) -> None:
         self._read_addresses()

@@ -138,7 +138,6 @@ class Syncer:
         self._retry_delay = FIRST_RETRY
         self._log = _SyncLog(clock)
         self._conflicts: set[tuple[str, str]] = set()  # that the log tells of: the service that lost, and a message
-        self._complaints: set[str] = set()  # that the log tells of
         health.awaited = cluster.awaited
 
     @property
@@ -233,7 +232,6 @@ class Syncer:
         with START.part("table"):
             table = self.builder.build(self.cluster, *self._surroundings)
         self._report_conflicts()
-        self._report_complaints()
         if first and self.state is not State.RETRYING:  # to serve matters more than to remember
             table = msgspec.structs.replace(table, clients=tuple(clients(table)))
         try:
@@ -261,13 +259,6 @@ class Syncer:
         for conflict in sorted(self._conflicts - claimed):
             log.info("conflict is over: %s: %s", *conflict)
         self._conflicts = claimed
-
-    def _report_complaints(self) -> None:
-        """Log once what is wrong with objects that are in use all the same."""
-        found = {problem.text for problem in self.cluster.complaints.values()}
-        for text in sorted(found - self._complaints):
-            log.warning("%s", text)
-        self._complaints = found
 
     def _on(self, happened: Input) -> None:
         self.state = TRANSITIONS[self.state][happened]

@@ -186,6 +186,8 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace, pod_addre
         cluster.apply(event)
         if isinstance(event, Problem):
             _say(f"refused: {event.text}")
+    for problem in cluster.complaints.values():
+        _say(f"note: {problem.text}")
     if cluster.node is None:
         _say(f"note: no Node named {name!r} in {manifests}: its addresses, pod ranges and zone are unknown")
     builder = Builder(config.settings)

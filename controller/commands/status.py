@@ -85,9 +85,9 @@ def troubles(status: AgentStatus) -> list[Trouble]:
     if dataplane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in dataplane.unprogrammed]
         found.append(Trouble(f"{_many(details, 'service port')} not programmed", "NOT PROGRAMMED", details))
-    if status.problems:
-        details = [problem.text for problem in status.problems]
-        found.append(Trouble(f"{_many(details, 'object')} refused", "refused", details))
+    for label, what, in_use in (("refused", "refused", False), ("left out", "used without a part of it", True)):
+        if details := [problem.text for problem in status.problems if problem.in_use is in_use]:
+            found.append(Trouble(f"{_many(details, 'object')} {what}", label, details))
     if status.node_faults:
         what = _many(status.node_faults, "fact of this node", "facts of this node")
         found.append(Trouble(f"{what} missing or wrong", "node", status.node_faults))
@@ -207,7 +207,8 @@ def _lines_without_agent(status: NoAgentStatus) -> Iterator[str]:
     if status.error:
         yield from _detail_lines("last sync failed", [status.error])
     yield from _detail_lines("NOT PROGRAMMED", [f"{one.entry}: {one.reason}" for one in status.unprogrammed])
-    yield from _detail_lines("refused", [problem.text for problem in status.problems])
+    for problem in status.problems:
+        yield from _detail_lines("left out" if problem.in_use else "refused", [problem.text])
     for name, found in status.programmed.items():
         ports = _several(found.service_ports, "service port")
         yield f"  mode {name} is in place and serves {ports} as last programmed ({found.place})"
@@ -232,8 +233,8 @@ def _first_lines(judged: Verdict, reasons: Sequence[str], screen: Screen) -> Ite
 
 def _folded(line: str, screen: Screen) -> list[str]:
     """The line, and where it is too long for the screen, its rest in further lines."""
-    if screen.width is None or len(line) <= screen.width:
     line = printable(line)
+    if screen.width is None or len(line) <= screen.width:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     return wrap(line, screen.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

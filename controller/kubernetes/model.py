@@ -28,7 +28,7 @@ class Service(msgspec.Struct, frozen=True):
 
     `load_balancer_ips` are those of `status` with ipMode VIP (KEP-1860). `source_ranges` are canonical
     CIDRs of both families. `affinity_seconds` is 0 without session affinity. `created` orders services
-    that claim the same address.
+    that claim the same address. `complaints` are what is wrong with parts that are left out, as of the other kinds.
     """
 
     namespace: str
@@ -49,6 +49,7 @@ class Service(msgspec.Struct, frozen=True):
     probe: Probe | None = None
     slow_start: float = 0.0  # seconds in which a new endpoint comes to its whole weight, 0: at once
     reset_gone: bool | None = None  # connections to endpoints that are gone; None: as it is configured
+    complaints: tuple[str, ...] = ()
 
 
 class EndpointPort(msgspec.Struct, frozen=True, gc=False):
@@ -74,8 +75,7 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
 class EndpointSlice(msgspec.Struct, frozen=True):
     """Endpoints of one family of a service; `service` is `namespace/name` from the label.
 
-    `weight` is that of each of its endpoints, None where the slice gives none. `complaint` is what is wrong with the
-    weight that it gives, empty: nothing.
+    `weight` is that of each of its endpoints, None where the slice gives none.
     """
 
     namespace: str
@@ -85,7 +85,7 @@ class EndpointSlice(msgspec.Struct, frozen=True):
     ports: tuple[EndpointPort, ...] = ()
     endpoints: tuple[Endpoint, ...] = ()
     weight: int | None = None
-    complaint: str = ""
+    complaints: tuple[str, ...] = ()
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -96,6 +96,7 @@ class Node(msgspec.Struct, frozen=True):
     pod_cidrs: tuple[str, ...] = ()
     zone: str = ""
     eligible: bool = True  # for load balancers: not being deleted, no ToBeDeletedByClusterAutoscaler taint
+    complaints: tuple[str, ...] = ()
 
 
 class ServiceCIDR(msgspec.Struct, frozen=True):
@@ -103,6 +104,7 @@ class ServiceCIDR(msgspec.Struct, frozen=True):
 
     name: str
     cidrs: tuple[str, ...] = ()
+    complaints: tuple[str, ...] = ()
 
 
 class Ignored(msgspec.Struct, frozen=True):
@@ -169,12 +171,16 @@ class Removed(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One object was refused; its last good version, if any, stays. An empty `message` clears it."""
+    """One object was refused; its last good version, if any, stays. An empty `message` clears it.
+
+    `in_use`: it was not, and is used without the parts that cannot be read.
+    """
 
     kind: str
     key: str
     message: str
     where: str = ""  # file, or the API
+    in_use: bool = False
 
     @property
     def text(self) -> str:

@@ -3,7 +3,9 @@
 A forgiving reader and a strict checker. Forgiving: fields that nobody here reads are skipped unseen, explicit
 nulls and Go's zero values mean "absent", as they do for the API's own readers. Strict: whatever is read is
 checked here, once, so that everything behind this file works with canonical addresses and ports in range.
-An object that fails is refused alone, by field and value; kube-proxy's selectors make others `Ignored`.
+A value that cannot be used costs that part alone, and the object has a complaint by field and value (the table in
+docs/differences.md). Refused is what no API server stores: another type than the field's, and an object without a
+usable name, ClusterIP or address family. kube-proxy's selectors make others `Ignored`.
 
 JSON goes straight into lean wire structs (no intermediate dicts), then into `controller.kubernetes.model`. The structs
 are not tracked by the garbage collector: they hold no cycles and most live for microseconds. Strings that
@@ -17,13 +19,13 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from sys import intern
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct
 from msgspec import field as json_field
 
-from hybrid_proxy.controller.errors import Refused
+from hybrid_proxy.controller.errors import MOST, Refused
 from hybrid_proxy.controller.kubernetes.addresses import canonical_address, canonical_cidr, shown, why_special
 from hybrid_proxy.controller.kubernetes.model import (
     Endpoint,
@@ -46,10 +48,13 @@ WEIGHT: Final = "hybrid-proxy.io/weight"  # of an EndpointSlice
 CILIUM_WEIGHT: Final = "service.cilium.io/weight"  # the same, as Cilium 1.20 reads it
 RESET_GONE: Final = "hybrid-proxy.io/reset-gone-backends"
 
-# Limits against absurd objects. A name is a DNS subdomain (RFC 1123). The API allows 1,000 endpoints a slice.
+# Limits against absurd objects; what exceeds them is left out. A name is a DNS subdomain (RFC 1123). The API allows
+# 1,000 endpoints and 20,000 ports a slice, and as many ports of a Service as fit in 1.5 MB. Each endpoint of a slice is
+# a backend of each of its ports: their product is what one object may cost.
 _MAX_NAME: Final = 253
-_MAX_PORTS: Final = 1000
+_MAX_PORTS: Final = 100_000
 _MAX_ENDPOINTS: Final = 5000
+_MAX_BACKENDS: Final = 5_000_000
 _MAX_ADDRESSES: Final = 5000  # external IPs, source ranges and the like
 _MAX_WEIGHT: Final = 1000
 _MAX_SLICE_WEIGHT: Final = 65_535  # as Cilium has it
@@ -257,7 +262,7 @@ _NO_NODE_META, _NO_NODE_SPEC = _NodeMeta(), _NodeSpec()
 
 
 class _BadError(Exception):
-    """A field that cannot be used; becomes `Refused` where the object's key is known."""
+    """A field that cannot be used: a complaint, or `Refused` where the object's key is known."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(field, problem)
@@ -269,12 +274,48 @@ def _fail(field: str, problem: str) -> NoReturn:
     raise _BadError(field, problem)
 
 
-def _at_most(items: list[Any] | None, limit: int, field: str) -> list[Any]:
-    if items is None:
-        return []
-    if len(items) > limit:
-        _fail(field, f"{len(items)} items, at most {limit} are possible")
-    return items
+_Read = TypeVar("_Read")
+_Given = ParamSpec("_Given")
+
+
+class _Complaints(list[str]):
+    """What is wrong with parts of one object, which is used without them."""
+
+    def add(self, field: str, problem: str) -> None:
+        self.append(f"{field}: {problem}")
+
+    def part(self, instead: _Read, read: Callable[_Given, _Read], *given: _Given.args, **named: _Given.kwargs) -> _Read:
+        """What is read, or if it cannot be used, what counts in its place."""
+        try:
+            return read(*given, **named)
+        except _BadError as error:
+            self.add(error.field, error.problem)
+            return instead
+
+    def each(
+        self, read: Callable[[Any, str], _Read], items: Iterable[Any] | None, field: str, most: int = _MAX_ADDRESSES
+    ) -> list[_Read]:
+        """The items that can be used, each once; nulls and empty texts are absent, as for kube-proxy."""
+        if not items:
+            return []
+        found: dict[_Read, None] = {}
+        for index, item in enumerate(self.few(list(items), field, most)):
+            if item:
+                try:
+                    found[read(item, f"{field}[{index}]")] = None
+                except _BadError as error:
+                    self.add(error.field, error.problem)
+        return list(found)
+
+    def few(self, items: list[_Read], field: str, most: int) -> list[_Read]:
+        """As many items as are possible, the first ones."""
+        if len(items) > most:
+            self.add(field, f"{len(items)} items, and only the first {most} count")
+        return items[:most]
+
+    def texts(self) -> tuple[str, ...]:
+        """All of them; of very many the first ones, and how many more there are."""
+        return (*self[:MOST], f"and {len(self) - MOST} more") if len(self) > MOST else tuple(self)
 
 
 def _checked_name(name: str | None, field: str) -> str:
@@ -287,7 +328,7 @@ def _checked_name(name: str | None, field: str) -> str:
     return name
 
 
-def _port_name(name: str | None, field: str) -> str:
+def _optional_name(name: str | None, field: str) -> str:
     return intern(_checked_name(name, field)) if name else ""
 
 
@@ -310,19 +351,20 @@ def _protocol(text: str | None, field: str) -> Protocol:
     return protocol
 
 
-def _policy(text: str | None, field: str) -> bool:
-    local = _POLICIES.get(text)
+def _is_local(policy: str | None, field: str, said: _Complaints) -> bool:
+    local = _POLICIES.get(policy)
     if local is None:
-        _fail(field, f"{shown(text)} is not Cluster or Local")
-    return local
+        said.add(field, f"{shown(policy)} is not Cluster or Local: Cluster counts")
+    return local is True
 
 
 # First bytes of addresses that `why_special` must look at; all others are ordinary.
 _ODD: Final = {4: frozenset({0, 127, 169, *range(224, 256)}), 6: frozenset({0, 0xFE, 0xFF})}
+_IN_DOUBT: Final = b"\0"
 
 
-def _address(text: str | None, field: str, *, link_local: bool = False, special: bool = True) -> str:
-    """A canonical address; `special` refuses what the API refuses too (ValidateNonSpecialIP)."""
+def _address(text: str | None, field: str, *, link_local: bool = False) -> str:
+    """A canonical address that the API allows, too (ValidateNonSpecialIP)."""
     text = text or ""
     try:
         if inet_pton(AF_INET, text)[0] not in _ODD[4]:
@@ -333,21 +375,20 @@ def _address(text: str | None, field: str, *, link_local: bool = False, special:
         address = canonical_address(text)
     except ValueError as error:
         _fail(field, str(error))
-    if special:
-        why = why_special(inet_pton(AF_INET6 if ":" in address else AF_INET, address), link_local)
-        if why:
-            _fail(field, f"{shown(text)} {why}")
+    if why := why_special(inet_pton(AF_INET6 if ":" in address else AF_INET, address), link_local):
+        _fail(field, f"{shown(text)} {why}")
     return address
 
 
-def _cidrs(texts: Iterable[str | None], field: str) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    for index, text in enumerate(texts):
-        try:
-            found[canonical_cidr(text or "")] = None
-        except ValueError as error:
-            _fail(f"{field}[{index}]", str(error))
-    return tuple(found)
+def _outer_address(text: str, field: str) -> str:
+    return _address(text, field, link_local=True)
+
+
+def _cidr(text: str, field: str) -> str:
+    try:
+        return canonical_cidr(text)
+    except ValueError as error:
+        _fail(field, str(error))
 
 
 # Tuples that are the same all over a cluster, kept once. Bounded: a cluster where all differ gains nothing.
@@ -389,8 +430,6 @@ def _service(wire: _Service) -> Service | Ignored:
     spec = wire.spec or _NO_SPEC
     namespace, name = _namespaced(metadata)
     kind = spec.type or "ClusterIP"
-    if kind not in _SERVICE_TYPES:
-        _fail("spec.type", f"{shown(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
     if kind == "ExternalName":
         return _ignored("Service", metadata, "type ExternalName: it is a DNS name alone")
     texts = [text for text in spec.cluster_ips or () if text] or ([spec.cluster_ip] if spec.cluster_ip else [])
@@ -398,181 +437,217 @@ def _service(wire: _Service) -> Service | Ignored:
         return _ignored("Service", metadata, "headless: clusterIP is None, clients connect to pods directly")
     if not texts:
         return _ignored("Service", metadata, "no cluster IP yet")
-    ours = metadata.annotations or _NO_ANNOTATIONS
+    said = _Complaints()
+    if kind not in _SERVICE_TYPES:
+        said.add("spec.type", f"{shown(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
+        kind = "ClusterIP"
+    ports, about_ports = _service_ports(said.few(spec.ports or [], "spec.ports", _MAX_PORTS))
+    said += about_ports
+    ours = metadata.annotations
+    annotated = {} if ours is None or ours == _NO_ANNOTATIONS else _annotated(ours, said)
     return Service(
         namespace=namespace,
         name=name,
         type=kind,
-        cluster_ips=_cluster_ips(spec),
-        external_ips=_external_ips(spec.external_ips),
-        load_balancer_ips=_load_balancer_ips(wire.status),
-        source_ranges=_source_ranges(spec.load_balancer_source_ranges),
-        ports=_service_ports(spec.ports),
-        external_local=_policy(spec.external_traffic_policy, "spec.externalTrafficPolicy"),
-        internal_local=_policy(spec.internal_traffic_policy, "spec.internalTrafficPolicy"),
-        affinity_seconds=_affinity(spec),
-        health_check_node_port=_optional_port(spec.health_check_node_port, "spec.healthCheckNodePort"),
+        cluster_ips=_cluster_ips(spec, said),
+        external_ips=tuple(said.each(_outer_address, spec.external_ips, "spec.externalIPs")),
+        load_balancer_ips=_load_balancer_ips(wire.status, said),
+        source_ranges=_source_ranges(spec.load_balancer_source_ranges, said),
+        ports=ports,
+        external_local=_is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy", said),
+        internal_local=_is_local(spec.internal_traffic_policy, "spec.internalTrafficPolicy", said),
+        affinity_seconds=_affinity(spec, said),
+        health_check_node_port=said.part(0, _optional_port, spec.health_check_node_port, "spec.healthCheckNodePort"),
         created=metadata.creation_timestamp or "",
-        algorithm="" if ours.algorithm is UNSET else _annotation(ours.algorithm, ALGORITHM),
-        weights=() if ours.weights is UNSET else _weights(_annotation(ours.weights, WEIGHTS)),
-        probe=None if ours.probe is UNSET else _probe(_annotation(ours.probe, PROBE)),
-        slow_start=0.0 if ours.slow_start is UNSET else _slow_start(_annotation(ours.slow_start, SLOW_START)),
-        reset_gone=None if ours.reset_gone is UNSET else _truth(_annotation(ours.reset_gone, RESET_GONE), RESET_GONE),
+        complaints=said.texts(),
+        **annotated,
     )
 
 
-def _cluster_ips(spec: _ServiceSpec) -> tuple[str, ...]:
+def _annotated(ours: _ServiceAnnotations, said: _Complaints) -> dict[str, Any]:
+    """The fields that annotations decide."""
+    return {
+        "algorithm": said.part("", _annotation, ours.algorithm, ALGORITHM),
+        "weights": said.part((), _weights, ours.weights, said),
+        "probe": said.part(None, _probe, ours.probe),
+        "slow_start": said.part(0.0, _slow_start, ours.slow_start),
+        "reset_gone": said.part(None, _truth, ours.reset_gone, RESET_GONE),
+    }
+
+
+def _cluster_ips(spec: _ServiceSpec, said: _Complaints) -> tuple[str, ...]:
     """One address of each family at most; `clusterIP` repeats the first of `clusterIPs`."""
     if not spec.cluster_ips:
         return (_address(spec.cluster_ip, "spec.clusterIP"),)
     if len(spec.cluster_ips) == 1 and spec.cluster_ips[0] == spec.cluster_ip:
         return (_address(spec.cluster_ip, "spec.clusterIPs[0]"),)
-    addresses = [_address(text, f"spec.clusterIPs[{index}]") for index, text in enumerate(spec.cluster_ips[:3])]
-    first = spec.cluster_ip or spec.cluster_ips[0]  # nearly always the same text, which is checked once
-    if first != spec.cluster_ips[0] and _address(first, "spec.clusterIP") != addresses[0]:
-        _fail(
-            "spec.clusterIPs[0]", f"{shown(spec.cluster_ips[0])} differs from spec.clusterIP {shown(spec.cluster_ip)}"
-        )
-    families = [family_of(address) for address in addresses]
-    if len(set(families)) < len(families):
-        _fail("spec.clusterIPs", f"{shown(spec.cluster_ips)}: one address of each family is possible")
-    return tuple(addresses)
+    found: dict[int, str] = {}
+    for address in said.each(_address, spec.cluster_ips, "spec.clusterIPs"):
+        if found.setdefault(family_of(address), address) != address:
+            said.add("spec.clusterIPs", f"{shown(address)}: one address of each family is possible")
+    if not found:
+        _fail("spec.clusterIPs", f"{shown(spec.cluster_ips)}: none is an address of a Service")
+    if spec.cluster_ip and spec.cluster_ip != spec.cluster_ips[0]:
+        said.add("spec.clusterIP", f"{shown(spec.cluster_ip)} differs from spec.clusterIPs[0], which counts")
+    return tuple(found.values())
 
 
-def _external_ips(texts: list[str | None] | None) -> tuple[str, ...]:
-    if not texts:
-        return ()
-    texts = _at_most(texts, _MAX_ADDRESSES, "spec.externalIPs")
-    return tuple(
-        dict.fromkeys(_address(text, f"spec.externalIPs[{i}]", link_local=True) for i, text in enumerate(texts))
-    )
+# Sources that no packet has.
+_NOBODY: Final = {4: "0.0.0.0/32", 6: "::/128"}
 
 
-def _source_ranges(texts: list[str | None] | None) -> tuple[str, ...]:
+def _source_ranges(texts: list[str | None] | None, said: _Complaints) -> tuple[str, ...]:
+    """A range that cannot be read admits nobody, where kube-proxy serves everybody if no other one is there.
+
+    It restricts the family that it seems to have been written for, or both.
+    """
     field = "spec.loadBalancerSourceRanges"
-    return _cidrs(_at_most(texts, _MAX_ADDRESSES, field), field) if texts else ()
-
-
-def _load_balancer_ips(status: _ServiceStatus | None) -> tuple[str, ...]:
-    """Those with ipMode VIP, the default; with Proxy, and with a host name, traffic must leave the node (KEP-1860)."""
-    if status is None or status.load_balancer is None:
-        return ()
-    field = "status.loadBalancer.ingress"
+    given = [text for text in texts or () if text and text.strip()] or [""] * bool(texts)
     found: dict[str, None] = {}
-    for index, ingress in enumerate(_at_most(status.load_balancer.ingress, _MAX_ADDRESSES, field)):
-        if ingress and ingress.ip and ingress.ip_mode in (None, "", "VIP"):
-            found[_address(ingress.ip, f"{field}[{index}].ip")] = None
+    for index, text in enumerate(said.few(given, field, _MAX_ADDRESSES)):
+        cidr = said.part("", _cidr, text, f"{field}[{index}]")
+        families = (6,) if ":" in text else (4,) if "." in text else (4, 6)
+        found |= dict.fromkeys([cidr] if cidr else [_NOBODY[family] for family in families])
     return tuple(found)
 
 
-def _service_ports(wire: list[_ServicePort | None] | None) -> tuple[ServicePort, ...]:
-    ports = [item or _NO_SERVICE_PORT for item in _at_most(wire, _MAX_PORTS, "spec.ports")]
+def _load_balancer_ips(status: _ServiceStatus | None, said: _Complaints) -> tuple[str, ...]:
+    """Those with ipMode VIP, the default; with Proxy, and with a host name, traffic must leave the node (KEP-1860)."""
+    wire = status.load_balancer.ingress if status and status.load_balancer else None
+    if not wire:
+        return ()
+    vips = [ingress.ip if ingress and ingress.ip_mode in (None, "", "VIP") else None for ingress in wire]
+    return tuple(said.each(_address, vips, "status.loadBalancer.ingress"))
+
+
+_Ports = tuple[tuple[ServicePort, ...], tuple[str, ...]]  # with complaints
+
+
+def _service_ports(wire: list[_ServicePort | None]) -> _Ports:
+    ports = [item or _NO_SERVICE_PORT for item in wire]
     check = _known_ports if len(ports) <= _FEW_PORTS else _checked_ports
     return check(tuple([(port.name, port.protocol, port.port, port.node_port) for port in ports]))
 
 
-def _checked_ports(
-    wire: tuple[tuple[str | None, str | None, int | None, int | None], ...],
-) -> tuple[ServicePort, ...]:
+def _checked_ports(wire: tuple[tuple[str | None, str | None, int | None, int | None], ...]) -> _Ports:
+    said = _Complaints()
     names: set[str] = set()
     numbers: set[tuple[str, int, int]] = set()
     ports = []
     for index, (name, protocol, port, node_port) in enumerate(wire):
-        field = f"spec.ports[{index}]"
-        made = ServicePort(
-            name=_port_name(name, f"{field}.name"),
-            protocol=_protocol(protocol, f"{field}.protocol"),
-            port=_port(port, f"{field}.port"),
-            node_port=_optional_port(node_port, f"{field}.nodePort"),
-        )
+        made = said.part(None, _checked_port, name, protocol, port, f"spec.ports[{index}]")
+        if made is None:
+            continue
         if made.name in names:
-            _fail(f"{field}.name", f"{shown(made.name)} is the name of two ports")
-        for which, number in (("port", made.port), ("nodePort", made.node_port)):
-            if number and (which, made.protocol, number) in numbers:
-                _fail(f"{field}.{which}", f"{number}/{made.protocol.name} is there twice")
-            numbers.add((which, made.protocol, number))
+            said.add(f"spec.ports[{index}].name", f"{shown(made.name)} is the name of two ports")
+            continue
+        if ("port", made.protocol, made.port) in numbers:
+            said.add(f"spec.ports[{index}].port", f"{made.port}/{made.protocol.name} is there twice")
+            continue
+        field = f"spec.ports[{index}].nodePort"
+        number = said.part(0, _optional_port, node_port, field)
+        if number and ("nodePort", made.protocol, number) in numbers:
+            said.add(field, f"{number}/{made.protocol.name} is there twice")
+            number = 0
         names.add(made.name)
-        ports.append(made)
-    return tuple(ports)
+        numbers |= {("port", made.protocol, made.port), ("nodePort", made.protocol, number)}
+        ports.append(ServicePort(made.name, made.protocol, made.port, number) if number else made)
+    return tuple(ports), said.texts()
 
 
-def _affinity(spec: _ServiceSpec) -> int:
+def _checked_port(name: str | None, protocol: str | None, port: int | None, field: str) -> ServicePort | None:
+    return ServicePort(
+        _optional_name(name, f"{field}.name"), _protocol(protocol, f"{field}.protocol"), _port(port, f"{field}.port")
+    )
+
+
+def _affinity(spec: _ServiceSpec, said: _Complaints) -> int:
     if spec.session_affinity in (None, "", "None"):
         return 0
     if spec.session_affinity != "ClientIP":
-        _fail("spec.sessionAffinity", f"{shown(spec.session_affinity)} is not None or ClientIP")
+        said.add("spec.sessionAffinity", f"{shown(spec.session_affinity)} is not None or ClientIP")
+        return 0
     config = spec.session_affinity_config
     seconds = config.client_ip.timeout_seconds if config and config.client_ip else None
-    if seconds is None:
-        return _DEFAULT_AFFINITY
-    if not 1 <= seconds <= _MAX_AFFINITY:
-        _fail("spec.sessionAffinityConfig.clientIP.timeoutSeconds", f"{seconds} is not within 1 to {_MAX_AFFINITY}")
-    return seconds
+    if seconds is None or 1 <= seconds <= _MAX_AFFINITY:
+        return _DEFAULT_AFFINITY if seconds is None else seconds
+    field = "spec.sessionAffinityConfig.clientIP.timeoutSeconds"
+    said.add(field, f"{shown(seconds)} is not within 1 to {_MAX_AFFINITY}: {_DEFAULT_AFFINITY} counts")
+    return _DEFAULT_AFFINITY
 
 
 def _annotation(value: object, name: str) -> str:
-    """The text of an annotation that is there; a null is an empty one."""
-    if not isinstance(value, str | None):
+    """The text of an annotation, empty where there is none."""
+    if value is UNSET or value is None:
+        return ""
+    if not isinstance(value, str):
         _fail(f"metadata.annotations[{name}]", f"expected a text, got {shown(value)}")
-    return value or ""
+    return value
 
 
-def _weights(text: str) -> tuple[tuple[str, int], ...]:
-    """Weights of endpoints by address, as in `10.0.1.5=3, fd00::6=0`, sorted."""
+def _weights(value: object, said: _Complaints) -> tuple[tuple[str, int], ...]:
+    """Weights of endpoints by address, as in `10.0.1.5=3, fd00::6=0`, sorted; of those that can be read."""
+    text = _annotation(value, WEIGHTS)
     field = f"metadata.annotations[{WEIGHTS}]"
     found: dict[str, int] = {}
-    for item in _at_most([item for item in text.split(",") if item.strip()], _MAX_ADDRESSES, field):
-        address, equals, number = (part.strip() for part in item.partition("="))
-        if not equals:
-            _fail(field, f"{shown(item.strip())} is not ADDRESS=WEIGHT, such as 10.0.1.5=3")
-        address = _address(address, field, link_local=True)
-        if not re.fullmatch(r"[0-9]{1,4}", number) or int(number) > _MAX_WEIGHT:
-            _fail(field, f"{shown(number)} is not a weight (0 to {_MAX_WEIGHT}) for {address}")
+    for address, number in said.each(
+        _address_weight, [item.strip() for item in text.split(",")] if text else (), field
+    ):
         if address in found:
-            _fail(field, f"{address} is there twice")
-        found[address] = int(number)
+            said.add(field, f"{address} is there twice, and the first one counts")
+        found.setdefault(address, number)
     return tuple(sorted(found.items()))
 
 
-def _probe(text: str) -> Probe:
-    """`tcp`, or `http:` and the path."""
-    if text.strip() == "tcp":
-        return Probe()
-    kind, _, path = text.strip().partition(":")
+def _address_weight(item: str, field: str) -> tuple[str, int]:
+    address, equals, number = (part.strip() for part in item.partition("="))
+    if not equals:
+        _fail(field, f"{shown(item)} is not ADDRESS=WEIGHT, such as 10.0.1.5=3")
+    address = _outer_address(address, field)
+    if not re.fullmatch(r"[0-9]{1,4}", number) or int(number) > _MAX_WEIGHT:
+        _fail(field, f"{shown(number)} is not a weight (0 to {_MAX_WEIGHT}) for {address}")
+    return address, int(number)
+
+
+def _probe(value: object) -> Probe | None:
+    """`tcp`, or `http:` and the path; None: there is no such annotation."""
+    text = _annotation(value, PROBE).strip()
+    if text == "tcp" or value is UNSET:
+        return Probe() if text else None
+    kind, _, path = text.partition(":")
     if kind != "http" or not re.fullmatch(r"/[!-~]{0,1023}", path):
-        _fail(f"metadata.annotations[{PROBE}]", f"{shown(text)} is not tcp or http:/PATH, such as http:/healthz")
+        _fail(f"metadata.annotations[{PROBE}]", f"{shown(value)} is not tcp or http:/PATH, such as http:/healthz")
     return Probe(path)
 
 
-def _slow_start(text: str) -> float:
+def _slow_start(value: object) -> float:
     """Seconds, of a duration such as 1m30s; empty: 0."""
+    text = _annotation(value, SLOW_START).strip()
     parts = re.findall(r"([0-9]{1,6})(ms|s|m|h)", text)
     found = sum(int(number) * _UNITS[unit] for number, unit in parts)
-    if "".join(number + unit for number, unit in parts) != text.strip() or found > _MAX_SLOW_START:
+    if "".join(number + unit for number, unit in parts) != text or found > _MAX_SLOW_START:
         problem = f"{shown(text)} is not a duration, such as 30s or 2m (at most {_MAX_SLOW_START // 60}m)"
         _fail(f"metadata.annotations[{SLOW_START}]", problem)
     return found
 
 
-def _slice_weight(wire: _SliceAnnotations) -> tuple[int | None, str]:
-    """The weight of a slice's endpoints, None where none is given; and what is wrong with the text that gives it.
+def _truth(value: object, name: str) -> bool | None:
+    """None: there is no such annotation."""
+    text = _annotation(value, name).strip()
+    if text in ("true", "false") or value is UNSET:
+        return text == "true" if text else None
+    _fail(f"metadata.annotations[{name}]", f"{shown(value)} is not true or false")
 
-    The slice is taken all the same then: if it was refused, pods that come would get nothing, and those that go
-    would still get connections.
-    """
+
+def _slice_weight(wire: _SliceAnnotations) -> int | None:
+    """The weight of a slice's endpoints, None where none is given."""
     name, text = (WEIGHT, wire.weight) if wire.weight is not UNSET else (CILIUM_WEIGHT, wire.cilium_weight)
     if text is UNSET or text is None:
-        return None, ""
+        return None
     if isinstance(text, str) and re.fullmatch(r"\s*[0-9]{1,5}\s*", text) and int(text) <= _MAX_SLICE_WEIGHT:
-        return int(text), ""
-    problem = f"{shown(text)} is not a weight (0 to {_MAX_SLICE_WEIGHT}), and is ignored: the endpoints have weight 1"
-    return None, f"metadata.annotations[{name}]: {problem}"
-
-
-def _truth(text: str, annotation: str) -> bool:
-    if text.strip() not in ("true", "false"):
-        _fail(f"metadata.annotations[{annotation}]", f"{shown(text)} is not true or false")
-    return text.strip() == "true"
+        return int(text)
+    problem = f"{shown(text)} is not a weight (0 to {_MAX_SLICE_WEIGHT}): the endpoints have weight 1"
+    _fail(f"metadata.annotations[{name}]", problem)
 
 
 def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
@@ -591,37 +666,47 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
         _fail("addressType", problem)
     family = 4 if wire.address_type == "IPv4" else 6
     service = _checked_name(labels.service, "metadata.labels[kubernetes.io/service-name]")
-    endpoints = wire.endpoints
-    weight, complaint = _slice_weight(metadata.annotations) if metadata.annotations else (None, "")
+    said = _Complaints()
+    endpoints = said.few(wire.endpoints or [], "endpoints", _MAX_ENDPOINTS)
+    few = min(_MAX_PORTS, _MAX_BACKENDS // max(1, len(endpoints)))
+    ports, about_ports = _slice_ports(said.few(wire.ports or [], "ports", few))
+    said += about_ports
     return EndpointSlice(
         namespace,
         name,
         intern(f"{namespace}/{service}"),
         family,
-        _slice_ports(wire.ports),
-        _endpoints(_at_most(endpoints, _MAX_ENDPOINTS, "endpoints"), family) if endpoints else (),
-        weight,
-        complaint,
+        ports,
+        _endpoints(endpoints, family, said),
+        said.part(None, _slice_weight, metadata.annotations) if metadata.annotations else None,
+        said.texts(),
     )
 
 
-def _slice_ports(wire: list[_SlicePort | None] | None) -> tuple[EndpointPort, ...]:
+_SlicePorts = tuple[tuple[EndpointPort, ...], tuple[str, ...]]  # with complaints
+
+
+def _slice_ports(wire: list[_SlicePort | None]) -> _SlicePorts:
     """The ports that have a number; one without means "all ports", which no proxy can join to a service port."""
-    ports = [item or _NO_SLICE_PORT for item in _at_most(wire, _MAX_PORTS, "ports")]
+    ports = [item or _NO_SLICE_PORT for item in wire]
     check = _known_slice_ports if len(ports) <= _FEW_PORTS else _checked_slice_ports
     return check(tuple([(port.name, port.protocol, port.port) for port in ports]))
 
 
-def _checked_slice_ports(wire: tuple[tuple[str | None, str | None, int | None], ...]) -> tuple[EndpointPort, ...]:
-    return tuple([
-        EndpointPort(
-            _port_name(name, f"ports[{index}].name"),
-            _protocol(protocol, f"ports[{index}].protocol"),
-            _port(number, f"ports[{index}].port"),
-        )
+def _checked_slice_ports(wire: tuple[tuple[str | None, str | None, int | None], ...]) -> _SlicePorts:
+    said = _Complaints()
+    ports = [
+        said.part(None, _checked_slice_port, name, protocol, number, f"ports[{index}]")
         for index, (name, protocol, number) in enumerate(wire)
         if number is not None
-    ])  # fmt: skip
+    ]
+    return tuple([port for port in ports if port is not None]), said.texts()
+
+
+def _checked_slice_port(name: str | None, protocol: str | None, port: int | None, field: str) -> EndpointPort | None:
+    return EndpointPort(
+        _optional_name(name, f"{field}.name"), _protocol(protocol, f"{field}.protocol"), _port(port, f"{field}.port")
+    )
 
 
 # Most objects of a cluster have one of a few sets of ports: each of these is checked, and kept, once.
@@ -629,10 +714,10 @@ _FEW_PORTS: Final = 8
 _known_ports, _known_slice_ports = lru_cache(4096)(_checked_ports), lru_cache(4096)(_checked_slice_ports)
 
 
-def _endpoints(wire: list[_Endpoint | None], family: int) -> tuple[Endpoint, ...]:
+def _endpoints(wire: list[_Endpoint | None], family: int, said: _Complaints) -> tuple[Endpoint, ...]:
     """The hot loop: a cluster has a hundred times more endpoints than anything else.
 
-    Only the first address of an endpoint is ever used; an endpoint without any is skipped.
+    Only the first address of an endpoint is ever used; an endpoint without any, or with one that is none, is skipped.
     """
     address_family = AF_INET if family == 4 else AF_INET6
     odd = _ODD[family]
@@ -644,19 +729,17 @@ def _endpoints(wire: list[_Endpoint | None], family: int) -> tuple[Endpoint, ...
         try:
             packed = inet_pton(address_family, address)
         except (OSError, ValueError):
-            address = _endpoint_address(address, index, family)
-        else:
-            if packed[0] in odd:
-                address = _endpoint_address(address, index, family)
-            elif family == 6:
-                address = inet_ntop(AF_INET6, packed)
+            packed = _IN_DOUBT
+        if packed[0] in odd:
+            address = said.part("", _endpoint_address, address, index, family)
+            if not address:
+                continue
+        elif family == 6:
+            address = inet_ntop(AF_INET6, packed)
         node = endpoint.node_name
-        if node:
-            if len(node) > _MAX_NAME:
-                _checked_name(node, f"endpoints[{index}].nodeName")
-            node = intern(node)
-        else:
-            node = None
+        if node and len(node) > _MAX_NAME:
+            node = said.part("", _checked_name, node, f"endpoints[{index}].nodeName")
+        node = intern(node) if node else None
         conditions, hints = endpoint.conditions, endpoint.hints
         if conditions is None and hints is None:
             found.append(Endpoint(address, node))
@@ -684,51 +767,44 @@ def _endpoint_address(text: str, index: int, family: int) -> str:
 
 
 def _hint_names(hints: list[_Hint | None] | None) -> tuple[str, ...]:
-    return _shared(tuple([hint.name for hint in hints if hint and hint.name])) if hints else ()
+    return _shared(tuple([hint.name[:_MAX_NAME] for hint in hints if hint and hint.name])) if hints else ()
 
 
 def _node(wire: _Node) -> Node:
     metadata = wire.metadata or _NO_NODE_META
     spec = wire.spec or _NO_NODE_SPEC
     name = _checked_name(metadata.name, "metadata.name")
-    if spec.pod_cidrs:
-        pod_cidrs = _cidrs(_at_most(spec.pod_cidrs, _MAX_ADDRESSES, "spec.podCIDRs"), "spec.podCIDRs")
-    else:
-        pod_cidrs = (_pod_cidr(spec.pod_cidr),) if spec.pod_cidr else ()
+    said = _Complaints()
+    zone = metadata.labels.zone if metadata.labels else None
     tainted = any(taint and taint.key == "ToBeDeletedByClusterAutoscaler" for taint in spec.taints or ())
     return Node(
         name=name,
-        addresses=_node_addresses(wire.status),
-        pod_cidrs=pod_cidrs,
-        zone=(metadata.labels.zone or "") if metadata.labels else "",
+        addresses=_node_addresses(wire.status, said),
+        pod_cidrs=tuple(said.each(_cidr, spec.pod_cidrs or [spec.pod_cidr], "spec.podCIDRs")),
+        zone=said.part("", _optional_name, zone, "metadata.labels[topology.kubernetes.io/zone]"),
         eligible=not metadata.deletion_timestamp and not tainted,
+        complaints=said.texts(),
     )
 
 
-def _pod_cidr(text: str) -> str:
-    try:
-        return canonical_cidr(text)
-    except ValueError as error:
-        _fail("spec.podCIDR", str(error))
+def _node_addresses(status: _NodeStatus | None, said: _Complaints) -> tuple[str, ...]:
+    """InternalIPs, then ExternalIPs: the order in which kube-proxy looks for the node's IP.
 
-
-def _node_addresses(status: _NodeStatus | None) -> tuple[str, ...]:
-    """InternalIPs, then ExternalIPs: the order in which kube-proxy looks for the node's IP."""
-    wire = _at_most(status.addresses if status else None, _MAX_ADDRESSES, "status.addresses")
-    return tuple(
-        dict.fromkeys(
-            _address(item.address, f"status.addresses[{index}].address", special=False)
-            for kind in ("InternalIP", "ExternalIP")
-            for index, item in enumerate(wire)
-            if item and item.type == kind
-        )
-    )
+    A kubelet reports no address that nobody else can reach (its validateNodeIP).
+    """
+    wire = status.addresses or () if status else ()
+    found: list[str] = []
+    for kind in ("InternalIP", "ExternalIP"):
+        texts = [item.address if item and item.type == kind else None for item in wire]
+        found += said.each(_outer_address, texts, "status.addresses")
+    return tuple(dict.fromkeys(found))
 
 
 def _service_cidr(wire: _ServiceCIDR) -> ServiceCIDR:
     name = _checked_name(wire.metadata.name if wire.metadata else None, "metadata.name")
-    cidrs = wire.spec.cidrs if wire.spec else None
-    return ServiceCIDR(name, _cidrs(_at_most(cidrs, _MAX_ADDRESSES, "spec.cidrs"), "spec.cidrs"))
+    said = _Complaints()
+    found = said.each(_cidr, wire.spec.cidrs if wire.spec else None, "spec.cidrs")
+    return ServiceCIDR(name, tuple(found), said.texts())
 
 
 # ------------------------------------------------------------------------------------------- the two doors

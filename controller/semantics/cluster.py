@@ -195,6 +195,7 @@ class Cluster:
             case ServiceCIDR():
                 if self._cidrs.get(obj.name) == obj:
                     return False
+                self._complain("ServiceCIDR", obj.name, obj.complaints)
                 self._cidrs[obj.name] = obj
                 self._node_dirty = True
                 return True
@@ -203,6 +204,7 @@ class Cluster:
         key = f"{service.namespace}/{service.name}"
         if self._services.get(key) == service:
             return False
+        self._complain("Service", key, service.complaints)
         self._services[key] = service
         self._forget_moved(key)
         self._mark_dirty(key)
@@ -213,7 +215,7 @@ class Cluster:
         old = self._slices.get(key)
         if old == one:
             return False
-        self._note_complaint(key, one.complaint)
+        self._complain("EndpointSlice", key, one.complaints)
         changed = False
         if old is not None and old.service != one.service:
             changed = self._unlink(key, old)
@@ -225,17 +227,18 @@ class Cluster:
             siblings[key] = one
         return self._mark_dirty_if_known(one.service) or changed
 
-    def _note_complaint(self, key: str, text: str) -> None:
-        """About an EndpointSlice; empty: there is none any more."""
-        if text:
-            kind = "EndpointSlice"
-            self._complaints[kind, key] = Problem(kind, key, f"{kind} {key}: {text}")
+    def _complain(self, kind: str, key: str, complaints: Collection[str] = ()) -> None:
+        """Note what is wrong with parts of an object, nothing where there are none any more."""
+        if complaints:
+            message = f"{kind} {key} is in use without {'; '.join(complaints)}"
+            self._complaints[kind, key] = Problem(kind, key, message, in_use=True)
         elif self._complaints:
-            self._complaints.pop(("EndpointSlice", key), None)
+            self._complaints.pop((kind, key), None)
 
     def _put_node(self, node: Node) -> bool:
         if node.name != self._node_name:
             return False
+        self._complain("Node", node.name, node.complaints)
         self._nodes[node.name] = node
         old, self._last = self._last, _with_former_facts(node, self._last)
         if self._last == old:
@@ -245,12 +248,12 @@ class Cluster:
 
     def _drop(self, kind: str, key: str) -> bool:
         old: object
+        self._complain(kind, key)
         match kind:
             case "Service":
                 return self._drop_service(key)
             case "EndpointSlice":
                 one = self._slices.pop(key, None)
-                self._note_complaint(key, "")
                 return one is not None and self._unlink(key, one)
             case "Node":
                 self._nodes.pop(key, None)  # what it said stays in use

@@ -151,7 +151,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         observed: How many events the source has delivered.
         waiting: The queue of changes that are not applied yet.
         source: Where objects come from, and whether they can be read.
-        problems: Objects that were refused, whose last good version stays in use; or a part of one that was ignored.
+        problems: Objects that were refused, whose last good version stays; with `in_use`: used without a part.
         node_faults: What is missing or wrong in what the Node object and the ServiceCIDRs say of this node, what serves
             instead, and what to do.
         left_to_node: ClusterIPs that an interface of this node has (NodeLocal DNSCache), each with its Service.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from hybrid_proxy.workshop.lab.namespace import PATIENCE
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
 from tests.namespaces import new_lab
-from tests.served import Served
+from tests.served import Served, fetch
 from tests.waiting import until
 
 pytestmark = pytest.mark.root
@@ -94,3 +95,50 @@ def test_external_ips_are_told_by_events(start: Callable[..., Served], lab: Lab,
     del web["spec"]["externalIPs"]
     api.put(web)
     agent.wait(lambda status: not status.refused_external_ips)
+
+
+def test_a_typo_in_an_annotation_costs_nothing_and_is_told(
+    start: Callable[..., Served], lab: Lab, api: ApiServer
+) -> None:
+    web = shop()
+    web["metadata"]["annotations"] = {"hybrid-proxy.io/slow-start": "30"}
+    api.put(web)
+    agent = start()
+    for _ in range(2):
+        until(lambda: any(one.in_use and "slow-start" in one.text for one in agent.running_status().problems), "told")
+        assert agent.running_status().services == 1
+        assert fetch(lab, "/healthz").status == 200
+        assert "slow-start" in agent.command("status", "--admin-socket", str(agent.socket)).stdout
+        agent.terminate()
+        agent.start()
+    until(lambda: api.events("LeftOut"), "an event")
+    (event,) = api.events("LeftOut")
+    assert (event["regarding"]["name"], event["type"]) == ("web", "Warning")
+    assert "'30' is not a duration" in event["note"]
+    assert agent.log.read_text().count("slow-start") == 3, "once in each process"
+
+
+def test_names_of_a_hostile_server_do_not_reach_a_terminal(start: Callable[..., Served], api: ApiServer) -> None:
+    evil = "\x1b]0;owned\x07\n17:00:00 I all is well\u202e\x9b31m"
+    web, bad = shop(), shop()
+    web["metadata"]["annotations"] = {"hybrid-proxy.io/probe": evil, "hybrid-proxy.io/algorithm": evil}
+    web["spec"]["ports"].append({"name": evil, "port": 81})
+    bad["metadata"]["name"] = evil
+    bad["metadata"]["namespace"] = evil
+    api.put_all([web, bad])
+    agent = start()
+    api.faults("endpointslices").answers.append((500, {"message": evil, "reason": evil}))
+    api.cut("endpointslices")
+    until(lambda: "cannot be read since" in agent.log.read_text(), "the server's message")
+    said = [agent.log.read_text()]
+    for command in ("status", "doctor"):
+        done = agent.command(command, "--admin-socket", str(agent.socket))
+        said += [done.stdout, done.stderr]
+    for text in said:
+        lines = text.split("\n")
+        assert all(line.isprintable() for line in lines), [line for line in lines if not line.isprintable()]
+        assert not any(line.startswith("17:00:00 I all") for line in lines)
+    assert "owned" in said[0]
+    assert "owned" in said[1]
+    found = json.loads(agent.command("status", "-o", "json", "--admin-socket", str(agent.socket)).stdout)
+    assert any(evil in one["key"] for one in found["problems"]), "programs get what it is"

@@ -23,7 +23,7 @@ def kinds(agent: Served) -> dict[str, str]:
 
 
 def test_each_line_of_the_log_is_written_once(start: Callable[..., Served], api: ApiServer) -> None:
-    api.put(service(3, ports=[{"name": "http", "port": 70000}]))
+    api.put(service(3, ports=[{"name": "http", "port": "web"}]))
     agent = start()
     until(lambda: "all kinds are read" in agent.log.read_text(), "the source is well")
     api.faults("endpointslices").answers.append((500, {}))

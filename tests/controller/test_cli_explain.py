@@ -204,13 +204,15 @@ def test_what_cannot_be_explained(call: Call, arguments: list[str], code: int, m
 def test_malformed_objects_are_reported_and_the_rest_works(call: Call, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "kind: Service\nmetadata: {name: bad}\nspec: {clusterIP: 10.96.0.1, ports: [{port: http}]}\n---\n"
-        "kind: Service\nmetadata: {name: good}\nspec: {clusterIP: 10.96.0.2, ports: [{name: http, port: 80}]}\n"
+        "kind: Service\nmetadata: {name: good}\n"
+        "spec: {clusterIP: 10.96.0.2, ports: [{name: http, port: 80}, {name: x, port: 0}]}\n"
     )
     (tmp_path / "b.yaml").write_text("kind: [")
     done = call("--manifests", str(tmp_path), "--from", "10.0.0.1", "--to", "10.96.0.2:80", "-o", "json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["service"] == "default/good:http"
     assert "refused: Service default/bad: spec.ports[0].port: expected a whole number, got 'http'" in done.stderr
+    assert "Service default/good is in use without spec.ports[1].port: 0 is not a port" in done.stderr
     assert str(tmp_path / "a.yaml") + ":1" in done.stderr
     assert str(tmp_path / "b.yaml") in done.stderr
 

@@ -21,6 +21,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     ServiceFacts,
     Tried,
 )
+from hybrid_proxy.controller.kubernetes.model import Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.serving.protocol import TableFrontend, TablePort
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
@@ -273,6 +274,21 @@ def test_an_address_that_another_service_has_is_named(ports: tuple[TablePort, ..
     node = msgspec.structs.replace(WELL, agent=agent_status(conflicts={"shop/web": [message], "shop/x": ["other"]}))
     found = next(each for each in service(facts(ports=ports), node)[2] if each.subject == "object")
     assert (found.mark, found.cause, found.text) == (mark, "object-refused", f"shop/web: {message}")
+
+
+@pytest.mark.parametrize(("in_use", "others"), [(True, True), (False, False)])
+def test_a_part_that_is_left_out_is_told_beside_all_that_is_well(in_use: bool, others: bool) -> None:
+    problem = Problem("Service", "shop/web", "Service shop/web: slow-start: '30' is no duration", in_use=in_use)
+    node = msgspec.structs.replace(WELL, agent=agent_status(problems=[problem]))
+    cause, _, findings = service(facts(*GOOD), node)
+    found = [each for each in findings if each.subject == "object" and each.mark == "warning"]
+    assert [("slow-start" in each.text, each.cause) for each in found] == [(True, "object-refused")]
+    assert (cause, any(each.mark == "ok" for each in findings if each.subject == "object")) == (
+        "object-refused",
+        others,
+    )
+    of_the_node = next(each for each in node_findings(node) if each.subject == "objects")
+    assert ("refused: " in of_the_node.text) is not in_use
 
 
 @pytest.mark.parametrize(

@@ -890,7 +890,7 @@ def test_a_node_that_is_not_there_yet(api: ApiServer, watch: Start) -> None:
 @pytest.mark.parametrize("streams", [False, True], ids=["by pages", "by a stream"])
 def test_one_malformed_object_among_good_ones(streams: bool, api: ApiServer, watch: Start) -> None:
     api.watch_list = streams
-    api.put(service(3, ports=[{"name": "http", "port": 70000}]))
+    api.put(service(3, ports=[{"name": "http", "port": "web"}]))
     watcher = watch(page_size=2, streams=streams)
 
     assert len(watcher.state["Service"]) == 5
@@ -925,7 +925,7 @@ def test_the_last_good_version_stays(api: ApiServer, watcher: Watcher) -> None:
 
 @pytest.mark.parametrize("how", ["mended", "deleted"])
 def test_a_new_list_ends_problems(how: str, api: ApiServer, watcher: Watcher) -> None:
-    api.put(service(3, ports=[{"name": "http", "port": 70000}]))
+    api.put(service(3, ports=[{"name": "http", "port": "web"}]))
     watcher.until(lambda: watcher.problems)
     api.faults("services").answers.append((500, {}))
     api.cut("services")

@@ -171,6 +171,7 @@ ONE_TROUBLE = (
     pytest.param({"mode": ModeStatus("auto", "nftables", "no ebpf")},    Verdict.OK,          id="auto-chose"),
     pytest.param({"mode": ModeStatus("ebpf", "nftables", "no ebpf")},    Verdict.DEGRADED,    id="another-mode"),
     pytest.param({"configuration": ConfigurationStatus("f", [], [], "bad")}, Verdict.DEGRADED, id="a-refused-file"),
+    pytest.param({"problems": [Problem("Service", "a/b", "x", in_use=True)]}, Verdict.DEGRADED, id="a-part-left-out"),
     pytest.param({"configuration": ConfigurationStatus("f", ["w"], ["x"], "")}, Verdict.OK,   id="a-warning"),
     pytest.param({"node_faults": ["there is no Node"]},                  Verdict.DEGRADED,    id="no-node"),
     pytest.param({"left_to_node": {"10.96.0.10": "a/b"}},                Verdict.OK,          id="own-cluster-ip"),

@@ -8,7 +8,16 @@ import msgspec
 import pytest
 from make import ME, NODE, SERVICE_RANGE, Node, ServiceCIDR, away, cluster, endpoint_slice, here, listing, service
 
-from hybrid_proxy.controller.kubernetes.model import KINDS, Problem, Removed, Replaced, SourceState, Upserted
+from hybrid_proxy.controller.kubernetes.model import (
+    KINDS,
+    Problem,
+    Removed,
+    Replaced,
+    SourceState,
+    Upserted,
+    key_of,
+    kind_of,
+)
 from hybrid_proxy.controller.semantics.cluster import Cluster, Dirty
 
 WEB, API = service(), service("api", cluster_ips=("10.96.0.11",))
@@ -174,6 +183,27 @@ def test_a_problem_stays_until(events, stays):
     for event in events:
         state.apply(event)
     assert dict(state.problems) == ({("Service", "default/web"): BAD} if stays else {})
+
+
+@pytest.mark.parametrize("good", [WEB, SLICE, NODE, SERVICE_RANGE], ids=kind_of)
+def test_an_object_with_a_complaint_is_in_use_and_a_problem_until_it_is_corrected(good):
+    kind, key = kind_of(good), key_of(good)
+    bad = replace(good, complaints=("spec: 'x' is bad",))
+    state = cluster(bad)
+    assert state.held(kind)[key] == bad, "it is in use"
+    (problem,) = state.problems.values()
+    assert (problem.kind, problem.key, problem.in_use) == (kind, key, True)
+    assert "spec: 'x' is bad" in problem.text
+    state.apply(Upserted(good))
+    assert not state.problems
+    state.apply(Upserted(bad))
+    assert state.problems
+    state.apply(Removed(kind, key))
+    assert not state.problems
+    state.apply(Replaced(kind, (bad,)))
+    assert state.problems
+    state.apply(Replaced(kind, ()))
+    assert not state.problems
 
 
 def test_a_refused_object_keeps_its_last_good_version():

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from make import ME, SETTINGS, away, cluster, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
+from make import ME, SETTINGS, away, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
 
-from hybrid_proxy.controller.kubernetes.model import Removed, Upserted
 from hybrid_proxy.controller.semantics.entries import health_check
 from hybrid_proxy.controller.semantics.explain import Packet, explain
 from hybrid_proxy.dataplane.table import Kind, WhenEmpty
@@ -107,18 +106,6 @@ def test_a_slice_in_maintenance_does_not_count_for_load_balancers():
         health_check(svc, (endpoint_slice(A, weight=w), endpoint_slice(B, name="web-2")), ME) for w in (None, 0, 5)
     ]
     assert [check.local_endpoints(4) for check in checks] == [1, 0, 1]
-
-
-def test_a_complaint_about_a_slice_is_a_problem_until_it_is_corrected():
-    bad, good = endpoint_slice(A, complaint="'x' is not a weight"), endpoint_slice(A, weight=2)
-    state = cluster(service(), bad)
-    assert [p.text for p in state.problems.values()] == ["EndpointSlice default/web-1: 'x' is not a weight"]
-    assert only(service(), bad).serving, "it is in use"
-    assert state.apply(Upserted(good))
-    assert not state.problems
-    state.apply(Upserted(bad))
-    state.apply(Removed("EndpointSlice", "default/web-1"))
-    assert not state.problems
 
 
 def test_explain_names_what_is_in_maintenance_and_the_slow_start():

@@ -183,7 +183,8 @@ def _objects(agent: AgentStatus) -> Iterator[Finding]:
     for text in agent.node_faults:
         yield Finding("warning", "node", text, cause="node-faults")
     for problem in agent.problems:
-        yield Finding("warning", "objects", f"refused: {problem.text}", "correct the object", "refused-objects")
+        text = problem.text if problem.in_use else f"refused: {problem.text}"
+        yield Finding("warning", "objects", text, "correct the object", "refused-objects")
     for service, messages in agent.conflicts.items():
         yield Finding(
             "warning", "objects", f"{service}: {'; '.join(messages)}", "give one another address", "refused-objects"
@@ -327,8 +328,12 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
 def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     """Whether there is such a service."""
     agent = node.agent
+    left_out = []
     for problem in agent.problems if agent else ():
         if problem.kind in ("Service", "EndpointSlice") and facts.name and belongs(facts.name, problem.key):
+            if problem.in_use:
+                left_out.append(Finding("warning", "object", problem.text, "correct the object", "object-refused"))
+                continue
             stays = "; its last good version serves" if facts.ports else ""
             mark: Mark = "warning" if facts.ports else "problem"
             text = f"the {problem.kind} is refused{stays}: {problem.text}"
@@ -358,7 +363,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
             for service, messages in (agent.refused_external_ips.items() if agent else ())
             if facts.name and belongs(facts.name, service)
         ]
-        return [Finding("ok", "object", f"{', '.join(names)}"), *left, *refused]
+        return [Finding("ok", "object", f"{', '.join(names)}"), *left, *left_out, *refused]
     if left:
         return left
     if node.denied:
@@ -367,7 +372,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     if agent is None and not facts.services:
         text = "its backends cannot be found by its name, because no agent answers"
         return [Finding("problem", "object", text, "ask by its address: --to ADDRESS:PORT", "no-agent")]
-    return [_unknown_name(facts)]
+    return [_unknown_name(facts), *left_out]
 
 
 def _has_address(facts: ServiceFacts) -> bool:
