@@ -44,34 +44,41 @@ class Clinic:
     api: ApiServer
     agent: FromServer
 
-    def put(self, *pods: str, target: int = HTTP, ports: int = 1, name: str = NAME, **spec: Any) -> AgentStatus:
-        """Give the Service these endpoints and this spec; returns when the agent has programmed what there is."""
-        listed = [("TCP", 80 + number) for number in range(ports)]
+    def put(
+        self, *pods: str, target: int = HTTP, ports: int = 1, twin: str = "", name: str = NAME, **spec: Any
+    ) -> AgentStatus:
+        """Give the Service these endpoints and this spec; returns when the agent has programmed what there is.
+
+        `twin` is a protocol, by which the first port is served, too.
+        """
+        listed = [*(("TCP", 80 + number) for number in range(ports)), *([(twin, 80)] if twin else [])]
         made = service(name, ADDRESSES[name], listed)
         made["spec"] |= {"type": "ClusterIP", **spec}
         for number, port in enumerate(made["spec"]["ports"]):
-            port["name"] = "http" if ports == 1 else f"http-{number}"
+            port["name"] = "http" if len(listed) == 1 else f"http-{number}"
             if made["spec"]["type"] != "ClusterIP":
                 port["nodePort"] = NODE_PORT
         if made["spec"]["type"] == "LoadBalancer":
             made["status"] = {"loadBalancer": {"ingress": [{"ip": BALANCER, "ipMode": "VIP"}]}}
         places = [self.lab[pod] for pod in pods]
         ends = endpoint_slice(name, [place.address4 for place in places], [("TCP", target)], NODE_NAMES["node"])
-        ends["ports"] = [{"name": port["name"], "protocol": "TCP", "port": target} for port in made["spec"]["ports"]]
+        ends["ports"] = [
+            {"name": port["name"], "protocol": port["protocol"], "port": target} for port in made["spec"]["ports"]
+        ]
         for end, place in zip(ends["endpoints"], places, strict=True):
             end["nodeName"] = NODE_NAMES[place.node or "node"]
         self.api.put_all([ends, made])
-        return self.settled(name, pods, target, guarded="loadBalancerSourceRanges" in spec)
+        return self.settled(name, pods, target, len(listed), guarded="loadBalancerSourceRanges" in spec)
 
-    def settled(self, name: str, pods: Sequence[str], target: int, *, guarded: bool) -> AgentStatus:
-        """Wait until the agent has programmed these endpoints."""
+    def settled(self, name: str, pods: Sequence[str], target: int, count: int, *, guarded: bool) -> AgentStatus:
+        """Wait until the agent has programmed these endpoints, of so many ports."""
         wanted = {(self.lab[pod].address4, target) for pod in pods}
 
         def is_there(status: AgentStatus) -> bool:
             ports = ask(str(self.agent.socket), GetTable(name, []), TableAnswer).ports
             found = {(end.address, end.port) for port in ports for each in port.backend_sets for end in each.backends}
             ranges = any(each.source_ranges for port in ports for each in port.frontends)
-            return status.synced and bool(ports) and found == wanted and ranges is guarded
+            return status.synced and len(ports) == count and found == wanted and ranges is guarded
 
         return self.agent.wait(is_there, 20, f"aware of {name}")
 

@@ -115,6 +115,7 @@ INCIDENTS = [
     Incident("nothing is wrong", lambda _: nullcontext(), (NAME,), ""),
     Incident("no endpoint is ready", put(), (NAME,), "no-endpoint"),
     Incident("`targetPort` is wrong", put(*PODS, target=NOBODY), (NAME,), "backend-refuses"),
+    Incident("nobody listens at the UDP port", put(*PODS, twin="UDP"), (NAME,), "backend-refuses"),
     Incident("a pod drops what comes in", rules("pod1", DEAF), (NAME,), "backend-silent"),
     Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
     Incident("the firewall drops in FORWARD, and counts", rules("node", COUNTING), (NAME,), "firewall"),

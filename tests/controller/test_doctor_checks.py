@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from hybrid_proxy.controller.commands.doctor.checks import ORDER, diagnose, in_short, node_findings, service_findings
-from hybrid_proxy.controller.commands.doctor.connect import speech_of
+from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, speech_of
 from hybrid_proxy.controller.commands.doctor.facts import (
     Cause,
     Finding,
@@ -21,6 +21,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     ServiceFacts,
     Tried,
 )
+from hybrid_proxy.controller.commands.doctor.look import is_about
 from hybrid_proxy.controller.kubernetes.model import Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.serving.protocol import TableFrontend, TablePort
@@ -29,6 +30,7 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, WhenEmpty
 from tests.workshop.top.samples import agent_status, dataplane
 
 A, B = "10.0.0.1:8080", "10.0.0.2:8080"
+A6, VIP6 = "[fd00::1]:8080", "[fd00:96::1]:80"
 VIP = "10.96.0.1:80"
 WELL = NodeFacts(now=1000.0, forwarding={4: True}, no_agent="no agent listens")
 IDLE = Rule("inet fw", "forward", ("forward",), "tcp dport 9 counter drop", 3)
@@ -47,10 +49,13 @@ def port(
     return TablePort(name, 4, "TCP", tuple(frontends), tuple(sets))
 
 
-def tried(target: str, node: Outcome | None = "answered", pod: Outcome | None = "answered") -> list[Tried]:
+def tried(
+    target: str, node: Outcome | None = "answered", pod: Outcome | None = "answered", protocol: str = "TCP",
+    port: str = "shop/web:http",
+) -> list[Tried]:  # fmt: skip
     rows: Iterable[tuple[Place, str, Outcome | None]] = (("node", "10.0.9.9", node), ("pod", "10.0.0.9", pod))
-    via = "service" if target == VIP else "backend"
-    return [Tried(place, source, via, target, "TCP", outcome) for place, source, outcome in rows if outcome]
+    via = "service" if target in (VIP, VIP6) else "backend"
+    return [Tried(place, source, via, target, protocol, each, port=port) for place, source, each in rows if each]
 
 
 def facts(*connections: list[Tried], **more: object) -> ServiceFacts:
@@ -113,6 +118,57 @@ SERVICES = [
     pytest.param(facts(*GOOD, packet=PACKET, verdicts=(Verdict("", "dnat", "", service="shop/web:http"),), live=LIVE), "kernel-differs", True, id="the kernel differs from the table"),
 ]
 # fmt: on
+
+
+CLOSED = ("refused", "refused")
+UDP, SCTP = {"protocol": "UDP", "port": "shop/web:udp"}, {"protocol": "SCTP", "port": "shop/web:sctp"}
+# fmt: off
+# Two ends that are alike: what happens at one says nothing of the other.
+TWINS = [
+    pytest.param((tried(A), tried(VIP), tried(A, *CLOSED, **UDP), tried(VIP, *CLOSED, **UDP)), "backend-refuses", "targetPort 8080/UDP is closed on 1 of 1 backend from the node and from a pod", id="a UDP port where nobody listens"),
+    pytest.param((tried(A, *CLOSED), tried(A, "sent", "sent", **UDP)), "backend-refuses", "targetPort 8080 answers RST on 1 of 1 backend from the node and from a pod", id="a TCP port where nobody listens"),
+    pytest.param((tried(A), tried(A, *CLOSED, **SCTP)), "backend-refuses", "targetPort 8080/SCTP is closed on 1 of 1 backend from the node and from a pod", id="an SCTP port where nobody listens"),
+    pytest.param((tried(A, "silent", "silent"), tried(A, **SCTP)), "backend-silent", "1 of 1 backend gives no answer from the node and from a pod: 10.0.0.1:8080", id="a TCP port that is silent"),
+    pytest.param((tried(A), tried(A6, *CLOSED)), "backend-refuses", "targetPort 8080 answers RST on 1 of 2 backends from the node and from a pod", id="nobody listens at the IPv6 address"),
+    pytest.param((tried(A), tried("10.0.0.1:81", *CLOSED)), "backend-refuses", "targetPort 81 answers RST on 1 of 2 backends from the node and from a pod", id="nobody listens at another port of the pod"),
+    pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.1:82", "sent", "refused", **UDP)), "backend-refuses", "targetPort 81/UDP, 82/UDP is closed on 2 of 2 backends from the node and from a pod", id="the host refuses no more datagrams of the node"),
+    pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.2:82", "sent", "refused", **UDP)), "forwarding-loses", "", id="another host refuses none of the node"),
+    pytest.param((tried(A, pod="silent", **SCTP), tried(A)), "forwarding-loses", "this node loses forwarded packets: connections from a pod to 10.0.0.1:8080/SCTP fail, and from the node they do not, and no rule that drops them was found", id="SCTP is lost on the way"),
+    pytest.param((tried(A), tried(VIP, "silent", "silent"), tried("10.0.0.1:81", *CLOSED, port="shop/web:x")), "service-path", "", id="one port's address fails, and nobody listens at another port"),
+    pytest.param((tried(A), tried(VIP), tried("10.0.0.1:81", *CLOSED, port="shop/web:x"), tried("10.96.0.1:81", *CLOSED, port="shop/web:x")), "backend-refuses", "", id="and where the address only says what its backends do"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("connections", "cause", "text"), TWINS)
+def test_what_is_tried_at_one_end_says_nothing_of_its_twin(
+    connections: tuple[list[Tried], ...], cause: Cause, text: str
+) -> None:
+    _, _, findings = service(facts(*connections))
+    found = [each.text for each in findings if each.mark == "problem" and each.cause == cause]
+    assert found, findings
+    assert not text or found == [text]
+    others = {"forwarding-loses", "firewall", "service-path"} - {cause}
+    assert others.isdisjoint(each.cause for each in findings)
+
+
+@pytest.mark.parametrize(
+    ("off", "lost", "named"),
+    [(4, A, False), (6, A6, False), (6, A, True), (4, A6, True)],
+    ids=["IPv4's", "IPv6's", "IPv6's, and IPv4 is lost", "IPv4's, and IPv6 is lost"],
+)
+def test_forwarding_that_is_off_explains_its_own_family_alone(off: int, lost: str, named: bool) -> None:
+    node = msgspec.structs.replace(WELL, forwarding={4: off != 4, 6: off != 6})
+    _, _, findings = service(facts(tried(lost, pod="silent")), node)
+    assert ("forwarding-loses" in {each.cause for each in findings}) is named
+
+
+@pytest.mark.parametrize(("protocol", "told"), [("TCP", True), ("UDP", False)])
+def test_drops_are_told_of_packets_to_the_same_end(protocol: str, told: bool) -> None:
+    origin = Origin("node", "", ("10.0.9.9",))
+    attempt = Attempt(origin, "backend", "10.0.0.1", 8080, "TCP", Speech(), "shop/web:http")
+    event = msgspec.structs.replace(EVENT, service=None, destination=A, protocol=protocol)
+    assert is_about(event, facts(name=None), [attempt]) is told
 
 
 @pytest.mark.parametrize(("found", "cause", "certain"), SERVICES)

@@ -466,15 +466,15 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         todo = "the reason names the limit (--max-*) or the feature that is missing"
         yield Finding("problem", "kernel", text, todo, "not-programmed")
     if agent is not None and not missed and any(map(_ends, facts.ports)):
-        yield _programmed(facts, {row.address for row in node.ejections})
+        yield _programmed(facts, {(row.service, row.address) for row in node.ejections})
     ejected = [row for row in node.ejections if row.service in names]
     if ejected:
         text = _some([f"{row.address}: {row.state}" for row in ejected], "; ")
         todo = "it gets connections again by itself; the connections below say how it is now"
         yield Finding("warning", "kernel", f"failing, as this node saw: {text}", todo, "ejected")
-    failed = {row.address: row.history for row in facts.backends if row.history is not None}
+    failed = {f"{row.address}: {row.history.text(node.now)}" for row in facts.backends if row.history is not None}
     if failed:
-        text = _some([f"{address}: {history.text(node.now)}" for address, history in sorted(failed.items())], "; ")
+        text = _some(sorted(failed), "; ")
         yield Finding("warning", "history", text, "the connections below say how it is now", "ejected")
     if facts.live is not None:
         wanted = facts.verdicts[0].verdict if facts.packet is not None and facts.verdicts else None
@@ -486,10 +486,10 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             yield Finding("ok", "explain --live", f"{facts.live.verdict}: {steps}")
 
 
-def _programmed(facts: ServiceFacts, ejected: set[str]) -> Finding:
+def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
     wanted = {(port.name, socket_text(end.address, end.port)) for port in facts.ports for end in _ends(port)}
     there = {(row.service or "", row.address) for row in facts.backends}
-    lacking = sorted(address for name, address in wanted - there if address not in ejected)
+    lacking = sorted(address for _, address in wanted - there - ejected)
     if facts.rows and lacking:
         text = f"the kernel lacks {_some(lacking)}, which the table has"
         return Finding("problem", "kernel", text, "ask again in a second, then read the agent's log", "kernel-differs")
@@ -507,7 +507,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     through = [each for each in facts.tried if each.via == "service" and each.outcome != "failed"]
     for each in facts.tried:
         if each.outcome == "failed":
-            yield Finding("unknown", "connections", f"{each.target} could not be tried: {each.detail}")
+            yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
     if facts.stranger and facts.tried:
         text = f"none was tried from {facts.stranger}: neither this node nor a pod of it has this address"
         yield Finding(
@@ -520,13 +520,15 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("unknown", "connections", f"{_many(facts.left_out, 'backend')} more were not tried")
     served = bool(through) and all(_is_good(each) for each in through)
     lost = _lost_on_the_way(direct)
-    if lost or (_failing(through) and not _failing(direct)):
-        yield from _on_the_way(facts, node, lost, served=served)
-    explained = {each.target for each in lost}
-    yield from _of_backends([each for each in direct if each.target not in explained], facts)
-    bad = _failing(through)
-    if bad and not _failing(direct):
-        text = f"every backend {_good_words(direct)}, but {bad[0].target} {_words(bad[0])} {_from(bad)}"
+    explained = {each.port for each in _failing(direct)}  # a service port cannot be better than its backends
+    bad = [each for each in _failing(through) if each.port not in explained]
+    if lost or bad:
+        yield from _on_the_way(facts, node, lost or bad, lost=bool(lost), served=served)
+    ends = {each.end for each in lost}
+    yield from _of_backends([each for each in direct if each.end not in ends], facts)
+    if bad:
+        good = _good_words([each for each in direct if each.port == bad[0].port])
+        text = f"every backend {good}, but {_end(bad[0])} {_words(bad[0])} {_from(bad)}"
         todo = "`hybrid-proxy trace --from SRC --to DST:PORT` follows a connection, point by point"
         yield Finding("problem", "service address", text, todo, "service-path")
     elif served:
@@ -542,25 +544,35 @@ def _failing(tried: Iterable[Tried]) -> list[Tried]:
 
 
 def _lost_on_the_way(direct: Sequence[Tried]) -> list[Tried]:
-    """Connections from a pod that fail where the node's own do not: only forwarding makes the difference."""
-    reached = {
-        each.target for each in direct if each.place == "node" and (each.outcome in REACHED or each.outcome == "sent")
-    }
-    return [
-        each for each in direct if each.place == "pod" and each.target in reached and each.outcome in (*LOST, "refused")
-    ]
+    """Connections from a pod that fail where the node's own do not: only forwarding makes the difference.
+
+    That nobody refused the node's datagram proves little once the host refused another one: it sends each of its peers
+    six ICMP errors at once, and then one a second (icmp_ratelimit), so the next closed port is silent.
+    """
+    node = [each for each in direct if each.place == "node"]
+    reached = {each.end for each in node if each.outcome in REACHED or each.outcome == "sent"}
+    limited = {_host(each) for each in node if each.outcome == "refused" and each.protocol == "UDP"}
+
+    def is_lost(each: Tried) -> bool:
+        untold = each.protocol == "UDP" and _host(each) in limited
+        return each.end in reached and (each.outcome in LOST or (each.outcome == "refused" and not untold))
+
+    return [each for each in direct if each.place == "pod" and is_lost(each)]
 
 
-def _on_the_way(facts: ServiceFacts, node: NodeFacts, lost: Sequence[Tried], *, served: bool) -> Iterator[Finding]:
-    """Why packets are lost on this node: a setting, a rule that counted them, or a rule that may have."""
-    family = 6 if any(each.target.startswith("[") for each in lost or facts.tried) else 4
-    off = [each for each, on in node.forwarding.items() if not on]
-    if off and (not lost or family in off or 4 in off):
+def _on_the_way(
+    facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], *, lost: bool, served: bool
+) -> Iterator[Finding]:
+    """Why packets are lost on this node: a setting, a rule that counted them, or a rule that may have.
+
+    `failed` are connections to backends that are `lost`, else those to addresses of the service that fail.
+    """
+    if not any(node.forwarding.get(6 if each.target.startswith("[") else 4, True) for each in failed):
         return  # the node's own finding says so
     counted = [rule for rule in facts.counted if "forward" in rule.hooks] or list(facts.counted)
     # A rule whose counter stood still has dropped none of them.
     suspects = [rule for rule in facts.rules if "forward" in rule.hooks and rule.packets is None]
-    where = f"from a pod to {_targets(lost)}" if lost else "to the service's address"
+    where = f"from a pod to {_targets(failed)}" if lost else "to the service's address"
     seen = f"connections {where} fail, and from the node they do not" if lost else f"connections {where} fail"
     # In other modes a connection that succeeded says nothing of the next one, which may be to another backend.
     harmless = served and bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
@@ -591,24 +603,23 @@ def _on_the_way(facts: ServiceFacts, node: NodeFacts, lost: Sequence[Tried], *, 
 
 def _of_backends(direct: Sequence[Tried], facts: ServiceFacts) -> Iterator[Finding]:
     """One finding for each way in which backends fail, and one for those that do not."""
-    by_target: dict[tuple[str, str], list[Tried]] = {}
+    by_end: dict[tuple[str, str], list[Tried]] = {}
     for each in direct:
-        by_target.setdefault((each.target, each.protocol), []).append(each)
-    kinds: dict[str, list[str]] = {}
-    details: dict[str, Tried] = {}
-    for (target, _), tried in by_target.items():
+        by_end.setdefault(each.end, []).append(each)
+    kinds: dict[tuple[str, str], list[Tried]] = {}  # by protocol and outcome: one of each backend
+    for (_, protocol), tried in by_end.items():
         worst = next(iter(_failing(tried)), tried[0])
-        kinds.setdefault(worst.outcome, []).append(target)
-        details.setdefault(worst.outcome, worst)
-    total = len(by_target)
-    for outcome, targets in kinds.items():
-        each, count = details[outcome], f"{len(targets)} of {_many(total, 'backend')}"
-        failing = _failing([one for one in direct if one.target in targets])
+        kinds.setdefault((protocol, worst.outcome), []).append(worst)
+    for (protocol, outcome), worsts in kinds.items():
+        each, targets, ends = worsts[0], [_end(one) for one in worsts], {one.end for one in worsts}
+        total = sum(of == protocol for _, of in by_end)
+        count = f"{len(targets)} of {_many(total, 'backend')}"
+        failing = _failing([one for one in direct if one.end in ends])
         where = f" {_from(failing)}" if failing else ""
         match outcome:
             case "refused":
                 ports = ", ".join(sorted({target.rpartition(":")[2] for target in targets}))
-                how = "answers RST" if each.protocol == "TCP" else "is closed"
+                how = "answers RST" if protocol == "TCP" else "is closed"
                 text = f"targetPort {ports} {how} on {count}{where}"
                 todo = "compare targetPort with the port that the container listens on, at all of its addresses"
                 yield Finding("problem", "connections", text, todo, "backend-refuses")
@@ -679,7 +690,15 @@ def _places(tried: Sequence[Tried]) -> str:
 
 
 def _targets(tried: Sequence[Tried]) -> str:
-    return _some(list(dict.fromkeys(each.target for each in tried)))
+    return _some(list(dict.fromkeys(map(_end, tried))))
+
+
+def _end(each: Tried) -> str:
+    return each.target if each.protocol == "TCP" else f"{each.target}/{each.protocol}"
+
+
+def _host(each: Tried) -> str:
+    return each.target.rpartition(":")[0]
 
 
 def _hook(rule: Rule) -> str:

@@ -59,6 +59,7 @@ class Attempt(NamedTuple):
     port: int
     protocol: str
     speech: Speech
+    service_port: str  # namespace/name:port
 
 
 def speech_of(port_name: str, port: int, protocol: str, *, path: str | None = None, host: str = "") -> Speech:
@@ -151,6 +152,7 @@ async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float
         outcome=outcome,
         seconds=round(time.monotonic() - began, 4),
         detail=detail,
+        port=attempt.service_port,
     )
 
 

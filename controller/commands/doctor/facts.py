@@ -42,6 +42,7 @@ class Tried(msgspec.Struct, frozen=True):
         via: Whether a backend was asked directly, or an address of the Service.
         target: The address and port that were asked.
         protocol: TCP, UDP or SCTP.
+        port: The service port (namespace/name:port) that it was tried for.
         outcome: What came of it.
         seconds: How long that took.
         detail: The kernel's words, where it failed.
@@ -55,6 +56,12 @@ class Tried(msgspec.Struct, frozen=True):
     outcome: Outcome
     seconds: float = 0.0
     detail: str = ""
+    port: str = ""
+
+    @property
+    def end(self) -> tuple[str, str]:
+        """What was asked. Another protocol's port of the same number is another end, where others may listen."""
+        return self.target, self.protocol
 
 
 class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):

@@ -307,7 +307,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         ports = tuple(port for port in facts.ports if port.name not in idle)
         mine, left_out = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins)
         if len(attempts) >= MOST_ATTEMPTS:
-            mine, left_out = [], left_out + len({(each.address, each.port) for each in mine if each.via == "backend"})
+            left_out += len({(each.address, each.port, each.protocol) for each in mine if each.via == "backend"})
+            mine = []
         plans.append((mine, left_out))
         attempts |= dict.fromkeys(mine)
     last = _last_event(args.admin_socket) if node.facts.agent and attempts else None
@@ -330,7 +331,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 rules=rules,
                 counted=dict(counters),
                 rules_unknown=rules_unknown,
-                events=tuple(row for row in events if row.what != "fail" and _is_about(row, facts, mine)),
+                events=tuple(row for row in events if row.what != "fail" and is_about(row, facts, mine)),
             )
         )
     return found
@@ -487,10 +488,10 @@ def _attempts(args: argparse.Namespace, facts: ServiceFacts, origins: Sequence[O
                 if origin.place == "pod" and address in origin.addresses:
                     continue
                 speech = speech_of(port_name, number, port.protocol, path=args.path or port.probe_path, host=service)
-                attempts[Attempt(origin, "backend", address, number, port.protocol, speech)] = None
+                attempts[Attempt(origin, "backend", address, number, port.protocol, speech, port.name)] = None
             for address, number in _addresses(port, facts, mine, origins[0]) if ends else ():
                 speech = speech_of(port_name, number, port.protocol, path=args.path or port.probe_path, host=service)
-                attempts[Attempt(origin, "service", address, number, port.protocol, speech)] = None
+                attempts[Attempt(origin, "service", address, number, port.protocol, speech, port.name)] = None
     return list(attempts), left_out
 
 
@@ -515,9 +516,10 @@ def _last_event(admin_socket: str) -> int | None:
         return None
 
 
-def _is_about(row: PacketEvent, facts: ServiceFacts, attempts: Iterable[Attempt]) -> bool:
-    targets = {socket_text(each.address, each.port) for each in attempts}
-    return row.destination in targets or (facts.name is not None and belongs(row.service, facts.name))
+def is_about(row: PacketEvent, facts: ServiceFacts, attempts: Iterable[Attempt]) -> bool:
+    """Whether a packet event is one of these connections, or of the service."""
+    targets = {(socket_text(each.address, each.port), each.protocol) for each in attempts}
+    return (row.destination, row.protocol) in targets or (facts.name is not None and belongs(row.service, facts.name))
 
 
 def own_address(family: int) -> str:
