@@ -75,6 +75,7 @@ class Options(msgspec.Struct, frozen=True):
     ipvs_tcp_timeout: int = 0  # seconds, 0: as the kernel has it; this and the next two
     ipvs_tcpfin_timeout: int = 0
     ipvs_udp_timeout: int = 0
+    names: Callable[[], Mapping[int, str]] = dict  # as `Programmer.names`, of the agent before: of what is adopted
     all_or_nothing: bool = False  # of the first table: another mode serves it meanwhile, and goes on where this cannot
     shares_node: bool = False  # another proxy serves Services too, and one may move from there to here at any time
 

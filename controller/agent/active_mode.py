@@ -17,7 +17,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Final
 
@@ -87,6 +87,7 @@ class ActiveMode:
         alone: called when other modes take no new flows any more, or are gone; from any thread.
         drained: called with the name of a mode that was left when its last flow is over: `remove_drained`; as `alone`.
         report: called with reason and note of an event about what drains; as `alone`.
+        names: returns the names of what is programmed here, by number, as they were written down last.
     """
 
     programmer: Programmer
@@ -101,6 +102,7 @@ class ActiveMode:
         alone: Callable[[], None],
         drained: Callable[[str], None],
         report: Callable[[str, str], None],
+        names: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         self.config = config
         self.draining = Draining(drained, report)
@@ -109,6 +111,7 @@ class ActiveMode:
         self._request_maintenance = request_maintenance
         self._opened = opened
         self._alone = alone
+        self._names = names
         self._previous = config
         self._failed: dict[str, str] = {}  # modes that could not do what was asked of them, and why
         self._unopened: set[str] = set()  # modes that were left here and are to drain, but could not be opened yet
@@ -123,7 +126,7 @@ class ActiveMode:
             DataplaneError, OSError: none does.
         """
         config = self.config
-        options = replace(config.options, all_or_nothing=self.phase is Phase.REPLACING)
+        options = replace(config.options, all_or_nothing=self.phase is Phase.REPLACING, names=self._names)
         self.programmer, self.choice = open_first(
             config.mode, options, self._request_maintenance, strict=config.strict_mode, failed=self._failed,
             release=self.draining.release,

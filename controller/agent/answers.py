@@ -36,6 +36,8 @@ from hybrid_proxy.dataplane.mode import PacketEvents, belongs
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
+# Without a table, commands know more from what the agent before left (`serving.memory`).
+OF_THE_TABLE: Final = (p.GetNames, p.GetTable, p.FindService, p.HandOverFlows, p.TakeFlows, p.DrainNode)
 REPORT_EARLIER: Final = 1.0  # the agent reports that it is busy so many seconds before the command's timeout
 
 
@@ -97,6 +99,9 @@ class Answers:
 
     def _answer(self, request: p.LoopRequest) -> p.Answer:
         programmer, config = self.mode.programmer, self.mode.config
+        untold = isinstance(request, OF_THE_TABLE) or (isinstance(request, p.RunExplain) and not self._adopts())
+        if untold and (part := self._starting()):
+            return p.StartingAnswer(os.getpid(), part, time.monotonic() - self.syncer.started)
         match request:
             case p.GetStatus():
                 return p.StatusAnswer(self._status())
@@ -170,6 +175,11 @@ class Answers:
             return ""
         awaited = ", ".join(f"{kind}s" for kind in self.syncer.cluster.awaited)
         return f"it waits for {awaited} from {self.source.describe()}" if awaited else "its first table is next"
+
+    def _adopts(self) -> bool:
+        """Whether the mode that is to serve has what the agent before programmed."""
+        former = self.notebook.former
+        return former is not None and former.mode.effective == self.mode.choice.effective
 
     def _status(self) -> p.AgentStatus:
         syncer, source, drift = self.syncer, self.source, self.health.drift

@@ -256,6 +256,7 @@ class Agent:
             config, self._drift.send, self._mode_opened,
             alone=lambda: self.queue.put(_OtherModeStopped()), drained=lambda name: self.queue.put(_Drained(name)),
             report=lambda reason, note: self.events.of_node("Normal", reason, "SwitchMode", note),
+            names=lambda: self.notebook.names,
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
         self.notebook = Notebook(memory_path(config.admin_socket), self.mode, self.syncer)

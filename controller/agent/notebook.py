@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -63,6 +64,18 @@ class Notebook:
         self._recent: list[PacketEvent] = []
         self._reporter: PacketEvents | None = None
 
+    @property
+    def former(self) -> Memory | None:
+        """What the agent before this one knew: it holds until this one has programmed its first table."""
+        self._recall()
+        return self._known if self._syncer.ready_seconds is None else None
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """Names of service ports by their numbers in the maps, as they were written down last."""
+        self._recall()
+        return self._known.names if self._known else {}
+
     def events_before(self) -> list[PacketEvent]:
         """Those that the mode at work does not know, with numbers up to 0."""
         self._recall()
@@ -92,11 +105,13 @@ class Notebook:
     ) -> None:
         """The last words; called while the mode is open, or before it was."""
         why = f"{type(error).__name__}: {error}" if error is not None else self.why
-        self._recall()
-        memory = self._known
-        if self.opened:
-            with contextlib.suppress(DataplaneError, OSError):
+        memory = self.former
+        with contextlib.suppress(DataplaneError, OSError):
+            if self.opened and memory is None:
                 memory = self._gather()
+            elif self.opened and memory is not None:
+                self._collect()
+                memory = replace(memory, argv=sys.orig_argv, events=self._events())
         if memory is None:
             memory = Memory(
                 pid=0, born=0, namespace=netns_number(), started=0.0, mode=self._asked_for(), argv=sys.orig_argv
@@ -151,9 +166,12 @@ class Notebook:
             problems=list(self._syncer.cluster.problems.values())[:MOST],
             node=self._syncer.cluster.node,
             without_backend=self._lacks,
-            events=[*self._before, *self._recent][-MOST:],
+            events=self._events(),
         )
         return self._known
+
+    def _events(self) -> list[PacketEvent]:
+        return [*self._before, *self._recent][-MOST:]
 
     def _write(self, content: bytes) -> None:
         try:

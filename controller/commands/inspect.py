@@ -19,7 +19,7 @@ from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.terminal import print_lines, print_rows, print_stream, print_value, say, screen
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet
-from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, NoAgentError, UnansweredError, ask
+from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, StartingError, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ExplainAnswers,
@@ -27,6 +27,7 @@ from hybrid_proxy.controller.serving.protocol import (
     GetStatus,
     NamesAnswer,
     RunExplain,
+    StartingAnswer,
     StatusAnswer,
 )  # fmt: skip
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -146,8 +147,6 @@ def _show_modes(args: argparse.Namespace) -> int:
     try:
         running = ask(args.admin_socket, GetNames(), NamesAnswer, FIRST_SECONDS).mode
         note = ""
-    except NoAgentError:
-        running, note = None, "no agent is running"
     except UnansweredError as error:
         running, note = None, str(error)
     trials = probe_all(Options(pin_root=args.pin_root))
@@ -166,9 +165,9 @@ def _show_status(args: argparse.Namespace) -> int:
         status = ask(args.admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status
     except UnansweredError as error:
         return _show_without_agent(args, error)
-    if status.draining:
-        with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
-            status = _with_quiet_flows(args, status)
+    with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
+        status = _with_quiet_flows(args, status) if status.draining else status
+        status = _with_former(args, status) if status.starting else status
     if args.output in ("json", "yaml"):
         print_value(args.output, status)
     else:
@@ -187,6 +186,14 @@ def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentSta
             rows = [row for row in here.flows(ALL, left.mode)[0] if row.state != "closed"] if few else []
             draining.append(msgspec.structs.replace(left, quiet=rows[:SHOWN_FLOWS]))
     return msgspec.structs.replace(status, draining=draining)
+
+
+def _with_former(args: argparse.Namespace, status: AgentStatus) -> AgentStatus:
+    """What serves while the agent waits for its first table."""
+    from hybrid_proxy.controller.commands.views import without_agent
+
+    starting = StartingError(StartingAnswer(status.pid, status.starting, status.uptime_seconds))
+    return msgspec.structs.replace(status, former=without_agent(args.admin_socket, args.pin_root, starting))
 
 
 def _show_without_agent(args: argparse.Namespace, error: UnansweredError) -> int:
@@ -212,7 +219,11 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         ProbePacket(p.src, p.dst, p.port, Protocol[p.protocol.upper()], p.source_class, args.source_port)
         for p in packets
     ]
-    agent = ask(args.admin_socket, GetNames(), NamesAnswer)
+    try:
+        agent = ask(args.admin_socket, GetNames(), NamesAnswer)
+    except StartingError as error:
+        agent = NamesAnswer("", [], None, {}, [])
+        _say(f"{error}; this is what the agent before it left")
     known = _flows_of_drained(args, packets, agent)
     asked = [probe for packet, probe in zip(packets, probes, strict=True) if packet not in known]
     answers = iter(ask(args.admin_socket, RunExplain(asked), ExplainAnswers).answers if asked else ())

@@ -180,11 +180,15 @@ def lines(status: AgentStatus, screen: Screen, now: float, *, wide: bool = False
 def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, wide: bool) -> Iterator[str]:
     for trouble in found:
         yield from _detail_lines(trouble.label, trouble.details)
+    if status.former is not None:
+        yield from _detail_lines("before", [status.former.gone.text(now)] if status.former.gone else [])
+        yield from _lines_without_agent(status.former)
     yield ""
     yield from _agent_lines(status)
     for left in status.draining:
         yield from _draining_lines(left, now)
-    yield from _source_lines(status.source, status.services, now)
+    known = "no service table yet" if status.starting else _several(status.services, "service")
+    yield from _source_lines(status.source, known, now)
     yield from _configuration_lines(status.configuration)
     yield from _dataplane_lines(status.dataplane, wide=wide)
     if wide and status.start_parts:
@@ -273,8 +277,8 @@ def _clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S UTC")
 
 
-def _source_lines(source: SourceStatus, services: int, now: float) -> Iterator[str]:
-    yield f"{_several(services, 'service')} from {source.description}"
+def _source_lines(source: SourceStatus, known: str, now: float) -> Iterator[str]:
+    yield f"{known} from {source.description}"
     if good := [row.kind for row in source.kinds if row.state == "read"]:
         yield f"  read: {', '.join(f'{kind}s' for kind in good)}"
     if heard := max((row.heard for row in source.kinds), default=0.0):

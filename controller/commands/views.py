@@ -178,7 +178,8 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
             list(views_of(modes, pin_root or agent.pin_root, agent.names)), agent, "", agent.without_backend
         )
     if not here.views:
-        raise ControllerError("nothing is programmed in this network namespace")
+        note = here.note.partition("; ")[0]
+        raise ControllerError(f"nothing is programmed in this network namespace{note and f' ({note})'}")
     return here
 
 
@@ -189,6 +190,8 @@ def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
         return unknown
     try:
         status = ask(admin_socket, GetStatus(), StatusAnswer).status
+        if status.starting:
+            return ControllerError(f"{unknown}, in what the agent before this one left; {status.starting}")
         reasons = {one.entry: one.reason for one in status.dataplane.unprogrammed if belongs(one.entry, name)}
         reasons = reasons or ask(admin_socket, FindIgnored(name.partition(":")[0]), IgnoredAnswer).services
     except ControllerError:

@@ -145,6 +145,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         leaving: Whether load balancers are told to send nothing to this node (`hybrid-proxy drain`).
         synced: Whether everything known is programmed and in place.
         starting: What the agent waits for until its first table is programmed; empty after that.
+        former: Until then, what serves as the agent before left it; `status` fills it in.
         drift: What others changed and the agent could not repair yet.
         generation: The number of the service table; each change makes another table.
         services: How many Services the table has.
@@ -182,6 +183,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     leaving: bool
     synced: bool
     starting: str = ""
+    former: NoAgentStatus | None = None
     drift: list[str]
     generation: int
     services: int
@@ -462,7 +464,7 @@ class TraceAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trace"):
 
 
 class StartingAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="starting"):
-    """To any request: the agent is not ready to answer, because it is at `part` of its start."""
+    """To any request: the agent is not ready to answer it, because it is at `part` of its start."""
 
     pid: int
     part: str

@@ -82,6 +82,13 @@ class Clinic:
 
         return self.agent.wait(is_there, 20, f"aware of {name}")
 
+    def begin(self, mode: str = "") -> AgentStatus:
+        """Start the agent while it cannot read the API server; returns when it says so."""
+        self.agent.mode = mode or self.agent.mode
+        with self.agent.log.open("a") as log:
+            self.agent.process = self.lab.start("node", self.agent.argv, output=log, errors=log)
+        return self.agent.wait(lambda status: status.starting and any(kind.why for kind in status.source.kinds), 30)
+
     def remove(self, name: str) -> None:
         self.api.delete("services", name)
         self.api.delete("endpointslices", f"{name}-0")

@@ -5,6 +5,7 @@ One lab for each mode has them one after the other. Each is provoked as it happe
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tarfile
@@ -23,7 +24,7 @@ from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from tests import namespaces
 from tests.waiting import until
 
-from .clinic import HANGS, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
+from .clinic import ADDRESSES, HANGS, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
 
 LOCAL = {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}
 GUARDED = {"type": "LoadBalancer", "loadBalancerSourceRanges": ["192.168.77.0/24"]}
@@ -66,6 +67,17 @@ def no_api(clinic: Clinic) -> Iterator[None]:
 
 def is_read(status: AgentStatus) -> bool:
     return status.source.healthy and not any(kind.state == "waiting" for kind in status.source.kinds)
+
+
+@contextmanager
+def waiting(clinic: Clinic) -> Iterator[None]:
+    """Two agents, one after the other, that have never seen the API server."""
+    with no_api(clinic):
+        clinic.agent.terminate()
+        clinic.begin()
+        clinic.agent.terminate()
+        clinic.begin()
+        yield
 
 
 @contextmanager
@@ -128,6 +140,7 @@ INCIDENTS = [
     Incident("the port is mistyped", lambda _: nullcontext(), (f"{NAME}:https",), "no-such-port"),
     Incident("forwarding is off", lambda clinic: clinic.setting("ipv4/ip_forward", "0"), (NAME,), "forwarding-off"),
     Incident("the API server is unreachable", no_api, (), "api-unreachable"),
+    Incident("the agent is new, and the API server is unreachable", waiting, (), "api-unreachable"),
     Incident("the agent is dead", no_agent, (), "no-agent"),
     Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent"),
 ]
@@ -160,6 +173,95 @@ def test_doctor_names_the_incident(
     words = found.verdict.replace(f":{clinic.api.port} ", ":6443 ").replace(f"mode {mode} serves", "the mode serves")
     words = re.sub(r"counted \d+ packets", "counted 9 packets", words)
     request.node.user_properties.append((PROPERTY, (incident.words, mode, words, f"{found.seconds:.1f}")))
+
+
+@pytest.fixture(scope="class")
+def new(clinic: Clinic) -> Iterator[Clinic]:
+    """With an agent that never saw the API server, beside one more Service, without endpoints."""
+    clinic.put(name=FIRST)
+    with waiting(clinic):
+        yield clinic
+    clinic.remove(FIRST)
+
+
+class TestAnAgentThatHasNoTableYet:
+    """The API server was away when it started: what the agent before it left serves, and has names and reasons."""
+
+    def test_listings_have_names_and_reasons_and_say_whose_they_are(self, new: Clinic, mode: str) -> None:
+        rows = json.loads(new.agent.command("services", "-n", "shop", "-o", "json").stdout)
+        reasons = {f"{NAME}:http": None, f"{FIRST}:http": "the service has no endpoints"}
+        if mode == "userspace":  # it has no rule for a Service without endpoints
+            del reasons[f"{FIRST}:http"]
+        assert {row["name"]: row["reason"] for row in rows} == reasons
+        done = new.agent.command("backends", NAME)
+        assert done.stdout.count(f"{NAME}:http") == len(PODS)
+        assert "the agent before it left" in done.stderr
+
+    def test_flows_have_the_names(self, new: Clinic, mode: str) -> None:
+        with new.lab.socket("pod1") as client:
+            client.settimeout(5)
+            client.connect((ADDRESSES[NAME], 80))
+            rows = json.loads(new.agent.command("flows", NAME, "-o", "json").stdout)
+            names = {row["service"] for row in rows}
+        assert names == {f"{NAME}:http"}, mode
+
+    def test_the_status_says_what_serves(self, new: Clinic, mode: str) -> None:
+        status = json.loads(new.agent.command("status", "-o", "json").stdout)
+        former = status["former"]
+        assert list(former["programmed"]) == [mode]
+        assert former["gone"]["pid"] != status["pid"]
+
+    @pytest.mark.parametrize("asked", [(NAME,), (FIRST,), ("shop/wbe",)], ids=" ".join)
+    def test_doctor_names_the_api_server_first(self, new: Clinic, asked: tuple[str, ...]) -> None:
+        code, found = new.doctor(*asked)
+        assert (code, found.cause) == (1, "api-unreachable"), found
+        assert bool(found.connections) is (NAME in asked)
+
+    def test_a_name_that_is_unknown_is_not_said_to_be_wrong(self, new: Clinic) -> None:
+        done = new.agent.command("services", "shop/wbe")
+        assert done.returncode == 1
+        assert "the agent before this one left; it waits for" in done.stderr
+
+    def test_explain_takes_a_pod_for_a_pod(self, new: Clinic, mode: str) -> None:
+        target = ("--to", f"{ADDRESSES[NAME]}:80", "-o", "json")
+        for source, place in ((new.lab["pod1"].address4, "a pod"), (new.lab["node"].address4, "this node")):
+            done = new.agent.command("explain", "--live", "--from", source, *target)
+            if mode != "ebpf":
+                assert (done.returncode, "cannot be asked about a packet" in done.stderr) == (1, True)
+                continue
+            found = json.loads(done.stdout)
+            assert (found["verdict"], found["service"]) == ("dnat", f"{NAME}:http"), found
+            assert f"The source {source} is {place}." in {step["text"] for step in found["steps"]}
+
+    def test_a_drained_node_is_not_said_to_be_empty(self, new: Clinic) -> None:
+        done = new.agent.command("drain")
+        assert done.returncode == 1
+        assert "waits for" in done.stderr
+
+    def test_a_change_of_modes_hides_nothing(self, new: Clinic, mode: str) -> None:
+        """The mode that is configured now has programmed nothing; the one before serves."""
+        new.agent.terminate()
+        other = "iptables" if mode == "nftables" else "nftables"
+        try:
+            new.begin(other)
+            rows = json.loads(new.agent.command("services", NAME, "-o", "json").stdout)
+            assert {row["mode"] for row in rows} == {mode}
+            assert new.doctor(NAME)[1].cause == "api-unreachable"
+            packet = ("--from", new.lab["pod1"].address4, "--to", f"{ADDRESSES[NAME]}:80")
+            assert new.agent.command("explain", "--live", *packet).returncode == 1
+        finally:
+            new.agent.terminate()
+            new.begin(mode)
+
+    def test_after_a_boot_nothing_is_said_to_serve(self, new: Clinic) -> None:
+        new.agent.terminate()
+        assert new.agent.cleanup().returncode == 0
+        new.begin()
+        done = new.agent.command("services", NAME)
+        assert (done.returncode, "waits for" in done.stderr) == (1, True), done.stderr
+        code, found = new.doctor(NAME)
+        assert (code, found.cause) == (1, "api-unreachable")
+        assert "and nothing is served" in found.verdict
 
 
 def test_a_namespace_has_a_line_for_each_service(clinic: Clinic) -> None:

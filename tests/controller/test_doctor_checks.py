@@ -22,9 +22,9 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Tried,
 )
 from hybrid_proxy.controller.commands.doctor.look import is_about
-from hybrid_proxy.controller.kubernetes.model import Problem
+from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
-from hybrid_proxy.controller.serving.protocol import TableFrontend, TablePort
+from hybrid_proxy.controller.serving.protocol import SourceStatus, TableFrontend, TablePort
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, WhenEmpty
 from tests.workshop.top.samples import agent_status, dataplane
@@ -257,6 +257,42 @@ def test_an_agent_that_hangs_is_named_with_what_serves_without_it() -> None:
     text = next(each.text for each in node_findings(node) if each.cause == "no-agent")
     wanted = "mode ebpf serves 2 service ports as last programmed, and changes are not followed"
     assert text == f"the agent (PID 7) does not answer: {wanted}"
+
+
+WAITS = KindState("Service", "waiting", 1.0, "Connection refused")
+LISTS = KindState("Service", "waiting", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "text"),
+    [
+        (WAITS, "api-unreachable", "the API cannot be read, and what the agent before this one left serves"),
+        (LISTS, "api-unreachable", "the API has not answered yet, and what the agent before this one left serves"),
+        (KindState("Service", "read", 1.0), "not-in-sync", ""),
+    ],
+    ids=["it waits for the API server", "it lists", "it is about to program"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "found",
+    [facts(*GOOD), facts(ports=(), services=("shop/wen",)), facts(ports=(port(why="as last programmed"),))],
+    ids=["all is well", "no such service", "no endpoint"],
+)  # fmt: skip
+def test_what_is_only_remembered_is_never_the_cause(
+    found: ServiceFacts, kind: KindState, cause: Cause, text: str
+) -> None:
+    agent = agent_status(
+        synced=False, starting="it waits", ready_seconds=None, source=SourceStatus("the API", True, "", [kind])
+    )
+    node = msgspec.structs.replace(WELL, agent=agent, programmed={"ebpf": 2})
+    about = [each for each in node_findings(node) if each.mark == "problem"]
+    verdict = diagnose("shop/web", [*service_findings(found, node), *about])
+    assert (verdict.cause, verdict.well) == (cause, False)
+    assert text in verdict.verdict
+    assert all(
+        each.text.endswith("as the agent before this one left it")
+        for each in verdict.findings
+        if each.cause in ("no-such-service", "no-endpoint")
+    )
 
 
 @pytest.mark.parametrize("packet", [None, PACKET])

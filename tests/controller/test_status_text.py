@@ -17,6 +17,7 @@ from hybrid_proxy.controller.serving.protocol import (
     ChangeLatency,
     ConfigurationStatus,
     DrainingMode,
+    Gone,
     HealthChecks,
     LeftBehind,
     ModeStatus,
@@ -76,6 +77,10 @@ BEHIND = agent_status(
 STARTING = agent_status(
     synced=False, ready_seconds=None, services=0, uptime_seconds=2, starting="it waits for EndpointSlices",
     source=SourceStatus(SERVER, True, "", [KindState("EndpointSlice", "waiting", NOW - 2)]),
+    former=NoAgentStatus(
+        reason="", programmed={"nftables": LeftBehind("table ip hybrid-proxy", 12)},
+        gone=Gone(4242, NOW - 900, NOW - 5, exact=True, why="it was stopped by SIGTERM"),
+    ),
 )  # fmt: skip
 
 FAILING = agent_status(

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+import msgspec
+
 from hybrid_proxy.controller.commands.doctor.facts import (
     LOST,
     REACHED,
@@ -28,6 +30,7 @@ from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, socket_text
 NEARLY_FULL: Final = 0.9
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
+AS_LEFT: Final = ", as the agent before this one left it"
 AS_ROOT: Final = "run as root, on the node itself"
 SHOWN: Final = 3  # names in a sentence
 
@@ -91,7 +94,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     if agent is None:
         yield _without_agent(facts)
     else:
-        yield from _agent_findings(agent)
+        yield from _agent_findings(agent, serves=any(facts.programmed.values()))
     if facts.other_proxies:
         for text in facts.other_proxies:
             yield Finding("problem", "other proxies", text, "see docs/migration.md", "other-proxy")
@@ -131,7 +134,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
     return Finding("problem", "agent", text, f"start it, and read its log ({facts.no_agent})", "no-agent")
 
 
-def _agent_findings(agent: AgentStatus) -> Iterator[Finding]:
+def _agent_findings(agent: AgentStatus, *, serves: bool) -> Iterator[Finding]:
     yield Finding("ok", "agent", f"it runs on node {agent.node}, up {_span(agent.uptime_seconds)}")
     mode = agent.mode
     if mode.degraded:
@@ -143,8 +146,11 @@ def _agent_findings(agent: AgentStatus) -> Iterator[Finding]:
     if agent.leaving:
         text = "load balancers are told to send nothing to this node, because somebody drains it"
         yield Finding("warning", "drain", text, "`hybrid-proxy drain --off` ends that", "draining")
-    yield from _sync(agent)
-    yield from _source(agent)
+    source = _source(agent, serves=serves)
+    yield _sync(agent, source)
+    yield source
+    for message in agent.drift:
+        yield Finding("problem", "drift", message, "the agent cannot repair it: the log says why", "not-in-sync")
     yield from _objects(agent)
     yield from _tables(agent)
     if failing := agent.dataplane.failing:
@@ -155,28 +161,31 @@ def _agent_findings(agent: AgentStatus) -> Iterator[Finding]:
         yield Finding("problem", "health checks", f"not served: {trouble}", "free the port", "not-served")
 
 
-def _sync(agent: AgentStatus) -> Iterator[Finding]:
+def _sync(agent: AgentStatus, source: Finding) -> Finding:
     if agent.error:
-        yield Finding("problem", "sync", f"the last sync failed: {agent.error}", "read the agent's log", "not-in-sync")
-    elif not agent.synced and not agent.drift:
+        return Finding("problem", "sync", f"the last sync failed: {agent.error}", "read the agent's log", "not-in-sync")
+    if agent.starting:
+        text = f"this agent has programmed nothing yet: {agent.starting}"
+        mark: Mark = "warning" if source.mark == "problem" else "problem"
+        return Finding(mark, "sync", text, "ask again in some seconds, then read the agent's log", "not-in-sync")
+    if not agent.synced and not agent.drift:
         text = "not everything that is known is programmed yet"
-        yield Finding("problem", "sync", text, "ask again in some seconds, then read the agent's log", "not-in-sync")
-    else:
-        yield Finding("ok", "sync", f"{_many(agent.services, 'service')} in sync")
-    for message in agent.drift:
-        yield Finding("problem", "drift", message, "the agent cannot repair it: the log says why", "not-in-sync")
+        return Finding("problem", "sync", text, "ask again in some seconds, then read the agent's log", "not-in-sync")
+    return Finding("ok", "sync", f"{_many(agent.services, 'service')} in sync")
 
 
-def _source(agent: AgentStatus) -> Iterator[Finding]:
+def _source(agent: AgentStatus, *, serves: bool) -> Finding:
     source = agent.source
     waiting = [row for row in source.kinds if row.state == "waiting"]
     if source.healthy and not waiting:
-        yield Finding("ok", "source", source.description)
-        return
-    why = source.message or "; ".join(f"{row.kind}s cannot be read: {row.why}" for row in waiting)
-    text = f"{source.description} cannot be read, and what was read last stays in use"
-    todo = f"check the route to it, its address, and the agent's credentials ({why})"
-    yield Finding("problem", "source", text, todo, "api-unreachable")
+        return Finding("ok", "source", source.description)
+    why = source.message or "; ".join(f"{row.kind}s cannot be read: {row.why}" for row in waiting if row.why)
+    stays = "what was read last stays in use"
+    if agent.starting:
+        stays = "what the agent before this one left serves" if serves else "nothing is served"
+    text = f"{source.description} {'cannot be read' if why else 'has not answered yet'}, and {stays}"
+    todo = "check the route to it, its address, and the agent's credentials" + (f" ({why})" if why else "")
+    return Finding("problem", "source", text, todo, "api-unreachable")
 
 
 def _objects(agent: AgentStatus) -> Iterator[Finding]:
@@ -304,13 +313,21 @@ def _by_reason(events: Sequence[PacketEvent]) -> str:
 def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     """Object, table, kernel, connections, drops; it ends where there is nothing more to ask."""
     found = _object(facts, node)
-    yield from found
+    yield from _remembered(found, node)
     if any(each.mark == "problem" for each in found) or not facts.ports:
         return
-    yield from _table(facts)
+    yield from _remembered(_table(facts), node)
     yield from _kernel(facts, node)
     yield from _connections(facts, node)
     yield from _drops(facts)
+
+
+def _remembered(findings: Iterable[Finding], node: NodeFacts) -> Iterator[Finding]:
+    """Before the first table all this is as another agent knew it, and may be over: why it is not known comes first."""
+    starts = node.agent is not None and bool(node.agent.starting)
+    for each in findings:
+        old = starts and each.mark == "problem"
+        yield msgspec.structs.replace(each, mark="warning", text=f"{each.text}{AS_LEFT}") if old else each
 
 
 def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:

@@ -193,7 +193,9 @@ def _recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
 
 def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[str, ...]:
     """The agent looks every minute; what came since then is found here."""
-    modes = [agent.mode.effective] if agent else [name for name, _ in here.views] if here else []
+    modes = [agent.mode.effective] if agent else []
+    if here and (agent is None or agent.starting):
+        modes = [name for name, _ in here.views]
     modes = modes or [""]
     drains = [left.mode for left in agent.draining] if agent else modes[1:]
     found = find_other_proxies(modes[0], drains)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import logging
 import os
 import time
@@ -820,8 +819,8 @@ class Ebpf:
             self.gc.hurry()
 
     def names(self) -> Mapping[int, str]:
-        """Service id -> name of the service port."""
-        return self.store.names()
+        """Service id -> name of the service port; until the first table, of what was adopted."""
+        return self.options.names() if self.table is EMPTY else self.store.names()
 
     def warnings(self) -> list[str]:
         """What the table asks for and this mode does not do."""
@@ -905,12 +904,19 @@ class Ebpf:
         towards = interface_towards(packet.src)
         place = packet.source_class
         if place is None:
-            own = packet.src in {*node.addresses, *node.primary} or ipaddress.ip_address(packet.src).is_loopback
-            place = "node" if own else "pod" if towards in self.pods.attached else "external"
+            own = packet.src in {*node.addresses, *node.primary} or (towards and interface_name(towards) == "lo")
+            place = "node" if own else "pod" if towards in self._of_pods() else "external"
         attached = {"pod": self.pods, "external": self.uplinks}.get(place)
         if attached is None or not attached.attached:
             return place, 0
         return place, towards if towards in attached.attached else min(attached.attached)
+
+    def _of_pods(self) -> set[int]:
+        """Interfaces of pods; before the first table, those where programs are to come."""
+        found = self.pods.attached or {
+            each.index for each in read_node().interfaces if self.pods.chosen(each, self.table.node.primary)
+        }
+        return set(found)
 
     def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
         self._name_events()
