@@ -36,7 +36,7 @@ from hybrid_proxy.controller.agent.modes import (
     hold_namespace,
     open_mode,
 )
-from hybrid_proxy.controller.agent.node_setup import prepare
+from hybrid_proxy.controller.agent.node_setup import prepare, set_oom_score
 from hybrid_proxy.controller.agent.notebook import Notebook
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
 from hybrid_proxy.controller.agent.process import KeptLog, begin_fast, settle_down, start_logging, trim_memory
@@ -415,6 +415,7 @@ class Agent:
         """The mode has programmed its first table, and serves."""
         with START.part("settings of the node"):
             prepare(self.config)
+            set_oom_score(self.config.oom_score_adj)
         services = len(self.syncer.builder.table.services)
         if at_start:
             self._report_timings()
@@ -563,6 +564,7 @@ class Agent:
             return error
         self.mode.config = config
         prepare(config)
+        set_oom_score(config.oom_score_adj)
         if old.settings != config.settings:
             self.syncer.set_settings(config.settings)
         return None

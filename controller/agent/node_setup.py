@@ -22,6 +22,7 @@ PREFIX: Final = "net/netfilter/nf_conntrack_"
 HASH_SIZE: Final = "/sys/module/nf_conntrack/parameters/hashsize"
 OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 MOST_BY_CPUS: Final = 1 << 20
+_told = {KubeProxyConfiguration().oom_score_adj}  # scores whose refusal is not worth a line, or has had one
 
 
 def conntrack_limit(conntrack: Conntrack, cpus: int) -> int:
@@ -49,7 +50,6 @@ def prepare(config: Config) -> None:
     Where connection tracking is not loaded, nothing of it can be set; where a kube-proxy serves the other Services,
     it sets that.
     """
-    _set_oom_score(config.oom_score_adj)
     if config.settings.proxy_name or read(PREFIX + "tcp_timeout_established") is None:
         return  # beside a kube-proxy these settings are its own
     wanted = conntrack_settings(config.conntrack)
@@ -63,8 +63,11 @@ def prepare(config: Config) -> None:
         log.log(logging.INFO if is_read_only(name) else logging.WARNING, "connection tracking: %s", reason)
 
 
-def _set_oom_score(wanted: int) -> None:
-    """Lowering it needs a right that few agents have; kube-proxy's default is then not worth a line."""
+def set_oom_score(wanted: int) -> None:
+    """Of this process, if it stays: `--init-only` does not.
+
+    Lowering it needs a right that few agents have.
+    """
     found = "what it is"
     try:
         found = OOM_SCORE.read_text().strip()
@@ -72,9 +75,10 @@ def _set_oom_score(wanted: int) -> None:
             OOM_SCORE.write_text(str(wanted))
     except OSError:
         log.log(
-            logging.DEBUG if wanted == KubeProxyConfiguration().oom_score_adj else logging.WARNING,
+            logging.DEBUG if wanted in _told else logging.WARNING,
             "oomScoreAdj stays at %s instead of %d: lowering it needs CAP_SYS_RESOURCE", found, wanted,
         )  # fmt: skip
+        _told.add(wanted)
 
 
 def _is_whole_machine() -> bool:

@@ -118,6 +118,18 @@ def test_the_node_prepared_alone_is_put_back_too(lab: Lab, before: dict[str, str
     assert settings(lab) == before
 
 
+def test_only_an_agent_that_stays_asks_for_its_place_when_memory_is_short(lab: Lab) -> None:
+    """Without CAP_SYS_RESOURCE it gets none, and says so once, whatever the configuration becomes."""
+    agent = agent_of(lab, "nftables", "--oom-score-adj=-900")
+    agent.under = ("setpriv", "--bounding-set=-sys_resource", "--inh-caps=-sys_resource")
+    prepared = lab.run("node", [*agent.argv, "--init-only"])
+    assert (prepared.returncode, "oomScoreAdj" in prepared.stderr) == (0, False), prepared.stderr
+    with agent.serving():
+        for words in (("iptables",), ("--back",)):
+            assert agent.command("switch", *words).returncode == 0
+    assert agent.log.read_text().count("oomScoreAdj stays at") == 1
+
+
 CONTAINER = ["unshare", "--mount", "--pid", "--fork", "--mount-proc"]
 READ_ONLY = ["sh", "-c", 'mount --bind /proc/sys /proc/sys && mount -o remount,ro,bind /proc/sys && exec "$@"', "sh"]
 
