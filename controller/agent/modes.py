@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from hybrid_proxy.controller.serving.protocol import ModeStatus
+from hybrid_proxy.controller.serving.protocol import ModeStatus, still_open
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
@@ -21,6 +21,7 @@ from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.kernel.lock import hold_netns, hold_new, let_go
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from hybrid_proxy.dataplane.mode import Drains, Mode, Options, Programmer, Remembers, RequestMaintenance
+from hybrid_proxy.dataplane.reports import FlowRow
 from hybrid_proxy.dataplane.table import EMPTY, Remembered, ServiceTable
 
 log = logging.getLogger(__name__)
@@ -272,10 +273,16 @@ def drain_modes(options: Options, seconds: float, report: Callable[[str], object
     options = _with_timeouts_of_the_node(options)
     with contextlib.ExitStack() as stack:
         counts = [stack.enter_context(_counting(name, options)) for name in drained]
-        while (left := sum(count() for count in counts)) and (now := time.monotonic()) - began < seconds:
-            if now - said >= REPORT_SECONDS:
-                report(f"{left} flows are still open")
+        while any(count() for count in counts):
+            now = time.monotonic()
+            late = now - began >= seconds
+            if late or now - said >= REPORT_SECONDS:
+                rows = [row for name in drained for row in _open_flows(name, options)]
+                if rows:
+                    report(f"{still_open(rows, options.udp_timeout_stream)}{'; they end now' if late else ''}")
                 said = now
+            if late:
+                break
             time.sleep(POLL_SECONDS)
     return time.monotonic() - began
 
@@ -301,15 +308,15 @@ def _counting(name: str, options: Options) -> Iterator[Callable[[], int]]:
         with contextlib.closing(programmer):
             yield lambda: sum(programmer.open_flows(EMPTY).values())
     else:
-        yield lambda: _open_flows(name, options)
+        yield lambda: len(_open_flows(name, options))
 
 
-def _open_flows(name: str, options: Options) -> int:
-    view = open_mode(name).look(options, {})
+def _open_flows(name: str, options: Options) -> list[FlowRow]:
+    view = open_mode(name).look(options, options.names())
     if view is None:
-        return 0
+        return []
     with contextlib.closing(view):
-        return sum(row.state != "closed" for row in view.flows(MAX_FLOWS)[0])
+        return [row for row in view.flows(MAX_FLOWS)[0] if row.state != "closed"]
 
 
 def _drained(name: str, options: Options) -> bool:

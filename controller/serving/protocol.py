@@ -6,7 +6,8 @@ Both sides are tagged unions in JSON: a request names its `command`, an answer i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -29,6 +30,8 @@ from hybrid_proxy.dataplane.reports import (
 )
 from hybrid_proxy.dataplane.table import BackendSet, Kind
 
+SHOWN: Final = 3  # names in a sentence
+
 # The status of an agent
 
 
@@ -48,6 +51,26 @@ class ModeStatus(msgspec.Struct, frozen=True):
 def described(flows: Mapping[str, int]) -> str:
     """How many flows there are, for people: `12 TCP and 3 UDP flows`."""
     return (" and ".join(f"{count} {name}" for name, count in sorted(flows.items()) if count) or "no") + " flows"
+
+
+def still_open(rows: Sequence[FlowRow], udp_seconds: int) -> str:
+    """Which flows there are, and how long they may take: `2 TCP flows are open: 2 of default/web:http; ...`.
+
+    UDP flows end by themselves, `udp_seconds` after their last datagram; others when their ends close them.
+    """
+    by_service = Counter(row.service or row.frontend for row in rows).most_common()
+    named = [f"{count} of {name}" for name, count in by_service[:SHOWN]]
+    if others := sum(count for _, count in by_service[SHOWN:]):
+        named.append(f"{others} of others")
+    text = f"{described(Counter(row.protocol for row in rows))} are open: {', '.join(named)}"
+    known = [row for row in rows if row.idle is not None]
+    if known:
+        row = max(known, key=lambda row: row.idle or 0)
+        text += f"; idle for longest, {row.idle} s: {row.protocol} {row.client} -> {row.frontend}"
+    if datagrams := [row.idle or 0 for row in known if row.protocol == "UDP"]:
+        last = max(0, udp_seconds - min(datagrams))
+        text += f"; UDP flows end {udp_seconds} s after their last datagram, the last in {last} s if all are silent"
+    return text
 
 
 class DrainingMode(msgspec.Struct, frozen=True):

@@ -1,5 +1,7 @@
 """Modes that were left: until when they are held open, and what they are given meanwhile."""
 
+# ruff: noqa: E501 (a case is one line)
+
 from __future__ import annotations
 
 import threading
@@ -10,8 +12,10 @@ import pytest
 
 from hybrid_proxy.controller.agent import draining
 from hybrid_proxy.controller.agent.draining import Draining
+from hybrid_proxy.controller.serving.protocol import still_open
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.mode import Programmer
+from hybrid_proxy.dataplane.reports import FlowRow
 from hybrid_proxy.dataplane.table import ServiceTable
 from tests.waiting import until
 
@@ -189,3 +193,29 @@ def test_nothing_is_left_open(modes: Draining, left: Mode, end: Callable[[Draini
     end(modes)
     assert left.calls[-1] == "close"
     assert modes.names == frozenset()
+
+
+def flow(service: str | None, protocol: str = "TCP", idle: int | None = 5, client: str = "10.0.0.1:4000") -> FlowRow:
+    return FlowRow(
+        service=service, protocol=protocol, client=client, frontend="10.96.0.1:80", backend="10.0.0.2:8080",
+        source=client, state="established", idle=idle,
+    )  # fmt: skip
+
+
+# fmt: off
+OPEN = [
+    pytest.param([flow("a/b:c", idle=None)], "1 TCP flows are open: 1 of a/b:c", id="no idle time is known"),
+    pytest.param([flow(None)], "1 TCP flows are open: 1 of 10.96.0.1:80; idle for longest, 5 s: TCP 10.0.0.1:4000 -> 10.96.0.1:80", id="no name is known"),
+    pytest.param([*[flow(f"n/{name}:p") for name in "aaabbcdd"], flow("n/e:p", idle=9, client="10.0.0.9:9")],
+        "9 TCP flows are open: 3 of n/a:p, 2 of n/b:p, 2 of n/d:p, 2 of others; idle for longest, 9 s: TCP 10.0.0.9:9 -> 10.96.0.1:80", id="many Services"),
+    pytest.param([flow("n/s:d", "UDP", 170), flow("n/s:d", "UDP", 40), flow("n/w:h")],
+        "1 TCP and 2 UDP flows are open: 2 of n/s:d, 1 of n/w:h; idle for longest, 170 s: UDP 10.0.0.1:4000 -> 10.96.0.1:80; UDP flows end 180 s after their last datagram, the last in 140 s if all are silent", id="datagrams end by themselves"),
+    pytest.param([flow("n/s:d", "UDP", 200)],
+        "1 UDP flows are open: 1 of n/s:d; idle for longest, 200 s: UDP 10.0.0.1:4000 -> 10.96.0.1:80; UDP flows end 180 s after their last datagram, the last in 0 s if all are silent", id="and are about to"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("rows", "text"), OPEN)
+def test_what_is_waited_for_is_named_with_its_end(rows: list[FlowRow], text: str) -> None:
+    assert still_open(rows, 180) == text

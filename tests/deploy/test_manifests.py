@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -24,13 +25,14 @@ from . import manifests
 from .manifests import DEPLOY, OVERLAYS, ROOT, agent_of, build, capabilities, one, text
 
 FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
-AGENTS = tuple(folder for folder in FOLDERS if folder != "overlays/cleanup")
+CLEANUPS = ("overlays/cleanup", "overlays/cleanup-drain")
+AGENTS = tuple(folder for folder in FOLDERS if folder not in CLEANUPS)
 UNKNOWN = {"ServiceMonitor"}  # the Prometheus operator's, no schema of Kubernetes
 VERSIONS = ("1.33", "1.36")
 
 
 def test_every_mode_has_an_overlay() -> None:
-    assert {*MODES, "kubeadm", "debug", "servicemonitor", "cleanup"} <= set(OVERLAYS)
+    assert {*MODES, "kubeadm", "debug", "servicemonitor", "cleanup", "cleanup-drain"} <= set(OVERLAYS)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -205,6 +207,17 @@ def test_the_cleanup_reaches_what_the_agent_and_its_first_containers_wrote() -> 
     assert (cleanup["hostNetwork"], cleanup["tolerations"]) == (True, [{"operator": "Exists"}])
     labels = {f: one(f, "DaemonSet")["spec"]["selector"]["matchLabels"] for f in ("base", "overlays/cleanup")}
     assert labels["base"] != labels["overlays/cleanup"]
+
+
+def test_open_flows_may_go_on_until_they_are_over() -> None:
+    """One word more, in the container that cleans up: the other overlay takes it away, and ends the waiting."""
+    now, drains = (one(folder, "DaemonSet") for folder in CLEANUPS)
+    (cleanup,) = (each for each in drains["spec"]["template"]["spec"]["initContainers"] if each["name"] == "cleanup")
+    assert parser().parse_args(cleanup["args"]).drain == math.inf
+    cleanup["args"].remove("--drain")
+    assert parser().parse_args(cleanup["args"]).drain is None
+    assert drains == now
+    assert now["spec"]["updateStrategy"]["rollingUpdate"]["maxUnavailable"] == "100%", "also of pods that wait"
 
 
 def volumes_of(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -124,7 +124,7 @@ def test_what_is_open_may_end_before_ours_goes(lab: Lab, ends: bool) -> None:
     write_kube_proxys_rules(lab, "iptables")
     drain = "60" if ends else "2"
     argv = [sys.executable, "-m", "hybrid_proxy.controller", "cleanup", "--drain", drain, "--cgroup", str(lab.cgroup)]
-    cleanup = lab.start("node", argv, output=subprocess.PIPE)
+    cleanup = lab.start("node", argv, output=subprocess.PIPE, errors=subprocess.PIPE)
     time.sleep(1)
     assert ask_tcp(connection).peer[0] == lab["pod4"].address4, "the open connection has not gone on"
     with lab.socket("pod4") as other:
@@ -137,6 +137,11 @@ def test_what_is_open_may_end_before_ours_goes(lab: Lab, ends: bool) -> None:
     assert cleanup.wait(60) == 0
     assert cleanup.stdout is not None
     assert "of mode ebpf" in cleanup.stdout.read()
+    assert cleanup.stderr is not None
+    said = [line for line in cleanup.stderr if "are open" in line]
+    if not ends:
+        assert "1 TCP flows are open: 1 of default/web:http; idle for longest" in said[-1]
+        assert said[-1].endswith("they end now\n")
     connection.close()
     with connections(lab):
         pass
