@@ -9,8 +9,12 @@ Exit codes are a contract, and `EXIT_CODES` tells it to people.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import logging
 import math
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,7 +27,7 @@ from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_mode
 from hybrid_proxy.controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
 from hybrid_proxy.controller.settings.flags import add_flag, add_flags, add_removed_flags
 from hybrid_proxy.controller.text import printable
-from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.errors import DataplaneError, told
 
 OK, FAILED, USAGE = 0, 1, 2
 EXIT_CODES: Final = """
@@ -703,6 +707,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         completion.answer(root, commands_of(root).values())
     args = _parsed(root, sys.argv[1:] if arguments is None else arguments)
+    _use_all_descriptors()
     try:
         code = _call(args)
         sys.stdout.flush()
@@ -717,7 +722,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough; Python must not complain while it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except (OSError, RuntimeError) as error:
+        _say(f"hybrid-proxy {args.command}: {_of_the_kernel(error)}")
+        return FAILED
     return code
+
+
+def _use_all_descriptors() -> None:
+    """A soft limit protects programs that use select(2); here it would only end what opens many files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _of_the_kernel(error: OSError | RuntimeError) -> str:
+    """What it refused, and what to do. Where it happened is in the log of one who debugs (-v 4)."""
+    if isinstance(error, RuntimeError):
+        if "start new thread" not in str(error):  # Python's words for what pthread_create(3) says by EAGAIN
+            raise error
+        error = OSError(errno.EAGAIN, str(error))
+    logging.getLogger(__name__).debug("", exc_info=True)
+    return told(error)
 
 
 def _explained(args: argparse.Namespace, error: Exception) -> str:

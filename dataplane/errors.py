@@ -8,6 +8,31 @@ DataplaneError
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+# What to do about a number of errno(3), by its name, wherever the kernel says it.
+_RIGHTS: Final = "run as root, with the capabilities of docs/operations.md"
+_ROOM: Final = "make room there, for bytes and for inodes (df, df -i)"
+_ADVICE: Final = {
+    errno.EPERM: _RIGHTS,
+    errno.EACCES: _RIGHTS,
+    errno.EROFS: "mount it writable (in a pod: its volume)",
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.ENOTDIR: "a part of this path is a file: remove it, or name another path",
+    errno.EMFILE: "raise the limit of open files (LimitNOFILE= of the service, ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
+    errno.EAGAIN: "raise the limit of processes and threads (TasksMax= of the service, pids.max of the pod's cgroup)",
+    errno.ENOMEM: "raise the limit of memory, or of locked memory before Linux 5.11 (ulimit -l)",
+}
+
+
+def told(error: OSError, where: object = "") -> str:
+    """What failed, where, and what to do about it: `/run/x: Read-only file system: mount it writable (...)`."""
+    parts = (str(where or error.filename or ""), error.strerror or str(error), _ADVICE.get(error.errno or 0, ""))
+    return ": ".join(filter(None, parts))
+
 
 class DataplaneError(Exception):
     """Base of all errors of this package."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from hybrid_proxy.dataplane.diff import changed_services
-from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
 from hybrid_proxy.dataplane.kernel.attachment import Attachment, target_of
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, pinned_link
 from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, netns_cookie, pin_folder, pin_folders
@@ -91,7 +91,8 @@ class Localhost:
             self._attach()
         except (DataplaneError, OSError) as error:
             self.close()
-            self.reason = f"node ports are not served at {' and '.join(node.loopback)}: {error}"
+            why = told(error) if isinstance(error, OSError) else error
+            self.reason = f"node ports are not served at {' and '.join(node.loopback)}: {why}"
             self._again_at = time.monotonic() + self._options.sync_seconds
             if self.reason != former:
                 log.warning("%s", self.reason)

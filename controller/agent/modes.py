@@ -15,7 +15,7 @@ import msgspec
 
 from hybrid_proxy.controller.serving.protocol import ModeStatus, still_open
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
-from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
 from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.kernel.lock import hold_netns, hold_new, let_go
@@ -63,8 +63,7 @@ def hold_namespace() -> Iterator[None]:
         try:
             descriptor = hold_new(folder, "this network namespace")  # also of one of an older version
         except OSError as error:
-            what = "one agent for each network namespace"
-            raise Unsupported(what, f"{folder}: {error.strerror}; run as root") from error
+            raise Unsupported("one agent for each network namespace", told(error, folder)) from error
         try:
             yield
         finally:
@@ -146,7 +145,10 @@ def open_first(
 def _open(name: str, options: Options, wake: RequestMaintenance, failed: Mapping[str, str]) -> Programmer:
     if name in failed:
         raise Unsupported(f"mode {name}", failed[name])
-    return open_mode(name).open(options, wake)
+    try:
+        return open_mode(name).open(options, wake)
+    except OSError as error:
+        raise Unsupported("opening it", told(error)) from error
 
 
 def take_over(

@@ -25,7 +25,7 @@ from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.lacks import Lack, lacks
 from hybrid_proxy.controller.serving.memory import Ended, Memory, born, recall
 from hybrid_proxy.controller.serving.protocol import ModeStatus
-from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.errors import DataplaneError, told
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.mode import PacketEvents
 from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
@@ -179,7 +179,5 @@ class Notebook:
             self._written, self._failed = content, False
         except OSError as error:
             if not self._failed:
-                log.warning(
-                    "%s: %s; without it, names and events are lost with this process", self._path, error.strerror
-                )
+                log.warning("%s; without it, names and events are lost with this process", told(error, self._path))
             self._written, self._failed = b"", True

@@ -34,7 +34,7 @@ from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask, socket_path
 from hybrid_proxy.controller.serving.memory import before, log_path, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus, EventsAnswer, GetEvents, GetStatus, StatusAnswer
-from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.errors import DataplaneError, told
 
 TOOL_SECONDS: Final = 5.0
 ALL_SECONDS: Final = 20.0
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         size = _write(path, contents, missing)
     except OSError as error:
-        raise ControllerError(f"{path}: {error.strerror}: name another file") from error
+        raise ControllerError(f"{told(error, path)}; or name another file") from error
     sizes = {name: len(content) for name, content in sorted(contents.items())}
     made = Bundle(str(path), size, sizes, missing, round(time.monotonic() - began, 1))
     if args.output == "json":

@@ -33,6 +33,7 @@ from hybrid_proxy.controller.serving.protocol import (
     answer_seconds,
 )
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
+from hybrid_proxy.dataplane.errors import told
 from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns, netns_number
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def ask(asked: str, request: Request, expected: type[A], seconds: float | None =
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise NoAgentError(f"no agent listens at {path}") from error
     except PermissionError as error:
-        raise ControllerError(f"{path}: permission denied; run as root") from error
+        raise ControllerError(told(error, path)) from error
     except OSError as error:
         raise BusyError(path, pid, str(error)) from error
     if not line:
@@ -170,7 +171,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             finally:
                 os.umask(before)
         except OSError as error:
-            raise ControllerError(f"--admin-socket {path}: {error.strerror}") from error
+            raise ControllerError(f"--admin-socket {told(error, path)}") from error
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="admin", daemon=True)
         self._thread.start()
 

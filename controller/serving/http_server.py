@@ -28,6 +28,7 @@ import h11
 
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.health import TEXT, Answer
+from hybrid_proxy.dataplane.errors import told
 from hybrid_proxy.dataplane.table import socket_text
 
 log = logging.getLogger(__name__)
@@ -202,10 +203,7 @@ class HttpServer:
         now = self._loop.time()
         if now - self._exhaustion_reported >= REPORT_SECONDS:
             self._exhaustion_reported = now
-            log.warning(
-                "connections to pages and health checks wait: %s; raise the limit of open files "
-                "(LimitNOFILE= of the service, ulimit -n)", error.strerror,
-            )  # fmt: skip
+            log.warning("connections to pages and health checks wait: %s", told(error))
         self._end_oldest(max(1, len(self.connections) // 4))
 
     def _end_oldest(self, count: int) -> None:

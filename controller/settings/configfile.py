@@ -26,6 +26,7 @@ from hybrid_proxy.controller.kubernetes.yamldoc import Document, NotYamlError, d
 from hybrid_proxy.controller.settings.config import Config, resolve
 from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, RESTART, rows
 from hybrid_proxy.controller.settings.given import Given, shown
+from hybrid_proxy.dataplane.errors import told
 
 LOOK: Final = 1.0  # seconds between two looks at the file where changes are not reported
 SETTLE: Final = 0.03  # seconds
@@ -66,7 +67,7 @@ def load(path: Path, flags: Mapping[str, Any]) -> Loaded:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE + 1)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
+        raise ConfigError(f"--config {told(error, path)}") from None
     if len(content) > _MAX_FILE:
         raise ConfigError(f"--config {path}: is larger than {_MAX_FILE >> 20} MiB")
     return read(content, str(path), flags)
@@ -267,4 +268,4 @@ def write(path: Path, loaded: Loaded) -> None:
         os.chmod(file.name, 0o644)  # noqa: PTH101 (a name, not a path)
         os.replace(file.name, path)  # noqa: PTH105
     except OSError as error:
-        raise ConfigError(f"--write-config-to {path}: {error.strerror}") from None
+        raise ConfigError(f"--write-config-to {told(error, path)}") from None

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
 
 if TYPE_CHECKING:  # it takes 20 MB, of which modes without tables of flows have no use
@@ -29,6 +29,7 @@ MOST_PROGRAMS: Final = 64  # at one hook (BPF_MPROG_MAX)
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
 RINGBUF_BUSY, RINGBUF_DISCARDED = 1 << 31, 1 << 30  # BPF_RINGBUF_BUSY_BIT, BPF_RINGBUF_DISCARD_BIT
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
+OF_THE_VERIFIER: Final = frozenset({errno.EACCES, errno.ENOSPC, errno.EAGAIN})  # it means something else by these
 LOG_STATISTICS = 4  # BPF_LOG_STATS
 _EFFORT: Final = {
     "instructions": re.compile(r"^processed (\d+) insns", re.MULTILINE),
@@ -44,8 +45,8 @@ class BpfError(DataplaneError):
 
     def __init__(self, what: str, code: int, detail: str = "") -> None:
         reason = os.strerror(code)
-        if code == errno.EPERM:
-            reason += " (CAP_BPF and CAP_NET_ADMIN are needed; run as root)"
+        if code not in OF_THE_VERIFIER:
+            reason = told(OSError(code, reason))
         super().__init__(f"{what}: {reason}" + (f"\n{detail}" if detail else ""))
         self.code = code
 

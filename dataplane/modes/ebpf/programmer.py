@@ -159,7 +159,8 @@ def _own_folder(options: Options) -> tuple[Path, int]:
     """The folder for our pins, in which nothing else lies in their places, and the descriptor that locks it.
 
     Raises:
-        Unsupported: it cannot be made.
+        Unsupported: there is no place for it.
+        OSError: it cannot be made.
         Occupied: another instance serves this namespace.
     """
     folder = folder_of(options, mount=True)
@@ -170,8 +171,6 @@ def _own_folder(options: Options) -> tuple[Path, int]:
             log.warning("%s is no folder, which is left alone; maps are made in %s", folder, beside(folder).name)
             folder = beside(folder)
             continue
-        except PermissionError as error:
-            raise Unsupported("eBPF", f"{folder} cannot be made: run as root (CAP_BPF, CAP_NET_ADMIN)") from error
         lock = hold(folder, f"the eBPF maps at {folder}")
         try:
             wrong = strangers(folder)

@@ -32,10 +32,7 @@ class State:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit: int | None = None) -> None:
         self.loop = loop
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit is None and soft != hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self.limit = limit or hard
+        self.limit = limit or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.used = open_files()
         self.counters: Counter[str] = Counter()
         self.waiting: list[Listener] = []
