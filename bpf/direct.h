@@ -94,6 +94,43 @@ INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const
 	return STEP_FOLLOW;
 }
 
+INLINE bool has_socket(struct __sk_buff *skb, const struct tuple *t, const bool v6)
+{
+	struct bpf_sock_tuple key = {};
+	struct bpf_sock *sk;
+
+	if (v6) {
+		copy_address(key.ipv6.saddr, t->saddr);
+		copy_address(key.ipv6.daddr, t->daddr);
+		key.ipv6.sport = t->sport;
+		key.ipv6.dport = t->dport;
+	} else {
+		key.ipv4.saddr = t->saddr[0];
+		key.ipv4.daddr = t->daddr[0];
+		key.ipv4.sport = t->sport;
+		key.ipv4.dport = t->dport;
+	}
+	sk = bpf_skc_lookup_tcp(skb, &key, v6 ? sizeof(key.ipv6) : sizeof(key.ipv4), BPF_F_CURRENT_NETNS, 0);
+	if (!sk)
+		return false;
+	bpf_sk_release(sk);
+	return true;
+}
+
+/* A backend's segment to this node that is of no flow: of one that was evicted? The stack would reset the connection,
+ * which its client can still go on with. A backend that repeats a SYN/ACK has waited in vain for so long that nobody
+ * may get this tuple soon: it would take another SYN for a segment of the connection that it remembers.
+ */
+INLINE bool was_evicted(struct __sk_buff *skb, const struct packet *p, const bool v6)
+{
+	if (p->tuple.protocol != IPPROTO_TCP || (p->tcp_flags & (TCP_ACK | TCP_RST)) != TCP_ACK ||
+	    !may_be_half_open(IPPROTO_TCP) || !is_local_address(p->tuple.daddr, v6) || has_socket(skb, &p->tuple, v6))
+		return false;
+	if (p->tcp_flags & TCP_SYN)
+		timewait_put(flow_tag(&p->tuple, v6), 0);
+	return true;
+}
+
 /* The source may be a backend that answers; STEP_CONTINUE: it is none. Where the client's address is the node's by now,
  * it is put back here, before the answer is routed. Otherwise the first answer goes through the stack, so that
  * firewalls see the flow open, and is translated at the client's interface (egress.h).
@@ -107,6 +144,8 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, __u3
 	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
 		return STEP_CONTINUE;
 	find_flow(&found, &p->tuple, v6);
+	if (!found.entry && was_evicted(skb, p, v6))
+		return drop(space, COUNT_DROP_FLOW_LOST);
 	if (!found.entry || !(found.entry->flags & FLOW_REPLY) || found.entry->flags & FLOW_COLLISION)
 		return STEP_CONTINUE;
 	if (!admit(skb, space, &found, hook, v6))

@@ -30,7 +30,7 @@
 INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
-	enum flow_table table = initial_table(key->protocol);
+	enum flow_table table = initial_table(&space->packet);
 	struct flow *f = &space->flow;
 	long error;
 

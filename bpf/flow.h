@@ -3,7 +3,7 @@
  *
  * A TCP connection's pair begins in `flows`, which forgets nothing, as long as few pairs there are half-open. Beyond
  * that, in a flood of SYNs, it begins in `half_open` (LRU), as all flows of datagrams do, and moves when both sides
- * have spoken (flow_state.h).
+ * have spoken (flow_state.h). What a flood evicts from there is found again without memory (`is_forgettable`).
  *
  * The kernel reuses an element of a hash table for another key as soon as it is deleted, even while a program reads it:
  * within the RCU read section memory stays valid, but not what is in it. So an entry carries a hash of its key (`tag`),
@@ -139,15 +139,10 @@ INLINE void note_overflow(void)
 	WRITE_ONCE(own_node.overflowed, 1);
 }
 
-/* Where a new pair begins. */
-INLINE enum flow_table initial_table(__u8 protocol)
+/* Are so many connections half-open that the next one begins in `half_open`? */
+INLINE bool is_crowded(void)
 {
-	if (protocol != IPPROTO_TCP)
-		return TABLE_HALF_OPEN;
-	if (READ_ONCE(own_node.half_open) < settings.max_half_open)
-		return TABLE_FLOWS;
-	note_overflow();
-	return TABLE_HALF_OPEN;
+	return READ_ONCE(own_node.half_open) >= settings.max_half_open;
 }
 
 /* So many more pairs in `flows` are half-open. User space counts them again now and then: a pair that is evicted or

@@ -9,6 +9,7 @@
 #include "origin.h"
 #include "packet_events.h"
 #include "scratch.h"
+#include "select.h"
 #include "source.h"
 #include "timewait.h"
 #include "traffic.h"
@@ -141,25 +142,38 @@ INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 	       now() - f->seen > (f->flags & FLOW_ESTABLISHED ? settings.udp_timeout_stream : settings.udp_timeout);
 }
 
-/* May `key` (backend -> client) become the reply entry of the flow whose own key is `forward`? An abandoned entry
- * makes way, and so does this flow's own whose other half was evicted, or is about to be stored by another CPU. The
- * backend may remember a connection that ended in good order.
+/* May the packet's flow take the port that this node gave another connection? In a flood nearly every port is a forged
+ * SYN's, and a client that got the next one would get another when its own entry is evicted, too. The backend has
+ * answered a SYN long before its client has acknowledged that, and a client that has takes the port back.
  */
-INLINE bool is_free(const struct tuple *key, const struct tuple *forward, const bool v6)
+INLINE bool makes_way(const struct found *found, const struct packet *p)
 {
+	return found->table == TABLE_HALF_OPEN && p->tuple.protocol == IPPROTO_TCP && is_forgettable(p) &&
+	       (found->entry->flags & (FLOW_MASQUERADE | FLOW_NODE | FLOW_ESTABLISHED)) == FLOW_MASQUERADE;
+}
+
+/* May `key` (backend -> client) become the reply entry of the packet's flow? An abandoned entry makes way, and so does
+ * this flow's own whose other half was evicted, or is about to be stored by another CPU. The backend may remember a
+ * connection that ended in good order.
+ */
+INLINE bool is_free(const struct tuple *key, const struct packet *p, const bool v6)
+{
+	const struct tuple *forward = &p->tuple;
 	struct found found;
 	struct tuple owner;
+	bool opening;
 
 	find_flow(&found, key, v6);
 	if (!found.entry)
 		return true;
 	peer_key(&owner, found.entry, key->protocol);
-	if (!is_abandoned(found.entry, key->protocol) &&
+	opening = makes_way(&found, p);
+	if (!opening && !is_abandoned(found.entry, key->protocol) &&
 	    (!same_tuple(&owner, forward, v6) || flow_lookup(forward, found.table, v6)))
 		return false;
 	if (found.entry->flags & FLOW_COLLISION)
 		return false;
-	if (!(found.entry->flags & FLOW_RESET))
+	if (!opening && !(found.entry->flags & FLOW_RESET))
 		timewait_add(key, &owner, v6);
 	delete_pair(key, found.entry, found.table, v6);
 	return true;
@@ -177,7 +191,7 @@ INLINE enum port_state try_port(struct __sk_buff *skb, struct scratch *space, __
 	const struct tuple *forward = &space->packet.tuple;
 
 	space->reply.dport = port;
-	if (!is_free(&space->reply, forward, v6))
+	if (!is_free(&space->reply, &space->packet, v6))
 		return PORT_TAKEN;
 	return forward->protocol == IPPROTO_TCP && in_timewait(&space->reply, forward, v6) ? PORT_TIMEWAIT : PORT_FREE;
 }
@@ -194,7 +208,7 @@ INLINE enum step reserve_tuple(struct __sk_buff *skb, struct scratch *space, __u
 	bool same_source = same_address(space->reply.daddr, space->packet.tuple.saddr, v6);
 	bool own = !(space->flow.flags & FLOW_AS_NODE) || (space->flow.flags & FLOW_NODE && same_source);
 	__be16 port = space->reply.dport, second_best = 0;
-	__u32 start = own ? bpf_ntohs(port) : flow_tag(&space->packet.tuple, v6) * 0x9e3779b1u >> 16;
+	__u32 start = own ? bpf_ntohs(port) : hash_tuple(&space->packet.tuple, v6) * 0x9e3779b1u >> 16;
 	enum port_state found = own ? CALL(try_port, skb, port) : PORT_TAKEN;
 
 	if (own && found != PORT_FREE)
@@ -219,10 +233,12 @@ GLOBAL_VERB(enum step, reserve_tuple, STEP_DROP)
 struct first_packet {
 	__u32 ifindex; /* where to hand answers over, to a pod, or to this node; 0: they go through the stack */
 	__u32 origin;
-	__u32 seq;
+	__u32 seq; /* before that of its first byte, as a SYN's is */
+	__u32 ack;
 	__u8 mac[12];
 	bool past_stack; /* `hop` leads to the backend, and no packet of the flow needs the stack */
 	bool reserved;	 /* `reserve_tuple` has found the port */
+	bool resumes;	 /* a connection whose flow was evicted: its backend has accepted it */
 };
 
 /* The backend's half of a new pair: its answers become the service's. */
@@ -234,7 +250,7 @@ INLINE void fill_reply(struct flow *f, const struct tuple *key, const struct tup
 	reverse_tuple(&result, key);
 	fill_flow(f, reply, &result, v6);
 	f->origin = f->flags & FLOW_HAIRPIN ? from->origin : from->past_stack ? hop->ifindex : ORIGIN_UNKNOWN;
-	f->flags |= FLOW_REPLY;
+	f->flags |= from->resumes ? FLOW_REPLY | FLOW_REPLIED : FLOW_REPLY;
 	f->ifindex = from->ifindex;
 	f->ack = from->seq + 1;
 	__builtin_memcpy(f->mac, from->mac + 6, 6);
@@ -303,6 +319,7 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 		return error;
 	fill_flow(f, key, &space->result, v6);
 	f->ifindex = 0;
+	f->ack = from->ack;
 	f->origin = from->origin;
 	if (from->past_stack) {
 		f->ifindex = space->hop.ifindex;
@@ -333,18 +350,21 @@ INLINE bool skips_stack_at_once(struct __sk_buff *skb, struct scratch *space, en
  */
 INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reserved, enum hook hook, const bool v6)
 {
+	const struct packet *p = &space->packet;
+	bool resumes = p->tuple.protocol == IPPROTO_TCP && !is_syn(p);
 	struct first_packet from = {
 		.ifindex = hook == HOOK_UPLINK_INGRESS ? 0 : skb->ifindex,
 		.origin = origin_here(skb, hook),
-		.seq = space->packet.seq,
+		.seq = p->seq - resumes,
+		.ack = p->ack,
 		.past_stack = skips_stack_at_once(skb, space, hook, v6),
 		.reserved = reserved,
+		.resumes = resumes,
 	};
-	const struct tuple *key = &space->packet.tuple;
 	long error;
 
 	get_macs(skb, from.mac);
-	if (initial_table(key->protocol) == TABLE_FLOWS) {
+	if (initial_table(p) == TABLE_FLOWS) {
 		error = store_pair(space, &from, TABLE_FLOWS, v6);
 		if (!error) {
 			count_half_open(1);
@@ -401,7 +421,8 @@ INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, __u32 
 		return STEP_RESERVE;
 	if (error)
 		return drop(space, COUNT_DROP_FLOW_FULL);
-	timewait_add(&space->reply, key, v6);
+	if (!is_forgettable(&space->packet)) /* or a flood's would be remembered in place of connections */
+		timewait_add(&space->reply, key, v6);
 	if (untouched)
 		return STEP_PASS;
 	if (flags & FLOW_DIRECT)

@@ -27,6 +27,25 @@ INLINE bool is_syn(const struct packet *p)
 	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
 }
 
+/* May the flow that begins with this packet be evicted before both sides have spoken? Then nothing about it is left to
+ * chance: backend and port follow from the tuple, so that the client's next packet leads to the same ones. Of a TCP
+ * segment in the midst of a connection that is such a flow's, nothing proves that there is a connection.
+ */
+INLINE bool is_forgettable(const struct packet *p)
+{
+	return p->tuple.protocol != IPPROTO_TCP || !is_syn(p) || is_crowded();
+}
+
+/* Where a new pair begins. */
+INLINE enum flow_table initial_table(const struct packet *p)
+{
+	if (!is_forgettable(p))
+		return TABLE_FLOWS;
+	if (p->tuple.protocol == IPPROTO_TCP)
+		note_overflow();
+	return TABLE_HALF_OPEN;
+}
+
 /* Is the number ahead of the other one, by no more than so much? */
 INLINE bool is_ahead(__u32 number, __u32 of, __u32 window)
 {

@@ -87,6 +87,16 @@ INLINE int note_refusal(struct __sk_buff *skb, struct scratch *space, __u32 tabl
 
 GLOBAL_VERB(int, note_refusal, false)
 
+/* Is this the client's segment that follows the backend's SYN/ACK? It may acknowledge first data, too. Or, of a flow
+ * that was evicted, the backend's that goes on where the client's did (`create_pair`).
+ */
+INLINE bool completes_handshake(const struct packet *p, const struct found *found)
+{
+	return (found->entry->flags & (FLOW_REPLIED | FLOW_ESTABLISHED)) == FLOW_REPLIED &&
+	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK &&
+	       is_ahead(p->ack, found->entry->ack, RESET_WINDOW);
+}
+
 /* The backend replies on a flow that is half-open. A connection that it accepts is established by the client's next
  * segment only, so that a flood of SYNs, each of them answered, fills nothing but the LRU table. True: it refuses.
  */
@@ -99,6 +109,10 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 			CALL(establish, skb, found->table);
 		else
 			note_packet(p, reply, found->table, v6);
+		return false;
+	}
+	if (completes_handshake(p, found)) {
+		CALL(establish, skb, found->table);
 		return false;
 	}
 	if (!(p->tcp_flags & TCP_SYN))
@@ -117,14 +131,6 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 	forward->flags |= FLOW_REPLIED;
 	forward->ack = p->seq + 1;
 	return false;
-}
-
-/* Is this the client's segment that follows the backend's SYN/ACK? It may acknowledge first data, too. */
-INLINE bool completes_handshake(const struct packet *p, const struct found *found)
-{
-	return (found->entry->flags & (FLOW_REPLIED | FLOW_ESTABLISHED)) == FLOW_REPLIED &&
-	       (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK &&
-	       is_ahead(p->ack, found->entry->ack, RESET_WINDOW);
 }
 
 /* The client's segment after the backend's SYN/ACK establishes the pair. False: the pair is gone meanwhile. */

@@ -91,7 +91,7 @@ INLINE bool pick_backend(struct choice *c, struct service *service, const struct
 		return !v6 || read_backend(c);
 	if (remember && known)
 		affinity_store(&key, c->backend, BPF_ANY);
-	else if (remember)
+	else if (remember && !c->crowded) /* clients that were forged would be remembered in place of others */
 		c->backend = affinity_begin(&key, c->backend, timeout, c->set);
 	return read_backend(c);
 }

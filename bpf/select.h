@@ -119,17 +119,17 @@ __noinline __u32 number_of_fewest(__u32 id, __u32 set, __u32 avoid)
 INLINE __u32 slot_number(const struct choice *c, struct service *service, const struct tuple *t, const bool v6,
 			 const bool remember)
 {
-	__u32 flags = service->flags;
+	__u32 flags = c->crowded ? service->flags & SERVICE_BY_CLIENT : service->flags;
 
-	if (flags & SERVICE_BY_TUPLE)
-		return hash_tuple(t, v6);
-	if (flags & SERVICE_BY_CLIENT)
+	if (flags & SERVICE_BY_CLIENT || (c->forgettable && service->affinity))
 		return hash_client(t->saddr, v6);
+	if (flags & SERVICE_BY_TUPLE || c->crowded)
+		return hash_tuple(t, v6);
 	if (flags & SERVICE_ROUND_ROBIN)
 		return round_robin(service, c->set, remember);
 	if (flags & SERVICE_FEWEST)
 		return number_of_fewest(c->service, c->set, c->avoid);
-	return bpf_get_prandom_u32();
+	return c->forgettable ? hash_tuple(t, v6) : bpf_get_prandom_u32();
 }
 
 /* One slot of the range, chosen by `number`, into `c`; false: the range is empty. A backend to avoid is taken only when

@@ -45,15 +45,41 @@ INLINE bool is_judged(struct __sk_buff *skb, enum hook hook)
 	return hook == HOOK_UPLINK_EGRESS && skb->ingress_ifindex && has_link(skb->ingress_ifindex);
 }
 
-/* May the packet begin a flow? */
-INLINE bool is_first(struct __sk_buff *skb, const struct packet *p, enum hook hook)
+/* May a flow begin with the packet? A segment in the midst of a connection that is not known belongs to another
+ * translation, netfilter's perhaps; of datagrams such flows are known (FLOW_OTHERS). But once connections had to begin
+ * where they are evicted, it may be one of these: at worst its backend resets it.
+ */
+INLINE bool may_begin_flow(struct __sk_buff *skb, const struct packet *p, enum hook hook)
 {
-	return (p->tuple.protocol != IPPROTO_TCP || is_syn(p)) && !is_judged(skb, hook);
+	if (is_judged(skb, hook))
+		return false;
+	if (p->tuple.protocol != IPPROTO_TCP || is_syn(p))
+		return true;
+	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK && may_be_half_open(IPPROTO_TCP);
 }
 
-/* Follow the packet's flow, or say that a backend is to be chosen. A segment in the midst of a connection that is not
- * known belongs to another translation, netfilter's perhaps; of datagrams such flows are known (FLOW_OTHERS). A flow
- * that began at the uplink stays there when its pod's interface has programs: conntrack knows it by now.
+/* Was the half of the packet's flow evicted that answers use? Halves are evicted one by one, and what a client repeats
+ * would keep the other one alive. Datagrams look for it as often as 16 times a second.
+ */
+INLINE bool has_lost_answers(const struct packet *p, const struct found *found, const bool v6)
+{
+	struct flow *f = found->entry, *reply;
+	__u32 time = now();
+
+	if (found->table == TABLE_FLOWS || f->flags & (FLOW_DSR | FLOW_REPLY))
+		return false;
+	if (p->tuple.protocol != IPPROTO_TCP && time - f->seen < settings.hz / 16)
+		return false;
+	reply = peer_flow(f, p->tuple.protocol, found->table, v6);
+	if (!reply)
+		return true;
+	WRITE_ONCE(f->seen, time);
+	WRITE_ONCE(reply->seen, time);
+	return false;
+}
+
+/* Follow the packet's flow, or say that a backend is to be chosen. A flow that began at the uplink stays there when its
+ * pod's interface has programs: conntrack knows it by now.
  */
 INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
@@ -64,8 +90,12 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook,
 		return is_judged(skb, hook) ? STEP_NOT_SERVICE : serve_other(skb, space, hook, v6);
 	space->avoid = 0;
 	find_flow(&found, &p->tuple, v6);
+	if (found.entry && has_lost_answers(p, &found, v6)) {
+		flow_delete(&p->tuple, TABLE_HALF_OPEN, v6);
+		found.entry = NULL;
+	}
 	if (!found.entry)
-		return is_first(skb, p, hook) ? STEP_CHOOSE : STEP_NOT_SERVICE;
+		return may_begin_flow(skb, p, hook) ? STEP_CHOOSE : STEP_NOT_SERVICE;
 	if (found.entry->flags & FLOW_OTHERS) {
 		WRITE_ONCE(found.entry->seen, now());
 		return STEP_NOT_SERVICE;
@@ -106,6 +136,8 @@ INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *spa
 
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	space->choice.avoid = space->avoid;
+	space->choice.forgettable = is_forgettable(&space->packet);
+	space->choice.crowded = is_crowded() || (t->protocol == IPPROTO_TCP && space->choice.forgettable);
 	choose_backend(&space->choice, from, t, v6, true);
 	space->service = space->choice.service;
 	space->backend = space->choice.backend;

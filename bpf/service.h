@@ -19,6 +19,8 @@ struct choice {
 	__be16 port;
 	bool masquerade;
 	bool counted;	  /* the service's open flows are */
+	bool forgettable; /* it may have to be made again, for the same tuple */
+	bool crowded;	  /* and will be, in a flood: whatever the algorithm is */
 	enum counter why; /* of a drop, or of a rejection */
 };
 

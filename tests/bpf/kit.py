@@ -315,6 +315,10 @@ class Bench:
         self.store.note_service_cidrs(net.family, beyond)
         self.node(**columns)
 
+    def calm(self) -> None:
+        """Let connections begin in `flows`: where nothing else is said, so many are half-open as in a flood."""
+        self.node(half_open=1 << 31)  # read as less than none
+
     def age(self, family: int, **columns: int) -> None:
         """Move these moments of every flow back: to what is kept of them, in either table."""
         for table in ("flows", "half_open"):

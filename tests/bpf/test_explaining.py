@@ -105,6 +105,7 @@ def test_a_flow_whose_backend_is_gone_is_renewed(bench: Bench, net: Net) -> None
 
 
 def test_affinity_is_explained_and_not_recorded(bench: Bench, net: Net) -> None:
+    bench.calm()
     bench.serve(service(net.vip, 80, [(b, 8080) for b in net.backends], affinity=600))
     first = bench.explain(frame(net, net.client, net.vip, syn()))
     assert "affinity" in steps(first)

@@ -123,6 +123,7 @@ def test_the_only_backend_is_asked_again(bench: Bench, net: Net, affinity: int) 
 
 
 def test_the_memory_of_affinity_moves_along(bench: Bench, net: Net) -> None:
+    bench.calm()
     bench.serve(web(net, 5, affinity=60))
     first = connect(bench, net)
     assert connect(bench, net, 40001).dst == first.dst

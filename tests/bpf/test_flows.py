@@ -599,6 +599,7 @@ def test_directly_first_then_through_a_service(bench: Bench, net: Net) -> None:
 @pytest.mark.parametrize("first", ["direct", "service"])
 def test_a_tuple_is_remembered_after_its_connection(bench: Bench, net: Net, first: str) -> None:
     """The backend keeps it in TIME_WAIT, and would refuse or ignore another conversation's SYN there."""
+    bench.calm()
     bench.serve(web(net))
     direct, through = frame(net, net.client, net.backends[0], syn(dport=8080)), frame(net, net.client, net.vip, syn())
     there, then = (direct, through) if first == "direct" else (through, direct)
@@ -765,6 +766,7 @@ def test_a_client_with_affinity_stays(bench: Bench, net: Net) -> None:
 
 def test_affinity_ends_when_unused_for_its_time(net: Net) -> None:
     with bench_with() as quick:
+        quick.calm()
         quick.store.writer.hz = 4  # seconds of 4 jiffies
         quick.serve(service(net.vip, 80, [(b, 8080) for b in net.backends], affinity=5))
         seen = set()
@@ -782,6 +784,7 @@ def test_affinity_ends_when_unused_for_its_time(net: Net) -> None:
 
 
 def test_affinity_does_not_hold_on_to_a_backend_that_left(bench: Bench, net: Net) -> None:
+    bench.calm()
     everybody = [(b, 8080) for b in net.backends]
     bench.serve(service(net.vip, 80, everybody, affinity=10800))
     (first,) = destinations(bench, net, 5)
@@ -794,6 +797,7 @@ def test_affinity_does_not_hold_on_to_a_backend_that_left(bench: Bench, net: Net
 
 
 def test_affinity_is_each_services_own(bench: Bench, net: Net) -> None:
+    bench.calm()
     everybody = [(b, 8080) for b in net.backends]
     chosen = set()
     for number in range(12):

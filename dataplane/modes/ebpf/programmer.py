@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.balancing import KNOWN
 from hybrid_proxy.dataplane.diff import changed_services

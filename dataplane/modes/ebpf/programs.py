@@ -72,7 +72,8 @@ class Loader:
             reject_burst=options.reject_rate,
             fast_path=layout.abi_constants()[f"FAST_PATH_{options.fast_path.upper()}"],
             can_set_errno=int(can_set_errno),
-            max_half_open=min(maps[name].entries for name in FLOWS) // 8,
+            # A quarter of the ports of a backend's masqueraded clients: forged SYNs do not use them up.
+            max_half_open=min(options.port_count // 4, *(maps[name].entries // 8 for name in FLOWS)),
             udp_timeout=options.udp_timeout * self._hz,
             udp_timeout_stream=options.udp_timeout_stream * self._hz,
             port_first=options.port_first,

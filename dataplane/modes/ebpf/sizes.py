@@ -38,7 +38,7 @@ LEAST_BOUND: Final = 1 << 14
 MOST_BUCKETS: Final = 1 << 16  # of map `timewait`: TIMEWAIT_BITS of bpf/abi.h
 FLOOR = {
     **FIRST_SIZES, "frontends4": 1 << 14, "frontends6": 1 << 14, **dict.fromkeys(FLOWS, 1 << 16),
-    **dict.fromkeys(FORGETFUL, 1 << 12),
+    **dict.fromkeys(FORGETFUL, 1 << 12), **dict.fromkeys(HALF_OPEN, 1 << 14),
 }  # fmt: skip
 
 

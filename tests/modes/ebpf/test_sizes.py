@@ -48,7 +48,8 @@ def test_reply_tuples_have_as_many_buckets_as_programs_look_at() -> None:
 def test_a_start_is_small() -> None:
     assert least(UPPER, 2) == {
         "services": 1024, "backends": 8192, "slots": 8192, "frontends4": 16_384, "frontends6": 16_384,
-        "flows4": 65_536, "flows6": 65_536, "half_open4": 4096, "half_open6": 4096, "affinity": 4096, "timewait": 4096,
+        "flows4": 65_536, "flows6": 65_536, "half_open4": 16_384, "half_open6": 16_384, "affinity": 4096,
+        "timewait": 4096,
     }  # fmt: skip
     many = least(bounds(Options(), 64), 64)
     assert (many["half_open4"], many["affinity"], many["timewait"]) == (32_768, 32_768, 4096)
