@@ -23,7 +23,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from .cases import node, own
 from .conftest import bench_of, new_lab, route_services, serve
 from .kit import V4, V6, Bench, Service, eventually
-from .probes import SILENT, Probe, To, observe
+from .probes import SILENT, Probe, To, observe, sight, volley
 from .test_rows import target_of
 from .world import UNALLOCATED, table_of
 
@@ -126,15 +126,21 @@ def serves(bench: Bench, services: dict[str, Service]) -> None:
         ("pod1", "far", "nodeport", node("remote1")), ("pod1", "away", "lb", own("remote1")),
         ("pod1", "near", "cluster", own("pod2")), ("node", "far", "nodeport", node("remote1")),
     ]  # fmt: skip
-    for (place, name, way, want), family in itertools.product(questions, (V4, V6)):
-        probe = Probe(place, target_of(bench, services[name], way, family), STREAM)
+    wanted = [
+        (Probe(place, target_of(bench, services[name], way, family), STREAM), want)
+        for (place, name, way, want), family in itertools.product(questions, (V4, V6))
+    ]
 
-        def as_wanted(probe: Probe = probe, want: Any = want) -> bool:
-            return observe(bench, probe, want).is_(want, probe.place)
-
-        eventually(
-            as_wanted, 10, lambda probe=probe, want=want: f"{probe}: want {want}, see {observe(bench, probe, want)}"
+    def wrong() -> str:
+        answers = volley(bench, [probe for probe, _ in wanted], wait=2.5)
+        seen = [sight(bench, probe.place, [answer]) for (probe, _), answer in zip(wanted, answers, strict=True)]
+        return "\n".join(
+            f"{probe.place} to {probe.target}: want {want}, see {found}"
+            for (probe, want), found in zip(wanted, seen, strict=True)
+            if not found.is_(want, probe.place)
         )
+
+    eventually(lambda: not wrong(), 10, wrong)
 
 
 @pytest.mark.row("1.11", "the Node object is gone, or says nothing or something wrong: what serves goes on")
