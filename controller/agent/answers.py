@@ -37,7 +37,7 @@ from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
 # Without a table, commands know more from what the agent before left (`serving.memory`).
-OF_THE_TABLE: Final = (p.GetNames, p.GetTable, p.FindService, p.HandOverFlows, p.TakeFlows, p.DrainNode)
+OF_THE_TABLE: Final = (p.GetNames, p.GetTable, p.FindService, p.DrainNode)
 REPORT_EARLIER: Final = 1.0  # the agent reports that it is busy so many seconds before the command's timeout
 
 

@@ -913,10 +913,10 @@ class Ebpf:
 
     def _of_pods(self) -> set[int]:
         """Interfaces of pods; before the first table, those where programs are to come."""
-        found = self.pods.attached or {
-            each.index for each in read_node().interfaces if self.pods.chosen(each, self.table.node.primary)
-        }
-        return set(found)
+        if self.pods.attached:
+            return set(self.pods.attached)
+        pods, _ = self.roles.look(read_node().interfaces, self._primary())
+        return {interface.index for interface in pods}
 
     def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
         self._name_events()
