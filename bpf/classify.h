@@ -7,6 +7,7 @@
 #include "load.h"
 #include "scratch.h"
 #include "serve.h"
+#include "sockets.h"
 
 /* A packet whose headers are wrong: drop it if it is a service's, and leave any other to the stack. */
 INLINE enum step refuse_malformed(struct scratch *space, const bool v6)
@@ -48,9 +49,9 @@ INLINE enum step classify_ingress(struct __sk_buff *skb, struct scratch *space, 
 	return STEP_SERVE;
 }
 
-/* A packet behind routing. At an uplink it may still be to a service: this node itself sends packets past the hooks of
- * its sockets, from raw sockets and from the kernel, and a pod that started while no agent ran has an interface without
- * programs.
+/* A packet behind routing. It may still be to a service. At an uplink, because this node itself sends packets past the
+ * hooks of its sockets, from raw sockets and from the kernel, and a pod that started while no agent ran has an interface
+ * without programs; anywhere, from a socket whose backend is gone.
  */
 INLINE enum step classify_egress(struct __sk_buff *skb, struct scratch *space, const enum hook hook, const bool v6)
 {
@@ -61,6 +62,8 @@ INLINE enum step classify_egress(struct __sk_buff *skb, struct scratch *space, c
 		return step;
 	if (p->kind == PACKET_ICMP_ERROR)
 		return STEP_ICMP_ERROR;
+	if (p->kind == PACKET_TRANSPORT && lost_peer(skb, &p->tuple, v6))
+		return STEP_SERVE;
 	if (hook != HOOK_UPLINK_EGRESS || p->kind == PACKET_OTHER || p->kind == PACKET_MALFORMED ||
 	    !may_be_frontend(p, v6))
 		return STEP_NOT_SERVICE;

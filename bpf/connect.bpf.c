@@ -18,11 +18,6 @@
 #define UNKNOWN_NETNS (~0ULL)
 #define REFUSE 0
 
-/* Cookie of a connected UDP socket -> its backend: user space ends the socket when the backend goes, because no
- * program sees what a connected socket sends.
- */
-LRU_MAP(connected, __u64, __u32, 16384);
-
 INLINE bool is_ours(struct bpf_sock_addr *ctx)
 {
 	if (settings.host_netns == UNKNOWN_NETNS)
@@ -115,13 +110,9 @@ INLINE int refuse_socket(const struct target *t, const struct choice *c, __u8 pr
 INLINE int proceed_untranslated(struct bpf_sock_addr *ctx, struct bpf_sock *sk)
 {
 	struct socket_state *state = state_of(sk, 0);
-	__u64 cookie;
 
-	if (!state || !state->connected)
-		return PROCEED;
-	state->connected = 0;
-	cookie = bpf_get_socket_cookie(ctx);
-	bpf_map_delete_elem(&connected, &cookie);
+	if (state)
+		state->connected = 0;
 	return PROCEED;
 }
 
@@ -147,9 +138,9 @@ INLINE void choose_for(struct choice *c, const __u32 *source, const struct targe
 	if (is_zero_address(source))
 		primary_address(asked.saddr, t->v6);
 	if (t->v6)
-		choose_for_socket(c, &asked, true, true);
+		choose_backend(c, CLIENT_NODE, &asked, true, true);
 	else
-		choose_for_socket(c, &asked, false, true);
+		choose_backend(c, CLIENT_NODE, &asked, false, true);
 }
 
 /* Are node ports served at this address? Then it is this node's own, and packets to it meet no uplink. */
@@ -198,21 +189,15 @@ INLINE void remember_peer(struct socket_peer *peer, const struct target *t, cons
 	peer->backend_id = c->backend;
 }
 
-/* Keep what a socket connects to: for getpeername, and for user space, which ends UDP sockets whose backend goes. */
-INLINE void remember_connected(struct bpf_sock_addr *ctx, struct bpf_sock *sk, const struct target *t,
-			       const struct choice *c, enum connected how, __u32 protocol)
+/* Keep what a socket connects to: for getpeername, and for its datagrams when the backend goes (`lost_peer`). */
+INLINE void remember_connected(struct bpf_sock *sk, const struct target *t, const struct choice *c, enum connected how)
 {
 	struct socket_state *state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
 
-	if (state) {
-		remember_peer(&state->peers[0], t, c);
-		state->connected = how;
-	}
-	if (protocol == IPPROTO_UDP) {
-		__u64 cookie = bpf_get_socket_cookie(ctx);
-
-		bpf_map_update_elem(&connected, &cookie, &c->backend, BPF_ANY);
-	}
+	if (!state)
+		return;
+	remember_peer(&state->peers[0], t, c);
+	state->connected = how;
 }
 
 INLINE void count_localhost(const struct target *t)
@@ -241,8 +226,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 		return refuse_socket(&target, &choice, protocol);
 	if (choice.verdict != VERDICT_DNAT || needs_other_source(&choice, source, &target))
 		return proceed_untranslated(ctx, sk); /* the uplink decides, also when its SYN comes again */
-	remember_connected(ctx, sk, &target, &choice, is_zero_address(source) ? CONNECTED_FREE : CONNECTED_BOUND,
-			   protocol);
+	remember_connected(sk, &target, &choice, is_zero_address(source) ? CONNECTED_FREE : CONNECTED_BOUND);
 	write_target(ctx, &target, choice.address, choice.port, v6);
 	count_inline(COUNT_SOCKET_CONNECT);
 	count_localhost(&target);

@@ -104,7 +104,11 @@ INLINE enum step to_pod(struct __sk_buff *skb, struct scratch *space, const bool
 
 	if (step == STEP_ICMP_ERROR)
 		return CALL(translate_error_egress, skb, hook);
-	return step == STEP_NOT_SERVICE ? CALL(egress, skb, hook) : step;
+	if (step == STEP_SERVE) /* the node sends it, wherever the route to a backend that is gone leads */
+		step = to_service(skb, HOOK_UPLINK_EGRESS, v6);
+	if (step == STEP_NOT_SERVICE)
+		step = CALL(egress, skb, hook);
+	return transmit(skb, space, step, hook, v6);
 }
 
 /* Ingress of an uplink: from clients beyond the node, and from other nodes. */

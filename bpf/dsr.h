@@ -123,7 +123,7 @@ INLINE enum step encap(struct __sk_buff *skb, struct scratch *space, __u32 unuse
 	if (!push_outer(skb, outer, space->result.dport, v6))
 		return drop(space, COUNT_DROP_ENCAP);
 	count_inline(COUNT_ENCAP);
-	return redirect_neigh(hop);
+	return redirect_neigh(hop, false);
 }
 
 GLOBAL_VERB(enum step, encap, STEP_DROP)

@@ -81,7 +81,7 @@ INLINE enum step leave_as_node(struct __sk_buff *skb, struct scratch *space, con
 		return STEP_PASS;
 	if (!has_next_hop(fib_lookup_as_host(skb, hop, to, v6)) || hop->ifindex == skb->ifindex)
 		return STEP_PASS;
-	return has_link(hop->ifindex | 1u << LINK_OUTER_BIT) ? redirect_neigh(hop) : STEP_PASS;
+	return has_link(hop->ifindex | 1u << LINK_OUTER_BIT) ? redirect_neigh(hop, true) : STEP_PASS;
 }
 
 /* The source may be a backend whose answer the client expects from the service's address. */

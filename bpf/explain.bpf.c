@@ -53,7 +53,7 @@ INLINE int explain_choice(struct __sk_buff *skb, const bool v6)
 	note(NOTE_MAY_BE_SERVICE, 0, 0);
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	p->tuple.sport = 0; /* a socket that connects has no port yet */
-	choose_for_socket(&space->choice, &p->tuple, v6, false);
+	choose_backend(&space->choice, CLIENT_NODE, &p->tuple, v6, false);
 	if (space->choice.verdict == VERDICT_DROP || space->choice.verdict == VERDICT_REJECT)
 		note(NOTE_COUNT, space->choice.why, 0);
 	return space->choice.verdict;

@@ -70,12 +70,32 @@ INLINE bool can_hand_over(struct __sk_buff *skb, const struct packet *p, const s
 	return skips_stack(f, hook) && has_pod_link(f) && fits(skb, p, f->ifindex, v6);
 }
 
-/* Give the answer to this node's own stack, as from the interface that the node sent the request by. */
-INLINE enum step give_to_node(struct __sk_buff *skb, const struct flow *flow)
+/* Forget the packet's flow, in whichever table it is. */
+INLINE int forget_flow(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+{
+	struct found found;
+
+	find_flow(&found, &space->packet.tuple, v6);
+	if (found.entry)
+		delete_pair(&space->packet.tuple, found.entry, found.table, v6);
+	return 0;
+}
+
+GLOBAL_VERB(int, forget_flow, 0)
+
+/* Give the answer to this node's own stack, as from the interface that the node sent the request by. Is that gone, then
+ * the way to what the node asked is another one by now, and a datagram that it sends next begins the flow anew there.
+ */
+INLINE enum step give_to_node(struct __sk_buff *skb, const struct tuple *key, const struct flow *flow, const bool v6)
 {
 	count_inline(COUNT_REPLY);
-	if (skb->ifindex == flow->ifindex || !has_pod_link(flow))
+	if (skb->ifindex == flow->ifindex)
 		return STEP_PASS;
+	if (!has_pod_link(flow)) {
+		if (key->protocol == IPPROTO_UDP)
+			CALL(forget_flow, skb, 0);
+		return STEP_PASS;
+	}
 	set_macs(skb, flow->mac); /* or the stack takes the frame for another machine's */
 	bpf_redirect(flow->ifindex, BPF_F_INGRESS);
 	return STEP_REDIRECT;
@@ -121,7 +141,7 @@ INLINE enum step dispatch(struct __sk_buff *skb, struct scratch *space, enum hoo
 	if (flow->flags & FLOW_HAIRPIN)
 		return hairpin(skb);
 	if (to_node)
-		return give_to_node(skb, flow);
+		return give_to_node(skb, &p->tuple, flow, v6);
 	if (direct)
 		return give_to_pod(skb, flow);
 	count_inline(what);

@@ -74,12 +74,17 @@ INLINE enum step hairpin(struct __sk_buff *skb)
 }
 
 /* Out of the interface that the lookup found. The kernel writes the frame's addresses, and resolves the neighbour's if
- * need be.
+ * need be. A packet that was routed already is routed once more: while it waits for the neighbour, the kernel would ask
+ * its former route for another one (neigh_update), and send it there.
  */
-INLINE enum step redirect_neigh(const struct bpf_fib_lookup *hop)
+INLINE enum step redirect_neigh(const struct bpf_fib_lookup *hop, bool routed)
 {
 	struct bpf_redir_neigh next = {.nh_family = hop->family};
 
+	if (routed) {
+		bpf_redirect_neigh(hop->ifindex, NULL, 0, 0);
+		return STEP_REDIRECT;
+	}
 	if (hop->family == AF_INET6)
 		copy_address(next.ipv6_nh, hop->ipv6_dst);
 	else
@@ -140,7 +145,7 @@ INLINE enum step forward(struct __sk_buff *skb, struct scratch *space, __u32 unu
 	if (result == BPF_FIB_LKUP_RET_SUCCESS && !neighbour_needs_refresh(hop, v6))
 		return rewrite_and_redirect(skb, p, &space->result, hop, v6);
 	rewrite(skb, p, &space->result, v6);
-	return redirect_neigh(hop);
+	return redirect_neigh(hop, (space->flow.flags & (FLOW_NODE | FLOW_REPLY)) == FLOW_NODE);
 }
 
 GLOBAL_VERB(enum step, forward, STEP_DROP)

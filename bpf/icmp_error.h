@@ -131,7 +131,7 @@ INLINE enum step forward_error(struct __sk_buff *skb, struct scratch *space, con
 		return STEP_PASS;
 	if (!has_next_hop(fib_lookup_skb(skb, &space->hop, &space->packet, &space->result, 0, v6)))
 		return STEP_PASS;
-	return redirect_neigh(&space->hop);
+	return redirect_neigh(&space->hop, false);
 }
 
 /* Before routing: an error to a service's address, about its answers, or to this node, about a packet whose source it

@@ -193,32 +193,22 @@ INLINE void choose_at(struct choice *c, __u64 frontend, const enum client from, 
 		choose_none(c, service);
 }
 
-/* Choose for the tuple of a client's packet. `remember` false: without side effects. */
+/* Choose for the tuple of a client's packet, or of a socket that has no port yet. Only a socket of this node finds node
+ * ports at a loopback address: to packets of others, a neighbour's perhaps, nothing is served there. `remember` false:
+ * without side effects.
+ */
 INLINE void choose_backend(struct choice *c, const enum client from, const struct tuple *t, const bool v6,
 			   const bool remember)
-{
-	__u64 frontend;
-
-	c->verdict = VERDICT_UNTOUCHED;
-	frontend = frontend_at(c, t->daddr, t->dport, t->protocol, v6);
-	if (frontend)
-		choose_at(c, frontend, from, t, v6, remember);
-}
-
-/* Choose for a socket of this node that has no port yet. Only such a socket finds node ports at a loopback address: to
- * packets, which may be a neighbour's, nothing is served there.
- */
-INLINE void choose_for_socket(struct choice *c, const struct tuple *t, const bool v6, const bool remember)
 {
 	__u64 frontend = 0;
 
 	c->verdict = VERDICT_UNTOUCHED;
-	if (!is_localhost(t->daddr, v6))
+	if (from != CLIENT_NODE || !is_localhost(t->daddr, v6))
 		frontend = frontend_at(c, t->daddr, t->dport, t->protocol, v6);
 	else if (find_frontend(t->daddr, 0, 0, v6) >> 32 & FRONTEND_NODE_PORTS)
 		frontend = node_port_at(t->dport, t->protocol, v6);
 	if (frontend)
-		choose_at(c, frontend, CLIENT_NODE, t, v6, remember);
+		choose_at(c, frontend, from, t, v6, remember);
 }
 
 #endif

@@ -9,6 +9,7 @@
 #include "hash.h"
 #include "node.h"
 #include "packet.h"
+#include "sockets.h"
 
 #define VLAN_NUMBER 0x0fff /* of a tag */
 
@@ -48,6 +49,8 @@ INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const __u
 	struct tuple t = {};
 
 	if (!parse_fast(skb, &t, offset, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
+		return false;
+	if (!is_ingress(hook) && lost_peer(skb, &t, v6))
 		return false;
 	if (hook == HOOK_POD_EGRESS)
 		return t.protocol != IPPROTO_UDP || !is_awaited(&t, v6);

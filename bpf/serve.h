@@ -6,6 +6,7 @@
 #include "node.h"
 #include "pick.h"
 #include "renew.h"
+#include "sockets.h"
 #include "source.h"
 
 INLINE bool may_be_frontend(const struct packet *p, const bool v6)
@@ -127,18 +128,41 @@ INLINE enum client classify_sender(struct __sk_buff *skb, const struct tuple *t,
 	return own_node.pods_by_link ? CLIENT_POD : classify_client(t->saddr, 0, v6);
 }
 
+/* What was chosen for a socket whose backend was gone. Is it that one, as it is again, then the socket is connected to
+ * it as before. Is the service gone, then the backend's address may be another pod's by now.
+ */
+INLINE void settle_lost_peer(struct choice *c, struct socket_peer *lost, const struct tuple *t, const bool v6)
+{
+	if (c->verdict == VERDICT_UNTOUCHED) {
+		c->why = COUNT_DROP_UNALLOCATED;
+		c->verdict = VERDICT_DROP;
+	} else if (c->verdict == VERDICT_DNAT && c->port == t->dport && same_address(c->address, t->daddr, v6)) {
+		lost->service = c->service;
+		lost->backend_id = c->backend;
+		c->verdict = VERDICT_UNTOUCHED;
+	}
+}
+
 /* Choose a backend for the packet, or another verdict. */
 INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
 {
 	const struct tuple *t = &space->packet.tuple;
 	enum client from =
 		hook == HOOK_UPLINK_EGRESS ? classify_sender(skb, t, v6) : classify_client(t->saddr, skb->ifindex, v6);
+	struct socket_peer *lost = from == CLIENT_NODE ? lost_peer(skb, t, v6) : NULL;
+	struct tuple asked = *t;
 
+	if (lost) {
+		copy_address(asked.daddr, lost->frontend);
+		asked.dport = lost->frontend_port;
+	}
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	space->choice.avoid = space->avoid;
 	space->choice.forgettable = is_forgettable(&space->packet);
 	space->choice.crowded = is_crowded() || (t->protocol == IPPROTO_TCP && space->choice.forgettable);
-	choose_backend(&space->choice, from, t, v6, true);
+	choose_backend(&space->choice, from, &asked, v6, true);
+	if (lost)
+		settle_lost_peer(&space->choice, lost, t, v6);
 	space->service = space->choice.service;
 	space->backend = space->choice.backend;
 	return space->choice.verdict;

@@ -2,7 +2,8 @@
 #ifndef HYBRID_PROXY_SOCKETS_H
 #define HYBRID_PROXY_SOCKETS_H
 
-#include "config.h"
+#include "packet.h"
+#include "service.h"
 
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
@@ -10,5 +11,31 @@ struct {
 	__type(key, int);
 	__type(value, struct socket_state);
 } sockets SEC(".maps");
+
+/* Of a datagram that a connected socket of the node sends: the service that the socket asked for, if its backend serves
+ * no longer. The kernel asks no program where a connected socket sends to (udp_sendmsg), and a socket whose connection
+ * is taken away can never send again without an address. So it goes on to send to the backend that it has, and its
+ * datagrams find another one where they leave. NULL for any other packet.
+ */
+INLINE struct socket_peer *lost_peer(struct __sk_buff *skb, const struct tuple *t, const bool v6)
+{
+	struct bpf_sock *sk = t->protocol == IPPROTO_UDP ? skb->sk : NULL;
+	struct socket_state *state;
+	struct socket_peer *peer;
+
+	if (!sk)
+		return NULL;
+	sk = bpf_sk_fullsock(sk);
+	if (!sk || sk->state != BPF_TCP_ESTABLISHED)
+		return NULL;
+	state = bpf_sk_storage_get(&sockets, sk, NULL, 0);
+	if (!state || !state->connected)
+		return NULL;
+	peer = &state->peers[0];
+	if (peer->backend_port != t->dport || !same_address(peer->backend, t->daddr, v6) ||
+	    is_serving(peer->backend_id, peer->service, peer->backend, peer->backend_port))
+		return NULL;
+	return peer;
+}
 
 #endif

@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from hybrid_proxy.dataplane.kernel.netlink import (
@@ -27,8 +27,6 @@ from hybrid_proxy.dataplane.kernel.netlink import (
 SOCK_DIAG_BY_FAMILY, SOCK_DESTROY = 20, 21  # linux/sock_diag.h
 _REQUEST: Final = struct.Struct("=BBBBI")  # family, protocol, extensions, pad, states; an inet_diag_sockid follows
 _SOCKET_ID: Final = slice(4, 52)  # in an inet_diag_msg: ports, addresses, interface, cookie
-_COOKIE: Final = struct.Struct("=Q")
-_ALL_STATES: Final = 0xFFFFFFFF
 _OPEN_STATES: Final = 0xFFFFFFFF & ~(1 << 10 | 1 << 6)  # not TCP_LISTEN, TCP_TIME_WAIT
 _REQ_STORAGES, _REQ_MAP = 2, 1  # INET_DIAG_REQ_SK_BPF_STORAGES, SK_DIAG_BPF_STORAGE_REQ_MAP_FD
 _STORAGES, _STORAGE_VALUE = 20, 3  # INET_DIAG_SK_BPF_STORAGES, SK_DIAG_BPF_STORAGE_MAP_VALUE
@@ -46,7 +44,7 @@ def end_connections(storage: int, judge: Callable[[bytes], bool]) -> int:
 
     Raises:
         NetlinkFailed: the sockets cannot be read: Linux before 5.7, or no CAP_BPF.
-        OSError: as `end_datagram_sockets`.
+        OSError: EOPNOTSUPP where the kernel lacks CONFIG_INET_DIAG_DESTROY, EPERM without CAP_NET_ADMIN.
     """
     asked = nested(_REQ_STORAGES, attribute(_REQ_MAP, struct.pack("=I", storage)))
     ended = 0
@@ -68,25 +66,3 @@ def _stored(answer: bytes) -> Iterator[bytes]:
         if kind == _STORAGES:
             for _, storage in attributes(value):
                 yield from (text for inner, text in attributes(storage) if inner == _STORAGE_VALUE)
-
-
-def end_datagram_sockets(cookies: Collection[int]) -> int:
-    """Abort the UDP sockets with these cookies: their next call fails with ECONNABORTED. Returns how many.
-
-    Raises:
-        NetlinkFailed: the sockets cannot be read.
-        OSError: EOPNOTSUPP where the kernel lacks CONFIG_INET_DIAG_DESTROY, EPERM without CAP_NET_ADMIN.
-    """
-    ended = 0
-    with Netlink(SOCK_DIAG) as wire:
-        for family in (socket.AF_INET, socket.AF_INET6):
-            head = _REQUEST.pack(family, socket.IPPROTO_UDP, 0, 0, _ALL_STATES)
-            found = wire.dump(Message(SOCK_DIAG_BY_FAMILY, head + bytes(48), NLM_F_DUMP, "reading UDP sockets"))
-            names = [answer[_SOCKET_ID] for answer in found]
-            chosen = [name for name in names if _COOKIE.unpack(name[-8:])[0] in cookies]
-            failed = wire.send([Message(SOCK_DESTROY, head + name, what="aborting UDP sockets") for name in chosen])
-            ended += len(chosen) - len(failed)
-            for _, code in failed:
-                if code != errno.ENOENT:  # it closed by itself
-                    raise OSError(code, f"SOCK_DESTROY: {os.strerror(code)}")
-    return ended

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
-from hybrid_proxy.dataplane.kernel.diag import end_datagram_sockets
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf import resets
@@ -137,7 +136,6 @@ class FlowGC:
         self._hurry = False
         self._maps = maps
         self._sweep, self._clock, self._hz = sweep, clock, hz
-        self._disconnecting: set[int] = set()
         self._resetting: set[resets.Endpoint] = set()
         self.reset = 0  # connections to endpoints that are gone
         self._lock = threading.Lock()
@@ -162,11 +160,6 @@ class FlowGC:
         """Entries of both families when they were read last."""
         return sum(self.used.values())
 
-    @property
-    def _connected(self) -> Map | None:
-        """There once the socket programs are loaded."""
-        return self._maps.get("connected")
-
     def may_become(self, options: Options, cpus: int) -> None:
         """Look at what tables that forget need as long as they are smaller than these options let them become."""
         self._upper = bounds(options, cpus)
@@ -184,13 +177,6 @@ class FlowGC:
         with self._lock:
             self._wanted_stamp = max(self._wanted_stamp, stamp)
         self._wake.set()
-
-    def disconnect(self, backends: list[int]) -> None:
-        """End the node's UDP sockets that are connected to these backends: they would talk to nobody."""
-        if backends and self._connected is not None:
-            with self._lock:
-                self._disconnecting.update(backends)
-            self._wake.set()
 
     def reset_connections(self, gone: Collection[resets.Endpoint]) -> None:
         """Reset the TCP connections to these endpoints."""
@@ -227,7 +213,6 @@ class FlowGC:
             self._wake.wait(timeout=max(0.05, next_scan - time.monotonic()))
             self._wake.clear()
             self._end_connections()
-            self._end_sockets()
             self._pass_grace()
             if self._hurry or time.monotonic() >= next_scan:
                 self._hurry = False
@@ -238,21 +223,6 @@ class FlowGC:
                 except (DataplaneError, OSError) as error:
                     log.warning("reading flows failed, trying again in %d s: %s", SCAN_SECONDS, error)
                 next_scan = time.monotonic() + SCAN_SECONDS
-
-    def _end_sockets(self) -> None:
-        with self._lock:
-            backends, self._disconnecting = self._disconnecting, set()
-        connected = self._connected
-        if not backends or connected is None:
-            return
-        try:
-            cookies, values = connected.items(np.dtype(np.uint64), np.dtype(np.uint32))
-            chosen = cookies[np.isin(values, list(backends))]
-            if len(chosen):
-                end_datagram_sockets(frozenset(chosen.tolist()))
-                connected.delete_batch(chosen)
-        except (DataplaneError, OSError) as error:
-            log.warning("UDP sockets connected to backends that are gone could not be ended: %s", error)
 
     def _end_connections(self) -> None:
         with self._lock:

@@ -32,7 +32,7 @@ from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
 from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS, DeferredFree, FullError, IdPool, SlotAllocator, size_class
 from hybrid_proxy.dataplane.reports import Unprogrammed
 from hybrid_proxy.dataplane.slow_start import NO_PARTS, Parts, slowed
-from hybrid_proxy.dataplane.table import Backend, Entry, EntryKey, Protocol, service_of
+from hybrid_proxy.dataplane.table import Backend, Entry, EntryKey, service_of
 
 Subject = tuple[EntryKey, Socket]  # a backend of a service port
 
@@ -81,7 +81,6 @@ class Batch:
     source_ranges: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)  # service, family, CIDRs
     gone_source_ranges: Counter[int] = field(default_factory=Counter)  # how many, by family
     gone_backends: list[int] = field(default_factory=list)
-    gone_datagram_backends: list[int] = field(default_factory=list)
     gone_services: list[int] = field(default_factory=list)
     gone_ranges: list[tuple[int, int]] = field(default_factory=list)
     published: bool = False  # memory is written; what is left are system calls
@@ -486,7 +485,7 @@ class Plan:
             batch.source_ranges.append((port.service, entry.family, ()))
             batch.gone_source_ranges[entry.family] += len(settings.source_ranges)
         del self.by_id[port.service]
-        _list_gone(batch, entry, port.ids)
+        batch.gone_backends += port.ids
         batch.gone_services.append(port.service)
         batch.gone_ranges += [piece for piece in port.ranges if piece[1]]
 
@@ -539,13 +538,7 @@ def _list_members(batch: Batch, port: Installed, kept: _Kept) -> None:
     pairs = zip(kept.places, rows.flags, strict=True)
     batch.flags += [(row[0], flags) for row, flags in pairs if row and row[1] != flags]
     if kept.gone:
-        _list_gone(batch, entry, kept.gone)
-
-
-def _list_gone(batch: Batch, entry: Entry, ids: Sequence[int]) -> None:
-    batch.gone_backends += ids
-    if entry.protocol is Protocol.UDP:
-        batch.gone_datagram_backends += ids
+        batch.gone_backends += kept.gone
 
 
 def _share_a_frontend(old: Rows, new: Rows) -> bool:

@@ -411,10 +411,6 @@ class Ebpf:
                 _refuse_unprogrammed(plan.unprogrammed.values())
             if plan.probes_changed:
                 self.failover.services_changed(self.store)
-            if self.store.gone_datagram_backends:
-                if not self._leaving:
-                    self.gc.disconnect(self.store.gone_datagram_backends)
-                self.store.gone_datagram_backends = []
             if not self._leaving:
                 self._reset_gone(table, names)
             moved = table.node.primary != self.table.node.primary

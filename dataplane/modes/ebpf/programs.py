@@ -182,8 +182,7 @@ class Loader:
                 log.warning("socket programs%s: %s", "" if can_set_errno else " without bpf_set_retval", error)
         if "connect" in loaded and self._options.failover_failures:
             try:
-                with contextlib.closing(loaded["connect"].map("sockets")) as sockets:  # of both, pinned or not yet
-                    loaded["sockops"] = self.one("sockops", {**(larger or {}), "sockets": sockets})
+                loaded["sockops"] = self.one("sockops", larger)
             except BpfError as error:
                 log.warning("silent backends are not noticed by what the node's own sockets meet: %s", error)
         return loaded

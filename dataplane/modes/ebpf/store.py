@@ -63,7 +63,6 @@ class Store:
         self._shown: dict[int, tuple[int, Key | None]] = {}  # by family: a frontend, of so many
         self.graced_stamp = 0  # number of the last grace period that is over
         self._node_ports_at: frozenset[str] = frozenset()
-        self.gone_datagram_backends: list[int] = []  # UDP: sockets that are connected to them are of no use
         self._exact_after = 0  # once this grace period is over, prefilter bits of a former process go
 
     def _sizes(self) -> dict[str, int]:
@@ -149,7 +148,6 @@ class Store:
         while self._unwritten:
             batch = self._unwritten[0]
             self.writer.write(batch)
-            self.gone_datagram_backends += batch.gone_datagram_backends
             self.plan.commit(batch)
             if batch.late_frontends:
                 self._late.append(batch)

@@ -116,14 +116,6 @@ def test_a_change_writes_what_differs(
     assert batch.services == ([(1, 0, 60)] if after.affinity_seconds else [])
 
 
-@pytest.mark.parametrize("protocol", Protocol)
-def test_only_sockets_of_datagrams_must_be_ended(protocol: Protocol) -> None:
-    plan = Plan(SIZES)
-    change(plan, port([1, 2], protocol=protocol))
-    assert change(plan, port([2], protocol=protocol)).gone_datagram_backends == [1] * (protocol is Protocol.UDP)
-    assert change(plan).gone_datagram_backends == [2] * (protocol is Protocol.UDP)
-
-
 def test_nothing_is_used_again_before_it_is_free() -> None:
     plan = Plan(SIZES)
     change(plan, port([1, 2, 3]))
