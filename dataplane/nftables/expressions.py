@@ -192,13 +192,14 @@ def lookup_verdict(name: str, word: int) -> Expression:
     )  # fmt: skip
 
 
-def dynset(name: str, operation: int, key: int, data: int) -> Expression:
-    """Update or delete an element of a map that packets write (NFT_DYNSET_OP_...)."""
+def dynset(name: str, operation: int, key: int, data: int | None = None) -> Expression:
+    """Update or delete an element of a set or, with `data`, of a map that packets write (NFT_DYNSET_OP_...)."""
+    value = () if data is None else ((nf.NFTA_DYNSET_SREG_DATA, _register(data)),)
     return Expression(
         "dynset",
         (
             (nf.NFTA_DYNSET_SET_NAME, name), (nf.NFTA_DYNSET_OP, operation),
-            (nf.NFTA_DYNSET_SREG_KEY, _register(key)), (nf.NFTA_DYNSET_SREG_DATA, _register(data)),
+            (nf.NFTA_DYNSET_SREG_KEY, _register(key)), *value,
         ),
     )  # fmt: skip
 
@@ -441,9 +442,15 @@ class Family:
         prefix = pods.prefix(self.version)
         return self.source_within(prefix) if prefix else None
 
-    def hairpin_in(self, name: str) -> Part:
-        """Whether source and destination address are a pair of a set."""
-        return self.load_source(), self.load_destination(self.words), lookup(name, 0)
+    def hairpin(self, name: str) -> Part:
+        """Whether source and destination are one address.
+
+        No expression compares two fields of a packet before Linux 6.13. So the destination is put into a set beside
+        itself, and source and destination are looked for there.
+        """
+        beside = self.load_destination(self.words)
+        write = dynset(name, nf.NFT_DYNSET_OP_UPDATE, 0)
+        return self.load_destination(), beside, write, self.load_source(), beside, lookup(name, 0)
 
     def destination_local(self, *, negate: bool = False) -> Part:
         """Whether the destination is an address of this node."""

@@ -113,6 +113,8 @@ def _masquerade() -> Iterator[Case]:
                      own("pod1", "pod2"))  # fmt: skip
     yield from _each("2.7", "a pod reaches itself, others still see its address", ("pod1",), "self-dns", cluster,
                      own("pod1", "pod2"))  # fmt: skip
+    yield from _each("2.7", "a pod of another node reaches itself by this node", ("remote1",), "far", cluster,
+                     own("remote1"))  # fmt: skip
     yield from _each("2.7", "hairpin by the node's and outer addresses", ("pod1",), "self-local", ALL, own("pod1"))
 
 

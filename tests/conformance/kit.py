@@ -42,6 +42,7 @@ class End:
     serving: bool = True
     terminating: bool = False
     hints: tuple[tuple[str, str], ...] = ()  # ("forZones", "zone-a") or ("forNodes", "lab-node")
+    named: bool = True  # the slice says on which node it is
 
     def json(self, family: int) -> dict[str, Any]:
         endpoint: dict[str, Any] = {
@@ -49,7 +50,7 @@ class End:
             "conditions": {"ready": self.ready, "serving": self.serving, "terminating": self.terminating},
         }
         host = self.place.node or (self.place.name if self.place.name in NODE_NAMES else None)
-        if host is not None:
+        if host is not None and self.named:
             endpoint["nodeName"] = NODE_NAMES[host]
         for kind, name in self.hints:
             endpoint.setdefault("hints", {}).setdefault(kind, []).append({"name": name})

@@ -20,6 +20,7 @@ from .kit import (
     V4,
     V6,
     Bench,
+    End,
     Service,
     chi_square,
     eventually,
@@ -319,3 +320,11 @@ def test_direct_traffic_is_untouched(bench: Bench, web: Service, place: str, fam
 def test_direct_refusal_is_untouched(bench: Bench, web: Service, family: int) -> None:
     with bench.socket("pod1", family, socket.SOCK_STREAM) as client:
         assert client.connect_ex((bench.lab["pod2"].address(family), 9)) == errno.ECONNREFUSED
+
+
+@pytest.mark.row("2.7", "a pod reaches itself, whether or not its slice names its node")
+@pytest.mark.parametrize(("protocol", "target"), [("TCP", HTTP), ("UDP", UDP)], ids=["tcp", "udp"])
+def test_a_pod_reaches_itself_without_a_node_name(bench: Bench, protocol: str, target: int, family: int) -> None:
+    """Slices that people and operators write have none (`nodeName` is optional)."""
+    service = bench.service(End(bench.lab["pod1"], named=False), settle=False, protocol=protocol, target=target)
+    bench.settle(service, {"pod1"}, family)

@@ -43,9 +43,7 @@ def test_a_connected_socket_recovers_at_once(bench: Bench, place: str, family: i
         left = ({"pod2", "pod3"} - {gone}).pop()
         service.write(bench.lab[left])
 
-        eventually(
-            lambda: ask_udp(client)[0].pod == left, 3, f"it still talks to {gone}, which is gone, or to nobody"
-        )
+        eventually(lambda: ask_udp(client)[0].pod == left, 3, f"it still talks to {gone}, which is gone, or to nobody")
         assert client.getpeername()[:2] == target
 
 

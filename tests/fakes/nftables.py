@@ -369,8 +369,10 @@ class _Walker:
         key, elements = self._key(name, a[nf.NFTA_DYNSET_SREG_KEY]), self.table.elements[name]
         if a[nf.NFTA_DYNSET_OP] == nf.NFT_DYNSET_OP_DELETE:
             elements.pop(key, None)
-        else:
+        elif nf.NFTA_DYNSET_SREG_DATA in a:
             elements.setdefault(key, (int.from_bytes(self._get(a[nf.NFTA_DYNSET_SREG_DATA], 4), HOST), ""))
+        else:
+            elements.setdefault(key, (None, ""))
 
     def _immediate(self, a: dict[int, Any]) -> Verdict | None:
         data = dict(a[nf.NFTA_IMMEDIATE_DATA])

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Final, NamedTuple
 
+from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.modes.iptables.names import (
     ACCEPTED,
     FORWARD,
@@ -50,7 +51,6 @@ Chains = dict[str, tuple[str, ...]]  # name -> rules without `-A NAME`
 Leaves = dict[tuple[str, int], tuple[Rank, ...]]  # (tree, key) -> rules
 
 FROM_NODE: Final = "-m addrtype --src-type LOCAL"  # what this machine sends itself: no other may have such a source
-_LOAD, _TO_X, _EQUALS_X, _RETURN = 0x20, 0x07, 0x1D, 0x06  # cBPF: ld [k]; tax; jeq x; ret k (linux/bpf_common.h)
 DROP: Final = "-j DROP"
 REFUSE: Final = f"-j {REJECT}"
 
@@ -331,21 +331,6 @@ def _hairpin(node: Node, fully: str) -> Iterable[str]:
     """A pod that was sent to itself: after nat its packet has one address twice."""
     if node.compares:
         yield f'-m conntrack --ctstate DNAT -m bpf --bytecode "{same_addresses(node.family)}" -j MASQUERADE{fully}'
-
-
-def same_addresses(family: int) -> str:
-    """A cBPF program, as the match bpf takes it, that is true where source and destination are the same.
-
-    No other match can compare two fields of a packet; offsets are those of the IP header (RFC 791, RFC 8200).
-    """
-    source, target, words = (12, 16, 1) if family == 4 else (8, 24, 4)
-    code = []
-    for word in range(words):
-        differs = 4 * (words - 1 - word) + 1  # instructions to skip
-        code += [(_LOAD, 0, 0, source + 4 * word), (_TO_X, 0, 0, 0), (_LOAD, 0, 0, target + 4 * word)]
-        code += [(_EQUALS_X, 0, differs, 0)]
-    code += [(_RETURN, 0, 0, 0xFFFF), (_RETURN, 0, 0, 0)]
-    return ",".join([str(len(code)), *(" ".join(map(str, instruction)) for instruction in code)])
 
 
 def cluster_ips(root: str, node: Node) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.dataplane import localhost
+from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, find, present
@@ -24,7 +25,7 @@ from hybrid_proxy.dataplane.mode import (
 )
 from hybrid_proxy.dataplane.modes.iptables import affinity, listing
 from hybrid_proxy.dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
-from hybrid_proxy.dataplane.modes.iptables.lower import Node, node_of, same_addresses, usual_masquerade
+from hybrid_proxy.dataplane.modes.iptables.lower import Node, node_of, usual_masquerade
 from hybrid_proxy.dataplane.modes.iptables.plan import Plan
 from hybrid_proxy.dataplane.netfilter import TranslatingMode
 from hybrid_proxy.dataplane.reports import IptablesStatus, Status

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from ipaddress import ip_network
 from typing import Final
 
+from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, set_name
 from hybrid_proxy.dataplane.table import LOOPBACK, NodeNetwork, family_of
 
@@ -43,20 +44,27 @@ def pod_match(node: NodeNetwork, family: int) -> str:
 
 
 def restore_text(
-    family: int, node: NodeNetwork, saved: dict[str, str], health_ports: Iterable[int] = (), *, draining: bool = False
+    family: int,
+    node: NodeNetwork,
+    saved: dict[str, str],
+    health_ports: Iterable[int] = (),
+    *,
+    draining: bool = False,
+    compares: bool = True,
 ) -> str:
     """A restore that makes our chains and jumps anew in one transaction for each table.
 
     `saved` is by table what iptables-save prints now: jumps that are there are taken out. While the mode drains,
     another one decides: what is open needs that conntrack translates, for which a chain in nat is enough, and that
-    answers are forwarded; and nothing of this node may answer at the addresses.
+    answers are forwarded; and nothing of this node may answer at the addresses. `compares`: the
+    kernel has the match bpf.
     """
     if draining:
         rules: dict[str, list[tuple[str, str]]] = {"filter": [*_draining_filter(family, health_ports)]}
     else:
         rules = {
             "mangle": list(_mangle(family, node)),
-            "nat": list(_nat(family, node)),
+            "nat": list(_nat(family, node, compares=compares)),
             "filter": [*_filter(family, node, health_ports)],
         }
     return "".join(_table(table, rules.get(table, []), saved.get(table, "")) for table in JUMPS)
@@ -155,7 +163,12 @@ def _mangle(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     yield f"{PREFIX}INPUT", f"{_NEW} -j SET --map-set {set_name(family, 'MARKS')} dst,dst --map-mark"
 
 
-def _nat(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
+def itself(family: int) -> str:
+    """A packet that leaves the node for the address that it came from: its sender was chosen as its own backend."""
+    return f'! -o lo -m bpf --bytecode "{same_addresses(family)}"'
+
+
+def _nat(family: int, node: NodeNetwork, *, compares: bool) -> Iterator[tuple[str, str]]:
     pods = pod_match(node, family)
     bit = 1 << node.masquerade_bit
     before, output, after = (f"{PREFIX}{hook}" for hook in JUMPS["nat"])
@@ -173,7 +186,9 @@ def _nat(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     yield output, f"{_set(family, 'MASQ-NODE')} {mark}"
     # This node's route to an address of its own has that very address as its source, so that no pod could answer.
     yield output, f"{_set(family, 'ADDRESSES', 'src')} {_set(family, 'PORTS')} {mark}"
-    yield after, f"{_set(family, 'HAIRPIN', 'dst,dst,src')} -j MASQUERADE --random-fully"
+    # Without the match bpf, of the backends that are known to be on this node.
+    found = itself(family) if compares else _set(family, "HAIRPIN", "dst,dst,src")
+    yield after, f"{found} -j MASQUERADE --random-fully"
     yield after, f"-m mark ! --mark {bit:#x}/{bit:#x} -j RETURN"
     yield after, f"-j MARK --set-xmark {bit:#x}/0x0"
     yield after, "-j MASQUERADE --random-fully"

@@ -229,7 +229,9 @@ def write_rules(
     written = {}
     for family in kernel.tables.families:
         saved = {table: kernel.tables.save(family, table) for table in rules.JUMPS}
-        kernel.tables.restore(family, rules.restore_text(family, node, saved, health_ports, draining=draining))
+        compares = kernel.tables.accepts(family, "nat", [f"{rules.itself(family)} -j RETURN"]) is None
+        text = rules.restore_text(family, node, saved, health_ports, draining=draining, compares=compares)
+        kernel.tables.restore(family, text)
         written[family] = read_rules(kernel, family)
     return written
 

@@ -10,7 +10,6 @@ from hybrid_proxy.dataplane.modes.nftables.tables import (
     ALLOWED,
     CLUSTER_IPS,
     DISCARD,
-    ITSELF,
     MEMBERS,
     NODE_PORT_ADDRESSES,
     REFUSE,
@@ -88,15 +87,12 @@ def _verdict(entry: Entry, frontend: Frontend, space: str, position: int) -> Ver
 
 
 def shared(entry: Entry) -> set[Element]:
-    """Elements that other service ports may have too: ClusterIPs, and backends here that may be their own clients."""
-    found = {
+    """Elements that other service ports may have too: ClusterIPs."""
+    return {
         Element(CLUSTER_IPS, (frontend.address,))
         for frontend in entry.frontends
         if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None
     }
-    for backend_set in entry.backend_sets:
-        found.update(Element(ITSELF, (b.address, b.address)) for b in backend_set.backends if b.local)
-    return found
 
 
 def node_elements(family: Family, node: NodeNetwork) -> list[Element]:

@@ -50,7 +50,8 @@ from hybrid_proxy.dataplane.table import LOOPBACK, Masquerade, NodeNetwork, fami
 TABLE: Final = "hybrid-proxy"
 SPACES: Final = ("internal", "external", "internal-ports", "external-ports")
 RESTRICTED, ALLOWED = "restricted", "allowed-sources"
-CLUSTER_IPS, NODE_PORT_ADDRESSES, ITSELF = "cluster-ips", "node-port-addresses", "itself"
+CLUSTER_IPS, NODE_PORT_ADDRESSES = "cluster-ips", "node-port-addresses"
+ITSELF, ITSELF_SECONDS = "itself", 60  # backends that connections went to, each beside itself
 REFUSE, DISCARD = "refuse", "discard"
 MEMBERS: Final = ("members-0", "members-1")  # of the first and second backend set of a service port
 KEPT_MARKS, KEPT_SECONDS = "kept-marks", 5
@@ -71,7 +72,6 @@ def port_only(space: str) -> bool:
 def _sets() -> Iterator[Set]:
     yield Set(CLUSTER_IPS, (ADDRESS,))
     yield Set(NODE_PORT_ADDRESSES, (ADDRESS,))
-    yield Set(ITSELF, (ADDRESS, ADDRESS))
     yield Set(RESTRICTED, (ADDRESS, PROTOCOL, PORT))
     yield Set(ALLOWED, (ADDRESS, PROTOCOL, PORT, RANGE))
     for space in SPACES:
@@ -83,6 +83,7 @@ def _sets() -> Iterator[Set]:
     for members in MEMBERS:
         yield Set(members, (NUMBER,), (ADDRESS, PORT))
     yield Set(KEPT_MARKS, (ADDRESS, PORT, PROTOCOL), (SLOT,), KEPT_SECONDS, MAX_CLIENTS)
+    yield Set(ITSELF, (ADDRESS, ADDRESS), (), ITSELF_SECONDS, MAX_CLIENTS)
 
 
 SETS: Final = {one.name: one for one in _sets()}
@@ -250,7 +251,7 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
             rule(
                 x.mark_has_any(masquerade_mark), x.clear_mark(masquerade_mark), x.count("masqueraded"), x.masquerade()
             ),
-            rule(x.translated(), family.hairpin_in(ITSELF), x.count("to-itself"), x.masquerade()),
+            rule(x.translated(), family.hairpin(ITSELF), x.count("to-itself"), x.masquerade()),
         ),
         Hook(nf.NF_INET_POST_ROUTING, nf.NF_IP_PRI_NAT_SRC),
     )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hybrid_proxy.controller.semantics.explain import Packet as Question
 from hybrid_proxy.controller.semantics.explain import explain
+from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.iptables.lower import (
     Lowered,
@@ -18,7 +19,6 @@ from hybrid_proxy.dataplane.modes.iptables.lower import (
     lower,
     node_of,
     probability,
-    same_addresses,
     usual_masquerade,
 )
 from hybrid_proxy.dataplane.modes.iptables.names import service_chains

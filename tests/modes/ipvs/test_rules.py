@@ -25,7 +25,9 @@ def written(family: int = 4, network: NodeNetwork = NETWORK, times: int = 1, tab
 def test_rules_refer_to_sets_that_are_made(family: int) -> None:
     known = {set_name(family, name) for name in SETS}
     words = {word for _, text in written(family).texts for word in text.split() if word.startswith(f"HPV-{family}-")}
-    assert words == known - {set_name(family, "SERVERS")}
+    assert words == known - {set_name(family, "SERVERS"), set_name(family, "HAIRPIN")}
+    fallback = restore_text(family, NETWORK, {}, compares=False)
+    assert f"--match-set {set_name(family, 'HAIRPIN')} dst,dst,src -j MASQUERADE" in fallback
 
 
 @pytest.mark.parametrize("family", [4, 6])

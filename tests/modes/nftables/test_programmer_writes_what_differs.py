@@ -60,7 +60,6 @@ def test_a_change_touches_only_its_own_elements(fake: FakeNftables, mode: Nftabl
     assert fake.transactions[1:] == [
         [
             op.DeleteElements("internal-slots", [(1, *key)]),
-            op.DeleteElements("itself", [("10.1.2.7", "10.1.2.7")]),
             op.AddElements("internal-slots", [Element("internal-slots", (1, *key), ("10.1.9.7", 8080))]),
         ]
     ]
@@ -105,13 +104,11 @@ def test_a_chain_that_cannot_be_removed_is_used_again(fake: FakeNftables, mode: 
     assert state(fake) == fresh(many(3, 3, s2=("10.1.1.2",)))
 
 
-def test_an_address_that_two_services_use_is_forgotten_with_the_second(fake: FakeNftables, mode: Nftables) -> None:
-    both = {"s1": ("*10.1.5.5",), "s2": ("*10.1.5.5",)}
-    mode.sync(many(2, **both))
-    mode.sync(many(2, 2, s1=("10.1.1.1",), s2=both["s2"]))
-    assert ("10.1.5.5", "10.1.5.5") in fake.tables[4].elements["itself"]
-    mode.sync(many(2, 3, s1=("10.1.1.1",), s2=("10.1.1.2",)))
-    assert not fake.tables[4].elements["itself"]
+def test_an_address_that_two_ports_use_is_forgotten_with_the_second(fake: FakeNftables, mode: Nftables) -> None:
+    ports = [entry(cluster_ip("10.96.0.1", route("10.1.1.1"), port), name=f"default/s:{port}") for port in (80, 81)]
+    for number, left in enumerate((2, 1, 0), 1):
+        mode.sync(table(*ports[:left], generation=number))
+        assert bool(fake.tables[4].elements["cluster-ips"]) is (left > 0)
 
 
 def test_a_service_that_goes_takes_everything_along(fake: FakeNftables, mode: Nftables) -> None:
