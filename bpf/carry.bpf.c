@@ -123,7 +123,7 @@ INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool
 /* Every packet is looked at: the two generations have bitmaps of their own for the prefilter. */
 INLINE int carry(struct __sk_buff *skb, const enum hook hook)
 {
-	if (is_tagged(skb))
+	if (is_tagged(skb, hook))
 		return TC_ACT_UNSPEC;
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		return call_datapath(skb, hook, false);

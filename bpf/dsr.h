@@ -107,7 +107,7 @@ INLINE bool push_outer(struct __sk_buff *skb, const struct tuple *outer, __be16 
 INLINE enum step encap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
 {
 	const __u32 head = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
-	const struct packet *p = &space->packet;
+	struct packet *p = &space->packet;
 	struct bpf_fib_lookup *hop = &space->hop;
 	struct tuple *outer = &space->reply;
 	__u32 length = packet_length(skb, p, v6);
@@ -120,6 +120,9 @@ INLINE enum step encap(struct __sk_buff *skb, struct scratch *space, __u32 unuse
 		return CALL(send_icmp_error, skb, hop->tot_len < length + head ? hop->tot_len - head : SMALLEST_MTU);
 	if (!has_next_hop(result))
 		return drop(space, COUNT_DROP_NO_ROUTE);
+	if (p->ttl <= 1)
+		return CALL(send_icmp_error, skb, TTL_EXPIRED);
+	store_dec_ttl(skb, p, v6);
 	if (!push_outer(skb, outer, space->result.dport, v6))
 		return drop(space, COUNT_DROP_ENCAP);
 	count_inline(COUNT_ENCAP);

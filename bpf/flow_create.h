@@ -219,10 +219,10 @@ INLINE enum step reserve_tuple(struct __sk_buff *skb, struct scratch *space, __u
 		port = bpf_htons(settings.port_first + (start + i * PORT_STEP) % settings.port_count);
 		found = CALL(try_port, skb, port);
 	}
+	if (found == PORT_TAKEN && !second_best)
+		return drop(space, COUNT_DROP_NO_PORT);
 	if (found == PORT_TAKEN)
 		port = second_best;
-	if (!port)
-		return drop(space, COUNT_DROP_NO_PORT);
 	space->result.sport = space->reply.dport = port;
 	return STEP_CONTINUE;
 }

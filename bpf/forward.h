@@ -48,21 +48,30 @@ INLINE long fib_lookup_skb(struct __sk_buff *skb, struct bpf_fib_lookup *hop, co
 	return fib_lookup(skb, skb->ifindex, packet_length(skb, p, v6) + more, hop, to, v6);
 }
 
-/* Decrement the TTL, as every router does; before `rewrite`, which writes IPv4's with the addresses. */
-INLINE void dec_ttl(struct __sk_buff *skb, struct packet *p, const bool v6)
+/* Decrement the TTL, as every router does, in the packet. */
+INLINE void store_dec_ttl(struct __sk_buff *skb, struct packet *p, const bool v6)
 {
 	const __u32 offset =
 		v6 ? L3_OFFSET + offsetof(struct ipv6hdr, hop_limit) : L3_OFFSET + offsetof(struct iphdr, ttl);
 	__u32 before = bpf_htons(p->ttl << 8), after = bpf_htons((p->ttl - 1) << 8);
 
 	p->ttl -= 1;
-	if (!v6 && p->fragment.part != LATER_FRAGMENT) {
-		p->ip_check = updated_checksum(p->ip_check, exchange(0, before, after));
-		return;
-	}
 	if (!v6)
 		bpf_l3_csum_replace(skb, L3_OFFSET + offsetof(struct iphdr, check), before, after, 2);
 	bpf_skb_store_bytes(skb, offset, &p->ttl, sizeof(p->ttl), 0);
+}
+
+/* The same before `rewrite`, which writes IPv4's with the addresses. */
+INLINE void dec_ttl(struct __sk_buff *skb, struct packet *p, const bool v6)
+{
+	__u32 before = bpf_htons(p->ttl << 8), after = bpf_htons((p->ttl - 1) << 8);
+
+	if (v6 || p->fragment.part == LATER_FRAGMENT) {
+		store_dec_ttl(skb, p, v6);
+		return;
+	}
+	p->ttl -= 1;
+	p->ip_check = updated_checksum(p->ip_check, exchange(0, before, after));
 }
 
 /* Back out of the interface that the packet came in at: client and backend are one pod. */

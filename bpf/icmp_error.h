@@ -131,6 +131,9 @@ INLINE enum step forward_error(struct __sk_buff *skb, struct scratch *space, con
 		return STEP_PASS;
 	if (!has_next_hop(fib_lookup_skb(skb, &space->hop, &space->packet, &space->result, 0, v6)))
 		return STEP_PASS;
+	if (space->packet.ttl <= 1)
+		return drop(space, COUNT_DROP_EXPIRED); /* no error is sent about an error (RFC 1122, RFC 4443) */
+	store_dec_ttl(skb, &space->packet, v6);
 	return redirect_neigh(&space->hop, false);
 }
 

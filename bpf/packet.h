@@ -12,7 +12,7 @@
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
-#define IPV6_EXTENSIONS 4
+#define IPV6_EXTENSIONS 8
 #define HEADERS_MASK 0x3ff /* headers behind it are not looked at; the verifier wants a mask */
 #define ICMP_HEADER 8
 #define L3_OFFSET ETH_HLEN
@@ -186,9 +186,9 @@ INLINE __u32 parse_ipv6(void *data, void *end, __u32 offset, struct tuple *t, st
 	__builtin_memcpy(t->daddr, &ip->daddr, 16);
 	next = ip->nexthdr;
 	offset += sizeof(*ip);
-#pragma unroll
-	for (int i = 0; i < IPV6_EXTENSIONS; i++) {
-		struct ipv6_opt_hdr *option = data + offset;
+#pragma clang loop unroll(disable)
+	for (int i = 0; i < IPV6_EXTENSIONS && offset <= HEADERS_MASK; i++) {
+		struct ipv6_opt_hdr *option = data + (offset & HEADERS_MASK);
 		__u32 length;
 
 		if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING && next != IPPROTO_DSTOPTS &&

@@ -12,6 +12,7 @@
 #include "sockets.h"
 
 #define VLAN_NUMBER 0x0fff /* of a tag */
+#define PRIORITY_TAGS 4	   /* that are taken off */
 
 INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6);
 
@@ -59,10 +60,20 @@ INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const __u
 	return !(is_ingress(hook) && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !in_service_cidr(t.daddr, v6);
 }
 
-/* A VLAN's packets are its own device's, whose programs see them without the tag. Number 0 only gives a priority. */
-INLINE bool is_tagged(struct __sk_buff *skb)
+/* A VLAN's packets are its own device's, whose programs see them without the tag. Number 0 only gives a priority: the
+ * stack takes off such tags, as many as there are, but shows the packet to no program again (__netif_receive_skb_core).
+ */
+INLINE bool is_tagged(struct __sk_buff *skb, const enum hook hook)
 {
-	return skb->vlan_present && skb->vlan_tci & VLAN_NUMBER;
+	if (!skb->vlan_present)
+		return false;
+	for (int i = 0; is_ingress(hook) && i < PRIORITY_TAGS; i++) {
+		bool another = skb->protocol == bpf_htons(ETH_P_8021Q) || skb->protocol == bpf_htons(ETH_P_8021AD);
+
+		if (skb->vlan_tci & VLAN_NUMBER || !another || bpf_skb_vlan_pop(skb))
+			break;
+	}
+	return skb->vlan_tci & VLAN_NUMBER;
 }
 
 INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const bool v6)
@@ -73,7 +84,7 @@ INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const bool 
 /* A packet at one of the hooks of an interface. */
 INLINE int prefilter(struct __sk_buff *skb, const enum hook hook)
 {
-	if (is_tagged(skb))
+	if (is_tagged(skb, hook))
 		return TC_ACT_UNSPEC;
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		return enter_family(skb, hook, false);

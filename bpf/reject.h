@@ -20,6 +20,7 @@
 #define QUOTED_TCP 20
 #define QUOTED_SCTP 12
 #define QUOTED_OTHER 8
+#define QUOTED_MOST 128 /* with IP's headers */
 #define ERROR4_SIZE (sizeof(struct iphdr) + ICMP_HEADER)
 #define ERROR6_SIZE (sizeof(struct ipv6hdr) + ICMP_HEADER)
 
@@ -56,31 +57,39 @@ INLINE __u32 quoted_length(__u8 protocol)
 	return protocol == IPPROTO_SCTP ? QUOTED_SCTP : QUOTED_OTHER;
 }
 
-/* Load an IP header and so much of what it carries; lengths that the verifier can check. The rest of the buffer stays
- * zero, which a checksum does not see.
+/* How many bytes are quoted: IP's header with its options or extension headers, among them that of a fragment, and the
+ * beginning of what it carries. A later fragment has no transport header.
  */
-INLINE long load_quoted(struct __sk_buff *skb, __u32 offset, void *to, __u32 ip, __u32 payload)
+INLINE __u32 quoted_size(const struct packet *p)
 {
-	if (payload == QUOTED_TCP)
-		return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_TCP);
-	if (payload == QUOTED_SCTP)
-		return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_SCTP);
-	return bpf_skb_load_bytes(skb, offset, to, ip + QUOTED_OTHER);
+	__u8 protocol = p->fragment.part == LATER_FRAGMENT ? IPPROTO_UDP : p->tuple.protocol;
+	__u32 size = p->l4 - L3_OFFSET + quoted_length(protocol);
+
+	return size < QUOTED_MOST ? size & ~3u : QUOTED_MOST;
 }
 
-INLINE long write_error4(struct __sk_buff *skb, const struct tuple *t, const struct icmp_error *what, __u32 payload)
+/* Load the bytes that are quoted and add them to the checksum; lengths that the verifier can check. */
+INLINE __s64 sum_quoted(struct __sk_buff *skb, struct scratch *space, __u32 offset, __u32 size, __s64 sum)
 {
+	__be32 *quoted = (void *)space->first.frame; /* no first fragment waits while an error is sent */
+
+	asm volatile("" : "+r"(size));
+	if (size < QUOTED_OTHER || size > QUOTED_MOST || bpf_skb_load_bytes(skb, offset, quoted, size))
+		return -1;
+	return bpf_csum_diff(NULL, 0, quoted, size, (__u32)sum);
+}
+
+INLINE long write_error4(struct __sk_buff *skb, struct scratch *space, const struct icmp_error *what, __u32 size)
+{
+	const struct tuple *t = &space->packet.tuple;
 	struct icmp_error4 head = {};
-	__u32 quoted[(sizeof(struct iphdr) + QUOTED_TCP) / 4] = {};
 	__s64 sum;
 
-	if (load_quoted(skb, L3_OFFSET + ERROR4_SIZE, quoted, sizeof(struct iphdr), payload))
-		return -1;
 	head.ip.version = 4;
 	head.ip.ihl = 5;
 	head.ip.ttl = 64;
 	head.ip.protocol = IPPROTO_ICMP;
-	head.ip.tot_len = bpf_htons(ERROR4_SIZE + sizeof(struct iphdr) + payload);
+	head.ip.tot_len = bpf_htons(ERROR4_SIZE + size);
 	head.ip.saddr = t->daddr[0];
 	head.ip.daddr = t->saddr[0];
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.ip, sizeof(head.ip), 0);
@@ -89,21 +98,21 @@ INLINE long write_error4(struct __sk_buff *skb, const struct tuple *t, const str
 	head.icmp.code = what->code;
 	head.icmp.rest = what->rest;
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), 0);
-	sum = bpf_csum_diff(NULL, 0, quoted, sizeof(quoted), (__u32)sum);
+	sum = sum_quoted(skb, space, L3_OFFSET + ERROR4_SIZE, size, sum);
+	if (sum < 0)
+		return -1;
 	head.icmp.checksum = csum_fold(sum);
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &head, sizeof(head), 0);
 }
 
-INLINE long write_error6(struct __sk_buff *skb, const struct tuple *t, const struct icmp_error *what, __u32 payload)
+INLINE long write_error6(struct __sk_buff *skb, struct scratch *space, const struct icmp_error *what, __u32 size)
 {
+	const struct tuple *t = &space->packet.tuple;
 	struct icmp_error6 head = {};
-	__u32 quoted[(sizeof(struct ipv6hdr) + QUOTED_TCP) / 4] = {};
-	__u32 length = ICMP_HEADER + sizeof(struct ipv6hdr) + payload;
+	__u32 length = ICMP_HEADER + size;
 	__u32 pseudo[2] = {bpf_htonl(length), bpf_htonl(IPPROTO_ICMPV6)};
 	__s64 sum;
 
-	if (load_quoted(skb, L3_OFFSET + ERROR6_SIZE, quoted, sizeof(struct ipv6hdr), payload))
-		return -1;
 	head.ip.version = 6;
 	head.ip.hop_limit = 64;
 	head.ip.nexthdr = IPPROTO_ICMPV6;
@@ -117,7 +126,9 @@ INLINE long write_error6(struct __sk_buff *skb, const struct tuple *t, const str
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)t->daddr, 16, (__u32)sum);
 	sum = bpf_csum_diff(NULL, 0, pseudo, sizeof(pseudo), (__u32)sum);
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), (__u32)sum);
-	sum = bpf_csum_diff(NULL, 0, quoted, sizeof(quoted), (__u32)sum);
+	sum = sum_quoted(skb, space, L3_OFFSET + ERROR6_SIZE, size, sum);
+	if (sum < 0)
+		return -1;
 	head.icmp.checksum = csum_fold(sum);
 	return bpf_skb_store_bytes(skb, L3_OFFSET, &head, sizeof(head), 0);
 }
@@ -201,20 +212,19 @@ INLINE void fill_icmp_error(struct icmp_error *c, const struct scratch *space, _
  */
 INLINE enum step send_icmp_error(struct __sk_buff *skb, struct scratch *space, __u32 what, const bool v6)
 {
-	__u32 ip = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr), head = v6 ? ERROR6_SIZE : ERROR4_SIZE;
+	const __u32 head = v6 ? ERROR6_SIZE : ERROR4_SIZE;
 	const struct packet *p = &space->packet;
-	__u32 payload = quoted_length(p->tuple.protocol);
+	__u32 size = quoted_size(p);
 	struct icmp_error error;
 
+	if (!v6 && p->fragment.part == LATER_FRAGMENT) /* of IPv4, only the first one is answered (RFC 1122, 3.2.2) */
+		return drop(space, COUNT_DROP_REJECT_FAILED);
 	if (!reject_allowed())
 		return drop(space, COUNT_DROP_REJECT_LIMITED);
-	if (p->l4 != L3_OFFSET + ip)
-		return drop(space, COUNT_DROP_REJECT_FAILED);
 	fill_icmp_error(&error, space, what, v6);
-	if (bpf_skb_change_tail(skb, L3_OFFSET + ip + payload, 0) ||
-	    bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, 0))
+	if (bpf_skb_change_tail(skb, L3_OFFSET + size, 0) || bpf_skb_adjust_room(skb, head, BPF_ADJ_ROOM_MAC, 0))
 		return drop(space, COUNT_DROP_REJECT_FAILED);
-	if (v6 ? write_error6(skb, &p->tuple, &error, payload) : write_error4(skb, &p->tuple, &error, payload))
+	if (v6 ? write_error6(skb, space, &error, size) : write_error4(skb, space, &error, size))
 		return drop(space, COUNT_DROP_REJECT_FAILED);
 	return send_back(skb);
 }

@@ -114,7 +114,8 @@ def test_a_request_is_wrapped_unwrapped_and_answered_directly(pair: Pair, protoc
         verdict, wrapped = pair.asked.in_(plain)
         outer = (IP if net.family == 4 else IPv6)(wrapped[14:])
         assert (verdict, outer.src, outer.dst) == (REDIRECT, net.primary, net.backends[0])
-        assert wrapped[14 + HEAD[net.family] :] == plain[14:], "what is inside is the client's packet as it came"
+        routed = frame(net, client, vip, transport, **{"ttl" if net.family == 4 else "hlim": 63})
+        assert wrapped[14 + HEAD[net.family] :] == routed[14:], "what is inside is the client's packet, a hop later"
         verdict, out = pair.server.in_(wrapped)
         assert (verdict, read(out).tuple) == (PASS, (client, 40000, net.backends[0], 8080))
     reply = segment(8080, 40000, "SA", 0, 1001) if protocol is Protocol.TCP else datagram(8080, 40000)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import reduce
+from operator import truediv
 
 import pytest
 from scapy.layers.inet import ICMP, IP, TCP, UDP
@@ -111,6 +113,7 @@ EXTENSIONS: dict[str, Callable[[], Packet]] = {
     "hop-by-hop": lambda: IPv6ExtHdrHopByHop(options=[PadN(optdata=b"\0" * 4)]),
     "destination": lambda: IPv6ExtHdrDestOpt(options=[PadN(optdata=b"\0" * 4)]),
     "routing": lambda: IPv6ExtHdrRouting(addresses=["2001:db8::7"], segleft=0),
+    "eight": lambda: reduce(truediv, [IPv6ExtHdrDestOpt(options=[PadN(optdata=b"\0" * 4)]) for _ in range(8)]),
     "all": lambda: (
         IPv6ExtHdrHopByHop() / IPv6ExtHdrDestOpt() / IPv6ExtHdrRouting(addresses=["2001:db8::7"], segleft=0)
         / IPv6ExtHdrDestOpt(options=[PadN(optdata=b"\0" * 60)])
@@ -154,6 +157,22 @@ def test_options_are_stepped_over(bench: Bench, size: int, protocol: Protocol) -
     verdict, out = bench.egress(frame(net, backend, net.client, answer, from_backend=True, options=options))
     assert verdict == PASS
     assert read(out).tuple == (net.vip, 53, net.client, 40000)
+
+
+# Ports.
+
+
+@pytest.mark.parametrize("protocol", list(TRANSPORTS), ids=lambda p: p.name.lower())
+def test_a_client_may_have_port_0(bench: Bench, net: Net, protocol: Protocol) -> None:
+    """Nobody can bind it, but datagrams that want no answer may have it (RFC 768), and routers forward them."""
+    backend = net.backends[0]
+    bench.serve(service(net.vip, 53, [(backend, 5353)], protocol=protocol))
+    for _ in range(2):
+        verdict, out = bench.ingress(frame(net, net.client, net.vip, TRANSPORTS[protocol](sport=0, dport=53)))
+        assert (verdict, read(out).tuple) == (PASS, (net.client, 0, backend, 5353))
+    answer = TCP(sport=5353, dport=0, flags="SA", ack=1001) if protocol is Protocol.TCP else UDP(sport=5353, dport=0)
+    verdict, out = bench.egress(frame(net, backend, net.client, answer, from_backend=True))
+    assert (verdict, read(out).tuple) == (PASS, (net.vip, 53, net.client, 0))
 
 
 # Pings.

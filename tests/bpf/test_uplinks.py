@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from pyroute2 import IPRoute
-from scapy.layers.inet import ICMP, TCP
-from scapy.layers.inet6 import ICMPv6PacketTooBig
+from scapy.layers.inet import ICMP, TCP, UDP
+from scapy.layers.inet6 import ICMPv6PacketTooBig, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
 from scapy.packet import Raw
 
 from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
@@ -273,6 +273,46 @@ def test_the_sender_gets_too_big_and_time_exceeded_errors(node: Uplink) -> None:
     assert (verdict, read(out).l4[0]) == (REDIRECT, 11 if net.family == 4 else 3)
 
 
+def fragment_of(net: Net, offset: int) -> dict[str, Any]:
+    """Fields and headers of a fragment, the first of its datagram or a later one."""
+    if net.family == 4:
+        return {"id": 7, "flags": "MF", "frag": offset, "proto": 17}
+    return {"nh": 44}
+
+
+@pytest.mark.parametrize("reason", ["too big", "expired"])
+@pytest.mark.parametrize("kind", ["first fragment", "later fragment", "options"])
+def test_errors_about_packets_with_other_headers(node: Uplink, kind: str, reason: str) -> None:
+    """They quote these headers, by which a sender knows its datagram."""
+    net, size = node.net, MTU if reason == "too big" else 8
+    v6, offset = net.family == 6, 185 if kind == "later fragment" else 0
+    node.bench.serve(outer_service(net, [(net.backends[0], 8080)], protocol=Protocol.UDP))
+    transport = UDP(sport=40000, dport=NODE_PORT, len=5000) / Raw(bytes(MTU))
+    fields: dict[str, Any] = fragment_of(net, 0)
+    node.ask(net.primary, IPv6ExtHdrFragment(id=7, m=1, nh=17) / transport if v6 else transport, **fields)
+    body = Raw(bytes(range(16)) + bytes(size)) if offset else UDP(sport=40000, dport=NODE_PORT) / Raw(bytes(size))
+    if kind == "options":
+        fields = {} if v6 else {"options": b"\x01" * 8, "proto": 17}
+        body = IPv6ExtHdrDestOpt() / body if v6 else body
+    else:
+        fields = fragment_of(net, offset)
+        body = IPv6ExtHdrFragment(id=7, m=1, offset=offset, nh=17) / body if v6 else body
+    if reason == "expired":
+        fields["hlim" if v6 else "ttl"] = 1
+    packet = frame(net, node.client, net.primary, body, **fields)
+    verdict, out = node.in_(packet)
+    if offset and not v6:
+        assert verdict == DROP, "of IPv4 only the first fragment is answered (RFC 1122)"
+        return
+    error = read(out)
+    assert (verdict, error.src, error.dst) == (REDIRECT, net.primary, node.client)
+    wanted = {"too big": (b"\x02\0", b"\x03\x04"), "expired": (b"\x03\0", b"\x0b\0")}[reason]
+    assert error.l4[:2] == wanted[not v6]
+    quoted = error.l4[8:]
+    assert len(quoted) == (40 + 8 + 8 if v6 else 28 + (8 if kind == "options" else 0))
+    assert quoted == packet[14 : 14 + len(quoted)]
+
+
 def test_a_packet_for_many_is_as_long_as_the_longest_of_them(node: Uplink) -> None:
     net = node.net
     node.bench.serve(outer_service(net, [(net.backends[0], 8080)]))
@@ -303,9 +343,13 @@ def test_errors_of_a_router_behind_the_node_reach_the_client(node: Uplink) -> No
     router = "10.9.9.9" if net.family == 4 else "fd09::9"
     quoted = Raw(sent[14 : 14 + (28 if net.family == 4 else 60)])
     said = ICMP(type=3, code=4, nexthopmtu=1300) / quoted if net.family == 4 else ICMPv6PacketTooBig(mtu=1300) / quoted
-    verdict, out = node.in_(frame(net, router, net.primary, said))
+    hops, at = ("ttl", 22) if net.family == 4 else ("hlim", 21)
+    verdict, out = node.in_(frame(net, router, net.primary, said, **{hops: 7}))
     error = read(out)
     assert (verdict, error.src, error.dst) == (REDIRECT, router, node.client)
+    assert out[at] == 6, "an error that is sent in circles must die, too"
+    assert node.in_(frame(net, router, net.primary, said, **{hops: 1}))[0] == DROP
+    assert node.bench.count("drop_expired") == 1
     inner = error.l4[8:]
     if net.family == 4:
         assert ones_complement(inner[:20]) == 0xFFFF

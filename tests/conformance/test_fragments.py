@@ -15,7 +15,7 @@ from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment, fragment6
 from scapy.packet import Raw
 
 from .at_once import inbox, send_at_once, two_processors
-from .kit import V4, Bench, Service, counted, eventually, ruleset
+from .kit import V4, Bench, Service, counted, eventually, forget_path_mtus, ruleset
 from .test_rows import target_of
 
 SIZE = 8000
@@ -102,6 +102,42 @@ def test_a_large_datagram_comes_back(
         eventually(lambda: returned(client, b"small", target), 8, "nothing comes back at all")
         for _ in range(5):
             assert returned(client, random.randbytes(SIZE), target)
+
+
+@pytest.fixture
+def narrow_pod(bench: Bench) -> Iterator[str]:
+    """A pod whose network has less room than the wire, as behind every overlay."""
+    pod = bench.lab["pod2"]
+
+    def set_mtu(mtu: int) -> None:
+        for place, name in (("node", pod.interface), (pod.name, "eth0")):
+            link = bench.lab.netlink(place)
+            link.link("set", index=link.link_lookup(ifname=name)[0], mtu=mtu)
+
+    set_mtu(1400)
+    yield pod.name
+    set_mtu(1500)
+    forget_path_mtus(bench.lab)
+
+
+@pytest.mark.row("2.23", "datagrams in fragments to a pod with less room than the wire")
+@pytest.mark.parametrize(
+    ("place", "way", "spec"),
+    [("client", "nodeport", {}), ("client", "cluster", {}), ("pod1", "nodeport", {}), ("pod1", "cluster", {}),
+     ("client", "nodeport", LOCAL), ("remote2", "cluster", {})],
+    ids=lambda value: value if isinstance(value, str) else "local" if value else "",
+)  # fmt: skip
+def test_fragments_fit_a_narrow_pod(
+    bench: Bench, narrow_pod: str, place: str, way: str, spec: dict[str, str], family: int
+) -> None:
+    """Of IPv6 only the sender can cut them: it must learn the size that fits, by the first that is lost."""
+    service = service_of(bench, narrow_pod, spec)
+    target = target_of(bench, service, way, family)
+    with echo(bench, narrow_pod, family), bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.5) as client:
+        eventually(lambda: returned(client, b"small", target), 8, "nothing comes back at all")
+        eventually(lambda: returned(client, random.randbytes(4000), target), 5, "no large datagram comes back")
+        for _ in range(3):
+            assert returned(client, random.randbytes(4000), target)
 
 
 def test_an_established_flow_of_large_datagrams_skips_the_stack(bench: Bench, mode: str, family: int) -> None:

@@ -165,9 +165,9 @@ def test_a_transfer_in_packets_of_more_than_64_kilobytes(
 NUMBERS = itertools.count(41000)
 
 
-@pytest.mark.parametrize("tag", [0, 10], ids=["priority-tag", "vlan"])
-def test_tagged_frames(bench: Bench, mode: str, tag: int, family: int) -> None:
-    """A tag that only carries a priority changes nothing; a VLAN that the node is not in is not served."""
+@pytest.mark.parametrize("tags", [(0,), (0, 0), (0, 0, 0), (10,), (0, 10)], ids=str)
+def test_tagged_frames(bench: Bench, mode: str, tags: tuple[int, ...], family: int) -> None:
+    """Tags that only carry a priority change nothing; a VLAN that the node is not in is not served."""
     service = bench.service("pod2", protocol="UDP", port=53, target=UDP_PORT, outside=True)
     target = target_of(bench, service, "nodeport", family)
     lab = bench.lab
@@ -180,14 +180,17 @@ def test_tagged_frames(bench: Bench, mode: str, tag: int, family: int) -> None:
         head = IP(src=source[0], dst=target[0]) if family == V4 else IPv6(src=source[0], dst=target[0])
         payload = head / UDP(sport=source[1], dport=target[1]) / Raw(b"who?")
         kind = 0x0800 if family == V4 else 0x86DD
-        frame = bytes(Ether(dst=node_mac, type=0x8100) / Dot1Q(vlan=tag, prio=5, type=kind) / payload)
+        kinds = [*[0x8100] * (len(tags) - 1), kind]
+        for tag, inner in zip(reversed(tags), reversed(kinds), strict=True):
+            payload = Dot1Q(vlan=tag, prio=5, type=inner) / payload
+        frame = bytes(Ether(dst=node_mac, type=0x8100) / payload)
         with lab.inside("client"):
             raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
             raw.bind(("to-node", 0))
         before = counted(bench.agent, "new_flow") if mode == "ebpf" else 0
         with raw:
             raw.send(frame)
-        if tag:
+        if any(tags):
             with pytest.raises(TimeoutError):
                 client.recv(65536)
             assert mode != "ebpf" or counted(bench.agent, "new_flow") == before, "it was translated"

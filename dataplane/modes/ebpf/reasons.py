@@ -54,6 +54,7 @@ WORDS: Final = {
     "drop_malformed": "checksum, lengths or options of the headers are wrong",
     "drop_unallocated": "the destination is an address of the service CIDRs that no service has",
     "drop_no_route": "the kernel has no route to the backend",
+    "drop_expired": "an ICMP error about a flow has no hop left to live",
     "drop_no_port": "no source port was free for the flow",
     "drop_no_address": "the node has no address of this family for the flow",
     "drop_flow_full": "no table had room for the flow, or another packet took its reverse tuple at that moment",
