@@ -50,8 +50,8 @@ INLINE enum step classify_ingress(struct __sk_buff *skb, struct scratch *space, 
 }
 
 /* A packet behind routing. It may still be to a service. At an uplink, because this node itself sends packets past the
- * hooks of its sockets, from raw sockets and from the kernel, and a pod that started while no agent ran has an interface
- * without programs; anywhere, from a socket whose backend is gone.
+ * hooks of its sockets, from raw sockets and from the kernel, and a pod that started while no agent ran has an
+ * interface without programs; anywhere, from a socket whose backend is gone.
  */
 INLINE enum step classify_egress(struct __sk_buff *skb, struct scratch *space, const enum hook hook, const bool v6)
 {
