@@ -13,7 +13,7 @@ import pytest
 
 from hybrid_proxy.workshop.lab.traffic import ask_udp
 
-from .kit import UDP, V4, V6, Bench, End, Service, as_terminating, eventually
+from .kit import UDP, V4, V6, Bench, End, Service, as_terminating, eventually, ruleset
 from .test_drift import ACCIDENTS
 from .test_rows import target_of
 
@@ -145,6 +145,8 @@ def test_a_service_without_endpoints_refuses_its_flows(bench: Bench, family: int
         eventually(is_refused, 5, "a client that keeps its port is not refused")
 
 
+# Somebody else's rule, by which packets are tracked whatever becomes of ours.
+TRACKS = "table inet tracks { chain passing { type filter hook forward priority 0; ct state new accept; }; }"
 SINK = 5454  # a port of pod2 where nobody answers
 ADDRESSES = ("10.96.9.9", "fd96::9:9")
 # What happens to a Service, and by which ways clients sent to it until then. None: it is deleted.
@@ -213,6 +215,7 @@ def test_a_connection_that_began_without_rules_is_made(bench: Bench, mode: str) 
         stack.callback(bench.agent.process.send_signal, signal.SIGCONT)
         for command in ACCIDENTS[mode][absent.pop()]:
             assert bench.lab.run("node", [word.replace("{pins}", folder) for word in command]).returncode == 0
+        stack.enter_context(ruleset(bench.lab, TRACKS))
         opened = {}
         for family, (place, way) in itertools.product((V4, V6), WAYS[4:6]):
             client = stack.enter_context(bench.socket(place, family, socket.SOCK_STREAM))
