@@ -238,8 +238,18 @@ def test_the_last_backend_is_never_ejected(bench: Bench, family: int) -> None:
         rows = listed(bench, "services", web, ServiceRow)
         assert [row.failing for row in rows if web.vip(family)[0] in row.frontends[0]] == [1]
         assert f"conformance/{web.name}:main" in bench.agent.running_status().dataplane.failing
-        events = [row for row in listed(bench, "drops", web, PacketEvent) if row.reason == "backend_refused"]
-        assert {(row.what, row.backend, row.flags) for row in events} == {("fail", backend.address, "RST ACK")}
+        eventually(
+            lambda: (
+                {
+                    (row.what, row.backend, row.flags)
+                    for row in listed(bench, "drops", web, PacketEvent)
+                    if row.reason == "backend_refused"
+                }
+                == {("fail", backend.address, "RST ACK")}
+            ),
+            5,
+            "the refusals are not listed",
+        )
     assert bench.seen("pod1", web, family, 4) == {"pod2"}
 
 

@@ -5,6 +5,7 @@ The floods are counted, not timed: they come between a client's SYN and its ackn
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import struct
@@ -60,7 +61,19 @@ class Wire:
         self.injector, self.ear, self.family = injector, ear, family
 
     def send(self, content: bytes) -> None:
-        self.injector.send(ether(self.injector.target, self.injector.source, self.family, content))
+        self._send(ether(self.injector.target, self.injector.source, self.family, content))
+
+    def _send(self, frame: bytes) -> None:
+        """Also where the queue of the interface is full at the moment."""
+        while True:
+            try:
+                self.injector.send(frame)
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    raise
+                time.sleep(0.001)
+            else:
+                return
 
     def flood(self, target: tuple[str, int], protocol: int, first: int, many: int = MANY) -> None:
         """As many packets, of as many clients. What a port adds, another word takes away: checksums stay right."""
@@ -77,7 +90,7 @@ class Wire:
             for number in range(many // 4):
                 struct.pack_into("!H", whole, start, first + number)
                 struct.pack_into("!H", whole, start + place, 0xFFFF - number)
-                self.injector.send(bytes(whole))
+                self._send(bytes(whole))
 
     def answers(self) -> Iterator[tuple[Read, bytes]]:
         """What has come for honest clients since it was last asked for."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_proxy.controller.semantics.explain import Packet, explain
+from hybrid_proxy.controller.serving.memory import memory_path
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 
@@ -63,6 +64,7 @@ def next_agent(field: Lab, mode: str, *flags: str) -> Iterator[tuple[Bench, dict
     """An agent of that mode with these flags, later ones win, and four services; its dataplane stays when it ends."""
     bench = bench_of(field, mode, flags, pod_cidrs=flags != NO_CIDR)
     agent = bench.agent
+    memory_path(str(agent.socket)).unlink(missing_ok=True)  # what a Node said last counts, also for the next agent
     plans = {"far": ("remote1", {}), "near": ("pod2", {}), "local": ("pod2", LOCAL), "away": ("remote1", LOCAL)}
     made = {}
     for name, (pod, spec) in plans.items():

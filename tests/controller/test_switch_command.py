@@ -215,7 +215,7 @@ class TestWithoutASwitch:
         for stream in streams:
             stream.ask()
         answer = switch(unswitched, "nftables", "--dry-run")
-        would = {"before": "ebpf", "mode": "nftables", "done": False, "missing": "", "moved": {}, "lost": {}}
+        would = {"before": "ebpf", "mode": "nftables", "done": False, "missing": ""}
         assert answer == would | {"flows": {"TCP": 2}}
         assert unswitched.agent.running_status().mode.effective == "ebpf"
         assert left_of("nftables", unswitched.lab) is None

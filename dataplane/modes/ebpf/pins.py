@@ -129,10 +129,11 @@ class Glance:
 def strangers(folder: Path) -> dict[str, str]:
     """Names of pins of ours under which something else is pinned -> what is wrong with it."""
     wrong = {}
-    for path in folder.iterdir():
+    for path in folder.glob("*"):
         wanted = shapes().get(path.name.removeprefix(NEXT))
         if (wanted is not None or path.name in BESIDE_MAPS) and not is_pin(path):
-            wrong[path.name] = "nothing that is pinned"
+            if os.path.lexists(path):  # not removed meanwhile, as by a cleanup
+                wrong[path.name] = "nothing that is pinned"
         elif wanted is not None and path.name in shapes() and (why := _why_not(pinned(path), wanted)):
             wrong[path.name] = why
         elif path.name == MARK and not is_mark(pinned(path)):

@@ -174,7 +174,7 @@ class Nftables(TranslatingMode):
                     self.adopted = True
                     self._former = [
                         *self._former,
-                        *(key for space in SPACES for key in map(_frontend, contents[space])),
+                        *(key for space in SPACES for key in map(_frontend, contents.get(space, ()))),
                     ]
                 return plan, plan.adopt(services, Installed(skeleton, contents))
         raise SyncError(f"table {family.name} {TABLE} changes while it is read")

@@ -23,6 +23,7 @@ from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, drain
 from hybrid_proxy.dataplane.table import ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab
+from tests.waiting import until
 
 from .kit import begin_flow, has_flow, serve, small
 from .variants import compiled, numbers
@@ -198,7 +199,7 @@ def test_what_is_no_pin_stays_and_the_mode_serves(lab: Lab, options: Options, na
     for _ in range(2):
         with closing(Ebpf(options, lambda: None)) as agent:
             agent.sync(ServiceTable(services={}))
-            assert runs(lab) == len(lab.pods())
+            until(lambda: runs(lab) == len(lab.pods()), "the kernel lets go of a link some time after its last pin")
             agent.links_changed()
             agent.maintain()
             assert (agent.unrepaired != ()) == (agent.folder == former), "a link without a pin is no good state"
