@@ -80,6 +80,13 @@ struct prefilter_map {
   TALLY(TALLY_HELPER, bpf_ringbuf_reserve(__VA_ARGS__))
 #define bpf_ringbuf_submit(...)                                                \
   TALLY(TALLY_HELPER, bpf_ringbuf_submit(__VA_ARGS__))
+#define bpf_sk_fullsock(...) TALLY(TALLY_HELPER, bpf_sk_fullsock(__VA_ARGS__))
+#define bpf_sk_release(...) TALLY(TALLY_HELPER, bpf_sk_release(__VA_ARGS__))
+#define bpf_sk_storage_get(...)                                                \
+  TALLY(TALLY_HELPER, bpf_sk_storage_get(__VA_ARGS__))
+#define bpf_skc_lookup_tcp(...)                                                \
+  TALLY(TALLY_HELPER, bpf_skc_lookup_tcp(__VA_ARGS__))
+#define bpf_skb_vlan_pop(...) TALLY(TALLY_HELPER, bpf_skb_vlan_pop(__VA_ARGS__))
 #define bpf_skb_adjust_room(...)                                               \
   TALLY(TALLY_HELPER, bpf_skb_adjust_room(__VA_ARGS__))
 #define bpf_skb_change_head(...)                                               \

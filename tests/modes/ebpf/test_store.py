@@ -401,10 +401,10 @@ def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
 
 
 def test_what_a_small_node_has_maps_for_is_small() -> None:
-    """As long as few packets come; the programs of sockets have 1.3 MB more."""
+    """As long as few packets come, 4 MB of it for half-open flows; the programs of sockets have 1.3 MB more."""
     first = least(bounds(Options(), 2), 2)
     made = make(first | traffic_sizes(first["services"], first["backends"], 2), {})
-    assert sum(known.memory for known in made.values()) < 8.9e6
+    assert sum(known.memory for known in made.values()) < 13.1e6
     for known in made.values():
         known.close()
 

@@ -111,5 +111,5 @@ def test_the_masquerade_bit_is_set_and_cleared_alone() -> None:
 
 def test_only_addresses_of_no_service_are_dropped_in_the_service_ranges() -> None:
     rules = written().chain(4, "mangle", "HPV-ALWAYS")
-    assert "-d 10.96.0.0/12 -m set ! --match-set HPV-4-ADDRESSES dst -j DROP" in rules
+    assert "-d 10.96.0.0/12 -m set ! --match-set HPV-4-ADDRESSES dst -m addrtype ! --dst-type LOCAL -j DROP" in rules
     assert not any("fd96" in rule for rule in rules)
