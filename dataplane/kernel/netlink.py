@@ -234,26 +234,12 @@ class Netlink:
                     return None
                 raise NetlinkFailed(request.what, code)
 
-    def numbers(self, count: int) -> int:
-        """The first of so many sequence numbers, one after the other, for messages that the caller writes itself."""
-        if self._sequence + count >= 1 << 32:
-            self._sequence = 0
-        first = self._sequence + 1
-        self._sequence += count
-        return first
-
-    def send_numbered(self, data: bytes, first: int, count: int, what: str) -> list[tuple[int, int]]:
-        """Have the kernel handle whole messages with the numbers from `first` on, the last with NLM_F_ACK.
-
-        Returns:
-            As `send`.
-        """
-        self._send(data, what)
-        return [(position, code) for position, code in self._answers(first, first + count - 1, what) if code]
-
     def _write(self, requests: Sequence[Message], acknowledge: int = -1) -> int:
         """Send requests in one buffer, the one at `acknowledge` with a wish for an answer; the first one's number."""
-        first = self.numbers(len(requests))
+        if self._sequence + len(requests) >= 1 << 32:
+            self._sequence = 0
+        first = self._sequence + 1
+        self._sequence += len(requests)
         parts = []
         for position, (kind, payload, more, _) in enumerate(requests):
             flags = NLM_F_REQUEST | more | (NLM_F_ACK if position == acknowledge else 0)
