@@ -5,7 +5,7 @@ PYTHON   := $(VENV)/bin/python
 OBJECTS  := dataplane/modes/ebpf/objects
 SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
-BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) dataplane/modes/ebpf/_abi.py dataplane/kernel/_libbpf.py
+BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) dataplane/modes/ebpf/maps/_abi.py dataplane/kernel/_libbpf.py
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables iptables
 APT_LAB  := shellcheck tmux zsh fish vagrant systemd debian-archive-keyring libseccomp2 linux-libc-dev-arm64-cross
 APT_COMPARE := wrk iperf3 chromium fonts-dejavu-core
@@ -106,7 +106,7 @@ format: setup ## format Python and C in place
 
 clean: ## remove everything that was built
 	rm -rf $(VENV) $(OBJECTS) build dist *.egg-info dataplane/kernel/_publish*.so dataplane/kernel/_publish.c \
-		dataplane/kernel/_libbpf.py dataplane/modes/ebpf/_abi.py
+		dataplane/kernel/_libbpf.py dataplane/modes/ebpf/maps/_abi.py
 
 $(OBJECTS)/%.bpf.o: bpf/%.bpf.c $(HEADERS)
 	@mkdir -p $(OBJECTS)
@@ -118,7 +118,7 @@ $(OBJECTS)/abi.h: bpf/abi.h
 	$(Q)$(CLANG) -E -P -DABI_FOR_PYTHON -x c $< -o $@
 
 # PYTHON has cffi: that of the virtual environment, or the one that builds the package (setup.py).
-dataplane/modes/ebpf/_abi.py: dataplane/modes/ebpf/abi_build.py $(OBJECTS)/abi.h
+dataplane/modes/ebpf/maps/_abi.py: dataplane/modes/ebpf/maps/abi_build.py $(OBJECTS)/abi.h
 	$(Q)$(PYTHON) -P $^ $@
 
 dataplane/kernel/_libbpf.py: dataplane/kernel/libbpf_build.py

@@ -1,4 +1,4 @@
-/* The hashes of prefilters and tags. `dataplane/modes/ebpf/layout.py` computes the same ones. */
+/* The hashes of prefilters and tags. `dataplane/modes/ebpf/maps/layout.py` computes the same ones. */
 #ifndef HYBRID_PROXY_HASH_H
 #define HYBRID_PROXY_HASH_H
 

@@ -4,7 +4,7 @@ Its command line is among them, and the end of its log stands in two files besid
 
 The BPF file system holds no files, and only mode ebpf has pins. So the file is where every agent has its admin socket,
 and the agent touches it once a second. How connections to backends failed is in a map, beside the other pins
-(`dataplane.modes.ebpf.failures`).
+(`dataplane.modes.ebpf.ejection.failures`).
 """
 
 from __future__ import annotations

@@ -29,12 +29,14 @@ from hybrid_proxy.dataplane.kernel.bpf import Object, has_helper, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from hybrid_proxy.dataplane.kernel.links import interface_name
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
-from hybrid_proxy.dataplane.modes.ebpf import explaining, layout
-from hybrid_proxy.dataplane.modes.ebpf.edges import cidr_columns, set_elements
-from hybrid_proxy.dataplane.modes.ebpf.flows import FlowGC, flow_arrays
-from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet, traffic_cpus
-from hybrid_proxy.dataplane.modes.ebpf.programs import CHECK_MTU, put_datapaths
-from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC
+from hybrid_proxy.dataplane.modes.ebpf.generations.programs import CHECK_MTU, put_datapaths
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import cidr_columns, set_elements
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.views import explanation
 from hybrid_proxy.dataplane.reports import ExplainAnswer
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.pins import pin_folder
@@ -389,8 +391,8 @@ class Bench:
         seen = read(packet, check=False)
         question = ProbePacket(seen.src, seen.dst, seen.dport, seen.protocol, place, seen.sport)
         names = {known.service: known.entry.name for entries in self.store.plan.installed.values() for known in entries}
-        around = explaining.ExplainContext(names, self.store.backends, self.store.services, HZ, interface_name)
-        return explaining.explain(self.explaining(), question, place, ifindex, around, packet)
+        around = explanation.ExplainContext(names, self.store.backends, self.store.services, HZ, interface_name)
+        return explanation.explain(self.explaining(), question, place, ifindex, around, packet)
 
     def explaining(self) -> Object:
         if self._explain is None:

@@ -15,8 +15,8 @@ import pytest
 
 from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Protocol
 
 from .kit import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = Path("/usr/aarch64-linux-gnu/include")  # of linux-libc-dev-arm64-cross

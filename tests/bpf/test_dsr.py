@@ -11,7 +11,7 @@ from scapy.layers.inet import IP
 from scapy.layers.inet6 import IPv6
 
 from hybrid_proxy.dataplane.kernel.bpf import Object
-from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, Protocol
 from tests.namespaces import fresh
 from tests.tables import Front, entry_of

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.dataplane.kernel.bpf import Ring
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.events import Journal
-from hybrid_proxy.dataplane.modes.ebpf.reasons import WORDS, kind_of
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
+from hybrid_proxy.dataplane.modes.ebpf.views.events import Journal
 from hybrid_proxy.dataplane.table import WhenEmpty
 
 from .kit import DROP, HZ, NETS, REDIRECT, Bench, Net, cpus, datagram, frame, moments, read, segment, service, syn

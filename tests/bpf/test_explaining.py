@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybrid_proxy.controller.semantics.explain import Explainer, Packet
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.edges import pod_columns
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import pod_columns
 from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,

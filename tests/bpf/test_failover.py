@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.failures import forget_former, histories
+from hybrid_proxy.dataplane.modes.ebpf.ejection.failures import forget_former, histories
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.reports import FailureHistory
 from hybrid_proxy.dataplane.table import Protocol
 

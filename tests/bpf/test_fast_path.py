@@ -15,8 +15,8 @@ from pyroute2 import IPRoute
 from hybrid_proxy.dataplane.kernel.bpf import run_on_packet
 from hybrid_proxy.dataplane.kernel.links import hardware_address
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.edges import set_elements
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import set_elements
 from hybrid_proxy.dataplane.table import Protocol
 from tests.namespaces import fresh
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hybrid_proxy.dataplane.kernel.bpf import Object
-from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, Protocol
 from tests.tables import Front, entry_of
 

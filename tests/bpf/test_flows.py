@@ -11,10 +11,11 @@ import pytest
 from hybrid_proxy.dataplane.kernel.conntrack import FlowKey
 from hybrid_proxy.dataplane.kernel.netlink import AF
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf import others as module
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays, idle_limits
-from hybrid_proxy.dataplane.modes.ebpf.listing import flow_state
+from hybrid_proxy.dataplane.modes.ebpf.flows import foreign as module
+from hybrid_proxy.dataplane.modes.ebpf.flows.collector import idle_limits
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.views.listing import flow_state
 from hybrid_proxy.dataplane.table import EMPTY, Protocol
 
 from .kit import (

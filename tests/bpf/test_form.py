@@ -10,8 +10,8 @@ from scapy.layers.inet6 import HBHOptUnknown, IPv6ExtHdrHopByHop
 from scapy.packet import Raw
 
 from hybrid_proxy.dataplane.kernel.links import Interface, hardware_address
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.edges import interface_flags, word
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import interface_flags, word
 from hybrid_proxy.dataplane.table import Protocol
 
 from .kit import DROP, PASS, Bench, Net, datagram, frame, ones_complement, segment, service, syn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
+from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 
 from .kit import HZ, SMALL, Bench
 from .test_traffic import number

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.balancing import Spread
-from hybrid_proxy.dataplane.modes.ebpf import layout, lower
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.services import lower
 from hybrid_proxy.dataplane.table import Masquerade, Protocol
 from tests.properties import examples
 

@@ -7,7 +7,7 @@ import pytest
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of, flow_tags
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, flow_tags
 from hybrid_proxy.dataplane.table import Protocol
 
 from .kit import HZ, SMALL, Bench, bench_with, service

@@ -14,8 +14,8 @@ from scapy.layers.inet6 import ICMPv6DestUnreach, IPv6
 from scapy.packet import Packet, Raw
 
 from hybrid_proxy.dataplane.kernel.bpf import run_on_packet
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.edges import set_elements
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import set_elements
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
 from tests.namespaces import fresh
 from tests.tables import Front, entry_of

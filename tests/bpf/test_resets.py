@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 
 from .kit import HZ, PASS, Bench, Net, Seen, frame, read, segment, syn
 from .test_flows import web

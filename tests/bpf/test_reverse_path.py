@@ -13,7 +13,13 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from hybrid_proxy.dataplane.kernel.links import hardware_address, read_node, read_reverse_path_filters
-from hybrid_proxy.dataplane.modes.ebpf.edges import equal_paths, interface_flags, own_addresses, set_elements, word
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import (
+    equal_paths,
+    interface_flags,
+    own_addresses,
+    set_elements,
+    word,
+)
 from tests.namespaces import fresh, loopback
 
 from .kit import DROP, NETS, PASS, Bench, frame, service, syn, veth

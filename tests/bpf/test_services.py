@@ -11,7 +11,7 @@ from scapy.layers.inet6 import (
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Raw
 
-from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.table import Protocol, WhenEmpty
 
 from .kit import (

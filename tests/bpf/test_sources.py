@@ -9,7 +9,7 @@ from scapy.layers.inet import ICMP
 from scapy.layers.inet6 import ICMPv6EchoRequest
 from scapy.packet import Packet
 
-from hybrid_proxy.dataplane.modes.ebpf.edges import own_addresses
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import own_addresses
 
 from .kit import DROP, NETS, PASS, Bench, Net, chunk, datagram, frame, service, syn
 

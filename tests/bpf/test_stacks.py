@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.workshop.benchmarks.verifier import objects
 
 MOST, STEP = 512, 32  # MAX_BPF_STACK; check_max_stack_depth of Linux 5.10 and 6.1

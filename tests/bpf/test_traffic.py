@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import maps, traffic
-from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.store import Store
-from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS, Traffic, traffic_sizes
+from hybrid_proxy.dataplane.modes.ebpf.maps import mapset, traffic
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS, Traffic, traffic_sizes
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.table import Protocol
 from tests.properties import examples
 
@@ -232,9 +232,9 @@ def test_maps_of_another_layout_are_made_anew(monkeypatch: pytest.MonkeyPatch) -
     """What a row holds has changed since the maps were made; flows stay."""
     with bench_with() as made:
         narrow = np.dtype([(name, "u8") for name in COUNTED])
-        kind = maps.dtype_of
+        kind = mapset.dtype_of
         with monkeypatch.context() as patched:
-            patched.setattr(maps, "dtype_of", lambda name: narrow if name == "traffic" else kind(name))
+            patched.setattr(mapset, "dtype_of", lambda name: narrow if name == "traffic" else kind(name))
             again = MapSet(made.folder, made.options)
         assert again.maps["traffic"].fd != made.maps.maps["traffic"].fd
         assert number(again.maps["traffic"]) != number(made.maps.maps["traffic"])

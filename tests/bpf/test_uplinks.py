@@ -14,7 +14,7 @@ from scapy.layers.inet6 import ICMPv6PacketTooBig, IPv6ExtHdrDestOpt, IPv6ExtHdr
 from scapy.packet import Raw
 
 from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
-from hybrid_proxy.dataplane.modes.ebpf.edges import pod_columns
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import pod_columns
 from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,

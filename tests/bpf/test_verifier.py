@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_proxy.dataplane.kernel.bpf import Effort, effort_of
-from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
+from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 from hybrid_proxy.workshop.benchmarks.verifier import BUDGET, LIMIT, budget, lines, objects
 
 from .kit import HZ, SMALL, Bench

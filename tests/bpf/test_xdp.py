@@ -17,8 +17,8 @@ from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
 from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Masquerade, Protocol
 from tests import namespaces
 from tests.tables import Front, entry_of

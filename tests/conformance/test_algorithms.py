@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
-from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants, dtype_of
-from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
 
 from .kit import Bench, Service, eventually
 

@@ -17,7 +17,7 @@ from vm.features import missing
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, check, create_link, library, programs_at
 from hybrid_proxy.dataplane.kernel.clsact import INGRESS
-from hybrid_proxy.dataplane.modes.ebpf.attach import SOCKET_HOOKS, TCX_INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.hooks.links import SOCKET_HOOKS, TCX_INGRESS
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.clang import compile_bpf
 

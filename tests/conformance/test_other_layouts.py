@@ -58,11 +58,11 @@ if _os.environ.get("DIES_AT"):
 ROWS = """
 import json, sys
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
-from hybrid_proxy.dataplane.modes.ebpf.layouts import recorded, ours
-from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.pins import folder_of
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import recorded, ours
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
 import numpy as np
 folder = folder_of(Options())
 maps = open_pinned_maps(folder)
@@ -105,7 +105,7 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("versions")
     made = {name: tree(folder / name, *edits) for name, edits in TREES.items() if edits}
     for version in made.values():
-        with (version / "dataplane/modes/ebpf/carry.py").open("a") as carry:
+        with (version / "dataplane/modes/ebpf/generations/carry.py").open("a") as carry:
             carry.write(DIES)
     return {"today": REPOSITORY, **made}
 

@@ -13,7 +13,7 @@ from hybrid_proxy.controller.commands import watch
 from hybrid_proxy.controller.commands.columns import Screen, layout, table
 from hybrid_proxy.controller.commands.packet_columns import event_columns
 from hybrid_proxy.controller.errors import ConfigError
-from hybrid_proxy.dataplane.modes.ebpf.reasons import WORDS, kind_of
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import PacketEvent
 
 SCREENS = Path(__file__).parent / "screens"

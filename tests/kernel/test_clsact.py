@@ -10,7 +10,7 @@ from hybrid_proxy.dataplane.kernel import clsact
 from hybrid_proxy.dataplane.kernel.bpf import Object
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, INGRESS
 from hybrid_proxy.dataplane.kernel.links import read_node
-from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab
 

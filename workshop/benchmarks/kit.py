@@ -28,9 +28,9 @@ from hybrid_proxy.controller.kubernetes.model import Event, Replaced
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.pins import folder_of
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
 from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
 from hybrid_proxy.workshop.lab.agent import Agent, remove_forsaken, resident

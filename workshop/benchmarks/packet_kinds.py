@@ -22,12 +22,12 @@ from scapy.packet import Packet, Raw
 from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.edges import pod_columns
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
-from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.programs import DATAPATHS, Loader, put_datapaths
-from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.generations.programs import DATAPATHS, Loader, put_datapaths
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import pod_columns
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.table import Backend, Entry, Masquerade, NodeNetwork, PodMatch, Protocol
 from hybrid_proxy.workshop.benchmarks.kit import Result, beyond, built, entry, lab, say
 from hybrid_proxy.workshop.lab.network import Lab

@@ -14,9 +14,9 @@ import numpy as np
 from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.table import Backend, Entry, Protocol
 from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, entry, median, say
 from hybrid_proxy.workshop.lab.pins import pin_folder

@@ -18,10 +18,10 @@ import numpy as np
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
-from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.pins import folder_of
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
 from hybrid_proxy.workshop.benchmarks.kit import ROOT, Result, Target, lab, median, say
 from hybrid_proxy.workshop.benchmarks.versions import FIELD_MORE, WIDER_KEYS, agent_of, tree
 from hybrid_proxy.workshop.lab.agent import Agent

@@ -10,9 +10,9 @@ from typing import Final
 from hybrid_proxy.dataplane.kernel.bpf import Effort
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
+from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.workshop.benchmarks.kit import Result, Target, median, say
 from hybrid_proxy.workshop.lab.pins import pin_folder
 

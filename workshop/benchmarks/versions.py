@@ -48,7 +48,7 @@ def tree(folder: Path, *edits: Edit) -> Path:
         for name in NEVER_LOADED:
             (folder / OBJECTS / f"{name}.bpf.o").unlink(missing_ok=True)
         built = [f"{OBJECTS}/{name}.bpf.o" for name in sorted(names - NEVER_LOADED)]
-        made = ["dataplane/modes/ebpf/_abi.py", "dataplane/kernel/_libbpf.py", *built]
+        made = ["dataplane/modes/ebpf/maps/_abi.py", "dataplane/kernel/_libbpf.py", *built]
         subprocess.run(["make", "--silent", "-j2", *made, f"PYTHON={sys.executable}"], cwd=folder, check=True, stdout=2)
     return folder
 

@@ -43,11 +43,27 @@ from hybrid_proxy.dataplane.mode import (
     SyncResult,
     Unmet,
 )
-from hybrid_proxy.dataplane.modes.ebpf import affinity, attach, explaining, growth, layout, listing, sizes
-from hybrid_proxy.dataplane.modes.ebpf.attach import Links, Sockets
-from hybrid_proxy.dataplane.modes.ebpf.carry import Carry, prepare
-from hybrid_proxy.dataplane.modes.ebpf.driver import Drivers
-from hybrid_proxy.dataplane.modes.ebpf.edges import (
+from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
+from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC, forget_half_open, open_flows
+from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import OthersFlows, datagram_flows, take_datagrams
+from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
+from hybrid_proxy.dataplane.modes.ebpf.generations import growth
+from hybrid_proxy.dataplane.modes.ebpf.generations.carry import Carry, prepare
+from hybrid_proxy.dataplane.modes.ebpf.generations.late import LateDatapaths
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import Record
+from hybrid_proxy.dataplane.modes.ebpf.generations.programs import (
+    Loader,
+    Programs,
+    missing_datapaths,
+    put_datapaths,
+    teach_namespace,
+)
+from hybrid_proxy.dataplane.modes.ebpf.generations.resizer import MapResizer
+from hybrid_proxy.dataplane.modes.ebpf.hooks.links import Links, Sockets, detach_everything
+from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import Drivers
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet, open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import (
     Surroundings,
     cidr_columns,
     equal_paths,
@@ -59,15 +75,8 @@ from hybrid_proxy.dataplane.modes.ebpf.edges import (
     served_links,
     word,
 )
-from hybrid_proxy.dataplane.modes.ebpf.events import Journal, Reader
-from hybrid_proxy.dataplane.modes.ebpf.failover import Failover
-from hybrid_proxy.dataplane.modes.ebpf.flows import FlowGC, forget_half_open, open_flows
-from hybrid_proxy.dataplane.modes.ebpf.gone import Mark, collect, is_gone
-from hybrid_proxy.dataplane.modes.ebpf.late import LateDatapaths
-from hybrid_proxy.dataplane.modes.ebpf.layouts import Record
-from hybrid_proxy.dataplane.modes.ebpf.maps import Larger, MapSet, open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.others import OthersFlows, datagram_flows, take_datagrams
-from hybrid_proxy.dataplane.modes.ebpf.pins import (
+from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import Mark, collect, is_gone
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import (
     Glance,
     beside,
     describe,
@@ -77,18 +86,12 @@ from hybrid_proxy.dataplane.modes.ebpf.pins import (
     remove_pins,
     strangers,
 )
-from hybrid_proxy.dataplane.modes.ebpf.programs import (
-    Loader,
-    Programs,
-    missing_datapaths,
-    put_datapaths,
-    teach_namespace,
-)
-from hybrid_proxy.dataplane.modes.ebpf.resets import Endpoint
-from hybrid_proxy.dataplane.modes.ebpf.resizer import MapResizer
-from hybrid_proxy.dataplane.modes.ebpf.room import check_room
-from hybrid_proxy.dataplane.modes.ebpf.store import ForeignEntries, Store
-from hybrid_proxy.dataplane.modes.ebpf.traffic import MOST_BYTES, possible_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES, possible_cpus
+from hybrid_proxy.dataplane.modes.ebpf.services import affinity
+from hybrid_proxy.dataplane.modes.ebpf.services.capacity import check_room
+from hybrid_proxy.dataplane.modes.ebpf.services.store import ForeignEntries, Store
+from hybrid_proxy.dataplane.modes.ebpf.views import explanation, listing
+from hybrid_proxy.dataplane.modes.ebpf.views.events import Journal, Reader
 from hybrid_proxy.dataplane.netfilter import relays
 from hybrid_proxy.dataplane.reports import (
     EbpfStatus,
@@ -118,7 +121,7 @@ def clean(options: Options) -> int:
     if folder.is_dir():
         os.close(hold(folder, f"the eBPF maps at {folder}"))
     formerly = sum(remove_pins(former) for former in former_layouts(folder))
-    return formerly + attach.detach_everything(folder)
+    return formerly + detach_everything(folder)
 
 
 def _skipped_rules(options: Options) -> Iterator[str]:
@@ -238,7 +241,7 @@ class Ebpf:
         self.roles = Roles(options.pod_interfaces, options.uplink_interfaces)
         self.pods, self.uplinks = Links(self.folder, "pod"), Links(self.folder, "uplink")
         self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
-        self.sockets = attach.Sockets(self.folder, options)
+        self.sockets = Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
         self.surroundings = Surroundings(self.maps.maps)
         self.late = LateDatapaths(self.loader, self.maps, self.resizer.in_turn)
@@ -889,10 +892,10 @@ class Ebpf:
     def explain(self, packet: ProbePacket) -> ExplainAnswer:
         if self._explain is None:
             self._explain = self.loader.one("explain", quiet=True)
-        around = explaining.ExplainContext(
+        around = explanation.ExplainContext(
             self.names(), self.store.backends, self.store.services, self.hz, interface_name
         )
-        return explaining.explain(self._explain, packet, *self._place_of(packet), around)
+        return explanation.explain(self._explain, packet, *self._place_of(packet), around)
 
     def _place_of(self, packet: ProbePacket) -> tuple[str, int]:
         """Whose packet it is, and the interface at which it comes in; 0 for none."""

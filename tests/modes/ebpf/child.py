@@ -25,14 +25,15 @@ import msgspec
 
 from hybrid_proxy.dataplane.kernel import bpf
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import growth, programs, sizes
-from hybrid_proxy.dataplane.modes.ebpf.carry import Table
-from hybrid_proxy.dataplane.modes.ebpf.growth import Growth
-from hybrid_proxy.dataplane.modes.ebpf.plan import Plan
+from hybrid_proxy.dataplane.modes.ebpf.generations import growth, programs
+from hybrid_proxy.dataplane.modes.ebpf.generations.carry import Table
+from hybrid_proxy.dataplane.modes.ebpf.generations.growth import Growth
+from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
+from hybrid_proxy.dataplane.modes.ebpf.maps import sizes
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
-from hybrid_proxy.dataplane.modes.ebpf.programs import Loader
-from hybrid_proxy.dataplane.modes.ebpf.rows import RowWriter
-from hybrid_proxy.dataplane.modes.ebpf.writer import CountingFilter, MapWriter
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Plan
+from hybrid_proxy.dataplane.modes.ebpf.services.rows import RowWriter
+from hybrid_proxy.dataplane.modes.ebpf.services.writer import CountingFilter, MapWriter
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, NodeNetwork, Protocol, ServiceTable
 from tests.tables import Front, entry_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from tests.pins import pin_folder
 
 

@@ -11,7 +11,7 @@ import msgspec
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
 from hybrid_proxy.dataplane.table import ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab

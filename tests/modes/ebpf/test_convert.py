@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_proxy.dataplane.modes.ebpf import convert, layout
-from hybrid_proxy.dataplane.modes.ebpf.convert import (
+from hybrid_proxy.dataplane.modes.ebpf.generations import convert
+from hybrid_proxy.dataplane.modes.ebpf.generations.convert import (
     FLOWS,
     TABLES,
     Converter,
@@ -21,7 +21,8 @@ from hybrid_proxy.dataplane.modes.ebpf.convert import (
     plan,
     types_of,
 )
-from hybrid_proxy.dataplane.modes.ebpf.layouts import BEFORE, ours
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import BEFORE, ours
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 
 SHARED_BY_ALL = frozenset(ours().maps) - convert.OWN
 

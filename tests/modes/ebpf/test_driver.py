@@ -13,11 +13,11 @@ from pyroute2 import IPRoute
 from hybrid_proxy.dataplane.kernel.bpf import Object, check, library, pinned_link
 from hybrid_proxy.dataplane.kernel.drivers import Driver, driver_of, is_virtual, takes_frames
 from hybrid_proxy.dataplane.kernel.links import Interface, read_node
-from hybrid_proxy.dataplane.modes.ebpf import driver as module
-from hybrid_proxy.dataplane.modes.ebpf import layout
-from hybrid_proxy.dataplane.modes.ebpf.driver import Drivers
-from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.pins import pins_in
+from hybrid_proxy.dataplane.modes.ebpf.hooks import xdp as module
+from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import Drivers
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import pins_in
 from hybrid_proxy.dataplane.reports import XdpHooks
 from hybrid_proxy.workshop.lab.frames import Receiver
 

@@ -15,10 +15,10 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, create_link, library, pin_link, programs_at
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.attach import TCX_INGRESS
-from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS, stored_numbers
-from hybrid_proxy.dataplane.modes.ebpf.maps import open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.pins import fingerprint, folder_of, former_layouts, shapes, strangers
+from hybrid_proxy.dataplane.modes.ebpf.hooks.links import TCX_INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS, stored_numbers
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import fingerprint, folder_of, former_layouts, shapes, strangers
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, drain
 from hybrid_proxy.dataplane.table import ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab

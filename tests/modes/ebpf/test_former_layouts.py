@@ -12,11 +12,11 @@ import pytest
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.carry import BRIDGE, MARK
-from hybrid_proxy.dataplane.modes.ebpf.convert import Layout
-from hybrid_proxy.dataplane.modes.ebpf.layout import dtype_of
-from hybrid_proxy.dataplane.modes.ebpf.layouts import ARRAY, BEFORE, RECORD, recorded
-from hybrid_proxy.dataplane.modes.ebpf.layouts import ours as our_layout
+from hybrid_proxy.dataplane.modes.ebpf.generations.carry import BRIDGE, MARK
+from hybrid_proxy.dataplane.modes.ebpf.generations.convert import Layout
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ARRAY, BEFORE, RECORD, recorded
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ours as our_layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import dtype_of
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
 from hybrid_proxy.dataplane.table import ServiceTable
 from tests.namespaces import new_lab

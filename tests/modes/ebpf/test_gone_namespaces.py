@@ -16,7 +16,7 @@ from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folder, pin_folders
 from hybrid_proxy.dataplane.kernel.lock import hold
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.gone import collect, is_gone
+from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import collect, is_gone
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab

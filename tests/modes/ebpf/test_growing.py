@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import clean
-from hybrid_proxy.dataplane.modes.ebpf.traffic import FIELDS
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, Tally, load, meanwhile
 from tests.namespaces import new_lab

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
-from hybrid_proxy.dataplane.modes.ebpf.flows import flow_arrays
-from hybrid_proxy.dataplane.modes.ebpf.growth import GROWING
-from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants
+from hybrid_proxy.dataplane.modes.ebpf.generations.growth import GROWING
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, Tally, ask_udp
 

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import late
 from hybrid_proxy.dataplane.modes.ebpf import programmer as module
-from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants
-from hybrid_proxy.dataplane.modes.ebpf.maps import Larger
+from hybrid_proxy.dataplane.modes.ebpf.generations import late
+from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader, Programs
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
-from hybrid_proxy.dataplane.modes.ebpf.programs import Loader, Programs
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, ServiceTable
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from hybrid_proxy.workshop.lab.network import Lab

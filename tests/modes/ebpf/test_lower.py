@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from hybrid_proxy.dataplane.balancing import ALGORITHMS
-from hybrid_proxy.dataplane.modes.ebpf.lower import Rows, Settings, lower
-from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
+from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Ejection
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import Rows, Settings, lower
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, WhenEmpty
 from tests.modes.make import entry as port
 from tests.tables import Front

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from hybrid_proxy.dataplane.modes.ebpf.layout import address_words
-from hybrid_proxy.dataplane.modes.ebpf.rows import VECTORIZE_FROM
-from hybrid_proxy.dataplane.modes.ebpf.writer import CountingFilter
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import address_words
+from hybrid_proxy.dataplane.modes.ebpf.services.rows import VECTORIZE_FROM
+from hybrid_proxy.dataplane.modes.ebpf.services.writer import CountingFilter
 
 
 def test_bits_that_are_added_together_can_be_removed_one_by_one() -> None:

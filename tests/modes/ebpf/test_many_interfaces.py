@@ -15,8 +15,8 @@ from hybrid_proxy.dataplane.kernel.attachment import Attachment
 from hybrid_proxy.dataplane.kernel.bpf import programs_at
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, INGRESS
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import attach
-from hybrid_proxy.dataplane.modes.ebpf.attach import MANY, TCX_INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.hooks import links as links_module
+from hybrid_proxy.dataplane.modes.ebpf.hooks.links import MANY, TCX_INGRESS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.table import ServiceTable
 from tests.namespaces import new_lab
@@ -70,7 +70,7 @@ def links(agent: Ebpf, number: int) -> int:
 
 
 def test_many_interfaces_get_filters_and_a_few_get_links(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "LINK_SECONDS", 60)
+    monkeypatch.setattr(links_module, "LINK_SECONDS", 60)
     many = MANY + 1
     add(0, many)
     with closing(Ebpf(options, lambda: None)) as agent:
@@ -102,9 +102,9 @@ def test_interfaces_that_come_faster_than_links_are_attached_get_filters(
     class Slow(Attachment):
         def run(self, program: int, at: int | None = None) -> None:
             super().run(program, at)
-            time.sleep(attach.LINK_SECONDS)  # so that what the share adds meanwhile pays for no second one
+            time.sleep(links_module.LINK_SECONDS)  # so that what the share adds meanwhile pays for no second one
 
-    monkeypatch.setattr(attach, "Attachment", Slow)
+    monkeypatch.setattr(links_module, "Attachment", Slow)
     with closing(Ebpf(options, lambda: None)) as agent:
         agent.sync(TABLE)
         add(0, 3 * FEW)

@@ -11,20 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import failover, layout
-from hybrid_proxy.dataplane.modes.ebpf.outliers import (
+from hybrid_proxy.dataplane.modes.ebpf.ejection import failover
+from hybrid_proxy.dataplane.modes.ebpf.ejection.outliers import (
     FIRST,
     INTERVAL,
     LONGEST,
     LONGEST_INTERVAL,
-    Counts,
-    Ejection,
     FailureShares,
     OutlierDetector,
-    ejected,
 )
-from hybrid_proxy.dataplane.modes.ebpf.plan import Subject
-from hybrid_proxy.dataplane.modes.ebpf.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejection, ejected
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Subject
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 
 from .readback import check, programmed, settle

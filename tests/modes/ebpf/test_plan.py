@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from hybrid_proxy.dataplane.modes.ebpf.lower import NO_EJECTIONS, lower
-from hybrid_proxy.dataplane.modes.ebpf.outliers import Ejection
-from hybrid_proxy.dataplane.modes.ebpf.plan import Batch, Installed, Plan
+from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Ejection
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import NO_EJECTIONS, lower
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, Installed, Plan
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Probe, Protocol
 from tests.tables import Front, entry_of
 

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hybrid_proxy.dataplane.modes.ebpf.pools import DeferredFree, Freed, FullError, IdPool, SlotAllocator, size_class
+from hybrid_proxy.dataplane.modes.ebpf.maps.pools import (
+    DeferredFree,
+    Freed,
+    FullError,
+    IdPool,
+    SlotAllocator,
+    size_class,
+)
 
 
 # count   slots

@@ -12,8 +12,8 @@ from contextlib import closing, suppress
 import pytest
 
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import probes
-from hybrid_proxy.dataplane.modes.ebpf.probes import AT_ONCE, Prober, Target, probe
+from hybrid_proxy.dataplane.modes.ebpf.ejection import probes
+from hybrid_proxy.dataplane.modes.ebpf.ejection.probes import AT_ONCE, Prober, Target, probe
 
 PATIENCE = 60.0
 QUICK = Options(probe_interval=0.1, probe_timeout=0.3, probe_failures=2)

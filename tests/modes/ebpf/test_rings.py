@@ -9,10 +9,10 @@ import pytest
 
 from hybrid_proxy.dataplane.balancing import ALGORITHMS, KNOWN, ring_of
 from hybrid_proxy.dataplane.mode import Unmet
-from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
-from hybrid_proxy.dataplane.modes.ebpf.store import Store
-from hybrid_proxy.dataplane.modes.ebpf.traffic import MOST_BYTES
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable
 from tests.tables import fronts_of
 

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.layout import abi_constants
-from hybrid_proxy.dataplane.modes.ebpf.lower import lower
-from hybrid_proxy.dataplane.modes.ebpf.maps import timewait_shift
-from hybrid_proxy.dataplane.modes.ebpf.pools import SETTINGS, size_class
-from hybrid_proxy.dataplane.modes.ebpf.room import refuse_unfit
-from hybrid_proxy.dataplane.modes.ebpf.sizes import (
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import timewait_shift
+from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS, size_class
+from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import (
     FLOOR,
     FORGETFUL,
     MOST_BUCKETS,
@@ -28,6 +26,8 @@ from hybrid_proxy.dataplane.modes.ebpf.sizes import (
     nearly_full,
     needs,
 )
+from hybrid_proxy.dataplane.modes.ebpf.services.capacity import refuse_unfit
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import lower
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol
 from tests.tables import Front, entry_of
 

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.maps import MapSet, make
-from hybrid_proxy.dataplane.modes.ebpf.sizes import bounds, least
-from hybrid_proxy.dataplane.modes.ebpf.store import Store
-from hybrid_proxy.dataplane.modes.ebpf.traffic import traffic_sizes
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, make
+from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import bounds, least
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import traffic_sizes
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.tables import Front, entry_of, fronts_of, with_fronts
 

@@ -16,9 +16,9 @@ from pyroute2 import IPRoute
 
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, library, pinned_link, programs_at, update_link
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
-from hybrid_proxy.dataplane.modes.ebpf.attach import SOCKET_HOOKS, SOCKOPS_HOOKS, TCX_EGRESS, TCX_INGRESS
-from hybrid_proxy.dataplane.modes.ebpf.edges import elements_of
-from hybrid_proxy.dataplane.modes.ebpf.layout import OBJECTS
+from hybrid_proxy.dataplane.modes.ebpf.hooks.links import SOCKET_HOOKS, SOCKOPS_HOOKS, TCX_EGRESS, TCX_INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import elements_of
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, NodeNetwork, ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab

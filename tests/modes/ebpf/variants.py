@@ -10,7 +10,7 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any
 
-from hybrid_proxy.dataplane.modes.ebpf import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 
 REPOSITORY = Path(__file__).parents[3]
 OBJECTS = layout.OBJECTS.resolve().relative_to(REPOSITORY)
@@ -32,7 +32,7 @@ def compiled(folder: Path, *edits: Sequence[str], objects: Sequence[str] = ("con
 def numbers(objects: Path) -> dict[str, int]:
     """`layout.stored_numbers` of a folder that `compiled` returned."""
     module = objects / "abi.py"
-    build = REPOSITORY / "dataplane/modes/ebpf/abi_build.py"
+    build = REPOSITORY / "dataplane/modes/ebpf/maps/abi_build.py"
     subprocess.run([sys.executable, "-P", str(build), str(objects / "abi.h"), str(module)], check=True)
     known: Any = run_path(str(module))["ffi"]
     return layout.stored_numbers(known)

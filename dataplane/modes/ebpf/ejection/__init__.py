@@ -1,0 +1,1 @@
+"""Backends that fail: found, ejected, probed."""

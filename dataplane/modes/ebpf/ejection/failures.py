@@ -1,0 +1,61 @@
+"""How connections to backends failed, as the programs remember it in map `failures`, beside the other pins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.reports import FailureHistory
+
+
+def histories(maps: Mapping[str, Map]) -> dict[int, FailureHistory]:
+    """By the ids of backends. A process of another version may have left a map that is laid out otherwise: nothing."""
+    ids, rows = _read(maps)
+    known = _still_theirs(maps, ids, rows)
+    boot = time.time() - time.monotonic()
+    found = {}
+    for number, row in zip(ids[known].tolist(), rows[known], strict=True):
+        refused_at, unanswered_at = (
+            boot + int(row[name]) / 1e9 if row[name] else None for name in ("refused_at", "unanswered_at")
+        )
+        found[number] = FailureHistory(int(row["refused"]), refused_at, int(row["unanswered"]), unanswered_at)
+    return found
+
+
+def failed_connections(maps: Mapping[str, Map]) -> dict[int, int]:
+    """How many connections failed, by the ids of backends; a count may begin anew."""
+    ids, rows = _read(maps)
+    known = _still_theirs(maps, ids, rows)
+    counts = rows["refused"][known].astype(np.int64) + rows["unanswered"][known]
+    return dict(zip(ids[known].tolist(), counts.tolist(), strict=True))
+
+
+def forget_former(maps: Mapping[str, Map]) -> None:
+    """Remove what is known of backends that are gone."""
+    ids, rows = _read(maps)
+    former = ids[~_still_theirs(maps, ids, rows)]
+    if len(former):
+        maps["failures"].delete_batch(former)
+
+
+def _read(maps: Mapping[str, Map]) -> tuple[NDArray[Any], NDArray[Any]]:
+    known, kind = maps.get("failures"), layout.dtype_of("failures")
+    if known is None or known.value_size != kind.itemsize:
+        return np.zeros(0, dtype=np.uint32), np.zeros(0, dtype=kind)
+    return known.items(np.dtype(np.uint32), kind)
+
+
+def _still_theirs(maps: Mapping[str, Map], ids: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows are of the backends that have these ids now."""
+    table = maps["backends"].view(layout.dtype_of("backend"))
+    inside = ids < len(table)
+    now = table[np.where(inside, ids, 0)]
+    same: NDArray[np.bool_] = inside & (now["service"] == rows["service"]) & (now["port"] == rows["port"])
+    same &= (now["address"] == rows["address"]).all(axis=1)
+    return same

@@ -1,0 +1,296 @@
+"""Old flows, and ids that wait for them: a thread beside the programmer, off the path of changes.
+
+User space proposes (one batch read, numpy), the sweep program disposes: it looks again at the time stamp beside
+the programs that refresh it. The same read shows which ids of deferred frees a flow still names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
+from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.flows import resets
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays, run_in_parts
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, is_over
+from hybrid_proxy.dataplane.modes.ebpf.maps.open_counts import Recount
+from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import FORGETFUL, bounds, expected
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import possible_cpus
+from hybrid_proxy.dataplane.table import Protocol
+
+log = logging.getLogger(__name__)
+
+SCAN_SECONDS = 5.0
+# Idle times in seconds, as nf_conntrack's; those that kube-proxy sets, too, are in the options.
+OPENING, DOUBTED, LAST_ACK, ENDED, SCTP = 60, 60, 30, 10, 210
+# With direct server return nobody here sees whether the backend has ended, too. IPVS waits as long then (`FIN_WAIT` of
+# connections whose answers go another way); whoever has ended and still receives acknowledges that.
+DSR_ENDING = 120
+DATAGRAM_SECONDS, TIMEWAIT_SECONDS, TIMEWAIT_TICK = 2, 68, 8  # as in bpf/flow_state.h and bpf/timewait.h
+
+
+def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> NDArray[np.int64]:
+    """Seconds without a packet after which each flow is forgotten."""
+    flags, protocols, names = values["flags"], keys["protocol"], abi_constants()
+    limits = np.full(len(keys), options.tcp_timeout_established, dtype=np.int64)
+    limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
+    limits[flags & (names["FLOW_FIN"] | names["FLOW_PEER_FIN"]) != 0] = options.tcp_timeout_close_wait
+    # Both have ended, and not both are known to know it. Two processors that note two FINs at once may lose one note of
+    # four; the other half of the pair has it, and a pair goes with either half.
+    both = names["FLOW_FIN"] | names["FLOW_PEER_FIN"]
+    limits[flags & both == both] = LAST_ACK
+    ending = names["FLOW_DSR"] | names["FLOW_FIN"]
+    limits[flags & ending == ending] = min(DSR_ENDING, options.tcp_timeout_close_wait)
+    limits[flags & names["FLOW_DOUBTED"] != 0] = DOUBTED
+    limits[is_over(flags)] = ENDED
+    limits[protocols == Protocol.UDP] = options.udp_timeout_stream
+    limits[protocols == Protocol.SCTP] = SCTP
+    return limits
+
+
+def _age(now: int, seen: NDArray[Any]) -> NDArray[np.int64]:
+    """Jiffies since then; a program may have written a time that is later than `now`."""
+    return (np.uint32(now) - seen).astype(np.int32).astype(np.int64)
+
+
+def forget_half_open(maps: Mapping[str, Map], options: Options, now: int, hz: int) -> None:
+    """Delete half-open flows that are idle; `now` is the time of time stamps, in jiffies.
+
+    The collector leaves these tables alone, because they forget by themselves. But without new flows nothing in them
+    makes way, and a socket that gets the port of an earlier one would go on with its flow.
+    """
+    for family in (4, 6):
+        table = maps[f"half_open{family}"]
+        keys, values = flow_arrays(table, family)
+        limits = np.where(keys["protocol"] == Protocol.UDP, options.udp_timeout, OPENING) * hz
+        idle = np.uint32(now) - values["seen"] >= limits
+        table.delete_batch(keys[idle])
+
+
+def open_flows(maps: Mapping[str, Map]) -> Counter[str]:
+    """How many flows are not over, by the name of their protocol."""
+    names, found = abi_constants(), Counter[str]()
+    for table, family in itertools.product(("flows", "half_open"), (4, 6)):
+        keys, values = flow_arrays(maps[f"{table}{family}"], family)
+        alive = (values["flags"] & (names["FLOW_REPLY"] | names["FLOW_OTHERS"]) == 0) & ~is_over(values["flags"])
+        numbers, counts = np.unique(keys["protocol"][alive], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            found[Protocol(number).name] += count
+    return found
+
+
+class FlowGC:
+    """Waits for grace periods and sweeps flows.
+
+    `sweep` and `clock` are descriptors of programs; `clock` returns the time of time stamps, `hz` are its ticks per
+    second. `also` is called with each scan.
+    """
+
+    def __init__(
+        self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options, also: Callable[[], None]
+    ) -> None:
+        self.may_become(options, possible_cpus())
+        self._options = options
+        self._also = also
+        self._hurry = False
+        self._maps = maps
+        self._sweep, self._clock, self._hz = sweep, clock, hz
+        self._resetting: set[resets.Endpoint] = set()
+        self.reset = 0  # connections to endpoints that are gone
+        self._lock = threading.Lock()
+        self.reading = threading.Lock()  # held by whoever reads tables of flows, or replaces them
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._wanted_stamp = 0
+        self.graced = 0  # number of the last grace period that is over
+        self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+        self._result: tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None = None
+        self.used = {"flows4": 0, "flows6": 0}  # entries, by map
+        self.needed: dict[str, int] = {}  # entries that tables of programs should have room for, by map
+        self._lasting = {"flows4": 0, "flows6": 0}
+        self._scanned_at = time.monotonic()
+        self.begun = 0  # flows, as the programs count them, when tables were read last
+        self.opening_flows: int | None = None  # a new count, for the programs' own
+        self.recounts = False  # some services have their open flows counted by backend
+        self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
+
+    @property
+    def known_flows(self) -> int:
+        """Entries of both families when they were read last."""
+        return sum(self.used.values())
+
+    def may_become(self, options: Options, cpus: int) -> None:
+        """Look at what tables that forget need as long as they are smaller than these options let them become."""
+        self._upper = bounds(options, cpus)
+
+    def use(self, sweep: int, clock: int) -> None:
+        """Other programs, because tables have been replaced. `reading` is held meanwhile."""
+        self._sweep, self._clock = sweep, clock
+
+    def start(self) -> None:
+        """Begin; from then on this object's thread reads the flow tables."""
+        self._thread.start()
+
+    def want_grace(self, stamp: int) -> None:
+        """A commit with this stamp is done: wait for the programs that may have seen what it removed."""
+        with self._lock:
+            self._wanted_stamp = max(self._wanted_stamp, stamp)
+        self._wake.set()
+
+    def reset_connections(self, gone: Collection[resets.Endpoint]) -> None:
+        """Reset the TCP connections to these endpoints."""
+        if gone:
+            with self._lock:
+                self._resetting.update(gone)
+            self._wake.set()
+
+    def look_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
+        """Let the next scan find which of these flows still name."""
+        with self._lock:
+            if self._result is None:
+                self._candidates = (services, backends)
+
+    def hurry(self) -> None:
+        """Scan at once."""
+        self._hurry = True
+        self._wake.set()
+
+    def collect(self) -> tuple[int, tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None]:
+        """The last grace period that is over; (looked for services, backends, found services, backends) or None."""
+        with self._lock:
+            result, self._result = self._result, None
+            return self.graced, result
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        next_scan = time.monotonic() + SCAN_SECONDS
+        while not self._stop.is_set():
+            self._wake.wait(timeout=max(0.05, next_scan - time.monotonic()))
+            self._wake.clear()
+            self._end_connections()
+            self._pass_grace()
+            if self._hurry or time.monotonic() >= next_scan:
+                self._hurry = False
+                try:
+                    with self.reading:
+                        self.scan()
+                        self._also()
+                except (DataplaneError, OSError) as error:
+                    log.warning("reading flows failed, trying again in %d s: %s", SCAN_SECONDS, error)
+                next_scan = time.monotonic() + SCAN_SECONDS
+
+    def _end_connections(self) -> None:
+        with self._lock:
+            gone, self._resetting = self._resetting, set()
+        if not gone:
+            return
+        try:
+            with self.reading:
+                self.reset += resets.reset(self._maps, gone, self._read_flows, self._forget)
+        except (DataplaneError, OSError) as error:
+            log.warning("connections to endpoints that are gone could not be reset: %s", error)
+
+    def _read_flows(self, table: str, family: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        return flow_arrays(self._maps[f"{table}{family}"], family)
+
+    def _forget(self, family: int, keys: NDArray[Any]) -> None:
+        run_in_parts(self._sweep, family, keys, np.zeros(len(keys), dtype=np.int64))
+
+    def _pass_grace(self) -> None:
+        with self._lock:
+            wanted = self._wanted_stamp
+        if wanted > self.graced:
+            wait_for_programs()
+            with self._lock:
+                self.graced = wanted
+
+    def scan(self) -> None:
+        """Read all flows once: forget idle ones, look for ids of deferred frees."""
+        with self._lock:
+            services, backends = self._candidates
+        self.begun = self._begun()
+        found_services: set[int] = set()
+        found_backends: set[int] = set()
+        opening = 0
+        recount = Recount(self._maps) if self.recounts else None
+        young = abi_constants()["FLOW_ESTABLISHED"] | abi_constants()["FLOW_REPLY"]
+        needed, passed = dict[str, int](), time.monotonic() - self._scanned_at
+        self._scanned_at += passed
+        for family in (4, 6):
+            name = f"flows{family}"
+            keys, values = flow_arrays(self._maps[name], family)
+            new = int(np.count_nonzero(values["flags"] & young == 0))
+            lasting = len(keys) - 2 * new  # a flood of SYNs does not let tables grow
+            needed[name] = len(keys) - lasting + expected(lasting, self._lasting[name], passed)
+            self.used[name], self._lasting[name] = len(keys), lasting
+            opening += new
+            if len(keys):
+                found_services |= services.intersection(np.unique(values["service"]).tolist())
+                found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
+                if recount is not None:
+                    recount.add(values)
+                self.forget_idle(family, keys, values)
+        self.needed = needed | self._forgetful_needs()
+        self.opening_flows = opening
+        if recount is not None and (wrong := recount.finish()):
+            log.info("counts of open flows are corrected for %d backends", wrong)
+        with self._lock:
+            if services or backends:
+                self._result = (services, backends, frozenset(found_services), frozenset(found_backends))
+            self._candidates = (frozenset(), frozenset())
+
+    def _forgetful_needs(self) -> dict[str, int]:
+        """What tables that forget should have room for, of those that may grow: what is not over yet."""
+        now, needed, maps = self.clock(), dict[str, int](), self._maps
+        may_grow = {name for name in FORGETFUL if maps[name].entries < self._upper[name]}
+        for family in (4, 6):
+            if (name := f"half_open{family}") in may_grow:
+                keys, values = flow_arrays(maps[name], family)
+                recent = _age(now, values["seen"]) <= DATAGRAM_SECONDS * self._hz
+                needed[name] = int(np.count_nonzero(recent & (keys["protocol"] != Protocol.TCP)))
+        if "affinity" in may_grow:
+            keys, times = maps["affinity"].items(dtype_of("affinity_key"), np.dtype(np.uint64))
+            kept = maps["services"].glimpse(dtype_of("service"))["affinity"]
+            owners = np.minimum(keys["service"], len(kept) - 1)
+            needed["affinity"] = int(np.count_nonzero(_age(now, (times >> 32).astype(np.uint32)) < kept[owners]))
+        if "timewait" in may_grow:
+            marks = maps["timewait"].glimpse(dtype_of("timewait_bucket"))["entries"]
+            ticks = np.uint16(now >> TIMEWAIT_TICK & 0xFFFF) - (marks & 0xFFFF).astype(np.uint16)
+            young = (marks != 0) & (ticks <= TIMEWAIT_SECONDS * self._hz >> TIMEWAIT_TICK)
+            needed["timewait"] = int(np.count_nonzero(young)) // marks.shape[1]
+        return needed
+
+    def _begun(self) -> int:
+        number = abi_constants()["COUNT_NEW_FLOW"].to_bytes(4, sys.byteorder)
+        return int(self._maps["counters"].lookup_per_cpu(number, possible_cpus()).sum())
+
+    def clock(self) -> int:
+        """The time of time stamps."""
+        return run_on_packet(self._clock, bytes(64))[0]
+
+    def forget_idle(self, family: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
+        """Delete those of these flows that are idle for too long; the program that does it looks at each once more.
+
+        Those of others go when conntrack has forgotten them (`OthersFlows`).
+        """
+        age = _age(self.clock(), values["seen"])
+        limits = idle_limits(keys, values, self._options) * self._hz
+        ours = values["flags"] & abi_constants()["FLOW_OTHERS"] == 0
+        old = np.flatnonzero((age >= limits) & ours)
+        run_in_parts(self._sweep, family, keys[old], limits[old])

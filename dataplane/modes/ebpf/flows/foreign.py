@@ -1,0 +1,214 @@
+"""Datagrams and associations that conntrack translates: another mode or proxy began them, and they stay with it.
+
+A segment in the midst of a TCP connection shows that its flow is somebody else's; a datagram does not, and neither does
+a SYN that comes again. So these flows, and half-open connections, have entries in the tables of flows, as long as
+conntrack has theirs. So have the answers to what conntrack masquerades: it and we give away ports of the node, and a
+port that both gave away for one backend would have answers go to the wrong client.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+from ipaddress import ip_address
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.conntrack import FlowKey, Key, answer_keys, half_open_keys, translated_keys
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays, run_in_parts
+from hybrid_proxy.dataplane.netfilter import frontends
+from hybrid_proxy.dataplane.table import Protocol, ServiceTable
+
+DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that they are the first
+ANSWERS_SECONDS = 60.0  # after which all connections are read again, to forget the answers to those that are over
+
+
+def take_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> frozenset[str]:
+    """Those of these services that get datagrams or associations at an address that had none."""
+    return frozenset(
+        name
+        for name in names
+        if not frontends(new, DATAGRAMS, (name,)).keys() <= frontends(old, DATAGRAMS, (name,)).keys()
+    )
+
+
+class Lazily(Mapping[Key, None]):
+    """Frontends that are listed when somebody asks for one: often conntrack has nothing, and services are many."""
+
+    def __init__(self, make: Callable[[], Mapping[Key, None]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> Mapping[Key, None]:
+        return self._make()
+
+    def __getitem__(self, key: Key) -> None:
+        return self._made[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._made
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+class OthersFlows:
+    """Which flows are left to others.
+
+    Args:
+        flows: the tables of flows, by family.
+        leave: descriptor of the program that writes entries.
+    """
+
+    def __init__(self, flows: Mapping[int, Map], leave: int) -> None:
+        self._flows, self._leave = flows, leave
+        self._lock = threading.Lock()
+        self._tables: tuple[ServiceTable, ...] = ()
+        self._expected = 0  # how often
+        self._answers = frozenset[FlowKey]()
+        self._answers_at = 0.0
+        self.known = frozenset[FlowKey]().union(*(_left_to_others(known, family) for family, known in flows.items()))
+
+    def use(self, flows: Mapping[int, Map], leave: int) -> None:
+        """Larger tables, with the same content, and their program. Nobody may be in `look`."""
+        self._flows, self._leave = flows, leave
+
+    def expect(self, *tables: ServiceTable) -> None:
+        """From now on flows to the services of these tables are left to others. One table: nothing else is expected."""
+        with self._lock:
+            self._tables = tables
+            self._expected += len(tables) > 1
+
+    def come(self, names: Collection[str]) -> None:
+        """Leave the datagrams of these services of the last table, which get here in a moment; `look` does the rest.
+
+        Raises: as `look`.
+        """
+        found = _datagram_flows(*self._tables[-1:], names=names)
+        with self._lock:
+            self._change(found - self.known, ())
+            self.known |= found
+
+    def look(self, *, connections: bool = True) -> None:
+        """Read conntrack: leave what is new there, and forget what is gone. For any thread.
+
+        A dump takes tens of milliseconds where conntrack has many buckets, and nobody waits for it.
+
+        `connections`: some may be half-open that are not known yet. Before Linux 5.17 all connections are read for it.
+
+        Raises:
+            DataplaneError, OSError: conntrack cannot be read.
+        """
+        expected, tables = self._expected, self._tables
+        services = Lazily(lambda: {key: None for table in tables for key in frontends(table)})
+        found = _datagram_flows(*tables)
+        if connections or any(key.protocol == Protocol.TCP for key in self.known):
+            found |= self._half_open(services)
+        if connections or (self._answers and time.monotonic() - self._answers_at > ANSWERS_SECONDS):
+            self._answers = self._bounded(answer_keys(services))
+            self._answers_at = time.monotonic()
+        found |= self._answers
+        with self._lock:
+            if expected == self._expected:  # else services came meanwhile that these tables may not have
+                self._change(found - self.known, self.known - found)
+                self.known = found
+
+    def _change(self, new: Collection[FlowKey], gone: Collection[FlowKey]) -> None:
+        for family, flows in self._flows.items():
+            run_in_parts(self._leave, family, _rows([key for key in new if key.family == family], family))
+            if lost := {key for key in gone if key.family == family}:  # a flow of ours was not left, and is not theirs
+                flows.delete_batch(_rows(lost.intersection(_left_to_others(flows, family)), family))
+
+    def _half_open(self, services: Mapping[Key, None]) -> frozenset[FlowKey]:
+        """None in a flood of SYNs, which shall not fill the tables: then a repeated one begins a flow of ours."""
+        return self._bounded(half_open_keys(services))
+
+    def _bounded(self, found: frozenset[FlowKey]) -> frozenset[FlowKey]:
+        """None if there are so many that they would fill the tables."""
+        room = min(flows.entries for flows in self._flows.values()) // 8
+        return found if len(found) <= room else frozenset()
+
+    def check_room(self) -> None:
+        """See whether every flow of others could be left to them.
+
+        Raises:
+            Unsupported: there are more than the tables have room for, and some would get another backend.
+        """
+        refuse_crowd(self.known - self._answers, {family: flows.entries for family, flows in self._flows.items()})
+
+
+def refuse_crowd(theirs: Iterable[FlowKey], room: Mapping[int, int]) -> None:
+    """See whether the table of flows of each family has `room` for the datagram flows of others.
+
+    Raises:
+        Unsupported: it has not.
+    """
+    counts = Counter(key.family for key in theirs if key.protocol in DATAGRAMS)
+    for family, entries in room.items():
+        if counts[family] > entries:
+            raise Unsupported(
+                "room for the datagram flows of others",
+                f"{counts[family]} of IPv{family} are open, and the table of flows has room for {entries}: "
+                "raise --max-flows",
+            )
+
+
+def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
+    """Those to services of the table that conntrack translates.
+
+    Raises:
+        DataplaneError, OSError: conntrack cannot be read.
+    """
+    return _datagram_flows(table)
+
+
+def _datagram_flows(*tables: ServiceTable, names: Collection[str] | None = None) -> frozenset[FlowKey]:
+    services = Lazily(lambda: {key: None for table in tables for key in frontends(table, DATAGRAMS, names)})
+    entries = [entry for table in tables for entry in table.entries(names) if entry.protocol in DATAGRAMS]
+    kinds = {(entry.family, int(entry.protocol)) for entry in entries}  # to dump no others
+    own = {address for table in tables for address in table.node.addresses}
+    return _with_unbound(translated_keys(services, sorted(kinds)), own)
+
+
+def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:
+    """The same, and those of this node's own datagrams as a socket knows them that is bound to no address.
+
+    To an address on kube-proxy's device, the node sends from that very address.
+    """
+    packed = {ip_address(address).packed for address in own}
+    return keys | {
+        key._replace(saddr=bytes(len(key.saddr)))
+        for key in keys
+        if key.protocol == Protocol.UDP and (key.saddr in packed or key.saddr == key.daddr)
+    }
+
+
+def _left_to_others(flows: Map, family: int) -> Iterator[FlowKey]:
+    """What a former process left to others."""
+    keys, values = flow_arrays(flows, family)
+    for row in keys[values["flags"] & layout.abi_constants()["FLOW_OTHERS"] != 0]:
+        saddr, sport, daddr, dport = (row[name].tobytes() for name in ("saddr", "sport", "daddr", "dport"))
+        yield FlowKey(family, int(row["protocol"]), saddr, sport, daddr, dport)
+
+
+def _rows(keys: Collection[FlowKey], family: int) -> NDArray[np.void]:
+    chosen = list(keys)
+    rows = np.zeros(len(chosen), dtype=layout.dtype_of(f"flow{family}_key"))
+    for name in ("saddr", "daddr"):
+        raw = b"".join(getattr(key, name) for key in chosen)
+        words = np.frombuffer(raw, dtype=np.uint32)
+        rows[name] = words.reshape(-1, 4) if family == 6 else words
+    for name in ("sport", "dport"):
+        rows[name] = np.frombuffer(b"".join(getattr(key, name) for key in chosen), dtype=np.uint16)
+    rows["protocol"] = [key.protocol for key in chosen]
+    return rows

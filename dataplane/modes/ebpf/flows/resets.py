@@ -1,0 +1,126 @@
+"""Resets of TCP connections to endpoints that are gone, where a Service asks for them.
+
+A flow's entry has what its client acknowledged last, which is the sequence number that the client expects of a reset.
+If data was under way, the client challenges the reset (RFC 5961), the programs note what it acknowledges with that, and
+the next round has the right number. At the end flows are forgotten, whether anybody was there or not. Connections of
+the node's own sockets are no flows: these sockets are aborted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel import tcp_segments
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.diag import end_connections
+from hybrid_proxy.dataplane.kernel.tcp_segments import Segment
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, is_over, swap16
+from hybrid_proxy.dataplane.table import Protocol
+
+log = logging.getLogger(__name__)
+
+ROUNDS, PAUSE = 3, 0.02  # resets of one client, seconds between two
+_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
+
+Read = Callable[[str, int], tuple[NDArray[Any], NDArray[Any]]]  # name of a table of flows, family -> keys, values
+Forget = Callable[[int, NDArray[Any]], None]  # family, keys
+
+
+class Endpoint(NamedTuple):
+    """One that is gone: the number of the service port that it belonged to, its family, address and port."""
+
+    service: int
+    family: int
+    address: str
+    port: int
+
+    @property
+    def words(self) -> NDArray[np.uint32]:
+        """The address as maps have it."""
+        packed = socket.inet_pton(_AF[self.family], self.address)
+        return np.frombuffer(packed.ljust(16, b"\0"), np.uint32)
+
+    @property
+    def wire_port(self) -> int:
+        """The port as maps have it."""
+        return int(swap16([self.port])[0])
+
+
+def reset(maps: Mapping[str, Map], gone: Collection[Endpoint], read: Read, forget: Forget) -> int:
+    """Reset what is open to these endpoints; how many connections that were.
+
+    Raises:
+        DataplaneError, OSError: tables cannot be read, or nothing can be sent.
+    """
+    total = 0
+    found: dict[tuple[str, int], NDArray[Any]] = {}
+    for number in range(ROUNDS):
+        time.sleep(PAUSE if number else 0)
+        found = {}
+        segments: list[Segment] = []
+        for table, family in itertools.product(("flows", "half_open"), {each.family for each in gone}):
+            keys, values = read(table, family)
+            chosen = _open_to(keys, values, [each for each in gone if each.family == family])
+            found[table, family] = keys[chosen]
+            segments += _resets(family, keys[chosen], values[chosen])
+        if not number:
+            total = sum(map(len, found.values()))
+            total += _end_own_sockets(maps, gone)
+        if not any(map(len, found.values())):
+            return total
+        tcp_segments.send(segments)
+    for (_, family), keys in found.items():
+        if len(keys):
+            forget(family, keys)
+    return total
+
+
+def _open_to(keys: NDArray[Any], values: NDArray[Any], gone: Collection[Endpoint]) -> NDArray[np.bool_]:
+    """Which of these are the clients' direction of TCP connections to the endpoints.
+
+    With direct server return the entry has another number in place of the acknowledgement.
+    """
+    names = abi_constants()
+    not_these = names["FLOW_REPLY"] | names["FLOW_OTHERS"] | names["FLOW_DSR"]
+    found = np.zeros(len(keys), dtype=bool)
+    for each in gone:
+        there = (values["service"] == each.service) & (values["dport"] == each.wire_port)
+        found |= there & (values["daddr"] == each.words).all(axis=1)
+    found &= (keys["protocol"] == Protocol.TCP) & (values["flags"] & not_these == 0) & ~is_over(values["flags"])
+    return found
+
+
+def _resets(family: int, keys: NDArray[Any], values: NDArray[Any]) -> Iterator[Segment]:
+    for key, ack in zip(keys, values["ack"].tolist(), strict=True):
+        if ack:
+            source, target = key["daddr"].tobytes(), key["saddr"].tobytes()
+            yield Segment(family, source, key["dport"].tobytes(), target, key["sport"].tobytes(), ack)
+
+
+def _end_own_sockets(maps: Mapping[str, Map], gone: Collection[Endpoint]) -> int:
+    storage = maps.get("sockets")
+    if storage is None:
+        return 0
+    kind = dtype_of("socket_state")
+    places = {(each.service, each.words.tobytes(), each.wire_port) for each in gone}
+
+    def goes_there(value: bytes) -> bool:
+        state = np.frombuffer(value, kind, 1)[0]
+        peer = state["peers"][0]
+        place = int(peer["service"]), peer["backend"].tobytes(), int(peer["backend_port"])
+        return bool(state["connected"]) and place in places
+
+    try:
+        return end_connections(storage.fd, goes_there)
+    except (DataplaneError, OSError) as error:
+        log.warning("connections of the node's own sockets to endpoints that are gone could not be reset: %s", error)
+        return 0

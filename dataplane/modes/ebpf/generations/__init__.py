@@ -1,0 +1,1 @@
+"""The programs and maps that serve together, and how one such generation replaces another."""

@@ -1,0 +1,96 @@
+"""Layouts of maps as values: what this version's maps are like, and what other versions have recorded beside theirs.
+
+The record is JSON in a map of one element, pinned beside the others. It names every map with its type, its sizes and
+the fields of its rows, and the numbers by which rows are read. BTF says the same of rows, but to read that of another
+process takes CAP_SYS_ADMIN, which an agent does not need otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.shape import Shape, pinned
+from hybrid_proxy.dataplane.modes.ebpf.generations.convert import Layout
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import shapes
+
+log = logging.getLogger(__name__)
+
+RECORD: Final = "layout"  # the pin
+ARRAY: Final = 2  # BPF_MAP_TYPE_ARRAY
+BEFORE: Final = Path(__file__).parent / "records"  # records of versions that did not write any, by folder of pins
+
+
+@lru_cache(maxsize=1)
+def ours() -> Layout:
+    """That of this version."""
+    maps = {n: (s.name, s.kind, s.key_size, s.value_size, s.flags, s.rows) for n, s in shapes().items()}
+    return Layout(layout.stored_enums(), maps)
+
+
+class Record:
+    """The description of the maps in a folder, written or found there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._text = folder / RECORD, msgspec.json.encode(ours())
+        if _record_in(folder) != self._text:
+            self._path.unlink(missing_ok=True)  # of a version whose figures were laid out otherwise: they are made anew
+            self._write()
+        self._inode = self._path.stat().st_ino
+
+    def _write(self) -> None:
+        with contextlib.closing(Map.made(ARRAY, RECORD, 4, len(self._text), 1)) as made:
+            made.update(bytes(4), self._text)
+            made.pin(self._path)
+
+    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
+        if pins.get(RECORD) != self._inode:
+            yield f"map {RECORD} {'has something else pinned in its place' if RECORD in pins else 'is not pinned'}"
+
+    def pins(self) -> dict[str, int]:
+        return {RECORD: self._inode}
+
+    def mend(self, pins: Mapping[str, int]) -> None:
+        if pins.get(RECORD) != self._inode:
+            self._write()
+            self._inode = self._path.stat().st_ino
+
+
+def recorded(folder: Path) -> Layout | None:
+    """How the maps in this folder are laid out; None: that is not known, or what is pinned there is something else."""
+    text = _record_in(folder)
+    try:
+        known = msgspec.json.decode(text, type=Layout) if text else None
+    except msgspec.DecodeError as error:
+        log.warning("the description of the maps in %s cannot be read: %s", folder, error)
+        return None
+    return known if known is not None and _describes(known.maps, folder) else None
+
+
+def _record_in(folder: Path) -> bytes:
+    path = folder / RECORD
+    if path.exists():
+        found = pinned(path)
+        if found is None or (found.kind, found.name) != (ARRAY, RECORD):
+            return b""
+        with contextlib.closing(Map.pinned(path)) as known:
+            return known.lookup(bytes(4)) or b""
+    before = BEFORE / f"{'-'.join(folder.name.split('-')[:2])}.json"
+    return before.read_bytes() if before.exists() else b""
+
+
+def _describes(maps: Mapping[str, tuple[str, int, int, int, int, str | None]], folder: Path) -> bool:
+    """Whether the pins are those maps. Some are made only when they are needed."""
+    return all(
+        not (folder / name).exists()
+        or ((found := pinned(folder / name)) is not None and not found.differs(Shape(*shape)))
+        for name, shape in maps.items()
+    )

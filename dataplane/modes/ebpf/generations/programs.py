@@ -1,0 +1,238 @@
+"""The programs that carry traffic, in generations: all programs of one are loaded on the same maps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid_proxy.dataplane.kernel.attachment import program_number
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Effort, Map, Object, has_helper
+from hybrid_proxy.dataplane.kernel.host_paths import netns_cookie
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet, timewait_shift, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import FLOWS, WRITTEN
+from hybrid_proxy.dataplane.timings import START
+
+log = logging.getLogger(__name__)
+
+NICE = 5  # a quarter of a busy processor's time is left: an agent that serves waits for it
+SO_COOKIE = 57  # asm-generic/socket.h
+UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
+DATAPATHS = {4: "datapath4", 6: "datapath6"}  # by family; in upper case, enum datapath of bpf/abi.h
+CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
+SET_RETVAL = 187  # BPF_FUNC_set_retval (Linux 5.18)
+
+
+@dataclass(slots=True)
+class Programs:
+    """One generation. None: this kernel refuses them, or nobody needs them.
+
+    Those of the tc hooks are small. They call the ones that carry through the map `datapaths`, which all generations
+    share: what is put there carries all packets from then on.
+    """
+
+    hooks: Object
+    datapaths: dict[int, Object]  # by family; without one that no service has, the packets of that family pass
+    connect: Object | None = None
+    sockops: Object | None = None
+    xdp: Object | None = None
+    inspect: Object | None = None  # of a generation with tables of flows of its own
+
+    def __iter__(self) -> Iterator[Object]:
+        loaded = (self.hooks, *self.datapaths.values(), self.connect, self.sockops, self.xdp, self.inspect)
+        return (one for one in loaded if one is not None)
+
+    def close(self) -> None:
+        for loaded in self:
+            loaded.close()
+
+
+class Loader:
+    """Loads objects on a set of maps."""
+
+    def __init__(self, maps: MapSet, options: Options, hz: int) -> None:
+        self._maps, self._options, self._hz = maps, options, hz
+
+    def _settings(self, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> bytes:
+        options, maps = self._options, {**self._maps.maps, **(larger or {})}
+        return layout.pack(
+            "settings",
+            host_netns=(netns_cookie() or UNKNOWN_NETNS) if options.socket_scope == "host" else 0,
+            hz=self._hz,
+            reject_burst=options.reject_rate,
+            fast_path=layout.abi_constants()[f"FAST_PATH_{options.fast_path.upper()}"],
+            can_set_errno=int(can_set_errno),
+            # A quarter of the ports of a backend's masqueraded clients: forged SYNs do not use them up.
+            max_half_open=min(options.port_count // 4, *(maps[name].entries // 8 for name in FLOWS)),
+            udp_timeout=options.udp_timeout * self._hz,
+            udp_timeout_stream=options.udp_timeout_stream * self._hz,
+            port_first=options.port_first,
+            dsr=int(options.dsr),
+            port_count=options.port_count,
+            answer_ping=int(options.answer_ping),
+            can_check_mtu=int(has_helper(CHECK_MTU)),
+            traffic_cpus=0 if quiet else traffic_cpus(options),
+            event_burst=0 if quiet else options.event_rate,
+            timewait_shift=timewait_shift(maps["timewait"].entries),
+        )
+
+    def one(
+        self,
+        name: str,
+        larger: Larger | None = None,
+        *,
+        only: str = "",
+        can_set_errno: bool = True,
+        quiet: bool = False,
+    ) -> Object:
+        """The object `NAME.bpf.o`, on the maps of the set, or on `larger` ones in place of some.
+
+        With `only` it is loaded with this one of its programs. With `quiet` it counts nothing and emits no events.
+        `can_set_errno`: the kernel has bpf_set_retval.
+        """
+        loaded = Object(layout.OBJECTS / f"{name}.bpf.o")
+        try:
+            self._prepare(loaded, larger, can_set_errno=can_set_errno, quiet=quiet)
+            for other in loaded.program_names if only else ():
+                if other != only:
+                    loaded.leave_out(other)
+            with START.part(f"verifier: {only or name}"):
+                loaded.load()
+        except BpfError:
+            loaded.close()
+            raise
+        return loaded
+
+    def _prepare(self, opened: Object, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> None:
+        opened.constants(self._settings(larger, can_set_errno=can_set_errno, quiet=quiet))
+        self._maps.share_with(opened, larger)
+
+    def effort(self, name: str) -> dict[str, Effort]:
+        """What each program of the object `NAME.bpf.o` costs the verifier; it is loaded, and let go.
+
+        Raises:
+            BpfError: the kernel refuses one.
+        """
+        with contextlib.closing(Object(layout.OBJECTS / f"{name}.bpf.o")) as opened:
+            self._prepare(opened, None, can_set_errno=has_helper(SET_RETVAL), quiet=False)
+            return opened.load(effort=True)
+
+    def datapath(self, family: int, larger: Larger | None = None) -> Object:
+        """The program that carries the packets of a family.
+
+        Raises:
+            BpfError: the kernel refuses it.
+        """
+        return self.one("tc_datapath", larger, only=DATAPATHS[family])
+
+    def generation(
+        self, larger: Larger | None = None, *, xdp: bool = False, families: Collection[int] = tuple(DATAPATHS)
+    ) -> Programs:
+        """All programs that carry traffic of these families, those for drivers if `xdp`.
+
+        The verifier takes a third of a second for those that carry, so all are loaded at once, the two families by
+        two threads. Where another mode serves meanwhile, they are loaded one after another behind all other work, for
+        connections that begin would wait for a processor. May be called by another thread than that of the maps' owner.
+
+        Raises:
+            BpfError: the kernel refuses programs without which there is no service.
+        """
+        names = ("hooks", *["xdp"] * xdp, *["inspect"] * bool(WRITTEN & (larger or {}).keys()))
+        waits = self._options.all_or_nothing
+        with ThreadPoolExecutor(1 if waits else 4, "load", _give_way if waits else None) as threads:
+            # What takes longest comes first.
+            datapaths = {n: threads.submit(self.datapath, n, larger) for n in sorted(families, reverse=True)}
+            sockets = threads.submit(self._sockets, larger)
+            loading = {name: threads.submit(self.one, name, larger) for name in names}
+        try:
+            loaded = {name: known.result() for name, known in loading.items()}
+            carrying = {family: known.result() for family, known in datapaths.items()}
+        except BpfError:
+            for programs in _those_loaded(*loading.values(), *datapaths.values()):
+                programs.close()
+            for programs in sockets.result().values():
+                programs.close()
+            raise
+        return Programs(datapaths=carrying, **loaded, **sockets.result())
+
+    def _sockets(self, larger: Larger | None) -> dict[str, Object]:
+        """The cgroup programs; without bpf_set_retval (Linux 5.18) they refuse nobody.
+
+        Where failing backends are ejected, the sock_ops program comes with them. It observes connections of the node
+        that get no answer.
+        """
+        loaded: dict[str, Object] = {}
+        if self._options.socket_scope == "off":
+            return loaded
+        for can_set_errno in (True, False):
+            try:
+                loaded["connect"] = self.one("connect", larger, can_set_errno=can_set_errno)
+                break
+            except BpfError as error:
+                log.warning("socket programs%s: %s", "" if can_set_errno else " without bpf_set_retval", error)
+        if "connect" in loaded and self._options.failover_failures:
+            try:
+                loaded["sockops"] = self.one("sockops", larger)
+            except BpfError as error:
+                log.warning("silent backends are not noticed by what the node's own sockets meet: %s", error)
+        return loaded
+
+
+def _give_way() -> None:
+    """Have the calling thread alone, not its process, give way to others."""
+    with contextlib.suppress(OSError):  # forbidden by a profile of the runtime
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def put_datapaths(datapaths: Map, programs: Mapping[int, Object]) -> None:
+    """Let these, by family, be what hooks call."""
+    for family, loaded in programs.items():
+        datapaths.update(_place(family), loaded.program(DATAPATHS[family]).to_bytes(4, sys.byteorder))
+
+
+def missing_datapaths(datapaths: Map, programs: Mapping[int, Object]) -> Iterator[str]:
+    """Which of them is not the one that was put there, as messages."""
+    for family, loaded in programs.items():
+        found, name = datapaths.lookup(_place(family)), DATAPATHS[family]
+        if found is None or int.from_bytes(found, sys.byteorder) != program_number(loaded.program(name)):
+            yield f"{name} is not what hooks call"
+
+
+def _place(family: int) -> bytes:
+    return layout.abi_constants()[DATAPATHS[family].upper()].to_bytes(4, sys.byteorder)
+
+
+def teach_namespace(host_netns: Map) -> bool:
+    """Let the attached socket programs know this namespace; whether they do.
+
+    Where its cookie cannot be read, they see a socket of it connect.
+    """
+    kind = layout.dtype_of("host_netns")
+    if cookie := netns_cookie():
+        host_netns.update(bytes(4), layout.pack("host_netns", netns=cookie))
+        return True
+
+    def known() -> int:
+        return int(np.frombuffer(host_netns.lookup(bytes(4)) or bytes(kind.itemsize), kind)["netns"][0])
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teaching:
+        number = int.from_bytes(teaching.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
+        host_netns.update(bytes(4), layout.pack("host_netns", teaching_socket=number, netns=known()))
+        teaching.connect(("127.0.0.1", 9))  # sends nothing
+    learnt = known()
+    host_netns.update(bytes(4), layout.pack("host_netns", netns=learnt))
+    return learnt != 0
+
+
+def _those_loaded(*loading: Future[Object]) -> Iterator[Object]:
+    return (known.result() for known in loading if known.exception() is None)

@@ -1,0 +1,1 @@
+"""The interfaces, drivers and cgroups to which programs are attached."""

@@ -1,0 +1,35 @@
+"""Writes `dataplane.modes.ebpf.maps._abi`: what cffi knows of `bpf/abi.h`, parsed when the programs are compiled.
+
+    python -P abi_build.py objects/abi.h _abi.py
+
+The header is preprocessed already. Run by `make bpf`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from cffi import FFI
+
+_TYPES = "".join(
+    f"typedef {name}_t {kernel};\n"
+    for name, kernel in (
+        ("uint8", "__u8"),
+        ("uint16", "__u16"),
+        ("uint32", "__u32"),
+        ("int32", "__s32"),
+        ("uint64", "__u64"),
+    )
+)
+
+
+def main(header: str, target: str) -> None:
+    builder = FFI()
+    builder.cdef(_TYPES + Path(header).read_text())
+    builder.set_source("hybrid_proxy.dataplane.modes.ebpf.maps._abi", None)
+    builder.emit_python_code(target)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

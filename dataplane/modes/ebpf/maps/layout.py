@@ -1,0 +1,222 @@
+"""Rows of `bpf/abi.h` as numpy types, its enums as Python ints, and the hashes that both sides compute.
+
+The header is written once: the build preprocesses it and has cffi parse the result (`abi_build`), numpy types follow
+from cffi's offsets. A test compares them with the BTF of the compiled objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.modes.ebpf.maps._abi import ffi as abi
+
+OBJECTS = Path(__file__).parent.parent / "objects"
+
+Words = NDArray[np.uint32]
+_WORD = 0xFFFFFFFF
+_FEW = 64  # addresses; of more it is quicker to take them together
+_ONE_WORD, _FOUR_WORDS = struct.Struct("=I"), struct.Struct("=4I")
+
+
+@lru_cache(maxsize=1)
+def abi_constants() -> dict[str, int]:
+    """Every enumerator of the header by name."""
+    names: dict[str, int] = {}
+    for enum in (
+        "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin", "link_kind",
+        "verdict", "counter", "hook", "note_kind", "interface_flags", "client", "datapath", "carry_state",
+        "fast_path",
+    ):  # fmt: skip
+        names.update(abi.typeof(f"enum {enum}").relements)
+    return names
+
+
+STORED = ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin")
+
+
+def stored_numbers(header: Any = abi) -> dict[str, int]:
+    """Limits and flags of the header, by which what is stored in maps is read."""
+    names: dict[str, int] = {}
+    for enum in STORED:
+        names.update(header.typeof(f"enum {enum}").relements)
+    return names
+
+
+def stored_enums() -> dict[str, dict[str, int]]:
+    """The same by enum, and those by which the hooks of one version can call the datapath of another."""
+    return {enum: dict(abi.typeof(f"enum {enum}").relements) for enum in (*STORED, "hook", "datapath")}
+
+
+@lru_cache(maxsize=32)
+def dtype_of(struct: str) -> np.dtype[Any]:
+    """A numpy type with the struct's fields, offsets and size."""
+    kind = abi.typeof(f"struct {struct}")
+    names, formats, offsets = [], [], []
+    for name, field in kind.fields:
+        names.append(name)
+        formats.append(_format(field.type))
+        offsets.append(field.offset)
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": abi.sizeof(f"struct {struct}")}
+    )
+
+
+def _format(kind: Any) -> Any:
+    if kind.kind == "array":
+        return (_format(kind.item), kind.length)
+    if kind.kind == "struct":
+        return dtype_of(kind.cname.removeprefix("struct "))
+    return np.dtype(f"u{abi.sizeof(kind)}")
+
+
+def pack(struct: str, **fields: Any) -> bytes:
+    row = np.zeros(1, dtype=dtype_of(struct))
+    for name, value in fields.items():
+        row[name] = value
+    return row.tobytes()
+
+
+def address_bytes(address: str) -> bytes:
+    """16 bytes: the address in network order, IPv4 first and then zeros."""
+    if ":" in address:
+        return socket.inet_pton(socket.AF_INET6, address)
+    return socket.inet_aton(address) + bytes(12)
+
+
+def address_words(addresses: Iterable[str]) -> Words:
+    """Rows of four words, as the programs see them."""
+    addresses = list(addresses)
+    if len(addresses) > _FEW:
+        with contextlib.suppress(OSError):  # they are not all IPv4
+            words = np.zeros((len(addresses), 4), dtype=np.uint32)
+            words[:, 0] = np.frombuffer(b"".join(map(socket.inet_aton, addresses)), dtype=np.uint32)
+            return words
+    return np.frombuffer(b"".join(map(address_bytes, addresses)), dtype=np.uint32).reshape(-1, 4)
+
+
+def words_of(address: str) -> tuple[int, int, int, int]:
+    """One row of `address_words`, as ints."""
+    if ":" in address:
+        return _FOUR_WORDS.unpack(socket.inet_pton(socket.AF_INET6, address))
+    return *_ONE_WORD.unpack(socket.inet_aton(address)), 0, 0, 0
+
+
+def address_text(words: bytes, family: int) -> str:
+    return socket.inet_ntop(socket.AF_INET6, words[:16]) if family == 6 else socket.inet_ntoa(words[:4])
+
+
+def swap16(ports: NDArray[Any] | list[int]) -> NDArray[np.uint16]:
+    """Ports between host and network order."""
+    return np.asarray(ports, dtype=np.uint16).byteswap() if np.little_endian else np.asarray(ports, dtype=np.uint16)
+
+
+# The same arithmetic as bpf/hash.h, on 32 bit words that wrap.
+
+
+def hash_addresses(words: Words, family: int) -> Words:
+    """Hash of each row's address."""
+    with np.errstate(over="ignore"):
+        h = words[:, 0].copy()
+        if family == 6:
+            h = h * np.uint32(0x85EBCA77) + words[:, 1]
+            h = h * np.uint32(0xC2B2AE3D) + words[:, 2]
+            h = h * np.uint32(0x27D4EB2F) + words[:, 3]
+        return h * np.uint32(0x9E3779B1)
+
+
+def _port_word(ports: NDArray[np.uint16], protocols: NDArray[Any]) -> Words:
+    return (ports.astype(np.uint32) << np.uint32(8)) | protocols.astype(np.uint32)
+
+
+def prefilter_bits(hashes: Words) -> Words:
+    """The bit of each hash in a prefilter."""
+    return hashes >> np.uint32(32 - abi_constants()["PREFILTER_BITS"])
+
+
+def service_bits(words: Words, family: int) -> Words:
+    """Bits of `service_addresses`."""
+    return prefilter_bits(hash_addresses(words, family))
+
+
+def backend_bits(words: Words, ports: NDArray[np.uint16], protocols: NDArray[Any], family: int) -> Words:
+    """Bits of `backend_sockets`; ports in network order."""
+    with np.errstate(over="ignore"):
+        mixed = (hash_addresses(words, family) ^ _port_word(ports, protocols)) * np.uint32(0x165667B1)
+    return prefilter_bits(mixed)
+
+
+def backend_bit(words: Sequence[int], port: int, protocol: int, family: int) -> int:
+    """One of `backend_bits`, of four words and a port in network order."""
+    h = words[0]
+    if family == 6:
+        h = (h * 0x85EBCA77 + words[1]) & _WORD
+        h = (h * 0xC2B2AE3D + words[2]) & _WORD
+        h = (h * 0x27D4EB2F + words[3]) & _WORD
+    mixed = (h * 0x9E3779B1 & _WORD ^ (port << 8 | protocol)) * 0x165667B1 & _WORD
+    return mixed >> 32 - abi_constants()["PREFILTER_BITS"]
+
+
+def flow_tags(keys: NDArray[Any], family: int) -> Words:
+    """Tags of keys of a table of flows."""
+    with np.errstate(over="ignore"):
+        source, destination = (
+            hash_addresses(keys[name] if family == 6 else keys[name][:, np.newaxis], family)
+            for name in ("saddr", "daddr")
+        )
+        ports = keys["sport"].astype(np.uint32) << np.uint32(16) | keys["dport"].astype(np.uint32)
+        mixed = (ports + keys["protocol"].astype(np.uint32)) * np.uint32(0x27D4EB2F)
+        tags: Words = source * np.uint32(31) + destination ^ mixed
+        return tags
+
+
+def frontend_dtype(family: int) -> np.dtype[Any]:
+    """Key type of the family's frontends."""
+    return dtype_of(f"frontend{family}_key")
+
+
+def frontend_values(
+    words: Words, ports: NDArray[np.uint16], protocols: NDArray[Any], services: NDArray[Any], flags: NDArray[Any],
+    family: int,
+) -> NDArray[np.uint64]:  # fmt: skip
+    """Values of frontends: service | flags << 32 | tag << 40."""
+    with np.errstate(over="ignore"):
+        mixed = (hash_addresses(words, family) + _port_word(ports, protocols)) * np.uint32(0xC2B2AE35)
+    tags = (mixed >> np.uint32(8)).astype(np.uint64)
+    shift = np.uint64(40)
+    values: NDArray[np.uint64] = services.astype(np.uint64) | flags.astype(np.uint64) << np.uint64(32) | tags << shift
+    return values
+
+
+Word = TypeVar("Word", int, NDArray[Any])
+
+
+def range_word(offset: Word, count: Word, epoch: Word) -> Word:
+    """The word by which a service publishes the slots of a backend set; numbers, or arrays of them."""
+    limits = abi_constants()
+    bits, counts = limits["RANGE_OFFSET_BITS"], limits["RANGE_COUNT_BITS"]
+    word: Word = offset | count << bits | (epoch & (1 << limits["RANGE_EPOCH_BITS"]) - 1) << bits + counts
+    return word
+
+
+def split_range_word(word: int) -> tuple[int, int, int]:
+    """Offset, count and epoch of a `range_word`."""
+    limits = abi_constants()
+    bits, counts = limits["RANGE_OFFSET_BITS"], limits["RANGE_COUNT_BITS"]
+    return word & ((1 << bits) - 1), word >> bits & ((1 << counts) - 1), word >> (bits + counts)
+
+
+def is_over(flags: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether both ends of a connection have said so, or one has reset it."""
+    names = abi_constants()
+    both = names["FLOW_FIN_ACKED"] | names["FLOW_PEER_FIN"]
+    over: NDArray[np.bool_] = (flags & both == both) | (flags & names["FLOW_RESET"] != 0)
+    return over

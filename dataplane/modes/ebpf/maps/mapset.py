@@ -1,0 +1,266 @@
+"""The maps as one set: created or adopted by their pins, some of them mapped into memory, some of them growing.
+
+A map that grows is made anew, larger. Its content is copied, and its pin renamed over the other's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import Map, Object
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.maps import sizes as policy
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS, abi_constants, dtype_of, frontend_dtype
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import NEXT, PRIVATE, describe, shapes, strangers
+from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic, possible_cpus, traffic_sizes
+
+BITMAPS = ("service_addresses", "backend_sockets", "node_ports")
+STRUCTS = {
+    "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
+    "traffic_gone": "traffic", "loads": "load",
+}  # fmt: skip
+DATAPATHS = "datapaths"  # what hooks call
+TRAFFIC = ("traffic", "traffic_gone")  # replaced in this order: figures may be lost in between, but never count twice
+
+Larger = Mapping[str, Map]  # maps that will replace those of the same names
+
+
+def spread(buckets: NDArray[Any], count: int) -> NDArray[Any]:
+    """These buckets of `timewait` as so many: each stands for all that have its place as their first bits."""
+    return np.repeat(buckets, max(1, count // len(buckets)), axis=0)[:count]
+
+
+def timewait_shift(buckets: int) -> int:
+    """As in the programs' settings: by how many bits less than the most the places of these buckets are known."""
+    return abi_constants()["TIMEWAIT_BITS"] - (buckets.bit_length() - 1)
+
+
+def traffic_cpus(options: Options) -> int:
+    """As in the programs' settings: 0 where traffic is not counted."""
+    return possible_cpus() if options.count_traffic else 0
+
+
+class MapSet:
+    """All maps by name, and views of the mappable ones.
+
+    Args:
+        folder: where the maps are pinned, and found again after a restart.
+        options: bounds of maps that grow.
+        sizes: of these maps, if they are made now; None: their bounds. Pinned ones have theirs.
+    """
+
+    def __init__(self, folder: Path, options: Options, sizes: Sizes | None = None) -> None:
+        self.folder = folder
+        self.maps: dict[str, Map] = {}
+        self.adopted = (folder / "slots").exists()
+        self._traffic_cpus = traffic_cpus(options)
+        self._views: dict[str, NDArray[Any]] = {}
+        self._inodes: dict[str, int] = {}  # of pins, by name
+        if self.adopted:
+            self._adopt()
+        else:
+            remove_unfinished(folder)
+        bounds = policy.bounds(options, possible_cpus())
+        self.other_sizes = {
+            name: bound for name, bound in bounds.items()
+            if self._entries(name, 0) > bound and name not in policy.FORGETFUL
+        }  # fmt: skip
+        for name, made in make(self._with_others(sizes or bounds), self.maps).items():
+            self._keep(name, made)
+
+    def _adopt(self) -> None:
+        for path in self.folder.glob(f"{NEXT}*"):  # of a process that ended while it replaced maps
+            path.unlink()
+        for name in _map_pins(self.folder):
+            self.maps[name] = Map.pinned(self.folder / name)
+            self._inodes[name] = (self.folder / name).stat().st_ino
+        if self._entries("counters", 0) != abi_constants()["COUNTERS"]:
+            self._drop("counters")
+        if "failures" in self.maps and self.maps["failures"].value_size != dtype_of("failures").itemsize:
+            self._drop("failures")
+        wanted = self._with_others({})
+        if self._entries("loads", 0) != wanted.get("loads"):
+            self._drop("loads")  # it did not grow with the rest: flows are counted anew
+        if not all(self._can_count(name, wanted.get(name)) for name in TRAFFIC):
+            for name in TRAFFIC:  # others are asked for, or they did not grow with the rest: figures begin at 0
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        if name in self.maps:
+            self.maps.pop(name).close()
+            del self._inodes[name]
+            (self.folder / name).unlink()
+
+    def _can_count(self, name: str, entries: int | None) -> bool:
+        known = self.maps.get(name)
+        return known is None or (known.entries, known.value_size) == (entries, dtype_of("traffic").itemsize)
+
+    def _entries(self, name: str, otherwise: int) -> int:
+        return self.maps[name].entries if name in self.maps else otherwise
+
+    def _with_others(self, sizes: Sizes) -> dict[str, int]:
+        """What counts flows and traffic is as large as what it belongs to, which may be pinned."""
+        services, backends = (sizes.get(name) or self._entries(name, 0) for name in ("services", "backends"))
+        counting = traffic_sizes(services, backends, self._traffic_cpus) if services and backends else {}
+        return {**sizes, **counting}
+
+    def make_larger(self, sizes: Sizes) -> dict[str, Map]:
+        """New maps of these names and sizes, and those that count for them, empty.
+
+        With tables that programs write comes an array of datapaths.
+        """
+        if {"services", "backends"} & sizes.keys():
+            sizes = self._with_others(
+                {name: self.maps[name].entries for name in ("services", "backends")} | dict(sizes)
+            )
+            sizes = {name: size for name, size in sizes.items() if name in TRAFFIC or size > self.maps[name].entries}
+        if policy.WRITTEN & sizes.keys():
+            sizes = {**sizes, DATAPATHS: self.maps[DATAPATHS].entries}
+        return make(sizes, {name: known for name, known in self.maps.items() if name not in sizes})
+
+    def copy_into(self, larger: Larger) -> None:
+        """Copy what only user space writes, and what traffic came to.
+
+        Raises:
+            DataplaneError: the kernel has no memory for that.
+        """
+        for name, new in larger.items():
+            if name == "traffic_gone":
+                figures = self.traffic().of_services(self.view("backends")["service"])
+                new.view(dtype_of("traffic")).view(np.uint64).reshape(-1, figures.shape[1])[: len(figures)] = figures
+            elif name in STRUCTS and name not in TRAFFIC:
+                old = self.view(name)
+                new.view(old.dtype)[: len(old)] = old
+            elif name.startswith("frontends"):
+                keys, values = self.maps[name].items(frontend_dtype(int(name[-1])), np.dtype(np.uint64))
+                if new.update_batch(keys, values) < len(keys):
+                    raise DataplaneError(f"map {name} could not be copied into a larger one")
+
+    def replace(self, larger: Larger) -> None:
+        """Let these take the places of the maps that they are copies of. Views are others then."""
+        for name in sorted(larger, key=lambda name: (name not in TRAFFIC, name)):
+            if not (name in {*policy.WRITTEN, DATAPATHS} and (self.folder / f"{NEXT}{name}").exists()):
+                larger[name].pin(self.folder / f"{NEXT}{name}")
+            (self.folder / f"{NEXT}{name}").rename(self.folder / name)
+            self._inodes[name] = (self.folder / name).stat().st_ino
+            self.maps[name].close()
+            self.maps[name] = larger[name]
+            self._views.pop(name, None)
+
+    def _keep(self, name: str, made: Map) -> None:
+        made.pin(self.folder / name)
+        self.maps[name], self._inodes[name] = made, (self.folder / name).stat().st_ino
+
+    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
+        """A message for each map that is not pinned any more.
+
+        `pins` has the inode of each pin in the folder, by name.
+        """
+        if self._inodes.items() <= pins.items():  # as nearly always
+            return
+        for name, inode in self._inodes.items():
+            if pins.get(name) != inode:
+                yield f"map {name} {'has something else pinned in its place' if name in pins else 'is not pinned'}"
+
+    def pins(self) -> dict[str, int]:
+        return dict(self._inodes)
+
+    def mend(self, pins: Mapping[str, int]) -> None:
+        """Pin again what is `wrong`.
+
+        Raises:
+            BpfError: EEXIST where something else is pinned.
+        """
+        for name, inode in list(self._inodes.items()):
+            if pins.get(name) != inode:
+                self._keep(name, self.maps[name])
+
+    def pin_new(self, loaded: Object) -> None:
+        """Take in and pin the maps of a loaded object that are not in the set yet."""
+        for name in loaded.map_names:
+            if name not in self.maps and name not in PRIVATE:
+                self._keep(name, loaded.map(name))
+
+    def share_with(self, program: Object, larger: Larger | None = None) -> None:
+        """Make an object use these maps, and `larger` ones in place of some; before its load."""
+        shared = {**self.maps, **(larger or {})}
+        for name in program.map_names:
+            if name in shared:
+                program.share(name, shared[name])
+
+    def view(self, name: str) -> NDArray[Any]:
+        """A mappable array's elements, shared with the kernel."""
+        if name not in self._views:
+            dtype = np.dtype(np.uint64) if name in BITMAPS else dtype_of(STRUCTS[name])
+            self._views[name] = self.maps[name].view(dtype)
+        return self._views[name]
+
+    def traffic(self) -> Traffic:
+        """What backends and services came to."""
+        counted, kind = self.maps["traffic"], dtype_of("traffic")
+        return Traffic(lambda: counted.glimpse(kind), self.view("traffic_gone"), self._traffic_cpus)
+
+    def counters(self) -> dict[str, int]:
+        """Sums over all CPUs by name, `new_flow` for COUNT_NEW_FLOW."""
+        names = [name for name in abi_constants() if name.startswith("COUNT_")]
+        return {name.removeprefix("COUNT_").lower(): self.counted(name) for name in names}
+
+    def counted(self, name: str) -> int:
+        """One of these sums, `name` as in enum counter."""
+        number = abi_constants()[name].to_bytes(4, sys.byteorder)
+        return int(self.maps["counters"].lookup_per_cpu(number, possible_cpus()).sum())
+
+    def close(self) -> None:
+        for known in self.maps.values():
+            known.close()
+
+
+def make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
+    """The maps of the programs that are not in `shared`, made."""
+    template = Object(OBJECTS / "tc_datapath.bpf.o")
+    try:
+        for program in template.program_names:
+            template.leave_out(program)
+        for name, entries in sizes.items():
+            if name not in shared:
+                template.resize(name, entries)
+        for name, known in shared.items():
+            template.share(name, known)
+        template.load()
+        return {name: template.map(name) for name in template.map_names if name not in shared and name not in PRIVATE}
+    finally:
+        template.close()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Pins of a process that ended while it made its maps; they have no slots, so nothing is lost."""
+    for path in folder.iterdir():
+        if path.name.removeprefix(NEXT) in shapes():
+            path.unlink()
+
+
+def open_pinned_maps(folder: Path) -> dict[str, Map]:
+    """The pinned maps of an agent, running or not, for looking.
+
+    Raises:
+        BpfError: no privilege.
+        DataplaneError: something else is pinned in a map's place.
+    """
+    if not folder.is_dir():
+        return {}
+    if wrong := strangers(folder):
+        raise DataplaneError(f"{folder} holds other things than maps of hybrid-proxy: {describe(wrong)}")
+    return {name: Map.pinned(folder / name) for name in _map_pins(folder)}
+
+
+def _map_pins(folder: Path) -> list[str]:
+    """The names of maps that are pinned; links and markers lie beside them."""
+    return [name for name in shapes() if (folder / name).exists()]

@@ -1,0 +1,271 @@
+"""What stands around the frontends: who may come to load-balancer IPs, who is a pod, and which sources are believed."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.links import SERVICES_DEVICE, Hop, Interface, interface_name, is_usable
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.table import NodeNetwork, family_of
+
+NO_SERVICE = 0
+STRICT = 1  # of rp_filter; larger is loose, 0 is none (Documentation/networking/ip-sysctl.rst)
+
+
+class SourceRanges:
+    """Source ranges in two tries, (service, prefix). A range is added before a former one goes.
+
+    Those of `NO_SERVICE` are service CIDRs that have no room in map `node`.
+    """
+
+    def __init__(self, maps: dict[int, Map]) -> None:
+        self._maps = maps
+        self._known: dict[tuple[int, int], tuple[str, ...]] = {}  # service and family -> its ranges
+
+    def allow(self, service: int, family: int, cidrs: tuple[str, ...]) -> None:
+        """From now on these may come, and only these."""
+        before = self._known.get((service, family), ())
+        for cidr in dict.fromkeys(cidrs):
+            if cidr not in before:
+                self._maps[family].update(self._key(service, family, cidr), bytes(4))
+        wanted = {self._key(service, family, cidr) for cidr in cidrs}
+        for cidr in before:
+            if (key := self._key(service, family, cidr)) not in wanted:
+                self._maps[family].delete(key)
+        if cidrs:
+            self._known[service, family] = cidrs
+        else:
+            self._known.pop((service, family), None)
+
+    def only(self) -> None:
+        """Remove what a former process left and nobody wants."""
+        for family, known in self._maps.items():
+            wanted = {
+                self._key(service, family, cidr)
+                for (service, of), cidrs in self._known.items()
+                if of == family
+                for cidr in cidrs
+            }
+            keys, _ = known.items(layout.dtype_of(f"source_range{family}_key"), np.dtype(np.uint32))
+            size = keys.dtype.itemsize
+            raw = keys.tobytes()
+            for start in range(0, len(raw), size):
+                if raw[start : start + size] not in wanted:
+                    known.delete(raw[start : start + size])
+
+    @staticmethod
+    def _key(service: int, family: int, cidr: str) -> bytes:
+        network = ipaddress.ip_network(cidr, strict=False)
+        words = layout.address_words([str(network.network_address)])[0]
+        return layout.pack(
+            f"source_range{family}_key", bits=32 + network.prefixlen, service=service,
+            address=words if family == 6 else words[0],
+        )  # fmt: skip
+
+
+def cidr_columns(cidrs: Iterable[str], family: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The service CIDRs of a family as columns of struct node, and those that have no room there."""
+    networks = [network for network in map(ipaddress.ip_network, cidrs) if network.version == family]
+    room: int = layout.abi_constants()["SERVICE_CIDRS"]
+    columns: dict[str, Any] = {f"cidr{family}_count": len(networks)}
+    for column, part in (("cidr", "network_address"), ("mask", "netmask")):
+        rows = np.zeros((room, 4) if family == 6 else room, dtype=np.uint32)
+        for position, network in enumerate(networks[:room]):
+            words = layout.address_words([str(getattr(network, part))])[0]
+            rows[position] = words if family == 6 else words[0]
+        columns[f"{column}{family}"] = rows
+    return columns, tuple(map(str, networks[room:]))
+
+
+def pod_columns(node: NodeNetwork) -> dict[str, int | NDArray[Any]]:
+    """What classifies sources as pods, as columns of struct node."""
+    columns: dict[str, int | NDArray[Any]] = {
+        "pods_by_link": int(bool(node.pods.interface)),
+        "pod4_known": 0,
+        "pod6_known": 0,
+    }
+    for network in map(ipaddress.ip_network, node.pods.prefixes):
+        family = network.version
+        for name, address in ((f"pod{family}", network.network_address), (f"pod{family}_mask", network.netmask)):
+            words: NDArray[Any] = layout.address_words([str(address)])[0]
+            columns[name] = words if family == 6 else words[0]
+        columns[f"pod{family}_known"] = 1
+    return columns
+
+
+def pod_links(interfaces: Iterable[Interface], node: NodeNetwork) -> set[int]:
+    """Indexes of the interfaces behind which every source is a pod: those of that name, and a bridge's ports."""
+    interfaces = tuple(interfaces)
+    if not node.pods.interface:
+        return set()
+    if node.pods.by_name_prefix:
+        return {interface.index for interface in interfaces if interface.name.startswith(node.pods.interface)}
+    bridge = {interface.index for interface in interfaces if interface.name == node.pods.interface}
+    return bridge | {interface.index for interface in interfaces if interface.master in bridge}
+
+
+def word(value: int) -> bytes:
+    """A key or value of 32 bits."""
+    return value.to_bytes(4, sys.byteorder)
+
+
+def elements_of(known: Map) -> dict[bytes, bytes]:
+    """What a hash has."""
+    keys, values = known.items(np.dtype(f"V{known.key_size}"), np.dtype(f"V{known.value_size}"))
+    columns = (struct.iter_unpack(f"{each.itemsize}s", each.tobytes()) for each in (keys, values))
+    return {key: value for (key,), (value,) in zip(*columns, strict=True)}
+
+
+def set_elements(known: Map, wanted: Mapping[bytes, bytes]) -> None:
+    """Make these, key and value, all elements of a hash. What is new comes before what is old goes."""
+    present = elements_of(known)
+    for key, value in wanted.items():
+        if present.get(key) != value:
+            known.update(key, value)
+    for key in present.keys() - wanted.keys():
+        known.delete(key)
+
+
+class Surroundings:
+    """Maps of what the programs must know of the node: as they were written last, compared, and written again."""
+
+    def __init__(self, maps: Mapping[str, Map]) -> None:
+        self._maps = maps
+        self._wanted: dict[str, Mapping[bytes, bytes]] = {}
+
+    def write(self, name: str, wanted: Mapping[bytes, bytes]) -> None:
+        """Make these, key and value, all elements of a map."""
+        self._wanted[name] = wanted
+        set_elements(self._maps[name], self._possible(name))
+
+    def _possible(self, name: str) -> Mapping[bytes, bytes]:
+        """The kernel itself removes an interface that goes from `links`, and refuses one that is gone."""
+        wanted = self._wanted[name]
+        if name != "links":
+            return wanted
+        return {key: index for key, index in wanted.items() if interface_name(int.from_bytes(index, sys.byteorder))}
+
+    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
+        """A message for each map whose elements others changed."""
+        del pins
+        for name, wanted in self._wanted.items():
+            found = elements_of(self._maps[name])
+            if found != wanted and found != self._possible(name):
+                yield f"map {name} has other elements"
+
+    def pins(self) -> dict[str, int]:
+        """The maps' own are elsewhere."""
+        return {}
+
+    def mend(self, pins: Mapping[str, int]) -> None:
+        """Write again what is `wrong`."""
+        del pins
+        for name in self._wanted:
+            set_elements(self._maps[name], self._possible(name))
+
+
+def own_addresses(addresses: Iterable[str]) -> set[bytes]:
+    """Keys of map `own_addresses`, of the node's addresses and its networks' broadcast addresses."""
+    return {
+        layout.pack("own_address", address=layout.words_of(address), family=family_of(address)) for address in addresses
+    }
+
+
+def interface_addresses(interfaces: Iterable[Interface], primary: Iterable[str]) -> dict[bytes, bytes]:
+    """Elements of map `interface_addresses`: of each family the node's primary address, or else the interface's first.
+
+    So netfilter chooses where it masquerades (inet_select_addr), but for interfaces with addresses of several networks.
+    """
+    primary = tuple(primary)
+    rows = {}
+    for interface in interfaces:
+        usable = [address for address in interface.addresses if is_usable(address)]
+        chosen = {family_of(address): address for address in reversed(usable)}
+        chosen |= {family_of(address): address for address in usable if address in primary}
+        if chosen and interface.name != SERVICES_DEVICE:
+            rows[word(interface.index)] = layout.pack(
+                "interface_address",
+                address4=layout.words_of(chosen[4])[0] if 4 in chosen else 0,
+                address6=layout.words_of(chosen[6]) if 6 in chosen else [0] * 4,
+            )
+    return rows
+
+
+def interface_flags(
+    interfaces: Iterable[Interface],
+    filters: Mapping[int, int],
+    *,
+    strictly: bool,
+    is_served: Callable[[Interface], bool] = lambda _: False,
+) -> dict[int, int]:
+    """Elements of map `interfaces`: what is asked of packets that come in at each of them.
+
+    As the kernel does in __fib_validate_source(). Where the interface has no address, a loose check is a strict one.
+    What comes in at a bridge's port has come in at the bridge, as far as the kernel's checks are concerned.
+
+    Args:
+        interfaces: all of the node.
+        filters: `rp_filter` as it counts, by index.
+        strictly: let the way back be by the interface itself everywhere, IPv6's too, for which the kernel has no check.
+        is_served: whether an interface has programs of its own as an uplink. If a macvlan has, the interface below it
+            need not serve the macvlan's frames.
+    """
+    interfaces = tuple(interfaces)
+    flag = layout.abi_constants()
+    vrfs = {interface.index for interface in interfaces if interface.kind == "vrf"}
+    bridges = {interface.index: interface for interface in interfaces if interface.kind == "bridge"}
+    below = {i.lower for i in interfaces if i.kind == "macvlan" and not (i.peer_elsewhere or is_served(i))}
+    asked = {}
+    for interface in interfaces:
+        if not (interface.ethernet or interface.bare):
+            continue
+        entered = bridges.get(interface.master, interface)
+        setting = filters.get(entered.index, 0)
+        strict = strictly or setting == STRICT or (setting > STRICT and not any("." in a for a in entered.addresses))
+        asked[interface.index] = (
+            flag["INTERFACE_STRICT4"] * strict
+            | flag["INTERFACE_LOOSE4"] * (setting > STRICT and not strict)
+            | flag["INTERFACE_STRICT6"] * strictly
+            | flag["INTERFACE_IN_VRF"] * (interface.master in vrfs)
+            | flag["INTERFACE_SHARED"] * (interface.master not in {0, *vrfs} or interface.index in below)
+            | (entered.index << flag["INTERFACE_BRIDGE_SHIFT"]) * (entered is not interface)
+        )
+    return asked
+
+
+def equal_paths(
+    routes: Iterable[tuple[str, int, tuple[Hop, ...]]],
+) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
+    """Elements of maps `equal_routes` and `equal_paths`, from destination, prefix length and hops of each route."""
+    numbers: dict[bytes, int] = {}
+    paths: dict[bytes, bytes] = {}
+    for destination, length, hops in sorted(routes):
+        key = layout.pack(
+            "equal_route", bits=32 + length, family=family_of(destination), address=layout.words_of(destination)
+        )
+        number = numbers.setdefault(key, len(numbers))
+        for hop, other in itertools.permutations(hops, 2):
+            gateway = layout.words_of(hop.gateway or "::")
+            path = layout.pack("equal_path", route=number, ingress=other.index, ifindex=hop.index, gateway=gateway)
+            paths[path] = bytes(4)
+    return {key: word(number) for key, number in numbers.items()}, paths
+
+
+def served_links(pods: Iterable[Interface], uplinks: Iterable[Interface]) -> dict[int, int]:
+    """Map `links`: the interfaces that programs are at, each by its index and by that with the bit of its kind."""
+    bits, pods, uplinks = layout.abi_constants(), tuple(pods), tuple(uplinks)
+    before_pods = {interface.master for interface in pods}
+    outer = [interface for interface in uplinks if interface.index not in before_pods]
+    rows = {interface.index: interface.index for interface in (*pods, *uplinks)}
+    for kind, those in (("LINK_POD_BIT", pods), ("LINK_OUTER_BIT", outer)):
+        rows |= {interface.index | 1 << bits[kind]: interface.index for interface in those}
+    return rows

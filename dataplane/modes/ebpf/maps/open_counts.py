@@ -1,0 +1,65 @@
+"""Counts of open flows, for algorithms that follow them: compared with the flows themselves, and corrected.
+
+Programs count on and off (`bpf/open_flows.h`), without an agent, too. What they cannot see is here: flows of a service
+that asks for the count only now, of programs of another version, flows that user space hands over or moves into larger
+tables, and what was counted while the counts were copied into a larger map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of
+
+Numbers = NDArray[np.int64]
+
+
+class Recount:
+    """One reading of all flows: made before, told of each table, finished afterwards."""
+
+    def __init__(self, maps: Mapping[str, Map]) -> None:
+        backends = maps["backends"].glimpse(dtype_of("backend"))
+        self._ids = np.flatnonzero(backends["flags"] & abi_constants()["BACKEND_COUNTED"])
+        self._rows = maps["loads"].glimpse(dtype_of("load"))
+        self._before = self._rows[self._ids]
+        self._seen: Numbers = np.zeros(len(backends), dtype=np.int64)
+
+    def add(self, flows: NDArray[Any]) -> None:
+        """Take in the values of one table that nothing is evicted from."""
+        replies = flows["flags"] & (abi_constants()["FLOW_REPLY"] | abi_constants()["FLOW_OTHERS"])
+        backends = flows["backend"][replies == abi_constants()["FLOW_REPLY"]]
+        self._seen += np.bincount(backends[backends < len(self._seen)], minlength=len(self._seen))
+
+    def finish(self) -> int:
+        """Write what the counts lack; of how many backends they were wrong."""
+        after, ids = self._rows[self._ids], self._ids
+        wanted = corrections(self._before, after, self._seen[ids])
+        wrong = wanted != _signed(after["correction"])
+        self._rows["correction"][ids[wrong]] = wanted[wrong].astype(np.uint32)
+        return int(np.count_nonzero(wrong))
+
+
+def corrections(before: NDArray[Any], after: NDArray[Any], seen: Numbers) -> Numbers:
+    """PURE. The correction that each row should have, if the flows were read between two readings of it.
+
+    A flow that began or ended meanwhile may have been seen or not. As long as that explains the difference, the
+    correction stays what it is: so where flows come and go all the time, nothing is made worse, and where none does,
+    the count is exact.
+    """
+    opened, closed = (_since(after[name], before[name]) for name in ("opened", "closed"))
+    counted = _since(before["opened"], before["closed"])
+    return np.clip(_signed(after["correction"]), seen - opened - counted, seen + closed - counted)
+
+
+def _since(now: NDArray[Any], then: NDArray[Any]) -> Numbers:
+    """The difference of two counters that may have begun anew at 0."""
+    return _signed(now - then)
+
+
+def _signed(words: NDArray[np.uint32]) -> Numbers:
+    return words.view(np.int32).astype(np.int64) if words.flags.c_contiguous else _signed(words.copy())

@@ -1,0 +1,140 @@
+"""Flows, packets and bytes of backends and services: read as arrays, moved on when a backend's number is given back.
+
+Programs count by backend alone, each CPU in rows of its own (`bpf/traffic.h`). A service's figures are those of its
+backends, and of the backends that it had: what these came to is kept in map `traffic_gone`, which only user space
+writes. Both maps are pinned, so figures outlive the agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of
+from hybrid_proxy.dataplane.reports import TrafficCounts
+
+Figures = NDArray[np.uint64]  # a row for each number, a column for each of FIELDS
+
+MOST_BYTES = 256 << 20  # of the programs' rows: programs count what has one, and look no further
+_GROUPS = 1024  # of backends, read in one go: 0.6 MB for each CPU
+FIELDS = TrafficCounts.__struct_fields__  # the order of bpf/traffic.h
+
+
+def possible_cpus() -> int:
+    """How many CPUs the kernel may ever have, which is how many per-CPU values it keeps."""
+    last = Path("/sys/devices/system/cpu/possible").read_text().strip().split(",")[-1]
+    return int(last.split("-")[-1]) + 1
+
+
+def traffic_sizes(services: int, backends: int, cpus: int) -> dict[str, int]:
+    """Entries of the maps, and of that of open flows; `cpus` 0: no traffic is counted, and they are as small as can be.
+
+    The traffic of backends with numbers for which there is no room is not counted.
+    """
+    group = abi_constants()["TRAFFIC_GROUP"]
+    most = MOST_BYTES // (group * max(cpus, 1) * dtype_of("traffic").itemsize)
+    return {
+        "traffic": min(-(-backends // group), most) * group * cpus if cpus else group,
+        "traffic_gone": services if cpus else 1,
+        "loads": backends,
+    }
+
+
+class Traffic:
+    """The two maps.
+
+    Args:
+        counted: maps the rows that programs write; done anew for each reading, because the pages of what stays mapped
+            count as the agent's memory, 20 MB of them.
+        gone: what services' former backends came to.
+        cpus: as in the programs' settings; 0: nothing is counted, and all figures are 0.
+    """
+
+    def __init__(self, counted: Callable[[], NDArray[Any]], gone: NDArray[Any], cpus: int) -> None:
+        self.counting = cpus > 0
+        self._counted = counted
+        self._cpus = max(cpus, 1)
+        self.gone: NDArray[np.uint64] = gone.view(np.uint64).reshape(-1, len(FIELDS))
+        self._group = abi_constants()["TRAFFIC_GROUP"]
+        self.bytes = counted().nbytes + gone.nbytes
+        self.backends = len(counted()) // self._cpus if cpus else 0  # numbers of those that are counted are lower
+
+    @property
+    def rows(self) -> NDArray[np.uint64]:
+        """Group of backends, CPU, place in the group, field."""
+        words: NDArray[np.uint64] = self._counted().view(np.uint64)
+        return words.reshape(-1, self._cpus, self._group, len(FIELDS))
+
+    def of_backends(self, ids: NDArray[np.int64]) -> Figures:
+        """What these backends came to, over all CPUs."""
+        if not self.counting:
+            return np.zeros((len(ids), len(FIELDS)), dtype=np.uint64)
+        figures: Figures = np.zeros((len(ids), len(FIELDS)), dtype=np.uint64)
+        known = ids < self.backends
+        ids = ids[known]
+        figures[known] = self.rows[ids // self._group, :, ids % self._group].sum(axis=1, dtype=np.uint64)
+        return figures
+
+    def of_services(self, owners: NDArray[Any]) -> Figures:
+        """What every service came to; `owners` is the service of each backend, 0 for none."""
+        figures: Figures = self.gone.copy()
+        rows = self.rows if self.counting else self.rows[:0]
+        for first in range(0, len(rows), _GROUPS):
+            counted = rows[first : first + _GROUPS]
+            if counted.any():  # most backends of a large cluster have no traffic from this node
+                _add(figures, counted.sum(axis=1).reshape(-1, len(FIELDS)), owners[first * self._group :])
+        return figures
+
+    def give_back(self, services: Collection[int], backends: NDArray[np.int64], owners: NDArray[Any]) -> None:
+        """These numbers mean nothing from now on: their figures go, those of backends to their `owners`."""
+        if not self.counting:
+            return
+        if len(backends):
+            np.add.at(self.gone, owners, self.of_backends(backends))
+            self._clear(backends)
+        self.gone[list(services)] = 0
+
+    def only(self, services: Iterable[int], backends: Iterable[int]) -> None:
+        """Nothing but these numbers means something: forget what is left of others."""
+        if not self.counting:
+            return
+        unused = np.ones(len(self.gone), dtype=bool)
+        unused[list(services)] = False
+        self.gone[unused] = 0
+        touched = self._touched()
+        touched[[number for number in backends if number < self.backends]] = False
+        self._clear(np.flatnonzero(touched))
+
+    def _touched(self) -> NDArray[np.bool_]:
+        touched: NDArray[np.bool_] = self.rows.any(axis=(1, 3)).reshape(-1)
+        return touched
+
+    def _clear(self, backends: NDArray[np.int64]) -> None:
+        backends = backends[backends < self.backends]
+        self.rows[backends // self._group, :, backends % self._group] = 0
+
+
+def _add(figures: Figures, backends: Figures, owners: NDArray[Any]) -> None:
+    """To each owner's figures those of its backends; an owner of 0, or none, is nobody."""
+    busy = np.flatnonzero(backends[: len(owners)].any(axis=1))
+    busy = busy[owners[busy] != 0]
+    np.add.at(figures, owners[busy], backends[busy])
+
+
+def traffic_of(maps: Mapping[str, Map]) -> Traffic | None:
+    """The figures in pinned maps, for looking; None where nothing is counted."""
+    kind = dtype_of("traffic")
+    known = maps.get("traffic")
+    if known is None or known.entries <= abi_constants()["TRAFFIC_GROUP"] or known.value_size != kind.itemsize:
+        return None
+    return Traffic(lambda: maps["traffic"].glimpse(kind), maps["traffic_gone"].view(kind), possible_cpus())
+
+
+def counts_of(figures: NDArray[np.uint64]) -> TrafficCounts:
+    """One row of figures."""
+    return TrafficCounts(*figures.tolist())

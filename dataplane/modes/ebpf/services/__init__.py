@@ -1,0 +1,1 @@
+"""The service table as rows of maps."""

@@ -1,0 +1,168 @@
+"""Rows of the mapped arrays: backends, slots, and the 64 bit words by which services publish slot ranges.
+
+An ordinary change has a dozen rows, a start a hundred thousand. So each method has two ways to do the same: word by
+word, and from VECTORIZE_FROM rows on by numpy, a call of which costs as much as some rows do here.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+from hybrid_proxy.dataplane.kernel._publish import ffi, lib
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Members
+from hybrid_proxy.dataplane.table import Protocol
+
+VECTORIZE_FROM: Final = 65
+_U64 = np.uint64
+
+
+class RowWriter:
+    """Writes rows of three mapped arrays. What it reads and writes are the kernel's own words.
+
+    `published` is what was published last; None: what the services say.
+
+    Attributes:
+        vectorize_from: rows from which on numpy writes them.
+        published: the words of each service that were published last.
+    """
+
+    vectorize_from = VECTORIZE_FROM
+
+    def __init__(
+        self, services: NDArray[Any], backends: NDArray[Any], slots: NDArray[Any],
+        published: NDArray[np.uint64] | None = None,
+    ) -> None:  # fmt: skip
+        self.services, self.backends, self.slots = services, backends, slots
+        self.published: NDArray[np.uint64] = services["sets"].copy()
+        if published is not None:
+            self.published[: len(published)] = published
+        self._service_words = ffi.from_buffer("uint64_t[]", services)
+        self._words, self._halves = backends.view(np.uint32).data, backends.view(np.uint16).data
+        self._slot_words = slots.view(np.uint64).data
+        kind = layout.dtype_of("backend")
+        places = {name: kind.fields[name][1] for name in kind.names}  # type: ignore[index, union-attr]
+        self._step = kind.itemsize // 4
+        self._service_step = services.dtype.itemsize // 8
+        self._port, self._flags = places["port"] // 2, places["flags"] // 2
+        self._service, self._kind = places["service"] // 4, places["kind"] // 4
+        assert places["address"] == layout.dtype_of("service").fields["sets"][1] == 0  # type: ignore[index]
+
+    def write_backends(self, groups: Sequence[Members]) -> None:
+        """Write whole rows, but for their counts of failures."""
+        if sum(len(group.ids) for group in groups) < self.vectorize_from:
+            words, halves = self._words, self._halves
+            for service, kind, ids, backends, flags in groups:
+                for number, backend, flag in zip(ids, backends, flags, strict=True):
+                    at = number * self._step
+                    words[at], words[at + 1], words[at + 2], words[at + 3] = layout.words_of(backend.address)
+                    halves[2 * at + self._port] = socket.htons(backend.port)
+                    words[at + self._service] = service
+                    words[at + self._kind] = kind
+                    halves[2 * at + self._flags] = flag
+            return
+        rows, counts = self.backends, [len(group.ids) for group in groups]
+        numbers = np.fromiter(chain.from_iterable(group.ids for group in groups), np.int64)
+        rows["address"][numbers] = layout.address_words(
+            backend.address for group in groups for backend in group.backends
+        )
+        rows["port"][numbers] = layout.swap16([backend.port for group in groups for backend in group.backends])
+        rows["service"][numbers] = np.repeat([group.service for group in groups], counts)
+        rows["kind"][numbers] = np.repeat([group.kind for group in groups], counts)
+        rows["flags"][numbers] = np.fromiter(chain.from_iterable(group.flags for group in groups), np.uint16)
+
+    def write_flags(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Change the flags of backends: ids, each with its flags."""
+        if len(rows) < self.vectorize_from:
+            for number, flags in rows:
+                self._halves[2 * number * self._step + self._flags] = flags
+            return
+        ids, values = np.array(rows, dtype=np.int64).T
+        self.backends["flags"][ids] = values
+
+    def backend_bits(self, ids: Sequence[int]) -> list[int]:
+        """Bits of `backend_sockets` for these rows: one each, and another where replies may come in fragments."""
+        if len(ids) < self.vectorize_from:
+            found, words = [], self._words
+            for number in ids:
+                at = number * self._step
+                family, protocol = words[at + self._kind] & 0xFF, words[at + self._kind] >> 8
+                if family not in (4, 6):
+                    continue  # nobody's row
+                address = words[at : at + 4].tolist()
+                found.append(layout.backend_bit(address, self._halves[2 * at + self._port], protocol, family))
+                if protocol != Protocol.TCP:
+                    found.append(layout.backend_bit(address, 0, 0, family))  # only the first fragment has ports
+            return found
+        rows, bits = self.backends[np.fromiter(ids, np.int64)], []
+        for family in (4, 6):
+            chosen = rows[(rows["kind"] & 0xFF) == family]
+            protocols, addresses = chosen["kind"] >> 8, np.ascontiguousarray(chosen["address"])
+            bits += layout.backend_bits(addresses, chosen["port"], protocols, family).tolist()
+            addresses = addresses[protocols != Protocol.TCP]
+            none = np.zeros(len(addresses), np.uint16)
+            bits += layout.backend_bits(addresses, none, none, family).tolist()
+        return bits
+
+    def write_rings(self, rings: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Fill slots: an offset, the service, and backends whose rows are written. Both words name the service."""
+        count = sum(len(ring) for _, _, ring in rings)
+        if count < self.vectorize_from:
+            slots, words, halves, step, port = self._slot_words, self._words, self._halves, self._step, self._port
+            for offset, service, ring in rings:
+                owner, proof = service << 32, (service & 0xFFFF) << 48
+                for place, number in enumerate(ring, offset):
+                    at = number * step
+                    slots[2 * place + 1] = words[at] | halves[2 * at + port] << 32 | proof
+                    slots[2 * place] = number | owner
+            return
+        counts = np.array([len(ring) for _, _, ring in rings])
+        starts = np.array([offset for offset, _, _ in rings], dtype=np.int64) - (np.cumsum(counts) - counts)
+        places = np.repeat(starts, counts) + np.arange(count)
+        services = np.repeat(np.array([service for _, service, _ in rings], dtype=_U64), counts)
+        ids = np.fromiter(chain.from_iterable(ring for _, _, ring in rings), _U64, count=count)
+        rows = self.backends[ids.astype(np.int64)]
+        ports = rows["port"].astype(_U64) << _U64(32)
+        proofs = (services & _U64(0xFFFF)) << _U64(48)
+        self.slots["endpoint"][places] = rows["address"][:, 0].astype(_U64) | ports | proofs
+        self.slots["backend"][places] = ids | services << _U64(32)
+
+    def publish(self, words: Sequence[tuple[int, int, int, int, int]]) -> None:
+        """Let programs use these slots: service, number of the backend set, offset, count, epoch.
+
+        Each set changes by one store, which releases what was written before it: its slots and their backends.
+        """
+        if len(words) < self.vectorize_from:
+            for service, number, offset, count, epoch in words:
+                word = layout.range_word(offset, count, epoch)
+                self.published[service, number] = word
+                lib.store_release(self._service_words, service * self._service_step + number, word)
+            return
+        services, numbers, *ranges = np.array(words, dtype=np.int64).T.astype(_U64)
+        values = layout.range_word(*ranges)
+        self.published[services.astype(np.int64), numbers.astype(np.int64)] = values
+        places = services * _U64(self._service_step) + numbers
+        buffers = (ffi.from_buffer("uint64_t[]", array) for array in (places, values))
+        lib.store_release_many(self._service_words, *buffers, len(words))
+
+    def repair(self) -> int:
+        """Publish again what is not as it was published; how many words that were."""
+        wrong = np.argwhere(self.services["sets"] != self.published).tolist()
+        for service, number in wrong:
+            word = int(self.published[service, number])
+            lib.store_release(self._service_words, service * self._service_step + number, word)
+        return len(wrong)
+
+    def clear_services(self, ids: Sequence[int]) -> None:
+        """No program looks at these services' slots any more."""
+        self.services["sets"][ids] = self.published[ids] = 0
+
+    def clear_backends(self, ids: Sequence[int]) -> None:
+        """These ids are nobody's now."""
+        self.backends["service"][ids] = self.backends["failures"][ids] = 0

@@ -1,0 +1,258 @@
+"""The owner of the maps that follow the table: plans what changes, writes it, and frees what is out of use.
+
+The first change after a start is compared with what the maps already hold, so that a restart adopts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NO_SERVICE
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
+from hybrid_proxy.dataplane.modes.ebpf.services.adoption import Former
+from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejection
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import BACKEND_EJECTED, Key, Socket
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, InUse, Plan, Subject
+from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_rows
+from hybrid_proxy.dataplane.slow_start import Parts
+from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
+
+FIRST_FILL = 500  # services
+BEGUN = FIELDS.index("flows")  # in the figures of traffic
+
+
+class ForeignEntries(DataplaneError):
+    """The maps hold more than this process knows of."""
+
+
+class Store:
+    """Plan and writer of one set of maps. Not for several threads at once.
+
+    Args:
+        maps: the open set.
+        hz: jiffies per second, for affinity times.
+        adopt: the maps hold what a former owner wrote: the first `apply` takes it over. None: when they were pinned.
+        max_ring: slots that an algorithm may fill for one backend set.
+        max_slots: to which the map of slots may grow: as long as it is smaller, no ring is cut.
+    """
+
+    def __init__(
+        self, maps: MapSet, hz: int, *, adopt: bool | None = None, max_ring: int = Options().max_ring,
+        max_slots: int = 0,
+    ) -> None:  # fmt: skip
+        self.maps = maps
+        self.writer = MapWriter(maps, hz)
+        self._former = Former(maps, self.writer) if (maps.adopted if adopt is None else adopt) else None
+        used = self._former.in_use() if self._former else InUse()
+        claim = self._former.claim if self._former else None
+        self.plan = Plan(self._sizes(), used, claim, max_ring, max_slots)
+        self.traffic = maps.traffic()
+        if self._former is not None:
+            self.traffic.only(used.services, used.backends)
+        self._unwritten: deque[Batch] = deque()  # planned, in this order
+        self._late: list[Batch] = []  # written but for frontends for which there was no room
+        self._shown: dict[int, tuple[int, Key | None]] = {}  # by family: a frontend, of so many
+        self.graced_stamp = 0  # number of the last grace period that is over
+        self._node_ports_at: frozenset[str] = frozenset()
+        self._exact_after = 0  # once this grace period is over, prefilter bits of a former process go
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: known.entries for name, known in self.maps.maps.items()}
+
+    @property
+    def backends(self) -> NDArray[Any]:
+        return self.writer.rows.backends
+
+    @property
+    def services(self) -> NDArray[Any]:
+        return self.writer.rows.services
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing waits to be freed."""
+        return not len(self.plan.deferred) and not self._exact_after
+
+    def grown(self) -> None:
+        """The maps have been replaced by larger ones with the same content: from now on those are written."""
+        self.writer.grown()
+        self.plan.grown(self._sizes())
+        self.traffic = self.maps.traffic()
+
+    def emptied(self) -> list[int]:
+        """Families whose frontends others removed from the maps, as one of them shows."""
+        if self._late or self._unwritten:
+            return []
+        count = len(self.plan.owners)
+        for family in (4, 6):
+            known, key = self._shown.get(family, (0, None))
+            if known != count and (not key or key not in self.plan.owners):
+                self._shown[family] = count, next((each for each in self.plan.owners if each[0] == family), None)
+        shown = ((family, key) for family, (_, key) in self._shown.items() if key and key in self.plan.owners)
+        return [
+            family for family, key in shown
+            if self.maps.maps[f"frontends{family}"].lookup(frontend_rows([key], family)[0].tobytes()) is None
+        ]  # fmt: skip
+
+    # Changes
+
+    def apply(self, services: Mapping[str, Sequence[Entry]]) -> tuple[int, int]:
+        """Make these services what is given (an empty tuple removes one); returns ports changed and removed.
+
+        Raises:
+            DataplaneError, OSError, ValueError: not everything is written. What is planned stays planned: the next call
+                begins with writing the rest of it. It must be given these services again.
+            ForeignEntries: a map is full of what is not ours. A store that adopts gets rid of it.
+        """
+        changed = removed = 0
+        names = list(services)
+        # The first fill goes in parts: the memory that planning one of them needs serves the next one too.
+        step = max(1, len(names)) if self.plan.installed else FIRST_FILL
+        for start in range(0, len(names), step):
+            batch = Batch()
+            self._unwritten.append(batch)
+            for name in names[start : start + step]:
+                more, less = self.plan.change(batch, name, services[name])
+                changed, removed = changed + more, removed + less
+            self._write()
+        if self._former is not None:
+            self._former.remove_leftovers(self.plan, self._node_port_keys())
+            self._former = self.plan.adopt = None
+            self._exact_after = self.plan.stamp
+        while self._late:
+            batch = self._late.pop()
+            if self.writer.insert(batch.late_frontends, batch.frontends):
+                raise ForeignEntries("the maps of frontends hold more than this process wrote: `hybrid-proxy cleanup`")
+        return changed, removed
+
+    def adjust(self, ejections: Mapping[Subject, Ejection], parts: Mapping[EntryKey, Parts]) -> None:
+        """Eject these backends, and no others, where a backend set can do without them.
+
+        And let these, and no others, have these parts of their weights.
+        """
+        batch = Batch()
+        self.plan.adjust(batch, ejections, parts)
+        self._unwritten.append(batch)
+        self._write()
+
+    def _write(self) -> None:
+        """Write what is planned, what has failed before first."""
+        while self._unwritten:
+            batch = self._unwritten[0]
+            self.writer.write(batch)
+            self.plan.commit(batch)
+            if batch.late_frontends:
+                self._late.append(batch)
+            self._unwritten.popleft()
+
+    def serve_node_ports_at(self, addresses: Collection[str], loopback: Collection[str] = ()) -> None:
+        """At these addresses of the node, and no others, a frontend of address `ANY` is served.
+
+        At those in `loopback` it is served to the node's own sockets alone.
+        """
+        self.writer.serve_node_ports_at(addresses, loopback, self._node_ports_at)
+        self._node_ports_at = frozenset((*addresses, *loopback))
+
+    def note_service_cidrs(self, family: int, cidrs: tuple[str, ...]) -> None:
+        """These are service CIDRs, too: those that have no room in map `node`."""
+        self.writer.source_ranges.allow(NO_SERVICE, family, cidrs)
+
+    def _node_port_keys(self) -> list[Key]:
+        return [(family_of(address), address, 0, 0) for address in self._node_ports_at]
+
+    # Freeing
+
+    def graced(self, stamp: int) -> None:
+        """Every program that ran when `stamp` was current has ended: forget what only those could see."""
+        self.graced_stamp = stamp
+        freed = self.plan.deferred.graced(stamp)
+        self.writer.clear_frontends(freed.frontends)
+        if freed.services:
+            self.writer.rows.clear_services(freed.services)
+        if self._exact_after and self._exact_after <= stamp:
+            self.writer.only()
+            self._exact_after = 0
+
+    def scanned(
+        self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
+        named_backends: Collection[int],
+    ) -> None:  # fmt: skip
+        """The flows were searched for these ids and some were found: forget what is known of the others."""
+        freed = self.plan.deferred.scanned(services, backends, named_services, named_backends)
+        self.writer.clear_frontends(freed.frontends)
+        ids = np.array(freed.backends, dtype=np.int64)
+        self.traffic.give_back(freed.services, ids, self.backends["service"][ids])
+        self.writer.clear_backends(freed.backends)
+
+    # What the maps say
+
+    def names(self) -> dict[int, str]:
+        """Service id -> name of the service port."""
+        return {number: port.entry.name for number, port in self.plan.by_id.items()}
+
+    def addresses(self) -> dict[tuple[int, str], str]:
+        """Family and address -> the name of a service that has it."""
+        services = {number: name.rpartition(":")[0] for number, name in self.names().items()}
+        return {
+            (family, address): services[number]
+            for (family, address, _, _), number in self.plan.owners.items()
+            if number in services
+        }
+
+    def failures(self) -> dict[Subject, int]:
+        """Consecutive connections that failed, of each backend with any, as the programs counted them."""
+        # Once a second, of up to 1,000,000 rows: only those in use, and without a copy.
+        ids = self.backends["failures"][: self.plan.backend_ids.end].nonzero()[0]
+        if not len(ids):
+            return {}
+        rows = self.backends[ids]
+        ports, raw = layout.swap16(rows["port"]).tolist(), np.ascontiguousarray(rows["address"]).tobytes()
+        found: dict[Subject, int] = {}
+        for i, (service, count) in enumerate(zip(rows["service"].tolist(), rows["failures"].tolist(), strict=True)):
+            known = self.plan.by_id.get(service)
+            if known is not None:
+                address = layout.address_text(raw[16 * i : 16 * i + 16], known.entry.family)
+                found[known.entry.key, (address, ports[i])] = count
+        return found
+
+    def ports_of(self, backends: Collection[int]) -> set[EntryKey]:
+        """The service ports that these backends belong to."""
+        services = self.backends["service"][list(backends)].tolist()
+        return {known.entry.key for number in services if (known := self.plan.by_id.get(number)) is not None}
+
+    def connections(
+        self, ports: Iterable[EntryKey], failed: Mapping[int, int]
+    ) -> dict[EntryKey, dict[Subject, Counts]]:
+        """How many connections to each backend of these service ports began; of those that `failed` it is given."""
+        found: dict[EntryKey, dict[Subject, Counts]] = {}
+        for key in ports:
+            if numbers := self.numbers(key):
+                begun = self.traffic.of_backends(np.array([*numbers.values()], dtype=np.int64))[:, BEGUN].tolist()
+                found[key] = {
+                    (key, socket): Counts(count, failed.get(number, 0))
+                    for (socket, number), count in zip(numbers.items(), begun, strict=True)
+                }
+        return found
+
+    def numbers(self, key: EntryKey) -> dict[Socket, int]:
+        """Ids of the backends of a service port, none where there is no such port."""
+        known = self.plan.find(key)
+        if known is None:
+            return {}
+        return {(b.address, b.port): number for number, b in zip(known.ids, known.rows.members, strict=True)}
+
+    def readmit(self, backend: int, count: int) -> None:
+        """Forget failures of the backend until `count` are left."""
+        self.backends["failures"][backend] = min(int(self.backends["failures"][backend]), count)
+
+    def is_ejected(self, backend: int) -> bool:
+        """Whether a backend set that the backend belongs to does without it."""
+        return bool(int(self.backends["flags"][backend]) & BACKEND_EJECTED)

@@ -1,0 +1,196 @@
+"""The update protocol: a batch into maps, in an order that no packet can see half of.
+
+Backends come first, then slots, then the words that publish them with one release store each, then frontends. What is
+removed goes in the opposite order, and is freed only when no program can use it any more (`pools.DeferredFree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import SourceRanges
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Key
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch
+from hybrid_proxy.dataplane.modes.ebpf.services.rows import VECTORIZE_FROM, RowWriter
+from hybrid_proxy.dataplane.table import Protocol, family_of
+
+PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
+
+
+class CountingFilter:
+    """A Bloom filter that programs read, and how many keys stand behind each of its bits."""
+
+    def __init__(self, view: NDArray[Any]) -> None:
+        self.view = view
+        self.counts = np.zeros(len(view) * 64, dtype=np.uint16)
+        self._words, self._counts = view.data, self.counts.data
+
+    def add(self, bits: Sequence[int]) -> None:
+        if len(bits) >= VECTORIZE_FROM:
+            distinct, counted = np.unique(np.fromiter(bits, np.uint32, len(bits)), return_counts=True)
+            self.counts[distinct] += counted.astype(np.uint16)
+            np.bitwise_or.at(self.view, distinct >> 6, np.uint64(1) << (distinct & 63).astype(np.uint64))
+            return
+        words, counts = self._words, self._counts
+        for bit in bits:
+            counts[bit] = counts[bit] + 1 & 0xFFFF
+            words[bit >> 6] |= 1 << (bit & 63)
+
+    def remove(self, bits: Iterable[int]) -> None:
+        """Clear those of these bits behind which nothing is left."""
+        words, counts = self._words, self._counts
+        for bit in bits:
+            counts[bit] = counts[bit] - 1 & 0xFFFF
+            if not counts[bit]:
+                words[bit >> 6] &= ~(1 << (bit & 63))
+
+    def only(self) -> None:
+        """Clear every bit that is not counted (left by a former process)."""
+        packed = np.packbits((self.counts > 0).astype(np.uint8), bitorder="little").view(np.uint64)
+        self.view[:] = packed
+
+
+class MapWriter:
+    """Writes batches; decides nothing."""
+
+    def __init__(self, maps: MapSet, hz: int) -> None:
+        self._maps = maps
+        self.hz = hz  # jiffies per second, for affinity times
+        self.rows, self.loads = self._open_rows(), maps.view("loads")
+        self.service_addresses = CountingFilter(maps.view("service_addresses"))
+        self.backend_sockets = CountingFilter(maps.view("backend_sockets"))
+        self.node_ports = CountingFilter(maps.view("node_ports"))
+        self.source_ranges = SourceRanges({family: maps.maps[f"source_ranges{family}"] for family in (4, 6)})
+
+    def _open_rows(self, published: NDArray[np.uint64] | None = None) -> RowWriter:
+        services, backends, slots = (self._maps.view(name) for name in ("services", "backends", "slots"))
+        return RowWriter(services, backends, slots, published)
+
+    def grown(self) -> None:
+        """The maps have been replaced by larger ones with the same content: from now on those are written."""
+        self.rows, self.loads = self._open_rows(self.rows.published), self._maps.view("loads")
+
+    def write(self, batch: Batch) -> None:
+        """Write everything; may be called again when it has failed.
+
+        Raises:
+            DataplaneError, OSError: a system call failed. What was published stays, and what follows is not written.
+        """
+        rows = self.rows
+        if not batch.published:
+            if batch.members:
+                rows.write_backends(batch.members)
+                self.backend_sockets.add(rows.backend_bits([n for group in batch.members for n in group.ids]))
+            if batch.weights:
+                ids, weights = np.array(batch.weights, dtype=np.int64).T
+                self.loads["weight"][ids] = weights
+            if batch.flags:
+                rows.write_flags(batch.flags)
+            if batch.rings:
+                rows.write_rings(batch.rings)
+            for service, flags, seconds in batch.services:
+                rows.services[service]["flags"] = flags
+                rows.services[service]["affinity"] = min(seconds * self.hz, 0xFFFFFFFF)
+            if batch.words:
+                rows.publish(batch.words)
+            if batch.new_frontends:
+                self.look_at(batch.new_frontends)
+            batch.published = True
+        if batch.frontends or batch.gone_frontends or batch.source_ranges:
+            self._write_frontends(batch)
+        if batch.gone_backends:
+            rows.write_flags([(number, 0) for number in batch.gone_backends])
+
+    def _write_frontends(self, batch: Batch) -> None:
+        """Add frontends, and before them the source ranges that restrict them; then delete what is gone."""
+        for service, family, cidrs in batch.source_ranges:
+            if cidrs:
+                self.source_ranges.allow(service, family, cidrs)
+        batch.late_frontends = self.insert(batch.frontends, batch.frontends)
+        gone = [key for key, _ in batch.gone_frontends if key not in batch.frontends]
+        for family, keys in _by_family(gone):
+            self._maps.maps[f"frontends{family}"].delete_batch(frontend_rows(keys, family)[0])
+        for service, family, cidrs in batch.source_ranges:
+            if not cidrs:
+                self.source_ranges.allow(service, family, cidrs)
+
+    def insert(self, keys: Iterable[Key], frontends: Mapping[Key, tuple[int, int]]) -> list[Key]:
+        """Write these of the frontends; returns those for which the map had no room."""
+        left: list[Key] = []
+        for family, chosen in _by_family(keys):
+            rows, words = frontend_rows(chosen, family)
+            targets = np.array([frontends[key] for key in chosen], dtype=np.uint64)
+            values = layout.frontend_values(words, rows["port"], rows["protocol"], targets[:, 0], targets[:, 1], family)
+            left += chosen[self._maps.maps[f"frontends{family}"].update_batch(rows, values) :]
+        return left
+
+    def look_at(self, keys: Sequence[Key]) -> None:
+        """Packets to these are looked at, although there may be no frontend."""
+        for bitmap, bits in self._frontend_bits(keys):
+            bitmap.add(bits)
+
+    def clear_frontends(self, keys: Sequence[Key]) -> None:
+        """No packet to these needs to be looked at any more."""
+        for bitmap, bits in self._frontend_bits(keys):
+            bitmap.remove(bits)
+
+    def clear_backends(self, ids: Sequence[int]) -> None:
+        """Nor one from these, whose ids are free."""
+        self.backend_sockets.remove(self.rows.backend_bits(ids))
+        self.rows.clear_backends(ids)
+        loads = self.loads[ids]
+        self.loads["correction"][ids] = loads["closed"] - loads["opened"]  # none is open
+        self.loads["weight"][ids] = 0
+
+    def only(self) -> None:
+        """Clear every bit that a former process left behind."""
+        for bitmap in (self.service_addresses, self.backend_sockets, self.node_ports):
+            bitmap.only()
+
+    def _frontend_bits(self, keys: Sequence[Key]) -> Iterator[tuple[CountingFilter, list[int]]]:
+        for family, chosen in _by_family(keys):
+            addresses = [address for _, address, _, _ in chosen if address != ANY[family]]
+            if addresses:
+                yield self.service_addresses, layout.service_bits(layout.address_words(addresses), family).tolist()
+        ports = [PORT_KINDS[key[3]] << 16 | key[2] for key in keys if key[1] == ANY[key[0]]]
+        if ports:
+            yield self.node_ports, ports
+
+    def serve_node_ports_at(
+        self, addresses: Collection[str], loopback: Collection[str], former: Collection[str]
+    ) -> None:
+        """At these addresses a frontend of address `ANY` is served, and no more at the former ones.
+
+        At `addresses` of the node to everybody, at those in `loopback` to the node's own sockets.
+        """
+        everybody, sockets = FRONTEND_ADDRESS | FRONTEND_NODE_PORTS, FRONTEND_NODE_PORTS
+        flags = {**dict.fromkeys(loopback, sockets), **dict.fromkeys(addresses, everybody)}
+        wanted = {(family_of(address), address, 0, 0): (0, flags[address]) for address in sorted(flags)}
+        self.insert(wanted, wanted)
+        gone = sorted((family_of(address), address, 0, 0) for address in {*former} - flags.keys())
+        for family, keys in _by_family(gone):
+            self._maps.maps[f"frontends{family}"].delete_batch(frontend_rows(keys, family)[0])
+
+
+def _by_family(keys: Iterable[Key]) -> Iterator[tuple[int, list[Key]]]:
+    keys = list(keys)
+    for family in (4, 6):
+        chosen = [key for key in keys if key[0] == family]
+        if chosen:
+            yield family, chosen
+
+
+def frontend_rows(keys: Sequence[Key], family: int) -> tuple[NDArray[Any], layout.Words]:
+    """Keys of the family's map of frontends, and the words of their addresses."""
+    rows = np.zeros(len(keys), dtype=layout.frontend_dtype(family))
+    words = layout.address_words(key[1] for key in keys)
+    rows["address"] = words if family == 6 else words[:, 0]
+    rows["port"] = layout.swap16([key[2] for key in keys])
+    rows["protocol"] = [key[3] for key in keys]
+    return rows, words

@@ -1,0 +1,1 @@
+"""What the maps say to a reader: listings, explanations, events."""

@@ -1,0 +1,160 @@
+"""Packet events of the programs: dropped, rejected, traced. A thread reads them, the agent's loop names them.
+
+Programs emit a few events per second and CPU (`bpf/packet_events.h`); counters count all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import Map, Ring
+from hybrid_proxy.dataplane.kernel.links import interface_name
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
+from hybrid_proxy.dataplane.reports import PacketEvent
+from hybrid_proxy.dataplane.table import Protocol, socket_text
+
+log = logging.getLogger(__name__)
+
+KEPT = 1000
+UNREAD = 10_000  # events taken from the ring, and not named yet
+LOG_SECONDS = 1.0
+POLL_SECONDS = 1.0
+HOOKS = {
+    "HOOK_POD_INGRESS": "from a pod", "HOOK_POD_EGRESS": "to a pod", "HOOK_UPLINK_INGRESS": "from outside",
+    "HOOK_UPLINK_EGRESS": "to outside", "HOOK_SOCKET": "socket of this node", "HOOK_XDP": "from outside (XDP)",
+}  # fmt: skip
+
+TCP_FLAGS = ("FIN", "SYN", "RST", "PSH", "ACK", "URG", "ECE", "CWR")  # by their bits (RFC 9293)
+
+Addresses = dict[tuple[int, str], str]  # family and address -> name of a service there
+
+
+class Reader:
+    """Takes events out of the ring buffer as they come."""
+
+    def __init__(self, events: Map) -> None:
+        self._raw: deque[bytes] = deque(maxlen=UNREAD)
+        self._ring = Ring(events, self._raw.append)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ring.poll(POLL_SECONDS)
+            except DataplaneError as error:
+                log.warning("events of the programs are not read any more: %s", error)
+                return
+
+    def take(self) -> list[bytes]:
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._raw.popleft())
+        return taken
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self._ring.close()
+
+
+class Journal:
+    """The last events, with names. `last` is the number of the latest; they are numbered from 1 on."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._rows: deque[PacketEvent] = deque(maxlen=KEPT)
+        self._unlogged: Counter[tuple[str, str]] = Counter()
+        self._log_at = 0.0
+
+    def add(
+        self, raw: list[bytes], names: Mapping[int, str], addresses: Callable[[], Addresses], backends: Any
+    ) -> None:
+        """Name these events. `names` are those of service ids, `backends` the rows of the map."""
+        whose: Addresses | None = None
+        for event in np.frombuffer(b"".join(raw), dtype=layout.dtype_of("event")):
+            self.last += 1
+            row = _row(self.last, event, names, backends)
+            if row.service is None:
+                whose = addresses() if whose is None else whose
+                row.service = _service_at(event, whose)
+            self._rows.append(row)
+            if row.what == "drop":
+                self._unlogged[row.reason, row.service or row.destination] += 1
+
+    def rows(self, after: int) -> list[PacketEvent]:
+        """Those with larger numbers, the oldest first."""
+        return [row for row in self._rows if row.number > after]
+
+    def log_drops(self) -> None:
+        """Log the drops since the last call, at most one line a second."""
+        now = time.monotonic()
+        if not self._unlogged or now - self._log_at < LOG_SECONDS:
+            return
+        drops = ", ".join(f"{count} x {reason} {whose}" for (reason, whose), count in self._unlogged.most_common(3))
+        more = len(self._unlogged) - 3
+        log.warning("dropped: %s%s; `hybrid-proxy drops` shows them", drops, f" and {more} more kinds" * (more > 0))
+        self._unlogged.clear()
+        self._log_at = now
+
+
+def _service_at(event: Any, whose: Addresses) -> str | None:
+    """By an address of the packet, where programs saw no more of the service than that."""
+    family = int(event["family"])
+    ends = (layout.address_text(event[end].tobytes(), family) for end in ("daddr", "saddr"))
+    return next((whose[family, end] for end in ends if (family, end) in whose), None)
+
+
+def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> PacketEvent:
+    family = int(event["family"])
+    source, destination = (layout.address_text(event[end].tobytes(), family) for end in ("saddr", "daddr"))
+    sport, dport = layout.swap16([int(event["sport"]), int(event["dport"])]).tolist()
+    reason = _names("COUNT_")[int(event["reason"])].removeprefix("COUNT_").lower()
+    service, protocol, ifindex = int(event["service"]), int(event["protocol"]), int(event["ifindex"])
+    return PacketEvent(
+        number=number,
+        time=time.time() - (time.monotonic() - int(event["time"]) / 1e9),
+        what="trace" if event["traced"] else kind_of(reason),
+        reason=reason,
+        message=WORDS.get(reason, ""),
+        service=names.get(service),
+        protocol=Protocol(protocol).name if protocol in set(Protocol) else str(protocol),
+        source=socket_text(source, sport),
+        destination=socket_text(destination, dport),
+        backend=_backend(backends, int(event["backend"]), service, family),
+        where=HOOKS[_names("HOOK_")[int(event["hook"])]],
+        interface=interface_name(ifindex) if ifindex else None,
+        flags=_flags(int(event["tcp_flags"])) if protocol == Protocol.TCP else None,
+    )
+
+
+def _flags(bits: int) -> str | None:
+    return " ".join(name for bit, name in enumerate(TCP_FLAGS) if bits >> bit & 1) or None
+
+
+def _names(prefix: str) -> dict[int, str]:
+    return {number: name for name, number in layout.abi_constants().items() if name.startswith(prefix)}
+
+
+def _backend(backends: Any, number: int, service: int, family: int) -> str | None:
+    """Its address, as long as the number is still its own."""
+    if not number or number >= len(backends) or int(backends[number]["service"]) != service:
+        return None
+    row = backends[number]
+    address = layout.address_text(row["address"].tobytes(), family)
+    return socket_text(address, int(layout.swap16([int(row["port"])])[0]))

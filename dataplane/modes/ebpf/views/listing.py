@@ -1,0 +1,303 @@
+"""What is programmed, read from the kernel's maps; names come from the agent, where one runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hybrid_proxy.dataplane.kernel.bpf import Map, Object, run_on_packet
+from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
+from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.modes.ebpf.ejection.failures import histories
+from hybrid_proxy.dataplane.modes.ebpf.hooks import co_attached
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic, counts_of, traffic_of
+from hybrid_proxy.dataplane.modes.ebpf.services import affinity
+from hybrid_proxy.dataplane.modes.ebpf.views.events import Addresses, Journal
+from hybrid_proxy.dataplane.reports import (
+    BackendRow,
+    FailureHistory,
+    FlowRow,
+    PacketEvent,
+    ServiceRow,
+    TrafficCounts,
+    TrafficRow,
+)
+from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, socket_text
+
+CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
+
+Maps = Mapping[str, Map]
+Names = Mapping[int, str]
+
+
+class Pinned:
+    """A `dataplane.mode.View` of pinned maps."""
+
+    def __init__(self, place: str, maps: Maps, names: Names) -> None:
+        self.place, self._maps, self._names = place, maps, names
+
+    def services(self) -> list[ServiceRow]:
+        return _services(self._maps, self._names)
+
+    def backends(self, of: str | None = None) -> list[BackendRow]:
+        return _backends(self._maps, self._names, of)
+
+    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
+        return _flows(self._maps, self._names, limit)
+
+    def unread_events(self) -> list[PacketEvent]:
+        journal = Journal()
+        raw = self._maps["events"].unread() if "events" in self._maps else []
+        table = self._maps["backends"].view(layout.dtype_of("backend"))
+        journal.add(raw, self._names, lambda: _addresses(self._maps, self._names), table)
+        return journal.rows(0)
+
+    def remembered(self, table: ServiceTable) -> list[Remembered]:
+        return affinity.remembered(self._maps, table, _clock(self._maps), jiffies_per_second())
+
+    def beside(self, cgroup: str | None) -> list[str]:
+        return list(co_attached.beside(Path(self.place), cgroup))
+
+    def close(self) -> None:
+        for known in self._maps.values():
+            known.close()
+
+
+def _protocol(number: int) -> str:
+    return Protocol(number).name if number in set(Protocol) else str(number)
+
+
+def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
+    """Address and protocol of each service's frontends."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    names = layout.abi_constants()
+    for family in (4, 6):
+        keys, values = maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
+        for key, value in zip(keys, values.tolist(), strict=True):
+            if not value >> 32 & (names["FRONTEND_ADDRESS"] | names["FRONTEND_NODE_PORTS"]):
+                port = int(layout.swap16([int(key["port"])])[0])
+                address = layout.address_text(key["address"].tobytes(), family)
+                found.setdefault(value & 0xFFFFFFFF, []).append(
+                    (socket_text(address, port), _protocol(int(key["protocol"])))
+                )
+    return found
+
+
+def _addresses(maps: Maps, names: Names) -> Addresses:
+    """Each family and address of a service -> the service."""
+    return {
+        (6 if address.startswith("[") else 4, address.rpartition(":")[0].strip("[]")): names[number].rpartition(":")[0]
+        for number, rows in _frontends(maps).items()
+        if number in names
+        for address, _ in rows
+    }
+
+
+def _services(maps: Maps, names: Names) -> list[ServiceRow]:
+    rows = []
+    table = maps["services"].view(layout.dtype_of("service"))
+    drops = layout.abi_constants()["SERVICE_DROP_SET0"]
+    members, ejected, failing = _members(maps, len(table)), _ejected(maps, len(table)), _failing(maps, len(table))
+    counted = traffic_of(maps)
+    owners = maps["backends"].view(layout.dtype_of("backend"))["service"]
+    figures = None if counted is None else counted.of_services(owners)
+    for number, frontends in sorted(_frontends(maps).items()):
+        row = table[number]
+        rows.append(
+            ServiceRow(
+                name=names.get(number),
+                id=number,
+                frontends=sorted(address for address, _ in frontends),
+                protocol=frontends[0][1],
+                backends=int(members[0][number]),
+                local_backends=int(members[1][number]),
+                ejected=int(ejected[number]),
+                failing=int(failing[number]),
+                when_empty="drop" if int(row["flags"]) & drops else "reject",
+                affinity=bool(row["affinity"]),
+                chosen_by=_chosen_by(int(row["flags"])),
+                slots=[layout.split_range_word(word)[1] for word in row["sets"].tolist()],
+                traffic=None if figures is None else counts_of(figures[number]),
+            )
+        )
+    return sorted(rows, key=lambda row: (row.name or "", row.frontends))
+
+
+def _members(maps: Maps, services: int) -> list[Any]:
+    """Backends in each route, by service: a ring may have each of them many times."""
+    table = maps["backends"].view(layout.dtype_of("backend"))
+    flags = layout.abi_constants()
+    return [
+        np.bincount(table["service"][table["flags"] & flags[name] != 0], minlength=services)
+        for name in ("BACKEND_SET0", "BACKEND_SET1")
+    ]
+
+
+def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> list[str]:
+    """Names of service ports of which every backend fails."""
+    services = maps["services"].entries
+    failing = _failing(maps, services)
+    some = np.flatnonzero(failing)
+    if not len(some):
+        return []
+    names = names_of()
+    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
+    any_set = flags["BACKEND_SET0"] | flags["BACKEND_SET1"] | flags["BACKEND_EJECTED"]
+    known = np.bincount(table["service"][table["flags"] & any_set != 0], minlength=services)
+    return sorted({names[number] for number in some[failing[some] == known[some]].tolist() if number in names})
+
+
+def _ejected(maps: Maps, services: int) -> Any:
+    """How many backends of each service are ejected."""
+    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
+    return np.bincount(table["service"][table["flags"] & flags["BACKEND_EJECTED"] != 0], minlength=services)
+
+
+def _failing(maps: Maps, services: int) -> Any:
+    """How many backends of each service failed at their last connection, or are ejected."""
+    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
+    sets = flags["BACKEND_SET0"] | flags["BACKEND_SET1"]
+    failing = (table["flags"] & flags["BACKEND_EJECTED"] != 0) | (table["failures"] > 0) & (table["flags"] & sets != 0)
+    return np.bincount(table["service"][failing], minlength=services)
+
+
+def _chosen_by(flags: int) -> str:
+    names = layout.abi_constants()
+    ways = {"SERVICE_BY_TUPLE": "connection", "SERVICE_BY_CLIENT": "client", "SERVICE_ROUND_ROBIN": "round-robin",
+            "SERVICE_FEWEST": "fewest flows"}  # fmt: skip
+    return next((way for name, way in ways.items() if flags & names[name]), "random")
+
+
+def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRow]:
+    table = maps["backends"].view(layout.dtype_of("backend"))
+    limits = layout.abi_constants()
+    rows = []
+    wanted = table["service"] != 0
+    if of is not None:
+        wanted &= np.isin(table["service"], [number for number, name in names.items() if belongs(name, of)])
+    chosen = np.flatnonzero(wanted & (table["flags"] != 0))
+    counted = traffic_of(maps)
+    figures = None if counted is None else counted.of_backends(chosen)
+    known, now = histories(maps), time.time()
+    for position, number in enumerate(chosen.tolist()):
+        row = table[number]
+        flags, kind = int(row["flags"]), int(row["kind"])
+        address = layout.address_text(row["address"].tobytes(), kind & 0xFF)
+        rows.append(
+            BackendRow(
+                service=names.get(int(row["service"])),
+                service_id=int(row["service"]),
+                id=number,
+                address=socket_text(address, int(layout.swap16([int(row["port"])])[0])),
+                protocol=_protocol(kind >> 8),
+                used=bool(flags & (limits["BACKEND_SET0"] | limits["BACKEND_SET1"])),
+                failures=int(row["failures"]),
+                history=known.get(number),
+                state=_state(flags, int(row["failures"]), known.get(number), now),
+                traffic=None if figures is None else counts_of(figures[position]),
+            )
+        )
+    return sorted(rows, key=lambda row: (row.service or "", row.service_id, row.address))
+
+
+def _state(flags: int, failures: int, history: FailureHistory | None, now: float) -> str:
+    """The state of a backend, as far as the maps have it. The agent knows until when it is ejected."""
+    names = layout.abi_constants()
+    if flags & names["BACKEND_PROBE_FAILED"]:
+        return "ejected: its probe fails"
+    if flags & names["BACKEND_EJECTED"]:
+        return f"ejected: {history.text(now) if history else 'its connections failed'}"
+    if not flags & (names["BACKEND_SET0"] | names["BACKEND_SET1"]):
+        return "in no backend set"
+    if not failures:
+        return "serving"
+    return f"failing: {history.text(now) if history else f'{failures} consecutive connections failed'}"
+
+
+def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[TrafficRow]:
+    """Rows of `dataplane.mode.Programmer.traffic`, of the services that have names and any traffic."""
+    if not counted.counting:
+        return []
+    table = maps["backends"].view(layout.dtype_of("backend"))
+    if by_backend:
+        return [
+            TrafficRow(row.service, row.traffic, row.address, row.protocol)
+            for row in _backends(maps, names)
+            if row.service and row.traffic
+        ]
+    figures = counted.of_services(table["service"])
+    busy = np.flatnonzero(figures.any(axis=1))
+    found = zip(busy.tolist(), figures[busy].tolist(), strict=True)
+    return [TrafficRow(names[number], TrafficCounts(*row)) for number, row in found if number in names]
+
+
+def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
+    """Of each table those first that were idle for longest."""
+    rows: list[FlowRow] = []
+    total = 0
+    now, hz = _clock(maps), jiffies_per_second()
+    constants = layout.abi_constants()
+    hidden = constants["FLOW_REPLY"] | constants["FLOW_OTHERS"]
+    for family in (4, 6):
+        for table in ("flows", "half_open"):
+            keys, values = flow_arrays(maps[f"{table}{family}"], family)
+            forward = np.flatnonzero(values["flags"] & hidden == 0)
+            total += len(forward)
+            idle = (np.uint32(now) - values["seen"]).astype(np.int32) // hz
+            order = forward[np.argsort(-idle[forward], kind="stable")]
+            for position in order[: max(0, limit - len(rows))].tolist():
+                row = _flow(keys[position], values[position], family, names)
+                row.idle = max(0, int(idle[position]))
+                rows.append(row)
+    return rows, total
+
+
+def _clock(maps: Maps) -> int:
+    """The time of time stamps, which only a program can read."""
+    loaded = Object(layout.OBJECTS / "inspect.bpf.o")
+    try:
+        for name in maps:
+            loaded.share(name, maps[name])
+        for name in loaded.program_names:
+            if name != CLOCK:
+                loaded.leave_out(name)
+        loaded.load()
+        return run_on_packet(loaded.program(CLOCK), bytes(64))[0]
+    finally:
+        loaded.close()
+
+
+def flow_state(flags: int) -> str:
+    """What a flow with these flags is called. One of which only one end has closed may still carry much."""
+    if layout.is_over(np.array([flags])).any():
+        return "closed"
+    return "established" if flags & layout.abi_constants()["FLOW_ESTABLISHED"] else "opening"
+
+
+def _flow(key: Any, value: Any, family: int, names: Names) -> FlowRow:
+    constants = layout.abi_constants()
+
+    def end(row: Any, address: str, port: str) -> str:
+        text = layout.address_text(row[address].tobytes(), family)
+        return socket_text(text, int(layout.swap16([int(row[port])])[0]))
+
+    flags = int(value["flags"])
+    state = flow_state(flags)
+    return FlowRow(
+        service=names.get(int(value["service"])),
+        protocol=_protocol(int(key["protocol"])),
+        client=end(key, "saddr", "sport"),
+        frontend=end(key, "daddr", "dport"),
+        backend=end(value, "daddr", "dport"),
+        source=end(value, "saddr", "sport"),
+        state=state,
+        hairpin=bool(flags & constants["FLOW_HAIRPIN"]),
+        direct=bool(flags & constants["FLOW_DIRECT"]),
+        fast_path=bool(value["ifindex"]) and state == "established",
+    )
