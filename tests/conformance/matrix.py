@@ -1,10 +1,12 @@
-"""The table mode x case in docs/conformance.md."""
+"""The cases in docs/conformance.md, grouped by the modes that do what is expected."""
 
 from __future__ import annotations
 
 from typing import Final
 
 import pytest
+
+from hybrid_proxy.controller.settings.config import MODES
 
 from .grid import Grid, Key, Rows
 
@@ -38,9 +40,40 @@ class Matrix(Grid):
         cells[mode] = max(mark, cells.get(mode, mark), key=_WORST.index)
 
     @classmethod
+    def render(cls, rows: Rows) -> str:
+        """A heading for each combination of verdicts (`yes: ebpf, nftables; not yet: ipvs`), its cases below."""
+        groups: dict[str, list[Key]] = {}
+        for key in cls.order(rows):
+            groups.setdefault(_verdicts(rows[key]), []).append(key)
+        most_first = sorted(groups, key=lambda verdicts: -len(groups[verdicts]))
+        return "\n\n".join(
+            f"### {verdicts}\n\n" + "\n".join(f"- {row} {case}" for row, case in groups[verdicts])
+            for verdicts in most_first
+        )
+
+    @classmethod
+    def read(cls, text: str) -> Rows:
+        """Reverses `render`."""
+        rows: Rows = {}
+        cells: dict[str, str] = {}
+        for line in text.splitlines():
+            if line.startswith("### "):
+                parts = [part.partition(": ") for part in line.removeprefix("### ").split("; ")]
+                cells = {mode: mark for mark, _, modes in parts for mode in modes.split(", ")}
+            elif line.startswith("- "):
+                row, _, case = line.removeprefix("- ").partition(" ")
+                rows[row, case] = dict(cells)
+        return rows
+
+    @classmethod
     def order(cls, rows: Rows) -> list[Key]:
         """By number."""
         return sorted(rows, key=_order)
+
+
+def _verdicts(cells: dict[str, str]) -> str:
+    modes = {mark: [mode for mode in MODES if cells.get(mode) == mark] for mark in _WORST}
+    return "; ".join(f"{mark}: {', '.join(modes[mark])}" for mark in _WORST if modes[mark])
 
 
 def _order(key: Key) -> tuple[list[tuple[int, str]], str]:

@@ -12,29 +12,37 @@ OLD = f"""# Title
 
 {BEGIN}
 
-| row | case | ebpf | nftables |
-|---|---|---|---|
-| 2.3 | no endpoints: refused | yes | **no** |
-| 2.10 | silence | not yet | yes |
+### yes: nftables; not yet: ebpf
+
+- 2.10 silence
+
+### yes: ebpf; **no**: nftables
+
+- 2.3 no endpoints: refused
 
 {END}
 tail
 """
 
 
-def test_a_run_of_one_mode_changes_its_column_alone() -> None:
+def test_a_run_of_one_mode_changes_its_verdicts_alone() -> None:
     text = Matrix.merge(OLD, {("2.3", "no endpoints: refused"): {"nftables": "yes"}})
-    assert "| 2.3 | no endpoints: refused | yes | yes |" in text
-    assert "| 2.10 | silence | not yet | yes |" in text
+    assert "### yes: ebpf, nftables\n\n- 2.3 no endpoints: refused\n" in text
+    assert "### yes: nftables; not yet: ebpf\n\n- 2.10 silence\n" in text
     assert text.startswith("# Title")
     assert text.endswith("tail\n")
 
 
-def test_a_mode_and_a_row_that_are_new_find_their_place() -> None:
-    text = Matrix.merge(OLD, {("2.9", "short cut"): {"userspace": "yes"}})
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert lines[0] == "| row | case | ebpf | nftables | userspace |"
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["2.3", "2.9", "2.10"]
+def test_cases_stand_in_order_below_their_verdicts() -> None:
+    text = Matrix.merge(OLD, {("2.9", "short cut"): {"ebpf": "yes", "nftables": "**no**"}})
+    lines = [line for line in text.splitlines() if line.startswith(("- ", "### "))]
+    assert lines == [
+        "### yes: ebpf; **no**: nftables",
+        "- 2.3 no endpoints: refused",
+        "- 2.9 short cut",
+        "### yes: nftables; not yet: ebpf",
+        "- 2.10 silence",
+    ]
 
 
 def test_what_is_written_can_be_read() -> None:

@@ -1,4 +1,4 @@
-"""The table of sig-network's end-to-end tests in docs/conformance.md names tests of ours that exist."""
+"""tests/conformance/sig_network.txt names, for each of sig-network's end-to-end tests, tests of ours that exist."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from tests.docs.pages import ROOT
 
 SUITES = ("Services", "Networking", "Conntrack", "EndpointSlice", "DualStack", "Traffic Distribution", "Topology Hints",
           "KubeProxy", "Service CIDRs")  # fmt: skip
-HEADING = "## sig-network's end-to-end tests, and ours"
-ROW = re.compile(r"\| (?P<title>[^|]+) \| (?P<ours>[^|]+) \|")
+FILE = ROOT / "tests/conformance/sig_network.txt"
 
 
 def table() -> dict[str, list[tuple[str, list[str]]]]:
-    """Of each suite the titles, with the entries of the cell beside them."""
-    _, *parts = (ROOT / "docs/conformance.md").read_text().partition(HEADING)[2].split("\n### ")
-    found = {}
-    for part in parts:
-        suite, _, text = part.partition("\n")
-        rows = [match for line in text.splitlines() if (match := ROW.fullmatch(line)) and "should" in line]
-        found[suite] = [(row["title"], row["ours"].split("<br>")) for row in rows]
+    """The titles of each suite, with the entries below them."""
+    found: dict[str, list[tuple[str, list[str]]]] = {}
+    titles: list[tuple[str, list[str]]] = []
+    for line in FILE.read_text().splitlines():
+        if line.startswith("["):
+            titles = found.setdefault(line.strip("[]"), [])
+        elif line.startswith(" "):
+            titles[-1][1].append(line.strip())
+        elif line and not line.startswith("#"):
+            titles.append((line, []))
     return found
 
 
@@ -52,6 +54,16 @@ def test_every_suite_is_there() -> None:
         assert rows, suite
         titles = [title for title, _ in rows]
         assert len(titles) == len(set(titles)), f"{suite}: a title is there twice"
+        assert all(entries for _, entries in rows), f"{suite}: a title without an entry"
+
+
+def test_the_page_has_the_numbers() -> None:
+    rows = [entries for suite in table().values() for _, entries in suite]
+    theirs = sum(entries[0].startswith("- ") for entries in rows)
+    page = (ROOT / "docs/conformance.md").read_text()
+    assert f"of the {len(rows)} titles" in page
+    assert f"{len(rows) - theirs} have a test of ours" in page
+    assert f"The {theirs} others" in page
 
 
 @pytest.mark.parametrize("suite", SUITES)
