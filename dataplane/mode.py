@@ -288,8 +288,8 @@ class DriftCheck(Protocol):
 class Prewarmed(Protocol):
     """A mode that begins with what takes long before it has the first table."""
 
-    def prewarm(self, ports: int, endpoints: int, families: Collection[int]) -> None:
-        """The first table will have about so many service ports of these families, with so many endpoints together."""
+    def prewarm(self, ports: int, endpoints: int) -> None:
+        """The first table will have about this many service ports, with this many endpoints together."""
 
 
 class View(Protocol):

@@ -113,15 +113,11 @@ class Cluster:
         return MappingProxyType(self._services)
 
     @property
-    def extent(self) -> tuple[int, int, frozenset[int]]:
-        """How many service ports there are, each address family's its own, and how many endpoints of ports.
-
-        And the families of ClusterIPs, of those that there are and of those that Services can get.
-        """
+    def extent(self) -> tuple[int, int]:
+        """The number of service ports, those of each address family counted apart, and of endpoints of ports."""
         ports = sum([len(service.ports) * max(1, len(service.cluster_ips)) for service in self._services.values()])
         endpoints = sum([len(one.endpoints) * max(1, len(one.ports)) for one in self._slices.values()])
-        families = {family_of(address) for service in self._services.values() for address in service.cluster_ips}
-        return ports, endpoints, frozenset(families.union(map(family_of, self.service_cidrs)))
+        return ports, endpoints
 
     @property
     def moved(self) -> Mapping[str, Service]:

@@ -49,7 +49,6 @@ from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import OthersFlows, datagra
 from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
 from hybrid_proxy.dataplane.modes.ebpf.generations import growth
 from hybrid_proxy.dataplane.modes.ebpf.generations.carry import Carry, prepare
-from hybrid_proxy.dataplane.modes.ebpf.generations.late import LateDatapaths
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import Record
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import (
     Loader,
@@ -244,7 +243,6 @@ class Ebpf:
         self.sockets = Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
         self.surroundings = Surroundings(self.maps.maps)
-        self.late = LateDatapaths(self.loader, self.maps, self.resizer.in_turn)
         self._growth: growth.Growth | None = None  # of tables that programs write
         self.nearly_full: dict[str, str] = {}  # map -> message
         self.skipped_rules = list(_skipped_rules(options))
@@ -284,7 +282,7 @@ class Ebpf:
         return {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
 
     def _load(self, larger: Larger) -> Programs:
-        programs = self.loader.generation(larger, xdp=self.drivers.loaded, families=self.late.families(self.programs))
+        programs = self.loader.generation(larger, xdp=self.drivers.loaded)
         if self._attached and sizes.WRITTEN & larger.keys():
             try:
                 self._growth = growth.Growth(self.folder, dict(self.maps.maps), larger)
@@ -319,7 +317,6 @@ class Ebpf:
             self._use_elsewhere(programs)
         former, self.programs = self.programs, programs
         if former is not None:
-            self.late.drop()
             former.close()
 
     def _use_at_hooks(self, programs: Object) -> None:
@@ -364,11 +361,9 @@ class Ebpf:
             self._explain.close()
         self._explain = None
 
-    def prewarm(self, ports: int, endpoints: int, families: Collection[int]) -> None:
+    def prewarm(self, ports: int, endpoints: int) -> None:
         with contextlib.suppress(DataplaneError, OSError):  # `sync` tries again, and reports the error
             if self.programs is None:
-                if families and not self.adopted and self._carry is None and not self.options.all_or_nothing:
-                    self.late.first = families  # no flow is older than we are
                 need = sizes.foreseen(ports, endpoints)
                 if self.resizer.growing and not self.resizer.holds(need):
                     self.resizer.give_up()
@@ -378,11 +373,7 @@ class Ebpf:
     def sync(self, table: ServiceTable) -> SyncResult:
         names = changed_services(self.table, table) | self._unprogrammed | self._failed
         try:
-            if self.programs is not None:
-                if not self._draining:
-                    self.late.follow(self.programs, table, names)
-                self.store.plan.lacking = self.late.lacking(self.programs)
-            elif not self.resizer.growing:
+            if self.programs is None and not self.resizer.growing:
                 self.resizer.begin(sizes.needs(table.entries()))
             come = take_datagrams(self.table, table, names) if self.options.shares_node else frozenset()
             if not self._attached and not self.adopted:
@@ -559,10 +550,6 @@ class Ebpf:
             self._carry.take_links()
         try:
             self.resizer.catch_up()
-            assert self.programs is not None
-            if not self._attached:
-                self.late.begin(self.programs)
-                self.late.need(self.programs, self.table)
         except BpfError as error:
             raise Unsupported("eBPF", f"the kernel refused the programs: {error}") from error
         if not self._attached:
@@ -759,8 +746,6 @@ class Ebpf:
 
     def maintain(self) -> Sequence[Event]:
         self._mend()
-        if self.programs is not None and not self._draining and not self.resizer.growing:
-            self.late.look(self.programs)  # after a growth, which may have the same
         if self._attached and self.sockets.cgroup is None:  # what stood in the way may be gone
             self._serve_sockets()
         self._collect()
@@ -946,7 +931,6 @@ class Ebpf:
         self.events.stop()
         self.maps.view("node")["trace"] = 0
         self.resizer.close()
-        self.late.drop()
         self._forget_explain()
         self._inspect.close()
         if self.programs is not None:

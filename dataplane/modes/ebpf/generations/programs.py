@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ class Programs:
     """
 
     hooks: Object
-    datapaths: dict[int, Object]  # by family; without one that no service has, the packets of that family pass
+    datapaths: dict[int, Object]  # by family
     connect: Object | None = None
     sockops: Object | None = None
     xdp: Object | None = None
@@ -135,23 +135,22 @@ class Loader:
         """
         return self.one("tc_datapath", larger, only=DATAPATHS[family])
 
-    def generation(
-        self, larger: Larger | None = None, *, xdp: bool = False, families: Collection[int] = tuple(DATAPATHS)
-    ) -> Programs:
-        """All programs that carry traffic of these families, those for drivers if `xdp`.
+    def generation(self, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
+        """Load all programs that carry traffic, those for drivers if `xdp`.
 
-        The verifier takes a third of a second for those that carry, so all are loaded at once, the two families by
-        two threads. Where another mode serves meanwhile, they are loaded one after another behind all other work, for
-        connections that begin would wait for a processor. May be called by another thread than that of the maps' owner.
+        May be called by another thread than that of the maps' owner.
 
         Raises:
             BpfError: the kernel refuses programs without which there is no service.
         """
+        # The verifier takes a third of a second for each family, so all objects are loaded at once. Where another mode
+        # serves meanwhile, they are loaded one after another behind all other work: connections that begin there would
+        # wait for a processor.
         names = ("hooks", *["xdp"] * xdp, *["inspect"] * bool(WRITTEN & (larger or {}).keys()))
         waits = self._options.all_or_nothing
         with ThreadPoolExecutor(1 if waits else 4, "load", _give_way if waits else None) as threads:
             # What takes longest comes first.
-            datapaths = {n: threads.submit(self.datapath, n, larger) for n in sorted(families, reverse=True)}
+            datapaths = {n: threads.submit(self.datapath, n, larger) for n in sorted(DATAPATHS, reverse=True)}
             sockets = threads.submit(self._sockets, larger)
             loading = {name: threads.submit(self.one, name, larger) for name in names}
         try:

@@ -130,7 +130,6 @@ class Plan:
         self.by_id: dict[int, Installed] = {}
         self.unprogrammed: dict[EntryKey, Unprogrammed] = {}
         self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `unprogrammed`
-        self.lacking: Mapping[int, str] = {}  # families that cannot be served at the moment, and why
         self.full: set[str] = set()  # maps that may grow for which something did not fit since this was emptied
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
         self.counts_flows: set[int] = set()  # ids of the services whose open flows are counted by backend
@@ -188,7 +187,7 @@ class Plan:
             key = entry.key
             old = known.get(key)
             same = old is not None and old.entry is entry and key not in refused
-            wanted[key] = entry, None if same or entry.family in self.lacking else self._lower(entry)
+            wanted[key] = entry, None if same else self._lower(entry)
         for key in self.unfit.pop(name, ()):
             del self.unprogrammed[key]
         gone = [port for key, port in known.items() if key not in wanted]
@@ -206,9 +205,7 @@ class Plan:
                     old = self._port(batch, key, entry, rows, old)
                     changed += 1
                 except FullError as error:
-                    self._refuse_full(name, key, error)
-            elif old is None:
-                self._refuse(name, key, self.lacking[entry.family])
+                    self._refuse(name, key, error)
             if old is not None:
                 after.append(old)
         if after:
@@ -220,14 +217,11 @@ class Plan:
     def _begin(self, batch: Batch, name: str, entry: Entry) -> int:
         """`change` of a service of which there is nothing yet, and that has one port: nearly all at a start."""
         key = entry.key
-        if entry.family in self.lacking:
-            self._refuse(name, key, self.lacking[entry.family])
-            return 0
         rows = self._lower(entry)
         try:
             self.installed[name] = (self._port(batch, key, entry, rows, None),)
         except FullError as error:
-            self._refuse_full(name, key, error)
+            self._refuse(name, key, error)
             return 0
         return 1
 
@@ -496,12 +490,9 @@ class Plan:
         batch.gone_services.append(port.service)
         batch.gone_ranges += [piece for piece in port.ranges if piece[1]]
 
-    def _refuse(self, name: str, key: EntryKey, why: str) -> None:
-        self.unprogrammed[key] = Unprogrammed(key[0], why)
+    def _refuse(self, name: str, key: EntryKey, error: FullError) -> None:
+        self.unprogrammed[key] = Unprogrammed(key[0], str(error))
         self.unfit.setdefault(name, set()).add(key)
-
-    def _refuse_full(self, name: str, key: EntryKey, error: FullError) -> None:
-        self._refuse(name, key, str(error))
         if error.name in SETTINGS:
             self.full.add(error.name)
 
