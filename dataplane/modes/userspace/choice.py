@@ -1,4 +1,4 @@
-"""PURE. Which backend comes next: round robin, affinity, and another one after a failure."""
+"""PURE. Chooses backends: round robin, affinity, and another backend after a failure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Collection
 from typing import Final
 
 SUSPECT_SECONDS: Final = 5.0
-MAX_CLIENTS: Final = 262_144  # with affinity, of one service port: the one silent for longest is forgotten first
+MAX_CLIENTS: Final = 262_144  # with affinity, of one service port: the least recently used is forgotten first
 
 Pair = tuple[str, int]
 
 
 class Chooser:
-    """The memory of one service port: a position for each route, and which client was where.
+    """Chooses the backends of one service port. It has a position in each route, and each client's last backend.
 
-    Times are seconds of one monotonic clock. The position survives a change of the backends; affinity is shared
-    by all routes and proxy ports, lasts while new connections come, and ends when the backend is not in the route.
+    Times are seconds of a monotonic clock. Positions survive a change of the backends. Affinity is shared by all routes
+    and proxy ports, is refreshed by new connections, and ends when its backend is not in the route.
     """
 
     __slots__ = ("_positions", "_sticky", "_suspected", "affinity")
@@ -28,9 +28,9 @@ class Chooser:
         self._sticky: OrderedDict[str, tuple[Pair, float]] = OrderedDict()
 
     def first(self, number: int, route: tuple[Pair, ...], client: str, now: float) -> Pair | None:
-        """The backend of a new conversation; None: the route is empty.
+        """Returns the backend of a new conversation; None: the route is empty.
 
-        With affinity it is remembered at once: what the client begins before this is settled goes there too.
+        With affinity it is remembered at once, for connections that the client opens before this one is established.
         """
         known = self._remembered(route, client, now)
         if known is not None:
@@ -43,9 +43,9 @@ class Chooser:
     def another(
         self, number: int, route: tuple[Pair, ...], client: str, tried: Collection[Pair], now: float
     ) -> Pair | None:
-        """One that this conversation has not tried; None: there is none.
+        """Returns a backend that this conversation has not tried; None: there is none.
 
-        With affinity all conversations of a client whose backend failed at the same time move together.
+        With affinity, all conversations of a client whose backend failed move to the same one.
         """
         known = self._remembered(route, client, now)
         if known is not None and known not in tried:
@@ -63,11 +63,11 @@ class Chooser:
                 return backend
         return None
 
-    def settled(self, client: str, backend: Pair, now: float) -> None:
-        """The conversation works: with affinity, the next of this client goes there too.
+    def established(self, client: str, backend: Pair, now: float) -> None:
+        """Refreshes the affinity of a client whose conversation was established.
 
-        Unless the client was given another one meanwhile, on a route that lacks this backend: there it would have to
-        move again.
+        If the client got another backend meanwhile, that one stays: its route lacks this backend, and the client would
+        have to move again.
         """
         self._suspected.pop(backend, None)
         known = self._sticky.get(client)
@@ -89,7 +89,7 @@ class Chooser:
             self._sticky.popitem(last=False)
 
     def forget(self, backend: Pair, now: float) -> None:
-        """It failed: clients that were there choose anew, and new ones begin with others for a while."""
+        """Ends the affinity to a backend that failed, and has new conversations avoid it for `SUSPECT_SECONDS`."""
         self._suspected = {known: until for known, until in self._suspected.items() if until > now}
         self._suspected[backend] = now + SUSPECT_SECONDS
         for client in [client for client, (known, _) in self._sticky.items() if known == backend]:
@@ -97,4 +97,5 @@ class Chooser:
 
     @property
     def remembered(self) -> int:
+        """How many clients have affinity."""
         return len(self._sticky)

@@ -1,8 +1,8 @@
-"""Datagrams through the relay: a session for each client and proxy port, with a socket of its own to a backend.
+"""Relays datagrams: each client at a proxy port gets a session, with a socket of its own to a backend.
 
-A session ends when it is idle as long as conntrack remembers the client's redirection: 30 s, or 120 s once both
-sides have talked for two seconds (nf_conntrack_udp_timeout and _udp_timeout_stream). Later an answer could not be
-given the service's address any more.
+A session ends when it was idle for as long as conntrack keeps the client's redirection: 30 s, or 120 s once both sides
+have sent for two seconds (nf_conntrack_udp_timeout and _udp_timeout_stream). After that, a reply could not be
+translated to the Service address any more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Final
 
 from hybrid_proxy.dataplane.modes.userspace.icmp import IcmpErrors
 from hybrid_proxy.dataplane.modes.userspace.ports import Port
-from hybrid_proxy.dataplane.modes.userspace.sockets import toward
-from hybrid_proxy.dataplane.modes.userspace.state import State
+from hybrid_proxy.dataplane.modes.userspace.sockets import State, toward
 from hybrid_proxy.dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
 SETTINGS: Final = Path("/proc/sys/net/netfilter")
@@ -31,7 +30,7 @@ Key = tuple[Port, tuple[str, int]]
 
 
 def timeout(name: str, default: float) -> float:
-    """A time-out of conntrack in this namespace, seconds."""
+    """Returns a timeout of conntrack in this network namespace, in seconds."""
     try:
         return float((SETTINGS / name).read_text())
     except (OSError, ValueError):
@@ -39,7 +38,7 @@ def timeout(name: str, default: float) -> float:
 
 
 class Session:
-    """One client at one proxy port, and its backend."""
+    """One client at one proxy port, with its backend."""
 
     __slots__ = (
         "answered",
@@ -62,13 +61,13 @@ class Session:
         self.sock: socket.socket | None = None
         self.backend: tuple[str, int] | None = None
         self.tried: set[tuple[str, int]] = set()
-        self.unanswered = b""  # the last datagram, until there was an answer: it can be sent again, to another backend
+        self.unanswered = b""  # the last datagram, until a reply came: it can be sent again, to another backend
         self.began = self.used = sessions.state.loop.time()
         self.answered = False
         self.lasting = False
 
     def send(self, data: bytes) -> None:
-        """To the backend; a refusal of an earlier datagram, which only shows now, does not lose this one."""
+        """Sends a datagram to the backend. It is not lost when an ICMP error about an earlier one shows here."""
         if not self.answered:
             self.unanswered = data
         for _ in range(2):
@@ -77,7 +76,7 @@ class Session:
             try:
                 self.sock.send(data)
             except BlockingIOError:
-                self.sessions.state.counters["datagrams_dropped"] += 1  # the socket's buffer is full, as on a wire
+                self.sessions.state.counters["datagrams_dropped"] += 1  # the socket's buffer is full
             except OSError as error:
                 if error.errno in _REFUSED and self.answered and self.move():
                     continue
@@ -85,7 +84,7 @@ class Session:
             return
 
     def readable(self) -> None:
-        """Answers, and errors that came instead."""
+        """Reads the backend's replies, and ICMP errors."""
         for _ in range(AT_ONCE):
             if self.sock is None:
                 return
@@ -102,7 +101,7 @@ class Session:
             self.sessions.answer(self, data)
 
     def rejected(self) -> None:
-        """The backend does not listen: send the datagram to another one, or reject it."""
+        """Sends the datagram, whose backend does not listen, to another one, or rejects it."""
         state = self.sessions.state
         state.counters["refused_by_backends"] += 1
         unanswered = self.unanswered
@@ -113,13 +112,13 @@ class Session:
             self.sessions.end(self)
 
     def move(self) -> bool:
-        """Go on with a backend that was not tried; False: there is none."""
+        """Moves the session to a backend that was not tried; False: there is none."""
         service, now = self.port.service, self.sessions.state.loop.time()
         if self.backend is not None:
             self.tried.add(self.backend)
             service.chooser.forget(self.backend, now)
         self.drop()
-        if self.port.leaving:
+        if self.port.draining:
             return False
         while len(self.tried) < MOST_ATTEMPTS:
             chosen = service.chooser.another(self.port.number, self.port.route, self.client[0], self.tried, now)
@@ -132,7 +131,7 @@ class Session:
         return False
 
     def open(self, backend: tuple[str, int]) -> bool:
-        """A socket to that backend; False: it cannot be had."""
+        """Opens a socket to that backend; False: that failed."""
         state, row = self.sessions.state, self.port.service.row
         try:
             sock = toward(row.family, row.protocol, self.port.source_for(self.client[0], backend[0]))
@@ -150,6 +149,7 @@ class Session:
         return True
 
     def drop(self) -> None:
+        """Closes the socket to the backend."""
         if self.sock is not None:
             state = self.sessions.state
             state.loop.remove_reader(self.sock)
@@ -172,14 +172,14 @@ class Sessions:
         self._sweeping = False
 
     def readable(self, port: Port) -> None:
-        """Datagrams of clients at one proxy port."""
+        """Reads datagrams of clients at a proxy port."""
         for _ in range(AT_ONCE):
             try:
                 data, address = port.sock.recvfrom(LARGEST)
             except BlockingIOError:
                 return
             except OSError:
-                continue  # an error about an answer to a client that is gone
+                continue  # an ICMP error about a reply to a client that is gone
             client = (address[0].partition("%")[0], address[1])
             session = self.by_client.get((port, client)) or self._begin(port, client)
             if session is not None:
@@ -189,7 +189,7 @@ class Sessions:
 
     def _begin(self, port: Port, client: tuple[str, int]) -> Session | None:
         state = self.state
-        if port.leaving:
+        if port.draining:
             self.reject(port, client, b"")
             return None
         if not state.may_open(1) and not self._make_room():
@@ -207,7 +207,7 @@ class Sessions:
             state.counters["unreachable"] += 1
             self.reject(port, client, b"")
             return None
-        service.chooser.settled(client[0], session.backend, now)
+        service.chooser.established(client[0], session.backend, now)
         state.counters["sessions"] += 1
         self.by_client[port, client] = self.short[port, client] = session
         port.sessions += 1
@@ -217,18 +217,18 @@ class Sessions:
         return session
 
     def reject(self, port: Port, client: tuple[str, int], data: bytes) -> None:
-        """The client's datagram reached no backend."""
+        """Tells a client that its datagram reached no backend."""
         self._icmp.send_port_unreachable(port.service.row.family, client, port.address, data)
 
     def _make_room(self) -> bool:
-        """The session that was idle longest goes: most are one question and its answer."""
+        """Ends the session that was idle longest: most are one question and its answer."""
         if not self.short:
             return False
         self.end(next(iter(self.short.values())))
         return self.state.may_open(1)
 
     def answer(self, session: Session, data: bytes) -> None:
-        """From the backend to the client; the rules give it the service's address."""
+        """Sends a backend's reply to the client; conntrack translates its source to the Service address."""
         self._touch(session)
         try:
             session.port.sock.sendto(data, session.client)
@@ -259,7 +259,7 @@ class Sessions:
             self.state.loop.call_later(SWEEP, self._sweep)
 
     def end(self, session: Session) -> None:
-        """Forget it; the client's next datagram begins another."""
+        """Ends a session; the client's next datagram begins another."""
         key = (session.port, session.client)
         session.drop()
         if self.by_client.pop(key, None) is not None:
@@ -269,7 +269,7 @@ class Sessions:
         self.state.resume()
 
     def end_where(self, ports: set[Port], serving: frozenset[tuple[str, int]] | None) -> None:
-        """Those of these ports whose backend does not serve any more (None: all)."""
+        """Ends the sessions of these ports whose backend does not serve any more (None: all of them)."""
         for session in [s for s in self.by_client.values() if s.port in ports]:
             if serving is None or session.backend not in serving:
                 self.end(session)

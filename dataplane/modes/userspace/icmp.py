@@ -1,7 +1,7 @@
-"""Rejects datagrams of clients: ICMP and ICMPv6 port unreachable (RFC 792, RFC 4443).
+"""Rejects datagrams of clients by ICMP and ICMPv6 port unreachable (RFC 792, RFC 4443).
 
-A UDP socket cannot refuse. The message carries the client's packet as it reached the proxy port; conntrack turns
-that back into one to the service, as it does with the kernel's own errors.
+A UDP socket cannot reject. The message quotes the client's packet as it reached the proxy port; conntrack translates
+the quoted packet, as it does in the kernel's own errors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ QUOTED: Final = 64  # bytes of the client's datagram
 
 
 class IcmpErrors:
-    """Raw sockets, opened for the first error; without the privilege clients get none.
+    """Sends ICMP errors by raw sockets, which are opened for the first error; without CAP_NET_RAW nothing is sent.
 
-    At most `PER_SECOND` messages go out, in bursts of as many: a flood with forged sources is not reflected
-    (RFC 1812 4.3.2.8, RFC 4443 2.4 (f)).
+    At most `PER_SECOND` messages are sent in a second, so that a flood with forged sources is not reflected (RFC 1812
+    4.3.2.8, RFC 4443 2.4 (f)).
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class IcmpErrors:
     def send_port_unreachable(
         self, family: int, client: tuple[str, int], listener: tuple[str, int], data: bytes
     ) -> None:
-        """The client's datagram to that listener reached nobody."""
+        """Tells the client that its datagram to that listener reached no backend."""
         if not self.ratelimit_allow(time.monotonic()):
             return
         if family not in self._sockets:
@@ -45,7 +45,7 @@ class IcmpErrors:
                 raw.sendto(message(family, client, listener, data), (client[0], 0))
 
     def ratelimit_allow(self, now: float) -> bool:
-        """Whether one more message may go out at this time, which then counts."""
+        """Tells whether one more message may be sent at this time, and counts it."""
         self._left = min(PER_SECOND, self._left + (now - self._at) * PER_SECOND)
         self._at = now
         if self._left < 1:
@@ -64,7 +64,7 @@ def _open(family: int) -> socket.socket | None:
 
 
 def message(family: int, client: tuple[str, int], listener: tuple[str, int], data: bytes) -> bytes:
-    """Port unreachable about a datagram from the client; the kernel adds the checksum of ICMPv6."""
+    """Returns port unreachable for a datagram of the client. The kernel adds the checksum of ICMPv6."""
     udp = _UDP.pack(client[1], listener[1], _UDP.size + len(data), 0) + data[:QUOTED]
     if family == 6:
         addresses = [socket.inet_pton(socket.AF_INET6, address) for address in (client[0], listener[0])]
@@ -78,7 +78,7 @@ def message(family: int, client: tuple[str, int], listener: tuple[str, int], dat
 
 
 def checksum(data: bytes) -> int:
-    """The internet checksum (RFC 1071)."""
+    """Returns the internet checksum (RFC 1071)."""
     data += b"\0" * (len(data) % 2)
     total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     total = (total & 0xFFFF) + (total >> 16)

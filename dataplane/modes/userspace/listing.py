@@ -1,4 +1,4 @@
-"""What the relay serves, and for which clients."""
+"""Listings of what the relay serves."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hybrid_proxy.dataplane.modes.userspace.relay_client import RelayClient
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
 from hybrid_proxy.dataplane.table import Protocol, socket_text
 
-MOST: Final = 1 << 20  # flows that are looked at
+MOST: Final = 1 << 20  # conntrack entries that are read
 
 
 class Relayed:
-    """A `dataplane.mode.View`, read once."""
+    """A `dataplane.mode.View` of the relay, read once."""
 
     def __init__(self, client: RelayClient) -> None:
         self._client = client
-        self.listing = client.ask(m.Look(), m.Listing)
+        self.listing = client.ask(m.List(), m.Listing)
         self.rows = self.listing.rows
         self.place = f"relay, process {self.listing.pid}"
 
@@ -67,7 +67,7 @@ class Relayed:
         return rows
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        listing = self._client.ask(m.Look(min(limit, MOST)), m.Listing)
+        listing = self._client.ask(m.List(min(limit, MOST)), m.Listing)
         translated = self._translated()
         rows = []
         for flow in listing.flows:
@@ -90,16 +90,13 @@ class Relayed:
         self._client.close()
 
     def _translated(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """The client and the proxy port that the relay sees -> the client and the frontend before translation.
-
-        Conntrack knows both.
-        """
+        """Maps client and proxy port, as the relay sees them, to client and frontend, which conntrack has."""
         frontends: dict[conntrack.Key, str | None] = {}
         for row in self.rows:
             for text in row.frontends:
                 address, _, port = text.rpartition(":")
                 frontends[None if address == "*" else address.strip("[]"), int(port), row.protocol] = row.name
-        with contextlib.suppress(OSError):  # then the proxy port has to do
+        with contextlib.suppress(OSError):  # then the proxy port is shown
             flows, _ = conntrack.flows(frontends, MOST)
             return {(flow.source, flow.backend or ""): (flow.client, flow.frontend) for flow in flows}
         return {}

@@ -1,4 +1,4 @@
-"""PURE. One service port to what the relay serves, and to where its frontends lead."""
+"""PURE. Translates a service port into the relay's row and into redirections of its frontends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hybrid_proxy.dataplane.table import (
 
 
 class Redirect(NamedTuple):
-    """Where clients of one side find a frontend: a proxy port (index into `Row.ports`), or a refusal.
+    """Where clients of one side reach a frontend: a proxy port (index into `Row.ports`), or a verdict.
 
-    `address` None: at every address that serves node ports.
+    `address` is None for node ports, which are served at every node-port address.
     """
 
     side: str  # "internal" or "external"
@@ -36,8 +36,8 @@ class Redirect(NamedTuple):
 class Lowered(NamedTuple):
     """One service port: the relay's row, and what the rules need.
 
-    The row is None when no backend set has a backend, or no client finds it; datagrams have one all the same, so that
-    their sessions go on.
+    The row is None when no backend set has a backend, or no client reaches it. UDP always has one, so that sessions
+    go on.
     """
 
     row: Row | None
@@ -47,12 +47,12 @@ class Lowered(NamedTuple):
 
 
 def row_key(entry: Entry) -> str:
-    """What names a service port everywhere in this mode."""
+    """Returns the key of a service port in this mode."""
     return f"{entry.name}/{entry.protocol.name}/{entry.family}"
 
 
 def lower(entry: Entry, node: NodeNetwork) -> Lowered:
-    """The rows of one service port on this node."""
+    """Translates one service port for this node."""
     routes: list[BackendSet] = []
     ports: list[Port] = []
     redirects: list[Redirect] = []
@@ -104,9 +104,9 @@ def _addresses(frontend: Frontend, family: int, node: NodeNetwork) -> list[str]:
 
 
 def _keeps(frontend: Frontend, family: int, node: NodeNetwork, *, same: bool) -> tuple[Keep, Keep]:
-    """Whose address is kept: of internal and of external clients.
+    """Returns whose addresses are kept, of internal and of external clients.
 
-    Where the relay recognises a pod by its address, one proxy port does for both sides of a ClusterIP.
+    Where the relay recognises pods by their addresses, one proxy port serves both sides of a ClusterIP.
     """
     pods_kept = not frontend.masquerade & Masquerade.POD and node.pods.recognizes(family)
     internal = Keep.ALWAYS if pods_kept else Keep.NEVER
@@ -121,13 +121,13 @@ def _keeps(frontend: Frontend, family: int, node: NodeNetwork, *, same: bool) ->
 
 
 def lower_node(node: NodeNetwork, transparent: tuple[int, ...], bridged: Iterable[str] = ()) -> Network:
-    """What the relay must know of the node."""
+    """Returns what the relay must know of the node."""
     own = (*node.addresses, *node.primary, *node.loopback)
     return Network(listen_addresses(node), own, node.pods.prefixes, transparent, tuple(sorted(bridged)))
 
 
 def listen_addresses(node: NodeNetwork) -> dict[int, str]:
-    """The address of each family that clients are led to: the node's primary, or else any of its own."""
+    """Returns, by family, the address at which the relay listens: the node's primary one, or else any of its own."""
     found: dict[int, str] = {}
     for address in (*node.primary, *node.addresses):
         if not address.lower().startswith("fe80:"):

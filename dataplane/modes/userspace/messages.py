@@ -1,7 +1,9 @@
-"""Messages between the agent and its relay: frozen rows, packed by msgspec, each behind its length.
+"""Messages between the agent and its relay: frozen structs in MessagePack, each preceded by its length.
 
-The relay listens on a socket in the abstract namespace of unix(7), which belongs to the network namespace: one
-relay for each, no file that can be stale, and none of another namespace can be reached.
+The relay listens on a socket in the abstract namespace of unix(7), which belongs to the network namespace: a relay of
+another namespace cannot be reached, and no file can be left behind. Each version of the messages has an address of its
+own, so that relays of two versions can serve side by side during an upgrade. An agent of any version can send `Hello`,
+`Status`, `Drain` and `End` to a relay of any other.
 """
 
 from __future__ import annotations
@@ -14,22 +16,23 @@ import msgspec
 
 from hybrid_proxy.dataplane.reports import FailureHistory
 
-ADDRESS: Final = "\0hybrid-proxy-userspace"
-VERSION: Final = 3  # of these messages and of what a relay does: an agent replaces a relay of another version
+VERSION: Final = 4  # of these messages, and of how a relay serves: an agent replaces a relay of another version
+ADDRESSES: Final = "\0hybrid-proxy-userspace-"  # what the addresses of all versions begin with
+ADDRESS: Final = f"{ADDRESSES}{VERSION}"
 LENGTH: Final = struct.Struct("=I")
 
 PLAIN, KEEPING = 0x4850_0000, 0x4850_0010
-"""SO_PRIORITY of the relay's sockets to backends, by which the rules know them: with the node's address, with the
-client's. tc(8) writes them as classes 4850:0 and 4850:10.
+"""SO_PRIORITY of the relay's sockets to backends, by which the rules recognise them: PLAIN with the node's address as
+source, KEEPING with the client's. tc(8) writes them as classes 4850:0 and 4850:10.
 
-No qdisc has the class 4850:, and the last four bits, which pfifo_fast and mqprio look at, are those of the default.
+No qdisc has the class 4850:, and the last four bits, which pfifo_fast and mqprio evaluate, are those of the default.
 """
 
 Pair = tuple[str, int]  # address and port of a backend or a client
 
 
 class Keep(IntEnum):
-    """Whose source address the backend sees instead of the node's; that of the node's own clients is the node's."""
+    """Which clients' source addresses a backend sees. The node's own clients always have the node's address."""
 
     NEVER = 0
     ALWAYS = 1
@@ -37,16 +40,17 @@ class Keep(IntEnum):
 
 
 class Port(msgspec.Struct, frozen=True):
-    """One proxy port: which route its clients take, and whose address is kept."""
+    """One proxy port: the index of its clients' route in `Row.routes`, and which source addresses are kept."""
 
     route: int
     keep: Keep
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One service port as the relay knows it. `serving`: conversations with these are left alone.
+    """One service port as the relay knows it.
 
-    `present`: connections to an endpoint that was in it before are reset; None: they are left alone.
+    UDP sessions with backends in `serving` go on. Connections to an endpoint that is no longer in `present` are reset;
+    with None, none are. `frontends` are shown in listings only.
     """
 
     key: str
@@ -57,32 +61,32 @@ class Row(msgspec.Struct, frozen=True):
     ports: tuple[Port, ...]
     serving: tuple[Pair, ...] = ()
     affinity: int = 0
-    frontends: tuple[str, ...] = ()  # for people
+    frontends: tuple[str, ...] = ()
     present: tuple[Pair, ...] | None = None
 
 
 class Network(msgspec.Struct, frozen=True):
-    """Where to listen, by family (4, 6), which clients are the node itself, and which are pods.
+    """What the relay knows of the node: where to listen, by family (4, 6), and the addresses of the node and of pods.
 
-    What is in one of the networks `bridged` reaches its neighbours there past the node's routing.
+    Hosts in one of the networks `bridged` reach each other without the node's routing.
     """
 
     listen: dict[int, str] = {}
     own: tuple[str, ...] = ()
     pods: tuple[str, ...] = ()
-    transparent: tuple[int, ...] = ()  # families in which source addresses can be kept
+    transparent: tuple[int, ...] = ()  # families in which clients' source addresses can be kept
     bridged: tuple[str, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First on every connection. The relay has at most one agent; others may only look."""
+    """The first message of every connection. A relay has at most one agent; other clients may only read."""
 
     agent: bool
     version: int = VERSION
 
 
 class Apply(msgspec.Struct, frozen=True, tag=True):
-    """Service ports that changed (None: gone); `whole`: these are all there are."""
+    """Service ports that changed (None: removed); with `whole`, all others are removed, too."""
 
     rows: dict[str, Row | None]
     network: Network | None = None
@@ -90,25 +94,25 @@ class Apply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """The rules no longer lead to the proxy ports that the last `Apply` made needless: close them."""
+    """Close the proxy ports that the last `Apply` made unnecessary: no rule leads to them any more."""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """Ask for counters and fill."""
+    """Asks for counters and limits."""
 
 
-class Look(msgspec.Struct, frozen=True, tag=True):
-    """Ask for what is programmed, and for at most `flows` conversations."""
+class List(msgspec.Struct, frozen=True, tag=True):
+    """Asks for all service ports, and for at most `flows` conversations."""
 
     flows: int = 0
 
 
-class HandOver(msgspec.Struct, frozen=True, tag=True):
-    """A new relay asks for the listening sockets; the old one serves its conversations to their end, and exits."""
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """No rule leads to this relay any more: accept nothing new, serve the conversations to their end, then exit."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Close everything and exit."""
+    """Reset all connections and exit."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -120,40 +124,23 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Not done, and why."""
+    """The request was refused; `reason` says why."""
 
     reason: str
 
 
 class Applied(msgspec.Struct, frozen=True, tag=True):
-    """The proxy ports of the rows that were sent, in the order of `Row.ports`; reasons for those that have none."""
+    """Answer to `Apply`: by key, each row's proxy ports in the order of `Row.ports`, or why it has none."""
 
     ports: dict[str, tuple[int, ...]]
     failed: dict[str, str]
 
 
-class Stale(msgspec.Struct, frozen=True):
-    """One listening socket that changes hands."""
-
-    key: str
-    port: Port
-    number: int
-    row: Row
-
-
-class Sockets(msgspec.Struct, frozen=True, tag="Tell"):
-    """Listening sockets; as many descriptors come with this message."""
-
-    sockets: tuple[Stale, ...]
-    last: bool
-    network: Network
-
-
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Status`: the relay's counters and fill.
+    """Answer to `Status`: counters and limits.
 
-    `agent` is the process that the relay takes orders from (0: none), `files` how many descriptors are in use and how
-    many there may be, `trouble` what the relay lacks, empty: nothing.
+    `agent` is the process id of the relay's agent (0: none). `files` are the descriptors in use and their limit.
+    `trouble` says what the relay lacks; empty: nothing.
     """
 
     pid: int
@@ -168,7 +155,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A connection or a session of datagrams. `source` is what the backend sees as its client."""
+    """A connection or a UDP session. `source` is the client's address as the backend sees it."""
 
     service: str
     protocol: int
@@ -180,9 +167,9 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Look`. `used` counts conversations by service port (`Row.key`), backend address and port.
+    """Answer to `List`. `used` counts conversations by service port (`Row.key`), backend address and port.
 
-    `failures` has, for each backend that failed, how many of its last connections did, and how.
+    `failures`: by the same three, how many of the backend's last connections failed, and how.
     """
 
     pid: int
@@ -194,19 +181,19 @@ class Listing(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """It is done."""
+    """The request was carried out."""
 
 
-Request = Hello | Apply | Commit | Status | Look | HandOver | End
-Answer = Welcome | Refused | Applied | Sockets | Report | Listing | Done
+Request = Hello | Apply | Commit | Status | List | Drain | End
+Answer = Welcome | Refused | Applied | Report | Listing | Done
 
 _encoder: Final = msgspec.msgpack.Encoder()
-# What is no message of this version is a msgspec.MsgspecError.
+# Raise msgspec.MsgspecError for anything that is no message of this version.
 decode_request: Final = msgspec.msgpack.Decoder(Request).decode
 decode_answer: Final = msgspec.msgpack.Decoder(Answer).decode
 
 
 def pack(message: Request | Answer) -> bytes:
-    """The message behind its length."""
+    """Returns the message, preceded by its length."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body

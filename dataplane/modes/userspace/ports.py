@@ -1,9 +1,8 @@
-"""Proxy ports: one listening socket for each route of a service port that clients can take."""
+"""Services of the relay and their proxy ports: a listening socket for each route of a service port."""
 
 from __future__ import annotations
 
 import ipaddress
-import socket
 import time
 from collections.abc import Callable
 from typing import Final
@@ -11,13 +10,14 @@ from typing import Final
 from hybrid_proxy.dataplane.modes.userspace import messages
 from hybrid_proxy.dataplane.modes.userspace.choice import Chooser
 from hybrid_proxy.dataplane.modes.userspace.messages import Conversation, Keep, Network, Pair, Row
-from hybrid_proxy.dataplane.modes.userspace.sockets import listening
-from hybrid_proxy.dataplane.modes.userspace.state import State
+from hybrid_proxy.dataplane.modes.userspace.sockets import State, listening
 from hybrid_proxy.dataplane.reports import FailureHistory
+
+SERIES_SECONDS: Final = 600.0  # a longer time without a failure ends a series, as in mode ebpf
 
 
 class Clients:
-    """Classes of clients: the node's own addresses, and pods by their ranges."""
+    """Classifies clients: the node itself by its addresses, pods by their ranges."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -26,27 +26,24 @@ class Clients:
         self.bridged = [ipaddress.ip_network(cidr) for cidr in network.bridged]
 
     def is_own(self, address: str) -> bool:
-        """Whether the node itself is the client."""
+        """Tells whether the node itself is the client."""
         return address in self.own or address.startswith("127.") or address == "::1"
 
     def is_pod(self, address: str) -> bool:
-        """Whether the address is in a pod range."""
+        """Tells whether the address is in a pod range."""
         parsed = ipaddress.ip_address(address)
         return any(parsed in network for network in self.pods)
 
     def are_neighbours(self, client: str, backend: str) -> bool:
-        """Whether the backend would answer the client itself, at the bridge that both are at, and not the relay."""
+        """Tells whether both are at one bridge, where the backend would answer the client directly, past the relay."""
         if not self.bridged or backend in self.own:
             return False
         both = ipaddress.ip_address(client), ipaddress.ip_address(backend)
         return any(both[0] in network and both[1] in network for network in self.bridged)
 
 
-SERIES_SECONDS: Final = 600.0  # a longer time without a failure ends a series, as in mode ebpf
-
-
 class Failures:
-    """How connections to one backend failed. Times are seconds since 1970."""
+    """Counts how connections to one backend failed. Times are seconds since 1970."""
 
     __slots__ = ("consecutive", "last_refused", "last_unanswered", "refused", "unanswered")
 
@@ -56,7 +53,7 @@ class Failures:
         self.last_unanswered: float | None = None
 
     def note(self, *, refused: bool, now: float) -> None:
-        """One more failure."""
+        """Counts one more failure."""
         self.consecutive += 1
         if refused:
             self.refused = 1 + self.refused * (now - (self.last_refused or 0.0) <= SERIES_SECONDS)
@@ -66,11 +63,12 @@ class Failures:
             self.last_unanswered = now
 
     def history(self) -> FailureHistory:
+        """Returns the counts for a listing."""
         return FailureHistory(self.refused, self.last_refused, self.unanswered, self.last_unanswered)
 
 
 class Service:
-    """One service port and what it remembers."""
+    """One service port: its row, its proxy ports, its affinity, and how its backends failed."""
 
     __slots__ = ("chooser", "clients", "failures", "ports", "row")
 
@@ -82,7 +80,7 @@ class Service:
         self.ports: dict[messages.Port, Port] = {}
 
     def update(self, row: Row) -> None:
-        """Other backends, another affinity: positions and memories stay."""
+        """Takes new backends and another affinity time. Round-robin positions, affinity and failures stay."""
         self.row = row
         self.chooser.affinity = row.affinity
         known = {*row.serving, *(backend for route in row.routes for backend in route)}
@@ -91,29 +89,31 @@ class Service:
             port.route = self.route(port.number)
 
     def note_failure(self, backend: tuple[str, int], *, refused: bool) -> None:
-        """A connection to the backend was refused, or not answered."""
+        """Counts a connection that the backend refused or did not answer."""
         self.failures.setdefault(backend, Failures()).note(refused=refused, now=time.time())
 
     def note_success(self, backend: tuple[str, int]) -> None:
+        """Ends the backend's series of failures."""
         if backend in self.failures:
             self.failures[backend].consecutive = 0
 
     def route(self, number: int) -> tuple[tuple[str, int], ...]:
-        """The backends of a route; none of one that the row has not any more: its port closes with the next commit."""
+        """Returns a route's backends; none if the row lost it, until the next commit closes its port."""
         return self.row.routes[number] if number < len(self.row.routes) else ()
 
 
 class Port:
-    """One listening socket; `serve` is called when clients are there.
+    """One listening socket, with `serve` as its callback.
 
-    `leaving`: no rule leads here any more; it serves the sessions that conntrack still leads here.
+    `needed` is False when no rule will lead here after the next commit. A `draining` port stays open for its UDP
+    sessions, which conntrack still redirects to it, and begins no new one.
     """
 
     __slots__ = (
         "accepts",
         "address",
+        "draining",
         "keep",
-        "leaving",
         "needed",
         "number",
         "route",
@@ -124,10 +124,7 @@ class Port:
         "state",
     )
 
-    def __init__(
-        self, state: State, service: Service, want: messages.Port, serve: Callable[[Port], None],
-        sock: socket.socket | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, state: State, service: Service, want: messages.Port, serve: Callable[[Port], None]) -> None:
         self.state = state
         self.service = service
         self.serve = serve
@@ -135,18 +132,18 @@ class Port:
         self.number = want.route
         self.route = service.route(want.route)
         row = service.row
-        self.sock = sock or listening(row.family, row.protocol, service.clients.network.listen[row.family])
+        self.sock = listening(row.family, row.protocol, service.clients.network.listen[row.family])
         name = self.sock.getsockname()
         self.address: tuple[str, int] = (name[0], name[1])
         self.needed = True
-        self.leaving = False
+        self.draining = False
         self.sessions = 0
         self.accepts = False
         state.opened(1)
         self.listen()
 
     def source_for(self, client: str, backend: str) -> str | None:
-        """The client's address if the backend is to see it; a pod that is its own backend sees the node."""
+        """Returns the client's address if the backend should see it. A pod that is its own backend sees the node's."""
         if self.keep is Keep.NEVER or client == backend:
             return None
         clients = self.service.clients
@@ -157,41 +154,38 @@ class Port:
         return client if self.keep is Keep.ALWAYS or clients.is_pod(client) else None
 
     def listen(self) -> None:
-        """Take what comes."""
-        if self.sock.fileno() < 0:
-            return
+        """Serves clients."""
         self.accepts = True
         self.state.loop.add_reader(self.sock, self.serve, self)
 
     def pause(self) -> None:
-        """Stop listening until something is closed: a level-triggered poll would spin."""
+        """Stops serving until descriptors are free: a level-triggered poll would spin."""
         self.stop()
-        self.state.wait(self)
+        self.state.wait(self.listen)
 
     def stop(self) -> None:
-        """Take nothing more, for the moment or for ever."""
+        """Stops serving clients; their connections wait in the socket's queue."""
         if self.accepts:
             self.accepts = False
             self.state.loop.remove_reader(self.sock)
 
     def session_ended(self) -> None:
-        """The last one closes a port that was only open for them."""
+        """Closes a draining port with its last session."""
         self.sessions -= 1
-        if self.leaving and not self.sessions:
+        if self.draining and not self.sessions:
             del self.service.ports[messages.Port(self.number, self.keep)]
             self.close()
 
     def close(self) -> None:
-        """No rule leads here any more. Connections that exist go on."""
-        self.leaving = False
+        """Closes the socket; established connections go on."""
+        self.draining = False
         self.stop()
+        self.state.stop_waiting(self.listen)
         self.sock.close()
         self.state.closed(1)
-        if self in self.state.waiting:
-            self.state.waiting.remove(self)
 
     def flow_row(self, client: Pair, backend: Pair | None, state: str) -> Conversation:
-        """A row of `flows`."""
+        """Returns a conversation at this port as a row of a listing."""
         row = self.service.row
         source = (backend and self.source_for(client[0], backend[0])) or "node"
         return Conversation(row.name, row.protocol, client, self.address, backend, source, state)

@@ -1,4 +1,4 @@
-"""The userspace mode, open on this node: a relay that serves its rows, and rules that lead there."""
+"""Mode userspace: a relay process that serves connections, and rules that redirect clients to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Final, TypeVar
+from typing import Final, NamedTuple
 
 from hybrid_proxy.dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel import policy
@@ -23,9 +23,15 @@ from hybrid_proxy.dataplane.mode import (
 )
 from hybrid_proxy.dataplane.modes.userspace import lower as low
 from hybrid_proxy.dataplane.modes.userspace import messages as m
-from hybrid_proxy.dataplane.modes.userspace import plan
+from hybrid_proxy.dataplane.modes.userspace import tables
 from hybrid_proxy.dataplane.modes.userspace.listing import Relayed
-from hybrid_proxy.dataplane.modes.userspace.relay_client import RelayClient, connect, draining, open_client
+from hybrid_proxy.dataplane.modes.userspace.relay_client import (
+    RelayClient,
+    connect,
+    drain_other_relays,
+    open_client,
+    other_relays,
+)
 from hybrid_proxy.dataplane.modes.userspace.sockets import transparent_works
 from hybrid_proxy.dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
 from hybrid_proxy.dataplane.netfilter import NetfilterMode, frontends
@@ -37,11 +43,9 @@ from hybrid_proxy.dataplane.reports import Fill, RelayStatus, Status, Unprogramm
 from hybrid_proxy.dataplane.stale import Place, Socket
 from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
-ANSWERS_SECONDS = 0.25  # from a change of routes to the look at ours: routes may change often
+ROUTES_SECONDS: Final = 0.25  # from a change of routing rules to the check of ours: they may change often
 
 TABLES: Final = tuple(f"{family.name} {TABLE}" for family in FAMILIES.values())
 TRIAL: Final = f"{TABLE}-trial"
@@ -49,23 +53,20 @@ END_SECONDS: Final = 5.0
 STATUS_SECONDS: Final = 5.0
 
 
-class _Known:
+class _Known(NamedTuple):
     """What is programmed of one service port."""
 
-    __slots__ = ("elements", "family", "row")
-
-    def __init__(self, family: int, row: m.Row | None, elements: plan.Elements) -> None:
-        self.family = family
-        self.row = row
-        self.elements = elements
+    family: int
+    row: m.Row | None
+    elements: tables.Elements
 
 
 class Userspace(NetfilterMode):
-    """A `dataplane.mode.Programmer`.
+    """The `dataplane.mode.Programmer` of mode userspace.
 
     Raises:
         Unsupported: this machine cannot run the mode; the message names what is missing.
-        Occupied: another agent has the relay of this namespace.
+        Occupied: another agent has a relay in this network namespace.
     """
 
     name = "userspace"
@@ -85,15 +86,15 @@ class Userspace(NetfilterMode):
         self._unmet = Unmet({"random", "rr"}, "round robin")
         self._clock = clock
         self._possible = tuple(family for family in FAMILIES if transparent_works(family))
-        self.transparent = self._possible  # of these, those whose answers are delivered here
-        self._bridged = frozenset[str]()  # as the relay knows them
+        self.transparent = self._possible  # families in which replies to clients' addresses are delivered here
+        self._bridged = frozenset[str]()  # networks of bridges, as the relay has them
         self._sctp = _has_sctp()
         self._known: dict[str, dict[str, _Known]] = {}  # service -> service port
         self._lost = threading.Event()
-        self._drained: frozenset[str] | None = None  # the services that had a proxy port when this began to drain
-        self._listeners = frozenset[Place]()  # its proxy ports then, replaced as a whole: another thread counts flows
+        self._drained: frozenset[str] | None = None  # services that had a proxy port when draining began
+        self._listeners = frozenset[Place]()  # proxy ports while draining; replaced, since another thread reads it
         self._audit_at = 0.0
-        self._answers = policy.watch()
+        self._routes = policy.watch()
         self._kernel = Kernel(TABLE, SETS)
         self.client: RelayClient = open_client()
         self.adopted = not self.client.started
@@ -121,7 +122,7 @@ class Userspace(NetfilterMode):
     def _replace(self, table: ServiceTable) -> None:
         if self._lost.is_set():
             self._reopen()
-        self._deliver_answers(answer_mark(table.node))
+        self._route_replies(answer_mark(table.node))
         self._bridged = read_node().bridged
         self._program(table, dict.fromkeys((*table.services, *self._known)), whole=True)
 
@@ -133,7 +134,7 @@ class Userspace(NetfilterMode):
             self._lost.set()
 
     def _program(self, table: ServiceTable, names: Collection[str], *, whole: bool) -> None:
-        """Proxy ports first, then the rules to them in one transaction, then proxy ports without rules close."""
+        """Opens proxy ports, changes the rules in one transaction, then closes proxy ports that have no rule."""
         network = low.lower_node(table.node, self.transparent, self._bridged)
         lowered: dict[str, dict[str, tuple[Entry, low.Lowered]]] = {}
         rows: dict[str, m.Row | None] = {}
@@ -158,12 +159,14 @@ class Userspace(NetfilterMode):
                     self._unprogrammed[entry.key] = Unprogrammed(entry.name, applied.failed[key])
                 numbers = applied.ports.get(key, ())
                 listen = network.listen.get(entry.family, "")
-                elements = plan.elements_of(found, int(entry.protocol), listen, numbers)
+                elements = tables.elements_of(found, int(entry.protocol), listen, numbers)
                 if self._draining:
-                    elements = plan.elements_to_drain(elements)
+                    elements = tables.elements_to_drain(elements)
                 fresh[name][key] = _Known(entry.family, rows[key], elements)
         self._kernel.commit(*self._work(table.node, fresh, whole=whole))
         self.client.ask(m.Commit(), m.Done)
+        if whole:
+            drain_other_relays()
         for name, found_ports in fresh.items():
             if found_ports:
                 self._known[name] = found_ports
@@ -172,8 +175,8 @@ class Userspace(NetfilterMode):
         if self._draining:
             self._listeners = frozenset(self._proxy_ports(table))
 
-    def _deliver_answers(self, mark: int) -> None:
-        """While that is impossible backends see the node's address, as with any relay; each full sync tries again."""
+    def _route_replies(self, mark: int) -> None:
+        """Routes replies to clients' addresses to this node. Where that fails, backends see the node's address."""
         delivered = []
         for family in self._possible:
             try:
@@ -187,9 +190,9 @@ class Userspace(NetfilterMode):
         for version, family in FAMILIES.items():
             new = _join(fresh.values(), version)
             if whole:
-                yield family, plan.replace(family, node, new, draining=self._draining)
+                yield family, tables.replace(family, node, new, draining=self._draining)
             else:
-                yield family, plan.change(_join((self._known.get(name, {}) for name in fresh), version), new)
+                yield family, tables.change(_join((self._known.get(name, {}) for name in fresh), version), new)
 
     def _why_unsupported(self, entry: Entry) -> str:
         if entry.protocol is Protocol.SCTP and not self._sctp:
@@ -207,14 +210,14 @@ class Userspace(NetfilterMode):
     def _relays(self) -> Collection[Socket]:
         return {(at, port) for at, port, protocol in self._proxy_ports(self.table) if protocol == Protocol.UDP}
 
-    # The end
+    # Draining
 
     @property
     def _draining(self) -> bool:
         return self._drained is not None
 
     def drain(self, table: ServiceTable) -> None:
-        """No rule leads to the relay; what conntrack leads there it serves, whether it has accepted that yet or not."""
+        """Redirects nothing new to the relay. It serves what conntrack redirects, half-open connections too."""
         if self._drained is None:
             self._drained = self._served()
             self._full = True
@@ -222,72 +225,73 @@ class Userspace(NetfilterMode):
         self.sync(ServiceTable(services, table.node, table.generation))
 
     def _served(self) -> frozenset[str]:
-        """The services that the relay has."""
+        """Returns the services that the relay has."""
         try:
             if self._lost.is_set():
                 self._reopen()
-            rows = self.client.ask(m.Look(), m.Listing).rows
+            rows = self.client.ask(m.List(), m.Listing).rows
         except DataplaneError as error:
             self._failed()
             raise SyncError(f"the relay cannot be drained: {error}") from error
         return frozenset(row.name.rpartition(":")[0] for row in rows)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        """What conntrack leads to the relay, accepted or not, and connections whose clients conntrack forgot."""
+        """Counts what conntrack redirects to relays, and relays' connections that conntrack forgot."""
         counted = open_flows(frontends(table), self._listeners)
         connections = 0
-        for address in (m.ADDRESS, *draining()):
-            if (onlooker := connect(agent=False, address=address)) is not None:
-                with contextlib.closing(onlooker):
-                    connections += onlooker.ask(m.Status(), m.Report, seconds=STATUS_SECONDS).connections
+        for address in (m.ADDRESS, *other_relays()):
+            if (reader := connect(agent=False, address=address)) is not None:
+                with contextlib.closing(reader):
+                    connections += reader.ask(m.Status(), m.Report, seconds=STATUS_SECONDS).connections
         tcp = max(counted[Protocol.TCP.name], connections - counted[Protocol.SCTP.name])
         return counted | {Protocol.TCP.name: tcp}
 
     def abandon(self, table: ServiceTable) -> None:
-        """Datagrams find the other mode; connections end with the relay."""
+        """Ends UDP redirections, so that the next datagrams meet the other mode. Connections end with the relay."""
         others = {key: None for key in frontends(table) if key[2] != Protocol.TCP}
         delete_translated(others, self._listeners)
 
     # Drift
 
     def links_changed(self) -> None:
-        """At a bridge that came, or got an address, backends see the node's address instead of their neighbours'."""
+        """Has the relay told of new bridges, whose neighbours must see the node's address."""
         if self.table is not EMPTY and read_node().bridged != self._bridged:
             self._full = True
             self._request_maintenance()
 
     def may_have_drifted(self) -> bool:
-        """Routing rules; of everything else the kernel wakes us."""
+        """Tells whether routing rules must be checked; the kernel reports all other changes."""
         now = self._clock()
-        if self._answers.drain():
-            self._audit_at = min(self._audit_at, now + ANSWERS_SECONDS)
+        if self._routes.drain():
+            self._audit_at = min(self._audit_at, now + ROUTES_SECONDS)
         return now >= self._audit_at
 
     def maintain(self) -> None:
+        """Repairs what another program changed, and retries what could not be programmed."""
         if self.table is EMPTY:
             return
-        gone = []
+        wrong = []
         if self._lost.is_set():
-            gone.append("the relay's process had ended")
+            wrong.append("the relay's process had ended")
         due = self._clock() >= self._audit_at
         if self._touched.is_set() or (due and not self.monitoring.is_set()):
             self._touched.clear()
-            gone += self._drift()
-        if gone:
+            wrong += self._drift()
+        if wrong:
             self._full = True
         if due:
             self._audit_at = self._clock() + self.options.sync_seconds
-            self._audit_answers()
-        if gone:
-            self.audit_repairs += len(gone)
-            log.warning("repairing what others changed: %s", "; ".join(gone))
+            self._audit_routes()
+        if wrong:
+            self.audit_repairs += len(wrong)
+            log.warning("repairing what another program changed: %s", "; ".join(wrong))
         if self._full:  # also when the last attempt failed
             self.sync(self.table)
         elif self._unprogrammed:
             self._retry_unprogrammed()
 
-    def _audit_answers(self) -> None:
-        """The routing rules for answers to kept addresses. Once one that failed works the relay gets all rows again."""
+    def _audit_routes(self) -> None:
+        """Repairs the routing rules of replies to clients' addresses. One that failed before causes a full sync."""
         mark = answer_mark(self.table.node)
         for family in self._possible:
             if family not in self.transparent:
@@ -296,16 +300,16 @@ class Userspace(NetfilterMode):
                     self._full = True
             elif policy.deliver_marked(family, mark):
                 self.audit_repairs += 1
-                log.warning("repaired: the routing rule for answers to kept IPv%d addresses was gone", family)
+                log.warning("repaired: the routing rule of replies to clients' IPv%d addresses was gone", family)
 
     def _retry_unprogrammed(self) -> None:
-        """A service port for which the relay could not listen: it had no room, or the address was not there yet."""
+        """Retries service ports whose proxy ports could not be opened: no descriptor, or no address yet."""
         if any("cannot listen" in left.reason for left in self._unprogrammed.values()):
             names = {left.entry.rpartition(":")[0] for left in self._unprogrammed.values()}
             self._write(self.table, names, whole=self._lost.is_set())
 
     def _drift(self) -> list[str]:
-        """What of the tables is not as this process wrote it."""
+        """Describes how the tables differ from what this process wrote."""
         found = []
         for version, family in FAMILIES.items():
             name = f"{family.name} {TABLE}"
@@ -320,14 +324,14 @@ class Userspace(NetfilterMode):
                 found.append(f"the table {name} was changed: {describe(changed)}")
         return found
 
-    def _differences(self, family: Family, elements: plan.Elements) -> list[op.Operation] | None:
-        """None: there is no table."""
+    def _differences(self, family: Family, elements: tables.Elements) -> list[op.Operation] | None:
+        """Returns the operations that would repair a family's table; None: there is no table."""
         skeleton = self._kernel.skeleton(family)
         if skeleton is None:
             return None
         contents = {name: self._kernel.contents(family, name) for name in SETS if name in skeleton.sets}
         node = self.table.node
-        return plan.differences(family, node, elements, skeleton, contents, draining=self._draining)
+        return tables.differences(family, node, elements, skeleton, contents, draining=self._draining)
 
     def _reopen(self) -> None:
         self.client.close()
@@ -338,7 +342,7 @@ class Userspace(NetfilterMode):
     # Status
 
     def names(self) -> dict[int, str]:
-        """A number for each service port -> its name."""
+        """Maps a number of each service port to its name."""
         rows = (known.row for ports in self._known.values() for known in ports.values() if known.row)
         return {number: row.name for number, row in enumerate(sorted(rows, key=lambda row: row.key), 1)}
 
@@ -375,12 +379,12 @@ class Userspace(NetfilterMode):
         )
 
     def _relay_report(self) -> tuple[m.Report | None, str]:
-        """What the relay reports, and what it lacks; None: it does not answer, which is said then."""
+        """Returns the relay's report and what it lacks. Without an answer, the report is None."""
         try:
             report = self.client.ask(m.Status(), m.Report, seconds=STATUS_SECONDS)
         except DataplaneError as error:
             if not self._stop.is_set():
-                self._lost.set()  # the next look at it reconnects, or starts another
+                self._lost.set()  # the next maintenance reconnects, or starts another
             return None, str(error)
         return report, report.trouble
 
@@ -389,18 +393,18 @@ class Userspace(NetfilterMode):
         return dict(report.counters) if report else {}
 
     def close(self) -> None:
-        """The relay goes on, unless nothing was ever programmed."""
+        """Closes the mode. The relay goes on, unless nothing was ever programmed."""
         super().close()
         if self._full and self.client.started and not self._known:
             with contextlib.suppress(DataplaneError):
                 self.client.ask(m.End(), m.Done)
         self.client.close()
-        self._answers.close()
+        self._routes.close()
         self._kernel.close()
 
 
-def _join(services: Iterable[Mapping[str, _Known]], family: int) -> plan.Elements:
-    joined: plan.Elements = {}
+def _join(services: Iterable[Mapping[str, _Known]], family: int) -> tables.Elements:
+    joined: tables.Elements = {}
     for ports in services:
         for known in ports.values():
             if known.family == family:
@@ -417,15 +421,15 @@ def _has_sctp() -> bool:
 
 
 def probe(options: Options) -> str | None:
-    """Have the kernel take a table of ours, and delete it in the same transaction."""
+    """Returns what the kernel lacks for the tables, by creating and deleting them in one transaction."""
     del options
     node = NodeNetwork(primary=("192.0.2.1", "2001:db8::1"), service_cidrs=("192.0.2.0/24", "2001:db8::/108"))
-    work: list[op.Work] = [(family, plan.replace(family, node, {})) for family in FAMILIES.values()]
+    work: list[op.Work] = [(family, tables.replace(family, node, {})) for family in FAMILIES.values()]
     return missing(TRIAL, SETS, work)
 
 
 def drain(options: Options) -> bool:
-    """Lead no more clients to the relay; whether it was here. What it has goes on, answers to kept addresses, too.
+    """Redirects no more new flows to the relay, and tells whether one is here. Existing flows go on.
 
     Raises:
         Occupied: an agent in this mode runs.
@@ -438,27 +442,27 @@ def drain(options: Options) -> bool:
         agent = client.ask(m.Status(), m.Report).agent
     if agent:
         raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
-    _lead_nowhere()
+    _stop_redirecting()
     return True
 
 
-def _lead_nowhere() -> None:
+def _stop_redirecting() -> None:
     with contextlib.suppress(OSError), contextlib.closing(Kernel(TABLE)) as kernel:  # else there is no nf_tables
         for family in FAMILIES.values():
             with contextlib.suppress(NftablesError):  # there is no table
-                kernel.commit((family, plan.drain()))
+                kernel.commit((family, tables.drain()))
 
 
 def clean(options: Options) -> int:
-    """Remove rules, routing rules and relay; how many things went.
+    """Removes rules, routing rules and relays, and returns how many there were.
 
-    Connections in flight end: the relay resets them as long as conntrack still translates.
+    Open connections end: the relay resets them while conntrack still translates.
     """
     del options
     removed = 0
-    client = connect(agent=True)  # an agent that runs has it: Occupied
-    _lead_nowhere()
-    for address in (m.ADDRESS, *draining()):
+    client = connect(agent=True)  # Occupied, if an agent runs
+    _stop_redirecting()
+    for address in (m.ADDRESS, *other_relays()):
         found = client if address == m.ADDRESS else connect(agent=True, address=address)
         if found is not None:
             removed += 1
@@ -476,7 +480,7 @@ def _wait_for_end(client: RelayClient) -> None:
 
 
 def look(options: Options, names: Mapping[int, str]) -> Relayed | None:
-    """What the relay serves, asked of itself."""
+    """Returns a view of what the relay serves; None: there is no relay."""
     del options, names
     client = connect(agent=False)
     if client is None:

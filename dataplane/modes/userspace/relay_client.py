@@ -1,7 +1,9 @@
-"""The agent's connection to the relay: found or started, asked, and watched for its end."""
+"""The agent's connection to the relay, which it finds or starts, and whose end it notices."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import select
@@ -11,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final, TypeVar
@@ -22,10 +23,10 @@ import hybrid_proxy
 from hybrid_proxy.dataplane.errors import DataplaneError, Occupied
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 
-START_SECONDS: Final = 15.0
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS: Final = 15.0  # a relay that starts takes about one
 ASK_SECONDS: Final = 120.0
-HELLO_SECONDS: Final = 10.0
-DRAINING: Final = m.ADDRESS + "-draining-"
 
 Wanted = TypeVar("Wanted")
 
@@ -34,17 +35,17 @@ class RelayClient:
     """One connection to a relay.
 
     Raises:
-        Occupied: it has an agent already.
-        DataplaneError: it hung up, or its answers are not understood.
+        Occupied: the relay has an agent already.
+        DataplaneError: it hung up, or sent something that is no message.
     """
 
     def __init__(self, sock: socket.socket, *, agent: bool, started: bool = False) -> None:
         self.sock = sock
         self.started = started
         self.broken = False
-        self._watchers: list[socket.socket] = []  # closing one ends the thread at its other end
+        self._watchers: list[socket.socket] = []  # closing one ends the thread that polls its peer
         answer = self.ask(m.Hello(agent), m.Welcome, refused=Occupied, seconds=HELLO_SECONDS)
-        self.pid, self.version, self.rows = answer.pid, answer.version, answer.ports
+        self.pid = answer.pid
 
     def ask(
         self,
@@ -53,7 +54,7 @@ class RelayClient:
         refused: type[DataplaneError] = DataplaneError,
         seconds: float = ASK_SECONDS,
     ) -> Wanted:
-        """One question and its answer. After an answer that did not come the connection is of no use any more."""
+        """Sends a request and returns its answer. After a missing answer the connection cannot be used any more."""
         if self.broken:
             raise DataplaneError("the relay does not answer any more")
         try:
@@ -81,7 +82,7 @@ class RelayClient:
         return b"".join(parts)
 
     def watch(self, ended: Callable[[], None]) -> None:
-        """Call `ended` from a thread of its own when the relay's process is gone, unless `close` was called."""
+        """Has `ended` called from another thread when the relay's process ends, unless `close` was called before."""
         try:
             process = os.pidfd_open(self.pid)
         except OSError:
@@ -103,23 +104,23 @@ class RelayClient:
         threading.Thread(target=wait, name="relay", daemon=True).start()
 
     def close(self) -> None:
-        """Hang up; the relay goes on."""
+        """Closes the connection; the relay goes on."""
         self.sock.close()
         for held in self._watchers:
             held.close()
 
 
-def connect(*, agent: bool, address: str = m.ADDRESS) -> RelayClient | None:
-    """A connection to the relay of this network namespace; None: there is none.
+def connect(*, agent: bool, address: str = "") -> RelayClient | None:
+    """Connects to the relay of this version, or to the one at `address`; None: there is none.
 
     Raises:
-        Occupied: it has an agent already.
-        DataplaneError: another process listens at its address, or it does not answer.
+        Occupied: the relay has an agent already.
+        DataplaneError: another user's process listens at its address, or it does not answer.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect(address)
-        _check_owner(sock, address)
+        sock.connect(address or m.ADDRESS)
+        _check_owner(sock, address or m.ADDRESS)
         return RelayClient(sock, agent=agent)
     except ConnectionRefusedError:
         sock.close()
@@ -130,46 +131,60 @@ def connect(*, agent: bool, address: str = m.ADDRESS) -> RelayClient | None:
 
 
 def _check_owner(sock: socket.socket, address: str) -> None:
-    """Any user may bind a name in the abstract namespace."""
+    """Refuses a process of another user: anybody may bind a name in the abstract namespace."""
     uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
     if uid not in {0, os.geteuid()}:
-        raise DataplaneError(f"user {uid} sits at the address of the relay, @{address[1:]}: end that process")
+        raise DataplaneError(f"user {uid} listens at the address of the relay, @{address[1:]}: end that process")
 
 
 def open_client() -> RelayClient:
-    """The connection of an agent: to the relay that is there, or to a new one. A relay of another version is replaced.
+    """Connects the agent to the relay of this version, which is started if there is none.
 
     Raises:
-        Occupied: another agent has it.
+        Occupied: another agent has it, or has a relay of another version.
         DataplaneError: it does not start; the message says why.
     """
+    for address in other_relays():
+        if (other := connect(agent=True, address=address)) is not None:
+            other.close()
     client = connect(agent=True)
-    if client is not None and client.version == m.VERSION:
-        return client
     if client is not None:
-        return _replace(client)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with sock:
+        return client
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.bind(m.ADDRESS)
         except OSError as error:
             raise Occupied("another agent is starting the relay of this network namespace") from error
         sock.listen(16)
-        child, errors = _start([sock.fileno()])
-    return _greet(child, errors)
+        child, errors = _start(sock.fileno())
+    with errors:
+        return _greet(child, errors)
 
 
-def _replace(old: RelayClient) -> RelayClient:
-    """A new relay takes the listening sockets; the old one serves what it has and ends by itself."""
-    child, errors = _start([-1, old.sock.fileno()])
-    old.close()
-    return _greet(child, errors, replacing=True)
+def other_relays() -> list[str]:
+    """Returns the addresses of relays of other versions in this network namespace."""
+    text = Path("/proc/thread-self/net/unix").read_text()
+    found = set(re.findall(rf"@({re.escape(m.ADDRESSES[1:])}\d+)$", text, re.MULTILINE))
+    return sorted({f"\0{name}" for name in found} - {m.ADDRESS})
 
 
-def _start(descriptors: list[int]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when it does not start; a pipe would bind it to us
-    # -P: what lies in the agent's working directory is no module of ours.
-    argv = [sys.executable, "-P", "-m", "hybrid_proxy.dataplane.modes.userspace.relay", *map(str, descriptors)]
+def drain_other_relays() -> None:
+    """Tells relays of other versions that no rule leads to them any more."""
+    for address in other_relays():
+        try:
+            other = connect(agent=True, address=address)
+            if other is not None:
+                with contextlib.closing(other):
+                    other.ask(m.Drain(), m.Done)
+        except DataplaneError as error:
+            log.warning("the relay at @%s cannot be told to end with its last connection: %s", address[1:], error)
+
+
+def _start(listener: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Starts the relay with its listening socket. The file is its stderr; a pipe would tie its life to ours."""
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    # -P: files in the agent's working directory must not be imported in place of our modules.
+    argv = [sys.executable, "-P", "-m", "hybrid_proxy.dataplane.modes.userspace.relay", str(listener)]
     root = str(Path(hybrid_proxy.__file__).resolve().parents[1])
     paths = [root, *filter(None, (os.environ.get("PYTHONPATH"),))]
     child = subprocess.Popen(
@@ -177,45 +192,32 @@ def _start(descriptors: list[int]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,
-        pass_fds=[number for number in descriptors if number >= 0],
+        pass_fds=[listener],
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     return child, errors
 
 
-def _greet(child: subprocess.Popen[bytes], errors: IO[bytes], *, replacing: bool = False) -> RelayClient:
-    deadline = time.monotonic() + START_SECONDS
-    reason = "it does not answer"
-    with errors:
-        while time.monotonic() < deadline:
-            try:
-                client = connect(agent=True)
-            except Occupied as error:
-                if not replacing:
-                    raise
-                client, reason = None, str(error)  # the old one still is at its address
-            except DataplaneError as error:
-                client, reason = None, str(error)
-            if client is not None and client.pid == child.pid:
-                client.started = True
-                threading.Thread(target=child.wait, name="relay-wait", daemon=True).start()
-                return client
-            if client is not None:
-                client.close()
-            if child.poll() is not None:
-                errors.seek(0)
-                reason_given = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-                raise DataplaneError(
-                    f"the relay ended at once, exit code {child.returncode}: {reason_given or 'no reason'}"
-                )
-            time.sleep(0.02)
-    child.kill()
-    child.wait()
-    raise DataplaneError(f"the relay did not start within {START_SECONDS:.0f} s: {reason}")
-
-
-def draining() -> list[str]:
-    """Addresses of relays that were replaced and serve their last conversations."""
-    text = Path("/proc/thread-self/net/unix").read_text()
-    return ["\0" + name for name in sorted(set(re.findall(rf"@({re.escape(DRAINING[1:])}\d+)$", text, re.MULTILINE)))]
+def _greet(child: subprocess.Popen[bytes], errors: IO[bytes]) -> RelayClient:
+    """Connects to a relay that is starting: until it accepts, the connection waits in the queue of its socket."""
+    reason = ""
+    try:
+        client = connect(agent=True)
+    except Occupied:
+        raise
+    except DataplaneError as error:
+        client, reason = None, str(error)
+    if client is not None:
+        client.started = True
+        threading.Thread(target=child.wait, name="relay-wait", daemon=True).start()
+        return client
+    try:
+        child.wait(1)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        raise DataplaneError(f"the relay did not start: {reason}") from None
+    errors.seek(0)
+    reason = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+    raise DataplaneError(f"the relay ended at once, exit code {child.returncode}: {reason or 'no reason'}")

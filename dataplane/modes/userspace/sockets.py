@@ -1,31 +1,43 @@
-"""Sockets of the relay: listening ones, and those to a backend, with the client's own address where it is kept."""
+"""Sockets of the relay: proxy ports, sockets to backends, and the budget of file descriptors for both."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import logging
 import random
+import resource
 import socket
 import struct
-from collections.abc import Iterator
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hybrid_proxy.dataplane.modes.userspace.messages import KEEPING, PLAIN
+
+log = logging.getLogger(__name__)
 
 # linux/in.h, linux/in6.h
 IP_TRANSPARENT, IPV6_TRANSPARENT = 19, 75
 SCTP_NODELAY = 3
 
+# Source ports for a client's address: outside of the range from which clients choose (32768-60999 by default), because
+# the client may talk to the same backend directly, and conntrack must not take the two for one. (IP_LOCAL_PORT_RANGE
+# would be the kernel's own way, but it only narrows the node's range, and that is the clients' range, too.)
 OWN_PORTS: Final = (61_000, 65_535)
-"""Source ports with a client's address: beside those that clients choose themselves (32768-60999 by default), because
-the client may talk to the same backend directly, and conntrack must not take the two for one. (IP_LOCAL_PORT_RANGE
-would be the kernel's own way, but it only narrows the node's range, and that is the clients' range, too.)"""
 
 KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 600), (socket.TCP_KEEPINTVL, 60), (socket.TCP_KEEPCNT, 5))
 BACKLOG: Final = 4096
 RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: close sends a reset
 _TRIES: Final = 8
+
+RESERVE: Final = 64  # descriptors for connections of agents to the relay
+RETRY_SECONDS: Final = 0.1  # until proxy ports that wait for descriptors are tried again
+REPORT_SECONDS: Final = 60.0
+EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def family_of(number: int) -> socket.AddressFamily:
@@ -33,7 +45,7 @@ def family_of(number: int) -> socket.AddressFamily:
 
 
 def listening(family: int, protocol: int, address: str) -> socket.socket:
-    """A proxy port: the kernel chooses its number.
+    """Opens a proxy port, whose number the kernel chooses.
 
     Raises:
         OSError: no port or no descriptor is left, or this kernel lacks the protocol.
@@ -46,7 +58,7 @@ def listening(family: int, protocol: int, address: str) -> socket.socket:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind((address, 0))
         if not datagrams:
-            _at_once(made, protocol)  # accepted sockets inherit it
+            _tune(made, protocol)  # accepted sockets inherit these options
             made.listen(BACKLOG)
     except OSError:
         made.close()
@@ -54,8 +66,8 @@ def listening(family: int, protocol: int, address: str) -> socket.socket:
     return made
 
 
-def _at_once(made: socket.socket, protocol: int) -> None:
-    """A relay holds nothing back, and notices some day that a silent peer is gone."""
+def _tune(made: socket.socket, protocol: int) -> None:
+    """Turns off Nagle's algorithm, and turns on keepalives, which find peers that disappeared."""
     if protocol == socket.IPPROTO_TCP:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -66,7 +78,7 @@ def _at_once(made: socket.socket, protocol: int) -> None:
 
 
 def toward(family: int, protocol: int, client: str | None) -> socket.socket:
-    """A socket to a backend, not yet connected; `client`: the source address that the backend is to see.
+    """Opens a socket to a backend, not yet connected. `client` is the source address that the backend will see.
 
     Raises:
         OSError: no descriptor or port is left.
@@ -76,7 +88,7 @@ def toward(family: int, protocol: int, client: str | None) -> socket.socket:
     made = socket.socket(family_of(family), kind | socket.SOCK_NONBLOCK, protocol)
     try:
         if not datagrams:
-            _at_once(made, protocol)
+            _tune(made, protocol)
         with contextlib.suppress(PermissionError):  # without CAP_NET_ADMIN there are no rules either
             made.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, KEEPING if client else PLAIN)
         if client:
@@ -109,14 +121,14 @@ def _ports_to_try() -> Iterator[int]:
 
 
 def resetting(sock: socket.socket) -> None:
-    """Close it so that the peer gets a reset."""
+    """Closes a socket so that its peer gets a reset."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     sock.close()
 
 
 def transparent_works(family: int) -> bool:
-    """Whether this process may use addresses that are not the node's; it needs CAP_NET_ADMIN."""
+    """Tells whether this process may use addresses that are not the node's; it needs CAP_NET_ADMIN."""
     level, option = (socket.IPPROTO_IP, IP_TRANSPARENT) if family == 4 else (socket.IPPROTO_IPV6, IPV6_TRANSPARENT)
     try:
         with socket.socket(family_of(family), socket.SOCK_DGRAM) as probe:
@@ -127,5 +139,90 @@ def transparent_works(family: int) -> bool:
 
 
 def open_files() -> int:
-    """How many descriptors this process has."""
+    """Returns how many descriptors this process has."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1
+
+
+class State:
+    """The relay's event loop, its counters, and its budget of file descriptors.
+
+    Descriptors are counted, so that asking for what is left costs nothing. Proxy ports that found none left register a
+    callback with `wait`, which is called when some are free again.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int | None = None) -> None:
+        self.loop = loop
+        self.limit = limit or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.used = open_files()
+        self.counters: Counter[str] = Counter()
+        self.trouble = ""
+        self._waiting: dict[Callable[[], None], None] = {}
+        self._reported_at = -REPORT_SECONDS
+        self._retry: asyncio.TimerHandle | None = None
+
+    def may_open(self, count: int) -> bool:
+        """Tells whether so many more descriptors are within the limit."""
+        return self.used + count + RESERVE <= self.limit
+
+    def opened(self, count: int) -> None:
+        """Counts descriptors that were opened."""
+        self.used += count
+
+    def closed(self, count: int) -> None:
+        """Counts descriptors that were closed."""
+        self.used -= count
+
+    def note_exhaustion(self, error: OSError) -> bool:
+        """Tells whether an error means that descriptors or memory ran out, and reports that."""
+        if error.errno not in EXHAUSTED:
+            return False
+        self.report_limit(str(error))
+        return True
+
+    def report_limit(self, why: str = "") -> None:
+        """Logs, at most once a minute, that connections wait for descriptors, and what to do."""
+        self.counters["limit_reached"] += 1
+        self.trouble = (
+            f"the relay has {self.used} of {self.limit} files open{f' ({why})' if why else ''}: new connections wait "
+            "until others end; raise the limit of open files (LimitNOFILE= of the service, ulimit -n)"
+        )
+        if self.loop.time() - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = self.loop.time()
+            log.warning("%s", self.trouble)
+
+    def note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Counts an exception of a callback, and has `status` show it. It broke one conversation; the rest goes on."""
+        del loop
+        self.counters["failures"] += 1
+        error = context.get("exception")
+        where = traceback.extract_tb(error.__traceback__)[-1] if isinstance(error, BaseException) else None
+        place = f" at {where.filename.rpartition('/')[2]}:{where.lineno}" if where else ""
+        self.trouble = f"the relay failed{place}: {error or context.get('message')!r}"
+
+    def wait(self, listen: Callable[[], None]) -> None:
+        """Has `listen` called when descriptors are free."""
+        self._waiting[listen] = None
+        self._retry_soon()
+
+    def stop_waiting(self, listen: Callable[[], None]) -> None:
+        """Withdraws a callback of `wait`."""
+        self._waiting.pop(listen, None)
+
+    def resume(self) -> None:
+        """Calls those who wait, if descriptors are free; called whenever some were closed."""
+        if self._waiting and self.may_open(2):
+            self.trouble = ""
+            waiting, self._waiting = self._waiting, {}
+            for listen in waiting:
+                listen()
+
+    # Other processes may have used up what all share (ENFILE, ENOMEM), and do not tell when it is free again.
+    def _retry_soon(self) -> None:
+        if self._retry is None:
+            self._retry = self.loop.call_later(RETRY_SECONDS, self._retry_now)
+
+    def _retry_now(self) -> None:
+        self._retry = None
+        self.resume()
+        if self._waiting:
+            self._retry_soon()

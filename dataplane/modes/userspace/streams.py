@@ -1,9 +1,9 @@
-"""Connections through the relay: dial a backend, another one if that fails, then move bytes both ways.
+"""Relays connections: connects to a backend, to another one if that fails, and copies bytes in both directions.
 
-Callbacks on bare sockets, not asyncio streams: an idle connection costs two sockets and a few small objects, a
-buffer exists only while a reader is slow, and a reset differs from an end. Small messages are copied. A way
-that keeps filling the buffer gets a pipe, and its bytes are moved by splice(2) without coming to user space: the
-same rate at half the processor time with a pipe of 1 MiB (measured on loopback).
+Callbacks on plain sockets are used instead of asyncio streams: an idle connection costs two sockets and a few small
+objects, a buffer exists only while a reader is slow, and a reset can be told from an end. Small messages are copied. A
+direction that keeps filling the buffer gets a pipe, through which splice(2) moves bytes without copying them to user
+space: the same rate at half the CPU time with a pipe of 1 MiB (measured on loopback).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Final
 
 from hybrid_proxy.dataplane.modes.userspace.messages import Conversation
 from hybrid_proxy.dataplane.modes.userspace.ports import Port, Service
-from hybrid_proxy.dataplane.modes.userspace.sockets import resetting, toward
-from hybrid_proxy.dataplane.modes.userspace.state import EXHAUSTED, TICK, State
+from hybrid_proxy.dataplane.modes.userspace.sockets import EXHAUSTED, State, resetting, toward
 
 AT_ONCE: Final = 32  # connections that one port accepts before others get their turn
 
-CHUNK: Final = 1 << 16  # the most that is held in user space for one way of one connection
-PIPE: Final = 1 << 20  # the most that is held in a pipe
-BULK: Final = 8  # so many full chunks one after the other are a bulk transfer
-DIAL_SECONDS: Final = (1.0, 2.0, 4.0, 8.0)  # patience with one backend after the other, then the last again
+CHUNK: Final = 1 << 16  # the most bytes in user space for one direction of a connection
+PIPE: Final = 1 << 20  # the most bytes in a pipe
+BULK: Final = 8  # consecutive full chunks that make a bulk transfer
+DIAL_SECONDS: Final = (1.0, 2.0, 4.0, 8.0)  # timeouts of a connection's attempts; the last one is repeated
+DEADLINE_SECONDS: Final = 0.1  # between two checks of these timeouts
 MOST_ATTEMPTS: Final = 16  # for one connection, or one datagram
-SAME_TUPLE: Final = 16
+SAME_TUPLE: Final = 16  # attempts with another source port
 _SPLICE: Final = getattr(os, "SPLICE_F_MOVE", 1) | getattr(os, "SPLICE_F_NONBLOCK", 2)
 
 
 class Way:
-    """One direction of a flow."""
+    """One direction of a connection."""
 
     __slots__ = ("count", "ended", "flow", "full", "held", "pending", "pipe", "sink", "source")
 
@@ -45,12 +45,12 @@ class Way:
         self.pending = b""
         self.pipe: tuple[int, int] | None = None
         self.held = 0  # bytes in the pipe
-        self.full = 0  # full chunks, one after the other
+        self.full = 0  # consecutive full chunks
         self.ended = False
         self.count = 0
 
     def readable(self) -> None:
-        """Take what is there, pass it on; what does not go out stops the reading."""
+        """Reads from the source and writes to the sink. Reading stops until the sink has taken everything."""
         if self.pipe is not None:
             self._splice_in()
             return
@@ -83,7 +83,7 @@ class Way:
             self.full = 0
 
     def writable(self) -> None:
-        """The slow reader took something: go on."""
+        """Writes what waits for the sink, then reads again."""
         if self.held:
             if not self._splice_out():
                 return
@@ -99,7 +99,7 @@ class Way:
             self.pending = self.pending[sent:]
             if self.pending:
                 return
-            self.full += 1  # a reader that cannot keep up is where most of the bytes are
+            self.full += 1  # a slow reader, too, is a sign of a bulk transfer
             if self.full >= BULK:
                 self._take_pipe()
         loop = self.flow.state.loop
@@ -112,7 +112,7 @@ class Way:
         loop.add_writer(self.sink, self.writable)
 
     def _end(self) -> None:
-        """The source has ended: end the sink, and go on the other way (half-close)."""
+        """Passes the source's end on to the sink (half-close); the other direction goes on."""
         self.ended = True
         self.flow.state.loop.remove_reader(self.source)
         try:
@@ -135,7 +135,7 @@ class Way:
             return
         self.flow.state.opened(2)
         self.flow.state.counters["spliced_ways"] += 1
-        with contextlib.suppress(OSError):  # the limit for all pipes of a user: the default size does, too
+        with contextlib.suppress(OSError):  # beyond the user's limit for pipes, the default size is kept
             fcntl.fcntl(self.pipe[1], fcntl.F_SETPIPE_SZ, PIPE)
 
     def _splice_in(self) -> None:
@@ -153,7 +153,7 @@ class Way:
             self._wait()
 
     def _splice_out(self) -> bool:
-        """Whether the pipe is empty."""
+        """Moves bytes from the pipe to the sink, and tells whether the pipe is empty."""
         assert self.pipe is not None
         try:
             while self.held:
@@ -168,7 +168,7 @@ class Way:
         return True
 
     def close(self) -> None:
-        """Give the pipe back."""
+        """Closes the pipe."""
         if self.pipe is not None:
             for descriptor in self.pipe:
                 os.close(descriptor)
@@ -178,7 +178,7 @@ class Way:
 
 
 class Flow:
-    """One connection of a client and the one to its backend."""
+    """A client's connection, and the one to its backend."""
 
     __slots__ = (
         "attempts",
@@ -219,24 +219,24 @@ class Flow:
     # A backend
 
     def _dial(self, backend: tuple[str, int] | None) -> None:
-        """Try backends until one is on its way or none is left."""
+        """Connects to backends until one attempt is under way, or none is left."""
         while backend is not None:
             self.backend = backend
             error = self._connect(backend)
-            for _ in range(SAME_TUPLE):  # the source port that was drawn talks to that very backend already
+            for _ in range(SAME_TUPLE):  # the random source port is in use with this very backend
                 if error != errno.EADDRNOTAVAIL:
                     break
                 error = self._connect(backend)
             if error in {0, errno.EINPROGRESS}:
                 return
             if error in EXHAUSTED:
-                break  # it is the relay that has no room: no other backend would do, and this one is no suspect
+                break  # the relay has no descriptor left, which says nothing about the backend
             backend = self._another(refused=error != errno.ETIMEDOUT)
         self.state.counters["unreachable"] += 1
         self.reset()
 
     def _connect(self, backend: tuple[str, int]) -> int:
-        """0 or EINPROGRESS: on its way; else the error."""
+        """Begins an attempt. Returns 0 or EINPROGRESS, or the error that ended it."""
         state = self.state
         row = self.port.service.row
         try:
@@ -250,8 +250,7 @@ class Flow:
         if error not in {0, errno.EINPROGRESS}:
             self._drop_upstream()
             return error
-        patience = DIAL_SECONDS[min(self.attempts, len(DIAL_SECONDS) - 1)]
-        self.deadline = state.loop.time() + patience
+        self.deadline = state.loop.time() + DIAL_SECONDS[min(self.attempts, len(DIAL_SECONDS) - 1)]
         self.attempts += 1
         self.flows.dial(self)
         state.loop.add_writer(upstream, self._dialled)
@@ -268,23 +267,23 @@ class Flow:
             self._drop_upstream()
             self._dial(self._another(refused=True))
             return
-        self.port.service.chooser.settled(self.client_address[0], self.backend, loop.time())
+        self.port.service.chooser.established(self.client_address[0], self.backend, loop.time())
         self.port.service.note_success(self.backend)
         self.tried = None
         self.forth = Way(self, self.client, self.upstream)
         self.back = Way(self, self.upstream, self.client)
         loop.add_reader(self.upstream, self.back.readable)
         loop.add_reader(self.client, self.forth.readable)
-        self.forth.readable()  # most clients have spoken by now
+        self.forth.readable()  # most clients have sent something by now
 
     def expired(self) -> None:
-        """The backend did not answer in time."""
+        """Ends an attempt whose backend did not answer in time."""
         self.flows.dialling.discard(self)
         self._drop_upstream()
         self._dial(self._another(refused=False))
 
     def _another(self, *, refused: bool) -> tuple[str, int] | None:
-        """The next backend to try; one that was silent gets a second chance, with more patience, at the end."""
+        """Returns the next backend to try. In the end a silent one is retried, with a longer timeout."""
         state, service, failed = self.state, self.port.service, self.backend
         assert failed is not None
         if self.tried is None:
@@ -314,12 +313,12 @@ class Flow:
     # The end
 
     def way_ended(self) -> None:
-        """Close when both ways have ended."""
+        """Closes the connection when both directions have ended."""
         if self.forth is not None and self.back is not None and self.forth.ended and self.back.ended:
             self._close(abort=False)
 
     def reset(self) -> None:
-        """One side is gone, or no backend can be reached: the other side gets a reset."""
+        """Resets both sides: one of them failed, or no backend can be reached."""
         self.state.counters["resets"] += 1
         self._close(abort=True)
 
@@ -348,12 +347,12 @@ class Flow:
         state.resume()
 
     def describe(self) -> Conversation:
-        """A row of `flows`."""
+        """Returns the connection as a row of a listing."""
         return self.port.flow_row(self.client_address, self.backend, "established" if self.forth else "connecting")
 
 
 class Flows:
-    """All connections of a relay, and the deadlines of those whose backend has not answered yet."""
+    """All connections of a relay, and the deadlines of their attempts."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -362,7 +361,7 @@ class Flows:
         self._ticking: asyncio.TimerHandle | None = None
 
     def accept(self, port: Port) -> None:
-        """Take the connections that wait at a proxy port."""
+        """Accepts the connections that wait at a proxy port."""
         state = self.state
         for _ in range(AT_ONCE):
             if not state.may_open(2):
@@ -381,22 +380,22 @@ class Flows:
             Flow(self, port, client, (address[0].partition("%")[0], address[1]))
 
     def reset_to(self, service: Service, backends: Collection[tuple[str, int]]) -> None:
-        """Reset a service port's connections to these backends; one that is not accepted yet tries another."""
+        """Resets a service port's established connections to these backends."""
         for flow in [each for each in self.all if each.port.service is service and each.backend in backends]:
             if flow.forth is not None:
                 flow.reset()
 
     def dial(self, flow: Flow) -> None:
-        """Watch the deadline of one attempt."""
+        """Adds an attempt to those whose deadline is checked."""
         self.dialling.add(flow)
         self._tick_soon()
 
     def _tick_soon(self) -> None:
         if self._ticking is None:
-            self._ticking = self.state.loop.call_later(TICK, self._tick)
+            self._ticking = self.state.loop.call_later(DEADLINE_SECONDS, self._tick)
 
     def _tick(self) -> None:
-        """One timer for all attempts: they are many, and hardly one ever expires."""
+        """Ends the attempts whose deadline has passed. One timer serves all, because hardly one ever expires."""
         self._ticking = None
         now = self.state.loop.time()
         for flow in [flow for flow in self.dialling if flow.deadline <= now]:

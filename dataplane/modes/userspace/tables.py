@@ -1,39 +1,55 @@
-"""PURE. The table of each family: sets and chains, a constant number of rules whatever the services are.
+"""PURE. The nf_tables table of each family: its chains, its sets, and the operations that change it.
 
-A service adds elements:
+The number of rules is constant. Each service port adds elements:
 
     internal, external        address . protocol . port -> address and proxy port of the relay
     internal-ports, ...       the same for node ports, without the address
-    internal-empty, ...       the same keys -> what becomes of packets to a frontend without a proxy port
+    internal-empty, ...       the same keys -> the verdict on packets to a frontend without a proxy port
     firewalled                frontends with source ranges, which are in `allowed-sources`
-    cluster-ips               ClusterIPs, to refuse ports that they have not
+    cluster-ips               ClusterIPs: their other ports are rejected
     listeners                 protocol . proxy port
 
-Order of a packet: the marks of replies to a kept address (-150), sources that may not pass (-110), redirection
-(-100), what was not redirected although it is a service's (-90), and at the proxy ports themselves what no router would
-have forwarded, and what did not come by a redirection (0).
+A packet meets, by priority: the marks of replies to a kept client address (-150), the source ranges (-110), the
+redirection (-100), the verdict on service packets that were not redirected (-90), and at the proxy ports themselves the
+guard against packets that no router would have forwarded or that were not redirected (0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
-from hybrid_proxy.dataplane.modes.userspace.lower import listen_addresses
+from hybrid_proxy.dataplane.modes.userspace.lower import Lowered, listen_addresses
 from hybrid_proxy.dataplane.modes.userspace.messages import KEEPING, PLAIN
 from hybrid_proxy.dataplane.netfilter import RELAY_PORTS, RELAY_TABLE
 from hybrid_proxy.dataplane.nftables import expressions as x
+from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables import uapi as nf
-from hybrid_proxy.dataplane.nftables.expressions import DROP, RETURN, Family, rule
-from hybrid_proxy.dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, VERDICT, Chain, Hook, Set
-from hybrid_proxy.dataplane.table import NodeNetwork, family_of
+from hybrid_proxy.dataplane.nftables.expressions import DROP, RETURN, Family, Verdict, rule
+from hybrid_proxy.dataplane.nftables.ruleset import Ruleset, additions, deletions
+from hybrid_proxy.dataplane.nftables.schema import (
+    ADDRESS,
+    PORT,
+    PROTOCOL,
+    RANGE,
+    VERDICT,
+    Chain,
+    Element,
+    Hook,
+    Key,
+    Set,
+    Value,
+)
+from hybrid_proxy.dataplane.table import NodeNetwork, WhenEmpty, family_of
+
+Elements = dict[tuple[str, Key], Value]  # (name of the set, key) -> value
 
 TABLE: Final = RELAY_TABLE
 FIREWALLED, ALLOWED = "firewalled", "allowed-sources"
 CLUSTER_IPS, NODE_ADDRESSES, LISTENERS = "cluster-ips", "node-addresses", RELAY_PORTS
 REFUSE: Final = "refuse"
 
-# Chains of new flows, at both hooks. The others serve flows that are known.
+# The chains that decide about new flows, at both hooks. The other chains serve flows that conntrack knows.
 LEADING: Final = tuple(f"{name}-{hook}" for name in ("firewall", "nat", "rest") for hook in ("prerouting", "output"))
 
 _BEFORE_NAT, _AFTER_NAT = nf.NF_IP_PRI_NAT_DST - 10, nf.NF_IP_PRI_NAT_DST + 10
@@ -57,16 +73,16 @@ SETS: Final = {one.name: one for one in _sets()}
 
 
 def answer_mark(node: NodeNetwork) -> int:
-    """The mark of answers that this node receives for a kept address: the masquerade bit and one more.
+    """Returns the mark of replies to a kept client address, which this node receives: the masquerade bit and another.
 
-    With the masquerade bit alone, whatever another proxy is about to masquerade would be delivered here: a mode of
-    ours that still serves while this one starts, a kube-proxy with the same bit.
+    With the masquerade bit alone, packets that another proxy is about to masquerade would be delivered here, too: those
+    of a kube-proxy with the same bit, or of the mode that serves while this one starts.
     """
     return 1 << node.masquerade_bit | 1 << (12 if node.masquerade_bit != 12 else 13)
 
 
 def structure(family: Family, node: NodeNetwork, *, draining: bool = False) -> tuple[Chain, ...]:
-    """The chains of a family; `draining`: those of new flows are empty, and only keep conntrack's hooks in place."""
+    """Returns the chains of a family. While draining, those of new flows are empty, to keep conntrack's hooks."""
     chains = (
         *_refusals(family, node),
         *_redirections(family),
@@ -79,7 +95,7 @@ def structure(family: Family, node: NodeNetwork, *, draining: bool = False) -> t
 
 
 def _refusals(family: Family, node: NodeNetwork) -> Iterator[Chain]:
-    """What becomes of packets to services that are not redirected."""
+    """Yields the chains with the verdicts on packets to services that were not redirected."""
     here = family.destination_in(NODE_ADDRESSES)
     yield Chain(REFUSE, (rule(x.invalid(), DROP), rule(x.reject_tcp()), rule(family.reject_port())))
     unallocated = (family.destination_within(cidr) for cidr in node.service_cidrs if family_of(cidr) == family.version)
@@ -115,7 +131,7 @@ def _firewall(family: Family) -> Iterator[Chain]:
 
 
 def _marks(bits: int) -> Iterator[Chain]:
-    """Connections with a client's address are marked, and their replies with them, to be delivered to this node."""
+    """Marks connections with a client's address as source, and their replies, so that this node receives them."""
     kept = (*x.is_reply(), *x.connection_mark_has_all(bits))
     begin = rule(x.has_priority(KEEPING), x.new(), x.set_connection_mark(bits))
     mangle = nf.NF_IP_PRI_MANGLE
@@ -125,10 +141,10 @@ def _marks(bits: int) -> Iterator[Chain]:
 
 
 def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
-    """Redirection, and what was not redirected; the relay's own packets to backends pass."""
+    """Yields the chains of the redirection and of what was not redirected. The relay's own packets to backends pass."""
     pod = family.from_pod(node.pods)
     own = (rule(x.has_priority(PLAIN), RETURN), rule(x.has_priority(KEEPING), RETURN))
-    # What mode ipvs still serves while it drains: its addresses are this node's, and IPVS leaves them in the packet.
+    # Flows that mode ipvs serves while it drains: its addresses are this node's, and IPVS leaves them in the packet.
     others = rule(x.confirmed(), family.destination_local(), RETURN)
     elsewhere = rule(x.translated(), RETURN), others
 
@@ -136,7 +152,7 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
         from_pods = (rule(pod, x.goto(f"internal-{chain}")),) if pod else ()
         return *from_pods, rule(x.goto(f"external-{chain}"))
 
-    # Only of this node's own packets: a neighbour's packet to a loopback address stays what the kernel drops.
+    # Only for this node's own packets: the kernel drops those of neighbours to a loopback address.
     loopback = [family.destination_is(a) for a in node.loopback if family_of(a) == family.version]
     led = (rule(here, family.dnat_by("internal-ports", port_only=True)) for here in loopback)
     left = (rule(here, family.find_verdict("internal-ports-empty", port_only=True)) for here in loopback)
@@ -151,9 +167,9 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
 
 
 def _guard(family: Family, node: NodeNetwork) -> Chain:
-    """Proxy ports are for redirected packets alone.
+    """Admits only redirected packets to proxy ports.
 
-    The stack would not have forwarded to a backend what came as a broadcast, or from a source whose scope ends here.
+    It drops broadcasts and packets from link-local sources: a router would not have forwarded them to a backend.
     """
     rules = [rule(x.translated(), RETURN)]
     listen = listen_addresses(node).get(family.version)
@@ -167,3 +183,77 @@ def _guard(family: Family, node: NodeNetwork) -> Chain:
             rule(relayed, x.goto(REFUSE)),
         ]
     return Chain("guard", tuple(rules), Hook(nf.NF_INET_LOCAL_IN, nf.NF_IP_PRI_FILTER, "filter"))
+
+
+_REFUSAL: Final = {WhenEmpty.REJECT: Verdict(nf.NFT_GOTO, REFUSE), WhenEmpty.DROP: Verdict(nf.NF_DROP)}
+
+
+def elements_of(lowered: Lowered, protocol: int, listen: str, numbers: tuple[int, ...]) -> Elements:
+    """Returns the elements of one service port.
+
+    `numbers` are the proxy ports in the order of `Row.ports`. Without any, clients are rejected.
+    """
+    found: Elements = {}
+    for side, address, port, target in lowered.redirects:
+        name, key = (side, (address, protocol, port)) if address is not None else (f"{side}-ports", (protocol, port))
+        if isinstance(target, WhenEmpty):
+            found[f"{name}-empty", key] = _REFUSAL[target]
+        elif numbers:
+            found[name, key] = (listen, numbers[target])
+        else:
+            found[f"{name}-empty", key] = _REFUSAL[WhenEmpty.REJECT]
+    for number in numbers:
+        found[LISTENERS, (protocol, number)] = None
+    for address, port, ranges in lowered.firewalled:
+        found[FIREWALLED, (address, protocol, port)] = None
+        for cidr in ranges:
+            found[ALLOWED, (address, protocol, port, cidr)] = None
+    for address in lowered.cluster_ips:
+        found[CLUSTER_IPS, (address,)] = None
+    return found
+
+
+def elements_to_drain(elements: Elements) -> Elements:
+    """Returns the elements that remain while the mode drains: those of the proxy ports."""
+    return {place: value for place, value in elements.items() if place[0] == LISTENERS}
+
+
+def _ruleset(family: Family, node: NodeNetwork, *, draining: bool) -> Ruleset:
+    return Ruleset(family, (), tuple(SETS.values()), structure(family, node, draining=draining))
+
+
+def _node_elements(family: Family, node: NodeNetwork) -> Elements:
+    """Returns the elements that do not depend on services."""
+    addresses = (address for address in node.node_port_addresses if family_of(address) == family.version)
+    return {(NODE_ADDRESSES, (address,)): None for address in addresses}
+
+
+def replace(family: Family, node: NodeNetwork, elements: Elements, *, draining: bool = False) -> Iterator[op.Operation]:
+    """Returns the operations that replace the whole table."""
+    yield from _ruleset(family, node, draining=draining).create(replace=True)
+    yield from change({}, _node_elements(family, node) | elements)
+
+
+def change(old: Elements, new: Elements) -> list[op.Operation]:
+    """Returns the operations from the old elements to the new ones: removals first, so that a value can change."""
+    gone = [place for place, value in old.items() if place not in new or new[place] != value]
+    added = [Element(*place, value) for place, value in new.items() if place not in old or old[place] != value]
+    return [*deletions(gone), *additions(added)]
+
+
+def differences(
+    family: Family, node: NodeNetwork, elements: Elements, skeleton: op.Skeleton,
+    contents: Mapping[str, Mapping[Key, tuple[Value, str]]], *, draining: bool = False,
+) -> list[op.Operation]:  # fmt: skip
+    """Returns the operations that repair the kernel's table, whose `skeleton` and `contents` were read."""
+    ruleset = _ruleset(family, node, draining=draining)
+    if ruleset.irreparable(skeleton):
+        return list(ruleset.create(replace=True))
+    found = {(name, key): value for name, held in contents.items() for key, (value, _) in held.items()}
+    wanted = _node_elements(family, node) | elements
+    return [*ruleset.repair(skeleton), *change(found, wanted), *ruleset.remove_foreign(skeleton)]
+
+
+def drain() -> list[op.Operation]:
+    """Returns the operations that empty the chains of new flows; the next full sync writes them again."""
+    return [op.FlushChain(chain) for chain in LEADING]

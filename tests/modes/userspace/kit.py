@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace.relay import Relay
-from hybrid_proxy.dataplane.modes.userspace.state import State
+from hybrid_proxy.dataplane.modes.userspace.sockets import State
 
 HOST = "127.0.0.1"
 TCP, UDP = socket.IPPROTO_TCP, socket.IPPROTO_UDP

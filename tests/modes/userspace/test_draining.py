@@ -19,7 +19,7 @@ from hybrid_proxy.dataplane.mode import Drains, Options
 from hybrid_proxy.dataplane.modes.nftables import programmer as nftables
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace import programmer
-from hybrid_proxy.dataplane.modes.userspace.relay_client import connect
+from hybrid_proxy.dataplane.modes.userspace.relay_client import connect, other_relays
 from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
@@ -255,3 +255,67 @@ def test_what_is_left_when_its_time_is_over_is_reset_or_goes_elsewhere(node: Nod
             ask_tcp(web)
         node.after.sync(node.table("pod2"))
         assert is_direct(ask_udp(dns)[0], dns)
+
+
+OTHER_VERSION = f"{m.ADDRESSES}999"
+
+
+def test_the_relay_of_a_former_version_serves_until_the_first_sync_and_ends_with_its_last_connection(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node.client(WEB) as web:
+        ask_tcp(web)
+        former = node.mode.client.pid
+        node.mode.close()
+        monkeypatch.setattr(m, "ADDRESS", OTHER_VERSION)
+        node.open()
+        assert node.mode.client.pid != former
+        assert node.new().pod == "pod2"
+        assert node.lab.run("pod1", ["nft", HOLD]).returncode == 0
+        with node.lab.socket("pod1") as half_open:
+            half_open.setblocking(False)
+            half_open.connect_ex(WEB)
+            eventually(lambda: conntrack.open_flows({(*WEB, int(Protocol.TCP)): None}), "conntrack does not have it")
+            node.mode.sync(node.table("pod3"))
+            assert node.lab.run("pod1", ["nft", "delete table ip hold"]).returncode == 0
+            half_open.settimeout(20)
+            assert ask_tcp(half_open).pod == "pod2"
+        assert node.new().pod == "pod3"
+        assert ask_tcp(web).pod == "pod2"
+    eventually(lambda: not other_relays(), "the former relay does not end")
+
+
+def test_datagrams_leave_the_relay_of_a_former_version(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node.client(DNS, socket.SOCK_DGRAM) as dns:
+        ask_udp(dns)
+        node.mode.close()
+        monkeypatch.setattr(m, "ADDRESS", OTHER_VERSION)
+        node.open()
+        node.mode.sync(node.table("pod3"))
+        assert ask_udp(dns)[0].pod == "pod3"
+        eventually(lambda: not other_relays(), "the former relay does not end")
+        assert ask_udp(dns)[0].pod == "pod3"
+
+
+def test_after_a_downgrade_the_relay_that_drained_serves_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node.client(WEB) as web:
+        ask_tcp(web)
+        former = node.mode.client.pid
+        node.mode.close()
+        with monkeypatch.context() as upgraded:
+            upgraded.setattr(m, "ADDRESS", OTHER_VERSION)
+            node.open()
+            node.mode.sync(node.table("pod2"))
+            node.mode.close()
+        node.open()
+        assert node.mode.client.pid == former
+        node.mode.sync(node.table("pod3"))
+        eventually(lambda: not other_relays(), "the other relay does not end")
+        assert node.new().pod == "pod3"
+        assert ask_tcp(web).pod == "pod2"
+
+
+def test_agents_of_two_versions_exclude_each_other(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(m, "ADDRESS", OTHER_VERSION)
+    with pytest.raises(Occupied, match=f"process {os.getpid()}"):
+        programmer.Userspace(Options(), lambda: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_proxy.dataplane.modes.userspace import plan, tables
+from hybrid_proxy.dataplane.modes.userspace import tables
 from hybrid_proxy.dataplane.modes.userspace.choice import SUSPECT_SECONDS, Chooser
 from hybrid_proxy.dataplane.modes.userspace.lower import Redirect, lower, lower_node
 from hybrid_proxy.dataplane.modes.userspace.messages import Keep, Port
@@ -113,8 +113,8 @@ def test_affinity_on_two_routes_settles_on_a_backend_of_both() -> None:
     assert far == ("far", 1)
     near = chooser.first(1, here, "c", 0.1)
     assert near is not None
-    chooser.settled("c", near, 0.2)
-    chooser.settled("c", far, 0.3)  # its handshake took longer
+    chooser.established("c", near, 0.2)
+    chooser.established("c", far, 0.3)  # its handshake took longer
     assert {chooser.first(number, route, "c", 1.0) for number, route in ((1, here), (0, everywhere))} == {near}
 
 
@@ -129,7 +129,7 @@ def test_without_backends_there_is_no_proxy_port_and_clients_are_refused() -> No
     found = lower(entry(vip(REFUSED)), BY_CIDR)
     assert found.row is None
     refuse = Verdict(NFT_GOTO, "refuse")
-    assert plan.elements_of(found, 6, "192.0.2.1", ()) == {
+    assert tables.elements_of(found, 6, "192.0.2.1", ()) == {
         ("internal-empty", ("10.96.0.1", 6, 80)): refuse,
         ("external-empty", ("10.96.0.1", 6, 80)): refuse,
         ("cluster-ips", ("10.96.0.1",)): None,
@@ -138,7 +138,7 @@ def test_without_backends_there_is_no_proxy_port_and_clients_are_refused() -> No
 
 def test_sources_are_elements_too() -> None:
     frontend = Front(Kind.LOAD_BALANCER, "198.51.100.1", 80, ALL, ALL, Masquerade.ALWAYS, ("203.0.113.0/24",))
-    found = plan.elements_of(lower(entry(frontend), BY_CIDR), 6, "192.0.2.1", (50001,))
+    found = tables.elements_of(lower(entry(frontend), BY_CIDR), 6, "192.0.2.1", (50001,))
     assert found == {
         ("internal", ("198.51.100.1", 6, 80)): ("192.0.2.1", 50001),
         ("external", ("198.51.100.1", 6, 80)): ("192.0.2.1", 50001),
@@ -156,15 +156,15 @@ def test_source_ranges_that_overlap_become_one() -> None:
 
 def test_an_update_touches_only_what_differs() -> None:
     key, same = ("10.96.0.1", 6, 80), ("10.96.0.2", 6, 80)
-    old: plan.Elements = {("internal", key): ("a", 1), ("internal", same): ("a", 2), ("cluster-ips", ("gone",)): None}
-    new: plan.Elements = {("internal", key): ("b", 1), ("internal", same): ("a", 2), ("cluster-ips", ("new",)): None}
-    assert plan.change(old, new) == [
+    old: tables.Elements = {("internal", key): ("a", 1), ("internal", same): ("a", 2), ("cluster-ips", ("gone",)): None}
+    new: tables.Elements = {("internal", key): ("b", 1), ("internal", same): ("a", 2), ("cluster-ips", ("new",)): None}
+    assert tables.change(old, new) == [
         op.DeleteElements("internal", [key]),
         op.DeleteElements("cluster-ips", [("gone",)]),
         op.AddElements("internal", [Element("internal", key, ("b", 1))]),
         op.AddElements("cluster-ips", [Element("cluster-ips", ("new",))]),
     ]
-    assert plan.change(new, new) == []
+    assert tables.change(new, new) == []
 
 
 @pytest.mark.parametrize(("masquerade_bit", "mark"), [(14, 0x5000), (12, 0x3000)])
@@ -186,6 +186,6 @@ def test_clients_with_affinity_are_bounded_in_number(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("hybrid_proxy.dataplane.modes.userspace.choice.MAX_CLIENTS", 2)
     chooser = Chooser(affinity=3600)
     for number, client in enumerate(("a", "b", "a", "c")):
-        chooser.settled(client, ("10.0.0.1", 80), float(number))
+        chooser.established(client, ("10.0.0.1", 80), float(number))
     assert chooser.remembered == 2
     assert chooser.first(0, (("10.0.0.2", 80), ("10.0.0.1", 80)), "a", 5.0) == ("10.0.0.1", 80)

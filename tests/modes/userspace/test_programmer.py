@@ -1,4 +1,4 @@
-"""The mode on a node of its own: relay process, rules, repair, hand-over, clean-up. Needs root."""
+"""The mode on a node of its own: relay process, rules, repair, clean-up. Needs root."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Occupied
 from hybrid_proxy.dataplane.kernel import policy
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.userspace import messages, programmer
-from hybrid_proxy.dataplane.modes.userspace.relay_client import draining
+from hybrid_proxy.dataplane.modes.userspace import programmer
 from hybrid_proxy.dataplane.modes.userspace.tables import SETS, TABLE
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
 from hybrid_proxy.dataplane.nftables.wire import Kernel
@@ -258,25 +257,6 @@ def test_a_relay_without_its_rules_is_still_seen_and_cleaned(node: Node) -> None
     assert may_have_left("userspace", None)
     assert programmer.clean(Options()) > 0
     assert not may_have_left("userspace", None)
-
-
-def test_a_relay_of_another_version_hands_over_and_serves_to_the_end(node: Node, monkeypatch) -> None:
-    with node.connect() as client:
-        assert ask_tcp(client).pod == "pod2"
-        old = node.mode.client.pid
-        node.mode.close()
-        monkeypatch.setattr(messages, "VERSION", messages.VERSION + 1)
-        monkeypatch.setattr(programmer.m, "VERSION", messages.VERSION)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hybrid_proxy.dataplane.modes.userspace.relay_client.m.VERSION", messages.VERSION)
-            node.open()
-        assert node.mode.client.pid != old
-        assert len(draining()) == 1
-        assert node.ask()[0] == "pod2", "the proxy ports work before the first sync"
-        node.mode.sync(node.table("pod3"))
-        assert node.ask()[0] == "pod3"
-        assert ask_tcp(client).pod == "pod2"
-    eventually(lambda: not draining(), "the old relay does not end after its last connection")
 
 
 def test_sctp_without_sctp_sockets_is_unprogrammed(node: Node) -> None:

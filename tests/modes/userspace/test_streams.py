@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace import streams
 from hybrid_proxy.dataplane.modes.userspace.sockets import RESET
 from hybrid_proxy.dataplane.modes.userspace.streams import CHUNK, PIPE
 
-from .kit import NETWORK, Running, connect, eventually, nobody, silent, who
+from .kit import Running, connect, eventually, nobody, silent, who
 
 
 def test_round_robin_is_even(relay: Running, backend) -> None:
@@ -60,7 +59,7 @@ def test_how_connections_failed_is_remembered_for_each_backend(relay: Running, b
     with silent() as nowhere:
         address = relay.serve(deaf, nowhere, backend("a").address)
         assert {who(address) for _ in range(6)} == {"a"}
-        failed = {(row[1], row[2]): row[3:] for row in relay.relay.look(0).failures}
+        failed = {(row[1], row[2]): row[3:] for row in relay.relay.listing(0).failures}
         assert failed.keys() == {deaf, nowhere}
         (times, refused), (once, unanswered) = failed[deaf], failed[nowhere]
         assert (refused.refused, refused.unanswered, refused.last_kind) == (times, 0, "refused")
@@ -68,7 +67,7 @@ def test_how_connections_failed_is_remembered_for_each_backend(relay: Running, b
         assert times >= 1 <= once
         assert all(began <= each.last <= time.time() for each in (refused, unanswered))
         relay.serve(nowhere, backend("a").address)
-    assert {(row[1], row[2]) for row in relay.relay.look(0).failures} == {nowhere}
+    assert {(row[1], row[2]) for row in relay.relay.listing(0).failures} == {nowhere}
 
 
 def test_a_connection_that_succeeds_ends_the_row_of_failures(relay: Running, backend) -> None:
@@ -77,7 +76,7 @@ def test_a_connection_that_succeeds_ends_the_row_of_failures(relay: Running, bac
     service = next(iter(relay.relay.services.values()))
     service.note_failure(place.address, refused=True)
     assert who(address) == "a"
-    ((*_, consecutive, history),) = relay.relay.look(0).failures
+    ((*_, consecutive, history),) = relay.relay.listing(0).failures
     assert (consecutive, history.refused) == (0, 1)
 
 
@@ -366,18 +365,6 @@ def test_a_relay_without_room_suspects_no_backend(relay: Running, backend, monke
             client.recv(1)
     assert {who(address) for _ in range(5)} == {first}, "affinity was forgotten"
     assert relay.counters["retries"] == relay.counters["refused_by_backends"] == 0
-
-
-def test_a_port_of_a_route_that_is_no_more_can_be_taken_over(relay: Running, backend) -> None:
-    address = relay.serve(backend("a").address)
-    (row,) = (service.row for service in relay.relay.services.values())
-    sock = socket.create_server(("127.0.0.1", 0))
-    sock.setblocking(False)
-    stale = m.Stale(row.key, m.Port(1, m.Keep.NEVER), sock.getsockname()[1], row)
-    relay.do(lambda: relay.relay.adopt(stale, NETWORK, sock))
-    with pytest.raises(ConnectionResetError), connect(sock.getsockname()) as client:
-        client.recv(1)
-    assert who(address) == "a"
 
 
 def test_dead_peers_are_found_some_day(relay: Running, backend) -> None:
