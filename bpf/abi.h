@@ -328,9 +328,7 @@ enum fast_path {
  * order of single variables there.
  */
 struct settings {
-	__u64 host_netns; /* cookie of the namespace whose sockets are served, 0: any; all bits: map `host_netns` has it
-			   */
-	__u32 hz;	  /* jiffies per second */
+	__u32 hz;		  /* jiffies per second */
 	__u32 reject_burst;	  /* rejected packets that are answered, per CPU and second */
 	__u32 fast_path;	  /* enum fast_path */
 	__u32 can_set_errno;	  /* bpf_set_retval exists */
@@ -345,7 +343,6 @@ struct settings {
 	__u32 traffic_cpus;   /* CPUs that map `traffic` has rows for, 0: traffic is not counted */
 	__u32 event_burst;    /* events per CPU and second, 0: none */
 	__u32 timewait_shift; /* map `timewait` has 2^(TIMEWAIT_BITS - this) buckets */
-	__u32 pad;
 };
 
 /* The programs that all tc hooks call (map `datapaths`): one for each family. */

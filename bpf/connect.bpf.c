@@ -15,23 +15,7 @@
 #include "traffic.h"
 
 #define ECONNREFUSED 111
-#define UNKNOWN_NETNS (~0ULL)
 #define REFUSE 0
-
-INLINE bool is_ours(struct bpf_sock_addr *ctx)
-{
-	if (settings.host_netns == UNKNOWN_NETNS)
-		return is_host_netns(ctx);
-	return !settings.host_netns || bpf_get_netns_cookie(ctx) == settings.host_netns;
-}
-
-/* Is the address of the node's own network namespace? Every namespace has loopback addresses. */
-INLINE bool is_of_host(struct bpf_sock_addr *ctx, const struct target *t)
-{
-	if (settings.host_netns || !is_to_localhost(t))
-		return true;
-	return is_host_netns(ctx);
-}
 
 INLINE void write_target(struct bpf_sock_addr *ctx, const struct target *t, const __u32 *address, __be16 port,
 			 const bool v6)
@@ -214,10 +198,10 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	__u32 source[4] = {};
 	struct target target;
 
-	if (!is_ours(ctx))
+	if (!is_host_netns(ctx))
 		return PROCEED;
 	read_target(ctx, &target, v6);
-	if (!may_be_target(&target, protocol) || !is_of_host(ctx, &target))
+	if (!may_be_target(&target, protocol))
 		return proceed_untranslated(ctx, sk);
 	read_bound(sk, source, &target, v6);
 	forget_chosen(sk, source);
@@ -303,10 +287,10 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	struct socket_peer *peer;
 	struct target target;
 
-	if (!is_ours(ctx))
+	if (!is_host_netns(ctx))
 		return PROCEED;
 	read_target(ctx, &target, v6);
-	if (!may_be_target(&target, IPPROTO_UDP) || !is_of_host(ctx, &target))
+	if (!may_be_target(&target, IPPROTO_UDP))
 		return PROCEED;
 	read_source(ctx, source, v6);
 	read_bound(sk, bound, &target, v6);

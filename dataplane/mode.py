@@ -39,7 +39,7 @@ class Options(msgspec.Struct, frozen=True):
     uplink_interfaces: tuple[str, ...] = ()
     cgroup: str | None = None
     pin_root: str | None = None
-    socket_scope: str = "host"  # "host": the node's namespace alone, "all": pods too, "off"
+    socket_scope: str = "host"  # whose sockets choose a backend at connect(): the node's own ("host"), or none ("off")
     failover_failures: int = 3  # consecutive failed connections at which a backend is ejected, 0: never
     failover_percentage: int = (
         20  # of a backend's connections in an interval that fail, at which it is ejected, 0: never

@@ -170,6 +170,10 @@ _REST: Final = (
     "Least time from one sync to the next; kube-proxy's default of 1s stands for what a sync costs there, and counts "
     "as 0 here"
 )
+_NOT_IN_PODS: Final = (
+    "pods' sockets are not served, because that is slower than translating their packets, and the pod would count as "
+    "the node for session affinity and source ranges"
+)
 _BIT: Final = "The bit of the packet mark that requests masquerade"
 _ALL: Final = "Replace the source address of everything that is sent to a ClusterIP"
 
@@ -505,8 +509,8 @@ class Ebpf(_Part, frozen=True):
         "Interfaces to the outside, such as `eth0` (default: found)", PATTERNS, "uplink-interfaces"
     )] = _OPTIONS.uplink_interfaces
     socket_scope: Annotated[str, _ebpf(
-        "Whose sockets choose a backend at connect(): only those of the `host`, `all` (pods' sockets, too), or "
-        "none (`off`)", choice("host", "all", "off"), "socket-scope"
+        "Whose sockets choose a backend at connect(): those of the node itself (`host`), or none (`off`)",
+        choice("host", "off", why=_NOT_IN_PODS), "socket-scope"
     )] = _OPTIONS.socket_scope
     cgroup: Annotated[str, _ebpf(
         "The cgroup v2 folder of the node's own sockets (default: found)", FOLDER, "cgroup", RESTART

@@ -209,10 +209,12 @@ def integer(low: int = 0, high: int = INT32, metavar: str = "N") -> Form:
     return Form(int, metavar, parse, schema=bounds)
 
 
-def choice(*choices: str, metavar: str = "") -> Form:
+def choice(*choices: str, metavar: str = "", why: str = "") -> Form:
+    """One of these words; `why` is the reason that there are no others."""
+
     def parse(raw: str) -> str:
         if raw not in choices:
-            raise ValueError(f"is not one of {', '.join(choices)}")
+            raise ValueError(f"is not one of {', '.join(choices)}{': ' if why else ''}{why}")
         return raw
 
     return Form(str, metavar or "|".join(choices), parse, schema={"enum": list(choices)})

@@ -56,6 +56,7 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.programs import (
     missing_datapaths,
     put_datapaths,
     teach_namespace,
+    write_namespace,
 )
 from hybrid_proxy.dataplane.modes.ebpf.generations.resizer import MapResizer
 from hybrid_proxy.dataplane.modes.ebpf.hooks.links import Links, Sockets, detach_everything
@@ -332,9 +333,10 @@ class Ebpf:
     def _serve_sockets(self) -> None:
         """Attach to the node's cgroup."""
         assert self.programs is not None
+        host_netns = self.maps.maps["host_netns"]
+        known = write_namespace(host_netns)
         self.sockets.use(self.programs.connect, self.programs.sockops)
-        taught = self.sockets.cgroup is None or teach_namespace(self.maps.maps["host_netns"])
-        if not taught:
+        if not known and self.sockets.cgroup is not None and not teach_namespace(host_netns):
             log.warning("the node's own sockets are not served: the agent runs in none of the node's cgroups")
 
     def _take_larger_maps(self, names: AbstractSet[str]) -> None:

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 NICE = 5  # a quarter of a busy processor's time is left: an agent that serves waits for it
 SO_COOKIE = 57  # asm-generic/socket.h
-UNKNOWN_NETNS = (1 << 64) - 1  # as in bpf/connect.bpf.c
 DATAPATHS = {4: "datapath4", 6: "datapath6"}  # by family; in upper case, enum datapath of bpf/abi.h
 CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 SET_RETVAL = 187  # BPF_FUNC_set_retval (Linux 5.18)
@@ -67,7 +66,6 @@ class Loader:
         options, maps = self._options, {**self._maps.maps, **(larger or {})}
         return layout.pack(
             "settings",
-            host_netns=(netns_cookie() or UNKNOWN_NETNS) if options.socket_scope == "host" else 0,
             hz=self._hz,
             reject_burst=options.reject_rate,
             fast_path=layout.abi_constants()[f"FAST_PATH_{options.fast_path.upper()}"],
@@ -211,15 +209,20 @@ def _place(family: int) -> bytes:
     return layout.abi_constants()[DATAPATHS[family].upper()].to_bytes(4, sys.byteorder)
 
 
-def teach_namespace(host_netns: Map) -> bool:
-    """Let the attached socket programs know this namespace; whether they do.
+def write_namespace(host_netns: Map) -> bool:
+    """Write this namespace's cookie where the socket programs read whose sockets they serve.
 
-    Where its cookie cannot be read, they see a socket of it connect.
+    Returns False where user space cannot read the cookie (before Linux 5.14): see `teach_namespace`.
     """
-    kind = layout.dtype_of("host_netns")
-    if cookie := netns_cookie():
+    cookie = netns_cookie()
+    if cookie:
         host_netns.update(bytes(4), layout.pack("host_netns", netns=cookie))
-        return True
+    return cookie is not None
+
+
+def teach_namespace(host_netns: Map) -> bool:
+    """Show the attached socket programs a socket of this namespace; returns whether they know the namespace now."""
+    kind = layout.dtype_of("host_netns")
 
     def known() -> int:
         return int(np.frombuffer(host_netns.lookup(bytes(4)) or bytes(kind.itemsize), kind)["netns"][0])
