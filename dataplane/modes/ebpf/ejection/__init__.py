@@ -1,1 +1,1 @@
-"""Backends that fail: found, ejected, probed."""
+"""This room finds backends that fail, ejects them and probes them."""

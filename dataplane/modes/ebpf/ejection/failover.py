@@ -1,4 +1,4 @@
-"""Failing backends are ejected for a while: counts of failures go to the detector, ejections go to the maps."""
+"""Ejects failing backends for a while: passes counts of failures to the detector, and its ejections to the maps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIDY_SECONDS: Final = 60.0
 
 
 class Failover:
-    """Evaluates the backends once a second, and remembers which are ejected, or start slowly. One thread calls it."""
+    """Evaluates the backends once a second, and knows which are ejected or in slow start. Not thread-safe."""
 
     def __init__(self, options: Options) -> None:
         self._detector: OutlierDetector[Subject] = OutlierDetector(options.failover_failures)
@@ -44,18 +44,18 @@ class Failover:
         self._prober.stop()
 
     def forget(self) -> None:
-        """The store starts over, and will report every service that there is."""
+        """Forget all backends: the store starts over, and will report every service."""
         self._probed.clear()
         self._prober.watch(())
 
     def follow(self, store: Store, before: ServiceTable, after: ServiceTable, names: Collection[str]) -> None:
-        """The table is about to be programmed: which of its backends start slowly."""
+        """Begin slow starts for new backends of a table that is about to be programmed."""
         now = time.monotonic()
         self.slow_start.follow(now, before, after, names)
         store.plan.parts = self.slow_start.parts(now)
 
     def services_changed(self, store: Store) -> None:
-        """Probe the backends that services have now whose probes may have changed."""
+        """Probe the present backends of services whose probes may have changed."""
         names, changed = store.plan.probes_changed, False
         for name in names:
             before = self._probed.pop(name, {})
@@ -74,14 +74,14 @@ class Failover:
             self._prober.watch({target for targets in self._probed.values() for target in targets.values()})
 
     def _probe_failures(self) -> dict[Subject, str]:
-        """Why probes fail, of every backend whose probes do."""
+        """Returns, for each backend whose probes fail, why they fail."""
         if not self._probed or not (down := self._prober.down()):
             return {}
         probed = (pair for targets in self._probed.values() for pair in targets.items())
         return {subject: down[target] for subject, target in probed if target in down}
 
     def look(self, store: Store) -> list[Event]:
-        """Evaluate what was counted since the last time, write what follows, and return the events."""
+        """Evaluate what was counted since the last call, write the changes, and return the events."""
         self._tidy(store)
         failures = store.failures() if self._detector.limit else {}
         probe_failures, now = self._probe_failures(), time.monotonic()
@@ -100,7 +100,7 @@ class Failover:
         return self._events(store, known)
 
     def _failing_shares(self, store: Store, now: float) -> dict[Subject, str]:
-        """Which backends fail too large a share of their connections, and why that is so."""
+        """Returns the backends that fail too large a share of their connections, each with a reason."""
         counted = sum(store.maps.counted(name) for name in ("COUNT_BACKEND_REFUSED", "COUNT_BACKEND_UNANSWERED"))
         if not store.traffic.counting or (counted == self._counted and not self._shares.open):
             return {}
@@ -111,19 +111,19 @@ class Failover:
         return self._shares.look(now, store.connections(ports, failed))
 
     def _let_start(self, store: Store, now: float) -> None:
-        """Write ejections, and the parts of their weights that backends have which start slowly."""
+        """Write ejections, and the scaled weights of backends in slow start."""
         ejections, parts = self._detector.ejections, self.slow_start.parts(now)
         if ejections or parts or store.plan.adjusted:
             store.adjust(ejections, parts)
 
     def _tidy(self, store: Store) -> None:
-        """Once a minute, forget the failures of backends that are gone."""
+        """Forget the failures of removed backends, once a minute."""
         if time.monotonic() - self._tidied > TIDY_SECONDS:
             self._tidied = time.monotonic()
             forget_former(store.maps.maps)
 
     def _note_how(self, store: Store, known: _Numbers) -> None:
-        """Whether the last connection to a backend was refused or not answered."""
+        """Note whether the last connection to a backend was refused or unanswered."""
         ejections = self._detector.ejections
         self._failed_how = {subject: how for subject, how in self._failed_how.items() if subject in ejections}
         if ejections.keys() <= self._failed_how.keys():
@@ -134,7 +134,7 @@ class Failover:
             self._failed_how[subject] = "" if history is None else f", the last one was {history.last_kind}"
 
     def _events(self, store: Store, known: _Numbers) -> list[Event]:
-        """What changed in the maps: where too many backends fail, an ejection has no effect."""
+        """Returns an event for each ejection that changed the maps; with too many failing, none has an effect."""
         now = {subject for subject in self._detector.ejections if store.is_ejected(known.of(subject))}
         ejected = [_ejected(subject, self._duration(subject)) for subject in now - self._ejected]
         readmitted = [_readmitted(subject) for subject in self._ejected - now if subject in known]
@@ -146,7 +146,7 @@ class Failover:
         return [*ejected, *readmitted]
 
     def _duration(self, subject: Subject) -> str:
-        """For how long it is ejected, and why."""
+        """Returns for how long and why a backend is ejected, as text."""
         ejection = self._detector.ejections[subject]
         if ejection.until is None:
             return f"until its probe succeeds: {ejection.reason}"
@@ -157,11 +157,11 @@ class Failover:
         return ejection.reason + ("" if ejection.until is None else self._failed_how.get(subject, ""))
 
     def probes(self) -> HealthProbes:
-        """For a status."""
+        """Returns the state of probes, for `status`."""
         return self._prober.status()
 
     def rows(self) -> list[Ejection]:
-        """For a status: every backend that keeps failing, whether it is ejected, and why."""
+        """Returns every backend that keeps failing, ejected or not, with the reason, for `status`."""
         rows = []
         for (key, (address, port)), ejection in self._detector.ejections.items():
             subject = (key, (address, port))
@@ -181,14 +181,14 @@ class Failover:
 
 
 class _Numbers:
-    """Ids of backends by name, looked up once for each service port; a container of those that exist."""
+    """Ids of backends by name, looked up once for each service port; contains the backends that exist."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._ports: dict[EntryKey, dict[Socket, int]] = {}
 
     def of(self, subject: Subject) -> int:
-        """The backend's id; 0 if there is no such backend."""
+        """Returns the backend's id; 0 if there is no such backend."""
         key, socket = subject
         if key not in self._ports:
             self._ports[key] = self._store.numbers(key)

@@ -1,4 +1,4 @@
-"""How connections to backends failed, as the programs remember it in map `failures`, beside the other pins."""
+"""Reads how connections to backends failed from the map `failures`, which the programs write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid_proxy.dataplane.reports import FailureHistory
 
 
 def histories(maps: Mapping[str, Map]) -> dict[int, FailureHistory]:
-    """By the ids of backends. A process of another version may have left a map that is laid out otherwise: nothing."""
+    """Returns the failures by backend id; empty if the map has the layout of another version."""
     ids, rows = _read(maps)
     known = _still_theirs(maps, ids, rows)
     boot = time.time() - time.monotonic()
@@ -29,7 +29,7 @@ def histories(maps: Mapping[str, Map]) -> dict[int, FailureHistory]:
 
 
 def failed_connections(maps: Mapping[str, Map]) -> dict[int, int]:
-    """How many connections failed, by the ids of backends; a count may begin anew."""
+    """Returns the number of failed connections by backend id; a count may restart at 0."""
     ids, rows = _read(maps)
     known = _still_theirs(maps, ids, rows)
     counts = rows["refused"][known].astype(np.int64) + rows["unanswered"][known]
@@ -37,7 +37,7 @@ def failed_connections(maps: Mapping[str, Map]) -> dict[int, int]:
 
 
 def forget_former(maps: Mapping[str, Map]) -> None:
-    """Remove what is known of backends that are gone."""
+    """Delete the rows of removed backends."""
     ids, rows = _read(maps)
     former = ids[~_still_theirs(maps, ids, rows)]
     if len(former):
@@ -52,7 +52,7 @@ def _read(maps: Mapping[str, Map]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _still_theirs(maps: Mapping[str, Map], ids: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which rows are of the backends that have these ids now."""
+    """Returns which rows belong to the backends that have these ids now."""
     table = maps["backends"].view(layout.dtype_of("backend"))
     inside = ids < len(table)
     now = table[np.where(inside, ids, 0)]

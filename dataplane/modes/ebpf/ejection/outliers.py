@@ -1,4 +1,4 @@
-"""PURE. Outlier detection: backends whose connections, or health probes, keep failing are ejected for a while.
+"""PURE. Detects outliers: backends whose connections or health probes keep failing are ejected for a while.
 
 The programs count consecutive failed connections of each backend: a SYN that was repeated without an answer, or one
 that was refused. At `limit` of them the backend is ejected for ten seconds, the next time for twenty, doubled up to
@@ -35,7 +35,7 @@ Group = TypeVar("Group", bound=Hashable)
 
 @dataclass(slots=True)
 class _Record:
-    """What is remembered of a backend."""
+    """The failures and ejections of one backend."""
 
     period: float = 0.0  # length of its last ejection in seconds
     until: float = 0.0  # 0: not ejected for what the programs counted
@@ -53,13 +53,13 @@ class _Record:
 
 @dataclass(slots=True)
 class _Interval(Generic[Subject]):
-    """The counts of a service port's backends when it began."""
+    """An interval of measuring, with the counts of a service port's backends at its beginning."""
 
     began: float
     first: dict[Subject, Counts]
 
     def since(self, subject: Subject, total: Counts) -> Counts:
-        """What was counted in it. Totals that are less than before were begun anew."""
+        """Returns what was counted within the interval. A total below the first one has restarted at 0."""
         first = self.first.setdefault(subject, total)
         if total.begun < first.begun or total.failed < first.failed:
             first = self.first[subject] = total
@@ -67,7 +67,7 @@ class _Interval(Generic[Subject]):
 
 
 class FailureShares(Generic[Group, Subject]):
-    """Which backends fail too large a share of their connections.
+    """Finds backends that fail too large a share of their connections.
 
     An interval begins for the backends of a service port when one of them fails, and ends after `INTERVAL`, or after
     `LONGEST_INTERVAL` where one that fails has had fewer than `volume` connections by then.
@@ -87,7 +87,7 @@ class FailureShares(Generic[Group, Subject]):
         return self._intervals.keys()
 
     def look(self, now: float, totals: Mapping[Group, Mapping[Subject, Counts]]) -> dict[Subject, str]:
-        """The outliers, and why they are.
+        """Returns the outliers, each with the reason.
 
         Args:
             now: the time in seconds, never less than the last time.
@@ -124,7 +124,7 @@ class FailureShares(Generic[Group, Subject]):
 
 
 class Changes(NamedTuple, Generic[Subject]):
-    """What one evaluation changed."""
+    """The backends that one evaluation ejected and readmitted."""
 
     ejected: list[Subject]
     readmitted: list[Subject]  # the caller sets their count of failures to `OutlierDetector.readmission_failures`
@@ -147,12 +147,12 @@ class OutlierDetector(Generic[Subject]):
 
     @property
     def has_records(self) -> bool:
-        """Whether an evaluation may change something although no failure was counted."""
+        """True if an evaluation may change something although no failure was counted."""
         return bool(self._records)
 
     @property
     def readmission_failures(self) -> int:
-        """The count that a readmitted backend starts with: one less than ejects it again."""
+        """The count with which a readmitted backend starts: the next failure ejects it again."""
         return max(0, self.limit - 1)
 
     def evaluate(
@@ -200,5 +200,5 @@ class OutlierDetector(Generic[Subject]):
 
     @staticmethod
     def _is_over(record: _Record, now: float, count: int) -> bool:
-        """Whether nothing needs to be remembered of it."""
+        """True if nothing of the backend needs to be remembered."""
         return record.ejection is None and count == 0 and now - record.readmitted >= record.period

@@ -1,7 +1,7 @@
-"""Active probes: one thread that asks backends from this node, again and again, and remembers who does not answer.
+"""Probes backends from this node, again and again, in one thread, and knows which do not answer.
 
-A probe is a TCP connection, or an HTTP request whose status is from 200 to 399, as for kubelet. So many failures one
-after the other make a backend down, one success makes it well. Probes are spread over the interval; no more than
+A probe is a TCP connection, or an HTTP request whose status is from 200 to 399, as for kubelet. A number of
+consecutive failures make a backend down, one success makes it healthy. Probes are spread over the interval; at most
 `AT_ONCE` are under way, and where that does not suffice they come later than the interval says.
 """
 
@@ -31,7 +31,7 @@ IMPATIENT: Final = struct.pack("ii", 1, 0)  # SO_LINGER: the connection is reset
 
 
 class Target(NamedTuple):
-    """What is probed; `path` None: a connection is enough."""
+    """A backend to probe; `path` None: a connection is enough."""
 
     address: str
     port: int
@@ -54,7 +54,7 @@ class Prober:
         self.lag = 0.0  # seconds that the last probe came too late
 
     def watch(self, targets: Collection[Target]) -> None:
-        """From now on probe these, and no others."""
+        """Probe exactly these targets from now on."""
         with self._lock:
             self.misses = {target: self.misses.get(target, 0) for target in targets}
             self._why = {target: why for target, why in self._why.items() if target in self.misses}
@@ -64,7 +64,7 @@ class Prober:
         self._wake()
 
     def down(self) -> dict[Target, str]:
-        """Every target that failed so often, and what was wrong the last time."""
+        """Returns every target that is down, with its last failure."""
         with self._lock:
             return dict(self._why)
 
@@ -79,7 +79,7 @@ class Prober:
             self._thread.join(timeout=5)
 
     def note(self, target: Target, problem: str) -> None:
-        """A probe ended: "" for success."""
+        """Note the end of a probe: "" for success."""
         with self._lock:
             if target not in self.misses:
                 return
@@ -173,7 +173,7 @@ async def _ask(target: Target, where: str) -> str:
 
 
 def _judge(line: bytes, path: str) -> str:
-    """Of a status line, `HTTP/1.1 200 OK`."""
+    """Judges a status line, `HTTP/1.1 200 OK`."""
     fields = line.split(maxsplit=2)
     if len(fields) < 2 or not fields[0].startswith(b"HTTP/") or not fields[1].isdigit():
         return f"the answer to GET {path} is not HTTP"

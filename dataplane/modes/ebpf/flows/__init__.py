@@ -1,1 +1,1 @@
-"""Flows in the maps: idle ones, those of other proxies, those whose endpoint is gone."""
+"""This room reads flows from the maps: it removes idle ones, keeps foreign ones, resets those without endpoint."""

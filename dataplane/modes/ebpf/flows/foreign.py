@@ -1,9 +1,9 @@
-"""Datagrams and associations that conntrack translates: another mode or proxy began them, and they stay with it.
+"""Leaves flows to the mode or proxy that began them: what conntrack translates is entered in our tables as foreign.
 
-A segment in the midst of a TCP connection shows that its flow is somebody else's; a datagram does not, and neither does
-a SYN that comes again. So these flows, and half-open connections, have entries in the tables of flows, as long as
-conntrack has theirs. So have the answers to what conntrack masquerades: it and we give away ports of the node, and a
-port that both gave away for one backend would have answers go to the wrong client.
+A segment in the middle of a TCP connection shows that its flow is foreign; a datagram or a repeated SYN does not. So
+foreign UDP and SCTP flows and half-open connections have entries in the tables of flows for as long as conntrack has
+theirs. So have the answers to connections that conntrack masquerades: both it and our programs assign ports of the
+node, and if both assigned one port for one backend, answers would reach the wrong client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ANSWERS_SECONDS = 60.0  # after which all connections are read again, to forget 
 
 
 def take_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> frozenset[str]:
-    """Those of these services that get datagrams or associations at an address that had none."""
+    """Returns the services that newly receive UDP or SCTP at some address."""
     return frozenset(
         name
         for name in names
@@ -40,7 +40,7 @@ def take_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -
 
 
 class Lazily(Mapping[Key, None]):
-    """Frontends that are listed when somebody asks for one: often conntrack has nothing, and services are many."""
+    """Frontends that are listed at the first question: often conntrack has no flows, and services are many."""
 
     def __init__(self, make: Callable[[], Mapping[Key, None]]) -> None:
         self._make = make
@@ -63,7 +63,7 @@ class Lazily(Mapping[Key, None]):
 
 
 class OthersFlows:
-    """Which flows are left to others.
+    """Keeps the entries of foreign flows in our tables in step with conntrack.
 
     Args:
         flows: the tables of flows, by family.
@@ -80,17 +80,17 @@ class OthersFlows:
         self.known = frozenset[FlowKey]().union(*(_left_to_others(known, family) for family, known in flows.items()))
 
     def use(self, flows: Mapping[int, Map], leave: int) -> None:
-        """Larger tables, with the same content, and their program. Nobody may be in `look`."""
+        """Use these tables, which have the same content, and their program. `look` must not be running."""
         self._flows, self._leave = flows, leave
 
     def expect(self, *tables: ServiceTable) -> None:
-        """From now on flows to the services of these tables are left to others. One table: nothing else is expected."""
+        """Find foreign flows to the services of these tables from now on; with one table, no service is moving."""
         with self._lock:
             self._tables = tables
             self._expected += len(tables) > 1
 
     def come(self, names: Collection[str]) -> None:
-        """Leave the datagrams of these services of the last table, which get here in a moment; `look` does the rest.
+        """Enter the foreign datagram flows of these services, which are served here next; `look` does the rest.
 
         Raises: as `look`.
         """
@@ -100,9 +100,9 @@ class OthersFlows:
             self.known |= found
 
     def look(self, *, connections: bool = True) -> None:
-        """Read conntrack: leave what is new there, and forget what is gone. For any thread.
+        """Read conntrack: enter new foreign flows, delete ended ones. Any thread may call it.
 
-        A dump takes tens of milliseconds where conntrack has many buckets, and nobody waits for it.
+        A dump takes tens of milliseconds if conntrack has many buckets; no change waits for it.
 
         `connections`: some may be half-open that are not known yet. Before Linux 5.17 all connections are read for it.
 
@@ -130,25 +130,25 @@ class OthersFlows:
                 flows.delete_batch(_rows(lost.intersection(_left_to_others(flows, family)), family))
 
     def _half_open(self, services: Mapping[Key, None]) -> frozenset[FlowKey]:
-        """None in a flood of SYNs, which shall not fill the tables: then a repeated one begins a flow of ours."""
+        """Returns half-open connections; none during a flood of SYNs, which must not fill the tables."""
         return self._bounded(half_open_keys(services))
 
     def _bounded(self, found: frozenset[FlowKey]) -> frozenset[FlowKey]:
-        """None if there are so many that they would fill the tables."""
+        """Returns the flows; none if there are so many that they would fill the tables."""
         room = min(flows.entries for flows in self._flows.values()) // 8
         return found if len(found) <= room else frozenset()
 
     def check_room(self) -> None:
-        """See whether every flow of others could be left to them.
+        """Check that the tables have room for every foreign flow.
 
         Raises:
-            Unsupported: there are more than the tables have room for, and some would get another backend.
+            Unsupported: they have not, and some flows would get another backend.
         """
         refuse_crowd(self.known - self._answers, {family: flows.entries for family, flows in self._flows.items()})
 
 
 def refuse_crowd(theirs: Iterable[FlowKey], room: Mapping[int, int]) -> None:
-    """See whether the table of flows of each family has `room` for the datagram flows of others.
+    """Check that the table of flows of each family has `room` for foreign datagram flows.
 
     Raises:
         Unsupported: it has not.
@@ -164,7 +164,7 @@ def refuse_crowd(theirs: Iterable[FlowKey], room: Mapping[int, int]) -> None:
 
 
 def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
-    """Those to services of the table that conntrack translates.
+    """Returns the datagram flows to services of the table that conntrack translates.
 
     Raises:
         DataplaneError, OSError: conntrack cannot be read.
@@ -181,7 +181,7 @@ def _datagram_flows(*tables: ServiceTable, names: Collection[str] | None = None)
 
 
 def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[FlowKey]:
-    """The same, and those of this node's own datagrams as a socket knows them that is bound to no address.
+    """Adds the keys that unbound sockets of this node have for the same flows.
 
     To an address on kube-proxy's device, the node sends from that very address.
     """
@@ -194,7 +194,7 @@ def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[Flo
 
 
 def _left_to_others(flows: Map, family: int) -> Iterator[FlowKey]:
-    """What a former process left to others."""
+    """Returns the foreign flows that are in the table."""
     keys, values = flow_arrays(flows, family)
     for row in keys[values["flags"] & layout.abi_constants()["FLOW_OTHERS"] != 0]:
         saddr, sport, daddr, dport = (row[name].tobytes() for name in ("saddr", "sport", "daddr", "dport"))

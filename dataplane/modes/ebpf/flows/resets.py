@@ -1,9 +1,9 @@
-"""Resets of TCP connections to endpoints that are gone, where a Service asks for them.
+"""Resets TCP connections to removed endpoints, if the Service asks for it.
 
 A flow's entry has what its client acknowledged last, which is the sequence number that the client expects of a reset.
 If data was under way, the client challenges the reset (RFC 5961), the programs note what it acknowledges with that, and
-the next round has the right number. At the end flows are forgotten, whether anybody was there or not. Connections of
-the node's own sockets are no flows: these sockets are aborted.
+the next round has the right number. At the end the flows are deleted, answered or not. Connections of the node's
+own sockets are no flows: these sockets are aborted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Forget = Callable[[int, NDArray[Any]], None]  # family, keys
 
 
 class Endpoint(NamedTuple):
-    """One that is gone: the number of the service port that it belonged to, its family, address and port."""
+    """A removed endpoint: the id of its service port, family, address and port."""
 
     service: int
     family: int
@@ -45,18 +45,18 @@ class Endpoint(NamedTuple):
 
     @property
     def words(self) -> NDArray[np.uint32]:
-        """The address as maps have it."""
+        """The address as the maps have it."""
         packed = socket.inet_pton(_AF[self.family], self.address)
         return np.frombuffer(packed.ljust(16, b"\0"), np.uint32)
 
     @property
     def wire_port(self) -> int:
-        """The port as maps have it."""
+        """The port as the maps have it."""
         return int(swap16([self.port])[0])
 
 
 def reset(maps: Mapping[str, Map], gone: Collection[Endpoint], read: Read, forget: Forget) -> int:
-    """Reset what is open to these endpoints; how many connections that were.
+    """Reset the open connections to these endpoints. Returns how many there were.
 
     Raises:
         DataplaneError, OSError: tables cannot be read, or nothing can be sent.
@@ -85,9 +85,9 @@ def reset(maps: Mapping[str, Map], gone: Collection[Endpoint], read: Read, forge
 
 
 def _open_to(keys: NDArray[Any], values: NDArray[Any], gone: Collection[Endpoint]) -> NDArray[np.bool_]:
-    """Which of these are the clients' direction of TCP connections to the endpoints.
+    """Returns which rows are the clients' direction of TCP connections to the endpoints.
 
-    With direct server return the entry has another number in place of the acknowledgement.
+    With direct server return an entry has another number in place of the acknowledgement, so it is left out.
     """
     names = abi_constants()
     not_these = names["FLOW_REPLY"] | names["FLOW_OTHERS"] | names["FLOW_DSR"]

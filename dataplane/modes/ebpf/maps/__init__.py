@@ -1,1 +1,1 @@
-"""The BPF maps: their layout, sizes, pins, and what is read from them."""
+"""This room has the BPF maps: their layout, sizes, pins, and readers of single maps."""

@@ -14,12 +14,12 @@ ETHERNET = bytes(12) + b"\x08\x00"
 
 
 def flow_arrays(known: Map, family: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Keys and values of a table of flows."""
+    """Returns keys and values of a table of flows."""
     return known.items(dtype_of(f"flow{family}_key"), dtype_of("flow"))
 
 
 def run_in_parts(program: int, family: int, keys: NDArray[Any], idle: NDArray[np.int64] | None = None) -> None:
-    """Run a program of `inspect` that takes keys of flows, for all of these; `idle` are jiffies, of the sweep."""
+    """Run a program of `inspect` that takes keys of flows on all of these; `idle` (jiffies) is for the sweep."""
     size = abi_constants()["SWEEP_KEYS"]
     for start in range(0, len(keys), size):
         part = slice(start, start + size)

@@ -1,4 +1,4 @@
-"""Rows of `bpf/abi.h` as numpy types, its enums as Python ints, and the hashes that both sides compute.
+"""Offers the rows of `bpf/abi.h` as numpy types, its enums as ints, and the hashes that C computes, too.
 
 The header is written once: the build preprocesses it and has cffi parse the result (`abi_build`), numpy types follow
 from cffi's offsets. A test compares them with the BTF of the compiled objects.
@@ -29,7 +29,7 @@ _ONE_WORD, _FOUR_WORDS = struct.Struct("=I"), struct.Struct("=4I")
 
 @lru_cache(maxsize=1)
 def abi_constants() -> dict[str, int]:
-    """Every enumerator of the header by name."""
+    """Returns every enumerator of the header by name."""
     names: dict[str, int] = {}
     for enum in (
         "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin", "link_kind",
@@ -44,7 +44,7 @@ STORED = ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flo
 
 
 def stored_numbers(header: Any = abi) -> dict[str, int]:
-    """Limits and flags of the header, by which what is stored in maps is read."""
+    """Returns the limits and flags of the header that are needed to read what is stored in maps."""
     names: dict[str, int] = {}
     for enum in STORED:
         names.update(header.typeof(f"enum {enum}").relements)
@@ -52,13 +52,13 @@ def stored_numbers(header: Any = abi) -> dict[str, int]:
 
 
 def stored_enums() -> dict[str, dict[str, int]]:
-    """The same by enum, and those by which the hooks of one version can call the datapath of another."""
+    """Returns the same by enum, with those by which the hooks of one version call the datapath of another."""
     return {enum: dict(abi.typeof(f"enum {enum}").relements) for enum in (*STORED, "hook", "datapath")}
 
 
 @lru_cache(maxsize=32)
 def dtype_of(struct: str) -> np.dtype[Any]:
-    """A numpy type with the struct's fields, offsets and size."""
+    """Returns a numpy type with the struct's fields, offsets and size."""
     kind = abi.typeof(f"struct {struct}")
     names, formats, offsets = [], [], []
     for name, field in kind.fields:
@@ -86,14 +86,14 @@ def pack(struct: str, **fields: Any) -> bytes:
 
 
 def address_bytes(address: str) -> bytes:
-    """16 bytes: the address in network order, IPv4 first and then zeros."""
+    """Returns 16 bytes: the address in network order, padded with zeros for IPv4."""
     if ":" in address:
         return socket.inet_pton(socket.AF_INET6, address)
     return socket.inet_aton(address) + bytes(12)
 
 
 def address_words(addresses: Iterable[str]) -> Words:
-    """Rows of four words, as the programs see them."""
+    """Returns rows of four words, as the programs see addresses."""
     addresses = list(addresses)
     if len(addresses) > _FEW:
         with contextlib.suppress(OSError):  # they are not all IPv4
@@ -104,7 +104,7 @@ def address_words(addresses: Iterable[str]) -> Words:
 
 
 def words_of(address: str) -> tuple[int, int, int, int]:
-    """One row of `address_words`, as ints."""
+    """Returns one row of `address_words` as ints."""
     if ":" in address:
         return _FOUR_WORDS.unpack(socket.inet_pton(socket.AF_INET6, address))
     return *_ONE_WORD.unpack(socket.inet_aton(address)), 0, 0, 0
@@ -115,7 +115,7 @@ def address_text(words: bytes, family: int) -> str:
 
 
 def swap16(ports: NDArray[Any] | list[int]) -> NDArray[np.uint16]:
-    """Ports between host and network order."""
+    """Converts ports between host and network order."""
     return np.asarray(ports, dtype=np.uint16).byteswap() if np.little_endian else np.asarray(ports, dtype=np.uint16)
 
 
@@ -123,7 +123,7 @@ def swap16(ports: NDArray[Any] | list[int]) -> NDArray[np.uint16]:
 
 
 def hash_addresses(words: Words, family: int) -> Words:
-    """Hash of each row's address."""
+    """Returns the hash of each row's address."""
     with np.errstate(over="ignore"):
         h = words[:, 0].copy()
         if family == 6:
@@ -138,24 +138,24 @@ def _port_word(ports: NDArray[np.uint16], protocols: NDArray[Any]) -> Words:
 
 
 def prefilter_bits(hashes: Words) -> Words:
-    """The bit of each hash in a prefilter."""
+    """Returns the bit of each hash in a prefilter."""
     return hashes >> np.uint32(32 - abi_constants()["PREFILTER_BITS"])
 
 
 def service_bits(words: Words, family: int) -> Words:
-    """Bits of `service_addresses`."""
+    """Returns bits of `service_addresses`."""
     return prefilter_bits(hash_addresses(words, family))
 
 
 def backend_bits(words: Words, ports: NDArray[np.uint16], protocols: NDArray[Any], family: int) -> Words:
-    """Bits of `backend_sockets`; ports in network order."""
+    """Returns bits of `backend_sockets`; ports are in network order."""
     with np.errstate(over="ignore"):
         mixed = (hash_addresses(words, family) ^ _port_word(ports, protocols)) * np.uint32(0x165667B1)
     return prefilter_bits(mixed)
 
 
 def backend_bit(words: Sequence[int], port: int, protocol: int, family: int) -> int:
-    """One of `backend_bits`, of four words and a port in network order."""
+    """Returns one bit of `backend_bits`, for four words and a port in network order."""
     h = words[0]
     if family == 6:
         h = (h * 0x85EBCA77 + words[1]) & _WORD
@@ -166,7 +166,7 @@ def backend_bit(words: Sequence[int], port: int, protocol: int, family: int) -> 
 
 
 def flow_tags(keys: NDArray[Any], family: int) -> Words:
-    """Tags of keys of a table of flows."""
+    """Returns the tags of keys of a table of flows."""
     with np.errstate(over="ignore"):
         source, destination = (
             hash_addresses(keys[name] if family == 6 else keys[name][:, np.newaxis], family)
@@ -179,7 +179,7 @@ def flow_tags(keys: NDArray[Any], family: int) -> Words:
 
 
 def frontend_dtype(family: int) -> np.dtype[Any]:
-    """Key type of the family's frontends."""
+    """Returns the key type of the family's frontends."""
     return dtype_of(f"frontend{family}_key")
 
 
@@ -187,7 +187,7 @@ def frontend_values(
     words: Words, ports: NDArray[np.uint16], protocols: NDArray[Any], services: NDArray[Any], flags: NDArray[Any],
     family: int,
 ) -> NDArray[np.uint64]:  # fmt: skip
-    """Values of frontends: service | flags << 32 | tag << 40."""
+    """Returns values of frontends: service | flags << 32 | tag << 40."""
     with np.errstate(over="ignore"):
         mixed = (hash_addresses(words, family) + _port_word(ports, protocols)) * np.uint32(0xC2B2AE35)
     tags = (mixed >> np.uint32(8)).astype(np.uint64)
@@ -200,7 +200,7 @@ Word = TypeVar("Word", int, NDArray[Any])
 
 
 def range_word(offset: Word, count: Word, epoch: Word) -> Word:
-    """The word by which a service publishes the slots of a backend set; numbers, or arrays of them."""
+    """Returns the word by which a service publishes the slots of a backend set; takes numbers or arrays."""
     limits = abi_constants()
     bits, counts = limits["RANGE_OFFSET_BITS"], limits["RANGE_COUNT_BITS"]
     word: Word = offset | count << bits | (epoch & (1 << limits["RANGE_EPOCH_BITS"]) - 1) << bits + counts
@@ -208,14 +208,14 @@ def range_word(offset: Word, count: Word, epoch: Word) -> Word:
 
 
 def split_range_word(word: int) -> tuple[int, int, int]:
-    """Offset, count and epoch of a `range_word`."""
+    """Returns offset, count and epoch of a `range_word`."""
     limits = abi_constants()
     bits, counts = limits["RANGE_OFFSET_BITS"], limits["RANGE_COUNT_BITS"]
     return word & ((1 << bits) - 1), word >> bits & ((1 << counts) - 1), word >> (bits + counts)
 
 
 def is_over(flags: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether both ends of a connection have said so, or one has reset it."""
+    """Returns which connections are over: both ends have closed, or one has reset it."""
     names = abi_constants()
     both = names["FLOW_FIN_ACKED"] | names["FLOW_PEER_FIN"]
     over: NDArray[np.bool_] = (flags & both == both) | (flags & names["FLOW_RESET"] != 0)

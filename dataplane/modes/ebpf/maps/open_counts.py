@@ -1,6 +1,6 @@
-"""Counts of open flows, for algorithms that follow them: compared with the flows themselves, and corrected.
+"""Corrects the counts of open flows by a reading of the flows, for algorithms that use the counts.
 
-Programs count on and off (`bpf/open_flows.h`), without an agent, too. What they cannot see is here: flows of a service
+Programs count up and down (`bpf/open_flows.h`), without an agent, too. They cannot see: flows of a service
 that asks for the count only now, of programs of another version, flows that user space hands over or moves into larger
 tables, and what was counted while the counts were copied into a larger map.
 """
@@ -20,7 +20,7 @@ Numbers = NDArray[np.int64]
 
 
 class Recount:
-    """One reading of all flows: made before, told of each table, finished afterwards."""
+    """One reading of all flows: made before the reading, given each table, finished afterwards."""
 
     def __init__(self, maps: Mapping[str, Map]) -> None:
         backends = maps["backends"].glimpse(dtype_of("backend"))
@@ -30,13 +30,13 @@ class Recount:
         self._seen: Numbers = np.zeros(len(backends), dtype=np.int64)
 
     def add(self, flows: NDArray[Any]) -> None:
-        """Take in the values of one table that nothing is evicted from."""
+        """Count the flows of one table that evicts nothing."""
         replies = flows["flags"] & (abi_constants()["FLOW_REPLY"] | abi_constants()["FLOW_OTHERS"])
         backends = flows["backend"][replies == abi_constants()["FLOW_REPLY"]]
         self._seen += np.bincount(backends[backends < len(self._seen)], minlength=len(self._seen))
 
     def finish(self) -> int:
-        """Write what the counts lack; of how many backends they were wrong."""
+        """Write the corrections. Returns how many backends had wrong counts."""
         after, ids = self._rows[self._ids], self._ids
         wanted = corrections(self._before, after, self._seen[ids])
         wrong = wanted != _signed(after["correction"])
@@ -45,7 +45,7 @@ class Recount:
 
 
 def corrections(before: NDArray[Any], after: NDArray[Any], seen: Numbers) -> Numbers:
-    """PURE. The correction that each row should have, if the flows were read between two readings of it.
+    """PURE. Returns the correction that each row should have, if the flows were read between two readings of it.
 
     A flow that began or ended meanwhile may have been seen or not. As long as that explains the difference, the
     correction stays what it is: so where flows come and go all the time, nothing is made worse, and where none does,
@@ -57,7 +57,7 @@ def corrections(before: NDArray[Any], after: NDArray[Any], seen: Numbers) -> Num
 
 
 def _since(now: NDArray[Any], then: NDArray[Any]) -> Numbers:
-    """The difference of two counters that may have begun anew at 0."""
+    """Returns the difference of two counters that may have restarted at 0."""
     return _signed(now - then)
 
 

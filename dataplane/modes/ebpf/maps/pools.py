@@ -1,6 +1,6 @@
-"""PURE. Ids of services and backends, and ranges of the slots array; freed once nobody uses them.
+"""PURE. Allocates ids of services and backends, and ranges of the slots array, and frees them once they are unused.
 
-An id that a program may still be looking at must not mean something else yet. So what is released waits for a grace
+An id that a running program may have read must not get another meaning yet. So what is released waits for a grace
 period (every program that ran at the time has ended), and ids of backends and services also until no flow names them.
 """
 
@@ -19,7 +19,7 @@ SETTINGS = {
 
 
 class FullError(Exception):
-    """A map has nothing left, and `name` says which."""
+    """The map `name` is full."""
 
     def __init__(self, name: str, limit: int) -> None:
         setting = f" ({SETTINGS[name]})" if name in SETTINGS else ""
@@ -28,7 +28,7 @@ class FullError(Exception):
 
 
 class IdPool:
-    """Small numbers from 1 to `limit` - 1; 0 means none."""
+    """Allocates small numbers from 1 to `limit` - 1; 0 means none."""
 
     def __init__(self, limit: int, name: str, used: Iterable[int] = ()) -> None:
         self.limit = limit
@@ -40,7 +40,7 @@ class IdPool:
 
     @property
     def end(self) -> int:
-        """Beyond every number that was ever in use."""
+        """The first number above every number that was ever in use."""
         return self._next
 
     @property
@@ -52,7 +52,7 @@ class IdPool:
         return self.limit - 1 - self.left
 
     def take(self, count: int) -> list[int]:
-        """`count` numbers, or none at all.
+        """Allocate `count` numbers, or none at all.
 
         Raises:
             FullError: fewer are left.
@@ -71,12 +71,12 @@ class IdPool:
 
 
 def size_class(count: int) -> int:
-    """Slots that a ring of `count` occupies: the next power of two, at least 4."""
+    """Returns the slots that a ring of `count` occupies: the next power of two, at least 4."""
     return 0 if count == 0 else max(4, 1 << (count - 1).bit_length())
 
 
 class SlotAllocator:
-    """Ranges of the slots array in powers of two."""
+    """Allocates ranges of the slots array in powers of two."""
 
     def __init__(self, limit: int, name: str, used: Iterable[tuple[int, int]] = ()) -> None:
         self.limit = limit
@@ -96,7 +96,7 @@ class SlotAllocator:
             start += size
 
     def take(self, count: int) -> tuple[int, int]:
-        """Offset and size of a range for `count` slots; (0, 0) for none.
+        """Returns offset and size of a range for `count` slots; (0, 0) for none.
 
         Raises:
             FullError: no range is long enough.
@@ -129,7 +129,7 @@ class SlotAllocator:
         return sorted(s for s, free in self._free.items() if s >= size and free)
 
     def _merge(self) -> None:
-        """Join adjacent ranges that are free; rare, only when nothing else is long enough."""
+        """Join adjacent free ranges; only when no range is long enough, which is rare."""
         pieces = sorted((offset, size) for size, free in self._free.items() for offset in free)
         pieces.append((self._next, self.limit - self._next))
         self._next = self.limit
@@ -150,7 +150,7 @@ class SlotAllocator:
 
 @dataclass(slots=True)
 class Freed:
-    """What nothing uses any more. Frontends are named by the caller's own keys."""
+    """The ids, slots and frontends that are free now. Frontends are named by the caller's own keys."""
 
     services: list[int] = field(default_factory=list)
     backends: list[int] = field(default_factory=list)
@@ -158,10 +158,10 @@ class Freed:
 
 
 class DeferredFree:
-    """What was taken out of use, and is not free yet. Stamps are numbers of grace periods, counted by the caller.
+    """Holds what is out of use but not free yet. Stamps are numbers of grace periods, counted by the caller.
 
-    Flows go on when their service is gone, or has no frontends any more, so their packets must still be looked at: the
-    frontends of such a service are free when its id is. Other frontends only wait for the grace period.
+    Flows go on when their service is removed or loses its frontends, so the prefilter must still pass their packets
+    on: the frontends of such a service are free when its id is. Other frontends only wait for the grace period.
     """
 
     def __init__(self, services: IdPool, backends: IdPool, slots: SlotAllocator) -> None:
@@ -177,14 +177,14 @@ class DeferredFree:
 
     @property
     def has_slots(self) -> bool:
-        """Whether slots wait for a grace period."""
+        """True if slots wait for a grace period."""
         return any(ranges for _, _, _, ranges, _ in self._waiting)
 
     def put(
         self, stamp: int, services: Sequence[int], backends: Sequence[int], ranges: Sequence[tuple[int, int]],
         frontends: Iterable[tuple[Any, int]] = (), bare: Iterable[int] = (),
     ) -> None:  # fmt: skip
-        """Free these once grace period `stamp` is over; of frontends with the service that had each.
+        """Free these once grace period `stamp` is over; each frontend comes with the service that had it.
 
         `bare` are services that stay, without frontends.
         """
@@ -198,7 +198,7 @@ class DeferredFree:
             self._waiting.append((stamp, services, backends, ranges, others))
 
     def graced(self, stamp: int) -> Freed:
-        """Grace period `stamp` is over: slots and frontends are free. The ids that are returned wait for the flows."""
+        """Free slots and frontends: grace period `stamp` is over. The returned ids wait for their flows."""
         freed = Freed()
         while self._waiting and self._waiting[0][0] <= stamp:
             _, services, backends, ranges, frontends = self._waiting.popleft()
@@ -213,14 +213,14 @@ class DeferredFree:
 
     @property
     def candidates(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Service and backend ids that wait only for flows: look for them in the next scan."""
+        """The service and backend ids that wait only for flows: the next scan looks for them."""
         return frozenset(self._unnamed_services), frozenset(self._unnamed_backends)
 
     def scanned(
         self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
         named_backends: Collection[int],
     ) -> Freed:  # fmt: skip
-        """A scan looked for these ids and found some of them named by flows: the others are free, and returned."""
+        """Free the ids that a scan looked for and found in no flow. Returns them."""
         free_services = self._unnamed_services & set(services) - set(named_services)
         free_backends = self._unnamed_backends & set(backends) - set(named_backends)
         self._unnamed_services -= free_services

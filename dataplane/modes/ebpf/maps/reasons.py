@@ -1,4 +1,4 @@
-"""PURE. What each counter of the programs means. docs/counters.md says what to do about them."""
+"""PURE. Says what each counter of the programs means. docs/counters.md says what to do about them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FAILURES: Final = frozenset({"backend_refused", "backend_unanswered"})
 
 
 def kind_of(reason: str) -> Literal["drop", "refuse", "fail", "note"]:
-    """`drop`, `refuse`, `fail` where a backend did not serve, or `note` for what happened to a packet that went on."""
+    """Returns `drop`, `refuse`, `fail` if a backend did not serve, or `note` for a packet that went on."""
     if reason.startswith("drop_"):
         return "drop"
     if reason in FAILURES:

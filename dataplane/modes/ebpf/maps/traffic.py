@@ -1,8 +1,8 @@
-"""Flows, packets and bytes of backends and services: read as arrays, moved on when a backend's number is given back.
+"""Reads flows, packets and bytes of backends and services, and moves a backend's figures on when its id is freed.
 
-Programs count by backend alone, each CPU in rows of its own (`bpf/traffic.h`). A service's figures are those of its
-backends, and of the backends that it had: what these came to is kept in map `traffic_gone`, which only user space
-writes. Both maps are pinned, so figures outlive the agent.
+Programs count by backend alone, each CPU in rows of its own (`bpf/traffic.h`). A service's figures are the sum over
+its backends, present and former: the sum of the former ones is in map `traffic_gone`, which only user space writes.
+Both maps are pinned, so figures outlive the agent.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FIELDS = TrafficCounts.__struct_fields__  # the order of bpf/traffic.h
 
 
 def possible_cpus() -> int:
-    """How many CPUs the kernel may ever have, which is how many per-CPU values it keeps."""
+    """Returns how many CPUs the kernel may ever have, which is how many per-CPU values it keeps."""
     last = Path("/sys/devices/system/cpu/possible").read_text().strip().split(",")[-1]
     return int(last.split("-")[-1]) + 1
 
 
 def traffic_sizes(services: int, backends: int, cpus: int) -> dict[str, int]:
-    """Entries of the maps, and of that of open flows; `cpus` 0: no traffic is counted, and they are as small as can be.
+    """Returns the sizes of the maps of traffic and open flows; `cpus` 0: traffic is not counted, sizes are minimal.
 
     The traffic of backends with numbers for which there is no room is not counted.
     """
@@ -46,12 +46,12 @@ def traffic_sizes(services: int, backends: int, cpus: int) -> dict[str, int]:
 
 
 class Traffic:
-    """The two maps.
+    """The two maps of traffic.
 
     Args:
         counted: maps the rows that programs write; done anew for each reading, because the pages of what stays mapped
             count as the agent's memory, 20 MB of them.
-        gone: what services' former backends came to.
+        gone: the sums of each service's former backends.
         cpus: as in the programs' settings; 0: nothing is counted, and all figures are 0.
     """
 
@@ -66,12 +66,12 @@ class Traffic:
 
     @property
     def rows(self) -> NDArray[np.uint64]:
-        """Group of backends, CPU, place in the group, field."""
+        """Returns rows by group of backends, CPU, place in the group, field."""
         words: NDArray[np.uint64] = self._counted().view(np.uint64)
         return words.reshape(-1, self._cpus, self._group, len(FIELDS))
 
     def of_backends(self, ids: NDArray[np.int64]) -> Figures:
-        """What these backends came to, over all CPUs."""
+        """Returns the figures of these backends, over all CPUs."""
         if not self.counting:
             return np.zeros((len(ids), len(FIELDS)), dtype=np.uint64)
         figures: Figures = np.zeros((len(ids), len(FIELDS)), dtype=np.uint64)
@@ -81,7 +81,7 @@ class Traffic:
         return figures
 
     def of_services(self, owners: NDArray[Any]) -> Figures:
-        """What every service came to; `owners` is the service of each backend, 0 for none."""
+        """Returns the figures of every service; `owners` is the service of each backend, 0 for none."""
         figures: Figures = self.gone.copy()
         rows = self.rows if self.counting else self.rows[:0]
         for first in range(0, len(rows), _GROUPS):
@@ -91,7 +91,7 @@ class Traffic:
         return figures
 
     def give_back(self, services: Collection[int], backends: NDArray[np.int64], owners: NDArray[Any]) -> None:
-        """These numbers mean nothing from now on: their figures go, those of backends to their `owners`."""
+        """Clear the figures of these freed ids; those of backends are added to their `owners`."""
         if not self.counting:
             return
         if len(backends):
@@ -100,7 +100,7 @@ class Traffic:
         self.gone[list(services)] = 0
 
     def only(self, services: Iterable[int], backends: Iterable[int]) -> None:
-        """Nothing but these numbers means something: forget what is left of others."""
+        """Clear the figures of all other ids than these."""
         if not self.counting:
             return
         unused = np.ones(len(self.gone), dtype=bool)
@@ -120,14 +120,14 @@ class Traffic:
 
 
 def _add(figures: Figures, backends: Figures, owners: NDArray[Any]) -> None:
-    """To each owner's figures those of its backends; an owner of 0, or none, is nobody."""
+    """Adds the figures of backends to those of their owners; 0 is no owner."""
     busy = np.flatnonzero(backends[: len(owners)].any(axis=1))
     busy = busy[owners[busy] != 0]
     np.add.at(figures, owners[busy], backends[busy])
 
 
 def traffic_of(maps: Mapping[str, Map]) -> Traffic | None:
-    """The figures in pinned maps, for looking; None where nothing is counted."""
+    """Returns the figures in pinned maps, to read only; None if traffic is not counted."""
     kind = dtype_of("traffic")
     known = maps.get("traffic")
     if known is None or known.entries <= abi_constants()["TRAFFIC_GROUP"] or known.value_size != kind.itemsize:
@@ -136,5 +136,5 @@ def traffic_of(maps: Mapping[str, Map]) -> Traffic | None:
 
 
 def counts_of(figures: NDArray[np.uint64]) -> TrafficCounts:
-    """One row of figures."""
+    """Returns one row of figures as a value."""
     return TrafficCounts(*figures.tolist())

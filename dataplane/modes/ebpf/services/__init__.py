@@ -1,1 +1,1 @@
-"""The service table as rows of maps."""
+"""This room turns the service table into rows of maps: lower, plan, write."""

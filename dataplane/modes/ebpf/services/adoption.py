@@ -1,4 +1,4 @@
-"""What a former process left in the maps: claimed by the first sync, port by port; what nobody claims goes."""
+"""Adopts the previous agent's maps: the first sync claims their ids per service port; unclaimed rows are deleted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybrid_proxy.dataplane.table import Backend, Entry
 
 
 class Former:
-    """Reads the maps once."""
+    """The rows that the previous agent left in the maps, read once."""
 
     def __init__(self, maps: MapSet, writer: MapWriter) -> None:
         self._maps, self._writer = maps, writer
@@ -39,13 +39,13 @@ class Former:
         self._claimed: set[int] = set()
 
     def in_use(self) -> InUse:
-        """Ids and slots that the maps name: not free until claimed or given up."""
+        """Returns the ids and slots that the maps name. They are not free until they are claimed or released."""
         services = sorted({value & 0xFFFFFFFF for value in self._values.values()} | set(self._members) - {0})
         ranges = {piece for service in services for piece in self._ranges(service) if piece[1]}
         return InUse([service for service in services if service], self._backends.tolist(), sorted(ranges))
 
     def _ranges(self, service: int) -> list[tuple[int, int]]:
-        """Slot ranges of the service; the second has no size when it shares the first."""
+        """Returns the slot ranges of the service; the second has size 0 when it shares the first."""
         pieces: list[tuple[int, int]] = []
         for word in self._writer.rows.services[service]["sets"].tolist():
             offset, count, _ = layout.split_range_word(word)
@@ -58,7 +58,7 @@ class Former:
         return frontend_rows([key], key[0])[0].tobytes()
 
     def claim(self, entry: Entry, rows: Rows) -> Installed | None:
-        """What the maps have for this service port. Its settings are unknown, and its backends have no weights."""
+        """Returns the rows of this service port. Its settings are unknown, and its backends have no weights."""
         for key, _, _ in rows.settings.frontends:
             service = self._values.get(self._key(key), 0) & 0xFFFFFFFF
             if service and service not in self._claimed:
@@ -88,7 +88,7 @@ class Former:
         return Installed(entry, former, service, array("I", ids.tolist()), tuple(rings), ranges, epoch)
 
     def remove_leftovers(self, plan: Plan, node_ports_at: Collection[Key]) -> None:
-        """What nobody claimed goes: frontends first, then, after a grace period, what they led to."""
+        """Delete unclaimed rows: frontends first, then, after a grace period, the services and backends behind them."""
         addresses = [(family, address, 0, 0) for family, address in plan.addresses]
         wanted = {self._key(key) for key in (*plan.owners, *addresses, *node_ports_at)}
         for family, size in self._sizes.items():
@@ -110,9 +110,9 @@ class Former:
         plan.release(services, gone, sorted(unclaimed), frontends)
 
     def _frontends_of_flows(self, services: Collection[int]) -> list[tuple[Key, int]]:
-        """Where open flows to these services go, which are gone or moved to another proxy, each with its service.
+        """Returns the frontends of open flows to these services, which were removed or moved to another proxy.
 
-        The prefilter has to go on looking at them. A node port is known by the address at which a flow found it.
+        The prefilter must keep passing their packets to the datapath. A node port has the address that the flow used.
         """
         names, found = layout.abi_constants(), set[tuple[Key, int]]()
         for family in (4, 6):

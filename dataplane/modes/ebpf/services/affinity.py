@@ -1,4 +1,4 @@
-"""Where session affinity sends clients: rows of the map `affinity`, as values that all modes know."""
+"""Reads and writes rows of the map `affinity` (which backend a client keeps) as values that all modes know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybrid_proxy.dataplane.table import Entry, EntryKey, Remembered, ServiceTab
 
 
 def remembered(maps: Mapping[str, Map], table: ServiceTable, now: int, hz: int) -> list[Remembered]:
-    """Clients whose time is not over; `now` in jiffies, `hz` of them in a second."""
+    """Returns the clients whose affinity has not timed out; `now` in jiffies, `hz` of them in a second."""
     ports = {number: entry for entry in table.entries() if entry.affinity_seconds and (number := _id(maps, entry))}
     keys, values = maps["affinity"].items(layout.dtype_of("affinity_key"), np.dtype(np.uint64))
     rows = maps["backends"].view(layout.dtype_of("backend"))
@@ -31,7 +31,7 @@ def remembered(maps: Mapping[str, Map], table: ServiceTable, now: int, hz: int) 
 
 
 def _id(maps: Mapping[str, Map], entry: Entry) -> int:
-    """The number of the service port in the maps, 0: they do not have it."""
+    """Returns the id of the service port in the maps; 0 if they do not have it."""
     for frontend in entry.frontends:
         key = (entry.family, frontend.address or ANY[entry.family], frontend.port, int(entry.protocol))
         value = maps[f"frontends{entry.family}"].lookup(frontend_rows([key], entry.family)[0].tobytes())
@@ -43,7 +43,7 @@ def _id(maps: Mapping[str, Map], entry: Entry) -> int:
 def remember(
     known: Map, clients: Collection[Remembered], ids: Mapping[EntryKey, tuple[int, Mapping[Socket, int]]], now: int
 ) -> None:
-    """Write rows for those whom the map does not have; `ids` are those of the service ports and of their backends."""
+    """Write rows for clients that the map does not have; `ids` has the ids of service ports and of their backends."""
     dtype = layout.dtype_of("affinity_key")
     have = {row.tobytes() for row in known.items(dtype, np.dtype(np.uint64))[0]}
     rows: dict[bytes, int] = {}

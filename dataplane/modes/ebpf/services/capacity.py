@@ -1,4 +1,4 @@
-"""What a table needs of the maps that the options allow, before there are any: for a switch that is only tried."""
+"""Checks if maps of the configured sizes could hold a service table, before any map exists (`switch --dry-run`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hybrid_proxy.dataplane.table import Entry, ServiceTable
 
 
 def refuse_unfit(entries: Iterable[Entry], upper: sizes.Sizes) -> None:
-    """PURE. See whether these service ports fit into maps that may become so large. Slots do not count: they are cut.
+    """PURE. Check that these service ports fit into maps of these sizes. Slots do not count: rings are cut.
 
     Raises:
-        Unsupported: some do not.
+        Unsupported: some ports do not fit.
     """
     need = sizes.needs(entries)
     for name in ("services", "backends"):
@@ -30,7 +30,7 @@ def refuse_unfit(entries: Iterable[Entry], upper: sizes.Sizes) -> None:
 
 
 def check_room(options: Options, table: ServiceTable) -> None:
-    """See whether the mode could serve all of the table, and leave open datagram flows to others.
+    """Check that the mode could serve the whole table, and leave open datagram flows to the proxy that has them.
 
     Raises:
         Unsupported: it could not.

@@ -1,4 +1,4 @@
-"""PURE. Which backends of a set are ejected, and why."""
+"""PURE. Decides which backends of a set are ejected, and says why."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Subject = TypeVar("Subject", bound=Hashable)
 
 
 class Ejection(NamedTuple):
-    """Why a backend is to be ejected, since when and until when, in the caller's seconds.
+    """Says why a backend is ejected, since when and until when, in the caller's seconds.
 
-    `until` is None where a probe decides: until it succeeds.
+    `until` is None where a probe decides: the ejection ends when the probe succeeds.
     """
 
     until: float | None
@@ -20,14 +20,14 @@ class Ejection(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Connections of a backend since it exists: those that began, and those of them that failed."""
+    """The connections of a backend since it was added: how many began, and how many of these failed."""
 
     begun: int = 0
     failed: int = 0
 
 
 def ejected(backends: Sequence[Subject], ejections: Mapping[Subject, Ejection]) -> frozenset[Subject]:
-    """The backends of a set that get no new connections: the first to be ejected, at most half of the set."""
+    """Returns the backends that get no new connections: those ejected first, at most half of the set."""
     members = set(backends)
     candidates = sorted((s for s in members if s in ejections), key=lambda s: (ejections[s].since, backends.index(s)))
     return frozenset(candidates[: len(members) // 2])

@@ -1,4 +1,4 @@
-"""PURE. One service port of the table to rows: frontends, members with their flags, and backend sets."""
+"""PURE. Translates one service port of the table to rows: frontends, members with their flags, and backend sets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_EJECTIONS: Mapping[Socket, Ejection] = {}
 
 
 class Settings(msgspec.Struct, frozen=True, gc=False):
-    """What a service port has besides backends.
+    """The settings of a service port: all that it has besides backends.
 
     The address of a node port's frontend is `ANY`. `flags` are those of the service's row. `source_ranges` are the
     CIDRs of the clients that the frontends with FRONTEND_SOURCE_RANGES allow.
@@ -50,10 +50,10 @@ class Settings(msgspec.Struct, frozen=True, gc=False):
 
 
 class Rows(msgspec.Struct, frozen=True, gc=False):
-    """What the maps hold for one service port. It is kept for as long as they do, so it is small.
+    """The rows of one service port. They are kept for as long as the port is in the maps, so they are small.
 
-    `members` are all backends that have a row, with a byte of `flags` each. `sets` are the backend sets as indexes into
-    `members`, of which `balancing.ring_of` makes rings.
+    `members` are all backends that have a row, with a byte of `flags` each. `sets` are the backend sets, as indexes
+    into `members`; `balancing.ring_of` makes rings from them.
     """
 
     settings: Settings
@@ -63,10 +63,10 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
 
 
 def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> Rows:
-    """Translate. All that is decided here is which failing backends each backend set can do without.
+    """Translate a service port. The only decision made here is which failing backends each backend set leaves out.
 
     Raises:
-        ValueError: there are more backend sets than a row has room for.
+        ValueError: there are more backend sets than fit into a row.
     """
     sets = entry.backend_sets
     if len(sets) > BACKEND_SETS:
@@ -92,7 +92,7 @@ def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> 
 def _members(
     entry: Entry, ejections: Mapping[Socket, Ejection], serving: int
 ) -> tuple[tuple[Backend, ...], bytes, tuple[Sequence[int], ...]]:
-    """Members, their flags, and for each backend set the indexes of its members; `serving` are flags of all."""
+    """Returns members, their flags, and for each backend set the indexes of its members; `serving` are flags of all."""
     members: dict[Backend, int] = {b: serving | BACKEND_LOCAL * b.local for b in entry.serving}
     kept: list[list[Backend]] = []
     for bit, backend_set in enumerate(entry.backend_sets):
@@ -112,12 +112,12 @@ def _members(
 
 @lru_cache(maxsize=256)
 def _all_of(count: int) -> tuple[Sequence[int], ...]:
-    """The only backend set of a service port with so many members, shared by all such service ports."""
+    """Returns the only backend set of a service port with so many members; all such service ports share it."""
     return (range(count),)
 
 
 def _flags_of(algorithm: Algorithm) -> tuple[Algorithm, int, int]:
-    """With an algorithm the flags of every backend and of the service."""
+    """Returns each algorithm with the flags of every backend and of the service."""
     serving = BACKEND_SERVING | BACKEND_COUNTED if algorithm.spread is Spread.FEWEST else BACKEND_SERVING
     return algorithm, serving, SERVICE_SPREAD[algorithm.spread]
 

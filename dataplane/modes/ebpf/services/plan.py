@@ -1,8 +1,8 @@
-"""PURE. What must be written so that the maps hold what the table says: rows and pools in, a `Batch` out.
+"""PURE. Plans what to write so that the maps hold what the table says: rows and pools in, a `Batch` out.
 
-A service port is lowered once. Then ids and slots are taken, so that a full map leaves nothing half planned, and last
-the rows that differ are listed. What is in a batch counts as installed from then on. So the caller writes every batch,
-in the order in which they were planned, and calls `commit` when one is written: only then can anything be reused.
+A service port is lowered once. Then its ids and slots are allocated, so that a full map leaves nothing half planned,
+and then the rows that differ are listed. What is in a batch counts as installed from then on. So the caller writes
+every batch, in the order of planning, and calls `commit` after each: only then can ids and slots be reused.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ Subject = tuple[EntryKey, Socket]  # a backend of a service port
 
 
 class Installed(msgspec.Struct, frozen=True, gc=False):
-    """A service port as it stands in the maps.
+    """A service port as the maps have it.
 
     `ids` are those of `rows.members`, in that order. `rings` has the backend ids in the slots of each backend set, and
-    `ranges` offset and size of these slots; size 0: the ring is the beginning of the first one, and shares its slots.
+    `ranges` the offset and size of these slots; size 0: the ring is a prefix of the first one, and shares its slots.
     """
 
     entry: Entry
@@ -63,7 +63,7 @@ class Installed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Members(NamedTuple):
-    """Rows of backends of one service port; `kind` is family | protocol << 8."""
+    """New rows for backends of one service port; `kind` is family | protocol << 8."""
 
     service: int
     kind: int
@@ -74,7 +74,7 @@ class Members(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """Everything that one change writes."""
+    """Everything that one change writes to the maps."""
 
     members: list[Members] = field(default_factory=list)
     flags: list[tuple[int, int]] = field(default_factory=list)  # of backends that change nothing else: id, flags
@@ -95,7 +95,7 @@ class Batch:
 
 
 class InUse(NamedTuple):
-    """Ids and slot ranges that the maps of a former process name: not free until claimed or given up."""
+    """The ids and slot ranges that the previous agent's maps name. They are not free until claimed or released."""
 
     services: Iterable[int] = ()
     backends: Iterable[int] = ()
@@ -107,14 +107,14 @@ _ADDRESS = (0, FRONTEND_ADDRESS)  # an entry of no service, for an address
 
 
 class Plan:
-    """The service ports in the maps, the ids and slots that they use, and how all this changes.
+    """Knows the service ports in the maps and the ids and slots that they use, and plans changes of them.
 
     Args:
         sizes: entries of each map by name.
-        used: what must not be handed out, because a former process did.
-        adopt: finds what a former process installed for a service port; None: there is none.
+        used: ids and slots that the previous agent handed out.
+        adopt: finds what the previous agent installed for a service port; None: there was no agent.
         max_ring: slots that an algorithm may fill for one backend set.
-        max_slots: to which the map of slots may grow: as long as it is smaller, no ring is cut.
+        max_slots: the bound of the map of slots: as long as the map is smaller, no ring is cut.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Plan:
         self.installed: dict[str, tuple[Installed, ...]] = {}
         self.by_id: dict[int, Installed] = {}
         self.unprogrammed: dict[EntryKey, Unprogrammed] = {}
-        self.unfit: dict[str, set[EntryKey]] = {}  # by service: what is in `unprogrammed`
+        self.unfit: dict[str, set[EntryKey]] = {}  # by service, the ports in `unprogrammed`
         self.full: set[str] = set()  # maps that may grow for which something did not fit since this was emptied
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
         self.counts_flows: set[int] = set()  # ids of the services whose open flows are counted by backend
@@ -149,14 +149,14 @@ class Plan:
         self._slowed: set[EntryKey] = set()  # installed with parts of weights
 
     def grown(self, sizes: Mapping[str, int]) -> None:
-        """The maps have other sizes now."""
+        """Plan for maps of other sizes from now on."""
         self.sizes = sizes
         self.service_ids.limit, self.backend_ids.limit, self.slots.limit = (
             sizes[name] for name in ("services", "backends", "slots")
         )
 
     def used(self) -> dict[str, int]:
-        """Entries in use, or waiting to be freed, of the maps that follow the table."""
+        """Returns, by map, the entries in use or waiting to be freed."""
         return {
             "services": self.service_ids.used, "backends": self.backend_ids.used, "slots": self.slots.in_use,
             "frontends4": self._frontend_count[4], "frontends6": self._frontend_count[6],
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def adjusted(self) -> bool:
-        """Whether there are ejections, or backends with a part of their weight."""
+        """True if there are ejections, or backends with a part of their weight."""
         return bool(self.ejections or self._slowed)
 
     def find(self, key: EntryKey) -> Installed | None:
@@ -173,7 +173,7 @@ class Plan:
     # Changes
 
     def change(self, batch: Batch, name: str, entries: Sequence[Entry]) -> tuple[int, int]:
-        """Make the ports of one service these; how many change and how many go.
+        """Replace the ports of one service. Returns how many change and how many are removed.
 
         Raises:
             ValueError: an entry cannot be lowered. Nothing was planned.
@@ -215,7 +215,7 @@ class Plan:
         return changed, len(gone)
 
     def _begin(self, batch: Batch, name: str, entry: Entry) -> int:
-        """`change` of a service of which there is nothing yet, and that has one port: nearly all at a start."""
+        """Add a service with one port that is not in the maps: the short way for nearly all at a start."""
         key = entry.key
         rows = self._lower(entry)
         try:
@@ -226,9 +226,9 @@ class Plan:
         return 1
 
     def adjust(self, batch: Batch, ejections: Mapping[Subject, Ejection], parts: Mapping[EntryKey, Parts]) -> None:
-        """Take these backends, and no others, out of the backend sets that can do without them.
+        """Eject these backends, and readmit all others, as far as each backend set can do without them.
 
-        And let these, and no others, have these parts of their weights.
+        Scale the weights of the backends in slow start; reset all others.
         """
         wanted: dict[EntryKey, dict[Socket, Ejection]] = {}
         for (key, socket), ejection in ejections.items():
@@ -255,12 +255,12 @@ class Plan:
         self, services: list[int], backends: list[int], ranges: list[tuple[int, int]],
         frontends: Iterable[tuple[Key, int]] = (),
     ) -> None:  # fmt: skip
-        """Free these once no program can use them: what a former process installed, and nobody claimed."""
+        """Free what the previous agent installed and nobody claimed, once no program can use it."""
         self.stamp += 1
         self.deferred.put(self.stamp, services, backends, ranges, frontends)
 
     def commit(self, batch: Batch) -> None:
-        """The batch is written. What it took out of use is freed once no program can use it."""
+        """Note that the batch is written. What it removed is freed once no program can use it."""
         self._source_range_count.subtract(batch.gone_source_ranges)
         if batch.gone_backends or batch.gone_services or batch.gone_ranges or batch.gone_frontends:
             self.stamp += 1
@@ -273,7 +273,7 @@ class Plan:
     # One service port
 
     def _port(self, batch: Batch, key: EntryKey, entry: Entry, rows: Rows, old: Installed | None) -> Installed:
-        """Take every id and slot first, so that a full map leaves nothing half planned; then list the rows.
+        """Allocate every id and slot first, so that a full map leaves nothing half planned; then list the rows.
 
         Raises:
             FullError: a map has no room. Nothing was planned.
@@ -302,7 +302,7 @@ class Plan:
         return port
 
     def _begun(self, key: EntryKey, entry: Entry, rows: Rows) -> Installed:
-        """One of which nothing is there yet."""
+        """Plan a service port that is not in the maps yet."""
         services = self.service_ids.take(1)
         new: Sequence[int] = ()
         try:
@@ -316,7 +316,7 @@ class Plan:
         return self._installed(key, Installed(entry, rows, services[0], ids, rings, ranges, 1))
 
     def _continued(self, key: EntryKey, entry: Entry, rows: Rows, before: Installed, kept: _Kept) -> Installed:
-        """One that keeps its number, and the numbers of backends that it had before."""
+        """Plan a service port that keeps its id, and the ids of the backends that it had before."""
         new = self.backend_ids.take(kept.places.count(None))
         numbers = iter(new)
         ids = array("I", [next(numbers) if row is None else row[0] for row in kept.places])
@@ -329,13 +329,13 @@ class Plan:
         return self._installed(key, Installed(entry, rows, before.service, ids, rings, ranges, epoch))
 
     def _installed(self, key: EntryKey, port: Installed) -> Installed:
-        """The same, with what is known of its backends."""
+        """Plan a service port that is in the maps, with what is known of its backends."""
         parts, ejections = self.parts.get(key, NO_PARTS), self.ejections.get(key, NO_EJECTIONS)
         (self._slowed.add if parts else self._slowed.discard)(key)
         return msgspec.structs.replace(port, ejections=ejections, parts=parts) if parts or ejections else port
 
     def _count_flows(self, batch: Batch, port: Installed, old: Installed | None) -> None:
-        """Have the open flows of this service port counted, if its algorithm asks for that, and give it the weights."""
+        """Count the open flows of this service port, if its algorithm asks for that, and write its weights."""
         counted = port.rows.settings.algorithm.spread is Spread.FEWEST
         if not counted:
             self.counts_flows.discard(port.service)
@@ -351,7 +351,7 @@ class Plan:
         ]  # fmt: skip
 
     def _check_room(self, entry: Entry, rows: Rows, old: Installed | None) -> None:
-        """Frontends and source ranges are added before former ones go: there must be room for both."""
+        """Check that old and new frontends and source ranges fit together: new ones are added before old ones go."""
         settings, former, family = rows.settings, None if old is None else old.rows.settings, entry.family
         if former is None or settings.frontends != former.frontends:
             # Each frontend may need an entry for its address, too.
@@ -366,13 +366,13 @@ class Plan:
     def _take_slots(
         self, key: EntryKey, rows: Rows, ids: array[int], before: Installed | None
     ) -> tuple[tuple[array[int], ...], tuple[tuple[int, int], ...]]:
-        """Rings of backend ids, and slots for them: those that there are, where the rings are the same.
+        """Returns rings of backend ids, and slots for them: the present slots, where the rings are the same.
 
-        Where slots do not suffice, and cannot be more (`max_slots`), for what the algorithm would like, the ring is a
-        smaller one, in the end that of a slot for each backend. It is tried anew when the service port changes.
+        If there are too few slots for the ring that the algorithm asks for, and `max_slots` is reached, the ring is
+        cut, at last to one slot for each backend. The full ring is tried again when the service port changes.
 
         Raises:
-            FullError: not even that is left.
+            FullError: there is no room for that either.
         """
         self.cut.pop(key, None)
         if before is None and len(ids) == 1 and len(rows.sets) == 1 and len(rows.sets[0]) == 1:
@@ -404,14 +404,14 @@ class Plan:
         return tuple([ids if ring == ids else ring for ring in rings]), ranges
 
     def _check_reserve(self, rings: Sequence[Sequence[int]], sets: Sequence[Sequence[int]]) -> None:
-        """A quarter of all slots is reserved for rings that have one for each backend and no more."""
+        """Keep a quarter of all slots for rings that have one slot for each backend."""
         slots = sum(size_class(len(ring)) for ring in rings)
         needed = sum(size_class(len(backends)) for backends in sets)
         if slots > needed and self.slots.in_use + slots > self.slots.limit * 3 // 4:
             raise FullError(self.slots.name, self.slots.limit)
 
     def _allocate(self, rings: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-        """Slots for the rings; a ring that is the beginning of the first one shares its slots."""
+        """Allocate slots for the rings; a ring that is a prefix of the first one shares its slots."""
         ranges: list[tuple[int, int]] = []
         try:
             for position, ring in enumerate(rings):
@@ -424,7 +424,7 @@ class Plan:
         return tuple(ranges)
 
     def _list_settings(self, batch: Batch, port: Installed, old: Installed | None) -> None:
-        """What differs besides backends: flags, affinity, source ranges, frontends."""
+        """Plan what differs besides backends: flags, affinity, source ranges, frontends."""
         service, family, settings = port.service, port.entry.family, port.rows.settings
         former = None if old is None else old.rows.settings
         if former is None or (settings.flags, settings.affinity_seconds) != (former.flags, former.affinity_seconds):
@@ -439,7 +439,7 @@ class Plan:
     def _change_frontends(
         self, batch: Batch, service: int, old: Sequence[FrontendRow], new: Sequence[FrontendRow]
     ) -> None:
-        """Another service may have taken a former frontend by now, or may give it up later in the same batch."""
+        """Plan frontends. Another service may have taken a removed one, or may lose it later in the batch."""
         before = {key: (flags, closed) for key, flags, closed in old}
         for key, flags, closed in new:
             flags_before, was_closed = before.pop(key, (None, False))
@@ -460,7 +460,7 @@ class Plan:
                 batch.gone_frontends.append((key, service))
 
     def _count_address(self, batch: Batch, key: Key, service: int, step: int) -> None:
-        """Keep the address entry, by which unknown ports are rejected, as long as a port is served there."""
+        """Keep the address entry, which rejects unknown ports, as long as a port is served at the address."""
         place = family, address = key[:2]
         before = self.addresses.get(place, 0)
         self.addresses[place] = before + step
@@ -502,7 +502,7 @@ class Plan:
 
 
 class _Kept(NamedTuple):
-    """What a service port keeps: an id with its flags for each of its members, None for a new one; and ids that go."""
+    """What a service port keeps: id and flags for each member (None: a new one), and the ids that are released."""
 
     places: Sequence[tuple[int, int] | None] = ()
     gone: Sequence[int] = ()
@@ -516,7 +516,7 @@ def _kept(before: Installed, rows: Rows) -> _Kept:
 
 
 def _list_rings(batch: Batch, port: Installed) -> None:
-    """Slots, and the words by which the service publishes them; those of backend sets that it has not are 0."""
+    """Plan slots, and the words by which the service publishes them; the words of missing backend sets are 0."""
     service = port.service
     for number, (ring, (offset, size)) in enumerate(zip(port.rings, port.ranges, strict=True)):
         if size:
@@ -526,7 +526,7 @@ def _list_rings(batch: Batch, port: Installed) -> None:
 
 
 def _list_members(batch: Batch, port: Installed, kept: _Kept) -> None:
-    """Rows that are new, flags that are others, and ids that are gone."""
+    """Plan new rows, changed flags, and released ids."""
     entry, rows = port.entry, port.rows
     new = [place for place, row in enumerate(kept.places) if row is None]
     if new:

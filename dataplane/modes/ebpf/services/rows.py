@@ -1,7 +1,7 @@
-"""Rows of the mapped arrays: backends, slots, and the 64 bit words by which services publish slot ranges.
+"""Writes rows of the mapped arrays: backends, slots, and the 64 bit words by which services publish slot ranges.
 
 An ordinary change has a dozen rows, a start a hundred thousand. So each method has two ways to do the same: word by
-word, and from VECTORIZE_FROM rows on by numpy, a call of which costs as much as some rows do here.
+word, and from VECTORIZE_FROM rows on by numpy, whose calls cost as much as several rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _U64 = np.uint64
 
 
 class RowWriter:
-    """Writes rows of three mapped arrays. What it reads and writes are the kernel's own words.
+    """Writes rows of three mapped arrays; it reads and writes the kernel's memory.
 
-    `published` is what was published last; None: what the services say.
+    `published` has the words published last; None: as they stand in the map.
 
     Attributes:
         vectorize_from: rows from which on numpy writes them.
@@ -55,7 +55,7 @@ class RowWriter:
         assert places["address"] == layout.dtype_of("service").fields["sets"][1] == 0  # type: ignore[index]
 
     def write_backends(self, groups: Sequence[Members]) -> None:
-        """Write whole rows, but for their counts of failures."""
+        """Write whole rows, except their counts of failures."""
         if sum(len(group.ids) for group in groups) < self.vectorize_from:
             words, halves = self._words, self._halves
             for service, kind, ids, backends, flags in groups:
@@ -87,7 +87,7 @@ class RowWriter:
         self.backends["flags"][ids] = values
 
     def backend_bits(self, ids: Sequence[int]) -> list[int]:
-        """Bits of `backend_sockets` for these rows: one each, and another where replies may come in fragments."""
+        """Returns the bits of `backend_sockets` for these rows: one, or two where replies may be fragments."""
         if len(ids) < self.vectorize_from:
             found, words = [], self._words
             for number in ids:
@@ -111,7 +111,7 @@ class RowWriter:
         return bits
 
     def write_rings(self, rings: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Fill slots: an offset, the service, and backends whose rows are written. Both words name the service."""
+        """Fill slots from an offset with the service and backends, whose rows are written."""
         count = sum(len(ring) for _, _, ring in rings)
         if count < self.vectorize_from:
             slots, words, halves, step, port = self._slot_words, self._words, self._halves, self._step, self._port
@@ -134,9 +134,9 @@ class RowWriter:
         self.slots["backend"][places] = ids | services << _U64(32)
 
     def publish(self, words: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Let programs use these slots: service, number of the backend set, offset, count, epoch.
+        """Publish slots: service, number of the backend set, offset, count, epoch.
 
-        Each set changes by one store, which releases what was written before it: its slots and their backends.
+        Each set changes by one store with release semantics: programs that see it also see its slots and backends.
         """
         if len(words) < self.vectorize_from:
             for service, number, offset, count, epoch in words:
@@ -152,7 +152,7 @@ class RowWriter:
         lib.store_release_many(self._service_words, *buffers, len(words))
 
     def repair(self) -> int:
-        """Publish again what is not as it was published; how many words that were."""
+        """Publish again the words that another program changed. Returns how many."""
         wrong = np.argwhere(self.services["sets"] != self.published).tolist()
         for service, number in wrong:
             word = int(self.published[service, number])
@@ -160,9 +160,9 @@ class RowWriter:
         return len(wrong)
 
     def clear_services(self, ids: Sequence[int]) -> None:
-        """No program looks at these services' slots any more."""
+        """Clear the words of these services: no program reads their slots any more."""
         self.services["sets"][ids] = self.published[ids] = 0
 
     def clear_backends(self, ids: Sequence[int]) -> None:
-        """These ids are nobody's now."""
+        """Clear the rows of these backends, whose ids are free now."""
         self.backends["service"][ids] = self.backends["failures"][ids] = 0

@@ -1,6 +1,6 @@
-"""The owner of the maps that follow the table: plans what changes, writes it, and frees what is out of use.
+"""Owns the maps of the service table: plans what changes, writes it, and frees what is out of use.
 
-The first change after a start is compared with what the maps already hold, so that a restart adopts.
+The first change after a start is compared with what the maps hold, so that a restart adopts them.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ BEGUN = FIELDS.index("flows")  # in the figures of traffic
 
 
 class ForeignEntries(DataplaneError):
-    """The maps hold more than this process knows of."""
+    """The maps hold entries that this process did not write."""
 
 
 class Store:
-    """Plan and writer of one set of maps. Not for several threads at once.
+    """The plan and the writer of one set of maps. Not thread-safe.
 
     Args:
         maps: the open set.
         hz: jiffies per second, for affinity times.
-        adopt: the maps hold what a former owner wrote: the first `apply` takes it over. None: when they were pinned.
+        adopt: the maps hold what the previous agent wrote, and the first `apply` adopts it. None: if they were pinned.
         max_ring: slots that an algorithm may fill for one backend set.
-        max_slots: to which the map of slots may grow: as long as it is smaller, no ring is cut.
+        max_slots: the bound of the map of slots: as long as the map is smaller, no ring is cut.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class Store:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing waits to be freed."""
+        """True if nothing waits to be freed."""
         return not len(self.plan.deferred) and not self._exact_after
 
     def grown(self) -> None:
-        """The maps have been replaced by larger ones with the same content: from now on those are written."""
+        """Write to the maps' replacements, which are larger and have the same content, from now on."""
         self.writer.grown()
         self.plan.grown(self._sizes())
         self.traffic = self.maps.traffic()
 
     def emptied(self) -> list[int]:
-        """Families whose frontends others removed from the maps, as one of them shows."""
+        """Returns the families whose frontends another program removed, judged by one frontend each."""
         if self._late or self._unwritten:
             return []
         count = len(self.plan.owners)
@@ -105,12 +105,12 @@ class Store:
     # Changes
 
     def apply(self, services: Mapping[str, Sequence[Entry]]) -> tuple[int, int]:
-        """Make these services what is given (an empty tuple removes one); returns ports changed and removed.
+        """Replace these services (an empty tuple removes one). Returns the numbers of ports changed and removed.
 
         Raises:
             DataplaneError, OSError, ValueError: not everything is written. What is planned stays planned: the next call
                 begins with writing the rest of it. It must be given these services again.
-            ForeignEntries: a map is full of what is not ours. A store that adopts gets rid of it.
+            ForeignEntries: a map is full of foreign entries. A store that adopts removes them.
         """
         changed = removed = 0
         names = list(services)
@@ -134,9 +134,9 @@ class Store:
         return changed, removed
 
     def adjust(self, ejections: Mapping[Subject, Ejection], parts: Mapping[EntryKey, Parts]) -> None:
-        """Eject these backends, and no others, where a backend set can do without them.
+        """Eject these backends, and readmit all others, as far as each backend set can do without them.
 
-        And let these, and no others, have these parts of their weights.
+        Scale the weights of the backends in slow start; reset all others.
         """
         batch = Batch()
         self.plan.adjust(batch, ejections, parts)
@@ -144,7 +144,7 @@ class Store:
         self._write()
 
     def _write(self) -> None:
-        """Write what is planned, what has failed before first."""
+        """Write the planned batches in order; one that failed before comes first."""
         while self._unwritten:
             batch = self._unwritten[0]
             self.writer.write(batch)
@@ -154,15 +154,15 @@ class Store:
             self._unwritten.popleft()
 
     def serve_node_ports_at(self, addresses: Collection[str], loopback: Collection[str] = ()) -> None:
-        """At these addresses of the node, and no others, a frontend of address `ANY` is served.
+        """Serve frontends of address `ANY` at exactly these addresses of the node.
 
-        At those in `loopback` it is served to the node's own sockets alone.
+        At those in `loopback` they are served to the node's own sockets alone.
         """
         self.writer.serve_node_ports_at(addresses, loopback, self._node_ports_at)
         self._node_ports_at = frozenset((*addresses, *loopback))
 
     def note_service_cidrs(self, family: int, cidrs: tuple[str, ...]) -> None:
-        """These are service CIDRs, too: those that have no room in map `node`."""
+        """Serve these service CIDRs, too: those for which map `node` has no room."""
         self.writer.source_ranges.allow(NO_SERVICE, family, cidrs)
 
     def _node_port_keys(self) -> list[Key]:
@@ -171,7 +171,7 @@ class Store:
     # Freeing
 
     def graced(self, stamp: int) -> None:
-        """Every program that ran when `stamp` was current has ended: forget what only those could see."""
+        """Free what only programs could see that ran when `stamp` was current: all of them have ended."""
         self.graced_stamp = stamp
         freed = self.plan.deferred.graced(stamp)
         self.writer.clear_frontends(freed.frontends)
@@ -185,7 +185,7 @@ class Store:
         self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
         named_backends: Collection[int],
     ) -> None:  # fmt: skip
-        """The flows were searched for these ids and some were found: forget what is known of the others."""
+        """Free the ids that were looked for in the flows and not found."""
         freed = self.plan.deferred.scanned(services, backends, named_services, named_backends)
         self.writer.clear_frontends(freed.frontends)
         ids = np.array(freed.backends, dtype=np.int64)
@@ -195,11 +195,11 @@ class Store:
     # What the maps say
 
     def names(self) -> dict[int, str]:
-        """Service id -> name of the service port."""
+        """Returns the name of each service port by its id."""
         return {number: port.entry.name for number, port in self.plan.by_id.items()}
 
     def addresses(self) -> dict[tuple[int, str], str]:
-        """Family and address -> the name of a service that has it."""
+        """Returns the name of a service by each family and address that it has."""
         services = {number: name.rpartition(":")[0] for number, name in self.names().items()}
         return {
             (family, address): services[number]
@@ -208,7 +208,7 @@ class Store:
         }
 
     def failures(self) -> dict[Subject, int]:
-        """Consecutive connections that failed, of each backend with any, as the programs counted them."""
+        """Returns the consecutive failed connections of each backend that has any, as the programs counted them."""
         # Once a second, of up to 1,000,000 rows: only those in use, and without a copy.
         ids = self.backends["failures"][: self.plan.backend_ids.end].nonzero()[0]
         if not len(ids):
@@ -224,14 +224,14 @@ class Store:
         return found
 
     def ports_of(self, backends: Collection[int]) -> set[EntryKey]:
-        """The service ports that these backends belong to."""
+        """Returns the service ports to which these backends belong."""
         services = self.backends["service"][list(backends)].tolist()
         return {known.entry.key for number in services if (known := self.plan.by_id.get(number)) is not None}
 
     def connections(
         self, ports: Iterable[EntryKey], failed: Mapping[int, int]
     ) -> dict[EntryKey, dict[Subject, Counts]]:
-        """How many connections to each backend of these service ports began; of those that `failed` it is given."""
+        """Returns how many connections to each backend of these service ports began, with the `failed` ones given."""
         found: dict[EntryKey, dict[Subject, Counts]] = {}
         for key in ports:
             if numbers := self.numbers(key):
@@ -243,16 +243,16 @@ class Store:
         return found
 
     def numbers(self, key: EntryKey) -> dict[Socket, int]:
-        """Ids of the backends of a service port, none where there is no such port."""
+        """Returns the ids of the backends of a service port; empty if there is no such port."""
         known = self.plan.find(key)
         if known is None:
             return {}
         return {(b.address, b.port): number for number, b in zip(known.ids, known.rows.members, strict=True)}
 
     def readmit(self, backend: int, count: int) -> None:
-        """Forget failures of the backend until `count` are left."""
+        """Lower the backend's count of failures to `count`."""
         self.backends["failures"][backend] = min(int(self.backends["failures"][backend]), count)
 
     def is_ejected(self, backend: int) -> bool:
-        """Whether a backend set that the backend belongs to does without it."""
+        """True if a backend set of the backend leaves it out."""
         return bool(int(self.backends["flags"][backend]) & BACKEND_EJECTED)

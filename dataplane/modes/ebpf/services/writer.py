@@ -1,7 +1,7 @@
-"""The update protocol: a batch into maps, in an order that no packet can see half of.
+"""Writes a batch into the maps, in an order in which no packet sees half of it.
 
 Backends come first, then slots, then the words that publish them with one release store each, then frontends. What is
-removed goes in the opposite order, and is freed only when no program can use it any more (`pools.DeferredFree`).
+removed is removed in the opposite order, and freed when no program can use it any more (`pools.DeferredFree`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}
 
 
 class CountingFilter:
-    """A Bloom filter that programs read, and how many keys stand behind each of its bits."""
+    """A Bloom filter that programs read, with the number of keys behind each of its bits."""
 
     def __init__(self, view: NDArray[Any]) -> None:
         self.view = view
@@ -43,7 +43,7 @@ class CountingFilter:
             words[bit >> 6] |= 1 << (bit & 63)
 
     def remove(self, bits: Iterable[int]) -> None:
-        """Clear those of these bits behind which nothing is left."""
+        """Remove keys, and clear the bits behind which no key is left."""
         words, counts = self._words, self._counts
         for bit in bits:
             counts[bit] = counts[bit] - 1 & 0xFFFF
@@ -51,13 +51,13 @@ class CountingFilter:
                 words[bit >> 6] &= ~(1 << (bit & 63))
 
     def only(self) -> None:
-        """Clear every bit that is not counted (left by a former process)."""
+        """Clear every bit that is not counted: those of the previous agent."""
         packed = np.packbits((self.counts > 0).astype(np.uint8), bitorder="little").view(np.uint64)
         self.view[:] = packed
 
 
 class MapWriter:
-    """Writes batches; decides nothing."""
+    """Writes batches. It decides nothing."""
 
     def __init__(self, maps: MapSet, hz: int) -> None:
         self._maps = maps
@@ -73,14 +73,14 @@ class MapWriter:
         return RowWriter(services, backends, slots, published)
 
     def grown(self) -> None:
-        """The maps have been replaced by larger ones with the same content: from now on those are written."""
+        """Write to the maps' replacements, which are larger and have the same content, from now on."""
         self.rows, self.loads = self._open_rows(self.rows.published), self._maps.view("loads")
 
     def write(self, batch: Batch) -> None:
-        """Write everything; may be called again when it has failed.
+        """Write a batch; may be called again after a failure.
 
         Raises:
-            DataplaneError, OSError: a system call failed. What was published stays, and what follows is not written.
+            DataplaneError, OSError: a system call failed. What was published stays; the rest is not written.
         """
         rows = self.rows
         if not batch.published:
@@ -108,7 +108,7 @@ class MapWriter:
             rows.write_flags([(number, 0) for number in batch.gone_backends])
 
     def _write_frontends(self, batch: Batch) -> None:
-        """Add frontends, and before them the source ranges that restrict them; then delete what is gone."""
+        """Add source ranges, then the frontends that they restrict; then delete removed frontends and ranges."""
         for service, family, cidrs in batch.source_ranges:
             if cidrs:
                 self.source_ranges.allow(service, family, cidrs)
@@ -121,7 +121,7 @@ class MapWriter:
                 self.source_ranges.allow(service, family, cidrs)
 
     def insert(self, keys: Iterable[Key], frontends: Mapping[Key, tuple[int, int]]) -> list[Key]:
-        """Write these of the frontends; returns those for which the map had no room."""
+        """Write these frontends. Returns those for which the map had no room."""
         left: list[Key] = []
         for family, chosen in _by_family(keys):
             rows, words = frontend_rows(chosen, family)
@@ -131,17 +131,17 @@ class MapWriter:
         return left
 
     def look_at(self, keys: Sequence[Key]) -> None:
-        """Packets to these are looked at, although there may be no frontend."""
+        """Have the prefilter pass packets to these sockets on, even without a frontend."""
         for bitmap, bits in self._frontend_bits(keys):
             bitmap.add(bits)
 
     def clear_frontends(self, keys: Sequence[Key]) -> None:
-        """No packet to these needs to be looked at any more."""
+        """Have the prefilter ignore packets to these sockets."""
         for bitmap, bits in self._frontend_bits(keys):
             bitmap.remove(bits)
 
     def clear_backends(self, ids: Sequence[int]) -> None:
-        """Nor one from these, whose ids are free."""
+        """Have the prefilter ignore packets from these backends, whose ids are free."""
         self.backend_sockets.remove(self.rows.backend_bits(ids))
         self.rows.clear_backends(ids)
         loads = self.loads[ids]
@@ -149,7 +149,7 @@ class MapWriter:
         self.loads["weight"][ids] = 0
 
     def only(self) -> None:
-        """Clear every bit that a former process left behind."""
+        """Clear every prefilter bit of the previous agent."""
         for bitmap in (self.service_addresses, self.backend_sockets, self.node_ports):
             bitmap.only()
 
@@ -165,9 +165,9 @@ class MapWriter:
     def serve_node_ports_at(
         self, addresses: Collection[str], loopback: Collection[str], former: Collection[str]
     ) -> None:
-        """At these addresses a frontend of address `ANY` is served, and no more at the former ones.
+        """Serve frontends of address `ANY` at exactly these addresses.
 
-        At `addresses` of the node to everybody, at those in `loopback` to the node's own sockets.
+        At `addresses` of the node everybody is served, at those in `loopback` the node's own sockets.
         """
         everybody, sockets = FRONTEND_ADDRESS | FRONTEND_NODE_PORTS, FRONTEND_NODE_PORTS
         flags = {**dict.fromkeys(loopback, sockets), **dict.fromkeys(addresses, everybody)}
@@ -187,7 +187,7 @@ def _by_family(keys: Iterable[Key]) -> Iterator[tuple[int, list[Key]]]:
 
 
 def frontend_rows(keys: Sequence[Key], family: int) -> tuple[NDArray[Any], layout.Words]:
-    """Keys of the family's map of frontends, and the words of their addresses."""
+    """Returns keys of the family's map of frontends, and the words of their addresses."""
     rows = np.zeros(len(keys), dtype=layout.frontend_dtype(family))
     words = layout.address_words(key[1] for key in keys)
     rows["address"] = words if family == 6 else words[:, 0]

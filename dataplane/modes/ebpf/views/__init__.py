@@ -1,1 +1,1 @@
-"""What the maps say to a reader: listings, explanations, events."""
+"""This room reads the maps for people: listings, explanations, events."""

@@ -1,4 +1,4 @@
-"""Packet events of the programs: dropped, rejected, traced. A thread reads them, the agent's loop names them.
+"""Reads packet events of the programs (dropped, rejected, traced) in a thread; the agent's loop adds names.
 
 Programs emit a few events per second and CPU (`bpf/packet_events.h`); counters count all of them.
 """
@@ -40,7 +40,7 @@ Addresses = dict[tuple[int, str], str]  # family and address -> name of a servic
 
 
 class Reader:
-    """Takes events out of the ring buffer as they come."""
+    """Reads events from the ring buffer as programs emit them."""
 
     def __init__(self, events: Map) -> None:
         self._raw: deque[bytes] = deque(maxlen=UNREAD)
@@ -74,7 +74,7 @@ class Reader:
 
 
 class Journal:
-    """The last events, with names. `last` is the number of the latest; they are numbered from 1 on."""
+    """The latest events, with names. They are numbered from 1; `last` is the number of the latest."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -85,7 +85,7 @@ class Journal:
     def add(
         self, raw: list[bytes], names: Mapping[int, str], addresses: Callable[[], Addresses], backends: Any
     ) -> None:
-        """Name these events. `names` are those of service ids, `backends` the rows of the map."""
+        """Add events with names. `names` has the service of each id, `backends` the rows of the map."""
         whose: Addresses | None = None
         for event in np.frombuffer(b"".join(raw), dtype=layout.dtype_of("event")):
             self.last += 1
@@ -98,7 +98,7 @@ class Journal:
                 self._unlogged[row.reason, row.service or row.destination] += 1
 
     def rows(self, after: int) -> list[PacketEvent]:
-        """Those with larger numbers, the oldest first."""
+        """Returns the events with larger numbers, the oldest first."""
         return [row for row in self._rows if row.number > after]
 
     def log_drops(self) -> None:
@@ -114,7 +114,7 @@ class Journal:
 
 
 def _service_at(event: Any, whose: Addresses) -> str | None:
-    """By an address of the packet, where programs saw no more of the service than that."""
+    """Returns the service at an address of the packet, if the programs saw no more of the service."""
     family = int(event["family"])
     ends = (layout.address_text(event[end].tobytes(), family) for end in ("daddr", "saddr"))
     return next((whose[family, end] for end in ends if (family, end) in whose), None)
@@ -152,7 +152,7 @@ def _names(prefix: str) -> dict[int, str]:
 
 
 def _backend(backends: Any, number: int, service: int, family: int) -> str | None:
-    """Its address, as long as the number is still its own."""
+    """Returns the address of a backend, unless its id has been given to another one."""
     if not number or number >= len(backends) or int(backends[number]["service"]) != service:
         return None
     row = backends[number]

@@ -1,6 +1,6 @@
-"""`explain --live`: the data path's programs, compiled so that they change nothing, run on a packet that nobody sent.
+"""Answers `explain --live`: runs the datapath's programs, compiled to change nothing, on a packet nobody sent.
 
-They note each decision in the order in which it is made (`bpf/explaining.h`); here the notes become messages.
+The programs note each decision in the order in which it is made (`bpf/explaining.h`); this module words the notes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ARRIVES = {
 
 
 class ExplainContext(NamedTuple):
-    """What messages need beside the notes."""
+    """What the messages need in addition to the notes."""
 
     names: Mapping[int, str]  # service id -> name
     backends: NDArray[Any]  # rows of the maps
@@ -45,7 +45,7 @@ class ExplainContext(NamedTuple):
 
 
 class _Notes:
-    """One packet's notes on the way to messages."""
+    """Turns the notes of one packet into messages."""
 
     def __init__(self, question: ProbePacket, around: ExplainContext, place: str) -> None:
         self.question, self.around, self.place = question, around, place
@@ -112,7 +112,7 @@ class _Notes:
         self.step("frontend", f"{self.question.dst} is a service's address, which has no such port.")
 
     def _flags(self, flags: int) -> None:
-        """What holds for clients of each kind, whichever this one is."""
+        """Words the flags of a service, which hold for clients of every kind."""
         constants = layout.abi_constants()
         shown = [
             text
@@ -268,7 +268,7 @@ def _verdict(notes: _Notes) -> Verdict:
 
 
 def _source(out: bytes, family: int) -> str:
-    """The source address of the packet that left the program."""
+    """Returns the source address of the packet that left the program."""
     start = 14 + (12 if family == 4 else 8)
     return layout.address_text(out[start : start + (4 if family == 4 else 16)], family)
 

@@ -1,4 +1,4 @@
-"""What is programmed, read from the kernel's maps; names come from the agent, where one runs."""
+"""Lists what is programmed, as the kernel's maps have it; names come from the agent, if one runs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _protocol(number: int) -> str:
 
 
 def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
-    """Address and protocol of each service's frontends."""
+    """Returns address and protocol of the frontends of each service."""
     found: dict[int, list[tuple[str, str]]] = {}
     names = layout.abi_constants()
     for family in (4, 6):
@@ -90,7 +90,7 @@ def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
 
 
 def _addresses(maps: Maps, names: Names) -> Addresses:
-    """Each family and address of a service -> the service."""
+    """Returns the service of each family and address."""
     return {
         (6 if address.startswith("[") else 4, address.rpartition(":")[0].strip("[]")): names[number].rpartition(":")[0]
         for number, rows in _frontends(maps).items()
@@ -130,7 +130,7 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
 
 
 def _members(maps: Maps, services: int) -> list[Any]:
-    """Backends in each route, by service: a ring may have each of them many times."""
+    """Counts the backends in each backend set, by service. A ring may have a backend many times."""
     table = maps["backends"].view(layout.dtype_of("backend"))
     flags = layout.abi_constants()
     return [
@@ -140,7 +140,7 @@ def _members(maps: Maps, services: int) -> list[Any]:
 
 
 def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> list[str]:
-    """Names of service ports of which every backend fails."""
+    """Returns the names of service ports of which every backend fails."""
     services = maps["services"].entries
     failing = _failing(maps, services)
     some = np.flatnonzero(failing)
@@ -154,13 +154,13 @@ def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> list[str]:
 
 
 def _ejected(maps: Maps, services: int) -> Any:
-    """How many backends of each service are ejected."""
+    """Counts the ejected backends of each service."""
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
     return np.bincount(table["service"][table["flags"] & flags["BACKEND_EJECTED"] != 0], minlength=services)
 
 
 def _failing(maps: Maps, services: int) -> Any:
-    """How many backends of each service failed at their last connection, or are ejected."""
+    """Counts the backends of each service whose last connection failed, or that are ejected."""
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
     sets = flags["BACKEND_SET0"] | flags["BACKEND_SET1"]
     failing = (table["flags"] & flags["BACKEND_EJECTED"] != 0) | (table["failures"] > 0) & (table["flags"] & sets != 0)
@@ -207,7 +207,7 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRo
 
 
 def _state(flags: int, failures: int, history: FailureHistory | None, now: float) -> str:
-    """The state of a backend, as far as the maps have it. The agent knows until when it is ejected."""
+    """Returns the state of a backend as far as the maps have it. Only the agent knows when an ejection ends."""
     names = layout.abi_constants()
     if flags & names["BACKEND_PROBE_FAILED"]:
         return "ejected: its probe fails"
@@ -221,7 +221,7 @@ def _state(flags: int, failures: int, history: FailureHistory | None, now: float
 
 
 def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> list[TrafficRow]:
-    """Rows of `dataplane.mode.Programmer.traffic`, of the services that have names and any traffic."""
+    """Returns rows of `dataplane.mode.Programmer.traffic`, of services with a name and any traffic."""
     if not counted.counting:
         return []
     table = maps["backends"].view(layout.dtype_of("backend"))
@@ -238,7 +238,7 @@ def traffic(counted: Traffic, maps: Maps, names: Names, *, by_backend: bool) -> 
 
 
 def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
-    """Of each table those first that were idle for longest."""
+    """Lists flows; of each table those first that were idle for longest."""
     rows: list[FlowRow] = []
     total = 0
     now, hz = _clock(maps), jiffies_per_second()
@@ -259,7 +259,7 @@ def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
 
 
 def _clock(maps: Maps) -> int:
-    """The time of time stamps, which only a program can read."""
+    """Returns the current time in the unit of time stamps (jiffies), which only a program can read."""
     loaded = Object(layout.OBJECTS / "inspect.bpf.o")
     try:
         for name in maps:
@@ -274,7 +274,7 @@ def _clock(maps: Maps) -> int:
 
 
 def flow_state(flags: int) -> str:
-    """What a flow with these flags is called. One of which only one end has closed may still carry much."""
+    """Returns the name of a flow's state. A flow that only one end has closed may still carry data."""
     if layout.is_over(np.array([flags])).any():
         return "closed"
     return "established" if flags & layout.abi_constants()["FLOW_ESTABLISHED"] else "opening"
