@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.terminal import encoded, print_value, say
 from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events, without_agent
@@ -374,3 +375,27 @@ def _output(*argv: str) -> str:
     if done.returncode:
         raise OSError(f"{' '.join(argv)}: {done.stderr.strip()[:300]}")
     return done.stdout
+
+
+# The command line
+
+_BUNDLE: Final = """
+The archive has the status, what doctor says of the node, tables, drops, a summary of the flows, the agent's command
+line, its configuration and the end of its log, the node's rules, links, routes and settings, and versions. An agent
+that hangs or is gone is asked once: what it left, and what is in the kernel, are there without it. Tokens, passwords,
+keys and certificates are taken out, and kubeconfigs are not read. Nothing on the node is changed.
+
+examples:
+  hybrid-proxy bundle                      writes hybrid-proxy-bundle-NODE-TIME.tar.gz here, for root alone
+  hybrid-proxy bundle /tmp/report.tar.gz
+"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", metavar="FILE.tar.gz", help="a file that does not exist yet")
+    add_admin(parser)
+    add_folders(parser)
+    add_output(parser)
+
+
+BUNDLE: Final = Command(_arguments, run, _BUNDLE)

@@ -51,7 +51,9 @@ class Cell(NamedTuple):
     tone: Tone = Tone.PLAIN
 
 
-Value = str | Cell | Sequence[str] | None  # several texts: one below the other, in a pipe with commas; None: unknown
+Value = (
+    str | Cell | Sequence[str | Cell] | None
+)  # several texts: one below the other, in a pipe with commas; None: unknown
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,9 @@ def _cells(value: Value, screen: Screen) -> list[Cell]:
         case Cell():
             parts = [value]
         case _:
-            several = value if screen.width is not None else [",".join(value) or UNKNOWN]
-            parts = [Cell(text) for text in several or [UNKNOWN]]
+            parts = [part if isinstance(part, Cell) else Cell(part) for part in value] or [Cell(UNKNOWN)]
+            if screen.width is None:
+                parts = [Cell(",".join(part.text for part in parts))]
     return [Cell(printable(cell.text), cell.tone) for cell in parts]
 
 

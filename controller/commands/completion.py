@@ -10,6 +10,7 @@ from typing import Final
 import argcomplete
 from argcomplete.shell_integration import shellcode
 
+from hybrid_proxy.controller.commands.command import Command
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -17,9 +18,9 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 PROGRAM: Final = "hybrid-proxy"
 
 
-def show(shell: str) -> int:
+def _show(args: argparse.Namespace) -> int:
     """Print what the shell has to run; the exit code."""
-    print(shellcode([PROGRAM], shell=shell))
+    print(shellcode([PROGRAM], shell=args.shell))
     return 0
 
 
@@ -61,3 +62,23 @@ def _known(args: argparse.Namespace) -> list[str]:
         with contextlib.closing(here):
             return [row.name for row in here.services() if row.name]
     return []
+
+
+# The command line
+
+_COMPLETION: Final = """
+Prints what a shell needs to complete commands, flags, and the names of services and namespaces that are programmed.
+
+examples:
+  source <(hybrid-proxy completion bash)   in this shell; in ~/.bashrc, in each one
+  hybrid-proxy completion bash > /etc/bash_completion.d/hybrid-proxy
+  source <(hybrid-proxy completion zsh)    in ~/.zshrc, after compinit
+  hybrid-proxy completion fish > ~/.config/fish/completions/hybrid-proxy.fish
+"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="for this shell")
+
+
+COMPLETION: Final = Command(_arguments, _show, _COMPLETION)

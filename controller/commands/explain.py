@@ -13,22 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_output, pod_address
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.settings.config import Config, from_flags
+from hybrid_proxy.controller.settings.documents import SERVICES
+from hybrid_proxy.controller.settings.flags import add_flags
 
 if TYPE_CHECKING:
     from hybrid_proxy.dataplane.table import ServiceTable
 
 
 Fields = dict[str, object]  # of a packet, for `packet_from_dict`
-PodAddress = Callable[[str, int], str]  # name and family (4 or 6) of a lab's pod -> its address
 
 
-def no_pods(name: str, _family: int) -> str:
-    raise ConfigError(f"--from pod/{name}: names of pods are known in a lab alone; give the pod's address")
-
-
-def show(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
+def show(args: argparse.Namespace) -> int:
     """Answer for one packet or many; the exit code."""
     config = _config_of({**vars(args), "manifests": None})
     if bool(args.flows) == bool(args.source or args.target):
@@ -42,13 +40,13 @@ def show(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
     if args.live:
         from hybrid_proxy.controller.commands import inspect
 
-        packets = packets_of(args, partial(ask_agent, args.admin_socket), pod_address)
+        packets = packets_of(args, partial(ask_agent, args.admin_socket))
         if any(packet.protocol.startswith("icmp") for packet in packets):
             raise ConfigError("--live: the program in the kernel answers for tcp, udp and sctp, not for icmp")
         return inspect.explain_live(args, packets)
     if not args.manifests:
         raise ConfigError("--manifests is missing: the file or folder with the objects (or ask an agent with --live)")
-    return _answer(Path(args.manifests), config, args, pod_address)
+    return _answer(Path(args.manifests), config, args)
 
 
 class NamedTarget(NamedTuple):
@@ -62,7 +60,7 @@ class NamedTarget(NamedTuple):
 Find = Callable[[NamedTarget, int], Fields]  # the packet's fields for a service and a family (0: any)
 
 
-def packets_of(args: argparse.Namespace, find: Find, pod_address: PodAddress = no_pods) -> list[Any]:
+def packets_of(args: argparse.Namespace, find: Find) -> list[Any]:
     """The packets that `explain` is asked about, of `--from` and `--to` or of `--flows`.
 
     Raises:
@@ -72,7 +70,7 @@ def packets_of(args: argparse.Namespace, find: Find, pod_address: PodAddress = n
     from hybrid_proxy.controller.semantics.explain import packet_from_dict
 
     if not args.flows:
-        row = {"src_class": args.source_class, **_ends(args.source.strip(), args.target, find, pod_address)}
+        row = {"src_class": args.source_class, **_ends(args.source.strip(), args.target, find)}
         try:
             return [packet_from_dict(row)]
         except ValueError as error:
@@ -90,7 +88,7 @@ def packets_of(args: argparse.Namespace, find: Find, pod_address: PodAddress = n
     return packets
 
 
-def _ends(source: str, destination: str, find: Find, pod_address: PodAddress) -> Fields:
+def _ends(source: str, destination: str, find: Find) -> Fields:
     """Source, destination, port and protocol. The family of the source decides about a service's address."""
     pod = source.removeprefix("pod/") if source.startswith("pod/") else None
     named = named_target(destination)
@@ -172,7 +170,7 @@ def target(text: str) -> dict[str, object]:
     return target
 
 
-def _answer(manifests: Path, config: Config, args: argparse.Namespace, pod_address: PodAddress) -> int:
+def _answer(manifests: Path, config: Config, args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.commands.terminal import print_value, say
     from hybrid_proxy.controller.kubernetes.manifests import load
     from hybrid_proxy.controller.kubernetes.model import KINDS, Problem
@@ -199,7 +197,7 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace, pod_addre
         for message in known.refused:
             _say(f"note: {service}: {message}")
 
-    packets = packets_of(args, partial(_find_in, table), pod_address)
+    packets = packets_of(args, partial(_find_in, table))
     verdicts = [explain(table, packet) for packet in packets]
     if args.output == "json":
         rows = [verdict_to_dict(verdict) for verdict in verdicts]
@@ -210,16 +208,9 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace, pod_addre
     return 0
 
 
-MEANINGS: Final = {
-    "dnat": "goes to a backend",
-    "reject": "is rejected at once",
-    "drop": "is dropped without an answer",
-    "untouched": "is not changed",
-}
-
-
 def _lines(packet: Any, verdict: Any) -> list[str]:
     """One verdict for people: what happens, then why, one reason per line."""
+    from hybrid_proxy.controller.semantics.explain import MEANINGS
     from hybrid_proxy.dataplane.table import socket_text
 
     portless = packet.protocol.lower().startswith("icmp")
@@ -249,3 +240,71 @@ def _say(text: str) -> None:
     from hybrid_proxy.controller.commands.terminal import say
 
     say(text, to=sys.stderr)
+
+
+# The command line
+
+_EXPLAIN: Final = """
+examples:
+  one packet; the default protocol is tcp:
+    hybrid-proxy explain --manifests ./examples --hostname-override lab-node --cluster-cidr 10.77.0.0/16 \\
+        --from 10.77.1.11 --to 10.96.0.10:80
+    hybrid-proxy explain --manifests ./examples --from fd77:1::11 --to '[fd96::10]:80/tcp'
+    hybrid-proxy explain --manifests ./examples --from 10.77.1.11 --to default/web:http
+  many packets at once, for scripts:
+    hybrid-proxy explain --manifests ./examples --flows flows.json -o json
+  ask the program in the kernel instead of the rules; the answer lists each decision:
+    hybrid-proxy explain --live --from 10.77.1.11 --to 10.96.0.10:80 -v
+    hybrid-proxy explain --live --from pod/pod1 --to default/web:80        in a lab
+    hybrid-proxy explain --live --from 192.0.2.7 --to 192.0.2.1:30080 --source-class external
+    hybrid-proxy explain --live --from 10.77.1.11 --source-port 41234 --to 10.96.0.10:80 -o json
+
+A flows file is a JSON list of {"name", "src", "dst", "port", "proto", "src_class"}. The optional src_class (pod,
+node or external) classifies the source if its address alone does not. The answer is a list in the same order of
+{"name", "verdict", "backends", "masquerade", "service", "reason"}.
+
+verdicts:
+  dnat       forwarded to one of the backends
+  reject     rejected at once (the client sees "connection refused")
+  drop       dropped without an answer, so that clients and load balancers try elsewhere
+  untouched  not addressed to a Service
+
+The command changes nothing and needs no privileges. It reports invalid objects on stderr.
+"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("which packets")
+    group.add_argument("--from", dest="source", metavar="SRC", help="the packet's source address; in a lab pod/NAME")
+    group.add_argument(
+        "--to",
+        dest="target",
+        metavar="DST:PORT[/PROTO]",
+        help="its destination; [IPV6]:PORT for IPv6; or NAMESPACE/NAME:PORT of a service, by the port's number or name",
+    )
+    group.add_argument(
+        "--source-class",
+        choices=("pod", "node", "external"),
+        help="what the source is (default: derived from its address)",
+    )
+    group.add_argument("--flows", metavar="FILE", help="a JSON list of packets; -: standard input")
+    group.add_argument(
+        "--source-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="with --live: the source port of an existing connection",
+    )
+    group = parser.add_argument_group("rules")
+    group.add_argument("--manifests", metavar="PATH", help="a file or folder of YAML and JSON")
+    group.add_argument("--live", action="store_true", help="ask the agent and the program in the kernel instead")
+    group.add_argument("-v", "--verbose", action="store_true", help="with --live: every step of the program")
+    add_admin(group)
+    add_config(group)
+    add_flags(parser, SERVICES)
+    add_output(parser)
+
+
+EXPLAIN: Final = Command(
+    _arguments, show, _EXPLAIN, "--manifests PATH (--from SRC --to DST:PORT[/PROTO] | --flows FILE) [flags]"
+)

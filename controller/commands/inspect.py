@@ -7,18 +7,27 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from hybrid_proxy.controller.commands import listings
 from hybrid_proxy.controller.commands.columns import Column
-from hybrid_proxy.controller.commands.explain import MEANINGS
+from hybrid_proxy.controller.commands.command import (
+    Command,
+    add_admin,
+    add_folders,
+    add_service,
+    add_table,
+    mode_name,
+    number_from,
+)
 from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
 from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.terminal import print_lines, print_rows, print_stream, print_value, say, screen
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.semantics.explain import Packet
+from hybrid_proxy.controller.semantics.explain import MEANINGS, Packet
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, StartingError, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
@@ -44,14 +53,8 @@ TRIES: Final = "`hybrid-proxy doctor NAMESPACE/NAME` tries one to each"
 WATCH_SECONDS: Final = 1.0
 
 
-def show(command: str, args: argparse.Namespace) -> int:
+def _list(look: _Look, args: argparse.Namespace) -> int:
     """Print one of the listings; the exit code."""
-    match command:
-        case "status":
-            return _show_status(args)
-        case "modes":
-            return _show_modes(args)
-    look = {"services": _services, "backends": _backends, "flows": _flows}[command]
     if args.watch:
         return _watch(args, look)
     found = _look(args, look)
@@ -277,3 +280,84 @@ def _as_drained(flow: FlowRow, agent: NamesAnswer) -> ExplainAnswer:
         reason=text,
         steps=[ExplainStep("flow", text)],
     )
+
+
+# The command line
+
+_STATUS: Final = """
+The first line is a verdict: OK, DEGRADED (the node serves what the cluster has, but something is wrong), or NOT IN
+SYNC. The lines below say what is wrong, then what serves.
+
+examples:
+  hybrid-proxy status              a verdict, what is wrong, the mode and its hooks
+  hybrid-proxy status -o wide      the same, how full each table is, and its memory
+  hybrid-proxy status --exit-code  for scripts: exit code 1 if the node is not in sync
+  hybrid-proxy status -o json
+"""
+
+_MODES: Final = """
+The command tries out what each mode needs: privileges, kernel features, tools. It leaves nothing behind.
+
+examples:
+  hybrid-proxy modes               which modes work on this node, what the others lack, and which one runs
+  hybrid-proxy modes -o json
+"""
+
+_SERVICES: Final = """
+examples:
+  hybrid-proxy services                    every programmed service port, with its frontends
+  hybrid-proxy services default/web -o wide
+  hybrid-proxy services -n kube-system --watch
+  hybrid-proxy services -o json
+"""
+
+_BACKENDS: Final = """
+examples:
+  hybrid-proxy backends                    every backend, whether it serves, and why not
+  hybrid-proxy backends default/web --watch
+  hybrid-proxy backends default/web -o json
+"""
+
+_FLOWS: Final = """
+examples:
+  hybrid-proxy flows                       which client uses which backend through which service
+  hybrid-proxy flows default/web --limit 20
+  hybrid-proxy flows --mode ebpf           what a mode that drains still has; idle for longest first
+  hybrid-proxy flows -o json
+"""
+
+
+def _common_arguments(parser: argparse.ArgumentParser) -> None:
+    add_admin(parser)
+    add_folders(parser)
+    add_table(parser)
+
+
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--exit-code",
+        action="store_true",
+        help="exit with 1 if the verdict is NOT IN SYNC, also while the agent starts; otherwise with 0",
+    )
+    _common_arguments(parser)
+
+
+def _listing_arguments(parser: argparse.ArgumentParser) -> None:
+    add_service(parser)
+    parser.add_argument("-w", "--watch", action="store_true", help="then print each row that comes, changes or goes")
+    _common_arguments(parser)
+
+
+def _flows_arguments(parser: argparse.ArgumentParser) -> None:
+    _listing_arguments(parser)
+    parser.add_argument("--limit", type=number_from(1), default=1000, metavar="N", help="at most N (default: 1000)")
+    parser.add_argument(
+        "--mode", type=mode_name, metavar="MODE", help="only those of this mode, which serves or drains"
+    )
+
+
+STATUS: Final = Command(_status_arguments, _show_status, _STATUS)
+MODES: Final = Command(_common_arguments, _show_modes, _MODES)
+SERVICES: Final = Command(_listing_arguments, partial(_list, _services), _SERVICES)
+BACKENDS: Final = Command(_listing_arguments, partial(_list, _backends), _BACKENDS)
+FLOWS: Final = Command(_flows_arguments, partial(_list, _flows), _FLOWS)

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.controller.commands.command import Command, add_admin, add_output, mode_name, positive_seconds
 from hybrid_proxy.controller.commands.terminal import print_value, say
 from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
@@ -66,11 +67,6 @@ class Left(msgspec.Struct, frozen=True):
 
     leaving: bool
     flows: dict[str, int]
-
-
-def show(command: str, args: argparse.Namespace) -> int:
-    """Do it, and print how far it is; the exit code."""
-    return _drain(args) if command == "drain" else _switch(args)
 
 
 def _switch(args: argparse.Namespace) -> int:
@@ -189,3 +185,53 @@ def _print(args: argparse.Namespace, value: Switched | Left, text: str) -> None:
         print_value("json", value)
     else:
         say(text)
+
+
+# The command line
+
+_SWITCH: Final = """
+The mode serves until the agent starts again, or until its configuration asks for another mode than now. To keep it,
+change `mode` in the configuration. New connections go to it at once. What is open stays with the mode before, which
+goes when the last of its flows is over (--drain-timeout of the agent bounds that).
+
+examples:
+  hybrid-proxy switch nftables --dry-run   whether it works here, and how many flows stay with the mode before
+  hybrid-proxy switch nftables
+  hybrid-proxy switch nftables --wait      return when nothing is left of the mode before
+  hybrid-proxy switch --back               the mode before takes new connections again
+"""
+
+_DRAIN: Final = """
+The health check and the health-check node ports answer 503 from now on, so that load balancers send new connections to
+other nodes. Everything goes on being served. The command returns when no connection from outside is open any more.
+It takes nothing back when it ends; `--off` does, and so does the next start of the agent.
+
+examples:
+  hybrid-proxy drain                       before a node is shut down
+  hybrid-proxy drain --timeout 300         exit code 1 if connections are open after that
+  hybrid-proxy drain --off                 load balancers may send to this node again
+"""
+
+
+def _switch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "mode", nargs="?", type=mode_name, metavar="MODE", help="ebpf, nftables, iptables, ipvs or userspace"
+    )
+    parser.add_argument("--back", action="store_true", help="to the mode before the last switch")
+    parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would happen")
+    parser.add_argument("--wait", action="store_true", help="return when the last flow of the mode before is over")
+    add_admin(parser)
+    add_output(parser)
+
+
+def _drain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--off", action="store_true", help="have them send to it again")
+    parser.add_argument(
+        "--timeout", type=positive_seconds, metavar="SECONDS", help="how long to wait (default: to the end)"
+    )
+    add_admin(parser)
+    add_output(parser)
+
+
+SWITCH: Final = Command(_switch_arguments, _switch, _SWITCH)
+DRAIN: Final = Command(_drain_arguments, _drain, _DRAIN)

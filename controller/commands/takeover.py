@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.terminal import print_value, say
 from hybrid_proxy.controller.commands.views import programmed
 from hybrid_proxy.controller.errors import ControllerError
@@ -27,7 +28,6 @@ from hybrid_proxy.controller.serving.protocol import (
     GetStatus,
     StatusAnswer,
 )
-from hybrid_proxy.dataplane import kube_proxy
 from hybrid_proxy.dataplane.kernel.conntrack import BY_CONNTRACK, Key, delete_translated, open_flows
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.reports import ServiceRow
@@ -59,6 +59,8 @@ class Takeover(msgspec.Struct, kw_only=True):
 
 def run(args: argparse.Namespace) -> int:
     """Remove what kube-proxy left, or say what would be; the exit code."""
+    from hybrid_proxy.dataplane import kube_proxy  # brings pyroute2
+
     agent = _status(args)
     services = _services(args)
     found = _look(agent, services)
@@ -99,6 +101,8 @@ def _keys(row: ServiceRow) -> Iterator[Key]:
 
 
 def _look(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:
+    from hybrid_proxy.dataplane import kube_proxy  # brings pyroute2
+
     left = kube_proxy.find()
     return Takeover(
         working=_evidence(agent.mode.effective),
@@ -114,6 +118,8 @@ def _need(agent: AgentStatus, services: Mapping[Key, None], servers: Collection[
 
     Conntrack knows those of IPVS, too, and goes by other timeouts: they are counted where they are translated.
     """
+    from hybrid_proxy.dataplane import kube_proxy  # brings pyroute2
+
     translated = Counter() if _is_translated(agent) else open_flows(services, status=BY_CONNTRACK)
     return translated + kube_proxy.open_ipvs_connections(servers)
 
@@ -155,6 +161,8 @@ def _refuse(agent: AgentStatus, working: Iterable[str]) -> None:
 
 def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     """Until the flows are over. Nothing is changed meanwhile, so it may be interrupted."""
+    from hybrid_proxy.dataplane import kube_proxy  # brings pyroute2
+
     said: float = -SAY_SECONDS
     servers = kube_proxy.find().servers
     while need := _present(_need(agent := _status(args), services, servers)):
@@ -183,3 +191,28 @@ def _lines(found: Takeover) -> Iterator[str]:
 
 def _text(flows: Mapping[str, int]) -> str:
     return " and ".join(f"{count} {protocol} flows" for protocol, count in flows.items())
+
+
+# The command line
+
+_TAKEOVER: Final = """
+kube-proxy's rules for iptables (chains KUBE-*, those of the kubelet excepted), its tables kube-proxy of nftables, its
+IPVS virtual servers, their device and its ipsets. The agent must serve, and kube-proxy must have ended.
+
+In mode ebpf, flows that began at kube-proxy's rules need them. The command waits until they are over; it changes
+nothing before that, and may be interrupted. In the other modes they go on without these rules.
+
+examples:
+  hybrid-proxy takeover --dry-run          what would be removed, and how many flows need it
+  hybrid-proxy takeover
+"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and change nothing")
+    add_admin(parser)
+    add_folders(parser)
+    add_output(parser)
+
+
+TAKEOVER: Final = Command(_arguments, run, _TAKEOVER)

@@ -7,10 +7,19 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from ipaddress import ip_address
 from typing import Final, NamedTuple
 
 from hybrid_proxy.controller.commands.columns import Column, Screen
+from hybrid_proxy.controller.commands.command import (
+    Command,
+    add_admin,
+    add_service,
+    add_table,
+    number_from,
+    positive_seconds,
+)
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
 from hybrid_proxy.controller.commands.packet_columns import event_columns
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, say, screen
@@ -27,7 +36,7 @@ ALL: Final = -NONE  # those of agents before this one, too
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 
 
-def show(command: str, args: argparse.Namespace) -> int:
+def _show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
     since = _since(args) if command == "drops" else None
     try:
@@ -182,3 +191,57 @@ LIKELY: Final = [
         flags="PSH ACK",
     )
 ]  # fmt: skip
+
+
+# The command line
+
+_DROPS: Final = """
+The programs report up to 100 packets per second and CPU to the agent, which keeps the last 1,000 events. `status` and
+the metric hybrid_proxy_events_total count all of them. docs/counters.md explains the reasons. Without an agent, the
+command shows what the last one wrote down, and what the programs have reported since.
+
+verdicts:
+  DROPPED   without an answer
+  REJECTED  with a reset or an ICMP error to the client
+  FAILED    a backend refused a connection, or did not answer
+  NOTED     the packet went on, with a remark
+
+examples:
+  hybrid-proxy drops                       what was dropped or rejected, which backends failed, and why
+  hybrid-proxy drops default/web -f        what is dropped from now on, until Ctrl-C
+  hybrid-proxy drops --since 5m -o wide    in the last five minutes, with interfaces and counters
+  hybrid-proxy drops -f -o json            one object per line
+"""
+
+_TRACE: Final = """
+The command shows what the programs of mode ebpf report about packets as they pass: new flows and their backends,
+packets of known flows (as many as there is room for), replies, dropped and rejected packets.
+
+examples:
+  hybrid-proxy trace default/web                     all packets to a service, for 10 seconds
+  hybrid-proxy trace --client 10.77.1.11 --seconds 60
+  hybrid-proxy trace default/web --limit 5 -o json   one object per line
+"""
+
+
+def _common_arguments(parser: argparse.ArgumentParser) -> None:
+    add_service(parser)
+    parser.add_argument("--limit", type=number_from(1), default=1000, metavar="N", help="at most N (default: 1000)")
+    add_admin(parser)
+    add_table(parser)
+
+
+def _drops_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-f", "--follow", action="store_true", help="continue until Ctrl-C")
+    parser.add_argument("--since", metavar="DURATION", help="only events of the last 30s, 5m, 2h (default: all)")
+    _common_arguments(parser)
+
+
+def _trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--client", metavar="IP", help="only packets from or to this address")
+    parser.add_argument("--seconds", type=positive_seconds, default=10, metavar="N", help="how long (default: 10)")
+    _common_arguments(parser)
+
+
+DROPS: Final = Command(_drops_arguments, partial(_show, "drops"), _DROPS)
+TRACE: Final = Command(_trace_arguments, partial(_show, "trace"), _TRACE)

@@ -33,6 +33,15 @@ Network = IPv4Network | IPv6Network
 _CLASSES: Final[tuple[SourceClass, ...]] = ("pod", "node", "external")
 _PROTOCOLS: Final = {"tcp": Protocol.TCP, "udp": Protocol.UDP, "sctp": Protocol.SCTP}
 _PORTLESS: Final = ("icmp", "icmpv6")
+
+# What each verdict means, as the end of a sentence about the packet.
+MEANINGS: Final = {
+    "dnat": "goes to a backend",
+    "reject": "is rejected at once",
+    "drop": "is dropped without an answer",
+    "untouched": "is not changed",
+}
+
 _BIT: Final = {"pod": Masquerade.POD, "node": Masquerade.NODE, "external": Masquerade.EXTERNAL}
 
 

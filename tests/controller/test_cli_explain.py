@@ -326,7 +326,7 @@ def test_a_name_that_is_not_there_is_an_error(call: Call, target: str, says: lis
 
 def test_a_pod_is_named_by_its_lab(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {("pod2", 4): "10.77.1.12", ("pod2", 6): "fd77:1::12"}
-    monkeypatch.setattr(cli, "_address_in_lab", lambda pod, family: known[pod, family])
+    monkeypatch.setattr("hybrid_proxy.workshop.lab.commands.address_of", lambda pod, family: known[pod, family])
     for target, service in (("default/web:80", "default/web:http"), ("[fd96::10]:80", "default/web:http")):
         done = call(*examples("--from", "pod/pod2", "--to", target, "-o", "json"))
         assert (done.returncode, json.loads(done.stdout)["service"]) == (0, service), done.stderr

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from hybrid_proxy.controller import cli
+from hybrid_proxy.controller.commands.columns import Screen
 from hybrid_proxy.controller.commands.doctor.checks import diagnose
-from hybrid_proxy.controller.commands.doctor.command import screen
+from hybrid_proxy.controller.commands.doctor.command import lines
 from hybrid_proxy.controller.commands.doctor.facts import Finding
 
 FINDINGS = [
@@ -52,18 +51,12 @@ Took 0.4 s. ✓ well  ! warning  ✗ problem  ? could not be told
 
 @pytest.mark.parametrize(("width", "wanted"), [(80, AT_80), (120, AT_120)])
 def test_the_screen(width: int, wanted: str) -> None:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(*screen(diagnose("shop/web", FINDINGS, seconds=0.41)), sep="\n")
-    assert isinstance(console.file, io.StringIO)
-    shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert shown == wanted.splitlines()
+    assert [*lines(diagnose("shop/web", FINDINGS, seconds=0.41), Screen(width))] == wanted.splitlines()
 
 
 def test_colours_are_for_terminals_alone() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    console.print(*screen(diagnose("shop/web", FINDINGS)), sep="\n")
-    assert isinstance(console.file, io.StringIO)
-    assert "\x1b[" in console.file.getvalue()
+    shown = "".join(lines(diagnose("shop/web", FINDINGS), Screen(80, colours=True)))
+    assert "\x1b[" in shown
 
 
 # fmt: off

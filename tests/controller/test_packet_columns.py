@@ -118,4 +118,4 @@ def test_the_verdict_is_one_word(reason: str, what: str, verdict: str) -> None:
 @pytest.mark.parametrize("text", ["5", "yesterday", "-5m", "0", ""])
 def test_since_is_a_duration(text: str) -> None:
     with pytest.raises(ConfigError, match="--since"):
-        watch.show("drops", argparse.Namespace(since=text))
+        watch.DROPS.run(argparse.Namespace(since=text))

@@ -16,14 +16,13 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from hybrid_proxy.controller import cli
 from hybrid_proxy.controller.agent.process import KeptLog, start_logging
 from hybrid_proxy.controller.commands import explain, status, terminal
 from hybrid_proxy.controller.commands.columns import Column, Screen, table
 from hybrid_proxy.controller.commands.doctor.checks import diagnose
-from hybrid_proxy.controller.commands.doctor.command import screen
+from hybrid_proxy.controller.commands.doctor.command import lines
 from hybrid_proxy.controller.commands.doctor.facts import Finding
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.serving.protocol import AgentStatus
@@ -77,8 +76,8 @@ values = st.recursive(
 @settings(deadline=None)
 @given(values)
 def test_programs_read_the_same_values(value: object) -> None:
-    for lines in (True, False):
-        shown = terminal.encoded("json", value, lines=lines)
+    for stream in (True, False):
+        shown = terminal.encoded("json", value, lines=stream)
         assert json.loads(shown) == value
         assert all(line.isprintable() for line in shown.split("\n"))
     shown = terminal.encoded("yaml", value)
@@ -115,9 +114,7 @@ def of_doctor(text: str) -> Iterator[str]:
     found = diagnose(
         text, [Finding("problem", "objects", text, text, "refused-objects"), Finding("ok", "source", text)]
     )
-    written = io.StringIO()
-    Console(file=written, width=1000, color_system=None).print(*screen(found), sep="\n")
-    yield from written.getvalue().split("\n")
+    yield from lines(found, Screen(1000))
 
 
 def of_explain(text: str) -> Iterator[str]:

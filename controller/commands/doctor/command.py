@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor import look
+from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, layout, painted
+from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
-from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
-from hybrid_proxy.controller.commands.explain import PodAddress, ask_agent, named_target, no_pods, packets_of, target
+from hybrid_proxy.controller.commands.doctor.facts import Diagnosis, Finding
+from hybrid_proxy.controller.commands.explain import ask_agent, named_target, packets_of, target
 from hybrid_proxy.controller.commands.names import asked_for
-from hybrid_proxy.controller.commands.terminal import print_value, wants_colours
+from hybrid_proxy.controller.commands.terminal import print_lines, print_value, screen
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.semantics.explain import Packet
 from hybrid_proxy.controller.text import printable
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗", "unknown": "?"}
-STYLES: Final = {"ok": "green", "warning": "yellow", "problem": "bold red", "unknown": "dim"}
+TONES: Final = {"ok": Tone.GOOD, "warning": Tone.WARN, "problem": Tone.BAD, "unknown": Tone.DIM}
 MOST_SECONDS: Final = 30.0
 OTHERS: Final = ("map-full", "backends-fail")  # of other services: those of this one are found with it
 WIDTH: Final = 120  # of what is no terminal
 
 
-def run(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
+def run(args: argparse.Namespace) -> int:
     """Diagnose; the exit code: 0 all is well, 1 there is a problem."""
+    from hybrid_proxy.controller.commands.doctor import look
+
     began = time.monotonic()
-    packet = _packet(args, pod_address)
+    packet = _packet(args)
     before = look.reverse_path_drops()
     node = look.at_node(args)
     several = args.namespace is not None and args.service is None
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace, pod_address: PodAddress = no_pods) -> int:
     return 0 if found.well else 1
 
 
-def _packet(args: argparse.Namespace, pod_address: PodAddress) -> Packet | None:
+def _packet(args: argparse.Namespace) -> Packet | None:
     """The packet of `--from` and `--to`, sent by this node where nobody is named; None: a service, or the node.
 
     Raises:
@@ -88,49 +87,94 @@ def _packet(args: argparse.Namespace, pod_address: PodAddress) -> Packet | None:
     if args.service:
         if args.source:
             args.target = "[::]:1" if ":" in args.source else "0.0.0.0:1"  # the source alone is checked
-            args.source = packets_of(args, find, pod_address)[0].src
+            args.source = packets_of(args, find)[0].src
             args.target = None
         return None
     if not args.target:
         return None
     if not args.source:
+        from hybrid_proxy.controller.commands.doctor.look import own_address
+
         six = named_target(args.target) is None and ":" in str(target(args.target)["dst"])
-        args.source = look.own_address(6 if six else 4)
-    packet: Packet = packets_of(args, find, pod_address)[0]
+        args.source = own_address(6 if six else 4)
+    packet: Packet = packets_of(args, find)[0]
     if packet.protocol.startswith("icmp"):
         raise ConfigError("--to: tcp, udp or sctp: no service answers by icmp")
     return packet
 
 
-def screen(found: Diagnosis) -> Iterator[RenderableType]:
-    """What a terminal shows: the verdict, a row for each finding, the time it took."""
-    from rich.table import Table
-    from rich.text import Text
-
+def lines(found: Diagnosis, screen: Screen) -> Iterator[str]:
+    """What people see: the verdict, a row for each finding, the time it took."""
     mark = "problem" if not found.well else "warning" if found.cause else "ok"
     likely = "" if found.certain else " (likely, not certain)"
-    yield Text(f"{MARKS[mark]} {printable(found.verdict)}{likely}", style=STYLES[mark])
-    yield Text()
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    yield painted(f"{MARKS[mark]} {printable(found.verdict)}{likely}", TONES[mark], screen)
+    yield ""
+    rows = layout(_COLUMNS, found.findings, screen)
     for each in found.findings:
-        style = STYLES[each.mark]
-        cell = Text(printable(each.text), style="" if each.mark == "ok" else style)
-        if each.todo and each.mark != "ok":
-            cell.append(f"\n→ {printable(each.todo)}", style="dim")
-        table.add_row(Text(MARKS[each.mark], style=style), each.subject, cell)
-    yield table
-    yield Text()
-    yield Text(f"Took {found.seconds:.1f} s. ✓ well  ! warning  ✗ problem  ? could not be told", style="dim")
+        yield from rows.lines(each)
+    yield ""
+    yield painted(f"Took {found.seconds:.1f} s. ✓ well  ! warning  ✗ problem  ? could not be told", Tone.DIM, screen)
+
+
+def _text(found: Finding) -> Value:
+    cell = Cell(found.text, Tone.PLAIN if found.mark == "ok" else TONES[found.mark])
+    return [cell, Cell(f"→ {found.todo}", Tone.DIM)] if found.todo and found.mark != "ok" else cell
+
+
+_COLUMNS: Final[tuple[Column[Finding], ...]] = (
+    Column("", lambda found: Cell(MARKS[found.mark], TONES[found.mark])),
+    Column("", lambda found: found.subject),
+    Column("", _text, wrap=True),
+)
 
 
 def _print(found: Diagnosis) -> None:
-    from rich.console import Console
+    width, colours = screen()
+    print_lines(lines(found, Screen(width or WIDTH, colours)))
 
-    console = Console(
-        highlight=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH,
-        color_system="auto" if wants_colours() else None,
+
+# The command line
+
+_DOCTOR: Final = """
+Without arguments the command looks at the node. With a service or a packet, it goes the packet's way: the object, the
+service table, the kernel, a real connection to each backend (from the node, and from a pod of it), drops. It changes
+nothing, and takes some seconds at most. It also works without an agent.
+
+Connections are those of a client: a TCP connection, then one request where the port's name or number tells the
+protocol (http, https, grpc, dns and so on). They are closed at once.
+
+exit codes: 0 no problem was found (there may be warnings), 1 there is one, 2 the command line cannot be used
+
+examples:
+  hybrid-proxy doctor                      what is wrong on this node, and what to do about it
+  hybrid-proxy doctor -n default           one line for each service of a namespace
+  hybrid-proxy doctor default/web          why does this service not answer?
+  hybrid-proxy doctor default/web:http --path /healthz
+  hybrid-proxy doctor default/web --from 203.0.113.7     would this client be let in?
+  hybrid-proxy doctor --from 10.77.1.11 --to 10.96.0.10:80
+  hybrid-proxy doctor --from pod/pod1 --to default/web:80           a pod of a lab, and a service, by name
+  hybrid-proxy doctor default/web -o json
+"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("service", nargs="?", metavar="NAMESPACE/NAME[:PORT]", help="this service")
+    parser.add_argument(
+        "-n",
+        "--namespace",
+        metavar="NAMESPACE",
+        help="the service's, where its name has none; alone: all services of it",
+    )
+    parser.add_argument("--from", dest="source", metavar="SRC", help="the client's address (default: this node's)")
+    parser.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="a packet's destination")
+    parser.add_argument("--path", metavar="PATH", help="ask backends for this path by HTTP, whatever the port's name")
+    parser.add_argument(
+        "--timeout", type=float, default=2.5, metavar="SECONDS",
+        help="timeout for each connection attempt and each answer (default: 2.5)",
     )  # fmt: skip
-    console.print(*screen(found), sep="\n")
+    add_admin(parser)
+    add_folders(parser)
+    add_output(parser)
+
+
+DOCTOR: Final = Command(_arguments, run, _DOCTOR)

@@ -1,0 +1,192 @@
+"""What the parsers of all commands share: the values of the registry, the parser class, and flags with one meaning.
+
+The registry has a command's name and its line of help. Its module, with the flags and the work, is imported when the
+command is typed: `explain` is run a hundred times in a script and must start at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules, resolve_name
+from typing import Any, Final, NamedTuple, NoReturn
+
+import hybrid_proxy
+from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.redact import redact
+from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
+from hybrid_proxy.controller.settings.flags import add_flag
+
+__all__ = [
+    "Command", "Entry", "Parser", "PodAddress", "Registry", "add_admin", "add_config", "add_folders", "add_output",
+    "add_service", "add_table", "meant", "mode_name", "number_from", "pod_address", "positive_seconds", "registries",
+]  # fmt: skip
+
+PodAddress = Callable[[str, int], str]  # name and family (4 or 6) of a pod -> its address
+
+REGISTRY: Final = "commands"  # the module of a package, or the package in it, whose `REGISTRY` adds commands
+
+
+class Command(NamedTuple):
+    """A command's flags, its work (which returns the exit code), and what `--help` says below the flags."""
+
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    epilog: str = ""
+    usage: str = ""
+
+
+class Entry(NamedTuple):
+    """A row of the registry: the name of a command, one line about it, and `module:NAME` of its `Command`."""
+
+    name: str
+    help: str
+    where: str
+
+    def load(self) -> Command:
+        """Import the command's module."""
+        command: Command = resolve_name(self.where)
+        return command
+
+
+class Registry(NamedTuple):
+    """What a package adds to the command line. An entry of a later package replaces one with the same name."""
+
+    entries: Sequence[Entry]
+    pod_address: PodAddress | None = None  # resolves `--from pod/NAME`
+
+
+def registries() -> Iterator[Registry]:
+    """The registry of each package of this installation that has one: the controller, and the workshop if present."""
+    for package in iter_modules(hybrid_proxy.__path__, "hybrid_proxy."):
+        name = f"{package.name}.{REGISTRY}"
+        if package.ispkg and find_spec(name):
+            found = getattr(import_module(name), "REGISTRY", None)
+            if found is not None:
+                yield found
+
+
+def pod_address(name: str, family: int) -> str:
+    """The address of `pod/NAME`, as the first package knows it that resolves names of pods.
+
+    Raises:
+        ConfigError: none does.
+        ControllerError: there is no such pod.
+    """
+    for registry in registries():
+        if registry.pod_address is not None:
+            return registry.pod_address(name, family)
+    raise ConfigError(f"--from pod/{name}: names of pods are known in a lab alone; give the pod's address")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with whole flag names only: a script must not change its meaning when a flag is added."""
+
+    def __init__(self, **arguments: Any) -> None:
+        arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and the message without secrets: what was mistyped may be a flag with a password in it."""
+        super().error(redact(message))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Suggest a similar choice for a value that is none of the choices."""
+        choices = [str(each) for each in action.choices or ()]
+        if choices and value not in choices:
+            raise argparse.ArgumentError(
+                action, f"{value!r} is none of {', '.join(choices)}{meant(str(value), choices)}"
+            )
+
+
+def meant(typed: str, known: Iterable[str]) -> str:
+    """`; did you mean a or b?`, or nothing if no known word looks like the typed one."""
+    from hybrid_proxy.controller.commands.names import closest, either
+
+    found = closest(typed, known)
+    return f"; did you mean {either(found)}?" if found else ""
+
+
+# Types of values
+
+
+def number_from(least: int) -> Callable[[str], int]:
+    """The type of a whole number that is not below `least`."""
+
+    def parsed(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+        return int(text)
+
+    return parsed
+
+
+def positive_seconds(text: str) -> float:
+    """The type of a duration in seconds above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return found
+
+
+def mode_name(text: str) -> str:
+    """The type of a mode's name."""
+    modes = available_modes()
+    if text not in modes:
+        raise argparse.ArgumentTypeError(f"there is no mode {text!r}; there are {', '.join(modes)}")
+    return text
+
+
+# Flags
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add `-o text|json`."""
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="for people, or for programs (default: text)"
+    )
+
+
+def add_table(parser: argparse.ArgumentParser) -> None:
+    """Add `-o` of a command that prints tables."""
+    parser.add_argument(
+        "-o", "--output", choices=("text", "wide", "json", "yaml"), default="text",
+        help="for people what fits the terminal (text) or everything (wide), or for programs (default: text)",
+    )  # fmt: skip
+
+
+def add_service(parser: argparse.ArgumentParser, text: str = "only this service") -> None:
+    """Add a service, as kubectl has it: with its namespace in the name, or in -n."""
+    parser.add_argument("service", nargs="?", metavar="NAMESPACE/NAME[:PORT]", help=text)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-n", "--namespace", metavar="NAMESPACE", help="only services of this namespace")
+    where.add_argument("-A", "--all-namespaces", action="store_true", help="services of all namespaces (the default)")
+
+
+def add_admin(parser: argparse._ActionsContainer) -> None:
+    """Add `--admin-socket`."""
+    add_flag(parser, "admin-socket", default=ADMIN_SOCKET)
+
+
+def add_folders(parser: argparse._ActionsContainer) -> None:
+    """Add the folders in which the agent's objects are found without an agent."""
+    add_flag(parser, "cgroup")
+    add_flag(parser, "pin-root")
+
+
+def add_config(group: argparse._ActionsContainer) -> None:
+    """Add `--config`."""
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a KubeProxyConfiguration, a HybridProxyConfiguration, or both. With a file, kube-proxy's flags are "
+        "ignored, as kube-proxy does, except --hostname-override, --master and those of the log; flags that kube-proxy "
+        "does not have take precedence over the file. Changes of the file are applied while the agent runs, or "
+        "reported where they need a restart",
+    )

@@ -1,0 +1,110 @@
+"""`run` and `cleanup`: start the agent on this node, or remove everything that one left."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Final
+
+from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_folders, add_output
+from hybrid_proxy.controller.redact import redact
+from hybrid_proxy.controller.settings.config import from_flags
+from hybrid_proxy.controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
+from hybrid_proxy.controller.settings.flags import add_flag, add_flags, add_removed_flags
+
+__all__ = ["CLEANUP", "RUN"]
+
+_RUN: Final = """
+examples:
+  in a lab or on an edge node, from files; traffic follows every edit of a file:
+    hybrid-proxy run --manifests /etc/hybrid-proxy --hostname-override node-1 --cluster-cidr 10.77.0.0/16,fd77:1::/48
+  beside a cluster:
+    hybrid-proxy run --kubeconfig /etc/kubernetes/admin.conf
+  as a DaemonSet, with the pod's service account:
+    hybrid-proxy run --hostname-override "$NODE_NAME" --detect-local-mode NodeCIDR
+
+SIGTERM stops the agent and leaves the dataplane in place: traffic continues, and the next start adopts it.
+`hybrid-proxy cleanup` removes the dataplane.
+"""
+
+_CLEANUP: Final = """
+Removes the programs, links, maps and pins of hybrid-proxy from this network namespace, and nothing else.
+Stop the agent first. If another proxy is on the node, it gets new flows at once, and open flows have three seconds to
+end (--drain), or less if none is open. In mode ebpf, flows that are still open after that break.
+
+examples:
+  hybrid-proxy cleanup
+  hybrid-proxy cleanup --drain 60          for longer requests, on the way back to kube-proxy
+  hybrid-proxy cleanup --drain             waits until the last flow is over
+"""
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(FILES.title)
+    add_config(group)
+    group.add_argument(
+        "--write-config-to", metavar="FILE", help="write the complete configuration in effect to this file, and exit"
+    )
+    add_flag(group, "cleanup")
+    add_flag(group, "init-only")
+    add_flags(parser, SOURCES, SERVICES, NODE, IPVS_MODE, SERVERS, MORE, LOG)
+    add_removed_flags(parser)
+    parser.add_argument(
+        "--timings", action="store_true",
+        help="print what the time of the start went to, when it is over; `status -o wide` shows it, too",
+    )  # fmt: skip
+    add_output(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    flags = vars(args)
+    loaded = None
+    if args.config or args.write_config_to:  # otherwise nothing of documents and YAML is needed
+        from hybrid_proxy.controller.settings import configfile
+
+        loaded = configfile.load(Path(args.config), flags) if args.config else configfile.of_flags(flags)
+        if args.write_config_to:
+            from hybrid_proxy.controller.commands.terminal import say
+
+            for warning in loaded.config.warnings:
+                say(redact(f"warning: {warning}"), to=sys.stderr)
+            configfile.write(Path(args.write_config_to), loaded)
+            return 0
+    from hybrid_proxy.controller.agent import loop
+    from hybrid_proxy.controller.agent.config_follower import Followed
+    from hybrid_proxy.dataplane.timings import START
+
+    START.imported()
+    with START.part("configuration"):
+        config = loaded.config if loaded else from_flags(flags)
+    followed = Followed(Path(args.config), flags, loaded) if loaded else None
+
+    if config.task == "cleanup":
+        return loop.cleanup(config)
+    if config.task == "prepare":
+        return loop.prepare_node(config)
+    return loop.run(config, followed, flags)
+
+
+def _cleanup_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--drain", type=float, metavar="SECONDS", nargs="?", const=math.inf,
+        help="how long open flows may continue while new ones pass; without a number: until the last one is over "
+        "(default: 3 beside another proxy, else 0)",
+    )  # fmt: skip
+    add_folders(parser)
+    add_admin(parser)
+    add_flags(parser, LOG)
+    add_output(parser)
+
+
+def _cleanup(args: argparse.Namespace) -> int:
+    from hybrid_proxy.controller.agent import loop
+
+    return loop.cleanup(from_flags(vars(args)), args.drain)
+
+
+RUN: Final = Command(_run_arguments, _run, _RUN, "[--manifests PATH | --kubeconfig FILE] [flags]")
+CLEANUP: Final = Command(_cleanup_arguments, _cleanup, _CLEANUP)

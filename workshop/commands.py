@@ -1,0 +1,31 @@
+"""The workshop's commands, which the command line finds by this module."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hybrid_proxy.controller.commands.command import Entry, Registry
+
+HERE: Final = "hybrid_proxy.workshop"
+
+
+def _pod_address(pod: str, family: int) -> str:
+    """The address of a pod of the lab around this process, or of the only one that is up."""
+    from hybrid_proxy.workshop.lab.commands import address_of
+
+    return address_of(pod, family)
+
+
+REGISTRY: Final = Registry(
+    (
+        Entry("top", "services, backends and drops, live in this terminal", f"{HERE}.top.arguments:TOP"),
+        Entry("trace", "what happens to packets while they pass", f"{HERE}.tracing.arguments:TRACE"),
+        Entry(
+            "compare",
+            "benchmark the modes against each other and a no-proxy baseline",
+            f"{HERE}.compare.arguments:COMPARE",
+        ),
+        Entry("lab", "a node, pods and a client as network namespaces", f"{HERE}.lab.arguments:LAB"),
+    ),
+    _pod_address,
+)
