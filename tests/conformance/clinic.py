@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-import pytest
 
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import AgentStatus, GetTable, TableAnswer
-from hybrid_proxy.controller.settings.config import MODES
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 
-from .grid import BEGIN, END
+from .grid import Grouped
 
 if TYPE_CHECKING:
     from hybrid_proxy.workshop.lab.apiserver import ApiServer
     from tests.served import FromServer
 
-FILE: Final = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
-PROPERTY: Final = "doctor"  # of a report: (incident, mode, verdict, seconds)
+PROPERTY: Final = "doctor"  # of a report: (incident, mode, verdict)
 NAME, BALANCER, NODE_PORT = "shop/web", "198.51.100.7", 30080
 ADDRESSES: Final = {NAME: "10.96.0.10", "shop/a": "10.96.0.11", "shop/many": "10.96.0.12"}
 HTTP, NOBODY, HANGS = 8080, 8081, 9090  # of the pods: the servers', a closed one, one whose process never answers
 PODS: Final = ("pod1", "pod2", "pod3")
-
-Rows = dict[str, dict[str, tuple[str, str]]]  # incident -> mode -> verdict, seconds
 
 
 @dataclass
@@ -158,68 +152,8 @@ def clinic_of(lab: Lab, mode: str, flags: Sequence[str]) -> Iterator[Clinic]:
             yield Clinic(lab, api, agent)
 
 
-class Incidents:
-    """pytest: prints the table incident x mode at the end of a run, and keeps it in docs/doctor.md on request."""
+class Incidents(Grouped):
+    """Collects doctor's verdict on each incident."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.rows: Rows = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        found = dict(report.user_properties).get(PROPERTY) if report.when == "call" and report.passed else None
-        if found is not None:
-            incident, mode, verdict, seconds = found
-            self.rows.setdefault(str(incident), {})[str(mode)] = str(verdict), str(seconds)
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.rows:
-            return
-        terminalreporter.section("doctor's verdicts")
-        for line in render(self.rows).splitlines():
-            terminalreporter.line(line)
-        if self.config.getoption("--write-conformance-table", default=False):
-            FILE.write_text(merge(FILE.read_text(), self.rows))
-            terminalreporter.line(f"written to {FILE}")
-
-
-def render(rows: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
-    """A Markdown table. A mode whose verdict is another one than the first mode's has it in its own cell."""
-    modes = [mode for mode in MODES if any(mode in cells for cells in rows.values())]
-    lines = ["| incident | verdict | " + " | ".join(modes) + " |", "|---|---|" + "---|" * len(modes)]
-    for incident, cells in rows.items():
-        first = next((cells[mode][0] for mode in modes if mode in cells), "")
-        shown = [_cell(cells.get(mode), first) for mode in modes]
-        lines.append(f"| {incident} | {first} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
-
-
-def _cell(found: tuple[str, str] | None, first: str) -> str:
-    if found is None:
-        return ""
-    verdict, seconds = found
-    return f"{seconds} s" if verdict == first else f"{seconds} s: {verdict}"
-
-
-def read_table(text: str) -> Rows:
-    """What `render` wrote."""
-    cells = [
-        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
-    rows: Rows = {}
-    for row in cells[2:]:
-        for mode, cell in zip(cells[0][2:], row[2:], strict=True):
-            if cell:
-                seconds, _, verdict = cell.partition(" s")
-                rows.setdefault(row[0], {})[mode] = verdict.removeprefix(": ") or row[1], seconds
-    return rows
-
-
-def merge(text: str, rows: Rows) -> str:
-    """The document with these results in; what did not run stays as it is."""
-    head, _, rest = text.partition(BEGIN)
-    old, _, tail = rest.partition(END)
-    known = read_table(old)
-    table = {incident: {**known.get(incident, {}), **rows.get(incident, {})} for incident in {**known, **rows}}
-    return f"{head}{BEGIN}\n\n{render(table)}\n\n{END}{tail}"
+    title, document, heads = "doctor's verdicts", "doctor.md", ("incident",)
+    recorded = PROPERTY

@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_proxy.controller.settings.config import MODES
 
-__all__ = ["BEGIN", "DOCS", "END", "Grid", "Key", "Rows"]
+__all__ = ["BEGIN", "DOCS", "END", "Grid", "Grouped", "Key", "Rows"]
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -109,3 +109,34 @@ class Grid:
         if not (found and found_too):
             raise ValueError(f"docs/{cls.document} has no lines {begin} and {end}")
         return f"{head}{begin}\n\n{cls.render(cls.joined(cls.read(before), rows))}\n\n{end}{tail}"
+
+
+class Grouped(Grid):
+    """A table with one column for results: modes with the same cell stand together (`ebpf, ipvs: yes`)."""
+
+    @classmethod
+    def render(cls, rows: Rows) -> str:
+        """In Markdown."""
+        lines = [cls._line([*cls.heads, "result"]), "|" + "---|" * (len(cls.heads) + 1)]
+        return "\n".join(lines + [cls._line([*key, cls._result(rows[key])]) for key in cls.order(rows)])
+
+    @staticmethod
+    def _result(cells: dict[str, str]) -> str:
+        groups: dict[str, list[str]] = {}
+        for mode in MODES:
+            if mode in cells:
+                groups.setdefault(cells[mode], []).append(mode)
+        every = [*groups.values()] == [list(MODES)]
+        return "<br>".join(f"{'all' if every else ', '.join(modes)}: {cell}" for cell, modes in groups.items())
+
+    @classmethod
+    def read(cls, text: str) -> Rows:
+        """Reverses `render`."""
+        rows: Rows = {}
+        for line in [line for line in text.splitlines() if line.startswith("|")][2:]:
+            *key, result = (cell.strip() for cell in line.strip().strip("|").split("|"))
+            cells = rows[tuple(key)] = {}
+            for part in result.split("<br>") if result else ():
+                modes, _, cell = part.partition(": ")
+                cells.update(dict.fromkeys(MODES if modes == "all" else modes.split(", "), cell))
+        return rows

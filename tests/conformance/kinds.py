@@ -6,14 +6,14 @@ from typing import Final
 
 import pytest
 
-from .grid import Grid, Key, Rows
+from .grid import Grouped, Key, Rows
 
 __all__ = ["PROPERTY", "Kinds"]
 
 PROPERTY: Final = "kind"  # of a report: (kind, mode, cell of a test that passes)
 
 
-class Kinds(Grid):
+class Kinds(Grouped):
     """Collects what a node serves in each kind of network."""
 
     title, document, heads = "kinds of networks", "kernels.md", ("kind of network",)

@@ -1,4 +1,4 @@
-"""The table pair of modes x kind of flow in docs/switching.md."""
+"""The table of pairs of modes in docs/switching.md: which kinds of flow do not simply go on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ __all__ = ["CANNOT_BE", "GOES_ON", "PROPERTY", "Switches"]
 
 PROPERTY: Final = "switch"  # of a report: (former mode, mode, cells by kind)
 GOES_ON, CANNOT_BE = "goes on", "-"
+KINDS_BETWEEN: Final = " / "
 
 
 class Switches(Grid):
@@ -27,6 +28,36 @@ class Switches(Grid):
         if found is not None:
             former, mode, cells = found
             self.rows[former, mode] = cells
+
+    @classmethod
+    def render(cls, rows: Rows) -> str:
+        """The kinds, and for each pair what differs from GOES_ON."""
+        lines = [
+            f"Kinds: {KINDS_BETWEEN.join(cls.columns(rows))}",
+            "",
+            "| from | to | all goes on, but |",
+            "|---|---|---|",
+        ]
+        for pair in cls.order(rows):
+            but = [f"{kind}: {cell}" for kind, cell in rows[pair].items() if cell != GOES_ON]
+            lines.append(cls._line([*pair, "<br>".join(but)]))
+        return "\n".join(lines)
+
+    @classmethod
+    def read(cls, text: str) -> Rows:
+        """Reverses `render`."""
+        _, found, table = text.partition("Kinds: ")
+        kinds = table.partition("\n")[0].split(KINDS_BETWEEN) if found else []
+        rows: Rows = {}
+        for line in table.splitlines():
+            if line.startswith("|") and not line.startswith(("| from |", "|---")):
+                former, mode, but = (cell.strip() for cell in line.strip().strip("|").split("|"))
+                cells = dict.fromkeys(kinds, GOES_ON)
+                for each in but.split("<br>") if but else ():
+                    kind, _, cell = each.partition(": ")
+                    cells[kind] = cell
+                rows[former, mode] = cells
+        return rows
 
     @classmethod
     def columns(cls, rows: Rows) -> list[str]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from hybrid_proxy.controller.settings.config import MODES
+
 from . import cases
-from .grid import BEGIN, DOCS, END, Rows
+from .grid import BEGIN, DOCS, END, Grouped, Rows
 from .kinds import Kinds
 from .matrix import Matrix
 from .switches import Switches
+
+
+class Networks(Grouped):
+    heads = ("kind",)
+
 
 OLD = f"""# Title
 
@@ -60,10 +67,12 @@ SWITCHES = f"""# Title
 
 {BEGIN}
 
-| from | to | TCP | gone |
-|---|---|---|---|
-| ebpf | nftables | goes on | goes on |
-| nftables | ebpf | ends: why | - |
+Kinds: TCP / gone
+
+| from | to | all goes on, but |
+|---|---|---|
+| ebpf | nftables |  |
+| nftables | ebpf | TCP: ends: why<br>gone: - |
 
 {END}
 tail
@@ -72,14 +81,32 @@ tail
 
 def test_a_run_of_one_pair_changes_its_row_alone() -> None:
     text = Switches.merge(SWITCHES, {("nftables", "ebpf"): {"TCP": "goes on", "UDP": "-"}})
-    assert [line for line in text.splitlines() if line.startswith("|")] == [
-        "| from | to | TCP | UDP |",
-        "|---|---|---|---|",
-        "| ebpf | nftables | goes on |  |",
-        "| nftables | ebpf | goes on | - |",
+    assert [line for line in text.splitlines() if line.startswith(("|", "Kinds"))] == [
+        "Kinds: TCP / UDP",
+        "| from | to | all goes on, but |",
+        "|---|---|---|",
+        "| ebpf | nftables |  |",
+        "| nftables | ebpf | UDP: - |",
     ]
     assert text.startswith("# Title")
     assert text.endswith("tail\n")
+
+
+def test_switches_that_are_written_can_be_read() -> None:
+    rows: Rows = {("ebpf", "ipvs"): {"TCP, idle": "goes on", "UDP": "goes on; from a socket: another backend"}}
+    assert Switches.read(Switches.render(rows)) == rows
+
+
+def test_modes_with_one_result_stand_together() -> None:
+    cells = {"ebpf": "yes", "nftables": "all but a port: it is closed", "userspace": "yes"}
+    rows: Rows = {("a bond",): dict.fromkeys(MODES, "yes"), ("a bridge",): cells, ("new",): {}}
+    text = Networks.render(rows)
+    assert text.splitlines()[2:] == [
+        "| a bond | all: yes |",
+        "| a bridge | ebpf, userspace: yes<br>nftables: all but a port: it is closed |",
+        "| new |  |",
+    ]
+    assert Networks.read(text) == rows
 
 
 def test_every_kind_of_network_has_a_row_in_the_document() -> None:
