@@ -28,6 +28,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
 from hybrid_proxy.dataplane.kernel.attachment import Attachment, target_of
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, pinned_link
 from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, netns_cookie, pin_folder, pin_folders
+from hybrid_proxy.dataplane.kernel.repairs import PinDirectory, Repairs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, Protocol, ServiceTable, family_of
 
@@ -59,7 +60,8 @@ class Localhost:
         self._words: dict[int, int] = {}  # as they are in the map
         self._programs: Object | None = None
         self._maps: dict[str, Map] = {}
-        self._links: dict[str, Attachment] = {}
+        self._links: list[Attachment] = []
+        self._repairs: Repairs | None = None  # of the links
 
     def follow(self, table: ServiceTable) -> None:
         """Serve the node ports of this table instead of those of the one before."""
@@ -128,13 +130,10 @@ class Localhost:
         folder = _folder(self._options, self._mode, mount=True)
         folder.mkdir(parents=True, exist_ok=True)
         self._know_namespace()
-        number, target = cgroup.stat().st_ino, os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            for hook, attach_type in HOOKS.items():
-                link = self._links[hook] = Attachment(folder / f"link_{hook}", attach_type, number, str(cgroup))
-                link.run(self._programs.program(f"localhost_{hook}"), target)
-        finally:
-            os.close(target)
+        for hook, attach_type in HOOKS.items():
+            self._links.append(Attachment(folder / f"link_{hook}", attach_type, cgroup, hook))
+            self._links[-1].run(self._programs.program(f"localhost_{hook}"))
+        self._repairs = Repairs(PinDirectory(folder), self._links)
         if not netns_cookie():
             self._teach_namespace()
 
@@ -152,21 +151,14 @@ class Localhost:
             raise Unsupported("socket hooks", "the agent runs in none of the node's cgroups; name one with --cgroup")
 
     def maintain(self) -> int:
-        """Attach again what others took away, and try again what failed; how many repairs that was."""
-        if not self._links:
+        """Repairs what another program removed, or tries again what failed. Returns how many objects were repaired."""
+        if self._repairs is None:
             if self.reason and time.monotonic() >= self._again_at:
                 self._begin()
             return 0
-        folder = _folder(self._options, self._mode)
-        pins = {path.name: path.lstat().st_ino for path in folder.glob("link_*")} if folder.exists() else {}
-        links = {name: link for name, link in self._links.items() if not link.displaced(pins)}
-        wrong = [f"{name} {what}" for name, link in links.items() if (what := link.wrong(pins))]
-        if not wrong:
-            return 0
-        log.warning("a program for node ports at loopback addresses, %s; all are attached again", wrong[0])
-        self._detach()
-        self._begin()
-        return 1
+        before = self._repairs.count
+        self._repairs.run()
+        return self._repairs.count - before
 
     def counters(self) -> dict[str, int]:
         """How many connections and datagrams of the node to node ports at loopback addresses there were.
@@ -180,19 +172,19 @@ class Localhost:
         return found
 
     def _detach(self) -> None:
-        for link in self._links.values():
+        for link in self._links:
             link.remove()
         self.close()
 
     def close(self) -> None:
         """Leave everything to the pins."""
-        for link in self._links.values():
+        for link in self._links:
             link.close()
         for known in self._maps.values():
             known.close()
         if self._programs is not None:
             self._programs.close()
-        self._links, self._maps, self._programs = {}, {}, None
+        self._links, self._repairs, self._maps, self._programs = [], None, {}, None
 
 
 def _node_ports(table: ServiceTable, names: Iterable[str]) -> Iterator[Port]:

@@ -165,7 +165,10 @@ class Programmer(Protocol):
     """One mode, open on this node. One thread calls it at a time."""
 
     name: str
-    audit_repairs: int  # how often something of ours was found changed by others and put right
+
+    @property
+    def audit_repairs(self) -> int:
+        """How many objects were repaired that another program had changed."""
 
     def sync(self, table: ServiceTable) -> SyncResult:
         """Make the node match the table; the cost follows what changed since the last call.
@@ -269,12 +272,11 @@ class Drains(Protocol):
 
 @runtime_checkable
 class DriftCheck(Protocol):
-    """A mode that knows cheaply whether others changed what it has programmed.
+    """A mode that detects cheaply whether another program changed what it has programmed."""
 
-    `unrepaired` has a message for each drift that `maintain` found and could not repair yet.
-    """
-
-    unrepaired: tuple[str, ...]
+    @property
+    def unrepaired(self) -> tuple[str, ...]:
+        """A message for each object that `maintain` found damaged and could not repair yet."""
 
     def may_have_drifted(self) -> bool:
         """Whether `maintain` should look now. Asked several times a second, so it must cost next to nothing.

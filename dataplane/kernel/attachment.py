@@ -1,7 +1,7 @@
-"""A program attached by a link that is pinned and held open: adopted or created, checked, repaired.
+"""A program attached by a BPF link, which is pinned and held open.
 
-The pin keeps the attachment beyond this process, the descriptor keeps it when another process removes the pin, and
-through the descriptor the kernel reports what became of it.
+The pin keeps the program attached when this process ends. The descriptor keeps it attached when another process removes
+the pin, and shows what became of the link.
 """
 
 from __future__ import annotations
@@ -10,31 +10,33 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from hybrid_proxy.dataplane.kernel import bpf
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, check, library
+from hybrid_proxy.dataplane.kernel.links import interface_name
 
 log = logging.getLogger(__name__)
 
 CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; a link at an interface reports an index instead of a cgroup's number
 INFO_SIZE: Final = ffi.sizeof("struct bpf_link_info")
-GONE: Final = frozenset({errno.ENOLINK, errno.ENODEV, errno.EINVAL})  # the device or cgroup of a link is
+# How the kernel refuses to update a link whose interface or cgroup is gone.
+GONE: Final = frozenset({errno.ENOLINK, errno.ENODEV, errno.EINVAL})
 
 
 def is_link(descriptor: int) -> bool:
-    """Whether a descriptor of a BPF object is a link's, and not a program's or a map's."""
+    """Whether this is the descriptor of a link, and not of a program or a map."""
     label = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 (no path: a label)
     return label.partition(":")[2] in {"bpf_link", "bpf-link"}  # of bpf_link_prime and of bpf_link_new_fd
 
 
 def _described(link: int, info: Any) -> tuple[int, int]:
-    """The numbers of a link's program, and of its interface or cgroup; 0: it is detached.
+    """The numbers of a link's program, and of its interface or cgroup, 0 for one that is detached.
 
-    Links are asked often: the kernel writes to the same `struct bpf_link_info`.
+    The kernel writes to `info`, which is used again because links are read often.
     """
     size = ffi.new("uint32_t *", INFO_SIZE)
     check(library().bpf_obj_get_info_by_fd(link, info, size), "describing a link")
@@ -43,16 +45,16 @@ def _described(link: int, info: Any) -> tuple[int, int]:
 
 
 def target_of(path: Path) -> int:
-    """The number of the interface or cgroup that the link pinned at `path` is attached to, 0: that is gone.
+    """The number of the interface or cgroup to which the link pinned at `path` is attached, 0 if that is gone.
 
     Raises:
-        BpfError: something else than a link is pinned there.
+        BpfError: something else is pinned there.
     """
     return _described_pin(path)[1]
 
 
 def program_of(path: Path) -> int:
-    """The number of the program of the link pinned at `path`; raises as `target_of`."""
+    """The number of the program that the link pinned at `path` runs; raises as `target_of`."""
     return _described_pin(path)[0]
 
 
@@ -67,12 +69,12 @@ def _described_pin(path: Path) -> tuple[int, int]:
 
 
 def program_number(program: int) -> int:
-    """A loaded program's number."""
+    """The number of a loaded program."""
     return int(bpf.program_info(program).id)
 
 
 def _name_of(program: int) -> str:
-    """A loaded program's name, as the kernel keeps it."""
+    """The name of a loaded program, as the kernel truncates it."""
     return bpf.program_name(program_number(program))
 
 
@@ -82,46 +84,75 @@ class Attachment:
     Args:
         path: of its pin.
         attach_type: BPF_ of enum bpf_attach_type.
-        target: the number of the interface, or of the cgroup (its inode).
-        where: the interface or the cgroup, for errors.
+        target: the index of the interface, or the directory of the cgroup.
+        program: the name of the program, for messages.
+        interface: the name of the interface, for messages.
         flags: of the link.
+
+    Attributes:
+        where: the interface or the cgroup, in messages.
     """
 
-    def __init__(self, path: Path, attach_type: int, target: int, where: str, flags: int = 0) -> None:
-        self.path, self.where, self.target = path, where, target
+    def __init__(
+        self, path: Path, attach_type: int, target: int | Path, program: str, interface: str = "", flags: int = 0
+    ) -> None:
+        self.path, self.where = path, interface or str(target)
+        self._cgroup = target if isinstance(target, Path) else None
+        self._target = target if isinstance(target, int) else 0  # the interface's index or the cgroup's inode
         self._attach_type, self._flags = attach_type, flags
+        self._called = program
         self._name = path.name
         self._info = ffi.new("struct bpf_link_info *")
         self._link = -1
+        self._descriptor = -1  # of the program
         self._program = self._inode = 0
 
-    def run(self, program: int, at: int | None = None) -> None:
-        """Swap this program in where the link is; where it is not, or somewhere else, make a new one.
+    def run(self, program: int) -> None:
+        """Replaces the program of the link, or creates the link where it is missing or attached to something else.
 
-        What somebody else has put in the place of its pin stays. The link serves then as long as this process does.
+        A foreign object at the path of the pin stays. The link then serves only as long as this process.
 
         Args:
-            program: a descriptor.
-            at: a descriptor of the cgroup, None: an interface is the target.
+            program: a descriptor, which must stay open until the next call.
 
         Raises:
-            BpfError: EINVAL where the kernel has no such link, EBUSY where somebody else's program excludes ours.
+            BpfError: EINVAL where the kernel has no such link, EBUSY where a foreign program excludes ours.
+            OSError: there is no such cgroup.
         """
+        self._descriptor = program
+        if self._cgroup is not None:
+            self._target = self._cgroup.stat().st_ino
         if self._link < 0:
             self._adopt(program)
-        if not self._swap(program):
-            self._let_go()
-            target = self.target if at is None else at
-            self._link = bpf.create_link(program, target, self._attach_type, self.where, self._flags)
+        if not self._update(program):
+            self._detach()
+            self._link = self._create(program)
         self._program = program_number(program)
         self._pin()
 
-    def wrong(self, pins: Mapping[str, int]) -> str:
-        """What of it is not as it was made, "": nothing. `pins` are the inodes of all pins in the folder by name."""
+    def _create(self, program: int) -> int:
+        if self._cgroup is None:
+            return bpf.create_link(program, self._target, self._attach_type, self.where, self._flags)
+        cgroup = os.open(self._cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return bpf.create_link(program, cgroup, self._attach_type, self.where, self._flags)
+        finally:
+            os.close(cgroup)
+
+    def damage(self, pins: Mapping[str, int]) -> Iterator[str]:
+        """Yields a message if the link or its pin is not as it was made, and its target still exists.
+
+        `pins` has the inode of each pin in the directory by name.
+        """
+        what = self._damage(pins)
+        if what and self._has_target():
+            yield f"{self._called} at {self.where} {what}"
+
+    def _damage(self, pins: Mapping[str, int]) -> str:
         if self._link < 0:
             return "is not attached"
         program, target = _described(self._link, self._info)
-        if target != self.target:
+        if target != self._target:
             return "is detached"
         if program != self._program:
             return "runs another program"
@@ -129,51 +160,55 @@ class Attachment:
             return "is not pinned"
         return "" if pins[self._name] == self._inode else "has something else pinned in its place"
 
+    def _has_target(self) -> bool:
+        """Another interface may have the index of one that was removed."""
+        return interface_name(self._target) == self.where if self._cgroup is None else self._cgroup.is_dir()
+
+    def repair(self, pins: Mapping[str, int]) -> None:
+        """Restores what `damage` reports; raises as `run`."""
+        if any(True for _ in self.damage(pins)):
+            self.run(self._descriptor)
+
+    def pins(self) -> dict[str, int]:
+        """The link's pin."""
+        return {self._name: self._inode}
+
     @property
     def attached(self) -> bool:
-        """Whether it still is where it was made."""
-        return self._link >= 0 and _described(self._link, self._info)[1] == self.target
-
-    def displaced(self, pins: Mapping[str, int]) -> bool:
-        """Whether it serves, and something else is in the place of its pin."""
-        return self.attached and pins.get(self._name, self._inode) != self._inode
-
-    @property
-    def pin(self) -> tuple[str, int]:
-        """The name and the inode of its pin."""
-        return self._name, self._inode
+        """Whether the link is still where it was made."""
+        return self._link >= 0 and _described(self._link, self._info)[1] == self._target
 
     def remove(self) -> None:
-        """Detach it now, also one that a former process has left, and remove the pin."""
+        """Detaches the link, also one that a previous process pinned, and removes its pin."""
         if self._link < 0:
             self._adopt()
-        self._let_go()
+        self._detach()
 
     def close(self) -> None:
-        """Leave it to the pin."""
+        """Closes the link; the pin keeps it attached."""
         if self._link >= 0:
             os.close(self._link)
         self._link = -1
 
     def _adopt(self, program: int | None = None) -> None:
-        """Take over what a former process has pinned, unless it is somebody else's.
+        """Opens the link that a previous process pinned, unless it is a foreign one.
 
-        A link that is attached to something else, and runs a program of another name, is.
+        A link that is attached to something else, and runs a program of another name, is foreign.
         """
         try:
             found, inode = bpf.pinned_link(self.path), self.path.lstat().st_ino
-        except (BpfError, OSError):  # nothing is there, or a folder, or a link out of the file system
+        except (BpfError, OSError):  # there is nothing, or a directory, or a symbolic link out of the file system
             return
         if is_link(found):
             number, target = _described(found, self._info)
             same = program is not None and bpf.program_name(number) == _name_of(program)
-            if same or target in (0, self.target):
+            if same or target in (0, self._target):
                 self._link, self._inode = found, inode
                 return
         os.close(found)
 
-    def _swap(self, program: int) -> bool:
-        """Whether the link is attached where it should be, and runs this program now."""
+    def _update(self, program: int) -> bool:
+        """Replaces the program; False if the link is not attached to its target."""
         if not self.attached:
             return False
         try:
@@ -184,29 +219,29 @@ class Attachment:
             return False
         return True
 
-    def _let_go(self) -> None:
-        """Of a link that is not what it should be; its pin goes with it if it is ours."""
+    def _detach(self) -> None:
+        """Detaches the link, and removes its pin if that is still its own."""
         if self._link < 0:
             return
         with contextlib.suppress(BpfError):  # a kind of link that cannot be detached
             check(library().bpf_link_detach(self._link), f"detaching {self.path}")
         self.close()
-        if self._pinned_here():
+        if self._is_pinned():
             self.path.unlink(missing_ok=True)
 
-    def _pinned_here(self) -> bool:
+    def _is_pinned(self) -> bool:
         try:
             return self.path.lstat().st_ino == self._inode
         except OSError:
             return False
 
     def _pin(self) -> None:
-        if self._pinned_here():
+        if self._is_pinned():
             return
         try:
             bpf.pin_link(self._link, self.path)
             self._inode = self.path.lstat().st_ino
-        except (BpfError, OSError) as error:  # `wrong` says so until the place is free
+        except (BpfError, OSError) as error:  # `damage` reports it until the path is free
             if self._inode >= 0:
                 log.warning("a link serves until this process ends, because it cannot be pinned: %s", error)
             self._inode = -1

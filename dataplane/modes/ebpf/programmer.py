@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,6 +32,7 @@ from hybrid_proxy.dataplane.kernel.links import (
     read_reverse_path_filters,
 )
 from hybrid_proxy.dataplane.kernel.lock import hold
+from hybrid_proxy.dataplane.kernel.repairs import Contents, PinDirectory, Repairs
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import (
     Event,
@@ -49,7 +49,7 @@ from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import OthersFlows, datagra
 from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
 from hybrid_proxy.dataplane.modes.ebpf.generations import growth
 from hybrid_proxy.dataplane.modes.ebpf.generations.carry import Carry, prepare
-from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import Record
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import layout_record
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import (
     Loader,
     Programs,
@@ -64,7 +64,7 @@ from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import Drivers
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet, open_pinned_maps
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import (
-    Surroundings,
+    NodeMaps,
     cidr_columns,
     equal_paths,
     interface_addresses,
@@ -75,14 +75,12 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import (
     served_links,
     word,
 )
-from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import Mark, collect, is_gone
+from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import collect, is_gone, namespace_map
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import (
-    Glance,
     beside,
     describe,
     folder_of,
     former_layouts,
-    pins_in,
     remove_pins,
     strangers,
 )
@@ -159,8 +157,8 @@ def drain(options: Options) -> bool:
     return True
 
 
-def _own_folder(options: Options) -> tuple[Path, int]:
-    """The folder for our pins, in which nothing else lies in their places, and the descriptor that locks it.
+def _own_directory(options: Options) -> PinDirectory:
+    """The directory for our pins, locked, in which nothing else has the names of ours.
 
     Raises:
         Unsupported: there is no place for it.
@@ -186,7 +184,7 @@ def _own_folder(options: Options) -> tuple[Path, int]:
             os.close(lock)
             continue
         if not wrong:
-            return folder, lock
+            return PinDirectory(folder, lock, f"the eBPF maps at {folder}")
         os.close(lock)
         log.warning(
             "%s holds other things than our maps, which are left alone: %s; new maps are made in %s, and flows that "
@@ -207,12 +205,13 @@ class Ebpf:
 
     def __init__(self, options: Options, wake: RequestMaintenance) -> None:
         self.options = options
-        self.folder, self._lock = _own_folder(options)
+        self._directory = _own_directory(options)
+        self.folder = self._directory.path
         self.hz = jiffies_per_second()
         try:
-            self.mark = Mark(self.folder)
+            self.mark = namespace_map(self.folder)
             self._carry = prepare(self.folder, options)
-            self.record = Record(self.folder)
+            self.record = layout_record(self.folder)
             growth.resume(self.folder)
             cpus = possible_cpus()
             upper = sizes.bounds(options, cpus)
@@ -223,7 +222,7 @@ class Ebpf:
         except BpfError as error:
             if not getattr(self, "adopted", True):
                 remove_pins(self.folder)
-            os.close(self._lock)
+            self._directory.close()
             raise Unsupported("eBPF", f"the kernel refused the programs or maps: {error}") from error
         for name, size in self.maps.other_sizes.items():
             log.warning(
@@ -232,7 +231,6 @@ class Ebpf:
             )  # fmt: skip
         self.store = self._new_store(adopt=self.adopted)
         self.table: ServiceTable = EMPTY
-        self._node_row: dict[str, int | NDArray[Any]] = {}  # what was written last into map `node`
         self._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)
         self._unprogrammed: frozenset[str] = frozenset()
         self._failed: frozenset[str] = frozenset()  # services of a sync that could not be finished
@@ -243,7 +241,7 @@ class Ebpf:
         self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
         self.sockets = Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
-        self.surroundings = Surroundings(self.maps.maps)
+        self.node_maps = NodeMaps(self.maps.maps, lambda: self.maps.view("node"))
         self._growth: growth.Growth | None = None  # of tables that programs write
         self.nearly_full: dict[str, str] = {}  # map -> message
         self.skipped_rules = list(_skipped_rules(options))
@@ -251,9 +249,13 @@ class Ebpf:
             log.warning("%s", message)
         self._draining = self._leaving = False
         self._others_looks = 0
-        self.audit_repairs = 0
-        self.unrepaired: tuple[str, ...] = ()
-        self._glance = Glance(self.folder)
+        # What carries traffic comes first.
+        self.repairs = Repairs(
+            self._directory,
+            (self.pods, self.uplinks, self.drivers, self.sockets, self.maps, self.mark, self.record, self.node_maps,
+             Contents(self._missing_datapaths, self._put_datapaths),
+             Contents(self._emptied_frontends, self._sync_again)),
+        )  # fmt: skip
         self.failover = Failover(options)
         self.gc = FlowGC(
             self.maps.maps, self._inspect.program("sweep"), self._inspect.program("read_clock"), self.hz, options,
@@ -586,18 +588,16 @@ class Ebpf:
     def _write_node(self, node: NodeNetwork) -> None:
         row = self.maps.view("node")
         primary = {family_of(address): address for address in node.primary}
-        self._node_row = {
+        columns: dict[str, int | NDArray[Any]] = {
             "primary4": layout.address_words([primary[4]])[0, 0] if 4 in primary else 0,
             "primary6": layout.address_words([primary[6]]) if 6 in primary else 0,
         }
         for family in (4, 6):
-            columns, others = cidr_columns(node.service_cidrs, family)
+            cidrs, others = cidr_columns(node.service_cidrs, family)
             self.store.note_service_cidrs(family, others)
             row[f"cidr{family}_count"] = 0
-            self._node_row |= dict(reversed(columns.items()))
-        self._node_row |= pod_columns(node)
-        for column, value in self._node_row.items():
-            row[column] = value
+            columns |= dict(reversed(cidrs.items()))
+        self.node_maps.write_row(columns | pod_columns(node))
         self.store.serve_node_ports_at(node.node_port_addresses, node.loopback)
 
     def other_mode_stopped(self) -> None:
@@ -661,93 +661,43 @@ class Ebpf:
             del wanted["pod_links"]  # the first table says which these are
         for name, elements in wanted.items():
             try:
-                self.surroundings.write(name, elements)
+                self.node_maps.write(name, elements)
             except BpfError as error:
                 if name != "links":
                     raise
                 if error.code not in (errno.EINVAL, errno.ENODEV):  # the next change of interfaces is on its way
                     log.warning("packets are not handed over at all interfaces: %s", error)
 
-    def _pinned(self) -> Iterable[Links | Drivers | Sockets | MapSet | Mark | Record | Surroundings]:
-        """What has pins, or is in maps; what carries traffic comes first."""
-        return self.pods, self.uplinks, self.drivers, self.sockets, self.maps, self.mark, self.record, self.surroundings
-
     def may_have_drifted(self) -> bool:
-        return self._serves and any(True for _ in self._wrong())
+        return self._serves and any(True for _ in self.repairs.damage())
 
-    def _wrong(self) -> Iterator[str]:
-        """A message for each attachment or pin that somebody removed or changed."""
-        pins = self._glance.pins()
-        for held in self._pinned():
-            yield from held.wrong(pins)
-        row = self.maps.view("node")
-        if any((row[column] != value).any() for column, value in self._node_row.items()):
-            yield "map node has another row"
-        yield from (f"map frontends{family} is empty" for family in self.store.emptied())
+    @property
+    def unrepaired(self) -> tuple[str, ...]:
+        return self.repairs.unrepaired
+
+    @property
+    def audit_repairs(self) -> int:
+        return self.repairs.count
+
+    def _missing_datapaths(self) -> Iterator[str]:
         if self.programs is not None:
             yield from missing_datapaths(self.maps.maps["datapaths"], self.programs.datapaths)
 
-    def _mend(self) -> None:
-        """Put back what is `_wrong`; what cannot be put back stays in `unrepaired`, and is tried again next time."""
-        wrong = list(self._wrong()) if self._serves else []
-        if not wrong:
-            self.unrepaired = ()
-            return
-        new = [what for what in wrong if what not in self.unrepaired]
-        if new:
-            more = f"; and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
-            log.warning("others changed %d things, which are put back: %s%s", len(new), "; ".join(new[:SHOWN]), more)
-        failures = self._put_back()
-        before, self.unrepaired = self.unrepaired, tuple(self._wrong())
-        self.audit_repairs += max(0, len(wrong) - len(self.unrepaired))
-        if self.unrepaired and self.unrepaired != before:
-            why = "; ".join(failures) or "they were changed again"
-            log.error("%d things cannot be put back: %s", len(self.unrepaired), why)
+    def _put_datapaths(self) -> None:
+        if self.programs is not None:
+            put_datapaths(self.maps.maps["datapaths"], self.programs.datapaths)
 
-    def _put_back(self) -> list[str]:
-        """Attach and pin what is not. Returns a message for each failure."""
-        failures = []
-        try:
-            self._make_folder_again()
-        except (DataplaneError, OSError) as error:
-            failures.append(str(error))
-        self._remove_misplaced()
-        pins = pins_in(self.folder)
-        for held in self._pinned():
-            try:
-                held.mend(pins)
-            except (BpfError, OSError) as error:
-                failures.append(str(error))
-        row = self.maps.view("node")
-        for column, value in self._node_row.items():
-            row[column] = value
-        try:
-            if self.programs is not None:
-                put_datapaths(self.maps.maps["datapaths"], self.programs.datapaths)
-            if self.store.emptied():
-                table = self.table
-                self._start_over()
-                self.sync(table)
-        except DataplaneError as error:
-            failures.append(str(error))
-        return failures
+    def _emptied_frontends(self) -> Iterator[str]:
+        yield from (f"map frontends{family} is empty" for family in self.store.emptied())
 
-    def _remove_misplaced(self) -> None:
-        """Pins of ours that somebody gave other names."""
-        ours = {name: inode for held in self._pinned() for name, inode in held.pins().items()}
-        for name, inode in pins_in(self.folder).items():
-            if inode in ours.values() and ours.get(name) != inode:
-                (self.folder / name).unlink()
-
-    def _make_folder_again(self) -> None:
-        """If somebody removed the folder, with the lock on it."""
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True)
-            former, self._lock = self._lock, hold(self.folder, f"the eBPF maps at {self.folder}")
-            os.close(former)
+    def _sync_again(self) -> None:
+        table = self.table
+        self._start_over()
+        self.sync(table)
 
     def maintain(self) -> Sequence[Event]:
-        self._mend()
+        if self._serves:
+            self.repairs.run()
         if self._attached and self.sockets.cgroup is None:  # what stood in the way may be gone
             self._serve_sockets()
         self._collect()
@@ -762,7 +712,7 @@ class Ebpf:
         self._look_early()
         repaired = self.store.writer.rows.repair()
         if repaired:
-            self.audit_repairs += repaired
+            self.repairs.count += repaired
             log.warning("others had changed %d slot ranges of services in the maps; they are repaired", repaired)
         self._name_events()
         self.journal.log_drops()
@@ -940,11 +890,12 @@ class Ebpf:
         for links in (self.pods, self.uplinks, self.sockets, self.drivers):
             links.close()
         self.mark.close()
+        self.record.close()
         self.maps.close()
         unused = not self.adopted if self._carry is None else not self._carry.begun
         if not self._attached and unused:
             remove_pins(self.folder)  # nothing was ever programmed: leave no empty maps behind
-        os.close(self._lock)
+        self._directory.close()
 
 
 def _refuse_unprogrammed(ports: Collection[Unprogrammed]) -> None:

@@ -174,14 +174,14 @@ def test_what_is_removed_comes_back(with_links: Place, accident: str, caplog: py
     assert agent.may_have_drifted()
     with caplog.at_level(logging.WARNING):
         agent.maintain()
-    assert f"others changed {len(pins) if count is None else count} things, which are put back: " in caplog.text
+    assert f"repairing {len(pins) if count is None else count} objects that another program changed: " in caplog.text
     assert agent.unrepaired == ()
     assert agent.audit_repairs == repairs + (len(pins) if count is None else count)
     assert not agent.may_have_drifted()
     assert place.attached() == before
     assert sorted(place.folder.iterdir()) == pins
     agent.maintain()
-    assert caplog.text.count("others changed") == 1
+    assert caplog.text.count("another program changed") == 1
 
 
 def test_a_foreign_pin_in_our_place_stays_and_is_reported_until_it_goes(
@@ -197,7 +197,7 @@ def test_a_foreign_pin_in_our_place_stays_and_is_reported_until_it_goes(
         for _ in range(3):
             agent.maintain()
     assert agent.unrepaired == ("map flows4 has something else pinned in its place",)
-    assert caplog.text.count("others changed 1 things") == caplog.text.count("1 things cannot be put back") == 1
+    assert caplog.text.count("repairing 1 objects") == caplog.text.count("1 objects cannot be repaired") == 1
     assert path.stat().st_ino == theirs
     path.rename(spare)
     agent.maintain()

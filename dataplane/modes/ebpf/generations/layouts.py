@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.repairs import PinnedMap
 from hybrid_proxy.dataplane.kernel.shape import Shape, pinned
 from hybrid_proxy.dataplane.modes.ebpf.generations.convert import Layout
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
@@ -36,32 +37,19 @@ def ours() -> Layout:
     return Layout(layout.stored_enums(), maps)
 
 
-class Record:
-    """The description of the maps in a folder, written or found there."""
+def layout_record(folder: Path) -> PinnedMap:
+    """The map that describes the layout of the maps in a folder, written or found there.
 
-    def __init__(self, folder: Path) -> None:
-        self._path, self._text = folder / RECORD, msgspec.json.encode(ours())
-        if _record_in(folder) != self._text:
-            self._path.unlink(missing_ok=True)  # of a version whose figures were laid out otherwise: they are made anew
-            self._write()
-        self._inode = self._path.stat().st_ino
-
-    def _write(self) -> None:
-        with contextlib.closing(Map.made(ARRAY, RECORD, 4, len(self._text), 1)) as made:
-            made.update(bytes(4), self._text)
-            made.pin(self._path)
-
-    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        if pins.get(RECORD) != self._inode:
-            yield f"map {RECORD} {'has something else pinned in its place' if RECORD in pins else 'is not pinned'}"
-
-    def pins(self) -> dict[str, int]:
-        return {RECORD: self._inode}
-
-    def mend(self, pins: Mapping[str, int]) -> None:
-        if pins.get(RECORD) != self._inode:
-            self._write()
-            self._inode = self._path.stat().st_ino
+    Raises:
+        BpfError: the kernel refuses it.
+    """
+    path, text = folder / RECORD, msgspec.json.encode(ours())
+    if _record_in(folder) == text and path.exists():
+        return PinnedMap(path, Map.pinned(path))
+    path.unlink(missing_ok=True)  # of a version whose figures were laid out otherwise: they are made anew
+    made = Map.made(ARRAY, RECORD, 4, len(text), 1)
+    made.update(bytes(4), text)
+    return PinnedMap.pin(path, made)
 
 
 def recorded(folder: Path) -> Layout | None:

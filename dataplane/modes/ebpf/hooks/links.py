@@ -5,7 +5,7 @@ link update. Each new one costs a grace period, and the kernel holds the lock of
 interfaces come at once, filters serve them, which stay when the process ends, too. A kernel without TCX refuses the
 first link; from then on filters are used. `status` says which there are.
 
-What others remove is noticed: `wrong` says what is not as it was attached, `mend` attaches it again.
+What another program removes is found by `damage` and attached again by `repair`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hybrid_proxy.dataplane.errors import Unsupported
@@ -28,6 +28,7 @@ from hybrid_proxy.dataplane.kernel.links import (
     interface_name,
     read_node,
 )  # fmt: skip
+from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import is_link_pin, links_in, remove_pins
 from hybrid_proxy.dataplane.reports import InterfaceHooks, SocketHooks
@@ -163,7 +164,7 @@ class Links:
         try:
             for name, attach_type, _ in self._hooks_at(interface):
                 path = _link_path(self.folder, name, interface.index)
-                made = Attachment(path, attach_type, interface.index, interface.name)
+                made = Attachment(path, attach_type, interface.index, name, interface.name)
                 held = self._held.get((interface.index, name), made)
                 held.run(self.programs.program(name))
                 self._held[interface.index, name] = held
@@ -221,14 +222,10 @@ class Links:
             clsact.detach(index)
         log.info("%s interface %s is gone", self.what, interface.name)
 
-    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        """A message for each attachment that others changed or removed, at interfaces that exist.
-
-        `pins` has the inode of each pin in the folder, by name.
-        """
-        for (index, name), held in self._held.items():
-            if (what := held.wrong(pins)) and interface_name(index) == held.where:
-                yield f"{name} at {held.where} {what}"
+    def damage(self, pins: Pins) -> Iterator[str]:
+        """Yields a message for each link or filter that another program changed or removed."""
+        for held in self._held.values():
+            yield from held.damage(pins)
         for index in self._filtered & self.attached.keys():
             name = self.attached[index].name
             for missing in self._missing(index):
@@ -243,14 +240,14 @@ class Links:
         programs = {(hook, ingress): self.programs.program(hook) for hook, _, ingress in hooks}
         return self._filters.missing(index, programs)
 
-    def pins(self) -> dict[str, int]:
-        return dict(held.pin for held in self._held.values())
+    def pins(self) -> Pins:
+        """The pins of all links."""
+        return {name: inode for held in self._held.values() for name, inode in held.pins().items()}
 
-    def mend(self, pins: Mapping[str, int]) -> None:
-        """Attach again what is `wrong`."""
-        for (index, name), held in self._held.items():
-            if held.wrong(pins) and interface_name(index) == held.where and self.programs is not None:
-                held.run(self.programs.program(name))
+    def repair(self, pins: Pins) -> None:
+        """Attaches again what `damage` reports."""
+        for held in self._held.values():
+            held.repair(pins)
         if filtered := [interface for index, interface in self.attached.items() if index in self._filtered]:
             self._attach_filters(filtered)
 
@@ -274,10 +271,14 @@ class Links:
         return InterfaceHooks(" and ".join(kinds) or self.kind, names, dict(self.failed))
 
 
-def _programs_at(target: int, name: str) -> list[int]:
+def _programs_at(cgroup: Path, name: str) -> list[int]:
     """The programs at a hook of the cgroup; none where that cannot be read."""
-    with contextlib.suppress(BpfError):
-        return programs_at(target, (SOCKET_HOOKS | SOCKOPS_HOOKS)[name])
+    with contextlib.suppress(BpfError, OSError):
+        target = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return programs_at(target, (SOCKET_HOOKS | SOCKOPS_HOOKS)[name])
+        finally:
+            os.close(target)
     return []
 
 
@@ -289,7 +290,6 @@ class Sockets:
         self.options = options
         self.cgroup: Path | None = None
         self._held: dict[str, Attachment] = {}
-        self._programs: dict[str, int] = {}  # descriptors, by hook
         self.reason = "switched off (--socket-scope off)" if options.socket_scope == "off" else "not attached yet"
 
     def use(self, programs: Object | None, watch: Object | None = None) -> None:
@@ -309,25 +309,20 @@ class Sockets:
         self.cgroup, self.reason = cgroup, ""
 
     def _attach(self, programs: Object, watch: Object | None, cgroup: Path) -> None:
-        self._programs = {name: programs.program(name) for name in SOCKET_HOOKS}
+        wanted = {name: programs.program(name) for name in SOCKET_HOOKS}
         if watch is not None:
-            self._programs |= {name: watch.program(name) for name in SOCKOPS_HOOKS}
-        for name in (SOCKET_HOOKS | SOCKOPS_HOOKS).keys() - self._programs.keys():
+            wanted |= {name: watch.program(name) for name in SOCKOPS_HOOKS}
+        for name in (SOCKET_HOOKS | SOCKOPS_HOOKS).keys() - wanted.keys():
             self._made(name, cgroup).remove()
             del self._held[name]
-        target = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            for name, program in self._programs.items():
-                self._run(name, program, cgroup, target)
-        finally:
-            os.close(target)
+        for name, program in wanted.items():
+            self._run(name, program, cgroup)
 
-    def _run(self, name: str, program: int, cgroup: Path, target: int) -> None:
-        made = self._made(name, cgroup)
+    def _run(self, name: str, program: int, cgroup: Path) -> None:
         try:
-            made.run(program, target)
+            self._made(name, cgroup).run(program)
         except BpfError as error:
-            if error.code != errno.EPERM or not (holders := _programs_at(target, name)):
+            if error.code != errno.EPERM or not (holders := _programs_at(cgroup, name)):
                 raise
             # As the kernel has it: what was attached without BPF_F_ALLOW_MULTI is alone there.
             names = ", ".join(program_name(number) for number in holders)
@@ -336,34 +331,26 @@ class Sockets:
 
     def _made(self, name: str, cgroup: Path) -> Attachment:
         """The attachment of this name at the cgroup."""
-        number = cgroup.stat().st_ino
-        if name in self._held and self._held[name].target != number:
+        if name in self._held and self._held[name].where != str(cgroup):
             self._held.pop(name).remove()
         if name not in self._held:
-            path = _link_path(self.folder, "cgroup", name)
-            self._held[name] = Attachment(path, (SOCKET_HOOKS | SOCKOPS_HOOKS)[name], number, str(cgroup))
+            path, attach_type = _link_path(self.folder, "cgroup", name), (SOCKET_HOOKS | SOCKOPS_HOOKS)[name]
+            self._held[name] = Attachment(path, attach_type, cgroup, name)
         return self._held[name]
 
-    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        if self.cgroup is None or not self.cgroup.is_dir():
-            return
-        for name, held in self._held.items():
-            if what := held.wrong(pins):
-                yield f"{name} at cgroup {held.where} {what}"
+    def damage(self, pins: Pins) -> Iterator[str]:
+        """Yields a message for each link that another program changed or removed."""
+        for held in self._held.values() if self.cgroup is not None else ():
+            yield from held.damage(pins)
 
-    def pins(self) -> dict[str, int]:
-        return dict(held.pin for held in self._held.values())
+    def pins(self) -> Pins:
+        """The pins of all links."""
+        return {name: inode for held in self._held.values() for name, inode in held.pins().items()}
 
-    def mend(self, pins: Mapping[str, int]) -> None:
-        if not any(self.wrong(pins)) or self.cgroup is None:
-            return
-        target = os.open(self.cgroup, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            for name, held in self._held.items():
-                if held.wrong(pins):
-                    held.run(self._programs[name], target)
-        finally:
-            os.close(target)
+    def repair(self, pins: Pins) -> None:
+        """Attaches again what `damage` reports."""
+        for held in self._held.values() if self.cgroup is not None else ():
+            held.repair(pins)
 
     def close(self) -> None:
         for held in self._held.values():

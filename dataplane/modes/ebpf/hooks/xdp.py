@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hybrid_proxy.dataplane.kernel.attachment import Attachment
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
 from hybrid_proxy.dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
-from hybrid_proxy.dataplane.kernel.links import Interface, interface_name
+from hybrid_proxy.dataplane.kernel.links import Interface
+from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import set_elements, word
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import is_link_pin, links_in
 from hybrid_proxy.dataplane.reports import XdpHooks
@@ -98,23 +99,22 @@ class Drivers:
             if known is not None:
                 known.close()
             path = self.folder / f"link_xdp_{index}"
-            self._held[index] = known = Attachment(path, ATTACH_TYPE, index, name, DRIVER_MODE)
+            self._held[index] = known = Attachment(path, ATTACH_TYPE, index, PROGRAM, name, DRIVER_MODE)
         return known
 
-    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
+    def damage(self, pins: Pins) -> Iterator[str]:
+        """Yields a message for each link that another program changed or removed."""
         for index in self.attached:
-            held = self._held[index]
-            if (what := held.wrong(pins)) and interface_name(index) == held.where:
-                yield f"{PROGRAM} at {held.where} {what}"
+            yield from self._held[index].damage(pins)
 
-    def pins(self) -> dict[str, int]:
-        return dict(held.pin for held in self._held.values())
+    def pins(self) -> Pins:
+        """The pins of all links."""
+        return {name: inode for held in self._held.values() for name, inode in held.pins().items()}
 
-    def mend(self, pins: Mapping[str, int]) -> None:
+    def repair(self, pins: Pins) -> None:
+        """Attaches again what `damage` reports."""
         for index in self.attached:
-            held = self._held[index]
-            if held.wrong(pins) and interface_name(index) == held.where and self._programs is not None:
-                held.run(self._programs.program(PROGRAM))
+            self._held[index].repair(pins)
 
     def _reason(self, interface: Interface, below: set[int]) -> str:
         """Why tc alone serves an interface; "": nothing known against it."""

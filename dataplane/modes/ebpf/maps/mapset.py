@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object
+from hybrid_proxy.dataplane.kernel.repairs import PinnedMap, Pins
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes as policy
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS, abi_constants, dtype_of, frontend_dtype
@@ -63,7 +64,7 @@ class MapSet:
         self.adopted = (folder / "slots").exists()
         self._traffic_cpus = traffic_cpus(options)
         self._views: dict[str, NDArray[Any]] = {}
-        self._inodes: dict[str, int] = {}  # of pins, by name
+        self._pinned: dict[str, PinnedMap] = {}
         if self.adopted:
             self._adopt()
         else:
@@ -80,8 +81,7 @@ class MapSet:
         for path in self.folder.glob(f"{NEXT}*"):  # of a process that ended while it replaced maps
             path.unlink()
         for name in _map_pins(self.folder):
-            self.maps[name] = Map.pinned(self.folder / name)
-            self._inodes[name] = (self.folder / name).stat().st_ino
+            self._adopt_pin(name, Map.pinned(self.folder / name))
         if self._entries("counters", 0) != abi_constants()["COUNTERS"]:
             self._drop("counters")
         if "failures" in self.maps and self.maps["failures"].value_size != dtype_of("failures").itemsize:
@@ -96,7 +96,7 @@ class MapSet:
     def _drop(self, name: str) -> None:
         if name in self.maps:
             self.maps.pop(name).close()
-            del self._inodes[name]
+            del self._pinned[name]
             (self.folder / name).unlink()
 
     def _can_count(self, name: str, entries: int | None) -> bool:
@@ -150,38 +150,33 @@ class MapSet:
             if not (name in {*policy.WRITTEN, DATAPATHS} and (self.folder / f"{NEXT}{name}").exists()):
                 larger[name].pin(self.folder / f"{NEXT}{name}")
             (self.folder / f"{NEXT}{name}").rename(self.folder / name)
-            self._inodes[name] = (self.folder / name).stat().st_ino
             self.maps[name].close()
-            self.maps[name] = larger[name]
+            self._adopt_pin(name, larger[name])
             self._views.pop(name, None)
 
     def _keep(self, name: str, made: Map) -> None:
-        made.pin(self.folder / name)
-        self.maps[name], self._inodes[name] = made, (self.folder / name).stat().st_ino
+        self.maps[name], self._pinned[name] = made, PinnedMap.pin(self.folder / name, made)
 
-    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        """A message for each map that is not pinned any more.
+    def _adopt_pin(self, name: str, pinned: Map) -> None:
+        self.maps[name], self._pinned[name] = pinned, PinnedMap(self.folder / name, pinned)
 
-        `pins` has the inode of each pin in the folder, by name.
-        """
-        if self._inodes.items() <= pins.items():  # as nearly always
-            return
-        for name, inode in self._inodes.items():
-            if pins.get(name) != inode:
-                yield f"map {name} {'has something else pinned in its place' if name in pins else 'is not pinned'}"
+    def damage(self, pins: Pins) -> Iterator[str]:
+        """Yields a message for each map that is not pinned any more."""
+        for known in self._pinned.values():
+            yield from known.damage(pins)
 
-    def pins(self) -> dict[str, int]:
-        return dict(self._inodes)
+    def pins(self) -> Pins:
+        """The pins of all maps."""
+        return {name: inode for known in self._pinned.values() for name, inode in known.pins().items()}
 
-    def mend(self, pins: Mapping[str, int]) -> None:
-        """Pin again what is `wrong`.
+    def repair(self, pins: Pins) -> None:
+        """Pins maps again.
 
         Raises:
             BpfError: EEXIST where something else is pinned.
         """
-        for name, inode in list(self._inodes.items()):
-            if pins.get(name) != inode:
-                self._keep(name, self.maps[name])
+        for known in self._pinned.values():
+            known.repair(pins)
 
     def pin_new(self, loaded: Object) -> None:
         """Take in and pin the maps of a loaded object that are not in the set yet."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.links import SERVICES_DEVICE, Hop, Interface, interface_name, is_usable
+from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.table import NodeNetwork, family_of
 
@@ -135,42 +136,62 @@ def set_elements(known: Map, wanted: Mapping[bytes, bytes]) -> None:
         known.delete(key)
 
 
-class Surroundings:
-    """Maps of what the programs must know of the node: as they were written last, compared, and written again."""
+class NodeMaps:
+    """The maps that describe the node to the programs, and what was written to them last.
 
-    def __init__(self, maps: Mapping[str, Map]) -> None:
-        self._maps = maps
+    Args:
+        maps: by name.
+        row: the element of map `node`, shared with the kernel.
+    """
+
+    def __init__(self, maps: Mapping[str, Map], row: Callable[[], NDArray[Any]]) -> None:
+        self._maps, self._row = maps, row
         self._wanted: dict[str, Mapping[bytes, bytes]] = {}
+        self._columns: dict[str, int | NDArray[Any]] = {}
 
     def write(self, name: str, wanted: Mapping[bytes, bytes]) -> None:
-        """Make these, key and value, all elements of a map."""
+        """Makes these keys and values all elements of a map."""
         self._wanted[name] = wanted
         set_elements(self._maps[name], self._possible(name))
 
+    def write_row(self, columns: Mapping[str, int | NDArray[Any]]) -> None:
+        """Writes columns of map `node`, in this order."""
+        self._columns = dict(columns)
+        self._write_columns()
+
+    def _write_columns(self) -> None:
+        row = self._row()
+        for column, value in self._columns.items():
+            row[column] = value
+
     def _possible(self, name: str) -> Mapping[bytes, bytes]:
-        """The kernel itself removes an interface that goes from `links`, and refuses one that is gone."""
+        """The kernel removes an interface that disappears from `links`, and refuses one that does not exist."""
         wanted = self._wanted[name]
         if name != "links":
             return wanted
         return {key: index for key, index in wanted.items() if interface_name(int.from_bytes(index, sys.byteorder))}
 
-    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        """A message for each map whose elements others changed."""
+    def damage(self, pins: Pins) -> Iterator[str]:
+        """Yields a message for each map whose contents differ from what was written."""
         del pins
         for name, wanted in self._wanted.items():
             found = elements_of(self._maps[name])
             if found != wanted and found != self._possible(name):
                 yield f"map {name} has other elements"
+        row = self._row()
+        if any((row[column] != value).any() for column, value in self._columns.items()):
+            yield "map node has another row"
 
-    def pins(self) -> dict[str, int]:
-        """The maps' own are elsewhere."""
-        return {}
-
-    def mend(self, pins: Mapping[str, int]) -> None:
-        """Write again what is `wrong`."""
+    def repair(self, pins: Pins) -> None:
+        """Writes everything again."""
         del pins
         for name in self._wanted:
             set_elements(self._maps[name], self._possible(name))
+        self._write_columns()
+
+    def pins(self) -> Pins:
+        """No pins: those of the maps belong to the map set."""
+        return {}
 
 
 def own_addresses(addresses: Iterable[str]) -> set[bytes]:

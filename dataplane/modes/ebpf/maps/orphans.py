@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +22,7 @@ from hybrid_proxy.dataplane.kernel.attachment import target_of
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folders
 from hybrid_proxy.dataplane.kernel.lock import hold
+from hybrid_proxy.dataplane.kernel.repairs import PinnedMap
 from hybrid_proxy.dataplane.kernel.shape import pinned
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import DEVICES, LINK, MARK, is_link_pin, is_mark, remove_pins
@@ -32,33 +32,18 @@ log = logging.getLogger(__name__)
 LOOPBACK: Final = (1).to_bytes(4, sys.byteorder)  # its index in every namespace
 
 
-class Mark:
-    """The map that says whether the namespace of a folder lives, made or found there."""
+def namespace_map(folder: Path) -> PinnedMap:
+    """The map whose entry shows that the network namespace of a folder exists, made or found there.
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / MARK
-        if self._path.exists():
-            self._map = Map.pinned(self._path)
-        else:
-            self._map = Map.made(DEVICES, MARK, 4, 4, 1)
-            self._map.update(bytes(4), LOOPBACK)
-            self._map.pin(self._path)
-        self._inode = self._path.stat().st_ino
-
-    def wrong(self, pins: Mapping[str, int]) -> Iterator[str]:
-        if pins.get(MARK) != self._inode:
-            yield f"map {MARK} {'has something else pinned in its place' if MARK in pins else 'is not pinned'}"
-
-    def pins(self) -> dict[str, int]:
-        return {MARK: self._inode}
-
-    def mend(self, pins: Mapping[str, int]) -> None:
-        if pins.get(MARK) != self._inode:
-            self._map.pin(self._path)
-            self._inode = self._path.stat().st_ino
-
-    def close(self) -> None:
-        self._map.close()
+    Raises:
+        BpfError: the kernel refuses it.
+    """
+    path = folder / MARK
+    if path.exists():
+        return PinnedMap(path, Map.pinned(path))
+    made = Map.made(DEVICES, MARK, 4, 4, 1)
+    made.update(bytes(4), LOOPBACK)
+    return PinnedMap.pin(path, made)
 
 
 def is_gone(folder: Path) -> bool:

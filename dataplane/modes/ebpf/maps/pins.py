@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +34,6 @@ FIGURES: Final = frozenset(
 )  # made anew where they are laid out otherwise
 NEXT: Final = "next_"  # pins that are about to take the place of others
 LINK: Final = "link_"
-TICK: Final = 100_000_000  # nanoseconds; the kernel's clock for files is some milliseconds behind
 MARK: Final = "namespace"  # the map of `gone`
 BESIDE_MAPS: Final = frozenset({MARK, "layout", "growing", "carrying"})  # other things that are pinned with them
 DEVICES: Final = 14  # BPF_MAP_TYPE_DEVMAP
@@ -88,42 +86,12 @@ def former_layouts(folder: Path) -> list[Path]:
     return [known for known in found if known.is_dir() and not known.is_symlink()]
 
 
-def pins_in(folder: Path) -> dict[str, int]:
-    """The inode of each pin by its name, as long as the pin is the same one; nothing of a folder that is gone."""
-    try:
-        with os.scandir(folder) as entries:
-            return {entry.name: entry.inode() for entry in entries}
-    except FileNotFoundError:
-        return {}
-
-
 def links_in(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
     """What is where pins of links at interfaces are, with the interface's index; it may be somebody else's."""
     for path in folder.glob(f"{LINK}{prefix}*"):
         number = path.name.removeprefix(f"{LINK}{prefix}")
         if number.isdecimal():
             yield int(number), path
-
-
-class Glance:
-    """`pins_in` a folder, read again only when the folder has changed since."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._known: dict[str, int] = {}
-        self._seen: tuple[int, int] | None = None  # inode and time of change of the folder
-
-    def pins(self) -> Mapping[str, int]:
-        """Those that are there now."""
-        try:
-            state = os.stat(self._folder)  # noqa: PTH116 (asked all the time)
-        except FileNotFoundError:
-            return {}
-        if (state.st_ino, state.st_mtime_ns) != self._seen:
-            self._known = pins_in(self._folder)
-            settled = time.time_ns() - state.st_mtime_ns > TICK  # what comes in the same tick has the same time
-            self._seen = (state.st_ino, state.st_mtime_ns) if settled else None
-        return self._known
 
 
 def strangers(folder: Path) -> dict[str, str]:

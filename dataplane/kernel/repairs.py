@@ -1,0 +1,237 @@
+"""Detects and repairs damage: links, filters, pins and maps that another program removed or changed.
+
+Every part of a datapath that outlives the process is a `Repairable`. `Repairs` checks all of them, repairs what is
+damaged, counts the repairs, and keeps a message for whatever could not be repaired.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol, Self
+
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.lock import hold
+
+log = logging.getLogger(__name__)
+
+TICK: Final = 100_000_000  # nanoseconds; the kernel's clock for files is some milliseconds behind
+SHOWN: Final = 5  # damaged objects in one line of the log
+
+Pins = Mapping[str, int]  # the inode of each file in a pin directory, by name
+
+
+class Repairable(Protocol):
+    """A part of the datapath that another program may damage."""
+
+    def damage(self, pins: Pins) -> Iterator[str]:
+        """Yields a message for each object that is not as it was made. `pins` is what the pin directory has now."""
+        ...
+
+    def repair(self, pins: Pins) -> None:
+        """Restores what `damage` reports.
+
+        Raises:
+            DataplaneError: an object cannot be restored, for example because a foreign pin has its name.
+            OSError: the same.
+        """
+        ...
+
+    def pins(self) -> Pins:
+        """The pins that this part has made."""
+        ...
+
+
+class PinnedMap:
+    """A map that is held open, and pinned at `path`."""
+
+    def __init__(self, path: Path, pinned: Map) -> None:
+        self.map = pinned
+        self._path = path
+        self._inode = path.stat().st_ino
+
+    @classmethod
+    def pin(cls, path: Path, made: Map) -> Self:
+        """Pins a new map.
+
+        Raises:
+            BpfError: EEXIST where something else is pinned.
+        """
+        made.pin(path)
+        return cls(path, made)
+
+    def damage(self, pins: Pins) -> Iterator[str]:
+        """Yields a message if the map is not pinned at its path."""
+        name = self._path.name
+        if pins.get(name) != self._inode:
+            yield f"map {name} {'has something else pinned in its place' if name in pins else 'is not pinned'}"
+
+    def repair(self, pins: Pins) -> None:
+        """Pins the map again.
+
+        Raises:
+            BpfError: EEXIST where something else is pinned.
+        """
+        if pins.get(self._path.name) != self._inode:
+            self.map.pin(self._path)
+            self._inode = self._path.stat().st_ino
+
+    def pins(self) -> Pins:
+        """The map's pin."""
+        return {self._path.name: self._inode}
+
+    def close(self) -> None:
+        """Closes the map; the pin keeps it."""
+        self.map.close()
+
+
+class Contents:
+    """Contents of maps that are pinned by another part.
+
+    Args:
+        damage: yields a message for each difference from what was written.
+        repair: writes it again.
+    """
+
+    def __init__(self, damage: Callable[[], Iterable[str]], repair: Callable[[], None]) -> None:
+        self._damage, self._repair = damage, repair
+
+    def damage(self, pins: Pins) -> Iterator[str]:
+        """Yields a message for each difference."""
+        del pins
+        yield from self._damage()
+
+    def repair(self, pins: Pins) -> None:
+        """Writes again what differs."""
+        if any(True for _ in self.damage(pins)):
+            self._repair()
+
+    def pins(self) -> Pins:
+        """No pins: another part has them."""
+        return {}
+
+
+class PinDirectory:
+    """A directory of pins, whose listing is cached until it changes.
+
+    Args:
+        path: of the directory.
+        lock: the descriptor that locks it, if anything does.
+        what: the directory's name in the message of an agent that finds it locked.
+    """
+
+    def __init__(self, path: Path, lock: int | None = None, what: str = "") -> None:
+        self.path = path
+        self._lock, self._what = lock, what
+        self._listing: Pins = {}
+        self._state: tuple[int, int] | None = None  # inode and time of change, when it was listed
+
+    def pins(self) -> Pins:
+        """The pins that are there now."""
+        try:
+            state = os.stat(self.path)  # noqa: PTH116 (checked twice a second)
+        except FileNotFoundError:
+            return {}
+        if (state.st_ino, state.st_mtime_ns) != self._state:
+            self._listing = pins_in(self.path)
+            # Later changes in the same tick of the clock would leave the time of change as it is.
+            final = time.time_ns() - state.st_mtime_ns > TICK
+            self._state = (state.st_ino, state.st_mtime_ns) if final else None
+        return self._listing
+
+    def restore(self) -> None:
+        """Makes the directory and its lock again if another program removed it.
+
+        Raises:
+            Occupied: another agent made and locked it meanwhile.
+        """
+        if self.path.is_dir():
+            return
+        self.path.mkdir(parents=True)
+        if self._lock is not None:
+            former, self._lock = self._lock, hold(self.path, self._what)
+            os.close(former)
+
+    def close(self) -> None:
+        """Releases the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class Repairs:
+    """Checks the parts of a datapath, and repairs what is damaged.
+
+    Args:
+        directory: of all pins of these parts.
+        parts: in the order of repair.
+
+    Attributes:
+        count: how many objects were repaired.
+        unrepaired: a message for each object that could not be repaired; the next `run` tries again.
+    """
+
+    def __init__(self, directory: PinDirectory, parts: Sequence[Repairable]) -> None:
+        self.count = 0
+        self.unrepaired: tuple[str, ...] = ()
+        self._directory, self._parts = directory, parts
+
+    def damage(self) -> Iterator[str]:
+        """Yields a message for each damaged object."""
+        pins = self._directory.pins()
+        for part in self._parts:
+            yield from part.damage(pins)
+
+    def run(self) -> None:
+        """Repairs all damage, and logs it once."""
+        damage = list(self.damage())
+        if not damage:
+            self.unrepaired = ()
+            return
+        new = [message for message in damage if message not in self.unrepaired]
+        if new:
+            more = f"; and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
+            log.warning(
+                "repairing %d objects that another program changed: %s%s", len(new), "; ".join(new[:SHOWN]), more
+            )
+        failures = list(self._repair())
+        before, self.unrepaired = self.unrepaired, tuple(self.damage())
+        self.count += max(0, len(damage) - len(self.unrepaired))
+        if self.unrepaired and self.unrepaired != before:
+            why = "; ".join(failures) or "they were changed again"
+            log.error("%d objects cannot be repaired: %s", len(self.unrepaired), why)
+
+    def _repair(self) -> Iterator[str]:
+        """Repairs every part; yields a message for each failure."""
+        try:
+            self._directory.restore()
+        except (DataplaneError, OSError) as error:
+            yield str(error)
+        self._remove_renamed()
+        pins = pins_in(self._directory.path)
+        for part in self._parts:
+            try:
+                part.repair(pins)
+            except (DataplaneError, OSError) as error:
+                yield str(error)
+
+    def _remove_renamed(self) -> None:
+        """Removes pins of ours that another program renamed: they are in the way of the pins that are made again."""
+        ours = {name: inode for part in self._parts for name, inode in part.pins().items()}
+        inodes = set(ours.values())
+        for name, inode in pins_in(self._directory.path).items():
+            if inode in inodes and ours.get(name) != inode:
+                (self._directory.path / name).unlink()
+
+
+def pins_in(folder: Path) -> Pins:
+    """The inode of each file in a directory by its name; nothing if there is no such directory."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.inode() for entry in entries}
+    except FileNotFoundError:
+        return {}
