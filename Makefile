@@ -16,6 +16,8 @@ TOOLS    := build/tools/usr/sbin
 PROMTOOL := build/tools/usr/bin/promtool
 IPVS      = $(wildcard /proc/net/ip_vs)$(shell modprobe -nq ip_vs 2>/dev/null && echo loadable)
 
+# Folders of tests that run in their own process; those that need root, processes or the kernel are in `live` folders.
+QUICK    := tests/balancing tests/controller tests/docs tests/fakes tests/modes tests/semantics tests/workshop
 WORKERS  ?= 4
 CLANG    ?= clang
 INCLUDES := -I/usr/include/$(shell uname -m)-linux-gnu
@@ -48,7 +50,7 @@ test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, 20 to 60 minutes on tw
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
 
 test-quick: setup ## run the tests that touch nothing outside their own process, within a minute (no root)
-	$(Q)$(PYTHON) -m pytest -n 2 --quick --kernel none $(ARGS)
+	$(Q)$(PYTHON) -m pytest -n 2 --kernel none -m "not long" --ignore-glob='*/live' $(QUICK) $(ARGS)
 
 test-long: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests that only take long, and all examples of properties, before a release
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop

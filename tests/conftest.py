@@ -7,7 +7,7 @@ from properties import examples
 settings.register_profile("beside-others", deadline=None, max_examples=examples(100))  # others use the processors, too
 settings.load_profile("beside-others")
 
-pytest_plugins = ["vm.plugin", "quick", "skips", "workers"]
+pytest_plugins = ["vm.plugin", "skips", "workers"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from units import GUEST, Unit, choose, in_order
+from units import GUEST, Unit, choose, in_order, is_quick
 
 GUESTS, ROWS, CHANGES, PARSE = Unit(GUEST), Unit("rows[ebpf]", "ebpf"), Unit("changes[nftables]", "nftables"), Unit("p")
 
@@ -41,6 +42,17 @@ def test_the_guest_begins_and_a_bench_is_kept(waiting: list[Unit], former: Unit 
 def test_files_with_few_tests_come_before_those_with_many_and_after_benches() -> None:
     small = Unit("small[ebpf]", "ebpf")
     assert in_order({PARSE: 300, small: 2, Unit("kill"): 1, ROWS: 400}) == [ROWS, small, Unit("kill"), PARSE]
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_what_needs_root_or_a_lab_is_in_a_live_folder() -> None:
+    files = (path for path in (ROOT / "tests").rglob("test_*.py") if is_quick(str(path.relative_to(ROOT))))
+    needs = re.compile(
+        r"pytest\.mark\.root|^from (?:tests\.namespaces|hybrid_proxy\.workshop\.lab\.network) ", re.MULTILINE
+    )
+    assert [path.name for path in files if path != Path(__file__) and needs.search(path.read_text())] == []
 
 
 def test_each_test_runs_once_and_a_file_stays_together(tmp_path: Path) -> None:

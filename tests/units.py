@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Final, NamedTuple
 
-__all__ = ["GUEST", "UNITS", "Unit", "choose", "in_order"]
+__all__ = ["GUEST", "UNITS", "Unit", "choose", "in_order", "is_quick"]
 
 GUEST: Final = "guest"  # the name of the unit that runs in a virtual machine
+# Folders whose tests need root, other processes or the kernel: `make test-quick` omits them.
+LIVE: Final = frozenset({"bpf", "conformance", "deploy", "kernel", "live", "vm"})
 UNITS: Final = "units"  # in a worker's input: the file with the unit of each test
 
 
@@ -17,6 +20,11 @@ class Unit(NamedTuple):
     name: str
     bench: str = ""
     quick: bool = False  # takes no time
+
+
+def is_quick(file: str) -> bool:
+    """Whether the tests of a file touch nothing outside their own process, by the folder it is in."""
+    return LIVE.isdisjoint(PurePath(file).parts)
 
 
 def in_order(tests: Mapping[Unit, int]) -> list[Unit]:

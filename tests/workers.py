@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from quick import is_quick
-from units import GUEST, UNITS, Unit
+from units import GUEST, UNITS, Unit, is_quick
 from vm.plugin import is_away, mode_of
 
 _FOLDER: Final = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -33,7 +32,7 @@ def unit_of(item: pytest.Item) -> Unit:
     file, mode = item.nodeid.partition("::")[0], mode_of(item)
     if mode and file.startswith("tests/conformance/"):
         return Unit(f"{file}[{mode}]", mode)
-    return Unit(file, quick=is_quick(item))
+    return Unit(file, quick=is_quick(file))
 
 
 class Controller:

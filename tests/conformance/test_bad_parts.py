@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.controller.test_switching import new_connections
+from tests.controller.live.test_switching import new_connections
 from tests.loads import goes_on
 
 from .kit import V4, V6, Bench, Service, eventually

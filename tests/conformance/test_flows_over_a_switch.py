@@ -1,7 +1,7 @@
 """From each mode to each other one: flows of every kind go on as docs/switching.md says, which these tests write.
 
 The former mode goes when the last of its flows is over. New connections meanwhile, and a bound to that time, are in
-tests/controller/test_switching.py. From a mode to itself is a restart: test_lifecycle.py.
+tests/controller/live/test_switching.py. From a mode to itself is a restart: test_lifecycle.py.
 """
 
 from __future__ import annotations

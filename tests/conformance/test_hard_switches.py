@@ -1,6 +1,6 @@
 """Switches that come in quick succession, fail, or meet with a change of the node: no flow notices.
 
-Ordinary switches are in tests/controller/test_switch_command.py and test_flows_over_a_switch.py.
+Ordinary switches are in tests/controller/live/test_switch_command.py and test_flows_over_a_switch.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,91 @@
+"""Every command that a page shows can be typed: flags exist, targets exist, and what needs no cluster is run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from hybrid_proxy.controller.cli import parser
+from hybrid_proxy.workshop.lab.network import Lab
+from tests.deploy import helm, manifests
+
+from ..kit import run_blocks, shell, start_agent
+from ..pages import PAGES, ROOT, blocks, commands
+
+OURS = tuple(commands("hybrid-proxy"))
+CLUSTER = tuple(
+    (page, line.split("#")[0].strip())
+    for page in PAGES
+    for block in blocks(page, "sh", "cluster")
+    for line in block.lines
+)
+NOWHERE = "http://127.0.0.1:9"  # the port "discard": nobody listens
+
+
+def test_pages_have_commands() -> None:
+    """The net is no sieve: what is known to be there is found."""
+    assert len(OURS) > 30
+    assert len(CLUSTER) >= 20
+    assert {"README.md", "docs/operations.md", "docs/troubleshooting.md", "docs/migration.md"} <= set(PAGES)
+
+
+def test_every_command_of_ours_has_flags_that_exist() -> None:
+    for page, argv in OURS:
+        words = [word.strip("[]") for word in argv[1:]]
+        if "--help" not in words:
+            with contextlib.suppress(SystemExit):
+                parser().parse_args(words)
+                continue
+            pytest.fail(f"{page}: {' '.join(argv)}")
+
+
+def test_every_target_of_make_is_there() -> None:
+    for page, argv in commands("make"):
+        targets = [word for word in argv[1:] if "=" not in word]
+        asked = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert asked.returncode == 0, f"{page}: {' '.join(argv)}: {asked.stderr}"
+
+
+@pytest.mark.parametrize(("page", "line"), CLUSTER, ids=[f"{page}-{n}" for n, (page, _) in enumerate(CLUSTER)])
+def test_kubectl_and_helm_understand_it(page: str, line: str) -> None:
+    """The real ones do everything but talk to a server: they read flags, patches, kustomizations and charts first."""
+    word, _, rest = line.partition(" ")
+    if word == "helm":
+        there = f"{helm.program()} {rest} --kube-apiserver={NOWHERE}"
+    else:
+        assert word == "kubectl", f"{page}: {line}"
+        there = f"{manifests.kubectl()} --server={NOWHERE} --request-timeout=2s {rest}"
+    done = subprocess.run(["sh", "-c", there], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "refused" in done.stderr, f"{page}: {line}: {done.stderr}"
+
+
+@pytest.mark.parametrize("program", ["docker", "kind", "vagrant", "python", "sh"])
+def test_what_cannot_be_typed_here_names_files_that_exist(program: str) -> None:
+    for page, argv in commands(program):
+        for word in argv[1:]:
+            if re.match(r"(bpf|controller|dataplane|deploy|docs|examples|tests|vagrant|workshop)/", word):
+                assert (ROOT / word).exists(), f"{page}: {' '.join(argv)}"
+
+
+@pytest.mark.root
+def test_what_pages_say_for_a_node_works_there(lab: Lab) -> None:
+    pages = ("docs/operations.md", "docs/troubleshooting.md", "docs/doctor.md")
+    found = [block for page in pages for block in blocks(page, "sh", "node") if block.words == ("sh", "node")]
+    lines = [line for block in found for line in block.lines]
+    listings = ("status", "modes", "services", "backends", "flows")
+    lines += [shlex.join(argv) for _, argv in OURS if argv[1] in listings and set(argv).isdisjoint(("-w", "--watch"))]
+    agent = start_agent(lab, "ebpf")
+    for line in dict.fromkeys(lines):
+        done = shell(lab, line)
+        ill = line.startswith("hybrid-proxy doctor -n") and "default/empty: no endpoint is ready" in done.stdout
+        assert done.returncode == ill, f"{line}: {done.stdout}{done.stderr}"
+    agent.terminate()
+    assert agent.wait(60) == 0
+    (cleaned,) = run_blocks(lab, pages[0], "node", "stop")
+    assert "removed" in cleaned.stdout
+    assert "nothing of ours" in shell(lab, "hybrid-proxy cleanup").stdout

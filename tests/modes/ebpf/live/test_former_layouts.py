@@ -1,0 +1,138 @@
+"""An upgrade to another layout of the maps: the new agent serves, then the former one's programs and pins go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.generations.carry import BRIDGE, MARK
+from hybrid_proxy.dataplane.modes.ebpf.generations.convert import Layout
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ARRAY, BEFORE, RECORD, recorded
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ours as our_layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import dtype_of
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
+from hybrid_proxy.dataplane.table import ServiceTable
+from tests.namespaces import new_lab
+
+from ..kit import begin_flow, has_flow, serve, small
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def options(pins: Path) -> Iterator[Options]:
+    with new_lab("f", 2) as lab, lab.inside("node"):
+        made = small(lab, pins)
+        try:
+            yield made
+        finally:
+            clean(made)
+
+
+def links(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("link_pod"))
+
+
+def test_pins_of_another_layout_go_when_ours_serve(options: Options) -> None:
+    serve(options)
+    ours = folder_of(options)
+    former = ours.with_name("abi1")
+    ours.rename(former)
+    attached = links(former)
+    assert attached
+    serve(options)
+    assert links(ours) == attached
+    assert former_layouts(ours) == []
+
+
+def without_maps_of_other_sizes(folder: Path, record: Path) -> None:
+    """Some maps are made only when they are needed, so a folder need not have them all; flows are what counts."""
+    known = our_layout().maps
+    for name, shape in msgspec.json.decode(record.read_bytes(), type=Layout).maps.items():
+        if name in known and known[name][:5] != shape[:5]:
+            (folder / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["abi3-00000000", *(path.stem for path in BEFORE.iterdir())])
+def test_flows_of_another_layout_go_on(options: Options, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What its maps are like stands in a record beside them or, of a version that wrote none, in one of ours."""
+    folder = serve(options)
+    flow = begin_flow(folder)
+    if name != "abi3-00000000":
+        (folder / RECORD).unlink()
+        without_maps_of_other_sizes(folder, BEFORE / f"{name}.json")
+    folder.rename(folder.with_name(name))
+    with caplog.at_level(logging.WARNING):
+        assert serve(options) == folder
+    assert has_flow(folder, flow)
+    assert former_layouts(folder) == []
+    assert "flows" not in caplog.text, "older kernels are warned of other things"
+
+
+def test_flows_of_a_layout_that_nothing_describes_end_and_are_counted(
+    options: Options, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = serve(options)
+    flow = begin_flow(ours)
+    (ours / RECORD).unlink()
+    ours.rename(ours.with_name("abi9-00000000"))
+    with caplog.at_level(logging.WARNING):
+        serve(options)
+    assert " 1 flows there cannot be carried over: nothing says how their rows are laid out" in caplog.text
+    assert not has_flow(ours, flow)
+    assert former_layouts(ours) == []
+
+
+def test_flows_of_another_meaning_end_and_are_counted(options: Options, caplog: pytest.LogCaptureFixture) -> None:
+    ours = serve(options)
+    begin_flow(ours)
+    layout = recorded(ours)
+    assert layout is not None
+    layout.enums["abi_limits"]["ABI_VERSION"] = 99
+    text = msgspec.json.encode(layout)
+    (ours / RECORD).unlink()
+    with closing(Map.made(ARRAY, RECORD, 4, len(text), 1)) as record:
+        record.update(bytes(4), text)
+        record.pin(ours / RECORD)
+    ours.rename(ours.with_name("abi99-00000000"))
+    with caplog.at_level(logging.WARNING):
+        serve(options)
+    assert " 1 flows there cannot be carried over: its rows have the meaning of ABI version 99" in caplog.text
+
+
+def test_an_agent_that_never_serves_leaves_a_former_layout_as_it_was(options: Options) -> None:
+    ours = serve(options)
+    flow = begin_flow(ours)
+    former = ours.rename(ours.with_name("abi3-00000000"))
+    before = sorted(path.name for path in former.iterdir())
+    Ebpf(options, lambda: None).close()
+    assert sorted(path.name for path in former.iterdir()) == before
+    assert has_flow(former, flow)
+    assert not ours.exists()
+    serve(options)
+    assert has_flow(ours, flow)
+
+
+def test_this_kernel_takes_the_programs_that_choose_a_datapath(options: Options) -> None:
+    """Elsewhere they are loaded beside maps of versions that are compiled for it: conformance/test_other_layouts.py."""
+    size = dtype_of("carrying").itemsize
+    with closing(Ebpf(options, lambda: None)) as agent, closing(Map.made(ARRAY, MARK, 4, size, 1)) as mark:
+        agent.sync(ServiceTable(services={}))
+        former = {name: agent.maps.maps[which] for name, which in BRIDGE.items()}
+        agent.loader.one("carry", former | {MARK: mark}).close()
+
+
+def test_cleaning_up_removes_every_layout(options: Options) -> None:
+    serve(options)
+    ours = folder_of(options)
+    ours.rename(ours.with_name("abi1"))
+    assert clean(options) > 0
+    assert former_layouts(ours) == []
+    assert not ours.exists()

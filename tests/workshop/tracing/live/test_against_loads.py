@@ -1,0 +1,224 @@
+"""What is counted in the kernel agrees with what clients, and the kernel's own counters, counted."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+
+import pytest
+
+from tests.conformance.kit import PATIENCE, eventually
+
+from ..kit import WEB, Stage, repeated, repeated_by
+
+FAMILIES = pytest.mark.parametrize("family", [4, 6], ids=["v4", "v6"])
+
+
+@pytest.mark.parametrize("family", [pytest.param(4, marks=pytest.mark.core(long=True)), 6], ids=["v4", "v6"])
+def test_nobody_elses_connections_count(stage: Stage, family: int) -> None:
+    """Straight to a pod's own address, without any service, and to another service than the one that is asked for."""
+    pod = stage.lab["pod1"]
+    direct = f"{pod.address4}:8080" if family == 4 else f"[{pod.address6}]:8080"
+    with stage.traced("default/dns", "--latency") as report:
+        answered = [stage.load("connections", target, count=20).answered for target in (direct, WEB[family])]
+    assert answered == [20, 20]
+    assert report["services"] == []
+
+
+def test_a_destination_without_a_service_can_be_measured(stage: Stage) -> None:
+    """The control to compare a service with."""
+    target = f"{stage.lab['pod1'].address4}:8080"
+    with stage.traced("--latency", "--to", target) as report:
+        tally = stage.load("connections", target, count=40)
+    assert tally.answered == 40
+    (row,) = report["services"]
+    assert (row["service"], row["connections"], row["answered"]) == (target, 40, 40)
+
+
+def test_node_ports_count_with_masqueraded_clients(stage: Stage) -> None:
+    """From outside to the node's own address: source and destination change, and the answers are still found."""
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
+    path = stage.agent.manifests / "web.yaml"
+    before = path.read_text()
+    path.write_text(
+        before.replace("type: ClusterIP", "type: NodePort").replace("port: 80\n", "nodePort: 30080\n    port: 80\n")
+    )
+    target = f"{stage.lab['node'].address4}:30080"
+    try:
+        eventually(lambda: stage.load("connections", target, "client", count=1).answered == 1, 10, "no node port")
+        with stage.traced("default/web", "--latency") as report:
+            tally = stage.load("connections", target, "client", count=30)
+    finally:
+        path.write_text(before)
+    assert tally.answered == 30
+    (row,) = report["services"]
+    assert (row["service"], row["connections"], row["answered"]) == ("default/web:http", 30, 30)
+
+
+@pytest.mark.parametrize("family", [4], ids=["v4"])
+def test_answers_are_counted_by_backend(stage: Stage, family: int) -> None:
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
+    with stage.traced("--latency") as report:
+        tally = stage.load("connections", WEB[family], count=90)
+        own = stage.load("connections", WEB[family], "node", count=30)
+    assert (tally.answered, own.answered) == (90, 30)
+    (row,) = report["services"]
+    assert (row["service"], row["connections"], row["answered"], row["unanswered"]) == (
+        "default/web:http", 120, 120, 0,
+    )  # fmt: skip
+    pods = {pod.name: pod.address4 if family == 4 else pod.address6 for pod in stage.lab.pods()}
+    by_packets = {one["backend"]: one["count"] for one in row["backends"] if one["seen"] == "packets"}
+    assert by_packets == {
+        (f"{pods[name]}:8080" if family == 4 else f"[{pods[name]}]:8080"): asked
+        for name, asked in tally.backends.items()
+    }
+    by_sockets = [one for one in row["backends"] if one["seen"] == "socket of this node"]
+    assert sum(one["count"] for one in by_sockets) == 30
+    if stage.mode == "ebpf":  # chosen at connect(): the socket knows its backend
+        assert sorted(one["count"] for one in by_sockets) == sorted(own.backends.values())
+    longest = max(tally.connects + own.connects) * 1e9
+    assert all(one["max_ns"] <= longest for one in row["backends"]), "the client waits longer than the node sees"
+
+
+def test_connections_without_an_answer_show(stage: Stage) -> None:
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
+    clients = []
+    stage.drop_in("pod4", "tcp sport 80", "input")  # answers are lost behind the node: it saw them
+    for pod in ("pod1", "pod2", "pod3"):
+        stage.drop_in(pod, "tcp dport 8080", "input")
+    try:
+        with stage.traced("default/web", "--latency") as report:
+            for _ in range(5):
+                clients.append(stage.lab.socket("pod4"))
+                clients[-1].setblocking(False)
+                clients[-1].connect_ex(("10.96.0.10", 80))
+            time.sleep(0.3)
+    finally:
+        for client in clients:
+            client.close()
+        for pod in ("pod1", "pod2", "pod3", "pod4"):
+            stage.undrop(pod)
+    (row,) = report["services"]
+    assert (row["connections"], row["answered"], row["unanswered"]) == (5, 0, 5)
+
+
+@pytest.mark.parametrize("family", [4], ids=["v4"])
+def test_drops_have_the_kernels_reason_and_the_services_name(stage: Stage, family: int) -> None:
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace: the node's relay takes the packets, none is forwarded")
+    address, port = ("10.96.0.53", 53) if family == 4 else ("fd96::53", 53)
+    stage.drop_in("node", "udp dport 5353", "forward")
+    try:
+        with stage.traced("--drops") as report:
+            for _ in range(25):
+                with stage.lab.socket(
+                    "pod4", socket.AF_INET if family == 4 else socket.AF_INET6, socket.SOCK_DGRAM
+                ) as one:
+                    one.sendto(b"lost", (address, port))
+            time.sleep(0.2)
+    finally:
+        lost = stage.undrop("node")
+    assert lost == 25, "the rule itself"
+    rows = [row for row in report["drops"] if row["service"] == "default/dns:dns" and row["direction"] == "request"]
+    assert sum(row["count"] for row in rows) == 25, report
+    assert {row["protocol"] for row in rows} == {"UDP"}
+    assert {row["reason"] for row in rows} <= {"NETFILTER_DROP", "not reported by this kernel"}
+
+
+def test_refusals_are_reported_by_the_layer_that_refuses(stage: Stage) -> None:
+    """A service without endpoints: netfilter drops the SYN when it answers, programs of mode ebpf count it."""
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace: a socket of the relay refuses, no packet is dropped")
+    refused = 0
+    with stage.traced("--drops") as report:
+        for _ in range(12):
+            with stage.lab.socket("pod4") as client:
+                client.settimeout(30 * PATIENCE)
+                refused += client.connect_ex(("10.96.0.99", 80)) == errno.ECONNREFUSED
+    assert refused == 12
+    if stage.mode == "ebpf":
+        assert {row["reason"]: row["count"] for row in report["programs"]}["reject"] == 12
+    else:
+        rows = [row for row in report["drops"] if row["service"] == "default/empty:http"]
+        assert sum(row["count"] for row in rows if row["to"] == "10.96.0.99:80") == 12, report
+
+
+def test_repeated_segments_agree_with_the_kernels_counter(stage: Stage) -> None:
+    """A client that receives nothing for a while repeats what it sent, and so does its backend."""
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace: the connection to the backend is the node's own, to no service")
+    with stage.lab.socket("pod4") as client:
+        client.settimeout(30 * PATIENCE)
+        client.connect(("10.96.0.10", 80))
+        client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
+        assert client.recv(4096)
+        with stage.traced("--retransmits") as report:
+            before = {pod: repeated(stage, pod) for pod in ("pod1", "pod2", "pod3")}
+            own = repeated_by(client)
+            # A first exchange shows the flow to the node; then what comes for the client is lost.
+            client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
+            assert client.recv(4096)
+            stage.drop_in("pod4", "tcp sport 80", "input")
+            try:
+                client.sendall(b"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: 0\r\n\r\n")
+                eventually(
+                    lambda: sum(repeated(stage, pod) - before[pod] for pod in ("pod1", "pod2", "pod3")) >= 2
+                    and repeated_by(client) > own,
+                    10, "nothing is sent again",
+                )  # fmt: skip
+            finally:
+                stage.undrop("pod4")
+            client.settimeout(30 * PATIENCE)
+            assert client.recv(4096)
+            time.sleep(0.3)
+            after = {pod: repeated(stage, pod) for pod in before}
+            own = repeated_by(client) - own
+    rows = {(row["sender"], row["service"]): row for row in report["retransmits"]}
+    assert set(rows) == {("client", "default/web:http"), ("backend", "default/web:http")}, report
+    # The kernel leaves out a probe that would interrupt another one on its processor.
+    assert own - 1 <= rows["client", "default/web:http"]["count"] <= own
+    backend = rows["backend", "default/web:http"]
+    (name,) = (pod for pod in before if backend["backend"] == f"{stage.lab[pod].address4}:8080")
+    # A pod's counter has all its connections: one of an earlier test may still repeat its last segment.
+    assert 2 <= backend["count"] <= after[name] - before[name]
+    assert rows["client", "default/web:http"]["backend"] == backend["backend"]
+
+
+@FAMILIES
+def test_a_flow_is_followed_in_order(stage: Stage, family: int) -> None:
+    client, target = stage.lab["pod4"], WEB[family]
+    source = client.address4 if family == 4 else client.address6
+    with stage.traced("--from", source, "--to", target) as report:
+        tally = stage.load("connections", target, count=1, concurrency=1)
+    assert tally.answered == 1
+    points = report["points"]
+    syn = [row for row in points if row["packet"] == points[0]["packet"]]
+    assert syn[0]["flags"] == "SYN"
+    assert [row["us"] for row in syn] == sorted(row["us"] for row in syn)
+    assert {row["service"] for row in points} == {"default/web:http"}
+    at_node = [row for row in syn if row["where"] == "node"]
+    assert at_node[0]["point"] == "received"
+    assert at_node[0]["destination"] == target
+    if stage.mode == "userspace":
+        return
+    (pod,) = tally.backends
+    backend = stage.lab[pod].address4 if family == 4 else stage.lab[pod].address6
+    assert at_node[-1]["point"] == "sent"
+    assert at_node[-1]["destination"].strip("[").startswith(backend)
+    answers = [row for row in points if row["direction"] == "reply" and row["where"] == "node"]
+    assert answers[0]["source"].strip("[").startswith(backend)
+    synack = [row for row in answers if row["packet"] == answers[0]["packet"]]
+    assert (synack[0]["flags"], synack[-1]["point"], synack[-1]["source"]) == ("SYN ACK", "sent", target)
+
+
+def test_a_flow_that_is_closed_ends_the_following(stage: Stage) -> None:
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace: the node's relay answers, its packets begin on the node")
+    with stage.traced("--from", stage.lab["pod4"].address4, "--to", WEB[4]) as report:
+        stage.load("connections", WEB[4], count=1, concurrency=1)
+        assert stage.ends_alone(), "it went on until it was stopped"
+    assert report["points"]
