@@ -342,7 +342,6 @@ struct settings {
 	__u32 dsr;	      /* direct server return: external clients are answered by the backend's node */
 	__u32 traffic_cpus;   /* CPUs that map `traffic` has rows for, 0: traffic is not counted */
 	__u32 event_burst;    /* events per CPU and second, 0: none */
-	__u32 timewait_shift; /* map `timewait` has 2^(TIMEWAIT_BITS - this) buckets */
 };
 
 /* The programs that all tc hooks call (map `datapaths`): one for each family. */

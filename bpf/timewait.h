@@ -13,7 +13,7 @@
 
 INLINE struct timewait_bucket *timewait_bucket(__u32 reply_tag)
 {
-	__u32 index = (reply_tag * 0x9e3779b1u) >> (32 - TIMEWAIT_BITS) >> settings.timewait_shift;
+	__u32 index = (reply_tag * 0x9e3779b1u) >> (32 - TIMEWAIT_BITS);
 
 	return bpf_map_lookup_elem(&timewait, &index);
 }

@@ -27,6 +27,11 @@ RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.mai
 FIRST_SIZES: Final = {"services": 1 << 10, "backends": 1 << 13, "slots": 1 << 13}
 
 
+def flows_by_memory(memory: int) -> int:
+    """The default of `Options.max_flows` on a node with this many bytes of memory: about one entry for each 48 KiB."""
+    return min(1 << 20, max(1 << 16, 1 << (memory // (48 << 10)).bit_length() - 1))
+
+
 class Options(msgspec.Struct, frozen=True):
     """Settings of the dataplane that are not part of the table.
 
@@ -62,7 +67,7 @@ class Options(msgspec.Struct, frozen=True):
     max_backends: int = 1 << 20
     max_slots: int = 1 << 22  # a backend set takes a power of two of them
     max_ring: int = 16_381  # places of the ring that an algorithm fills for one route; more only for more backends
-    max_flows: int = 1 << 21  # entries, two for each flow, each address family
+    max_flows: int = 1 << 16  # entries, two for each flow, each address family; see `flows_by_memory`
     tcp_timeout_established: int = 86_400  # seconds without a packet after which a flow is forgotten; also the next
     tcp_timeout_close_wait: int = 3_600  # one side has ended
     udp_timeout: int = 30

@@ -7,6 +7,7 @@ and which have no effect.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,7 @@ from hybrid_proxy.controller.settings.documents import (
 )
 from hybrid_proxy.controller.settings.forms import INT32, Endpoint
 from hybrid_proxy.controller.settings.given import Given
-from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.mode import Options, flows_by_memory
 from hybrid_proxy.dataplane.table import family_of
 
 AUTO: Final = "auto"  # the first mode that works here
@@ -222,7 +223,7 @@ def _options(kube: KubeProxyConfiguration, ours: HybridProxyConfiguration, mode:
         max_backends=ebpf.limits.backends,
         max_slots=ebpf.limits.slots,
         max_ring=ebpf.limits.ring,
-        max_flows=ebpf.limits.flows,
+        max_flows=ebpf.limits.flows or flows_by_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         # 0 leaves the kernel's value as it is; the programs have none of their own to leave.
         tcp_timeout_established=conntrack.tcp_established_timeout or default.tcp_timeout_established,
         tcp_timeout_close_wait=conntrack.tcp_close_wait_timeout or default.tcp_timeout_close_wait,

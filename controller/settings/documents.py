@@ -494,9 +494,9 @@ class Limits(_Part, frozen=True):
         "same value on all nodes", integer(1, 65_521), "max-ring", RESTART
     )] = _OPTIONS.max_ring
     flows: Annotated[int, _ebpf(
-        "Maps grow up to this many entries, two for each flow, in each address family", integer(2, 1 << 26),
-        "max-flows", RESTART
-    )] = _OPTIONS.max_flows
+        "Entries of the tables of flows, two for each flow, in each address family; 0: by the node's memory, one for "
+        "each 48 KiB, a power of two from 65,536 to 1,048,576", integer(0, 1 << 26), "max-flows", RESTART
+    )] = 0
 
 
 class Ebpf(_Part, frozen=True):

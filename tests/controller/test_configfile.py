@@ -427,7 +427,7 @@ BAD = [
     (OURS + "mode: fast", f"{H}.mode", "'fast'"),
     (OURS + "ebpf: {xdp: generic}", f"{H}.ebpf.xdp", "'generic'"),
     (OURS + "ebpf: {socketScope: all}", f"{H}.ebpf.socketScope", "slower than translating their packets"),
-    (OURS + "ebpf: {limits: {flows: 1}}", f"{H}.ebpf.limits.flows", "1"),
+    (OURS + "ebpf: {limits: {flows: -1}}", f"{H}.ebpf.limits.flows", "-1"),
     (OURS + "ebpf: {limits: {services: 1023}}", f"{H}.ebpf.limits.services", "from 1024 to"),
     (OURS + "ebpf: {limits: {backends: 8191}}", f"{H}.ebpf.limits.backends", "from 8192 to"),
     (OURS + "ebpf: {limits: {slots: 8191}}", f"{H}.ebpf.limits.slots", "from 8192 to"),
@@ -462,7 +462,7 @@ mode: userspace
 oomScoreAdj: 5000
 nodePortAddresses: [1, 2]
 {OURS}mod: ebpf
-ebpf: {{xdp: generic, limits: {{flows: 1}}, probes: [1]}}
+ebpf: {{xdp: generic, limits: {{flows: -1}}, probes: [1]}}
 """
         with pytest.raises(ConfigError) as error:
             loaded(content, "--algorithm", "best")
@@ -490,9 +490,9 @@ ebpf: {{xdp: generic, limits: {{flows: 1}}, probes: [1]}}
         assert len(str(error.value).splitlines()) < 30
 
     def test_errors_of_flags_alone_are_reported_at_once_too(self, capsys):
-        assert cli.main(["run", "--proxy-mode", "fast", "--xdp", "maybe", "--max-flows", "1"]) == 2
+        assert cli.main(["run", "--proxy-mode", "fast", "--xdp", "maybe", "--max-flows=-1"]) == 2
         said = capsys.readouterr().err
-        assert [flag in said for flag in ("--proxy-mode 'fast'", "--xdp 'maybe'", "--max-flows '1'")] == [True] * 3
+        assert [flag in said for flag in ("--proxy-mode 'fast'", "--xdp 'maybe'", "--max-flows '-1'")] == [True] * 3
 
     def test_fields_that_kube_proxy_does_not_know_are_ignored(self):
         config = kube("iptables: {masqueradeBits: 3, masqueradeBit: 4}\nipVS: {}\nmode: ipvs\nmode: nftables\n")
@@ -777,7 +777,7 @@ class TestReference:
         good = [written, example, head, head | {"ebpf": {"probes": {"interval": "1m30s", "timeout": "0.5s"}}}]
         bad = [{}, {"kind": HYBRID}, head | {"kind": "Other"}, head | {"apiVersion": "v1"}, head | {"mod": "ebpf"},
                head | {"mode": "fast"}, head | {"strictMode": "yes"}, head | {"nodeAddresses": "10.0.0.1"},
-               head | {"ebpf": {"xdp": "generic"}}, head | {"ebpf": {"limits": {"flows": 1}}},
+               head | {"ebpf": {"xdp": "generic"}}, head | {"ebpf": {"limits": {"flows": -1}}},
                head | {"ebpf": {"failover": {"failures": "3"}}}, head | {"ebpf": {"probes": {"interval": "5"}}},
                head | {"ebpf": {"probes": {"every": "5s"}}}]  # fmt: skip
         for document in good:

@@ -26,7 +26,6 @@ from hybrid_proxy.workshop.benchmarks.kit import ROOT, Result, Target, lab, medi
 from hybrid_proxy.workshop.benchmarks.versions import FIELD_MORE, WIDER_KEYS, agent_of, tree
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.examples import node_manifest
-from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
@@ -37,7 +36,6 @@ ROUNDS = 2  # up and down again
 STREAMS = ("pod1", "client", "node")
 NODE_PORT = 30_080
 TARGET_SECONDS = 2.0
-GROWS_SECONDS = 20.0
 CARRIED = re.compile(r"(\d+) flows were carried over .* in (\d+) ms")
 
 
@@ -49,7 +47,7 @@ def measure() -> Result:
         made.serve("pod2", "pod3", http=(PORT,))
         agents = {"ours": agent_of(ROOT, made, manifests), "other": agent_of(other, made, manifests)}
         for agent in agents.values():
-            agent.flags = ("--nodeport-addresses", "0.0.0.0/0")
+            agent.flags = ("--nodeport-addresses", "0.0.0.0/0", "--max-flows", str(4 * FLOWS))
         with agents["ours"].serving():
             known = _fill(made)
             with _streams(made) as streams:
@@ -104,10 +102,7 @@ def _maps(made: Lab) -> dict[str, Map]:
 
 
 def _fill(made: Lab) -> bytes:
-    """Write pairs of entries for connections of clients that do not exist; the entries, sorted.
-
-    The agent has the table grow whenever half of it is full, as long as that is not all of them.
-    """
+    """Write pairs of entries for connections of clients that do not exist; the entries, sorted."""
     maps = _maps(made)
     row = maps["backends"].view(layout.dtype_of("backend"))
     backend = int(np.flatnonzero(row["service"])[0])
@@ -131,29 +126,11 @@ def _fill(made: Lab) -> bytes:
     values["tag"] = layout.flow_tags(keys, 4)
     values["seen"] = int((time.clock_gettime(time.CLOCK_MONOTONIC) - 300) * _hertz()) & 0xFFFFFFFF
     values["ack"] = np.arange(2 * FLOWS)
-    written = 0
-    while written < len(keys):
-        half = slice(written, maps["flows4"].entries // 2)
-        written += maps["flows4"].update_batch(keys[half], values[half])
-        if written < len(keys):
-            maps = _larger(made, maps)
+    if maps["flows4"].update_batch(keys, values) < len(keys):
+        raise ControllerError(f"map flows4 has no room for {len(keys)} entries")
     for known in maps.values():
         known.close()
     return _sorted(keys, values)
-
-
-def _larger(made: Lab, maps: dict[str, Map]) -> dict[str, Map]:
-    """The maps when the table of flows has grown; those given are closed."""
-    entries = maps["flows4"].entries
-    deadline = time.monotonic() + GROWS_SECONDS * DEADLINES
-    while maps["flows4"].entries == entries:
-        if time.monotonic() > deadline:
-            raise ControllerError(f"map flows4 still has {entries} entries, and half of them are used")
-        time.sleep(0.5)
-        for known in maps.values():
-            known.close()
-        maps = _maps(made)
-    return maps
 
 
 def _hertz() -> int:

@@ -9,7 +9,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -45,9 +44,8 @@ from hybrid_proxy.dataplane.mode import (
 )
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
 from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC, forget_half_open, open_flows
-from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import OthersFlows, datagram_flows, take_datagrams
+from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import OthersFlows, take_datagrams
 from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
-from hybrid_proxy.dataplane.modes.ebpf.generations import growth
 from hybrid_proxy.dataplane.modes.ebpf.generations.carry import Carry, prepare
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import layout_record
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import (
@@ -84,7 +82,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.pins import (
     remove_pins,
     strangers,
 )
-from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES, possible_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
 from hybrid_proxy.dataplane.modes.ebpf.services.capacity import check_room
 from hybrid_proxy.dataplane.modes.ebpf.services.store import ForeignEntries, Store
@@ -212,10 +210,8 @@ class Ebpf:
             self.mark = namespace_map(self.folder)
             self._carry = prepare(self.folder, options)
             self.record = layout_record(self.folder)
-            growth.resume(self.folder)
-            cpus = possible_cpus()
-            upper = sizes.bounds(options, cpus)
-            self.maps = MapSet(self.folder, options, sizes.least(upper, cpus))
+            upper = sizes.bounds(options)
+            self.maps = MapSet(self.folder, options, sizes.first_sizes(upper))
             self.adopted = self.maps.adopted
             self.loader = Loader(self.maps, options, self.hz)
             self._inspect = self.loader.one("inspect")
@@ -242,7 +238,6 @@ class Ebpf:
         self.sockets = Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
         self.node_maps = NodeMaps(self.maps.maps, lambda: self.maps.view("node"))
-        self._growth: growth.Growth | None = None  # of tables that programs write
         self.nearly_full: dict[str, str] = {}  # map -> message
         self.skipped_rules = list(_skipped_rules(options))
         for message in self.skipped_rules:
@@ -285,19 +280,11 @@ class Ebpf:
         return {family: self.maps.maps[f"flows{family}"] for family in (4, 6)}
 
     def _load(self, larger: Larger) -> Programs:
-        programs = self.loader.generation(larger, xdp=self.drivers.loaded)
-        if self._attached and sizes.WRITTEN & larger.keys():
-            try:
-                self._growth = growth.Growth(self.folder, dict(self.maps.maps), larger)
-                self._growth.copy()
-            except BpfError:
-                programs.close()
-                raise
-        return programs
+        return self.loader.generation(larger, xdp=self.drivers.loaded)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Nobody else reads or writes tables of flows."""
+        """No other thread reads the maps."""
         with self.gc.reading:
             yield
 
@@ -307,30 +294,20 @@ class Ebpf:
         self.maps.pin_new(loaded)
         return loaded
 
-    def _use(self, programs: Programs, larger: Larger) -> None:
+    def _use(self, programs: Programs) -> None:
         """Let all links run this generation; before the first attachment there are none of sockets."""
-        moves, self._growth = self._growth, None
         for loaded in programs:
             self.maps.pin_new(loaded)
-        put_datapaths({**self.maps.maps, **larger}["datapaths"], programs.datapaths)
-        if moves is not None:
-            moves.run(self.loader, programs.hooks, self._use_at_hooks, lambda: self._use_elsewhere(programs))
-        else:
-            self._use_at_hooks(programs.hooks)
-            self._use_elsewhere(programs)
-        former, self.programs = self.programs, programs
-        if former is not None:
-            former.close()
-
-    def _use_at_hooks(self, programs: Object) -> None:
+        put_datapaths(self.maps.maps["datapaths"], programs.datapaths)
         for links in (self.pods, self.uplinks):
-            links.use(programs)
-
-    def _use_elsewhere(self, programs: Programs) -> None:
+            links.use(programs.hooks)
         if programs.xdp is not None:
             self.drivers.use(programs.xdp)
         if self._attached:
             self.sockets.use(programs.connect, programs.sockops)
+        former, self.programs = self.programs, programs
+        if former is not None:
+            former.close()
 
     def _serve_sockets(self) -> None:
         """Attach to the node's cgroup."""
@@ -341,24 +318,12 @@ class Ebpf:
         if not known and self.sockets.cgroup is not None and not teach_namespace(host_netns):
             log.warning("the node's own sockets are not served: the agent runs in none of the node's cgroups")
 
-    def _take_larger_maps(self, names: AbstractSet[str]) -> None:
-        """These maps have been replaced; nobody reads them at the moment."""
-        growth.settle(self.folder)
+    def _take_larger_maps(self) -> None:
+        """Maps have been replaced by larger ones; nobody reads them at the moment."""
         self.store.grown()
-        if sizes.WRITTEN & names:
-            self._look_into_larger_maps()
         self._forget_explain()
         if self.programs is not None and self.programs.xdp is None and self.drivers.loaded:
             self.drivers.use(self._load_xdp())  # a device qualified meanwhile
-
-    def _look_into_larger_maps(self) -> None:
-        loaded = None
-        if self.programs is not None:
-            loaded, self.programs.inspect = self.programs.inspect, None  # it outlives generations on the same tables
-        former, self._inspect = self._inspect, loaded or self.loader.one("inspect")
-        self.gc.use(self._inspect.program("sweep"), self._inspect.program("read_clock"))
-        self.others.use(self._flow_tables(), self._inspect.program("leave"))
-        former.close()
 
     def _forget_explain(self) -> None:
         if self._explain is not None:
@@ -380,8 +345,6 @@ class Ebpf:
             if self.programs is None and not self.resizer.growing:
                 self.resizer.begin(sizes.needs(table.entries()))
             come = take_datagrams(self.table, table, names) if self.options.shares_node else frozenset()
-            if not self._attached and not self.adopted:
-                self._begin_with_room_for_others(table)
             if not self._attached or come:
                 self.others.expect(self.table, table)
             if not self._attached:
@@ -445,14 +408,6 @@ class Ebpf:
             for entry, address, number in gone_endpoints(self.table, table, names)
             if (port := ports(entry.key)) is not None
         ])  # fmt: skip
-
-    def _begin_with_room_for_others(self, table: ServiceTable) -> None:
-        """Nobody uses our maps yet: take larger tables, if the flows of others would crowd those that are there."""
-        counts = Counter(key.family for key in datagram_flows(table))
-        need = {f"flows{family}": count for family, count in counts.items()}
-        if sizes.crowded(self.resizer.entries, need):
-            self.resizer.give_up()
-            self.resizer.begin({**sizes.needs(table.entries()), **need})
 
     def _remember(self, table: ServiceTable) -> None:
         """Session affinity goes on: this is before the first packet."""
@@ -705,11 +660,10 @@ class Ebpf:
         self._recount()
         if self._unprogrammed and not self._failed:
             self.sync(self.table)
-        self.resizer.step(self.store.plan.used() | (self.gc.needed if self._attached else {}))
+        self.resizer.step(self.store.plan.used())
         self._serve_adopted()
         if self.roles.uncertain:
             self.links_changed()
-        self._look_early()
         repaired = self.store.writer.rows.repair()
         if repaired:
             self.repairs.count += repaired
@@ -722,12 +676,6 @@ class Ebpf:
         notices = self.failover.look(self.store)
         self.gc.want_grace(self.store.plan.stamp)
         return [*notices, *self._report_nearly_full()]
-
-    def _look_early(self) -> None:
-        """Do not wait for the next look at tables of flows if so many have begun since the last one."""
-        begun, entries = 2 * (self.maps.counted("COUNT_NEW_FLOW") - self.gc.begun), self.resizer.entries
-        if any(begun > entries[name] // 4 for name in sizes.WRITTEN if entries[name] < self.resizer.upper[name]):
-            self.gc.hurry()
 
     def _report_nearly_full(self) -> Iterable[Event]:
         """Once for each map, until it has room again."""
@@ -777,18 +725,18 @@ class Ebpf:
         return [*messages, *self.skipped_rules, *self.nearly_full.values(), *filter(None, [self.resizer.failure])]
 
     def status(self) -> Status:
-        store, used, entries = self.store, self.store.plan.used(), self.resizer.entries
+        store, used, maps = self.store, self.store.plan.used(), self.maps.maps
         return Status(
             mode=self.name,
             adopted=self.adopted,
             fill={
-                "services": Fill(used["services"], entries["services"] - 1),
-                "backends": Fill(used["backends"], entries["backends"] - 1),
-                "slots": Fill(used["slots"], entries["slots"]),
-                "flows": Fill(self.gc.known_flows, entries["flows4"] + entries["flows6"]),
+                "services": Fill(used["services"], maps["services"].entries - 1),
+                "backends": Fill(used["backends"], maps["backends"].entries - 1),
+                "slots": Fill(used["slots"], maps["slots"].entries),
+                "flows": Fill(self.gc.known_flows, maps["flows4"].entries + maps["flows6"].entries),
             },
             unprogrammed=list(store.plan.unprogrammed.values()),
-            failing=listing.failing_ports(self.maps.maps, self.names),
+            failing=listing.failing_ports(maps, self.names),
             slow_starts=len(self.failover.slow_start),
             warnings=self.warnings(),
             audit_repairs=self.audit_repairs,

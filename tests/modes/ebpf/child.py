@@ -3,7 +3,6 @@
 Commands, each answered by one JSON line: `more N` serves N services more, `grow` lets all maps grow at once, `begin`
 loads programs for that and leaves it there, `maintain` lets the mode do what it does each second, `status`.
 `die links N` and `die pins N` end the process by SIGKILL when the N-th link or pin from then on has been replaced.
-`crowd` lets the tables of flows grow at once, and `die growth STEP N` ends the process in the midst of that.
 `notices` lists the notices of `maintain`. `state COUNT VERSION` serves so many services, each with backends
 of that version, some of which another version has too, and some services only in odd versions. `die store STEP N` ends
 the process when that step of writing a change was done N times from then on. `check` compares all maps with the table;
@@ -25,9 +24,7 @@ import msgspec
 
 from hybrid_proxy.dataplane.kernel import bpf
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.generations import growth, programs
-from hybrid_proxy.dataplane.modes.ebpf.generations.carry import Table
-from hybrid_proxy.dataplane.modes.ebpf.generations.growth import Growth
+from hybrid_proxy.dataplane.modes.ebpf.generations import programs
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
@@ -42,11 +39,6 @@ from . import readback
 STEPS: dict[str, Any] = {
     "write_backends": RowWriter, "add": CountingFilter, "write_rings": RowWriter, "publish": RowWriter,
     "insert": MapWriter, "write_flags": RowWriter, "write": MapWriter, "commit": Plan,
-}  # fmt: skip
-
-GROWTH: dict[str, tuple[Any, str]] = {
-    "copy": (Growth, "copy"), "meet": (Growth, "_meet"), "enter": (growth, "_enter"), "move": (Growth, "move"),
-    "merge": (Table, "merge"), "run": (Growth, "run"), "settle": (growth, "settle"),
 }  # fmt: skip
 
 TINY = {"services": 8, "backends": 16, "slots": 16}
@@ -73,7 +65,7 @@ def numbered(n: int, version: int) -> dict[str, tuple[Entry, ...]]:
 
 class MapResizer:
     def __init__(self, setup: dict[str, Any]) -> None:
-        sizes.FLOOR.update(TINY | setup.get("floor", {}))
+        sizes.FIRST.update(TINY)
         if setup["old_kernel"]:
             programs.netns_cookie = lambda: None
         self.setup, self.count, self.version = setup, setup.get("count", 0), setup.get("version", 0)
@@ -127,14 +119,6 @@ class MapResizer:
                 readback.check(self.mode.store, self.services, settled=bool(how))
             case ["waiting"]:
                 return not self.mode.store.settled
-            case ["crowd"]:
-                self.mode.resizer.catch_up()
-                before = self.mode.resizer.growths
-                written = self.mode.gc.used | dict.fromkeys(sizes.WRITTEN, 1)
-                self.mode.resizer.make_room(sizes.WRITTEN, written)
-                return self.mode.resizer.growths > before
-            case ["die", "growth", step, number]:
-                die_after(*GROWTH[step], int(number))
             case ["die", "store", step, number]:
                 die_after(STEPS[step], step, int(number))
             case ["die", "links", number]:

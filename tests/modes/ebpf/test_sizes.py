@@ -7,59 +7,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.errors import Unsupported
-from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.mode import Options, flows_by_memory
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import timewait_shift
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS, size_class
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import (
-    FLOOR,
-    FORGETFUL,
-    MOST_BUCKETS,
+    FIRST,
+    FLOWS,
+    LRU,
     WRITTEN,
     bounds,
     crowded,
-    expected,
+    first_sizes,
     fitting,
     foreseen,
     grown,
-    least,
-    nearly_full,
     needs,
+    written,
 )
 from hybrid_proxy.dataplane.modes.ebpf.services.capacity import refuse_unfit
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import lower
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol
 from tests.tables import Front, entry_of
 
-UPPER = bounds(Options(), 2)
+UPPER = bounds(Options())
 NAMES = st.sampled_from(sorted(UPPER))
 
 
-def test_every_map_that_grows_has_a_bound_a_floor_and_a_setting() -> None:
-    assert UPPER.keys() == FLOOR.keys() == SETTINGS.keys() | set(FORGETFUL)
-
-
-def test_reply_tuples_have_as_many_buckets_as_programs_look_at() -> None:
-    assert 1 << abi_constants()["TIMEWAIT_BITS"] == MOST_BUCKETS
-    assert timewait_shift(MOST_BUCKETS) == 0
-    assert timewait_shift(FLOOR["timewait"]) == 4
+def test_every_map_that_grows_has_a_bound_a_first_size_and_a_setting() -> None:
+    assert UPPER.keys() == FIRST.keys() == SETTINGS.keys() - {*FLOWS}
 
 
 def test_a_start_is_small() -> None:
-    assert least(UPPER, 2) == {
+    assert first_sizes(UPPER) == {
         "services": 1024, "backends": 8192, "slots": 8192, "frontends4": 16_384, "frontends6": 16_384,
-        "flows4": 65_536, "flows6": 65_536, "half_open4": 16_384, "half_open6": 16_384, "affinity": 4096,
-        "timewait": 4096,
     }  # fmt: skip
-    many = least(bounds(Options(), 64), 64)
-    assert (many["half_open4"], many["affinity"], many["timewait"]) == (32_768, 32_768, 4096)
 
 
-def test_bounds_below_the_floor_are_kept() -> None:
-    small = bounds(Options(max_services=8, max_backends=16, max_slots=32, max_flows=64), 2)
-    assert {name: size for name, size in least(small, 2).items() if name not in FORGETFUL} == {
-        name: bound for name, bound in small.items() if name not in FORGETFUL
-    }
+def test_bounds_below_the_first_size_are_kept() -> None:
+    small = bounds(Options(max_services=8, max_backends=16, max_slots=32))
+    assert first_sizes(small) == small
     assert fitting("services", 100, small) == 8
 
 
@@ -73,11 +59,6 @@ SIZES = [
     ("slots",    4_000_000, 1 << 22),  # the bound
     ("frontends4", 20_000, 32_768),
     ("frontends4", 1_000_000, 131_072),  # the bound
-    ("flows4",   0,         65_536),
-    ("flows4",   32_768,    65_536),
-    ("flows4",   32_769,    131_072),
-    ("flows6",   2_000_000, 1 << 21),  # the bound
-    ("affinity", 3_000,     8192),
 ]  # fmt: skip
 
 
@@ -89,14 +70,14 @@ def test_a_size_is_half_as_much_again_as_is_needed(name: str, need: int, size: i
 @given(NAMES, st.integers(0, 1 << 20))
 def test_what_fits_below_the_bound_is_not_crowded(name: str, need: int) -> None:
     size = fitting(name, need, UPPER)
-    assert min(FLOOR[name], UPPER[name]) <= size <= UPPER[name]
-    assert size == UPPER[name] or (size % FLOOR[name] == 0 and 3 * need <= 2 * size)
+    assert min(FIRST[name], UPPER[name]) <= size <= UPPER[name]
+    assert size == UPPER[name] or (size % FIRST[name] == 0 and 3 * need <= 2 * size)
     assert size == UPPER[name] or not crowded({name: size}, {name: need})
 
 
 @given(NAMES, st.integers(1, 1 << 20), st.integers(0, 1 << 20))
 def test_growing_doubles_at_least_and_ends_at_the_bound(name: str, entries: int, used: int) -> None:
-    before = least(UPPER, 2) | {name: entries}
+    before = first_sizes(UPPER) | {name: entries}
     sizes = grown([name], before, {name: used}, UPPER)
     if entries >= UPPER[name]:
         assert not sizes
@@ -110,48 +91,40 @@ ROOM = [
     (1 << 20,  2,    1 << 14),
     (1 << 20,  8,    1 << 16),
     (1 << 20,  256,  1 << 18),
-    (1 << 18,  256,  1 << 16),
+    (1 << 18,  256,  1 << 17),  # what the processors may keep to themselves
     (64,       2,    1 << 14),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flows", "cpus", "entries"), ROOM)
-def test_tables_that_forget_follow_the_processors_up_to_a_quarter_of_the_flows(
-    flows: int, cpus: int, entries: int
-) -> None:
-    upper = bounds(Options(max_flows=flows), cpus)
-    assert {name: upper[name] for name in WRITTEN} == {
-        "flows4": flows, "flows6": flows, "half_open4": entries, "half_open6": entries, "affinity": entries,
-        "timewait": 1 << 16,
+def test_lru_tables_follow_the_processors_up_to_a_quarter_of_the_flows(flows: int, cpus: int, entries: int) -> None:
+    sizes = written(Options(max_flows=flows), cpus)
+    assert sizes.keys() == WRITTEN
+    assert sizes == {
+        **dict.fromkeys(FLOWS, flows), **dict.fromkeys(LRU, entries), "timewait": 1 << abi_constants()["TIMEWAIT_BITS"],
     }  # fmt: skip
 
 
-def test_three_quarters_are_enough_and_half_of_what_programs_write() -> None:
+def test_three_quarters_are_enough() -> None:
     assert crowded({"services": 1024}, {"services": 768}) == []
     assert crowded({"services": 1024}, {"services": 769}) == ["services"]
-    assert crowded({"flows4": 1024}, {"flows4": 512}) == []
-    assert crowded({"flows4": 1024}, {"flows4": 513}) == ["flows4"]
 
 
-def test_what_forgets_is_never_reported_as_full() -> None:
-    entries = dict.fromkeys(UPPER, 1024)
-    assert nearly_full(entries, dict.fromkeys(UPPER, 768)) == []
-    assert set(nearly_full(entries, dict.fromkeys(UPPER, 769))) == SETTINGS.keys()
-
-
-PACES = [
-    # count  before  seconds  expected
-    (1000,   1000,   5.0,     1000),
-    (1000,   2000,   5.0,     1000),  # fewer than there were
-    (2000,   1000,   5.0,     2600),
-    (2000,   1000,   1.0,     5000),
-    (2000,   1000,   0.0,     32_000),
+MEMORY = [
+    # GiB  entries
+    (1,    1 << 16),
+    (3.9,  1 << 16),
+    (7.8,  1 << 17),
+    (15.6, 1 << 18),
+    (31,   1 << 19),
+    (62,   1 << 20),
+    (500,  1 << 20),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("count", "before", "seconds", "so_many"), PACES)
-def test_what_is_expected_follows_the_pace(count: int, before: int, seconds: float, so_many: int) -> None:
-    assert expected(count, before, seconds) == so_many
+@pytest.mark.parametrize(("gigabytes", "entries"), MEMORY)
+def test_tables_of_flows_follow_the_nodes_memory(gigabytes: float, entries: int) -> None:
+    assert flows_by_memory(int(gigabytes * (1 << 30))) == entries
 
 
 @given(st.integers(0, 50), st.integers(0, 50))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import threading
 import time
 from collections import Counter
@@ -24,10 +23,8 @@ from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.flows import resets
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays, run_in_parts
-from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, is_over
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, is_over
 from hybrid_proxy.dataplane.modes.ebpf.maps.open_counts import Recount
-from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import FORGETFUL, bounds, expected
-from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import possible_cpus
 from hybrid_proxy.dataplane.table import Protocol
 
 log = logging.getLogger(__name__)
@@ -38,7 +35,6 @@ OPENING, DOUBTED, LAST_ACK, ENDED, SCTP = 60, 60, 30, 10, 210
 # With direct server return nobody here sees whether the backend has ended, too. IPVS waits as long then (`FIN_WAIT` of
 # connections whose answers go another way); whoever has ended and still receives acknowledges that.
 DSR_ENDING = 120
-DATAGRAM_SECONDS, TIMEWAIT_SECONDS, TIMEWAIT_TICK = 2, 68, 8  # as in bpf/flow_state.h and bpf/timewait.h
 
 
 def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> NDArray[np.int64]:
@@ -101,7 +97,6 @@ class FlowGC:
     def __init__(
         self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options, also: Callable[[], None]
     ) -> None:
-        self.may_become(options, possible_cpus())
         self._options = options
         self._also = also
         self._hurry = False
@@ -118,10 +113,6 @@ class FlowGC:
         self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._result: tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None = None
         self.used = {"flows4": 0, "flows6": 0}  # entries, by map
-        self.needed: dict[str, int] = {}  # entries that tables of programs should have room for, by map
-        self._lasting = {"flows4": 0, "flows6": 0}
-        self._scanned_at = time.monotonic()
-        self.begun = 0  # flows, as the programs count them, when tables were read last
         self.opening_flows: int | None = None  # a new count, for the programs' own
         self.recounts = False  # some services have their open flows counted by backend
         self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
@@ -130,14 +121,6 @@ class FlowGC:
     def known_flows(self) -> int:
         """Entries of both families when they were read last."""
         return sum(self.used.values())
-
-    def may_become(self, options: Options, cpus: int) -> None:
-        """Look at what tables that forget need as long as they are smaller than these options let them become."""
-        self._upper = bounds(options, cpus)
-
-    def use(self, sweep: int, clock: int) -> None:
-        """Other programs, because tables have been replaced. `reading` is held meanwhile."""
-        self._sweep, self._clock = sweep, clock
 
     def start(self) -> None:
         """Begin; from then on this object's thread reads the flow tables."""
@@ -224,29 +207,22 @@ class FlowGC:
         """Read all flows once: forget idle ones, look for ids of deferred frees."""
         with self._lock:
             services, backends = self._candidates
-        self.begun = self._begun()
         found_services: set[int] = set()
         found_backends: set[int] = set()
         opening = 0
         recount = Recount(self._maps) if self.recounts else None
         young = abi_constants()["FLOW_ESTABLISHED"] | abi_constants()["FLOW_REPLY"]
-        needed, passed = dict[str, int](), time.monotonic() - self._scanned_at
-        self._scanned_at += passed
         for family in (4, 6):
             name = f"flows{family}"
             keys, values = flow_arrays(self._maps[name], family)
-            new = int(np.count_nonzero(values["flags"] & young == 0))
-            lasting = len(keys) - 2 * new  # a flood of SYNs does not let tables grow
-            needed[name] = len(keys) - lasting + expected(lasting, self._lasting[name], passed)
-            self.used[name], self._lasting[name] = len(keys), lasting
-            opening += new
+            self.used[name] = len(keys)
+            opening += int(np.count_nonzero(values["flags"] & young == 0))
             if len(keys):
                 found_services |= services.intersection(np.unique(values["service"]).tolist())
                 found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
                 if recount is not None:
                     recount.add(values)
                 self.forget_idle(family, keys, values)
-        self.needed = needed | self._forgetful_needs()
         self.opening_flows = opening
         if recount is not None and (wrong := recount.finish()):
             log.info("counts of open flows are corrected for %d backends", wrong)
@@ -254,31 +230,6 @@ class FlowGC:
             if services or backends:
                 self._result = (services, backends, frozenset(found_services), frozenset(found_backends))
             self._candidates = (frozenset(), frozenset())
-
-    def _forgetful_needs(self) -> dict[str, int]:
-        """What tables that forget should have room for, of those that may grow: what is not over yet."""
-        now, needed, maps = self.clock(), dict[str, int](), self._maps
-        may_grow = {name for name in FORGETFUL if maps[name].entries < self._upper[name]}
-        for family in (4, 6):
-            if (name := f"half_open{family}") in may_grow:
-                keys, values = flow_arrays(maps[name], family)
-                recent = _age(now, values["seen"]) <= DATAGRAM_SECONDS * self._hz
-                needed[name] = int(np.count_nonzero(recent & (keys["protocol"] != Protocol.TCP)))
-        if "affinity" in may_grow:
-            keys, times = maps["affinity"].items(dtype_of("affinity_key"), np.dtype(np.uint64))
-            kept = maps["services"].glimpse(dtype_of("service"))["affinity"]
-            owners = np.minimum(keys["service"], len(kept) - 1)
-            needed["affinity"] = int(np.count_nonzero(_age(now, (times >> 32).astype(np.uint32)) < kept[owners]))
-        if "timewait" in may_grow:
-            marks = maps["timewait"].glimpse(dtype_of("timewait_bucket"))["entries"]
-            ticks = np.uint16(now >> TIMEWAIT_TICK & 0xFFFF) - (marks & 0xFFFF).astype(np.uint16)
-            young = (marks != 0) & (ticks <= TIMEWAIT_SECONDS * self._hz >> TIMEWAIT_TICK)
-            needed["timewait"] = int(np.count_nonzero(young)) // marks.shape[1]
-        return needed
-
-    def _begun(self) -> int:
-        number = abi_constants()["COUNT_NEW_FLOW"].to_bytes(4, sys.byteorder)
-        return int(self._maps["counters"].lookup_per_cpu(number, possible_cpus()).sum())
 
     def clock(self) -> int:
         """The time of time stamps."""

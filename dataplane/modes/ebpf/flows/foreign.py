@@ -79,10 +79,6 @@ class OthersFlows:
         self._answers_at = 0.0
         self.known = frozenset[FlowKey]().union(*(_left_to_others(known, family) for family, known in flows.items()))
 
-    def use(self, flows: Mapping[int, Map], leave: int) -> None:
-        """Use these tables, which have the same content, and their program. `look` must not be running."""
-        self._flows, self._leave = flows, leave
-
     def expect(self, *tables: ServiceTable) -> None:
         """Find foreign flows to the services of these tables from now on; with one table, no service is moving."""
         with self._lock:

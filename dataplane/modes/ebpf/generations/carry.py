@@ -34,7 +34,7 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.convert import FLOWS, Convert
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ARRAY, ours, recorded
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import BITMAPS, make, remove_unfinished, spread, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import BITMAPS, make, remove_unfinished, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import LINK, former_layouts, is_link_pin
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import possible_cpus, traffic_sizes
 
@@ -151,7 +151,7 @@ class Carry:
     def _sizes(self, former: Mapping[str, Map], options: Options) -> dict[str, int]:
         """Each map at least as large as the former one."""
         cpus = possible_cpus()
-        wanted = sizes.least(sizes.bounds(options, cpus), cpus)
+        wanted = sizes.first_sizes(sizes.bounds(options)) | sizes.written(options, cpus)
         wanted = {name: max(size, former[name].entries if name in former else 0) for name, size in wanted.items()}
         return wanted | traffic_sizes(wanted["services"], wanted["backends"], traffic_cpus(options))
 
@@ -269,7 +269,7 @@ class Carry:
             converter = self._converters["timewait"]
             rows = converter.values(former["timewait"].view(converter.former[1]))[0]
             known = maps["timewait"].view(converter.ours[1])["entries"]
-            np.copyto(known, spread(rows["entries"], len(known)), where=known == 0)
+            np.copyto(known, rows["entries"], where=known == 0)
 
     @property
     def begun(self) -> bool:

@@ -19,8 +19,8 @@ from hybrid_proxy.dataplane.kernel.bpf import BpfError, Effort, Map, Object, has
 from hybrid_proxy.dataplane.kernel.host_paths import netns_cookie
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet, timewait_shift, traffic_cpus
-from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import FLOWS, WRITTEN
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import FLOWS
 from hybrid_proxy.dataplane.timings import START
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,9 @@ class Programs:
     connect: Object | None = None
     sockops: Object | None = None
     xdp: Object | None = None
-    inspect: Object | None = None  # of a generation with tables of flows of its own
 
     def __iter__(self) -> Iterator[Object]:
-        loaded = (self.hooks, *self.datapaths.values(), self.connect, self.sockops, self.xdp, self.inspect)
+        loaded = (self.hooks, *self.datapaths.values(), self.connect, self.sockops, self.xdp)
         return (one for one in loaded if one is not None)
 
     def close(self) -> None:
@@ -81,7 +80,6 @@ class Loader:
             can_check_mtu=int(has_helper(CHECK_MTU)),
             traffic_cpus=0 if quiet else traffic_cpus(options),
             event_burst=0 if quiet else options.event_rate,
-            timewait_shift=timewait_shift(maps["timewait"].entries),
         )
 
     def one(
@@ -144,7 +142,7 @@ class Loader:
         # The verifier takes a third of a second for each family, so all objects are loaded at once. Where another mode
         # serves meanwhile, they are loaded one after another behind all other work: connections that begin there would
         # wait for a processor.
-        names = ("hooks", *["xdp"] * xdp, *["inspect"] * bool(WRITTEN & (larger or {}).keys()))
+        names = ("hooks", *["xdp"] * xdp)
         waits = self._options.all_or_nothing
         with ThreadPoolExecutor(1 if waits else 4, "load", _give_way if waits else None) as threads:
             # What takes longest comes first.

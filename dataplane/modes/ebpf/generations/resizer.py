@@ -1,6 +1,7 @@
 """Maps give way to larger ones while traffic goes on.
 
-Programs know their maps by file descriptor, so a growth is a new generation of programs:
+Maps that programs write have fixed sizes. Programs know their maps by file descriptor, so a growth of the others is a
+new generation of programs:
 
 1. Larger maps are made, and programs are loaded on them; that takes about a second, and a thread does it.
 2. The content is copied. From here to the end nobody else writes to these maps, so old and new ones are equal.
@@ -10,8 +11,6 @@ Programs know their maps by file descriptor, so a growth is a new generation of 
 
 So a process may end anywhere. Before the last step the next agent finds the former maps, in the middle of it some of
 each, all with the same content.
-
-Where the tables that programs write are among those that grow, step 3 is that of growth.py.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
@@ -28,7 +26,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Programs
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS
-from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes, crowded, fitting, grown, nearly_full
+from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes, crowded, fitting, grown
 from hybrid_proxy.dataplane.timings import START
 
 log = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 30.0  # after a growth that failed
 
 Load = Callable[[Larger], Programs]
-Use = Callable[[Programs, Larger], None]
+Use = Callable[[Programs], None]
 Work = TypeVar("Work")
 
 
@@ -50,15 +48,15 @@ class MapResizer:
         maps: the open set.
         upper: bounds of the maps that grow.
         load: a generation of programs on these maps in place of those of the same names; called by a thread.
-        use: lets every link run these programs, which know these maps; they are its own from then on.
-        quiet: nobody else reads or writes tables of flows while the maps change.
+        use: lets every link run these programs; they are its own from then on.
+        quiet: no other thread reads the maps while they change.
         taken: called when maps have been replaced.
         wake: called by the thread when it is done: have `step` called.
     """
 
     def __init__(
         self, maps: MapSet, upper: Sizes, load: Load, use: Use, quiet: Callable[[], AbstractContextManager[None]],
-        taken: Callable[[AbstractSet[str]], None], wake: Callable[[], None],
+        taken: Callable[[], None], wake: Callable[[], None],
     ) -> None:  # fmt: skip
         self.upper = upper
         self.failure = ""
@@ -130,12 +128,12 @@ class MapResizer:
             self._failed(error)
 
     def nearly_full(self, used: Sizes) -> dict[str, str]:
-        """Map -> message, for those that are as large as they may become and almost full."""
-        entries = self.entries
+        """Map -> message, for those that may not become larger and are almost full."""
+        entries = {name: self._maps.maps[name].entries for name in used}
         return {
             name: f"map {name} is nearly full, with {used[name]} of {entries[name]} entries: raise {SETTINGS[name]}"
-            for name in nearly_full(entries, used)
-            if entries[name] >= self.upper[name]
+            for name in crowded(entries, used)
+            if entries[name] >= self.upper.get(name, 0)
         }
 
     def close(self) -> None:
@@ -168,7 +166,7 @@ class MapResizer:
                 with START.part("wait for the verifier"):
                     programs = self._loading.result()
                 self._maps.copy_into(self._larger)
-                self._use(programs, self._larger)
+                self._use(programs)
             except (DataplaneError, OSError):
                 self._drop()
                 raise
@@ -182,7 +180,7 @@ class MapResizer:
     def _replace(self, larger: Larger) -> None:
         self._maps.replace(larger)
         if larger:
-            self._taken(larger.keys())
+            self._taken()
 
     def _drop(self) -> None:
         for made in self._larger.values():

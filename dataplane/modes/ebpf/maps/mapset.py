@@ -28,20 +28,9 @@ STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
     "traffic_gone": "traffic", "loads": "load",
 }  # fmt: skip
-DATAPATHS = "datapaths"  # what hooks call
 TRAFFIC = ("traffic", "traffic_gone")  # replaced in this order: figures may be lost in between, but never count twice
 
 Larger = Mapping[str, Map]  # maps that will replace those of the same names
-
-
-def spread(buckets: NDArray[Any], count: int) -> NDArray[Any]:
-    """These buckets of `timewait` as so many: each stands for all that have its place as their first bits."""
-    return np.repeat(buckets, max(1, count // len(buckets)), axis=0)[:count]
-
-
-def timewait_shift(buckets: int) -> int:
-    """As in the programs' settings: by how many bits less than the most the places of these buckets are known."""
-    return abi_constants()["TIMEWAIT_BITS"] - (buckets.bit_length() - 1)
 
 
 def traffic_cpus(options: Options) -> int:
@@ -54,8 +43,8 @@ class MapSet:
 
     Args:
         folder: where the maps are pinned, and found again after a restart.
-        options: bounds of maps that grow.
-        sizes: of these maps, if they are made now; None: their bounds. Pinned ones have theirs.
+        options: bounds of the maps that grow, and sizes of the others.
+        sizes: of the maps that grow, if they are made now; None: their bounds. Pinned maps keep their sizes.
     """
 
     def __init__(self, folder: Path, options: Options, sizes: Sizes | None = None) -> None:
@@ -69,12 +58,12 @@ class MapSet:
             self._adopt()
         else:
             remove_unfinished(folder)
-        bounds = policy.bounds(options, possible_cpus())
+        bounds, fixed = policy.bounds(options), policy.written(options, possible_cpus())
         self.other_sizes = {
-            name: bound for name, bound in bounds.items()
-            if self._entries(name, 0) > bound and name not in policy.FORGETFUL
+            name: size for name, size in (bounds | fixed).items()
+            if self._entries(name, size) > size or (name in policy.FLOWS and self._entries(name, size) != size)
         }  # fmt: skip
-        for name, made in make(self._with_others(sizes or bounds), self.maps).items():
+        for name, made in make(self._with_others({**(sizes or bounds), **fixed}), self.maps).items():
             self._keep(name, made)
 
     def _adopt(self) -> None:
@@ -113,17 +102,12 @@ class MapSet:
         return {**sizes, **counting}
 
     def make_larger(self, sizes: Sizes) -> dict[str, Map]:
-        """New maps of these names and sizes, and those that count for them, empty.
-
-        With tables that programs write comes an array of datapaths.
-        """
+        """New maps of these names and sizes, and those that count for them, empty."""
         if {"services", "backends"} & sizes.keys():
             sizes = self._with_others(
                 {name: self.maps[name].entries for name in ("services", "backends")} | dict(sizes)
             )
             sizes = {name: size for name, size in sizes.items() if name in TRAFFIC or size > self.maps[name].entries}
-        if policy.WRITTEN & sizes.keys():
-            sizes = {**sizes, DATAPATHS: self.maps[DATAPATHS].entries}
         return make(sizes, {name: known for name, known in self.maps.items() if name not in sizes})
 
     def copy_into(self, larger: Larger) -> None:
@@ -147,8 +131,7 @@ class MapSet:
     def replace(self, larger: Larger) -> None:
         """Let these take the places of the maps that they are copies of. Views are others then."""
         for name in sorted(larger, key=lambda name: (name not in TRAFFIC, name)):
-            if not (name in {*policy.WRITTEN, DATAPATHS} and (self.folder / f"{NEXT}{name}").exists()):
-                larger[name].pin(self.folder / f"{NEXT}{name}")
+            larger[name].pin(self.folder / f"{NEXT}{name}")
             (self.folder / f"{NEXT}{name}").rename(self.folder / name)
             self.maps[name].close()
             self._adopt_pin(name, larger[name])

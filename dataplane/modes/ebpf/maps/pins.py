@@ -35,7 +35,7 @@ FIGURES: Final = frozenset(
 NEXT: Final = "next_"  # pins that are about to take the place of others
 LINK: Final = "link_"
 MARK: Final = "namespace"  # the map of `gone`
-BESIDE_MAPS: Final = frozenset({MARK, "layout", "growing", "carrying"})  # other things that are pinned with them
+BESIDE_MAPS: Final = frozenset({MARK, "layout", "carrying"})  # other things that are pinned with them
 DEVICES: Final = 14  # BPF_MAP_TYPE_DEVMAP
 WITH_ALL_MAPS: Final = ("connect", "xdp")  # objects that know, together, every map that is pinned
 

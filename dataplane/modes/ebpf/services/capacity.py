@@ -9,7 +9,6 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import datagram_flows, refuse_crowd
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS
-from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import possible_cpus
 from hybrid_proxy.dataplane.table import Entry, ServiceTable
 
 
@@ -36,5 +35,5 @@ def check_room(options: Options, table: ServiceTable) -> None:
         Unsupported: it could not.
         DataplaneError, OSError: conntrack cannot be read.
     """
-    refuse_unfit(table.entries(), sizes.bounds(options, possible_cpus()))
+    refuse_unfit(table.entries(), sizes.bounds(options))
     refuse_crowd(datagram_flows(table), dict.fromkeys((4, 6), options.max_flows))

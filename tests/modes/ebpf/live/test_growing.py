@@ -36,12 +36,12 @@ class Child:
     """See `resizer`."""
 
     def __init__(self, lab: Lab, *, old_kernel: bool = False, count: int = 0, version: int = 0,
-                 floor: dict[str, int] | None = None, **options: int) -> None:  # fmt: skip
+                 **options: int) -> None:  # fmt: skip
         self.lab = lab
         pods = {f: [lab[name].address(f) for name in ("pod2", "pod3")] for f in FAMILIES}
         setup = {
             "cgroup": str(lab.cgroup), "old_kernel": old_kernel, "options": options,
-            "count": count, "version": version, "floor": floor or {},
+            "count": count, "version": version,
             "primary": [lab["node"].address(f) for f in FAMILIES],
             "web": [(WEB[f][0], pods[f]) for f in FAMILIES], "dns": [(DNS[f][0], pods[f]) for f in FAMILIES],
         }  # fmt: skip
