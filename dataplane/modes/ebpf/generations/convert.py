@@ -1,7 +1,6 @@
 """PURE. From the layout of another version's maps to that of ours: which maps both can use, and how rows become ours.
 
-A field is known by its name. One whose name only one side knows, at a place where the other side has one of the same
-type that only that side knows, was renamed. Fields that ours do not have are dropped, and those that are missing are 0.
+A field is known by its name. Fields that ours do not have are dropped, and those that are missing are 0.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _fate(name: str, former: Layout, ours: Layout) -> Fate:
     if theirs is None or name in OWN:
         return Fate.NEW
     agree = all(_agree(former.enums, ours.enums, *read) for read in READ_BY.get(name, ()))
-    if agree and theirs[:5] == known[:5] and same_rows(theirs[5] or "", known[5] or ""):
+    if agree and theirs == known:
         return Fate.SHARED
     return Fate.CARRIED if _can_carry(name, former, ours) else Fate.NEW
 
@@ -155,46 +154,13 @@ def _parse(text: str) -> tuple[Any, str]:
     return (kind if not lengths else np.dtype((kind, tuple(reversed(lengths))))), rest
 
 
-def same_rows(former: str, ours: str) -> bool:
-    """Whether rows are laid out alike, but for fields that were renamed."""
-    if former == ours:
-        return True
-    if not former or not ours:
-        return False
-    try:
-        pairs = zip(types_of(former), types_of(ours), strict=True)
-        return all(_same(theirs, known) for theirs, known in pairs)
-    except ValueError:
-        return False
-
-
-def _same(former: np.dtype[Any], ours: np.dtype[Any]) -> bool:
-    if former.subdtype and ours.subdtype:
-        return former.shape == ours.shape and _same(former.base, ours.base)
-    if former.fields is None or ours.fields is None:
-        return former == ours
-    theirs, known = _fields(former), _fields(ours)
-    pairs = dict(matching(former, ours))
-    return (
-        former.itemsize == ours.itemsize
-        and len(pairs) == len(theirs) == len(known)
-        and all(theirs[a][1] == known[b][1] and _same(theirs[a][0], known[b][0]) for a, b in pairs.items())
-    )
-
-
 def _fields(kind: np.dtype[Any]) -> dict[str, tuple[np.dtype[Any], int]]:
     return {name: (found[0], found[1]) for name, found in (kind.fields or {}).items()}
 
 
-def matching(former: np.dtype[Any], ours: np.dtype[Any]) -> Iterator[tuple[str, str]]:
-    """Which field of the former type becomes which of ours."""
-    theirs, known = _fields(former), _fields(ours)
-    places = {known[name]: name for name in known.keys() - theirs.keys()}
-    for name, field in theirs.items():
-        if name in known:
-            yield name, name
-        elif field in places:
-            yield name, places[field]
+def matching(former: np.dtype[Any], ours: np.dtype[Any]) -> Iterator[str]:
+    """The fields that both types have."""
+    return (name for name in former.names or () if name in (ours.names or ()))
 
 
 # Rows
@@ -244,15 +210,14 @@ class Converter:
             new[:] = rows
             fit &= np.equal(new, rows)
             return new, fit
-        for theirs, known in matching(rows.dtype, kind):
-            fit &= _put(rows[theirs], new[known])
+        for field in matching(rows.dtype, kind):
+            fit &= _put(rows[field], new[field])
         return new, fit
 
     def _nothing_dropped(self, keys: NDArray[Any]) -> NDArray[np.bool_]:
         """A key says something in a field that ours does not have: it is another one than it would become."""
         fine = np.ones(len(keys), dtype=np.bool_)
-        kept = {theirs for theirs, _ in matching(self.former[0], self.ours[0])}
-        for name in set(self.former[0].names or ()) - kept:
+        for name in set(self.former[0].names or ()) - set(self.ours[0].names or ()):
             fine &= _zero(keys[name])
         return fine
 
@@ -262,8 +227,8 @@ def _put(former: NDArray[Any], ours: NDArray[Any]) -> NDArray[np.bool_]:
     count = len(former)
     if former.dtype.fields is not None and ours.dtype.fields is not None and former.shape == ours.shape:
         fit = np.ones(count, dtype=np.bool_)
-        for theirs, known in matching(former.dtype, ours.dtype):
-            fit &= _put(former[theirs], ours[known])
+        for field in matching(former.dtype, ours.dtype):
+            fit &= _put(former[field], ours[field])
         return fit
     if former.ndim != ours.ndim or former.dtype.fields is not None or ours.dtype.fields is not None:
         return _zero(former) if former.dtype.fields is None else np.zeros(count, np.bool_)

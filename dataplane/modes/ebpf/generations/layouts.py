@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 RECORD: Final = "layout"  # the pin
 ARRAY: Final = 2  # BPF_MAP_TYPE_ARRAY
-BEFORE: Final = Path(__file__).parent / "records"  # records of versions that did not write any, by folder of pins
 
 
 @lru_cache(maxsize=1)
@@ -71,8 +70,7 @@ def _record_in(folder: Path) -> bytes:
             return b""
         with contextlib.closing(Map.pinned(path)) as known:
             return known.lookup(bytes(4)) or b""
-    before = BEFORE / f"{'-'.join(folder.name.split('-')[:2])}.json"
-    return before.read_bytes() if before.exists() else b""
+    return b""
 
 
 def _describes(maps: Mapping[str, tuple[str, int, int, int, int, str | None]], folder: Path) -> bool:
