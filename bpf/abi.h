@@ -337,11 +337,11 @@ struct settings {
 	__u32 udp_timeout_stream; /* and of those that both sides have sent for a while */
 	__u32 port_first; /* source ports that programs give, to masqueraded clients and to flows that collide */
 	__u32 port_count;
-	__u32 answer_ping;    /* echo requests to ClusterIPs are answered, not rejected */
-	__u32 can_check_mtu;  /* bpf_check_mtu exists */
-	__u32 dsr;	      /* direct server return: external clients are answered by the backend's node */
-	__u32 traffic_cpus;   /* CPUs that map `traffic` has rows for, 0: traffic is not counted */
-	__u32 event_burst;    /* events per CPU and second, 0: none */
+	__u32 answer_ping;   /* echo requests to ClusterIPs are answered, not rejected */
+	__u32 can_check_mtu; /* bpf_check_mtu exists */
+	__u32 dsr;	     /* direct server return: external clients are answered by the backend's node */
+	__u32 traffic_cpus;  /* CPUs that map `traffic` has rows for, 0: traffic is not counted */
+	__u32 event_burst;   /* events per CPU and second, 0: none */
 };
 
 /* The programs that all tc hooks call (map `datapaths`): one for each family. */
