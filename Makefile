@@ -186,9 +186,9 @@ $(STAMPS)/apt: Makefile
 
 # What runs an agent and the lab; then what tests, benchmarks and compares them.
 $(STAMPS)/agent: pyproject.toml setup.py $(wildcard dataplane/kernel/*_build.py) $(STAMPS)/apt
-	@$(call step,pip      hybrid-proxy,$(PYTHON) -m pip install --editable .)
+	@$(call step,pip      hybrid-proxy,$(PYTHON) -m pip install --editable '.[workshop]')
 	@touch $@
 
 $(STAMPS)/venv: $(STAMPS)/agent
-	@$(call step,pip      the development tools,$(PYTHON) -m pip install --upgrade 'pip>=25.1' && $(PYTHON) -m pip install --group dev --editable '.[compare]')
+	@$(call step,pip      the development tools,$(PYTHON) -m pip install --upgrade 'pip>=25.1' && $(PYTHON) -m pip install --group dev --editable '.[workshop]')
 	@touch $@

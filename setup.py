@@ -10,6 +10,11 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
+# Of a checkout alone: the fake API server of tests and benchmarks, and what generates pages and pictures.
+LEFT_OUT = {
+    "hybrid_proxy.workshop": {"house", "manual", "output"},
+    "hybrid_proxy.workshop.lab": {"apiserver", "recording"},
+}
 
 
 class BuildWithBpf(build_py):
@@ -27,6 +32,11 @@ class BuildWithBpf(build_py):
         if not self.editable_mode:
             for example in sorted((HERE / "examples").glob("*.yaml")):
                 self.copy_file(str(example), str(self._inside("hybrid_proxy/workshop/lab/manifests") / example.name))
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """Leave out the modules that a node has no use for."""
+        found = super().find_package_modules(package, package_dir)
+        return [module for module in found if module[1] not in LEFT_OUT.get(package, ())]
 
     def _inside(self, folder: str) -> Path:
         target = Path(self.build_lib) / folder

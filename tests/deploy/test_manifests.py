@@ -309,7 +309,8 @@ def test_the_constraints_of_the_image_are_possible() -> None:
 
     lines = (DEPLOY / "image/constraints.txt").read_text().splitlines()
     exact = {name.lower(): version for name, _, version in (line.partition("==") for line in lines if "==" in line)}
-    for wanted in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for wanted in (*project["dependencies"], *project["optional-dependencies"]["workshop"]):
         requirement = Requirement(wanted)
         found = exact.get(requirement.name.lower().replace("_", "-")) or exact.get(
             requirement.name.lower().replace("-", "_")

@@ -20,7 +20,7 @@ for part in pyproject.toml setup.py README.md Makefile bpf hybrid_proxy controll
 done
 rm -rf "$work/dataplane/modes/ebpf/objects"
 [ -x "$PREFIX/bin/pip" ] || python3 -m venv "$PREFIX"
-"$PREFIX/bin/pip" install --quiet --constraint "$work/deploy/image/constraints.txt" "${work}[compare]"
+"$PREFIX/bin/pip" install --quiet --constraint "$work/deploy/image/constraints.txt" "${work}[workshop]"
 ln -sf "$PREFIX/bin/hybrid-proxy" /usr/local/bin/hybrid-proxy
 
 install -d -m 700 /etc/hybrid-proxy

@@ -33,6 +33,7 @@ from hybrid_proxy.workshop.compare.stand import Stand, stand
 from hybrid_proxy.workshop.compare.state import State, opened
 from hybrid_proxy.workshop.lab.agent import remove_forsaken
 from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.libraries import needed
 
 __all__ = ["main"]
 
@@ -74,13 +75,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _renderer() -> Callable[[Report], str]:
-    try:
+    with needed("--report", "; without --report, -o json keeps everything for `compare --from`"):
         from hybrid_proxy.workshop.compare.html import html
-    except ImportError as error:
-        raise ControllerError(
-            f"--report needs {error.name}, which this installation does not have: pip install 'hybrid-proxy[compare]'; "
-            "without --report, -o json keeps everything for `compare --from`"
-        ) from error
     return html
 
 

@@ -20,6 +20,7 @@ from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.workshop.lab import examples, namespace
 from hybrid_proxy.workshop.lab.agent import Agent, remove
 from hybrid_proxy.workshop.lab.network import RUN, Lab, LabError
+from hybrid_proxy.workshop.libraries import needed
 
 __all__ = ["LabRow", "address_of", "main"]
 
@@ -55,7 +56,8 @@ def main(args: argparse.Namespace) -> int:
         )
     if args.action == "up":
         return _up(args.name, args.pods, args.output == "json")
-    from hybrid_proxy.workshop.lab import demo
+    with needed("the demonstration"):
+        from hybrid_proxy.workshop.lab import demo
 
     return demo.run(args.name, args.pods, as_json=args.output == "json")
 

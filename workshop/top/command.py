@@ -11,6 +11,7 @@ import msgspec
 from hybrid_proxy.controller.commands.views import checked_service
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.protocol import DrainingMode
+from hybrid_proxy.workshop.libraries import needed
 from hybrid_proxy.workshop.top.cells import matches
 from hybrid_proxy.workshop.top.look import Looker, Watcher
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
@@ -49,7 +50,8 @@ def main(args: argparse.Namespace) -> int:
         return _tell(looker, args)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("this needs a terminal; for programs there is -o json")
-    from hybrid_proxy.workshop.top.app import Top  # takes a quarter of a second
+    with needed("the screen", "; `top -o json` needs nothing"):
+        from hybrid_proxy.workshop.top.app import Top  # takes a quarter of a second
 
     screen = Top(looker, args.interval, args.filter)
     screen.run()

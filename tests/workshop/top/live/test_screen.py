@@ -358,13 +358,3 @@ def test_modes_that_do_not_count_say_so(lab: Lab, agent: Agent) -> None:
         await until(lambda: wanted <= {row[0] for row in lines(screen, "backends")}, "backends are not shown")
 
     drive(lab, agent, keys)
-
-
-def test_nothing_else_imports_the_terminal_library() -> None:
-    commands = (
-        "hybrid_proxy.controller.commands.inspect, hybrid_proxy.controller.commands.watch, "
-        "hybrid_proxy.workshop.top.command"
-    )
-    modules = f"hybrid_proxy.controller.cli, hybrid_proxy.controller.agent.loop, {commands}"
-    code = f"import sys, {modules}; sys.exit('textual' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
