@@ -1,1 +1,1 @@
-"""Service table in, programmed node out. Nothing in here knows Kubernetes."""
+"""Programs a node from a service table. Nothing in here knows Kubernetes."""

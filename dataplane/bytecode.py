@@ -1,4 +1,4 @@
-"""PURE. Programs of classic BPF, as iptables' match bpf takes them."""
+"""PURE. Builds programs of classic BPF for iptables' match bpf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LOAD, _TO_X, _EQUALS_X, _RETURN = 0x20, 0x07, 0x1D, 0x06  # ld [k]; tax; jeq x;
 
 
 def same_addresses(family: int) -> str:
-    """True where source and destination are the same, which no other match can compare.
+    """Returns a program that matches packets whose source is their destination, which no other match can compare.
 
     Offsets are those of the IP header (RFC 791, RFC 8200).
     """

@@ -1,4 +1,4 @@
-"""PURE. What changed between two tables, at the cost of what changed."""
+"""PURE. Finds what changed between two tables, at the cost of what changed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from hybrid_proxy.dataplane.table import ServiceTable
 
 
 def changed_services(old: ServiceTable, new: ServiceTable) -> frozenset[str]:
-    """Names of services that differ between the tables or are in one of them only.
+    """Returns the names of services that differ between the tables or are in one of them only.
 
-    A table that was made from `old` knows the answer. Otherwise unchanged services are recognised by
-    identity, then by equality.
+    A table that was made from `old` knows the answer. Otherwise unchanged services are recognised by identity, then by
+    equality.
     """
     if new is old:
         return frozenset()

@@ -1,7 +1,7 @@
-"""What a kube-proxy left in this network namespace, and its removal.
+"""Finds and removes what a kube-proxy left in this network namespace.
 
-Rules of iptables go by one restore for each table, which names each chain and each jump: what others change meanwhile
-stays. Chains of the kubelet stay, and chains of kube-proxy to which others lead.
+Rules of iptables are removed by one restore for each table, which names each chain and each jump: foreign changes made
+meanwhile stay. Chains of the kubelet stay, and chains of kube-proxy to which foreign rules lead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FAMILY: Final = {4: "ip", 6: "ip6"}
 
 
 class Leftovers(NamedTuple):
-    """What is there: a line of text for each thing, and for what stays although its name is kube-proxy's."""
+    """The leftovers: a line of text for each object, and for what stays although its name is kube-proxy's."""
 
     things: tuple[str, ...]
     stays: tuple[str, ...]
@@ -40,7 +40,7 @@ class Leftovers(NamedTuple):
 
 
 def find() -> Leftovers:
-    """What `remove` would remove.
+    """Find what `remove` would remove.
 
     Raises:
         DataplaneError, OSError: it cannot be read.
@@ -64,7 +64,7 @@ def find() -> Leftovers:
 
 
 def open_ipvs_connections(servers: Collection[Server]) -> Counter[str]:
-    """How many connections of these virtual servers are not over, by protocol."""
+    """Count the open connections of these virtual servers, by protocol."""
     ends = {
         (server.family, server.protocol, ip_address(server.address).packed, server.port.to_bytes(2, "big"))
         for server in servers
@@ -79,11 +79,10 @@ def open_ipvs_connections(servers: Collection[Server]) -> Counter[str]:
 
 
 def remove() -> None:
-    """Remove all of it.
+    """Remove all leftovers.
 
     Raises:
-        DataplaneError, OSError: something stayed; what went before it is gone, and the rest can be removed by another
-            call.
+        DataplaneError, OSError: an object stayed; those before it are removed, and another call can remove the rest.
     """
     for tables, family, _, rules in _rules():
         if rules.chains or rules.jumps:
@@ -115,7 +114,7 @@ def _rules() -> Iterator[tuple[xtables.Xtables, int, str, KubeProxyRules]]:
 
 
 def _ipvs() -> tuple[list[Server], set[str] | None, list[str]]:
-    """Virtual servers, the addresses of its device (None: there is none), and sets; without those of our mode ipvs."""
+    """Returns the virtual servers, the addresses of the device (None: no device), and sets; not those of our mode ipvs."""
     with contextlib.closing(Dummy(IPVS_DEVICE)) as device:
         addresses = device.addresses() if device.find() else None
     sets: list[str] = []
@@ -135,7 +134,7 @@ def _ipvs() -> tuple[list[Server], set[str] | None, list[str]]:
 
 
 def _servers(addresses: set[str] | None, ours: set[tuple[str, int, int]]) -> list[Server]:
-    """Kube-proxy's are at the addresses of its device and, for node ports, of the node."""
+    """Returns kube-proxy's virtual servers: those at addresses of its device and, for node ports, of the node."""
     if addresses is None:
         return []
     at = {*addresses, *read_node().addresses}

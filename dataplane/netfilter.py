@@ -1,7 +1,7 @@
-"""What the netfilter modes have in common: the order of a sync, service ports that stay unprogrammed, stale flows.
+"""The common part of the netfilter modes: the order of a sync, unprogrammed service ports, stale flows.
 
-A mode writes a whole table (`_replace`) or what changed of it (`_change`). After a failure the next sync writes all.
-A relay of mode userspace may drain beside any mode, which then leaves the datagrams alone that conntrack leads there.
+A mode writes a whole table (`_replace`) or what changed of it (`_change`). After a failure the next sync writes all. A
+relay of mode userspace may drain next to any mode, which then leaves alone the datagrams that conntrack leads there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RELAY_PORTS: Final = "listeners"  # a set of that table: protocol . proxy port
 
 
 def relays(node: NodeNetwork) -> Collection[Socket]:
-    """Where on this node a relay of mode userspace takes datagrams, as its table says."""
+    """Returns the proxy ports of this node at which a relay of mode userspace receives datagrams, as its table says."""
     if not may_have_left("userspace", None):
         return ()
     from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
@@ -71,7 +71,7 @@ def relays(node: NodeNetwork) -> Collection[Socket]:
 
 
 def refuse_full_conntrack() -> None:
-    """See whether conntrack has room. With our rules it begins to track whatever passes the node, other flows too.
+    """Check that conntrack has room. With our rules it begins to track all traffic of the node.
 
     Raises:
         Unsupported: it is so full that the kernel would drop packets of flows that it does not know yet.
@@ -85,9 +85,9 @@ def refuse_full_conntrack() -> None:
 
 
 class NetfilterMode:
-    """What is the same in each `dataplane.mode.Programmer` of these modes.
+    """The common base of the `dataplane.mode.Programmer` of these modes.
 
-    `monitoring` is set while the kernel reports what others change of our rules, `_touched` when they changed some.
+    `monitoring` is set while the kernel reports foreign changes of our rules, `_touched` when there were some.
     """
 
     name: str
@@ -132,7 +132,7 @@ class NetfilterMode:
         return result
 
     def _reset_connections(self, gone: Collection[Gone]) -> None:
-        """Have the clients of endpoints that are gone get a reset; called when the rules lead elsewhere."""
+        """Reset the clients of endpoints that are gone; called when the rules lead elsewhere."""
 
     def _write(self, table: ServiceTable, names: Collection[str], *, whole: bool) -> SyncResult:
         old = {entry.key: entry for entry in self.table.entries(names)}
@@ -157,7 +157,7 @@ class NetfilterMode:
         return SyncResult(changed, len(old.keys() - new.keys()), tuple(self._unprogrammed.values()))
 
     def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
-        """Whether more than these services must be written."""
+        """True if more than these services must be written."""
         raise NotImplementedError
 
     def _replace(self, table: ServiceTable) -> None:
@@ -167,22 +167,22 @@ class NetfilterMode:
         raise NotImplementedError
 
     def _written(self) -> None:
-        """Called when a table is programmed."""
+        """Hook: a table was programmed."""
 
     def _failed(self) -> None:
-        """Called when a table could not be programmed."""
+        """Hook: a table could not be programmed."""
 
     def _why_unsupported(self, entry: Entry) -> str:
-        """Why a service port cannot be programmed; empty: it can."""
+        """Says why a service port cannot be programmed; empty: it can."""
         del entry
         return ""
 
     def _supported(self, table: ServiceTable, names: Iterable[str], family: int) -> tuple[Entry, ...]:
-        """The service ports of these services that are programmed in a family."""
+        """Returns the service ports of these services that are programmed in a family."""
         return tuple([e for e in table.entries(names) if e.family == family and not self._why_unsupported(e)])
 
     def _judge(self, before: ServiceTable, names: Collection[str], *, repaired: bool) -> None:
-        """Delete the conntrack entries of these services that are stale. `repaired`: any rule may have been absent."""
+        """Delete the stale conntrack entries of these services. `repaired`: any rule may have been absent."""
         former, self._former = self._former, ()
         if not self._judges:
             return
@@ -193,19 +193,19 @@ class NetfilterMode:
         self.stale_deleted.update(delete_stale(judge, openings))
 
     def _relays(self) -> Collection[Socket]:
-        """Where on this node a relay of ours takes datagrams."""
+        """Returns the proxy ports of this node at which our relay receives datagrams."""
         return relays(self.table.node)
 
     def other_mode_stopped(self) -> None:
         self._judge(EMPTY, self.table.services.keys(), repaired=True)
 
     def links_changed(self) -> None:
-        """Nothing is attached to interfaces; new addresses come with the next table."""
+        """Does nothing: nothing is attached to interfaces, and new addresses arrive with the next table."""
 
     # Drift
 
     def _watch_rules(self, tables: Collection[str]) -> None:
-        """Have `maintain` called when others change these tables (`ip nat`), from a thread of its own."""
+        """Let a thread request `maintain` when another program changes these tables (`ip nat`)."""
 
         def watch() -> None:
             try:
@@ -218,7 +218,7 @@ class NetfilterMode:
         threading.Thread(target=watch, name=f"{self.name}-drift", daemon=True).start()
 
     def ruleset_changed(self) -> None:
-        """Another process changed our tables; called from any thread."""
+        """Note that another process changed our tables; called from any thread."""
         self._touched.set()
         self._request_maintenance()
 
@@ -232,7 +232,7 @@ class NetfilterMode:
         return [self._localhost.reason] if self._localhost is not None and self._localhost.reason else []
 
     def warnings(self) -> list[str]:
-        """What the table asks for and this mode does not do."""
+        """Returns what the table asks for and this mode does not do."""
         raise NotImplementedError
 
     def counters(self) -> dict[str, int]:
@@ -241,7 +241,7 @@ class NetfilterMode:
         return {"stale_conntrack_entries_deleted": self.stale_deleted.total(), **reset, **served}
 
     def _status(self, **parts: Any) -> Status:
-        """`parts` are those of the status that only this mode has."""
+        """Returns the status with `parts`, which only this mode has."""
         return Status(
             mode=self.name,
             unprogrammed=list(self._unprogrammed.values()),
@@ -251,20 +251,20 @@ class NetfilterMode:
         )
 
     def names(self) -> dict[int, str]:
-        """Nothing is numbered: the names are in the kernel."""
+        """Returns nothing: the kernel holds the names, and nothing is numbered."""
         return {}
 
     def ejections(self) -> list[Ejection]:
-        """Nobody looks for failing backends."""
+        """Returns nothing: these modes do not detect failing backends."""
         return []
 
     def explain(self, packet: ProbePacket) -> ExplainAnswer:
-        """There is no program that could run a probe packet."""
+        """Raises: there is no program that could run a probe packet."""
         del packet
         raise DataplaneError(f"mode {self.name} cannot be asked about a packet; `explain` without --live answers")
 
     def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
-        """Nothing is counted."""
+        """Returns nothing: these modes do not count traffic."""
         del by_backend
         return []
 
@@ -275,33 +275,33 @@ class NetfilterMode:
 
 
 def _challenge(ends: Iterable[FlowKey]) -> None:
-    """Have these clients send a segment (`tcp_segments`)."""
+    """Make these clients send a segment (`tcp_segments`)."""
     tcp_segments.send(
         Segment(end.family, end.daddr, end.dport, end.saddr, end.sport, flags=tcp_segments.SYN_ACK) for end in ends
     )
 
 
 class TranslatingMode(NetfilterMode):
-    """A mode whose flows conntrack knows, and nothing else: they go on as long as its chains are there, empty."""
+    """A mode whose flows are known to conntrack alone: they go on as long as its chains exist, even empty ones."""
 
     def __init__(self, options: Options, request_maintenance: RequestMaintenance) -> None:
         super().__init__(options, request_maintenance)
         self._challenged: list[tuple[float, list[FlowKey]]] = []  # when clients are challenged again
 
     def drain(self, table: ServiceTable) -> None:
-        """Nothing leads to a service any more. The kernel translates as long as a chain of type nat is there.
+        """Remove all rules that lead to services. The kernel translates as long as a chain of type nat exists.
 
-        The mode that serves judges what conntrack has.
+        The mode that serves judges conntrack's entries.
         """
         self._judges = False
         node = msgspec.structs.replace(table.node, node_port_addresses=(), loopback=(), service_cidrs=())
         self.sync(ServiceTable({}, node))
 
     def _reset_connections(self, gone: Collection[Gone]) -> None:
-        """Forget their entries, and have each client send a segment, which meets the rules as a new connection's would.
+        """Delete their entries and make each client send a segment, which meets the rules as a new connection would.
 
-        So another backend answers it by a reset, or where there is none a rule does. What makes a client send it is a
-        SYN/ACK from the service's address (`tcp_segments`).
+        So another backend answers it by a reset, or, if there is none, a rule does. A SYN/ACK from the service's
+        address makes a client send it (`tcp_segments`).
         """
         names = {one.entry.name.partition(":")[0] for one in gone}
         services = frontends(self.table, (Protocol.TCP,), names)
@@ -323,19 +323,19 @@ class TranslatingMode(NetfilterMode):
             _challenge(end for ends in due for end in ends)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        """With those of the node's own sockets to a backend that would lose a port that conntrack gave them."""
+        """Count open flows, and those of the node's sockets to backends that would lose a port assigned by conntrack."""
         backends = ((at.address, at.port, int(entry.protocol)) for entry in table.entries() for at in entry.serving)
         return open_flows(frontends(table)) + open_renumbered(backends)
 
     def abandon(self, table: ServiceTable) -> None:
-        """Of TCP nothing is changed: others cannot serve it, and it goes on if another table of type nat is here."""
+        """Give up the remaining datagrams. TCP is unchanged: it goes on if another table of type nat exists."""
         delete_translated({key: None for key in frontends(table) if key[2] != Protocol.TCP})
 
 
 def frontends(
     table: ServiceTable, protocols: Collection[Protocol] = tuple(Protocol), names: Iterable[str] | None = None
 ) -> dict[Key, None]:
-    """Address, port and protocol of every frontend, or of those with these protocols, of these services."""
+    """Returns address, port and protocol of every frontend of these services, or of those with these protocols."""
     return {
         (frontend.address, frontend.port, int(entry.protocol)): None
         for entry in table.entries(names)

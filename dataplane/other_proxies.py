@@ -1,7 +1,7 @@
-"""PURE. Which other service proxies are on this node, and whether they run or only left something behind.
+"""PURE. Finds out which other service proxies are on this node, and whether they run or only left something behind.
 
-Two proxies that answer for the same addresses are the usual accident of a migration: both translate, and which one wins
-depends on the order of hooks. So each finding becomes a warning that says what to do about it.
+Two proxies that answer for the same addresses are the usual accident of a migration: both translate, and the order of
+hooks decides which one wins. So each finding becomes a warning that says what to do about it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class OtherProxies(msgspec.Struct, frozen=True):
-    """What was found in this network namespace.
+    """The signs of other proxies in this network namespace.
 
     Objects are named as their tools name them (`table ip kube-proxy`, `chain KUBE-SERVICES in ip nat`). `health` says
     whether kube-proxy's health port answers as kube-proxy does. `ours` are objects that agents of hybrid-proxy make in
@@ -81,9 +81,9 @@ _TARGET: Final = re.compile(r" -[jg] (\S+)")
 
 
 class KubeProxyRules(NamedTuple):
-    """What of one table of iptables is kube-proxy's, and the text of a restore that removes it.
+    """The part of one iptables table that is kube-proxy's, and the text of a restore that removes it.
 
-    `jumps` are the rules by which other chains lead there. `kept` are chains that rules of others still need.
+    `jumps` are the rules by which other chains lead there. `kept` are chains that foreign rules still need.
     """
 
     chains: tuple[str, ...]
@@ -93,7 +93,7 @@ class KubeProxyRules(NamedTuple):
 
 
 def kube_proxy_rules(table: str, saved: str) -> KubeProxyRules:
-    """Take a table, as `iptables-save` prints it, to pieces."""
+    """Splits a table, as `iptables-save` prints it, into kube-proxy's part and the rest."""
     declared = {line[1:].split()[0]: line.split()[1] for line in saved.splitlines() if line.startswith(":")}
     names = {name for name in declared if name.startswith("KUBE-")} - KUBELETS
     rules = [line for line in saved.splitlines() if line.startswith("-A ")]

@@ -1,8 +1,8 @@
-"""PURE. What a mode reports: its status, rows of listings, packet events, answers about a probe packet.
+"""PURE. The values that a mode reports: its status, rows of listings, packet events, answers about a probe packet.
 
-`-o json` prints these values as msgspec encodes them. A key is always there; null means that the mode does not know
-the value, or that the value does not exist in this mode. Times are seconds unless the name says otherwise, counts are
-since the dataplane was set up. docs/json.md is generated from this module.
+`-o json` prints these values as msgspec encodes them. A key is always there; null means that the mode does not know the
+value, or that the value does not exist in this mode. Times are seconds unless the name says otherwise, counts are since
+the dataplane was set up. docs/output.md is generated from this module.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 
 
 class TrafficCounts(msgspec.Struct, frozen=True, gc=False):
-    """What a service port, or one of its backends, carried from and to this node's clients.
+    """The traffic of a service port, or of one of its backends, from and to this node's clients.
 
-    `flows` are all that were opened, also those that are over. `answered` are TCP connections that a backend accepted,
-    `connect_ns` how many nanoseconds these took for that, together. Bytes are those of IP packets.
+    `flows` are all that were opened. `answered` are TCP connections that a backend accepted, `connect_ns` the sum of
+    the nanoseconds that took. Bytes are those of IP packets.
     """
 
     flows: int
@@ -39,9 +39,9 @@ class TrafficRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class FailureHistory(msgspec.Struct, frozen=True):
-    """How connections to a backend failed: it refused them (a reset answered the SYN), or it did not answer.
+    """The connections to a backend that failed: it refused them (a reset answered the SYN), or did not answer.
 
-    Each count begins anew after ten minutes without such a failure. Times are seconds since 1970; null: never.
+    Each count begins again after ten minutes without such a failure. Times are seconds since 1970; null: never.
     """
 
     refused: int
@@ -51,16 +51,16 @@ class FailureHistory(msgspec.Struct, frozen=True):
 
     @property
     def last(self) -> float:
-        """When a connection failed last; 0: none did."""
+        """The time of the last failure; 0: there was none."""
         return max(self.last_refused or 0.0, self.last_unanswered or 0.0)
 
     @property
     def last_kind(self) -> str:
-        """How the last connection failed."""
+        """The kind of the last failure."""
         return "refused" if (self.last_refused or 0.0) >= (self.last_unanswered or 0.0) else "not answered"
 
     def text(self, now: float) -> str:
-        """For people: `3 x connection refused, last 2 min ago`; the latest kind of failure first."""
+        """The history for people: `3 x connection refused, last 2 min ago`; the latest kind of failure first."""
         kinds = [
             (last, f"{count} x {name}, last {ago(now - last)}")
             for count, last, name in (
@@ -73,12 +73,12 @@ class FailureHistory(msgspec.Struct, frozen=True):
 
 
 def ago(seconds: float) -> str:
-    """How long ago something was, for people: `2 min ago`."""
+    """Formats the age of an event for people: `2 min ago`."""
     return f"{age(seconds)} ago"
 
 
 def age(seconds: float) -> str:
-    """A duration in the unit that suits it: `8 s`, `2 min`, `3 h`, `4 d`."""
+    """Formats a duration in a suitable unit: `8 s`, `2 min`, `3 h`, `4 d`."""
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
@@ -94,13 +94,13 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         frontends: The addresses with their port, or `node port 30080` where every address of the node serves it.
         protocol: TCP, UDP or SCTP.
         backends: How many backends pods are sent to.
-        local_backends: How many of the backends are on this node, with a Local traffic policy.
+        local_backends: How many of them are on this node, with a Local traffic policy.
         affinity: Whether a client stays with its backend (session affinity ClientIP).
-        ejected: How many more backends there are, which are ejected.
-        failing: How many failed at their last connection; ejected ones count, too.
+        ejected: How many further backends are ejected.
+        failing: How many failed at their last connection, ejected ones included.
         when_empty: What happens to new connections while there is no backend.
-        without_backend: Whose new connections find no backend on this node: `all`, those from `outside` the cluster,
-            or those from `inside` it at the ClusterIP; null: nobody's, or no agent tells.
+        without_backend: The clients that find no backend on this node: `all`, those from `outside` the cluster,
+            or those from `inside` it at the ClusterIP; null: none, or no agent knows.
         reason: Why; null as before.
         id: The number of the service port in the maps.
         chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `round-robin`, `random`,
@@ -108,7 +108,7 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         scheduler: The IPVS scheduler.
         slots: The size of each backend set's slot range.
         proxy_ports: How many ports the relay listens on for it.
-        traffic: What it carried; null in a mode that does not count traffic.
+        traffic: Its traffic; null in a mode that does not count.
     """
 
     mode: str = ""
@@ -142,11 +142,11 @@ class BackendRow(msgspec.Struct, kw_only=True):
         used: Whether new connections may go there.
         state: A message; for an ejected backend it says until when, and why.
         failures: Consecutive connections that the backend refused or did not answer.
-        history: How connections failed, and when; null in a mode that does not know, or where none failed.
-        conversations: Connections and datagram sessions that the relay carries to it now.
+        history: Failed connections; null in a mode that does not know, or where none failed.
+        conversations: Connections and datagram sessions of the relay to it.
         service_id: The number of the service port in the maps.
         id: The number of the backend in the maps.
-        traffic: What it carried; null in a mode that does not count traffic.
+        traffic: Its traffic; null in a mode that does not count.
     """
 
     mode: str = ""
@@ -178,7 +178,7 @@ class FlowRow(msgspec.Struct, kw_only=True):
         hairpin: Whether the backend is its own client.
         direct: Whether the backend's node answers the client directly (DSR).
         fast_path: Whether its packets bypass the host's network stack.
-        idle: Whole seconds since its last packet, give or take one; for conntrack as its timeout tells.
+        idle: Seconds since its last packet, rounded; for conntrack computed from the remaining timeout.
     """
 
     mode: str = ""
@@ -196,14 +196,14 @@ class FlowRow(msgspec.Struct, kw_only=True):
 
 
 class PacketEvent(msgspec.Struct, kw_only=True):
-    """What happened to one packet, as the programs reported it.
+    """One packet's fate, as the programs reported it.
 
     Attributes:
         mode: The mode whose programs reported it.
         number: Events are numbered from 1.
         time: Seconds since 1970.
-        what: The kind of event. `fail`: a backend failed. `trace`: the packet is one that someone asked to trace.
-        reason: The name of the counter that counts it.
+        what: The kind of event. `fail`: a backend failed. `trace`: the packet was traced on request.
+        reason: The name of its counter.
         message: The reason as text.
         service: The service port, or the service that owns the address; null if neither is known.
         protocol: TCP, UDP, SCTP, or the number of another protocol.
@@ -211,8 +211,8 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         destination: The destination address and port.
         backend: The backend that the packet was sent to.
         where: The hook.
-        interface: The interface at which the packet came in or went out.
-        flags: The flags of a TCP segment, such as `SYN` or `RST ACK`; null for other protocols and for sockets.
+        interface: The incoming or outgoing interface.
+        flags: TCP flags, such as `SYN` or `RST ACK`; null for other protocols and for sockets.
     """
 
     mode: str = ""
@@ -232,7 +232,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
 
 
 class ExplainStep(msgspec.Struct, frozen=True):
-    """One decision of the programs about a probe packet; `internal` ones are for who knows how the programs work."""
+    """A decision of the programs about a probe packet; `internal` ones need knowledge of the programs."""
 
     step: str
     text: str
@@ -240,10 +240,10 @@ class ExplainStep(msgspec.Struct, frozen=True):
 
 
 class ExplainAnswer(msgspec.Struct, kw_only=True):
-    """What the loaded programs do with a probe packet, as `explain --live` prints it.
+    """The decisions of the loaded programs about a probe packet, as `explain --live` prints them.
 
-    `backends` is the chosen one, if any; `masquerade` is whether the source address becomes the node's. `mode` is the
-    one that serves the packet: one that drains, where it knows the flow.
+    `backends` is the chosen one, if any; `masquerade`: the source address becomes the node's. `mode` is the one that
+    serves the packet: one that drains, if it knows the flow.
     """
 
     mode: str = ""
@@ -263,8 +263,8 @@ class StartPart(msgspec.Struct, frozen=True):
     Attributes:
         name: What was done.
         began: Seconds after the process began.
-        seconds: How long it took.
-        processor: Seconds of a processor that the thread used; null where that is not one thread's.
+        seconds: Its duration.
+        processor: Seconds of a processor that the thread used; null if not one thread did it.
     """
 
     name: str
@@ -274,7 +274,7 @@ class StartPart(msgspec.Struct, frozen=True):
 
 
 def start_lines(parts: Iterable[StartPart]) -> Iterator[str]:
-    """The parts of a start for people, in the order in which they began."""
+    """Formats the parts of a start for people, in the order in which they began."""
     yield f"{'PART':<28}{'BEGAN':>8}{'TOOK':>8}{'PROCESSOR':>11}   (seconds)"
     for part in sorted(parts, key=lambda part: part.began):
         processor = "-" if part.processor is None else f"{part.processor:.3f}"
@@ -282,14 +282,14 @@ def start_lines(parts: Iterable[StartPart]) -> Iterator[str]:
 
 
 class Fill(msgspec.Struct, frozen=True):
-    """How much of a table is in use."""
+    """The use of a table."""
 
     used: int
     limit: int
 
 
 class Unprogrammed(msgspec.Struct, frozen=True):
-    """A service port that could not be programmed, and why. The others are."""
+    """A service port that could not be programmed, and why."""
 
     entry: str
     reason: str
@@ -299,7 +299,7 @@ class Ejection(msgspec.Struct, frozen=True):
     """A backend that keeps failing.
 
     `ejected` is false where too many backends of the service port fail for this one to be ejected. `seconds` are left
-    until it is re-admitted; null: it is re-admitted when a health probe succeeds. `state` describes it.
+    until it is re-admitted; null: a health probe must succeed first. `state` describes it.
     """
 
     service: str
@@ -310,7 +310,7 @@ class Ejection(msgspec.Struct, frozen=True):
 
 
 class HealthProbes(msgspec.Struct, frozen=True):
-    """Backends that are probed, how many of them fail, and by how many seconds probes are late."""
+    """Health probes: backends that are probed, how many of them fail, and the greatest delay of a probe."""
 
     targets: int
     down: int
@@ -327,7 +327,7 @@ class MapUsage(msgspec.Struct, frozen=True):
 
 
 class InterfaceHooks(msgspec.Struct, frozen=True):
-    """Programs at interfaces: by which hooks (tcx, clsact, or "tcx and clsact"), where, and where that failed."""
+    """Programs at interfaces: the kind of hooks (tcx, clsact, or "tcx and clsact"), the interfaces, and failures."""
 
     kind: str
     interfaces: list[str]
@@ -350,10 +350,10 @@ class SocketHooks(msgspec.Struct, frozen=True):
 
 
 class EbpfStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """What mode ebpf has loaded and attached.
+    """The loaded and attached objects of mode ebpf.
 
-    `pins` is the folder of its pins, `fast_path` is `established`, `always` or `off`, `traffic_bytes` the memory that
-    counting traffic takes (0: off), `deferred_frees` are ids that wait until no program can use them any more.
+    `pins` is the folder of its pins, `fast_path` is `established`, `always` or `off`, `traffic_bytes` the memory for
+    counting traffic (0: off), `deferred_frees` are ids that wait until no program can use them any more.
     """
 
     pins: str
@@ -370,24 +370,24 @@ class EbpfStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Offload(msgspec.Struct, frozen=True):
-    """A flowtable: connections with at least so many `packets` bypass the host's stack between these interfaces."""
+    """A flowtable: connections with at least `packets` packets bypass the stack between these interfaces."""
 
     packets: int
     interfaces: list[str]
 
 
 class NftablesStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """The tables of mode nftables, and what they offload; null: nothing."""
+    """The tables of mode nftables, and its flowtable (null: none)."""
 
     tables: list[str]
     offload: Offload | None = None
 
 
 class IptablesStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """What mode iptables has written.
+    """The chains and rules of mode iptables.
 
     `variant` is `nft` or `legacy`, chosen for `variant_reason`; `missing` says why a family is not served; `rules` and
-    `last_rules` count rules by family and table: all of ours, and those that the last change wrote.
+    `last_rules` count rules by family and table: all own ones, and those that the last change wrote.
     """
 
     variant: str
@@ -401,7 +401,7 @@ class IptablesStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class IpvsStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """What mode ipvs has in the kernel. `draining` are real servers that keep connections and get no new ones."""
+    """The kernel objects of mode ipvs. `draining` are real servers that keep connections and get no new ones."""
 
     scheduler: str
     device: str
@@ -414,7 +414,7 @@ class IpvsStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class RelayStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """The relay of mode userspace; `trouble` is what it lacks, empty: nothing."""
+    """The relay of mode userspace; `trouble` says what it lacks (empty: nothing)."""
 
     pid: int
     proxy_ports: int
@@ -425,25 +425,25 @@ class RelayStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class UserspaceStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """Mode userspace: its relay (null: it does not answer), and in which families clients' addresses are kept."""
+    """Mode userspace: its relay (null: it does not answer), and the families that keep clients' addresses."""
 
     relay: RelayStatus | None
     kept_addresses: list[str]
 
 
 class Status(msgspec.Struct, kw_only=True, frozen=True):
-    """A mode that serves: what every mode reports, and the part of the mode that it is.
+    """A mode that serves: what every mode reports, and the part of that mode.
 
     Attributes:
         mode: The name of the mode.
-        adopted: Whether it took over what an earlier agent had programmed; null in a mode that always does.
+        adopted: Whether it adopted what an earlier agent had programmed; null in a mode that always does.
         fill: Tables that have a limit.
         unprogrammed: Service ports that are not served.
-        failing: Service ports of which every backend of a family failed at its last connection, or is ejected.
-        slow_starts: Backends that do not have their whole share of new connections yet, because they start slowly.
-        warnings: What this mode does differently from what is configured.
-        audit_repairs: How often the agent repaired something that others had changed.
-        stale_deleted: Conntrack entries that were deleted because they led to no backend that serves, by family.
+        failing: Service ports of which every backend of a family is failing or ejected.
+        slow_starts: Backends in slow start.
+        warnings: What this mode does differently from the configuration.
+        audit_repairs: Repairs of foreign changes.
+        stale_deleted: Conntrack entries that were deleted because their backend does not serve, by family.
         counters: Events by reason.
     """
 

@@ -1,6 +1,6 @@
-"""PURE. A mapping by name of which a changed copy costs what changed, however long it is.
+"""PURE. A mapping by name that is cheap to copy: a changed copy costs what changed, however large it is.
 
-A dictionary of 50,000 services takes 2 ms to copy, which is more than all else that one change costs.
+A dictionary of 50,000 services takes 2 ms to copy, which is more than everything else that one change costs.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Value = TypeVar("Value")
 
 
 class Shards(Mapping[str, Value], Generic[Value]):
-    """Never changes. Names are in the same order in every process that made the same copies."""
+    """An immutable mapping. Names are in the same order in every process that made the same copies."""
 
     __slots__ = ("_count", "parts")
 
     def __init__(self, parts: Sequence[Mapping[str, Value]] = ({},) * _SHARDS, count: int = 0) -> None:
-        self.parts = parts  # copies share those in which nothing changed
+        self.parts = parts  # copies share the unchanged ones
         self._count = count
 
     def replaced(self, changed: Mapping[str, Value]) -> Self:
-        """A copy with these values; a name whose value is empty is not in it."""
+        """Returns a copy with these values; a name whose value is empty is not in it."""
         if not changed:
             return self
         parts, own, count = [*self.parts], dict[int, dict[str, Value]](), self._count
@@ -43,7 +43,7 @@ class Shards(Mapping[str, Value], Generic[Value]):
         return type(self)(parts, count)
 
     def differing(self, other: Shards[Value]) -> frozenset[str]:
-        """Names whose values differ, or that only one of the two has; parts that both share are not looked at."""
+        """Returns names whose values differ, or that only one of the two has; shared parts are skipped."""
         names = set[str]()
         for mine, theirs in zip(self.parts, other.parts, strict=True):
             if mine is not theirs:
@@ -57,7 +57,7 @@ class Shards(Mapping[str, Value], Generic[Value]):
         return chain.from_iterable(self.parts)
 
     def values(self) -> ValuesView[Value]:
-        """All of them, in the order of names."""
+        """Returns all values, in the order of names."""
         return _Values(self)
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Shards(Mapping[str, Value], Generic[Value]):
 
 
 class _Values(ValuesView[Value]):
-    """Part by part, without a lookup of each name."""
+    """Iterates part by part, without a lookup of each name."""
 
     __slots__ = ()
     _mapping: Shards[Value]

@@ -1,8 +1,8 @@
 """PURE. Slow start: a new backend gets its whole share of new connections in steps, over as long as its Service says.
 
-New is what a service port did not have when its table was last seen: an endpoint that became ready, or whose weight was
-0, or whose ejection is over. All backends of the first table, and of a service port that is new itself, are as old as
-each other. So nothing starts slowly after a restart of the agent.
+A backend is new if its service port did not have it in the former table: an endpoint that became ready, whose weight
+was 0, or whose ejection is over. All backends of the first table, and of a new service port, are equally old. So
+nothing starts slowly after a restart of the agent.
 
 The share grows by a tenth of the weight at a time, so that a mode changes ten times at most for each backend. It begins
 with a tenth, as Envoy's `slow_start_config` does by default (`min_weight_percent` 10, `aggression` 1: linear).
@@ -25,18 +25,18 @@ NO_PARTS: Final[Parts] = {}
 
 
 class SlowStart:
-    """Which backends start slowly, by time. Times are seconds of one clock that the caller chooses."""
+    """Tracks the backends that start slowly. Times are seconds of one clock that the caller chooses."""
 
     def __init__(self) -> None:
         self._lengths: dict[EntryKey, float] = {}  # of the service ports that ask for it
         self._begun: dict[EntryKey, dict[Socket, float]] = {}
 
     def __len__(self) -> int:
-        """How many backends had not their whole share when `parts` was asked last."""
+        """Returns how many backends did not have their whole share at the last call of `parts`."""
         return sum(map(len, self._begun.values()))
 
     def follow(self, now: float, before: ServiceTable, after: ServiceTable, names: Iterable[str]) -> None:
-        """Take in the next table, in which these services differ. To repeat it changes nothing."""
+        """Apply the next table, in which these services differ. A second call changes nothing."""
         for name in names:
             old, new = before.services.get(name, ()), after.services.get(name, ())
             if any(entry.slow_start for entry in (*old, *new)):
@@ -59,12 +59,12 @@ class SlowStart:
                 self._begun.pop(key, None)
 
     def begin(self, now: float, key: EntryKey, socket: Socket) -> None:
-        """The backend of a service port gets connections again; nothing, where none of that port start slowly."""
+        """Start a backend that gets connections again; does nothing if no backend of that port starts slowly."""
         if key in self._lengths:
             self._begun.setdefault(key, {})[socket] = now
 
     def parts(self, now: float) -> dict[EntryKey, Parts]:
-        """Of every service port with backends that do not have their whole share yet: how much these have."""
+        """Returns the present shares of all backends that do not have their whole share, by service port."""
         found: dict[EntryKey, Parts] = {}
         for key, begun in list(self._begun.items()):
             length = self._lengths[key]
@@ -78,12 +78,12 @@ class SlowStart:
 
 
 def part_at(passed: float, length: float) -> int:
-    """Tenths of its weight that a backend has so many seconds after its beginning."""
+    """Returns the tenths of its weight that a backend has so many seconds after its beginning."""
     return max(1, min(STEPS, 1 + int(STEPS * passed / length)))
 
 
 def slowed(entry: Entry, parts: Parts) -> Entry:
-    """The entry with these parts of the weights of these backends, and ten tenths of all others.
+    """Returns the entry with these parts of the weights of these backends, and ten tenths of all others.
 
     Without parts it is the very same object.
     """

@@ -1,19 +1,18 @@
-"""PURE. Which conntrack entries lead to where nothing serves any more, or nowhere.
+"""PURE. Finds conntrack entries that lead to backends which no longer serve, or nowhere.
 
-A UDP client that keeps its port keeps its conntrack entry, and with it the backend that was chosen once; a client that
-only sends keeps it for ever. An entry that began while a service had no rules keeps going nowhere. The rules are those
-of kube-proxy's reconciler (v1.32, kubernetes #139629 and #141371): they look at an entry's original destination, and at
-the source that its answers would have.
+A UDP client that keeps its port keeps its conntrack entry, and with it the backend that was chosen once. An entry that
+began while a service had no rules keeps going nowhere. The rules are those of kube-proxy's reconciler (v1.32,
+kubernetes #139629 and #141371): they compare an entry's original destination, and the source of its answers.
 
-- Only what goes to frontends of the services that are asked about is judged: ClusterIP, external and load-balancer IPs
+- Judged are only entries to frontends of the given services: ClusterIP, external and load-balancer IPs
   with the service's port, node ports at the node's addresses for them.
 - A UDP entry is stale when its answers would not come from an endpoint that *serves* that port: another port of the
   same pod is stale, a terminating endpoint that serves is not, nor is one that a policy or a hint leaves out. Without
   any serving endpoint all are stale.
-- At a frontend that went, every translated UDP entry is stale: the backend's address may be another pod's by then. Not
+- At a removed frontend, every translated UDP entry is stale: the backend's address may be another pod's by then. Not
   if the service has moved to another proxy: its flows stay where they began.
-- A connection to a frontend that came is stale while nobody has answered and nothing translates it: its SYN arrived
-  while there was no rule, and neither would a repeated one meet a rule.
+- A connection to a new frontend is stale while it is neither answered nor translated: its SYN arrived
+  while there was no rule, and a repeated SYN would meet no rule either.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Judge:
         before: what was programmed until now.
         after: as it was just programmed.
         names: the services that changed; all of them at the first sync.
-        relays: asked once, and only if an entry is about to go: where a relay of ours on this node takes datagrams;
-            answers from there are no sign of age.
+        relays: called once, and only if an entry is about to be deleted: the places of our relay on this node that
+            receive datagrams; answers from there are no sign of age.
         former: frontends that a former process had programmed.
     """
 
@@ -51,7 +50,7 @@ class Judge:
         self._find_relays = relays
         self._relays: Collection[Socket] | None = None
         self._serving: dict[int, frozenset[Socket]] = {}  # by identity of the entry, made when it is first needed
-        self._at: dict[Socket, Entry | None] = {  # None: a frontend that went
+        self._at: dict[Socket, Entry | None] = {  # None: a removed frontend
             place[:2]: entry for place, entry in _places(after, names) if entry.protocol is Protocol.UDP
         }
         moved = {entry.key for entry in after.entries(names) if not entry.frontends}
@@ -63,11 +62,11 @@ class Judge:
 
     @property
     def destinations(self) -> Collection[Socket]:
-        """The original destinations that entries are judged at; others are none of our business."""
+        """The original destinations whose entries are judged; all others are ignored."""
         return self._at.keys()
 
     def stale(self, destination: Socket, answerer: Socket) -> bool:
-        """Whether an entry that went to `destination`, and whose answers come from `answerer`, must go."""
+        """True if an entry that went to `destination`, and whose answers come from `answerer`, must be deleted."""
         if destination not in self._at:
             return False
         entry = self._at[destination]
@@ -85,7 +84,7 @@ class Judge:
 
 
 def new_places(before: ServiceTable, after: ServiceTable, names: Collection[str]) -> set[Place]:
-    """Where connections and associations find these services, and did not before."""
+    """Returns the frontends at which connections and associations find these services now, and did not before."""
     return {place for place, _ in _places(after, names) if place[2] != Protocol.UDP} - {
         place for place, _ in _places(before, names)
     }
@@ -100,7 +99,7 @@ class Gone(NamedTuple):
 
 
 def gone_endpoints(before: ServiceTable, after: ServiceTable, names: Iterable[str]) -> list[Gone]:
-    """Those of these services between two tables. A service that is gone leaves connections alone, as it always did."""
+    """Returns the removed endpoints of these services between two tables. A removed service resets nothing."""
     found = []
     for name in names if before.services else ():
         known = {entry.key: entry for entry in before.services.get(name, ())}
@@ -120,7 +119,7 @@ def _places(table: ServiceTable, names: Iterable[str]) -> Iterator[tuple[Place, 
 
 
 def _addresses(address: str | None, table: ServiceTable, family: int | None = None) -> Iterator[str]:
-    """Those of a frontend: `address`, None: those of the node for node ports; of a family, None: of both."""
+    """Returns the addresses of a frontend: `address`, or for node ports those of the node (family None: both)."""
     if address is not None:
         yield address
         return

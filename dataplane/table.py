@@ -1,8 +1,8 @@
 """PURE. The service table: what this node does with service traffic, with nothing left to decide.
 
-One frozen value goes from the controller to a mode. It has no traffic policy, no readiness and no
-zones: those were questions, `controller.semantics.entries` answered them. Objects of an unchanged service
-stay the same objects from one table to the next, so that a comparison is `is`.
+One frozen value goes from the controller to a mode. It has no traffic policy, no readiness and no zones:
+`controller.semantics.entries` has already applied them. Objects of an unchanged service stay the same objects from one
+table to the next, so that a comparison is `is`.
 
 Addresses are canonical text (`10.0.0.1`, `fd00::1`), ports are host integers, times are seconds.
 """
@@ -27,7 +27,7 @@ class Protocol(IntEnum):
 
 
 class Kind(Enum):
-    """Which address of a Service a frontend is."""
+    """The kind of address of a Service that a frontend is."""
 
     CLUSTER_IP = "ClusterIP"
     EXTERNAL_IP = "externalIP"
@@ -36,10 +36,10 @@ class Kind(Enum):
 
 
 class WhenEmpty(Enum):
-    """What happens to a packet whose backend set is empty."""
+    """The treatment of a packet whose backend set is empty."""
 
     REJECT = "reject"  # ICMP port unreachable: a TCP client sees ECONNREFUSED at once
-    DROP = "drop"  # silence: the endpoints are elsewhere, clients and load balancers retry there
+    DROP = "drop"  # no answer: the endpoints are elsewhere, clients and load balancers retry there
 
 
 class Masquerade(IntFlag):
@@ -95,7 +95,7 @@ class Frontend(msgspec.Struct, frozen=True, gc=False):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """How this node asks backends whether they are well: by a connection, or by a request for an HTTP path."""
+    """The way in which this node probes the health of backends: a connection, or a request for an HTTP path."""
 
     path: str | None = None
 
@@ -119,7 +119,7 @@ class Entry(msgspec.Struct, frozen=True):
     serving: tuple[Backend, ...] = ()
     affinity_seconds: int = 0  # 0: no session affinity
     algorithm: str = "random"
-    probe: Probe | None = None  # None: nobody asks; of TCP ports alone
+    probe: Probe | None = None  # None: no health probes; of TCP ports alone
     slow_start: float = 0.0  # seconds in which a new backend comes to its whole weight, see `dataplane.slow_start`
     # Address and port of every endpoint that there is, in whatever condition: connections to one that was there before
     # are reset. None: they are left alone. Of TCP ports alone.
@@ -127,16 +127,16 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> EntryKey:
-        """What names a service port of one family."""
+        """The name of a service port of one family."""
         return self.name, self.family, int(self.protocol)
 
 
 class PodMatch(msgspec.Struct, frozen=True):
-    """What marks a packet as sent by a pod: its source address, or the interface at which it came in.
+    """The property that identifies a packet as a pod's: its source address, or its incoming interface.
 
     `prefixes` are CIDRs, at most one of each family. `interface` is the name of a bridge whose ports lead to pods, or
-    with `by_name_prefix` how the names of the interfaces begin that do. A match has one of the two; with neither,
-    pods are treated as clients beyond the cluster.
+    with `by_name_prefix` the prefix of such interfaces' names. A match has one of the two; with neither, pods are
+    treated as clients beyond the cluster.
     """
 
     prefixes: tuple[str, ...] = ()
@@ -144,19 +144,19 @@ class PodMatch(msgspec.Struct, frozen=True):
     by_name_prefix: bool = False
 
     def prefix(self, family: int) -> str | None:
-        """The prefix of a family."""
+        """Returns the prefix of a family."""
         for prefix in self.prefixes:
             if family_of(prefix) == family:
                 return prefix
         return None
 
     def recognizes(self, family: int) -> bool:
-        """Whether pods of this family can be distinguished from other clients."""
+        """True if pods of this family can be distinguished from other clients."""
         return bool(self.interface) or self.prefix(family) is not None
 
 
 class NodeNetwork(msgspec.Struct, frozen=True):
-    """What a mode must know of this node besides the services."""
+    """The part of the node that a mode must know besides the services."""
 
     name: str = ""
     primary: tuple[str, ...] = ()  # at most one of each family: the source of masqueraded traffic
@@ -169,7 +169,7 @@ class NodeNetwork(msgspec.Struct, frozen=True):
 
 
 class Remembered(NamedTuple):
-    """Where session affinity sends a client: to the backend of a service port that it had last."""
+    """A client's session affinity: the backend of a service port that it had last."""
 
     entry: EntryKey
     client: str
@@ -178,11 +178,11 @@ class Remembered(NamedTuple):
 
 
 class ServiceTable(msgspec.Struct, frozen=True):
-    """Everything. `changed` names the services that differ from the table with generation `base`.
+    """The whole table. `changed` names the services that differ from the table with generation `base`.
 
-    At the TCP ports `health_ports` this node itself answers load balancers: where kube-proxy lets them through the
-    host's firewall, so does the mode of that name. The first table that a mode gets has `clients` of the mode before.
-    `left_to_node` are ClusterIPs that an interface of this node has, each with its Service: no frontend is there.
+    At the TCP ports `health_ports` this node itself answers load balancers: modes accept them in the host's firewall
+    where kube-proxy does. The first table that a mode gets has `clients` of the former mode. `left_to_node` are
+    ClusterIPs that an interface of this node has, each with its Service: no frontend is there.
     """
 
     services: Mapping[str, tuple[Entry, ...]]
@@ -195,7 +195,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
     left_to_node: Mapping[str, str] = {}
 
     def entries(self, names: Iterable[str] | None = None) -> Iterator[Entry]:
-        """All service ports, or those of these services."""
+        """Returns all service ports, or those of these services."""
         if names is None:
             return chain.from_iterable(self.services.values())
         return chain.from_iterable(self.services.get(name, ()) for name in names)
@@ -206,27 +206,27 @@ LOOPBACK = {4: "127.0.0.0/8", 6: "::1/128"}
 
 
 def service_of(key: EntryKey) -> str:
-    """The service that a service port belongs to: `namespace/service` of `namespace/service:port`."""
+    """Returns the service that a service port belongs to: `namespace/service` of `namespace/service:port`."""
     return key[0].rpartition(":")[0]
 
 
 def family_of(address: str) -> int:
-    """4 or 6, of the canonical text of an address or CIDR."""
+    """Returns 4 or 6, the family of the canonical text of an address or CIDR."""
     return 6 if ":" in address else 4
 
 
 def socket_text(address: str, port: int) -> str:
-    """`10.0.0.1:80` or `[fd00::1]:80`."""
+    """Formats `10.0.0.1:80` or `[fd00::1]:80`."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def frontend_text(address: str | None, port: int) -> str:
-    """As listings have it. None: a node port, which every address of the node serves."""
+    """Formats a frontend for listings. None: a node port, which every address of the node serves."""
     return socket_text(address, port) if address else f"node port {port}"
 
 
 def disjoint(cidrs: Iterable[str]) -> list[str]:
-    """The same addresses as ranges without overlaps, which is all that a set of ranges in the kernel can hold."""
+    """Returns the same addresses as ranges without overlaps, which is all that a set of ranges in the kernel can hold."""
     networks = [ip_network(cidr, strict=False) for cidr in cidrs]
     v4 = [network for network in networks if isinstance(network, IPv4Network)]
     v6 = [network for network in networks if isinstance(network, IPv6Network)]

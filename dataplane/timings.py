@@ -1,6 +1,6 @@
-"""What the time of a start goes to: its parts, in which several threads may be at once.
+"""Records the time of a start by its parts, which several threads may do at once.
 
-There is one start of a process, so there is one recorder, `START`. After it nothing is recorded, at no cost.
+A process starts once, so there is one recorder, `START`. After the start nothing is recorded, at no cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Timings:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """This part is what the thread does in the block."""
+        """Record what the thread does in the block as this part."""
         if self.processor is not None:
             yield
             return
@@ -36,21 +36,21 @@ class Timings:
             self.parts.append(StartPart(name, began, self._now() - began, time.thread_time() - used))
 
     def begin(self, name: str) -> None:
-        """A part that other threads do, or that is waited for, begins."""
+        """Begin a part that other threads do, or that is waited for."""
         self._begun[name] = self._now()
 
     def end(self, name: str) -> None:
-        """It is over; nothing, where it was not begun or the start is over."""
+        """End a part; does nothing if it was not begun or the start is over."""
         began = self._begun.pop(name, None)
         if began is not None and self.processor is None:
             self.parts.append(StartPart(name, began, self._now() - began))
 
     def imported(self) -> None:
-        """All that was done so far is the interpreter and its imports."""
+        """Record everything so far as the interpreter and its imports."""
         self.parts.append(StartPart("imports", 0.0, self._now(), time.process_time()))
 
     def close(self) -> None:
-        """The start is over."""
+        """End the start."""
         if self.processor is None:
             self.processor = time.process_time()
 
@@ -59,7 +59,7 @@ class Timings:
 
 
 def _process_began() -> float:
-    """When this process began, in seconds since the machine did, to a hundredth."""
+    """Returns the time at which this process began, in seconds since the machine did, to a hundredth."""
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return int(ticks) / os.sysconf("SC_CLK_TCK")
 

@@ -11,7 +11,7 @@ _OVER: Final = frozenset({"TIME_WAIT", "CLOSE", "LAST_ACK", "CLOSED", "REJECTED"
 
 
 class Server(NamedTuple):
-    """What names a virtual server: an address with protocol and port, or a firewall mark of one family."""
+    """The name of a virtual server: an address with protocol and port, or a firewall mark of one family."""
 
     family: int
     protocol: int = 0
@@ -21,7 +21,7 @@ class Server(NamedTuple):
 
 
 class Config(NamedTuple):
-    """How a virtual server schedules; `persistent` is in seconds, 0: not; `flags` are the scheduler's."""
+    """The scheduling of a virtual server; `persistent` is in seconds, 0: not; `flags` are the scheduler's."""
 
     scheduler: str
     persistent: int = 0
@@ -59,12 +59,12 @@ class Connection(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Of TCP and SCTP: both ends have closed it, or one has reset it."""
+        """True if both ends of a TCP connection or SCTP association have closed it, or one has reset it."""
         return self.state in _OVER
 
 
 class Timeouts(NamedTuple):
-    """Seconds; 0: as the kernel has it."""
+    """Timeouts in seconds; 0: the kernel's value."""
 
     tcp: int = 0
     tcp_fin: int = 0
@@ -72,7 +72,7 @@ class Timeouts(NamedTuple):
 
 
 class Verb(IntEnum):
-    """What a change does; the value is IPVS_CMD_* of linux/ip_vs.h."""
+    """The kind of a change; the value is IPVS_CMD_* of linux/ip_vs.h."""
 
     NEW_SERVER = 1
     SET_SERVER = 2

@@ -1,4 +1,4 @@
-"""Keys and values of sets as bytes, and back."""
+"""PURE. Encodes keys and values of sets as bytes, and decodes them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hybrid_proxy.dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANG
 
 
 class Codec:
-    """Keys and values of one family as bytes and back."""
+    """Encodes and decodes the keys and values of one family."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
         self._af = socket.AF_INET if family.version == 4 else socket.AF_INET6
 
     def address(self, text: str) -> bytes:
-        """An address as packets have it."""
+        """Encode an address as packets have it."""
         return socket.inet_pton(self._af, text)
 
     def encoder(self, fields: tuple[str, ...]) -> Callable[[Key], bytes]:
-        """Key -> bytes. The slots of one frontend follow each other: what they share is made once."""
+        """Returns key -> bytes. Slots of one frontend follow each other, so their common part is encoded once."""
         if fields[:1] == (SLOT,) and len(fields) > 1:
             rest = self.encoder(fields[1:])
             last: list[tuple[Key, bytes]] = [((), b"")]
@@ -48,13 +48,13 @@ class Codec:
         return lambda key: b"".join([one(field, value) for field, value in zip(fields, key, strict=True)])
 
     def range_ends(self, fields: tuple[str, ...], key: Key) -> tuple[bytes, bytes]:
-        """First and last key of a key that ends in a CIDR."""
+        """Returns the first and last key of a key that ends in a CIDR."""
         network = ipaddress.ip_network(str(key[-1]))
         start = self.encoder(fields[:-1])(key[:-1])
         return start + network.network_address.packed, start + network.broadcast_address.packed
 
     def decoder(self, fields: tuple[str, ...]) -> Callable[[bytes], Key]:
-        """Bytes -> key. What the slots of one frontend share is made once."""
+        """Returns bytes -> key. The common part of a frontend's slots is decoded once."""
         if fields[:1] == (SLOT,) and len(fields) > 1:
             rest = self.decoder(fields[1:])
             tails: dict[bytes, Key] = {}
@@ -90,6 +90,6 @@ class Codec:
 
 
 def cidr_between(first: str, last: str) -> str:
-    """The CIDR whose first and last address these are."""
+    """Returns the CIDR that begins and ends with these addresses."""
     networks = ipaddress.summarize_address_range(ipaddress.ip_address(first), ipaddress.ip_address(last))
     return str(next(iter(networks)))

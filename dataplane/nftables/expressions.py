@@ -1,9 +1,9 @@
-"""PURE. Rules as the expressions that the kernel's virtual machine runs.
+"""PURE. Builds rules as the expressions that the kernel's virtual machine runs.
 
-Rules are built here and not by libnftables, for three reasons that were measured or tried: a change needs no parser
-and no cache of other people's rulesets, everything including 100,000 elements goes into one transaction, and texts
-with concatenated maps are refused by some versions of nft (1.0.6: `conflicting protocols specified`). The expressions
-are those that nft generates itself, so nft lists each rule as if it had written it.
+Rules are built here and not by libnftables, for three reasons that were measured or tried: a change needs no parser and
+no cache of foreign rulesets, everything including 100,000 elements fits into one transaction, and texts with
+concatenated maps are refused by some versions of nft (1.0.6: `conflicting protocols specified`). The expressions are
+those that nft generates itself, so nft lists each rule as if it had written it.
 
 An attribute's value is an int (32 bits, network order), bytes (as they are), text (zero-terminated) or a tuple of
 attributes. Functions return the expressions of one statement or match; `rule` joins them.
@@ -34,7 +34,7 @@ ICMP_PORT_UNREACH, ICMPV6_PORT_UNREACH = 3, 4
 
 
 class Named(Protocol):
-    """What stands for a chain and knows the chain's name."""
+    """A placeholder for a chain that knows the chain's name."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ ChainName = str | Named
 
 
 class Verdict(NamedTuple):
-    """What becomes of a packet: NF_DROP, NF_ACCEPT, NFT_RETURN, or NFT_JUMP and NFT_GOTO with a chain."""
+    """A packet's verdict: NF_DROP, NF_ACCEPT, NFT_RETURN, or NFT_JUMP and NFT_GOTO with a chain."""
 
     code: int
     chain: ChainName = ""
@@ -80,7 +80,7 @@ class Rule(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A digest of the expressions. The rule carries it in the kernel: one that others replaced has another."""
+        """A digest of the expressions, stored with the rule in the kernel: a replaced rule has another one."""
         return hashlib.blake2b(repr(self.expressions).encode(), digest_size=8).hexdigest()
 
 
@@ -112,33 +112,33 @@ def payload(base: int, offset: int, length: int, word: int) -> Expression:
 
 
 def meta(key: int, word: int) -> Expression:
-    """Load what the kernel knows of the packet (NFT_META_...)."""
+    """Load metadata of the packet (NFT_META_...)."""
     return Expression("meta", ((nf.NFTA_META_KEY, key), (nf.NFTA_META_DREG, _register(word))))
 
 
 def set_meta(key: int, word: int) -> Expression:
-    """Change what the kernel knows of the packet."""
+    """Change metadata of the packet."""
     return Expression("meta", ((nf.NFTA_META_KEY, key), (nf.NFTA_META_SREG, _register(word))))
 
 
 def ct(key: int, word: int) -> Expression:
-    """Load what conntrack knows of the packet's connection (NFT_CT_...)."""
+    """Load a field of the packet's conntrack entry (NFT_CT_...)."""
     return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_DREG, _register(word))))
 
 
 def ct_of_requests(key: int, word: int) -> Expression:
-    """The same, of the direction from the client."""
+    """Load a field of the packet's conntrack entry, in the direction from the client."""
     direction = (nf.NFTA_CT_DIRECTION, bytes([IP_CT_DIR_ORIGINAL]))
     return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_DREG, _register(word)), direction))
 
 
 def set_ct(key: int, word: int) -> Expression:
-    """Change what conntrack knows of the connection."""
+    """Change a field of the packet's conntrack entry."""
     return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_SREG, _register(word))))
 
 
 def compare(word: int, value: bytes, *, negate: bool = False, operator: int = nf.NFT_CMP_EQ) -> Expression:
-    """Go on if a register holds the value, or with `negate` if it does not; or as another operator says (NFT_CMP_)."""
+    """Continue if a register holds the value, with `negate` if it does not; or as `operator` (NFT_CMP_) says."""
     operator = nf.NFT_CMP_NEQ if negate else operator
     data = ((nf.NFTA_DATA_VALUE, value),)
     return Expression(
@@ -172,7 +172,7 @@ def random(modulus: int, word: int) -> Expression:
 
 
 def lookup(name: str, word: int, *, into: int | None = None, negate: bool = False) -> Expression:
-    """Go on if a set has the key, or with `negate` if it has not; `into`: load the value that a map has for it."""
+    """Continue if a set has the key, or with `negate` if it has not; `into`: load the value that a map has for it."""
     attributes: Attributes = ((nf.NFTA_LOOKUP_SET, name), (nf.NFTA_LOOKUP_SREG, _register(word)))
     if into is not None:
         attributes += ((nf.NFTA_LOOKUP_DREG, _register(into)),)
@@ -182,7 +182,7 @@ def lookup(name: str, word: int, *, into: int | None = None, negate: bool = Fals
 
 
 def lookup_verdict(name: str, word: int) -> Expression:
-    """Do what a verdict map has for the key; go on if it has nothing."""
+    """Apply the verdict that a map has for the key; continue if it has none."""
     return Expression(
         "lookup",
         (
@@ -221,7 +221,7 @@ def jump(chain: str) -> Part:
 
 
 def goto(chain: str) -> Part:
-    """Go to a chain for good."""
+    """Continue in another chain without returning."""
     return verdict(nf.NFT_GOTO, chain)
 
 
@@ -250,7 +250,7 @@ def clear_priority() -> Part:
 
 
 def masquerade() -> Part:
-    """Replace the source by the address of the interface the packet leaves by, and a random port."""
+    """Replace the source by the address of the outgoing interface and a random port."""
     return (Expression("masq", ((nf.NFTA_MASQ_FLAGS, NF_NAT_RANGE_PROTO_RANDOM_FULLY),)),)
 
 
@@ -278,22 +278,22 @@ def _ct_flag(key: int, flag: int) -> Part:
 
 
 def translated() -> Part:
-    """Whether the destination of the packet's connection was translated."""
+    """Matches if the destination of the packet's connection was translated."""
     return _ct_flag(nf.NFT_CT_STATUS, IPS_DST_NAT)
 
 
 def confirmed() -> Part:
-    """Whether an earlier packet of the same connection was let through."""
+    """Matches if an earlier packet of the same connection was accepted."""
     return _ct_flag(nf.NFT_CT_STATUS, IPS_CONFIRMED)
 
 
 def invalid() -> Part:
-    """Whether conntrack finds no connection for the packet: it will be translated neither way."""
+    """Matches if conntrack finds no connection for the packet, so that it is translated neither way."""
     return _ct_flag(nf.NFT_CT_STATE, NF_CT_STATE_INVALID_BIT)
 
 
 def new() -> Part:
-    """Whether the packet begins a connection."""
+    """Matches if the packet begins a connection."""
     return _ct_flag(nf.NFT_CT_STATE, NF_CT_STATE_NEW_BIT)
 
 
@@ -302,14 +302,14 @@ def is_tcp() -> Part:
 
 
 def established() -> Part:
-    """Whether both ends of the packet's connection have spoken."""
+    """Matches if both ends of the packet's connection have sent packets."""
     return _ct_flag(nf.NFT_CT_STATE, NF_CT_STATE_ESTABLISHED_BIT)
 
 
 def has_passed(packets: int) -> Part:
-    """Whether the packet's connection had so many packets, in both directions together.
+    """Matches if the packet's connection had at least so many packets, in both directions together.
 
-    Conntrack counts those of connections that begin while such a rule is there.
+    Conntrack counts packets only of connections that begin while such a rule exists.
     """
     size = 8
     order = Expression(
@@ -324,12 +324,12 @@ def has_passed(packets: int) -> Part:
 
 
 def between(name: str) -> Part:
-    """Whether the indices of both the packet's interfaces are in a set."""
+    """Matches if the indices of both the packet's interfaces are in a set."""
     return meta(nf.NFT_META_IIF, 0), lookup(name, 0), meta(nf.NFT_META_OIF, 0), lookup(name, 0)
 
 
 def offload(flowtable: str) -> Part:
-    """Have the flowtable forward what follows of the packet's connection."""
+    """Let the flowtable forward the rest of the packet's connection."""
     return (Expression("flow_offload", ((nf.NFTA_FLOW_TABLE_NAME, flowtable),)),)
 
 
@@ -338,28 +338,28 @@ def is_reply() -> Part:
 
 
 def is_own() -> Part:
-    """Whether this node itself sends the packet (OUTPUT has no incoming interface)."""
+    """Matches if this node itself sends the packet (OUTPUT has no incoming interface)."""
     return meta(nf.NFT_META_IIF, 0), compare(0, bytes(4))
 
 
 def not_for_this_host() -> Part:
-    """Whether the frame was a broadcast, a multicast, or for another host."""
+    """Matches if the frame was a broadcast, a multicast, or for another host."""
     return meta(nf.NFT_META_PKTTYPE, 0), compare(0, bytes([PACKET_HOST]), negate=True)
 
 
 def has_priority(number: int) -> Part:
-    """Whether the packet has this priority, which its socket set (SO_PRIORITY)."""
+    """Matches if the packet has this priority, which its socket set (SO_PRIORITY)."""
     return meta(nf.NFT_META_PRIORITY, 0), compare(0, _host(number))
 
 
 def from_interface(name: str, *, prefix: bool) -> Part:
-    """Whether the packet came in through this interface, or one whose name begins so."""
+    """Matches if the packet came in through this interface, or one whose name begins so."""
     value = name.encode() if prefix else name.encode().ljust(IFNAMSIZ, b"\0")
     return meta(nf.NFT_META_IIFNAME, 0), compare(0, value)
 
 
 class Family:
-    """What differs between IPv4 and IPv6. An address takes one word of the registers, or four.
+    """The constants of IPv4 or IPv6. An address takes one word of the registers, or four.
 
     A frontend's key is its address, protocol and port, with `port_only` protocol and port.
     """
@@ -379,14 +379,14 @@ class Family:
         return payload(nf.NFT_PAYLOAD_NETWORK_HEADER, self.destination, self.length, word)
 
     def load_key(self, word: int = 0, *, port_only: bool = False) -> Part:
-        """Load the key that a frontend is found by."""
+        """Load the key of the frontend that the packet is sent to."""
         address = () if port_only else (self.load_destination(word),)
         word += 0 if port_only else self.words
         port = payload(nf.NFT_PAYLOAD_TRANSPORT_HEADER, 2, 2, word + 1)
         return *address, meta(nf.NFT_META_L4PROTO, word), port
 
     def load_frontend(self, word: int, *, port_only: bool = False) -> Part:
-        """Load the same key of the frontend that the packet's connection began at."""
+        """Load the key of the frontend at which the packet's connection began."""
         key = nf.NFT_CT_DST_IP if self.version == 4 else nf.NFT_CT_DST_IP6
         address = () if port_only else (ct_of_requests(key, word),)
         word += 0 if port_only else self.words
@@ -394,40 +394,40 @@ class Family:
         return *address, protocol, ct_of_requests(nf.NFT_CT_PROTO_DST, word + 1)
 
     def translated_by(self, name: str, *, port_only: bool = False) -> Part:
-        """Whether the first slot of the frontend that the packet's connection began at is in a map of slots."""
+        """Matches if a map of slots has the first slot of the frontend at which the packet's connection began."""
         return (
             immediate(0, bytes(4)), *self.load_frontend(1, port_only=port_only), lookup(name, 0, into=0)
         )  # fmt: skip
 
     def find_verdict(self, name: str, *, port_only: bool = False) -> Part:
-        """Do what a verdict map has for the frontend."""
+        """Apply the verdict that a map has for the frontend."""
         return *self.load_key(port_only=port_only), lookup_verdict(name, 0)
 
     def frontend_in(self, name: str, *, port_only: bool = False) -> Part:
         return *self.load_key(port_only=port_only), lookup(name, 0)
 
     def source_not_in(self, name: str) -> Part:
-        """Whether the frontend with the source is in no element of a set of ranges."""
+        """Matches if no element of a set of ranges has the frontend with the source."""
         return *self.load_key(), self.load_source(self.words + 2), lookup(name, 0, negate=True)
 
     def destination_in(self, name: str) -> Part:
-        """Whether the destination address is in a set."""
+        """Matches if the destination address is in a set."""
         return self.load_destination(), lookup(name, 0)
 
     def destination_is(self, address: str) -> Part:
-        """Whether this is the destination address."""
+        """Matches if the destination is this address."""
         return self.load_destination(), compare(0, ip_address(address).packed)
 
     def destination_within(self, cidr: str) -> Part:
-        """Whether the destination is in a range."""
+        """Matches if the destination is in a range."""
         return self._within(self.load_destination(), cidr)
 
     def source_within(self, cidr: str) -> Part:
-        """Whether the source is in a range."""
+        """Matches if the source is in a range."""
         return self._within(self.load_source(), cidr)
 
     def source_outside(self, cidr: str) -> Part:
-        """Whether the source is in no address of a range."""
+        """Matches if the source is in no address of a range."""
         return self._within(self.load_source(), cidr, negate=True)
 
     def _within(self, load: Expression, cidr: str, *, negate: bool = False) -> Part:
@@ -436,39 +436,39 @@ class Family:
         return load, mask, compare(0, network.network_address.packed, negate=negate)
 
     def from_pod(self, pods: PodMatch) -> Part | None:
-        """Whether a packet that came in is from a pod; None: in this family no packet is."""
+        """Matches if an incoming packet is from a pod; None: this family has no pods."""
         if pods.interface:
             return from_interface(pods.interface, prefix=pods.by_name_prefix)
         prefix = pods.prefix(self.version)
         return self.source_within(prefix) if prefix else None
 
     def hairpin(self, name: str) -> Part:
-        """Whether source and destination are one address.
+        """Matches if source and destination are one address.
 
-        No expression compares two fields of a packet before Linux 6.13. So the destination is put into a set beside
-        itself, and source and destination are looked for there.
+        No expression compares two fields of a packet before Linux 6.13. So the pair (destination, destination) is put
+        into a set, and the pair (source, destination) is looked up there.
         """
         beside = self.load_destination(self.words)
         write = dynset(name, nf.NFT_DYNSET_OP_UPDATE, 0)
         return self.load_destination(), beside, write, self.load_source(), beside, lookup(name, 0)
 
     def destination_local(self, *, negate: bool = False) -> Part:
-        """Whether the destination is an address of this node."""
+        """Matches if the destination is an address of this node."""
         question = (nf.NFTA_FIB_RESULT, nf.NFT_FIB_RESULT_ADDRTYPE), (nf.NFTA_FIB_FLAGS, nf.NFTA_FIB_F_DADDR)
         fib = Expression("fib", ((nf.NFTA_FIB_DREG, _register(0)), *question))
         return fib, compare(0, _host(RTN_LOCAL), negate=negate)
 
     def destination_not_local(self) -> Part:
-        """Whether the destination is no address of this node."""
+        """Matches if the destination is no address of this node."""
         return self.destination_local(negate=True)
 
     def dnat(self) -> Part:
-        """Translate to the address in word 0 on and the port behind it, as a map with this data loads them."""
+        """Translate to the address from word 0 on and the port after it, as a map with this data loads them."""
         to = (nf.NFTA_NAT_REG_ADDR_MIN, _register(0)), (nf.NFTA_NAT_REG_PROTO_MIN, _register(self.words))
         return (Expression("nat", ((nf.NFTA_NAT_TYPE, nf.NFT_NAT_DNAT), (nf.NFTA_NAT_FAMILY, self.nfproto), *to)),)
 
     def dnat_by(self, name: str, *, port_only: bool = False) -> Part:
-        """Translate to what a map has for the frontend."""
+        """Translate to the backend that a map has for the frontend."""
         return *self.load_key(port_only=port_only), lookup(name, 0, into=0), *self.dnat()
 
     def reject_port(self) -> Part:

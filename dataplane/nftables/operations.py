@@ -1,4 +1,4 @@
-"""PURE. What a transaction can do, as values."""
+"""PURE. The operations of a transaction, as values."""
 
 from __future__ import annotations
 
@@ -10,95 +10,95 @@ from hybrid_proxy.dataplane.nftables.schema import Chain, Element, Hook, Key, Se
 
 
 class AddTable(NamedTuple):
-    """The family's table; nothing if it is there."""
+    """Adds the family's table, unless it exists."""
 
 
 class DeleteTable(NamedTuple):
-    """The family's table with everything in it."""
+    """Deletes the family's table with everything in it."""
 
 
 class DeleteRules(NamedTuple):
-    """All rules of the table, whatever chain they are in."""
+    """Deletes all rules of the table, in every chain."""
 
 
 class AddCounter(NamedTuple):
-    """A named counter; nothing if it is there."""
+    """Adds a named counter, unless it exists."""
 
     name: str
 
 
 class AddSet(NamedTuple):
-    """A set or map; nothing if it is there and looks the same."""
+    """Adds a set or map, unless an equal one exists."""
 
     set: Set
 
 
 class FlushSet(NamedTuple):
-    """All elements of a set."""
+    """Deletes all elements of a set."""
 
     name: str
 
 
 class DeleteSet(NamedTuple):
-    """A set that no rule names."""
+    """Deletes a set that no rule names."""
 
     name: str
 
 
 class AddChain(NamedTuple):
-    """A chain without its rules; nothing if it is there."""
+    """Adds a chain without rules, unless it exists."""
 
     chain: Chain
 
 
 class FlushChain(NamedTuple):
-    """All rules of a chain."""
+    """Deletes all rules of a chain."""
 
     name: str
 
 
 class DeleteChain(NamedTuple):
-    """An empty chain that nothing leads to."""
+    """Deletes an empty chain that nothing leads to."""
 
     name: str
 
 
 class AddRules(NamedTuple):
-    """Rules at the end of a chain."""
+    """Appends rules to a chain."""
 
     chain: str
     rules: tuple[Rule, ...]
 
 
 class AddFlowtable(NamedTuple):
-    """A flowtable, which counts packets, at these interfaces too. Nothing is made that is there."""
+    """Adds a flowtable that counts packets, and these interfaces to it, unless they exist."""
 
     name: str
     interfaces: tuple[str, ...] = ()
 
 
 class DeleteInterfaces(NamedTuple):
-    """Interfaces of a flowtable, all of which it has."""
+    """Deletes interfaces of a flowtable, which has all of them."""
 
     name: str
     interfaces: tuple[str, ...]
 
 
 class DeleteFlowtable(NamedTuple):
-    """A flowtable that no rule names. Its flows pass the rules again."""
+    """Deletes a flowtable that no rule names. Its flows pass the rules again."""
 
     name: str
 
 
 class AddElements(NamedTuple):
-    """New elements of one set, none of which is there."""
+    """Adds elements to one set, which has none of them."""
 
     set: str
     elements: Sequence[Element]
 
 
 class DeleteElements(NamedTuple):
-    """Elements of one set, all of which are there."""
+    """Deletes elements of one set, which has all of them."""
 
     set: str
     keys: Sequence[Key]
@@ -115,7 +115,7 @@ Work = tuple[Family, Iterable[Operation]]
 
 
 class Skeleton(NamedTuple):
-    """What the kernel has of a table except elements. `chains` holds the digests of each chain's rules.
+    """The kernel's table except its elements. `chains` holds the digests of each chain's rules.
 
     `hooks` has the base chains only, `flowtables` the names of each one's interfaces.
     """

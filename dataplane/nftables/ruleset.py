@@ -1,4 +1,4 @@
-"""PURE. A table without its elements: created, compared with what the kernel has, and repaired."""
+"""PURE. Creates a table without its elements, compares it with the kernel's, and repairs it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _DESCRIBED: Final = 8  # operations that a message names
 
 
 class Ruleset(NamedTuple):
-    """Counters, sets and chains of one family's table, as they are wanted."""
+    """The wanted counters, sets and chains of one family's table."""
 
     family: Family
     counters: tuple[str, ...]
     sets: tuple[Set, ...]
     chains: tuple[Chain, ...]
-    flowtables: tuple[str, ...] = ()  # interfaces come and go, and are given to them separately
+    flowtables: tuple[str, ...] = ()  # their interfaces are added and removed separately
 
     def create(self, *, replace: bool) -> Iterator[op.Operation]:
-        """A new table, or one in place of the table that is there."""
+        """Create a new table, or replace the existing one."""
         if replace:
-            yield op.AddTable()  # a table that is not there cannot be deleted
+            yield op.AddTable()  # a missing table cannot be deleted
             yield op.DeleteTable()
         yield op.AddTable()
         yield from (op.AddCounter(name) for name in self.counters)
@@ -46,7 +46,7 @@ class Ruleset(NamedTuple):
         return ""
 
     def repair(self, skeleton: op.Skeleton) -> list[op.Operation]:
-        """Add what is missing and rewrite chains whose rules differ. Elements are not looked at."""
+        """Add what is missing and rewrite chains whose rules differ. Elements are not compared."""
         absent = [chain for chain in self.chains if chain.name not in skeleton.chains]
         other = [chain for chain in self.chains if skeleton.chains.get(chain.name, chain.digests) != chain.digests]
         return [
@@ -76,7 +76,7 @@ class Ruleset(NamedTuple):
 
 
 def add(sets: Iterable[Set], chains: Sequence[Chain]) -> Iterator[op.Operation]:
-    """Sets first, then chains, then rules: a rule may refer to all of them."""
+    """Add sets first, then chains, then rules: a rule may refer to all of them."""
     yield from (op.AddSet(wanted) for wanted in sets)
     yield from (op.AddChain(chain) for chain in chains)
     yield from (op.AddRules(chain.name, chain.rules) for chain in chains)
@@ -99,7 +99,7 @@ def deletions(places: Iterable[tuple[str, Key]]) -> Iterator[op.Operation]:
 
 
 def describe(operations: Iterable[op.Operation]) -> str:
-    """What a repair changes, for a log."""
+    """Describe for a log what a repair changes."""
     found: list[str] = []
     for operation in operations:
         match operation:

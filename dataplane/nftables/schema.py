@@ -32,7 +32,7 @@ class Element(NamedTuple):
 
 
 class Set(NamedTuple):
-    """A set or, with `data`, a map. `seconds`: elements are written by packets and live so long after the last one."""
+    """A set or, with `data`, a map. `seconds`: packets write its elements, which expire so long after the last one."""
 
     name: str
     key: tuple[str, ...]
@@ -42,20 +42,20 @@ class Set(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """NFT_SET_..."""
+        """The set's flags (NFT_SET_...)."""
         flags = nf.NFT_SET_MAP if self.data else 0
         if self.seconds:
             flags |= nf.NFT_SET_TIMEOUT | nf.NFT_SET_EVAL
         return flags | (nf.NFT_SET_INTERVAL | nf.NFT_SET_CONCAT if RANGE in self.key else 0)
 
     def shape(self, family: Family) -> Shape:
-        """How the kernel describes it."""
+        """The set as the kernel describes it."""
         key, data = type_number(family, self.key), type_number(family, self.data)
         return Shape(self.flags, key, length(family, self.key), data, self.seconds)
 
 
 class Shape(NamedTuple):
-    """What two sets must have in common to be the same."""
+    """The properties that two sets must share to be the same."""
 
     flags: int
     key_type: int
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
 
 class Hook(NamedTuple):
-    """Where a base chain is attached: the hook (NF_INET_...), its priority, the chain's type and policy."""
+    """The place of a base chain: its hook (NF_INET_...) and priority, the chain's type and policy."""
 
     number: int
     priority: int
@@ -82,26 +82,26 @@ class Chain(NamedTuple):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """What the kernel's rules are compared by."""
+        """The digests of the rules, which are compared with the kernel's."""
         return tuple(rule.digest for rule in self.rules)
 
 
 def width(family: Family, field: str) -> int:
-    """Bytes of a field; in a concatenation each is padded to four."""
+    """Returns the bytes of a field; a concatenation pads each to four."""
     if field in {ADDRESS, RANGE}:
         return family.length
     return {PROTOCOL: 1, PORT: 2, SLOT: 4, NUMBER: 4, INTERFACE: 4, VERDICT: 0}[field]
 
 
 def length(family: Family, fields: Sequence[str]) -> int:
-    """Bytes of a key or of data."""
+    """Returns the bytes of a key or of data."""
     if len(fields) == 1:
         return width(family, fields[0])
     return sum(-(-width(family, field) // 4) * 4 for field in fields)
 
 
 def type_number(family: Family, fields: Sequence[str]) -> int:
-    """The type of a key or of data: six bits for each field of a concatenation, as nft numbers it."""
+    """Returns the type of a key or of data: six bits for each field of a concatenation, as nft numbers it."""
     if fields == (VERDICT,):
         return nf.NFT_DATA_VERDICT
     number = 0

@@ -1,4 +1,4 @@
-"""Operations to netlink messages, and what the kernel answers."""
+"""Encodes operations as netlink messages, and decodes the kernel's answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _DIGEST: Final = 0xF0
 class Kernel:
     """The kernel interface for one table of each family, in the calling thread's network namespace.
 
-    `chain_named` turns the name of a chain into what a verdict leads to.
+    `chain_named` turns the name of a chain into the target of a verdict.
 
     Raises:
         OSError: no nf_tables in this kernel.
@@ -70,7 +70,7 @@ class Kernel:
         self._netlink.close()
 
     def generation(self) -> int:
-        """A number that changes with every transaction of anybody."""
+        """The kernel's generation number, which changes with every transaction of any program."""
         return self._netlink.generation()
 
     # Writing
@@ -162,7 +162,7 @@ class Kernel:
     # Reading
 
     def skeleton(self, family: Family) -> op.Skeleton | None:
-        """What there is of the table; None: there is no such table."""
+        """Read the table without its elements; None: there is no such table."""
         protocol = NFPROTO[family.version]
         if self._netlink.get(nf.NFT_MSG_GETTABLE, protocol, string(nf.NFTA_TABLE_NAME, self._table)) is None:
             return None
@@ -217,7 +217,7 @@ class Kernel:
         return {name: tuple(found) for name, found in digests.items()}
 
     def flowtables(self, family: Family) -> dict[str, frozenset[str]]:
-        """The names of each flowtable's interfaces."""
+        """Read the names of each flowtable's interfaces."""
         flowtables = {}
         question = string(nf.NFTA_FLOWTABLE_TABLE, self._table)
         for body in self._netlink.dump(nf.NFT_MSG_GETFLOWTABLE, NFPROTO[family.version], question):
@@ -229,7 +229,7 @@ class Kernel:
         return flowtables
 
     def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
-        """Key -> value and comment of all elements of a set."""
+        """Read all elements of a set: key -> value and comment."""
         codec, wanted = self._codecs[family.version], self._sets[name]
         decode, value_of = codec.decoder(wanted.key), self._value_reader(codec, wanted)
         contents = {}
@@ -271,7 +271,7 @@ class Kernel:
         return Verdict(_signed(found[nf.NFTA_VERDICT_CODE]), self._chain_named(_text(chain)) if chain else "")
 
     def counters(self, family: Family) -> dict[str, int]:
-        """Packets by counter."""
+        """Read the packets by counter."""
         counters = {}
         question = string(nf.NFTA_OBJ_TABLE, self._table) + number(nf.NFTA_OBJ_TYPE, nf.NFT_OBJECT_COUNTER)
         for body in self._netlink.dump(nf.NFT_MSG_GETOBJ, NFPROTO[family.version], question):
@@ -284,7 +284,7 @@ class Kernel:
 
 
 def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work], needs: str = NEEDS) -> str | None:
-    """Whether the kernel accepts these operations in a table of that name, which is not to stay.
+    """Test whether the kernel accepts these operations in a temporary table of that name.
 
     Each family's operations are one transaction that deletes the table again: nothing of it ever takes effect.
 
@@ -292,7 +292,7 @@ def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work], needs:
         table: its name.
         sets: those that the operations write to.
         work: the operations.
-        needs: what they take, for the answer.
+        needs: the requirements of the operations, for the answer.
 
     Returns:
         What is missing on this node and what to do about it; None: nothing is.
@@ -311,10 +311,10 @@ def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work], needs:
 
 
 def remove_tables(table: str) -> int:
-    """Delete the table of that name in both families; how many there were.
+    """Delete the table of that name in both families. Returns how many there were.
 
-    Its rules go first. The kernel follows the rules of a base chain that it deletes for some more packets, when maps
-    are empty for them already and sets are not (Linux 6.4, `nft_map_deactivate`). A rule that refuses what is in no map
+    Its rules are deleted first. The kernel applies the rules of a base chain that it deletes to some more packets, when
+    maps are already empty and sets are not (Linux 6.4, `nft_map_deactivate`). A rule that refuses what is in no map
     would refuse a new connection that another mode translates.
     """
     removed = 0

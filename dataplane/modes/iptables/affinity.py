@@ -1,6 +1,6 @@
-"""Where session affinity sends clients: lists of the match `recent`, one for each endpoint, for another mode.
+"""Reads and writes session affinity: lists of the match `recent`, one for each endpoint.
 
-A line of such a list begins with `src=ADDRESS`; who writes `+ADDRESS` adds one (iptables-extensions(8), recent).
+A line of such a list begins with `src=ADDRESS`; writing `+ADDRESS` adds a client (iptables-extensions(8), recent).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LISTS: Final = Path("/proc/thread-self/net/xt_recent")
 
 
 def remembered(table: ServiceTable) -> list[Remembered]:
-    """Clients in the lists; some of them may have been silent for longer than affinity lasts."""
+    """Read the clients in the lists; some may have been silent for longer than affinity lasts."""
     return [
         Remembered(entry.key, client, backend.address, backend.port)
         for entry in table.entries()

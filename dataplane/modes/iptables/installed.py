@@ -1,4 +1,4 @@
-"""Our chains in the kernel, of one family: writes them, remembers what should be there, finds what others changed.
+"""Our chains of one family in the kernel: writes them, keeps what should be there, and finds foreign changes.
 
 A table that cannot be read or written is an `XtablesError`.
 """
@@ -17,18 +17,18 @@ from hybrid_proxy.dataplane.modes.iptables.restore import ENTRANCES, PART, WHOLE
 if TYPE_CHECKING:
     from hybrid_proxy.dataplane.kernel.xtables import Xtables
 
-TABLES: Final = ("filter", "nat")  # the order of changes: what is refused comes before what is no longer translated
+TABLES: Final = ("filter", "nat")  # the order of changes: reject first, then stop translating
 
 
 class Ruleset:
-    """Whether another process changed a rule of this namespace, by the generation of its ruleset (nf_tables)."""
+    """Detects whether another process changed a rule of this namespace, by the ruleset's generation (nf_tables)."""
 
     def __init__(self, xtables: Xtables) -> None:
         self.xtables = xtables
-        self._known: int | None = None  # None: others may have changed something
+        self._known: int | None = None  # None: another program may have changed something
 
     def restore(self, family: int, text: str) -> None:
-        """A restore of ours. A table of the text in which nothing differs makes no transaction."""
+        """Run one of our restores. A table of the text in which nothing differs makes no transaction."""
         before, known = self.xtables.generation(), self._known
         self._known = None
         self.xtables.restore(family, text)
@@ -37,16 +37,16 @@ class Ruleset:
             self._known = after
 
     def seen(self, generation: int | None) -> None:
-        """At this generation everything was as it should be."""
+        """Note that at this generation everything was as wanted."""
         self._known = generation
 
     def untouched(self) -> bool:
-        """Whether the kernel reports that no other process changed a rule since `seen`."""
+        """True if the kernel reports that no other process changed a rule since `seen`."""
         return self._known is not None and self.xtables.generation() == self._known
 
 
 class Installed:
-    """What we wrote into the tables of one family."""
+    """The chains that we wrote into the tables of one family."""
 
     def __init__(self, ruleset: Ruleset, family: int) -> None:
         self.ruleset, self.xtables, self.family = ruleset, ruleset.xtables, family
@@ -58,13 +58,13 @@ class Installed:
         self._rules: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> how many
 
     def read(self, table: str) -> Saved:
-        """What there is of a table, of others too."""
+        """Read a table, foreign chains included."""
         return parse(self.xtables.save(self.family, table))
 
     def replace(self, deltas: Mapping[str, Delta], there: Mapping[str, Saved]) -> None:
-        """Make these chains all that there is of ours; what was there serves until it is replaced.
+        """Write these chains and remove our other ones; what was there serves until it is replaced.
 
-        A chain whose rules are there as they would be written stays: to write takes four times as long as to read.
+        A chain whose rules are there as they would be written stays: writing takes four times as long as reading.
         """
         for table in reversed(TABLES):  # at a start nothing is refused before it could be translated
             saved = there[table]
@@ -112,7 +112,7 @@ class Installed:
     # Drift
 
     def damage(self) -> list[str]:
-        """A message for each thing that is not as we wrote it."""
+        """Describe each thing that is not as we wrote it."""
         found = []
         for table in TABLES:
             saved = parse(self.xtables.save(self.family, table))
@@ -141,7 +141,7 @@ class Installed:
         return sum(len(shapes) for shapes in self._shapes.values())
 
     def rules(self) -> dict[str, int]:
-        """Table -> how many rules of ours it has."""
+        """Count our rules: table -> number."""
         return {table: sum(rules.values()) for table, rules in self._rules.items()}
 
 
@@ -150,7 +150,7 @@ def _entrances(saved: Saved) -> set[tuple[str, str]]:
 
 
 def _odd_entrances(table: str, saved: Saved) -> list[str]:
-    """Lines that delete rules of built-in and foreign chains that lead to us, but not as they should, or twice."""
+    """Returns lines that delete wrong or repeated rules that lead from built-in and foreign chains to ours."""
     lines, kept = [], set()
     for name, rules in saved.items():
         if name.startswith(MINE):
@@ -166,7 +166,7 @@ def _odd_entrances(table: str, saved: Saved) -> list[str]:
 
 
 def remove(xtables: Xtables, family: int) -> int:
-    """Remove our chains and what leads to them, in one transaction for each table; how many chains went."""
+    """Remove our chains and the rules that lead to them, in one transaction for each table. Returns how many."""
     removed = 0
     for table in TABLES:
         saved = parse(xtables.save(family, table))

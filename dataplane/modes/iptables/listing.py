@@ -1,4 +1,4 @@
-"""What is programmed, read from the text of `iptables-save`: names come from the comments of rules."""
+"""Lists what is programmed, read from the text of `iptables-save`: names come from the comments of rules."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class _Found(NamedTuple):
 
 
 def is_ours(text: str) -> bool:
-    """Whether a saved table has chains of ours."""
+    """True if a saved table has our chains."""
     return f"\n:{MINE}" in text
 
 
 def datagram_frontends(chains: Saved) -> Iterator[Key]:
-    """Those for datagrams in chains of ours."""
+    """Returns the frontends of datagrams in our chains."""
     for name, rules in chains.items():
         for rule in rules:
             if "-p udp " in rule and name.startswith(MINE) and (found := _frontend(0, rule)):
@@ -103,7 +103,7 @@ class Programmed:
         return affinity.remembered(table)
 
     def close(self) -> None:
-        """It was read when it was made."""
+        """Does nothing: everything was read at creation."""
 
 
 def _frontend(family: int, rule: str) -> _Found | None:
@@ -117,7 +117,7 @@ def _frontend(family: int, rule: str) -> _Found | None:
 
 
 def _set_chains(chains: Saved, target: str) -> set[str]:
-    """The chains of backend sets that a target leads to, by way of others or itself."""
+    """Returns the chains of backend sets that a target leads to, directly or through others."""
     if target.startswith(f"{MINE}SV"):
         return {target} & chains.keys()
     found: set[str] = set()

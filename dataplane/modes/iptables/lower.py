@@ -1,15 +1,15 @@
-"""PURE. One service port to chains and rules; and the chains that every node has.
+"""PURE. Lowers one service port to chains and rules, and builds the chains that every node has.
 
 A packet's way in table nat:
 
     PREROUTING, OUTPUT -> HP-SERVICES -> a tree over addresses -> HP-SVC-... -> DNAT
                                       -> a tree over node ports
 
-A rule of the tree leads to the service's chain at once where its frontend is like all others. What differs (who is
-masqueraded, another backend set for outsiders, source ranges) has a chain of its own before it: HP-EXT-... or HP-FW-...
-An endpoint has a chain (HP-SEP-...) only where clients are remembered; otherwise the service's chain translates.
+A rule of the tree leads to the service's chain at once where its frontend has no peculiarity. Peculiarities (who is
+masqueraded, another backend set for outsiders, source ranges) have a chain of their own before it: HP-EXT-... or HP-
+FW-... An endpoint has a chain (HP-SEP-...) only with affinity; otherwise the service's chain translates.
 
-In table filter stands what must be refused: a packet that still has a service's address after nat was not translated.
+Table filter rejects and drops: a packet that still has a service's address after nat was not translated.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from hybrid_proxy.dataplane.table import (
 Chains = dict[str, tuple[str, ...]]  # name -> rules without `-A NAME`
 Leaves = dict[tuple[str, int], tuple[Rank, ...]]  # (tree, key) -> rules
 
-FROM_NODE: Final = "-m addrtype --src-type LOCAL"  # what this machine sends itself: no other may have such a source
+FROM_NODE: Final = "-m addrtype --src-type LOCAL"  # packets of this machine to itself: no other may have such a source
 DROP: Final = "-j DROP"
 REFUSE: Final = f"-j {REJECT}"
 
 
 class Node(NamedTuple):
-    """What rules need of the node, for one family, as text of rules."""
+    """The node's part of the rules of one family, as text."""
 
     family: int
     bit: str  # the masquerade mark, `0x4000`
@@ -64,7 +64,7 @@ class Node(NamedTuple):
     port_addresses: tuple[str, ...]
     loopback: tuple[str, ...]
     service_cidrs: tuple[str, ...]
-    usual: Masquerade = Masquerade.NEVER  # whom most ClusterIPs masquerade: marked once for all of them
+    usual: Masquerade = Masquerade.NEVER  # the clients that most ClusterIPs masquerade: marked once for all of them
     random_fully: bool = True
     compares: bool = True  # the kernel can compare source and destination (match bpf)
     drop_invalid: bool = True
@@ -72,7 +72,7 @@ class Node(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """One service port."""
+    """The chains and rules of one service port."""
 
     chains: Chains  # in table nat
     nat: Leaves
@@ -80,7 +80,7 @@ class Lowered(NamedTuple):
 
 
 def usual_masquerade(entries: Iterable[Entry], node: Node) -> Masquerade:
-    """What most ClusterIPs do; the rest says so in chains of its own. Without any: what they will probably do."""
+    """Returns the masquerading that most ClusterIPs share; a guess if there are none. The others have own chains."""
     counts = Counter(f.masquerade for entry in entries for f in entry.frontends if f.kind is Kind.CLUSTER_IP)
     if counts:
         return counts.most_common(1)[0][0]
@@ -92,7 +92,7 @@ def _in_family(addresses: Iterable[str], family: int) -> tuple[str, ...]:
 
 
 def node_of(network: NodeNetwork, family: int) -> Node:
-    """The node's part of the table as text of rules."""
+    """Returns the node's part of the table as text of rules."""
     pod, prefix = None, network.pods.prefix(family)
     if network.pods.interface:
         pod = f"-i {network.pods.interface}{'+' * network.pods.by_name_prefix}"
@@ -112,7 +112,7 @@ def node_of(network: NodeNetwork, family: int) -> Node:
 
 
 def lower(entry: Entry, node: Node) -> Lowered:
-    """Chains and rules of one service port."""
+    """Returns the chains and rules of one service port."""
     sets = _distinct_sets(entry)
     names = service_chains(entry)
     chains: Chains = {}
@@ -133,14 +133,14 @@ def lower(entry: Entry, node: Node) -> Lowered:
 
 
 class _Way(NamedTuple):
-    """Verdicts for pods and the node, and for external clients; `-j ACCEPT` for a backend set without backends."""
+    """Verdicts for internal and for external clients; `-j ACCEPT` for a backend set without backends."""
 
     internal: str
     external: str
 
 
 def _distinct_sets(entry: Entry) -> list[BackendSet]:
-    """The backend sets of an entry that differ in their backends, at most two; what ClusterIPs use comes first."""
+    """Returns the backend sets of an entry that differ in their backends, at most two; that of ClusterIPs first."""
     found: list[BackendSet] = []
     frontends = sorted(entry.frontends, key=lambda frontend: frontend.kind is not Kind.CLUSTER_IP)
     for frontend in frontends:
@@ -158,7 +158,7 @@ def _target(chosen: BackendSet, sets: list[BackendSet], names: tuple[str, str]) 
 
 
 def _place(entry: Entry, frontend: Frontend) -> tuple[tuple[str, int], str]:
-    """Tree and key of the frontend, and what a packet must match there."""
+    """Returns the frontend's tree and key, and the matches that its packets need there."""
     protocol = entry.protocol.name.lower()
     match = f"-p {protocol} -m {protocol} --dport {frontend.port}"
     if frontend.address is None:
@@ -169,7 +169,7 @@ def _place(entry: Entry, frontend: Frontend) -> tuple[tuple[str, int], str]:
 
 
 def _frontend_target(entry: Entry, frontend: Frontend, way: _Way, node: Node, chains: Chains) -> str:
-    """What the frontend's rule in the tree does; adds the chains that it needs for that."""
+    """Returns the target of the frontend's rule in the tree; adds the chains that it needs."""
     target = way.internal
     usual = node.usual if frontend.kind is Kind.CLUSTER_IP else Masquerade.NEVER
     if way.internal != way.external or (frontend.masquerade != usual and way.internal != ACCEPTED):
@@ -185,7 +185,7 @@ def _frontend_target(entry: Entry, frontend: Frontend, way: _Way, node: Node, ch
 
 
 def _mark(frontend: Frontend, usual: Masquerade, node: Node) -> Iterable[str]:
-    """Rules that leave the masquerade mark as this frontend wants it."""
+    """Returns rules that set or clear the masquerade mark as this frontend requires."""
     if frontend.masquerade == usual:
         return
     if usual:
@@ -233,12 +233,12 @@ def _by_source(node: Node) -> str:
 
 @cache
 def probability(ways: int) -> str:
-    """One in so many, as iptables-save prints it: the kernel has 31 bits of it."""
+    """Formats 1/n as iptables-save prints it: the kernel keeps 31 bits."""
     return f"{round((1 << 31) / ways) / (1 << 31):.11f}"
 
 
 def _pick(match: str, goals: list[str]) -> Iterable[str]:
-    """One of the goals, each as likely as the others: 1/n, then 1/(n-1) of what is left, ..."""
+    """Returns rules that choose one of the goals with equal probability: 1/n, then 1/(n-1) of the rest, ..."""
     for position, goal in enumerate(goals):
         left = len(goals) - position
         chance = f"-m statistic --mode random --probability {probability(left)} " if left > 1 else ""
@@ -249,14 +249,14 @@ def _pick(match: str, goals: list[str]) -> Iterable[str]:
 
 
 def _verdict(chosen: BackendSet) -> str:
-    """What table filter does with a packet of a set without backends; empty: it was translated and cannot come here."""
+    """Returns table filter's verdict on a packet of a set without backends; empty: it was translated."""
     if chosen.backends:
         return ""
     return DROP if chosen.when_empty is WhenEmpty.DROP else REFUSE
 
 
 def _refusals(entry: Entry, frontend: Frontend, match: str) -> Iterable[Rank]:
-    """Rules of table filter; the reject of what remains for a known ClusterIP comes after them."""
+    """Returns the rules of table filter; the reject of unknown ports of a ClusterIP comes after them."""
     internal, external = (_verdict(entry.backend_sets[n]) for n in (frontend.internal, frontend.external))
     verdict = internal or external if not (internal and external) or internal == external else f"-j {_split(internal)}"
     if frontend.source_ranges is not None:
@@ -270,7 +270,7 @@ def _refusals(entry: Entry, frontend: Frontend, match: str) -> Iterable[Rank]:
 
 
 def _split(internal: str) -> str:
-    """The chain that refuses insiders and drops outsiders, or the other way round."""
+    """Returns the chain that rejects insiders and drops outsiders, or the reverse."""
     return f"{MINE}IN-REJECT" if internal == REFUSE else f"{MINE}IN-DROP"
 
 
@@ -278,7 +278,7 @@ def _split(internal: str) -> str:
 
 
 def constant_chains(node: Node) -> tuple[Chains, Chains]:
-    """The chains of tables nat and filter that do not depend on services, without those that lead into trees."""
+    """Returns the chains of nat and filter that do not depend on services, without those that lead into trees."""
     marked = f"--mark {node.bit}/{node.bit}"
     fully = " --random-fully" if node.random_fully else ""
     nat: Chains = {f"{MINE}MARK-MASQ-{n}": tuple(_mark_rules(Masquerade(n), node)) for n in range(1, 8)}
@@ -300,7 +300,7 @@ def constant_chains(node: Node) -> tuple[Chains, Chains]:
 
 
 def _mark_rules(classes: Masquerade, node: Node) -> Iterable[str]:
-    """Mark what these classes send; a pod's address can be the node's own (its bridge), so the node comes first."""
+    """Marks packets of these classes; the node comes first, because a pod's address can be the node's (its bridge)."""
     mark = f"-j MARK --set-xmark {node.bit}/{node.bit}"
     if classes is Masquerade.ALWAYS:
         yield mark
@@ -328,15 +328,15 @@ def _split_rules(node: Node, internal: str, external: str) -> tuple[str, ...]:
 
 
 def _hairpin(node: Node, fully: str) -> Iterable[str]:
-    """A pod that was sent to itself: after nat its packet has one address twice."""
+    """Matches a pod that was sent to itself: after nat its packet has one address twice."""
     if node.compares:
         yield f'-m conntrack --ctstate DNAT -m bpf --bytecode "{same_addresses(node.family)}" -j MASQUERADE{fully}'
 
 
 def cluster_ips(root: str, node: Node) -> tuple[str, ...]:
-    """HP-CLUSTER-IPS: the mark that most ClusterIPs want, the tree, and the mark off again where nothing was found.
+    """Returns HP-CLUSTER-IPS: set the usual mark, enter the tree, clear the mark if nothing matched.
 
-    A packet that others marked keeps its mark.
+    A packet with a foreign mark keeps its mark.
     """
     if not node.usual:
         return (f"-j {root}",)

@@ -26,40 +26,40 @@ ACCEPTED: Final = "-j ACCEPT"  # in nat: no further rules apply, the packet stay
 
 
 def chain(kind: str, *parts: str) -> str:
-    """`HP-KIND-` and 16 characters that stand for the parts."""
+    """Returns `HP-KIND-` and 16 characters that stand for the parts."""
     digest = sha256("/".join(parts).encode()).digest()
     return f"{MINE}{kind}-{b32encode(digest[:10]).decode()}"
 
 
 def identity(entry: Entry) -> str:
-    """What identifies a service port in one family's tables."""
+    """Returns the identity of a service port in one family's tables."""
     return f"{entry.name}/{entry.protocol.name}"
 
 
 def endpoint_chain(entry: Entry, backend: Backend) -> str:
-    """The chain to one backend, and the list of clients that session affinity sends there: kube-proxy's SEP."""
+    """Names the chain of one backend, and the list of clients that affinity sends there: kube-proxy's SEP."""
     return chain("SEP", identity(entry), socket_text(backend.address, backend.port))
 
 
 def service_chains(entry: Entry) -> tuple[str, str]:
-    """The chains of an entry's two backend sets: kube-proxy's SVC and SVL."""
+    """Names the chains of an entry's two backend sets: kube-proxy's SVC and SVL."""
     return chain("SVC", identity(entry)), chain("SVL", identity(entry))
 
 
 def comment(entry: Entry, frontend: Frontend) -> str:
-    """The match `comment` that names the service in a rule."""
+    """Returns the match `comment` that names the service in a rule."""
     text = f"{entry.name} {frontend.kind.value}".replace('"', "'").replace("\\", "/")
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)  # a new line would begin another rule
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)  # a line break would begin another rule
     return f'-m comment --comment "{text}"'
 
 
 def number(address: str) -> int:
-    """An address as a key of a tree."""
+    """Returns an address as a key of a tree."""
     return int(IPv6Address(address) if ":" in address else IPv4Address(address))
 
 
 def addresses(family: int, kind: str) -> Space:
-    """Addresses of a family; chains are `HP-C-10.96.16.0/20` for kind `C`, with a digest instead in IPv6."""
+    """Builds a tree over addresses; chains are `HP-C-10.96.16.0/20` for kind `C`, with a digest instead in IPv6."""
     if family == 4:
         return Space(
             32,
@@ -74,7 +74,7 @@ def addresses(family: int, kind: str) -> Space:
 
 
 def ports(protocol: Protocol) -> Space:
-    """Ports of a protocol; chains are `HP-TCP-30000:30255`."""
+    """Builds a tree over ports of a protocol; chains are `HP-TCP-30000:30255`."""
     name = protocol.name
 
     def last(first: int, bits: int) -> int:

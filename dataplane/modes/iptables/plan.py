@@ -1,4 +1,4 @@
-"""PURE. All chains of one family: what a change of services makes of them."""
+"""PURE. Plans the changes of all chains of one family when services change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS: Final = ("C", "E", *(protocol.name for protocol in Protocol))
 
 
 class Delta(NamedTuple):
-    """Chains of one table to write, with their rules, and chains to remove."""
+    """The chains of one table to write, with their rules, and the chains to remove."""
 
     written: Chains
     gone: tuple[str, ...]
@@ -40,7 +40,7 @@ class Delta(NamedTuple):
 
 
 class Plan:
-    """The trees of one family and what was made of them last."""
+    """The trees of one family and the chains made of them last."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -49,7 +49,7 @@ class Plan:
         self._top: dict[str, Chains] = {"nat": {}, "filter": {}}
 
     def change(self, before: Iterable[Entry], after: Iterable[Entry]) -> dict[str, Delta]:
-        """What to do in tables `filter` and `nat` when these entries take the place of those."""
+        """Returns the changes of tables `filter` and `nat` when these entries replace those."""
         was = {identity(entry): lower(entry, self.node) for entry in before}
         now = {identity(entry): lower(entry, self.node) for entry in after}
         old = {name: rules for lowered in was.values() for name, rules in lowered.chains.items()}
@@ -67,11 +67,11 @@ class Plan:
         return {table: Delta(written[table], tuple(gone[table])) for table in ("filter", "nat")}
 
     def _top_chains(self, table: str) -> Chains:
-        """The constant chains, and those that lead into the trees."""
+        """Returns the constant chains, and those that lead into the trees."""
         constant = constant_chains(self.node)[("nat", "filter").index(table)]
         trees = self._trees[table]
-        # What mode ipvs began and nobody has answered yet: its addresses are this node's, and IPVS leaves them in the
-        # packet. Of a flow that is refused there is no confirmed entry.
+        # Flows that mode ipvs began and that were not answered yet: their addresses are this node's, and stay in the
+        # packet under IPVS. A rejected flow has no confirmed entry.
         services = (
             ["-m conntrack --ctstatus CONFIRMED -m addrtype --dst-type LOCAL -j RETURN"] if table == "filter" else []
         )
@@ -88,8 +88,8 @@ class Plan:
         if into_ports:
             bits = 32 if self.node.family == 4 else 128
             services += (f"-d {address}/{bits} -j {NODE_PORTS}" for address in self.node.port_addresses)
-            # In OUTPUT alone, where packets have an interface to leave by: a neighbour's packet to a loopback address
-            # stays what the kernel drops. With such a source they could not leave the node (`dataplane.localhost`).
+            # In OUTPUT alone, where packets have an outgoing interface: a neighbour's packet to a loopback address
+            # is dropped by the kernel. With such a source they could not leave the node (`dataplane.localhost`).
             own = f"! -s {LOOPBACK[self.node.family]}"
             services += (f"{own} -d {address}/{bits} -o lo -j {NODE_PORTS}" for address in self.node.loopback)
         if table == "filter":
@@ -116,7 +116,7 @@ def _leaves(lowered: Lowered | None, table: str) -> Leaves:
 def _of_tree(
     kind: str, table: str, was: Mapping[str, Lowered], now: Mapping[str, Lowered]
 ) -> tuple[list[tuple[str, int]], dict[str, dict[int, tuple[Rank, ...]]]]:
-    """Arguments of `Tree.change`: of owners whose leaves in this tree differ."""
+    """Returns arguments of `Tree.change`: owners whose leaves in this tree differ."""
     before: list[tuple[str, int]] = []
     after: dict[str, dict[int, tuple[Rank, ...]]] = {}
     for owner in {**was, **now}:

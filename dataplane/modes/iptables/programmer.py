@@ -1,4 +1,4 @@
-"""The iptables mode, open on this node: chains written by restores of what changed."""
+"""Mode iptables, open on this node: chains written by restores of what changed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REPAIR_PAUSE: Final = 5.0  # seconds until a repair that failed is tried again
 
 
 class Able(msgspec.Struct, frozen=True):
-    """What one family can do besides what every iptables can."""
+    """The optional matches and targets that one family's iptables has."""
 
     random_fully: bool
     compares: bool
@@ -49,7 +49,7 @@ class Able(msgspec.Struct, frozen=True):
 
 
 def _processor_seconds() -> float:
-    """Of this thread and of the tools that it ran. The clock would count the time that a busy node makes them wait."""
+    """CPU time of this thread and of its tools. The clock would count the time that a busy node makes them wait."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.thread_time() + ended.ru_utime + ended.ru_stime
 
@@ -82,7 +82,7 @@ class Iptables(TranslatingMode):
         self._plans: dict[int, Plan] = {}
         self._ruleset = Ruleset(self.xtables)
         self._installed = {family: Installed(self._ruleset, family) for family in self.xtables.families}
-        self._damage: list[str] = []  # what is still to be repaired
+        self._damage: list[str] = []  # damage that is not repaired yet
         self._audit_at = 0.0
         self._revision: object = None  # of the rules when they were compared
         self._watched = self.xtables.variant != "nft"  # legacy reports nothing
@@ -97,7 +97,7 @@ class Iptables(TranslatingMode):
         return self._nodes(table) != {family: plan.node for family, plan in self._plans.items()}
 
     def _replace(self, table: ServiceTable) -> None:
-        """Write everything, in place of what is there.
+        """Write everything, in place of the existing chains.
 
         Tables are read meanwhile, by a process for each, and before any of them is written: iptables-nft-save walks the
         rules of them all.
@@ -128,7 +128,7 @@ class Iptables(TranslatingMode):
             installed.change(self._plans[family].change(before, after))
 
     def _written(self) -> None:
-        """Others are watched after the first fill: the kernel would report each of a hundred thousand rules of ours."""
+        """Watch for foreign changes after the first fill: the kernel would report each of 100,000 own rules."""
         self._note_revision()
         if not self._watched:
             self._watched = True
@@ -143,7 +143,7 @@ class Iptables(TranslatingMode):
         return ""
 
     def _nodes(self, table: ServiceTable) -> dict[int, Node]:
-        """The node as text of rules. Whom most ClusterIPs masquerade is computed once: it follows from settings."""
+        """Returns the node as text of rules. The usual masquerading is computed once: it follows from settings."""
         nodes = {}
         for family, able in self.able.items():
             node = node_of(table.node, family)
@@ -164,7 +164,7 @@ class Iptables(TranslatingMode):
     # Drift
 
     def may_have_drifted(self) -> bool:
-        """Of legacy tables; nf_tables reports changes."""
+        """True if legacy tables changed; nf_tables reports changes by itself."""
         if not self._programmed or self.monitoring.is_set():
             return False
         if self.xtables.revision(TABLES) != self._revision:
@@ -172,7 +172,7 @@ class Iptables(TranslatingMode):
         return self._touched.is_set() and self._audit_due()
 
     def _note_revision(self) -> None:
-        """A change after this is not ours, or it is ours and costs one comparison."""
+        """Note the revision. A later change is foreign, or ours and costs one comparison."""
         if not self.monitoring.is_set():
             self._revision = self.xtables.revision(TABLES)
 
@@ -271,7 +271,7 @@ def _clients_remembered() -> int:
 
 
 def needs(family: int) -> dict[str, tuple[str, ...]]:
-    """Rules without which this mode cannot serve a family."""
+    """Returns the rules without which this mode cannot serve a family."""
     target, unreachable = (
         ("127.0.0.1:1", "icmp-port-unreachable") if family == 4 else ("[::1]:1", "icmp6-port-unreachable")
     )
@@ -292,7 +292,7 @@ def needs(family: int) -> dict[str, tuple[str, ...]]:
 
 
 def _ability(xtables: Xtables, family: int) -> Able:
-    """What else works; asked all at once, and one by one where something is refused."""
+    """Tests the optional rules; all at once, and one by one if something is refused."""
     rules = {
         "random_fully": "-j MASQUERADE --random-fully",
         "compares": f'-m bpf --bytecode "{same_addresses(family)}" -j RETURN',
@@ -305,7 +305,7 @@ def _ability(xtables: Xtables, family: int) -> Able:
 
 
 def probe(options: Options) -> str | None:
-    """Try the rules that this mode is made of, in chains that nothing leads to."""
+    """Try the rules that this mode consists of, in chains that nothing leads to."""
     del options
     try:
         find(needs)
@@ -315,7 +315,7 @@ def probe(options: Options) -> str | None:
 
 
 def clean(options: Options) -> int:
-    """Remove our chains from both variants; returns how many went."""
+    """Remove our chains from both variants. Returns how many."""
     removed = int(bool(localhost.remove(options, Iptables.name)))
     for xtables in present():
         for family in xtables.families:
@@ -324,7 +324,7 @@ def clean(options: Options) -> int:
 
 
 def look(options: Options, names: Mapping[int, str]) -> listing.Programmed | None:
-    """The chains, of an agent that runs or not."""
+    """Open the chains for reading, with or without a running agent."""
     del options, names
     for xtables in present():
         tables = {family: xtables.save(family, "nat") for family in xtables.families}

@@ -1,4 +1,4 @@
-"""PURE. What `iptables-save` prints, as chains; and whether they are what was written."""
+"""PURE. Parses the output of `iptables-save` as chains, and compares them with what was written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Saved = dict[str, list[str]]  # chain -> its rules, without `-A NAME`
 
 
 def parse(text: str) -> Saved:
-    """The chains of one table; built-in ones too."""
+    """Returns the chains of one table, built-in ones included."""
     chains: Saved = {}
     for line in text.splitlines():
         if line.startswith("-A "):
@@ -20,10 +20,10 @@ def parse(text: str) -> Saved:
 
 
 def shape(rules: Iterable[str]) -> int:
-    """A number for what rules do in the end: how many they are, where they lead, what they translate to.
+    """Summarizes the effect of rules as a number: how many they are, where they lead, what they translate to.
 
-    Versions of iptables print matches differently from how they were written, so that texts cannot be compared; this
-    they all print alike.
+    Versions of iptables print matches differently from how they were written, so that texts cannot be compared; these
+    parts they all print alike.
     """
     return hash(tuple(_end(rule) for rule in rules))
 

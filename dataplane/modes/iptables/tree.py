@@ -1,8 +1,8 @@
 """PURE. A radix tree of chains: a packet finds its rule among 10,000 addresses after some twenty comparisons.
 
 The keys are numbers (addresses, or ports), the edges four bits wide. A node is a chain; it holds the rules of its keys
-where these are few, else it leads to one chain for each part of its range. A change of one key redoes one chain, rarely
-two.
+if these are few, otherwise it leads to one chain for each part of its range. A change of one key rewrites one chain,
+rarely two.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-FULL: Final = 16  # keys that stand in one chain, at most
+FULL: Final = 16  # the most keys in one chain
 STEP: Final = 4  # bits
 
-Rank = tuple[int, str]  # rules of one key: lower ranks first, then by text; equal ones stand once
+Rank = tuple[int, str]  # rules of one key: lower ranks first, then by text; equal ones occur once
 
 
 class Space(NamedTuple):
-    """What the keys are. `name` and `match` take the first key of a range and how many leading bits its keys share."""
+    """The space of keys. `name` and `match` take the first key of a range and how many leading bits its keys share."""
 
     width: int  # bits of a key
     name: Callable[[int, int], str]  # the chain of a range
-    match: Callable[[int, int], str]  # what sends packets of the range there
+    match: Callable[[int, int], str]  # the match that sends packets of the range there
 
 
 class Changes(NamedTuple):
@@ -51,14 +51,14 @@ class Tree:
 
     @property
     def entrance(self) -> tuple[str, str] | None:
-        """What matches packets for the tree, and its topmost chain; None while it is empty."""
+        """The match of packets for the tree, and its topmost chain; None while it is empty."""
         if not self._keys:
             return None
         first, bits = self._common(0, len(self._keys))
         return self.space.match(first, bits), self.space.name(first, bits)
 
     def change(self, before: Iterable[tuple[str, int]], after: Mapping[str, Mapping[int, tuple[Rank, ...]]]) -> Changes:
-        """Take away what owners had, and give owners rules.
+        """Remove the rules of owners, and give owners rules.
 
         Args:
             before: owner and key, for all that is there of the owners that change.
@@ -98,7 +98,7 @@ class Tree:
         return Changes(written, gone)
 
     def _walk(self, low: int, high: int, dirty: list[int], alive: set[str], written: dict[str, tuple[str, ...]]) -> str:
-        """Redo the node of the keys from `low` to `high`; returns its name."""
+        """Rewrite the node of the keys from `low` to `high`. Returns its name."""
         first, bits = self._common(low, high)
         name = self.space.name(first, bits)
         alive.add(name)
@@ -131,7 +131,7 @@ class Tree:
             self._keep(child, alive)
 
     def _common(self, low: int, high: int) -> tuple[int, int]:
-        """First key and leading bits (a multiple of `STEP`) of the smallest range with these keys, never one key."""
+        """Returns first key and leading bits (a multiple of `STEP`) of the smallest range of these keys, not one key."""
         width = self.space.width
         differs = (self._keys[low] ^ self._keys[high - 1]).bit_length()
         bits = max(0, min((width - differs) // STEP * STEP, width - STEP))
@@ -139,7 +139,7 @@ class Tree:
         return self._keys[low] >> rest << rest, bits
 
     def _parts(self, low: int, high: int, first: int, bits: int) -> Iterable[tuple[int, int]]:
-        """The keys of a range, cut at its next four bits; all together where they are few."""
+        """Cuts the keys of a range at its next four bits; returns them together if they are few."""
         if high - low <= FULL:
             yield low, high
             return

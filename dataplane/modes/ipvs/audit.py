@@ -1,7 +1,7 @@
-"""Finds what others changed of ours. The kernel reports lost addresses alone, so everything else is compared.
+"""Finds foreign changes of our objects. The kernel reports lost addresses only, so everything else is compared.
 
-A round compares everything within a second where that takes at most a fiftieth of a processor, and takes longer where
-it does not. The rules, whose tools are processes, are read when the kernel has another revision of them.
+A round compares everything within a second if that takes at most a fiftieth of a processor, and takes longer otherwise.
+The rules, whose tools are processes, are read when the kernel has another revision of them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SHOWN: Final = 5
 ROUND_SECONDS: Final = 0.5  # for everything, where that costs little
 COST: Final = 50  # a round takes so many times what its checks take
 
-Check = Callable[[], list[str]]  # messages: what was found changed
+Check = Callable[[], list[str]]  # messages about changes that were found
 
 
 class Audit:
     """Compares everything with the kernel once in a period.
 
     `address_lost` is set, from any thread, when the kernel reported that an address or the device is gone. `rules` are
-    the lines of ours as they were read after they were written.
+    our lines as they were read after they were written.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class Audit:
 
     @property
     def due(self) -> bool:
-        """Whether `step` has something to compare."""
+        """True if `step` has something to compare."""
         return self.address_lost.is_set() or self._clock() >= self._at + min(self._seconds, ROUND_SECONDS)
 
     @property
     def _round(self) -> float:
-        """Seconds in which everything is compared once."""
+        """The seconds in which everything is compared once."""
         return min(self._seconds, max(ROUND_SECONDS, COST * self._cost))
 
     def step(self) -> list[str]:
-        """Called about once a second: compare a share of everything, and addresses at once when one was lost.
+        """Compare a share of everything, and addresses at once when one was lost. Called about once a second.
 
         Returns:
-            A message for each thing of ours that others changed.
+            A message for each of our objects that another program changed.
         """
         found = []
         if self.address_lost.is_set():
@@ -104,7 +104,7 @@ class Audit:
                 yield partial(self._set, set_name(family, name))
 
     def _changed_rules(self, now: float) -> list[str]:
-        """Looked at when they have another revision, and once in the whole period."""
+        """Compares the rules when they have another revision, and once in the whole period."""
         known = self._kernel.tables.revision(JUMPS)
         changed = known != self._revision and now >= self._rules_after
         if not changed and now < self._rules_at and now - self._at < self._seconds:
@@ -115,7 +115,7 @@ class Audit:
         return found
 
     def addresses(self) -> list[str]:
-        """Messages: the device, or addresses of ours on it, are gone."""
+        """Returns messages if the device, or our addresses on it, are gone."""
         device = self._kernel.device
         if not device.find():
             return [f"the device {DEVICE} is gone"]

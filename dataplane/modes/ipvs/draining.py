@@ -1,7 +1,7 @@
-"""The flows that IPVS has while the mode drains.
+"""Reads the open flows of IPVS while the mode drains.
 
 IPVS remembers a conversation of datagrams longer than conntrack does. When conntrack has forgotten it, its next
-datagram begins another one, which the mode that serves takes: it is over then.
+datagram begins another one in the mode that serves: it is over then.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ READINGS: Final = 2  # in one alone the kernel may leave out a flow
 
 
 class Flows:
-    """The flows of our virtual servers. For any thread."""
+    """The flows of our virtual servers. Safe for any thread."""
 
     def __init__(self, kernel: Kernel, actual: Actual) -> None:
         self._kernel, self._actual = kernel, actual
         self._addresses: deque[frozenset[str]] = deque(maxlen=READINGS)
 
     def look(self) -> list[Connection]:
-        """All of them, those that are over too.
+        """Read all of them, also those that are over.
 
         Raises:
             OSError: the kernel does not list them.
@@ -45,11 +45,11 @@ class Flows:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Where the flows of the last looks lead."""
+        """The addresses that the flows of the last readings lead to."""
         return frozenset().union(*self._addresses)
 
     def count(self) -> Counter[str]:
-        """How many are not over, by the name of their protocol.
+        """Count the flows that are not over, by the name of their protocol.
 
         Raises:
             DataplaneError, OSError: they, or conntrack, cannot be read.
@@ -62,18 +62,18 @@ class Flows:
     def _going_on(self) -> list[Connection]:
         return [each for each in self.look() if not each.is_over]
 
-    def hand_over(self) -> None:
-        """Have conntrack forget them all: what follows on them begins flows of the mode that serves.
+    def forget(self) -> None:
+        """Delete the conntrack entries of all flows: their next packets begin flows of the mode that serves.
 
         Raises:
             DataplaneError, OSError: some stay.
         """
         self._forget(self.look())
 
-    def hand_over_stale(self, judge: Judge) -> Counter[int]:
-        """The same of datagrams that lead to where nothing serves; how many went, by family.
+    def forget_stale(self, judge: Judge) -> Counter[int]:
+        """Delete the conntrack entries of datagrams to backends that no longer serve. Returns how many, by family.
 
-        Raises: as `hand_over`.
+        Raises: as `forget`.
         """
         if not judge.destinations:
             return Counter()
@@ -94,9 +94,9 @@ class Flows:
 
 
 def sources(addresses: Iterable[str], node: NodeNetwork) -> dict[str, str]:
-    """For each address the one that a socket of this node sends from to it; without those of a family that has none.
+    """Returns, for each address, the source that a socket of this node sends from to it, if its family has one.
 
-    The primary address where the node has it: a Node object may name one that is elsewhere.
+    That is the primary address if the node has it: a Node object may name one that is elsewhere.
     """
     candidates = [*(text for text in node.primary if text in node.addresses), *node.addresses]
     chosen = {family: next((text for text in candidates if family_of(text) == family), "") for family in AF}

@@ -1,4 +1,4 @@
-"""What is programmed, read from the kernel: virtual servers, and the sets that have their names."""
+"""Lists what is programmed, read from the kernel: virtual servers, and the sets that have their names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL: Final = 1 << 30
 
 
 class Programmed:
-    """A `dataplane.mode.View`; everything is read when it is made, so that the kernel interfaces may be closed then."""
+    """A `dataplane.mode.View`; everything is read at creation, so that the kernel interfaces may be closed then."""
 
     def __init__(self, sets: Ipsets, ipvs: Ipvs) -> None:
         self.place = f"virtual servers of IPVS and sets {PREFIX}*"
@@ -46,7 +46,7 @@ class Programmed:
         return self._sets.get(set_name(family, name), {})
 
     def services(self) -> list[ServiceRow]:
-        """One row for each service port of one family."""
+        """Returns one row for each service port of one family."""
         rows = []
         for (name, family, protocol), servers in sorted(self._ports.items()):
             backends = self._backends(servers)
@@ -69,7 +69,7 @@ class Programmed:
         return rows
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
-        """One row for each real server; `used`: new connections may go to it."""
+        """Returns one row for each real server; `used`: new connections may go to it."""
         return [
             BackendRow(
                 service=name or None,
@@ -83,7 +83,7 @@ class Programmed:
         ]
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        """Conntrack knows them, because IPVS keeps it up to date, and those of other modes, which IPVS does not."""
+        """Lists flows from conntrack, which IPVS updates and which also knows those of other modes."""
         names: dict[tuple[str | None, int, int], str | None] = {
             (server.address, server.port, protocol): name or None
             for (name, _, protocol), servers in self._ports.items()
@@ -101,10 +101,10 @@ class Programmed:
         return rows[:limit], len(rows)
 
     def close(self) -> None:
-        """It was read when it was made."""
+        """Does nothing: everything was read at creation."""
 
     def _backends(self, servers: list[Server]) -> dict[Destination, bool]:
-        """Real servers of all these, and whether one of them still sends new connections there."""
+        """Returns the real servers of all these, and whether one of them still sends new connections there."""
         found: dict[Destination, bool] = {}
         for server in servers:
             for destination, load in self._loads.get(server, {}).items():

@@ -1,9 +1,9 @@
-"""PURE. One service to virtual servers, elements of sets and addresses.
+"""PURE. Lowers one service to virtual servers, elements of sets and addresses.
 
-A frontend is one virtual server at each of its addresses. Where internal and external clients have different
-backend sets, it has the internal one, and a second virtual server, named by a firewall mark, has the external one. The
-set MARKS says which mark packets of external clients get. Everything else that a frontend needs (reject,
-drop, masquerade, source ranges, hairpin) is membership in a set that a constant number of rules looks into (`rules`).
+A frontend is one virtual server at each of its addresses. Where internal and external clients have different backend
+sets, it has the internal one, and a second virtual server, named by a firewall mark, has the external one. The set
+MARKS says which mark packets of external clients get. All other needs of a frontend (reject, drop, masquerade, source
+ranges, hairpin) are memberships in sets that a constant number of rules match (`rules`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SOCKET: Final = Kind("hash:ip,port")
 SETS: Final = {
     "SERVERS": Kind("hash:ip,port", comments=True),  # virtual servers that are ours; the name of the service port
     "PORTS": _SOCKET,  # what is served; nothing is at other ports of ADDRESSES
-    "ADDRESSES": Kind("hash:ip"),  # on our device because of us
-    "REJECT-IN": _SOCKET,  # no backend for the clients of that side (IN: pods and this node)
+    "ADDRESSES": Kind("hash:ip"),  # addresses that we put on our device
+    "REJECT-IN": _SOCKET,  # frontends without a backend for that side (IN: pods and this node)
     "REJECT-OUT": _SOCKET,
     "DROP-IN": _SOCKET,
     "DROP-OUT": _SOCKET,
     "MASQ-POD": _SOCKET,  # the source of that class becomes the node's
     "MASQ-NODE": _SOCKET,
     "MASQ-EXT": _SOCKET,
-    "SOURCES": _SOCKET,  # only who is in ALLOWED may connect
+    "SOURCES": _SOCKET,  # only clients in ALLOWED may connect
     "ALLOWED": Kind("hash:ip,port,net"),
     "HAIRPIN": Kind("hash:ip,port,ip"),  # backends of this node, with themselves as the client
     "MARKS": Kind("hash:ip,port", marks=True),  # the firewall mark of external clients
@@ -55,10 +55,10 @@ Member = tuple[str, Element]  # the set's full name and the element
 
 
 class Wanted(NamedTuple):
-    """One virtual server as it should be.
+    """A virtual server as it should be.
 
-    `backends` have weights of 1 or more. A real server that leaves keeps its flows (weight 0) where `lingers`, or
-    while it is in `serving`.
+    `backends` have weights of 1 or more. A removed real server keeps its flows (weight 0) where `lingers`, or while it
+    is in `serving`.
     """
 
     config: Config
@@ -68,7 +68,7 @@ class Wanted(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """What one service needs of the kernel."""
+    """The kernel objects that one service needs."""
 
     servers: dict[Server, Wanted]
     members: dict[Member, Value]
@@ -76,7 +76,7 @@ class Lowered(NamedTuple):
 
 
 class Node(NamedTuple):
-    """What lowering must know of the node. `own` are addresses on other interfaces: they are not bound.
+    """The node's part of lowering. `own` are addresses on other interfaces: they are not bound.
 
     Node ports at `loopback` serve TCP and UDP of this node alone (`rules`).
     """
@@ -90,7 +90,7 @@ class Node(NamedTuple):
 
 
 def node_of(node: NodeNetwork, families: tuple[int, ...], excluded: Iterable[str]) -> Node:
-    """The part of the table's node that lowering needs."""
+    """Returns the part of the table's node that lowering needs."""
     return Node(
         families, node.node_port_addresses, node.loopback, frozenset((*node.addresses, *node.primary)),
         tuple(ip_network(cidr, strict=False) for cidr in excluded), 1 << node.masquerade_bit,
@@ -98,12 +98,12 @@ def node_of(node: NodeNetwork, families: tuple[int, ...], excluded: Iterable[str
 
 
 def set_name(family: int, name: str) -> str:
-    """The full name of a set."""
+    """Returns the full name of a set."""
     return f"{PREFIX}{family}-{name}"
 
 
 def is_excluded(address: str, node: Node) -> bool:
-    """Whether virtual servers at that address belong to other software."""
+    """True if virtual servers at that address belong to other software."""
     return bool(node.excluded) and any(ip_address(address) in network for network in node.excluded)
 
 
@@ -114,11 +114,11 @@ def lower(
     mark_of: Callable[[Server], int],
     taken: Collection[tuple[str, int, int]] = (),
 ) -> Lowered:
-    """One service.
+    """Lowers one service.
 
     Args:
         entries: its service ports.
-        node: where.
+        node: the node's part.
         scheduler_of: the kernel's scheduler for an entry.
         mark_of: a number of its own for each virtual server that treats external clients differently, without the
             masquerade bit; 0: there is none left.
@@ -166,7 +166,7 @@ def _frontend(
     node: Node,
     mark_of: Callable[[Server], int],
 ) -> None:
-    """One frontend at one address."""
+    """Lowers one frontend at one address."""
     internal, external = entry.backend_sets[frontend.internal], entry.backend_sets[frontend.external]
     lowered.servers[server] = _wanted(entry, config, internal)
     element = Element(server.address, server.port, server.protocol)
@@ -183,7 +183,7 @@ def _frontend(
     for name in names:
         lowered.members[set_name(entry.family, name), element] = None
     lowered.members[set_name(entry.family, "SERVERS"), element] = entry.name
-    # Decide by the policy, not by today's backends: flows must end with the virtual server that they began at.
+    # The policy decides, not the present backends: flows must end with the virtual server that they began at.
     if frontend.internal != frontend.external and (mark := mark_of(server)):
         mark |= node.masquerade if frontend.masquerade & Masquerade.EXTERNAL else 0
         lowered.servers[Server(entry.family, mark=mark)] = _wanted(entry, config, external)
@@ -200,7 +200,7 @@ def _wanted(entry: Entry, config: Config, backend_set: BackendSet) -> Wanted:
 
 
 def _networks(cidrs: Iterable[str]) -> Iterator[str]:
-    """As a set holds them: a prefix of 0 bits does not exist there, two of one bit say the same."""
+    """Returns the networks as a set can hold them: a prefix of 0 bits becomes two of one bit."""
     for text in cidrs:
         network = ip_network(text, strict=False)
         for part in network.subnets() if network.prefixlen == 0 else (network,):
@@ -208,7 +208,7 @@ def _networks(cidrs: Iterable[str]) -> Iterator[str]:
 
 
 def _hairpins(lowered: Lowered, entry: Entry) -> None:
-    """Each backend of this node as its own client. Ready or not: its flows may be older than its state."""
+    """Returns each backend of this node as its own client. Ready or not: its flows may be older than its state."""
     backends = {*entry.serving, *(backend for backend_set in entry.backend_sets for backend in backend_set.backends)}
     name = set_name(entry.family, "HAIRPIN")
     for backend in backends:

@@ -1,4 +1,4 @@
-"""PURE. Firewall marks: one for each virtual server that external clients get instead of another."""
+"""PURE. Assigns firewall marks: one for each virtual server that external clients get instead of another."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ NUMBERS: Final = 1 << 16  # in the lower half
 
 
 def is_ours_by_mark(mark: int, masquerade: int) -> bool:
-    """Whether a virtual server of that firewall mark is ours; the masquerade bit may be anywhere in it."""
+    """True if a virtual server of that firewall mark is ours; the masquerade bit may be anywhere in it."""
     return bool(mark) and mark & ~0xFFFF & ~masquerade == BASE & ~masquerade
 
 
 def is_nearly_ours(mark: int) -> bool:
-    """As `is_ours_by_mark` when the masquerade bit is not known."""
+    """Decides as `is_ours_by_mark` when the masquerade bit is not known."""
     return ((mark ^ BASE) & ~0xFFFF).bit_count() <= 1
 
 
 class Marks:
-    """Which marks are whose; without the masquerade bit, which is another's to set.
+    """Assigns marks to servers, without the masquerade bit, which is set separately.
 
     Args:
         masquerade: that bit.
-        members: what a set of marks of an earlier agent holds: the same servers keep them.
+        members: the content of a former agent's set of marks: the same servers keep them.
     """
 
     def __init__(self, masquerade: int, members: Mapping[Member, Value] | None = None) -> None:
@@ -49,7 +49,7 @@ class Marks:
         self._owner[mark] = server
 
     def take(self, server: Server) -> int:
-        """The mark for a server: the one that it has, or a free one; 0: there is none."""
+        """Returns the mark for a server: its present one, or a free one; 0: there is none."""
         known = self._of.get(server)
         if known is not None:
             return known
@@ -63,7 +63,7 @@ class Marks:
         return 0
 
     def give_back(self, servers: Iterable[Server]) -> None:
-        """These need none any more."""
+        """Release the marks of these servers."""
         for server in servers:
             mark = self._of.pop(server, None)
             if mark is not None:

@@ -1,8 +1,8 @@
-"""PURE. From what is in the kernel to what is wanted: which steps, in which order.
+"""PURE. Plans the steps from the kernel's objects to the wanted ones, in their order.
 
-IPVS, sets and addresses have no transaction in common. So what restricts comes before what allows, servers come
-before the addresses that lead to them, and the other way round when they go; a packet then meets the old state or
-the new one, or is refused, but never a half-made service.
+IPVS, sets and addresses have no transaction in common. So restrictions come before permissions, and servers before the
+addresses that lead to them, and the reverse for removals; a packet then meets the old state or the new one, or is
+refused, but never a half-made service.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, 
 # Elements of these are added only when the virtual servers are there, and removed before anything else.
 _LATE: Final = ("MARKS", "PORTS")
 _ADDRESSES: Final = "ADDRESSES"
-_SERVERS: Final = "SERVERS"  # the memory of what is ours: first in, last out
+_SERVERS: Final = "SERVERS"  # these record which objects are ours: first in, last out
 
 
 class ServerState(NamedTuple):
@@ -29,7 +29,7 @@ class ServerState(NamedTuple):
 
 @dataclass
 class Actual:
-    """What of ours is in the kernel, as far as we know."""
+    """Our objects in the kernel, as far as we know."""
 
     servers: dict[Server, ServerState] = field(default_factory=dict)
     members: dict[Member, Value] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Actual:
 
 
 class Steps(NamedTuple):
-    """What to do, in this order."""
+    """The operations, in this order."""
 
     before: list[Edit]  # SERVERS first, then what restricts
     servers: list[Change]  # new ones, changed ones, real servers
@@ -57,7 +57,7 @@ NO_STEPS: Final = Steps([], [], [], [], [], [], [], [])
 
 
 def server_changes(server: Server, wanted: Wanted, actual: ServerState | None) -> list[Change]:
-    """What makes one virtual server as it should be. Who leaves with flows is set to weight 0 (row 4.9)."""
+    """Returns the changes that make one virtual server as wanted. Removed servers with flows get weight 0 (row 4.9)."""
     changes = []
     if actual is None:
         changes.append(Change(Verb.NEW_SERVER, server, wanted.config))
@@ -78,7 +78,7 @@ def server_changes(server: Server, wanted: Wanted, actual: ServerState | None) -
 
 
 def quiet(actual: Actual) -> Steps:
-    """The steps after which no virtual server takes a new flow, and each goes on with those that it has.
+    """Returns the steps after which no virtual server accepts a new flow, and each keeps its flows.
 
     IPVS gives up the flows of a real server that is removed, and unhooks itself with the last virtual server.
     """
@@ -92,7 +92,7 @@ def quiet(actual: Actual) -> Steps:
 
 
 def give_up(actual: Actual, keep: Collection[str]) -> Steps:
-    """The steps that unbind all addresses but these."""
+    """Returns the steps that unbind all addresses but these."""
     return NO_STEPS._replace(unbind=sorted(actual.addresses.difference(keep)))
 
 
@@ -102,7 +102,7 @@ def plan(
     members: Mapping[Member, tuple[bool, Value]],
     addresses: Mapping[str, bool],
 ) -> Steps:
-    """The steps for these things alone; None and False: it should not be there."""
+    """Returns the steps for these objects alone; None and False: it should not exist."""
     changes: list[Change] = []
     removed: list[Change] = []
     for server, wanted in servers.items():
@@ -136,12 +136,12 @@ def _edits(elements: Mapping[str, dict[Element, Value]], names: Iterable[str], *
 
 
 def _named(known: Collection[str], kinds: tuple[str, ...]) -> list[str]:
-    """The sets of these kinds that are known, in this order."""
+    """Returns the known sets of these kinds, in this order."""
     return [name for kind in kinds for family in (4, 6) if (name := set_name(family, kind)) in known]
 
 
 def _order(known: Collection[str], first: tuple[str, ...], without: tuple[str, ...]) -> list[str]:
-    """All that are known: those of `first`, then the others, none of `without`."""
+    """Returns all known kinds: those of `first`, then the others, none of `without`."""
     start = _named(known, first)
     left_out = {*start, *_named(known, without)}
     return [*start, *sorted(name for name in known if name not in left_out)]

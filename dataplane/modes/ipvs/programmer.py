@@ -1,4 +1,4 @@
-"""The ipvs mode, open on this node."""
+"""Mode ipvs, open on this node."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Ipvs(NetfilterMode):
         self._taken: Counter[tuple[str, int, int]] = Counter()
         self._draining: set[Server] = set()
         self._drain_at = 0.0
-        self._owed = 0  # things that others changed and that are not put right yet
+        self._owed = 0  # foreign changes that are not repaired yet
         self._left = False  # the mode drains
         self._flows = Flows(self.kernel, self.actual)
         self._watching = False
@@ -97,14 +97,14 @@ class Ipvs(NetfilterMode):
         return super().sync(table)
 
     def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
-        """A service that takes or leaves an address that node ports are served at changes others, too."""
+        """True if a service takes or gives up an address of node ports: then other services change, too."""
         return table.node != self.table.node or any(
             self._explicit(table, name) != self._explicit(self.table, name) for name in names
         )
 
     def _replace(self, table: ServiceTable) -> None:
-        """Everything: what is in the kernel is read, and whatever differs is changed in place."""
-        if self._programmed and not self._owed:  # repaired now, on whatever occasion: it counts
+        """Read everything from the kernel, and change whatever differs in place."""
+        if self._programmed and not self._owed:  # a repair counts on whatever occasion it happens
             self._owed = len(self.audit.addresses())
         self.unset = self.kernel.set_sysctls(self._all_settings())
         options = self.options
@@ -159,7 +159,7 @@ class Ipvs(NetfilterMode):
         return {member: (self._members[member] > 0, self._values.get(member)) for member in members}
 
     def _change(self, table: ServiceTable, names: Collection[str]) -> None:
-        """What changed, and nothing else: neither read nor written."""
+        """Write what changed; nothing else is read or written."""
         if self._left:
             return
         servers: dict[Server, Wanted | None] = {}
@@ -183,7 +183,7 @@ class Ipvs(NetfilterMode):
             self.audit.rules = writer.write_rules(self.kernel, table.node, table.health_ports)
 
     def _put(self, name: str, entries: tuple[Entry, ...]) -> Lowered:
-        """Replace what a service needs by what it needs now."""
+        """Replace the needs of a service by its present ones."""
         old = self.lowered.pop(name, NOTHING)
         for member in old.members:
             if _release(self._members, member):
@@ -205,23 +205,24 @@ class Ipvs(NetfilterMode):
         return f"IPv{entry.family} does not work here: {self.kernel.tables.missing.get(entry.family, 'no iptables')}"
 
     def _scheduler(self, entry: Entry) -> str:
-        """What the entry asks for, where the kernel has it; it is asked once for each."""
+        """Returns the entry's scheduler, if the kernel has it; the kernel is asked once for each."""
         default, asked = self.options.ipvs_scheduler, self._asked(entry)
         if asked not in self._schedulers:
             self._schedulers[asked] = self.kernel.ipvs.schedules(asked)
         return asked if self._schedulers[asked] else default
 
     def _asked(self, entry: Entry) -> str:
-        """The table's algorithm as a scheduler. The kernel has no random one, and its rr and lc know no weights.
+        """Returns the table's algorithm as a scheduler.
 
-        Where backends may start slowly, the scheduler weighs all the time: to change it would be one change more.
+        The kernel has no random one, and its rr and lc know no weights. Where backends may start slowly, the scheduler
+        is a weighted one all the time, which saves a change.
         """
         asked = self.options.ipvs_scheduler if entry.algorithm == "random" else entry.algorithm
         weighs = entry.slow_start or len({backend.weight for backend in entry.serving if backend.weight}) > 1
         return _WEIGHING.get(asked, asked) if weighs else asked
 
     def _explicit(self, table: ServiceTable, name: str) -> list[tuple[str, int, int]]:
-        """Addresses of a service that are node-port addresses too."""
+        """Returns the addresses of a service that are node-port addresses too."""
         return [
             (frontend.address, frontend.port, int(entry.protocol))
             for entry in table.services.get(name, ())
@@ -250,7 +251,7 @@ class Ipvs(NetfilterMode):
 
     def abandon(self, table: ServiceTable) -> None:
         del table
-        self._flows.hand_over()
+        self._flows.forget()
 
     def _quiet(self, table: ServiceTable) -> None:
         steps = quiet(self.actual)
@@ -264,10 +265,10 @@ class Ipvs(NetfilterMode):
     def _hold(self, node: NodeNetwork) -> None:
         """Keep the addresses that flows need, and no others.
 
-        A new connection of this node to an address that is bound has it as its own too, and would lose it. So they
-        are held by routes, as far as there is another source; that of an open connection stays what it is. Where the
-        mode that serves translates at sockets, there are no such connections. Then the address stays bound, because an
-        unconnected socket of the node takes its source anew for each datagram.
+        A new connection of this node to a bound address uses that address as its source too, and would lose it. So they
+        are held by routes, if there is another source; that of an open connection stays. Where the mode that serves
+        translates at sockets, there are no such connections. Then the address stays bound, because an unconnected
+        socket of the node chooses its source for each datagram.
         """
         ours = {element.address for name, element in self.actual.members if name.endswith("-ADDRESSES")}
         needed = self._flows.addresses & ours
@@ -286,7 +287,7 @@ class Ipvs(NetfilterMode):
             super()._delete_stale(judge, openings)
             return
         try:  # of this mode's flows alone: the mode that serves judges its own
-            self.stale_deleted.update(self._flows.hand_over_stale(judge))
+            self.stale_deleted.update(self._flows.forget_stale(judge))
         except (DataplaneError, OSError) as error:
             log.warning("datagrams that lead to endpoints that are gone still go there: %s", error)
 
@@ -298,7 +299,7 @@ class Ipvs(NetfilterMode):
         )
 
     def _drain(self) -> None:
-        """Remove real servers that left and whose last connection ended (row 4.9)."""
+        """Remove real servers of weight 0 whose last connection ended (row 4.9)."""
         if not self._draining or self._clock() < self._drain_at:
             return
         self._drain_at = self._clock() + DRAIN_SECONDS
@@ -328,12 +329,12 @@ class Ipvs(NetfilterMode):
             self._watching = True
 
     def _lost(self) -> None:
-        """Called by the watching thread: an address of ours, or the device, is gone."""
+        """Note that one of our addresses, or the device, is gone. Called by the watching thread."""
         self.audit.address_lost.set()
         self._request_maintenance()
 
     def may_have_drifted(self) -> bool:
-        """Whether it is time to compare."""
+        """True if it is time to compare."""
         return not self._full and self.audit.due
 
     def maintain(self) -> None:
@@ -351,7 +352,7 @@ class Ipvs(NetfilterMode):
             self._repair()
 
     def _let_start(self) -> None:
-        """Let real servers that start slowly have the weights that are due."""
+        """Set the weights that are due of real servers that start slowly."""
         due, former = self._slow_start.parts(self._clock()), self._parts
         keys = [key for key in {*due, *former} if due.get(key) != former.get(key)]
         if not keys:
@@ -360,11 +361,11 @@ class Ipvs(NetfilterMode):
         try:
             self._change(self.table, {service_of(key) for key in keys})
         except (DataplaneError, OSError) as error:
-            self._parts = former  # it is tried again
+            self._parts = former  # the next call repeats it
             raise DataplaneError(f"weights of real servers that start slowly could not be changed: {error}") from error
 
     def _repair(self) -> None:
-        """Read everything and put right what differs; what fails is tried again by the next `maintain`."""
+        """Read everything and repair what differs; the next `maintain` repeats what failed."""
         try:
             self._replace(self.table)
         except (DataplaneError, OSError) as error:
@@ -423,7 +424,7 @@ class Ipvs(NetfilterMode):
 
 
 def _release(counts: Counter[Any], held: object) -> bool:
-    """One holder less; whether it was the last."""
+    """Count one holder less. Returns True if it was the last."""
     counts[held] -= 1
     if counts[held] > 0:
         return False
@@ -432,12 +433,12 @@ def _release(counts: Counter[Any], held: object) -> bool:
 
 
 def clean(options: Options) -> int:
-    """Remove everything of ours from this network namespace; returns how many things went."""
+    """Remove all our objects from this network namespace. Returns how many."""
     return writer.clean() + bool(localhost.remove(options, Ipvs.name))
 
 
 def probe(options: Options) -> str | None:
-    """Make, and remove again, one of everything that the mode needs."""
+    """Create, and remove again, one of each object that the mode needs."""
     try:
         writer.open_kernel(options).close()
     except Unsupported as error:
@@ -448,7 +449,7 @@ def probe(options: Options) -> str | None:
 
 
 def look(options: Options, names: Mapping[int, str]) -> Programmed | None:
-    """What is programmed, of an agent that runs or not."""
+    """Read what is programmed, with or without a running agent."""
     del options, names
     try:
         sets = Ipsets()
@@ -462,7 +463,7 @@ def look(options: Options, names: Mapping[int, str]) -> Programmed | None:
 
 
 def drain(options: Options) -> bool:
-    """New flows pass by, those that IPVS knows go on; whether anything of ours was here."""
+    """Stop new flows; those that IPVS knows go on. Returns whether anything of the mode was here."""
     if look(options, {}) is None:
         return False
     with contextlib.closing(Ipvs(options, lambda: None)) as programmer:

@@ -36,7 +36,7 @@ _REFUSED_PORT: Final = 1  # tcpmux: the packet does not get there, the rule come
 
 
 def pod_match(node: NodeNetwork, family: int) -> str:
-    """The match for packets of pods; empty: pods are not recognized."""
+    """Returns the match of packets from pods; empty: pods are not recognized."""
     if node.pods.interface:
         return f"-i {node.pods.interface}{'+' * node.pods.by_name_prefix}"
     prefix = node.pods.prefix(family)
@@ -52,12 +52,11 @@ def restore_text(
     draining: bool = False,
     compares: bool = True,
 ) -> str:
-    """A restore that makes our chains and jumps anew in one transaction for each table.
+    """Returns a restore that rewrites our chains and jumps in one transaction for each table.
 
-    `saved` is by table what iptables-save prints now: jumps that are there are taken out. While the mode drains,
-    another one decides: what is open needs that conntrack translates, for which a chain in nat is enough, and that
-    answers are forwarded; and nothing of this node may answer at the addresses. `compares`: the
-    kernel has the match bpf.
+    `saved` is by table what iptables-save prints now: existing jumps are removed. While the mode drains, another one
+    decides: open flows need that conntrack translates, for which a chain in nat is enough, and that answers are
+    forwarded; and nothing of this node may answer at the addresses. `compares`: the kernel has the match bpf.
     """
     if draining:
         rules: dict[str, list[tuple[str, str]]] = {"filter": [*_draining_filter(family, health_ports)]}
@@ -82,7 +81,7 @@ def _table(table: str, rules: list[tuple[str, str]], saved: str) -> str:
 
 
 def removal(table: str, saved: str) -> tuple[str, int]:
-    """A restore that removes every chain of ours and every jump to them, and how many these are."""
+    """Returns a restore that removes our chains and all jumps to them, and how many these are."""
     lines = saved.splitlines()
     chains = _chains(saved)
     jumps = [f"-D {line[3:]}" for line in lines if _is_jump(line)]
@@ -97,7 +96,7 @@ def _chains(saved: str) -> list[str]:
 
 
 def ours(saved: str) -> tuple[str, ...]:
-    """The lines of a save that are ours, to find what others changed."""
+    """Returns our lines of a save, to find foreign changes."""
     found = []
     for line in saved.splitlines():
         if line.startswith(f":{PREFIX}"):
@@ -108,14 +107,14 @@ def ours(saved: str) -> tuple[str, ...]:
 
 
 def _is_jump(line: str) -> bool:
-    """A rule in a chain that is not ours that leads to one of ours; what a comment says does not count."""
+    """True if a rule of a foreign chain leads to one of our chains; comments are ignored."""
     if not line.startswith("-A ") or line.startswith(f"-A {PREFIX}"):
         return False
     return _LEADS.search(_QUOTED.sub("", line)) is not None
 
 
 def samples(family: int, probe_set: str, mark_set: str) -> dict[str, list[str]]:
-    """Rules that must be possible for the mode to work, with two sets that are there."""
+    """Returns the rules that the mode needs, with two existing sets, to be tried."""
     return {
         "mangle": [f"-j SET --map-set {mark_set} dst,dst --map-mark"],
         "nat": [
@@ -148,10 +147,10 @@ def _mangle(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
     for chain in (before, output):
         yield chain, "-m conntrack ! --ctstate NEW -j RETURN"
         yield chain, f"-j {always}"
-    for address in node.loopback:  # where nobody but this node itself may connect, whatever route_localnet says
+    for address in node.loopback:  # only this node itself may connect there, whatever route_localnet says
         if ip_network(address).version == family:
             yield before, f"-d {address}{'/32' if family == 4 else '/128'} ! -i lo -j DROP"
-    if family == 6:  # a router would not forward these, whose scope ends here; IPVS does not ask
+    if family == 6:  # a router would not forward these, whose scope ends here; IPVS does not check
         for source in ("::/128", "fe80::/10"):
             yield before, f"-s {source} {_set(family, 'PORTS')} -j DROP"
     if pods:
@@ -164,7 +163,7 @@ def _mangle(family: int, node: NodeNetwork) -> Iterator[tuple[str, str]]:
 
 
 def itself(family: int) -> str:
-    """A packet that leaves the node for the address that it came from: its sender was chosen as its own backend."""
+    """Matches a packet that leaves the node for the address that it came from: its sender is its own backend."""
     return f'! -o lo -m bpf --bytecode "{same_addresses(family)}"'
 
 
@@ -186,7 +185,7 @@ def _nat(family: int, node: NodeNetwork, *, compares: bool) -> Iterator[tuple[st
     yield output, f"{_set(family, 'MASQ-NODE')} {mark}"
     # This node's route to an address of its own has that very address as its source, so that no pod could answer.
     yield output, f"{_set(family, 'ADDRESSES', 'src')} {_set(family, 'PORTS')} {mark}"
-    # Without the match bpf, of the backends that are known to be on this node.
+    # Without the match bpf: only backends that are known to be on this node.
     found = itself(family) if compares else _set(family, "HAIRPIN", "dst,dst,src")
     yield after, f"{found} -j MASQUERADE --random-fully"
     yield after, f"-m mark ! --mark {bit:#x}/{bit:#x} -j RETURN"
@@ -221,7 +220,7 @@ def _draining_filter(family: int, health_ports: Iterable[int]) -> Iterator[tuple
 
 
 def _filter_for_any(family: int, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:
-    """What both begin with: the chains that refuse, and what is let through before them."""
+    """Returns the common beginning: the chains that reject, and what is accepted before them."""
     enter, forward, output = (f"{PREFIX}{hook}" for hook in JUMPS["filter"])
     reject, unknown = f"{PREFIX}REJECT", f"{PREFIX}UNKNOWN"
     yield reject, "-p tcp -j REJECT --reject-with tcp-reset"

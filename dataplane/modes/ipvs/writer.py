@@ -1,4 +1,4 @@
-"""Writes the steps of a plan to IPVS, ipset, the dummy device and iptables, and reads back what is there."""
+"""Writes the steps of a plan to IPVS, ipset, the dummy device and iptables, and reads the kernel's state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hybrid_proxy.dataplane.virtual_servers import Change, Connection, Edit, Ele
 
 log = logging.getLogger(__name__)
 
-DEVICE: Final = "kube-ipvs0"  # the name that network plugins know to leave alone
+DEVICE: Final = "kube-ipvs0"  # network plugins ignore this name
 _FAMILIES: Final = (4, 6)
 _PROBE: Final = {"PORTS": "HPV-PROBE", "MARKS": "HPV-PROBE-M"}  # sets to try rules with
 
@@ -95,7 +95,7 @@ def open_kernel(options: Options) -> Kernel:
 
 
 def _find_tables(sets: Ipsets) -> xtables.Xtables:
-    """The iptables of this node; the matches that the mode needs are tried with sets that are made for it."""
+    """Finds the iptables of this node, and tries the matches that the mode needs, with temporary sets."""
     probes = {(family, kind): f"{name}-{family}" for family in _FAMILIES for kind, name in _PROBE.items()}
     try:
         for (family, kind), name in probes.items():
@@ -113,7 +113,7 @@ def _find_tables(sets: Ipsets) -> xtables.Xtables:
 
 
 def make_sets(kernel: Kernel) -> None:
-    """All sets of the families that work, empty where they are new."""
+    """Create the missing sets of all families that work."""
     there = set(kernel.sets.names(PREFIX))
     for family in kernel.tables.families:
         for name, kind in SETS.items():
@@ -122,7 +122,7 @@ def make_sets(kernel: Kernel) -> None:
 
 
 def read_actual(kernel: Kernel, masquerade: int) -> Actual:
-    """Everything of ours: sets by their names, the rest by the sets' memory of it."""
+    """Read all our objects: sets by their names, the others as recorded in sets."""
     actual = Actual()
     for family in kernel.tables.families:
         for name in SETS:
@@ -140,7 +140,7 @@ def read_actual(kernel: Kernel, masquerade: int) -> Actual:
 
 
 def read_set(kernel: Kernel, name: str) -> dict[tuple[str, Element], Value]:
-    """The members of one set; none when it is gone."""
+    """Returns the members of one set; none when it is gone."""
     try:
         return {(name, element): value for element, value in kernel.sets.elements(name).items()}
     except NetlinkFailed as error:
@@ -150,7 +150,7 @@ def read_set(kernel: Kernel, name: str) -> dict[tuple[str, Element], Value]:
 
 
 def _is_ours(server: Server, members: Collection[tuple[str, Element]], masquerade: int) -> bool:
-    """Whether a virtual server of the kernel is one that we made."""
+    """True if we made this virtual server of the kernel."""
     if server.mark:
         return is_ours_by_mark(server.mark, masquerade)
     element = Element(server.address, server.port, server.protocol)
@@ -161,9 +161,9 @@ def _is_ours(server: Server, members: Collection[tuple[str, Element]], masquerad
 
 
 def perform(kernel: Kernel, steps: Steps, actual: Actual, ready: Callable[[], None] | None = None) -> None:
-    """Do the steps in their order, and note in `actual` what is there then.
+    """Carry out the steps in their order, and record the result in `actual`.
 
-    `ready` is called when everything is there that addresses lead to, before they are bound.
+    `ready` is called when everything exists that addresses lead to, before they are bound.
 
     Raises:
         NetlinkFailed: the kernel refused; `actual` is no longer true.
@@ -174,7 +174,7 @@ def perform(kernel: Kernel, steps: Steps, actual: Actual, ready: Callable[[], No
     if ready is not None:
         ready()
     if steps.bind or steps.unbind:
-        actual.addresses.difference_update(steps.unbind)  # before they go: the watcher shall not mind
+        actual.addresses.difference_update(steps.unbind)  # before the removal: the watcher must not report it
         kernel.device.change(steps.bind, steps.unbind)
         actual.addresses.update(steps.bind)
     _edit(kernel, steps.closed, actual)
@@ -203,7 +203,7 @@ def _serve(kernel: Kernel, changes: list[Change], actual: Actual) -> None:
 
 
 def note(actual: Actual, change: Change) -> None:
-    """Take over what one change of a virtual server did."""
+    """Record the effect of one change of a virtual server."""
     if change.verb is Verb.DELETE_SERVER:
         actual.servers.pop(change.server, None)
         return
@@ -221,10 +221,10 @@ def note(actual: Actual, change: Change) -> None:
 def write_rules(
     kernel: Kernel, node: NodeNetwork, health_ports: Iterable[int], *, draining: bool = False
 ) -> dict[int, tuple[str, ...]]:
-    """Make the rules of all families; what of ours is there then, to compare with later.
+    """Write the rules of all families. Returns our lines, to compare with later.
 
     Raises:
-        XtablesError: a restore was refused; nothing of that family's is changed.
+        XtablesError: a restore was refused; nothing of that family is changed.
     """
     written = {}
     for family in kernel.tables.families:
@@ -237,7 +237,7 @@ def write_rules(
 
 
 def read_rules(kernel: Kernel, family: int) -> tuple[str, ...]:
-    """The lines of ours in all tables of a family."""
+    """Read our lines in all tables of a family."""
     return tuple(line for table in rules.JUMPS for line in rules.ours(kernel.tables.save(family, table)))
 
 
@@ -245,16 +245,16 @@ def read_rules(kernel: Kernel, family: int) -> tuple[str, ...]:
 
 
 def clean() -> int:
-    """Remove everything of ours from this network namespace; how many things went. Half of it missing is no error.
+    """Remove all our objects from this network namespace, also if half of them is missing. Returns how many.
 
     Raises:
-        DataplaneError: something of ours is there and cannot be removed.
+        DataplaneError: one of our objects cannot be removed.
     """
     removed = _clean_rules()
     try:
         sets = Ipsets()
     except Unsupported:
-        return removed  # without sets nothing of ours was ever made
+        return removed  # without sets we never made anything
     names = sets.names(PREFIX)
     members = {name: sets.elements(name) for name in names}
     removed += _clean_servers(members)
@@ -307,7 +307,7 @@ def _clean_addresses(members: Mapping[str, Mapping[Element, Value]]) -> int:
 
 
 def sysctls(options: Options, release: str, *, draining: bool = False) -> dict[str, str]:
-    """The settings that the mode needs (row 4.19). `release` is the kernel's, as uname(2) has it."""
+    """Returns the settings that the mode needs (row 4.19). `release` is the kernel's, as uname(2) has it."""
     wanted = {
         "net/ipv4/ip_forward": "1",
         "net/ipv4/vs/conntrack": "1",

@@ -1,4 +1,4 @@
-"""PURE. Where session affinity sends clients: elements of the maps of clients, as values that all modes know."""
+"""PURE. Reads and writes session affinity: elements of the maps of clients, as values that all modes know."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Contents = Mapping[str, Mapping[Key, tuple[Value, str]]]  # of the maps of clien
 
 
 def sets_of(entries: Iterable[Entry]) -> set[str]:
-    """Names of the maps in which clients of these are remembered."""
+    """Returns the names of the maps that hold the clients of these service ports."""
     return {clients_set(entry.affinity_seconds).name for entry in entries}
 
 
 def remembered(entries: Collection[Entry], held: Contents) -> list[Remembered]:
-    """What the maps hold of these service ports."""
+    """Returns the clients that the maps hold for these service ports."""
     numbers = Numbers()
     ports = {numbers(number_name(entry)): entry for entry in entries}
     ends = {number: socket for entry in entries for socket, number in _numbers(entry, numbers).items()}
@@ -36,7 +36,7 @@ def remembered(entries: Collection[Entry], held: Contents) -> list[Remembered]:
 def additions(
     entries: Collection[Entry], clients: Collection[Remembered], held: Contents, number: Number
 ) -> Iterator[op.Operation]:
-    """Elements for clients that the maps do not hold yet."""
+    """Returns elements for clients that the maps do not hold yet."""
     ports = {entry.key: (entry, _numbers(entry, number)) for entry in entries}
     made: dict[tuple[str, Key], Element] = {}
     for one in clients:
@@ -51,6 +51,6 @@ def additions(
 
 
 def _numbers(entry: Entry, number: Number) -> dict[tuple[str, int], int]:
-    """Of each backend in a set."""
+    """The number of each backend in a set."""
     backends = {backend for chosen in entry.backend_sets for backend in chosen.backends}
     return {(backend.address, backend.port): number(number_name(entry, backend)) for backend in backends}

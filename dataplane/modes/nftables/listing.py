@@ -1,4 +1,4 @@
-"""What is programmed, read from the kernel's tables: names are the comments of elements."""
+"""Lists what is programmed, read from the kernel's tables: names are the comments of elements."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Tables:
                 yield from found.values()
 
     def services(self) -> list[ServiceRow]:
-        """See `dataplane.mode.View.services`; the tables do not show which backends are on this node."""
+        """List the service ports; the tables do not show which backends are on this node."""
         rows: dict[tuple[str | None, int, str], ServiceRow] = {}
         for frontend in self._frontends():
             name = (frontend.name, frontend.family.version, frontend.protocol)
@@ -86,7 +86,7 @@ class Tables:
         return sorted(rows.values(), key=lambda row: (row.name or "", row.frontends))
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
-        """Those of any route."""
+        """List the backends of service ports, internal and external ones."""
         found = {
             (frontend.name or "", address, frontend.protocol)
             for frontend in self._frontends()
@@ -99,7 +99,7 @@ class Tables:
         ]
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        """From conntrack."""
+        """List flows from conntrack."""
         keys = {(f.address, int(f.key[-1]), int(f.key[-2])): f.name for f in self._frontends()}
         return conntrack.flows(keys, limit)
 

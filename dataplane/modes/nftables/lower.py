@@ -27,13 +27,13 @@ Number = Callable[[str], int]  # a number for each name
 
 
 def number_name(entry: Entry, backend: Backend | None = None) -> str:
-    """What a number stands for: a service port, or one of its backends."""
+    """Names a number: a service port, or one of its backends."""
     name = f"{entry.name}/{entry.protocol.name}/IPv{entry.family}"
     return f"{name} {backend.address} {backend.port}" if backend else name
 
 
 def elements(entry: Entry, number: Number) -> list[Element]:
-    """The elements that are one service port's alone, in order; `number` numbers what affinity has to remember."""
+    """Returns, in order, the elements that one service port owns alone; `number` numbers what affinity keeps."""
     found: list[Element] = []
     protocol = int(entry.protocol)
     remembered = entry.backend_sets if entry.affinity_seconds else ()
@@ -66,7 +66,7 @@ def elements(entry: Entry, number: Number) -> list[Element]:
 
 
 def _spaces(frontend: Frontend) -> list[tuple[str, int]]:
-    """Where clients look for the frontend, and which backend set they find there.
+    """Returns the key spaces in which clients find the frontend, each with its backend set.
 
     `external` holds only frontends that treat clients beyond the cluster differently.
     """
@@ -87,7 +87,7 @@ def _verdict(entry: Entry, frontend: Frontend, space: str, position: int) -> Ver
 
 
 def shared(entry: Entry) -> set[Element]:
-    """Elements that other service ports may have too: ClusterIPs."""
+    """Returns the elements that other service ports may have too: ClusterIPs."""
     return {
         Element(CLUSTER_IPS, (frontend.address,))
         for frontend in entry.frontends
@@ -96,6 +96,6 @@ def shared(entry: Entry) -> set[Element]:
 
 
 def node_elements(family: Family, node: NodeNetwork) -> list[Element]:
-    """Where node ports are served."""
+    """Returns the elements for the addresses at which node ports are served."""
     mine = (a for a in node.node_port_addresses if family_of(a) == family.version)
     return [Element(NODE_PORT_ADDRESSES, (address,)) for address in mine]

@@ -1,10 +1,10 @@
-"""PURE. Chains that pick a backend: one for each number of backends, and so on, that a frontend has.
+"""PURE. Builds chains that pick a backend: one for each combination of number of backends, masquerading and affinity.
 
 A chain `internal-10-ne` serves all frontends with 10 backends whose packets are masqueraded for clients of the classes
 node and external (p: pod, n: node, e: external).
 
-With affinity, a client whose backend is no member of the backend set any more is forgotten and chooses anew, by the
-packet itself: no entry must be searched and deleted when a backend goes.
+With affinity, a client whose backend is no member of the backend set any more is forgotten and gets another backend by
+its next packet: no entry must be found and deleted when a backend is removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybrid_proxy.dataplane.table import Masquerade
 
 
 class Pick(NamedTuple):
-    """What a picking chain does; verdicts lead to it."""
+    """The parameters of a picking chain; verdicts lead to it."""
 
     space: str
     backends: int
@@ -45,7 +45,7 @@ _PICK: Final = re.compile(rf"({'|'.join(SPACES)})-([1-9]\d*)-({'|'.join(_CLASSES
 
 
 def chain_named(name: str) -> ChainName:
-    """The chain of that name as a verdict has it: a `Pick` if it picks a backend."""
+    """Returns the chain of that name as a verdict has it: a `Pick` if it picks a backend."""
     found = _PICK.fullmatch(name)
     if found is None:
         return name
@@ -81,12 +81,12 @@ def _random_slot(family: Family, pick: Pick, name: str, slots: int) -> Part:
     return x.random(slots, 0), *key, x.lookup(name, 0, into=0)
 
 
-# Session affinity. A value that was looked up can be part of another key only by way of a field of the packet.
+# Session affinity. A value that was looked up can be part of another key only if a field of the packet carries it.
 # Two serve: its priority, which is cleared at the end, and its mark, which is kept in a map meanwhile.
 
 
 def _affinity(family: Family, pick: Pick) -> Iterator[Rule]:
-    """Twice the same: what a client remembers may be no member any more, then it is forgotten and chooses anew."""
+    """Apply the same rules twice: if the remembered backend is no member any more, the client chooses again."""
     clients = clients_set(pick.seconds).name
     load_number = _number_to_priority(family, pick)
     once = (
@@ -104,13 +104,13 @@ def _affinity(family: Family, pick: Pick) -> Iterator[Rule]:
 
 
 def _number_to_priority(family: Family, pick: Pick) -> Part:
-    """The packet's priority becomes the number of the service port."""
+    """Set the packet's priority to the number of the service port."""
     key = family.load_key(port_only=port_only(pick.space))
     return *key, x.lookup(f"{pick.space}-numbers", 0, into=0), x.set_meta(nf.NFT_META_PRIORITY, 0)
 
 
 def _candidate_to_mark(family: Family, pick: Pick) -> Part:
-    """The packet's mark becomes the number of a random backend of the frontend."""
+    """Set the packet's mark to the number of a random backend of the frontend."""
     slot = _random_slot(family, pick, f"{pick.space}-candidates", pick.backends)
     return *slot, x.set_meta(nf.NFT_META_MARK, 0)
 
@@ -122,14 +122,14 @@ def _connection(family: Family) -> Part:
 
 
 def _keep_mark(family: Family) -> Part:
-    """Put the packet's mark aside."""
+    """Store the packet's mark in the map of kept marks."""
     word = family.words + 2
     update = x.dynset(KEPT_MARKS, nf.NFT_DYNSET_OP_UPDATE, 0, word)
     return *_connection(family), x.meta(nf.NFT_META_MARK, word), update
 
 
 def _restore_mark(family: Family) -> Part:
-    """Fetch the packet's mark again."""
+    """Restore the packet's mark."""
     word = family.words + 2
     fetch = (*_connection(family), x.lookup(KEPT_MARKS, 0, into=0), x.set_meta(nf.NFT_META_MARK, 0))
     delete = x.dynset(KEPT_MARKS, nf.NFT_DYNSET_OP_DELETE, 0, word)
@@ -142,13 +142,13 @@ def _client(family: Family) -> tuple[Expression, Expression]:
 
 
 def _write_client(family: Family, clients: str, operation: int) -> Part:
-    """Update: give the client that backend unless it has one, its time begins again. Delete: it has none any more."""
+    """Update: give the client that backend unless it has one, and restart its time. Delete: forget its backend."""
     word = family.words + 1
     return *_client(family), x.meta(nf.NFT_META_MARK, word), x.dynset(clients, operation, 0, word)
 
 
 def _remembered_backend(family: Family, clients: str, members: str) -> Part:
-    """Translate to the backend that the client has, if that is a member still; clears the priority."""
+    """Translate to the client's backend, if that is still a member; clears the priority."""
     priority, word = nf.NFT_META_PRIORITY, family.words + 1
     number = (*_client(family), x.lookup(clients, 0, into=0), x.set_meta(priority, 0))
     address = (x.meta(priority, 0), x.lookup(members, 0, into=0))

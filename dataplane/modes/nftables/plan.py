@@ -1,7 +1,7 @@
-"""PURE. What must be written so that the kernel's table of one family is the service table's.
+"""PURE. Plans the operations that make the kernel's table of one family equal the service table's.
 
 A plan remembers only what does not follow from an entry alone: which picking chains are in use, which elements several
-entries share, what numbers were given. Elements of unchanged services are nowhere but in the kernel.
+entries share, which numbers were assigned. Elements of unchanged services are stored only in the kernel.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CHUNK: Final = 500  # services that are lowered before their elements are encode
 
 
 class Installed(NamedTuple):
-    """What the kernel has: the skeleton, and for each set key -> value and comment."""
+    """The kernel's table: the skeleton, and for each set key -> value and comment."""
 
     skeleton: op.Skeleton
     contents: Mapping[str, dict[Key, tuple[Value, str]]]
 
 
 class Numbers:
-    """A number for each name, the same in every process as long as no two names want one."""
+    """Assigns a number to each name, the same in every process as long as no two names hash to one."""
 
     def __init__(self) -> None:
         self._of: dict[str, int] = {}
@@ -47,7 +47,7 @@ class Numbers:
         return found
 
     def keep(self, old: Iterable[str], new: Iterable[str]) -> None:
-        """Give back the numbers of old names that are not among the new ones."""
+        """Release the numbers of old names that are not among the new ones."""
         for name in set(old) - set(new):
             number = self._of.pop(name, None)
             if number is not None:
@@ -55,7 +55,7 @@ class Numbers:
 
 
 class Plan:
-    """The table of one family, as it is wanted or written."""
+    """The table of one family, wanted and written."""
 
     def __init__(
         self, family: Family, node: NodeNetwork, *, drop_invalid: bool = True, offload_packets: int = 0
@@ -73,7 +73,7 @@ class Plan:
     # A change
 
     def change(self, before: Iterable[Entry], after: Iterable[Entry]) -> list[op.Operation]:
-        """Replace these entries by those; nothing else is looked at."""
+        """Replace these entries by those, and compare nothing else."""
         before, after = tuple(before), tuple(after)
         old = {(e.set, e.key): e for e in self._elements(before, -1)}
         new = {(e.set, e.key): e for e in self._elements(after, 1)}
@@ -88,7 +88,7 @@ class Plan:
         ]
 
     def _elements(self, entries: Iterable[Entry], sign: int) -> Iterator[Element]:
-        """The elements of entries, whose uses are counted or given back."""
+        """Returns the elements of entries, and counts their uses up or down."""
         for entry in entries:
             for element in lower.elements(entry, self.numbers):
                 value = element.value
@@ -103,7 +103,7 @@ class Plan:
                     del self.shared[element]
 
     def _new_picks(self) -> tuple[list[Chain], list[Set]]:
-        """Chains and sets that elements need now and that are not there yet."""
+        """Adds chains and sets that elements need now and that do not exist yet."""
         wanted = [pick for pick, uses in self.users.items() if uses > 0 and pick not in self.picks]
         seconds = {pick.seconds for pick in wanted if pick.seconds} - self.seconds
         self.picks.update(wanted)
@@ -111,11 +111,11 @@ class Plan:
         return [pick_chain(self.family, pick) for pick in wanted], [tables.clients_set(s) for s in sorted(seconds)]
 
     def idle(self) -> list[Pick]:
-        """Picking chains that nothing leads to any more."""
+        """Returns the picking chains that nothing leads to any more."""
         return [pick for pick in self.picks if not self.users.get(pick)]
 
     def forget(self, picks: Iterable[Pick]) -> None:
-        """These chains are removed."""
+        """Note that these chains were removed."""
         for pick in picks:
             self.picks.discard(pick)
             self.users.pop(pick, None)
@@ -123,7 +123,7 @@ class Plan:
     # Everything
 
     def fill(self, services: Iterable[tuple[Entry, ...]], *, replace: bool) -> Iterator[op.Operation]:
-        """A table made from nothing, or in place of the one that is there."""
+        """Create the table, or replace the existing one."""
         yield from self._ruleset().create(replace=replace)
         yield from additions(self.always)
         waiting = iter(services)
@@ -134,7 +134,7 @@ class Plan:
             yield from additions(elements.values())
 
     def adopt(self, services: Iterable[tuple[Entry, ...]], found: Installed) -> list[op.Operation]:
-        """Turn what is there into what is wanted, touching only what differs; what `found` holds is used up."""
+        """Turn the existing table into the wanted one, changing only differences; empties `found`."""
         made, gone = [], []
         for group in itertools.chain((self.always,), map(self._of_service, services)):
             for place, element in {(e.set, e.key): e for e in group}.items():
@@ -158,11 +158,11 @@ class Plan:
         return self._elements(entries, 1)
 
     def repair(self, skeleton: op.Skeleton) -> list[op.Operation]:
-        """Repair chains, rules, sets and counters: little to read, quick to write. Elements are not looked at."""
+        """Repair chains, rules, sets and counters, which are quick to read and write. Elements are not compared."""
         return self._ruleset().repair(skeleton)
 
     def irreparable(self, skeleton: op.Skeleton) -> str:
-        """Why the kernel's table must be replaced as a whole; empty: it can be turned into ours."""
+        """Says why the kernel's table must be replaced as a whole; empty: it can be turned into ours."""
         sets = tuple(wanted for name in skeleton.sets if (wanted := tables.set_named(name)))
         return self._ruleset()._replace(sets=sets).irreparable(skeleton)
 
@@ -178,7 +178,7 @@ class Plan:
 
 
 def follow(interfaces: Mapping[int, str], at: Collection[str], listed: Collection[int]) -> list[op.Operation]:
-    """Have the flowtable be at these interfaces, index -> name, instead of `at` those; `listed` are in its set."""
+    """Move the flowtable to these interfaces, index -> name, from `at` those; `listed` are in its set."""
     names = set(interfaces.values())
     gone = [(tables.OFFLOAD_INTERFACES, (index,)) for index in listed if index not in interfaces]
     made = [Element(tables.OFFLOAD_INTERFACES, (index,)) for index in interfaces if index not in listed]

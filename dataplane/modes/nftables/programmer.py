@@ -1,4 +1,4 @@
-"""The nftables mode, open on this node: one table for each family, changed by transactions of what differs."""
+"""Mode nftables, open on this node: one table for each family, changed by transactions of what differs."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from hybrid_proxy.dataplane.table import Entry, Masquerade, NodeNetwork, Protoco
 log = logging.getLogger(__name__)
 
 TRIAL: Final = "hybrid-proxy-trial"
-ATTEMPTS: Final = 3  # to read what others change at the same time
-RETURN_SECONDS, RETURN_POLL = 2.0, 0.005  # until the kernel has given back what was offloaded
+ATTEMPTS: Final = 3  # to read what another program changes at the same time
+RETURN_SECONDS, RETURN_POLL = 2.0, 0.005  # until the kernel has returned offloaded connections
 
 
 def offload_interfaces() -> dict[int, str]:
-    """Index -> name of those that a flowtable may be at."""
+    """Returns index -> name of the interfaces that a flowtable may be attached to."""
     return {each.index: each.name for each in read_node().interfaces if can_offload(each)}
 
 
@@ -107,11 +107,11 @@ class Nftables(TranslatingMode):
         return _of_node(table.node) != _of_node(self.table.node)
 
     def _offload_packets(self, table: ServiceTable) -> int:
-        """As the setting says. Without services nothing is offloaded: a mode that drains, drains by its rules."""
+        """The configured threshold, or 0 without services: a mode that drains must not offload."""
         return self.options.offload_packets if table.services and not self._no_flowtable else 0
 
     def _replace(self, table: ServiceTable) -> None:
-        """Make the tables, or make what is there ours, by one transaction."""
+        """Create the tables, or turn existing ones into ours, by one transaction."""
         work = []
         for family in FAMILIES.values():
             plan, operations = self._differences(family, table)
@@ -122,7 +122,7 @@ class Nftables(TranslatingMode):
         self._verified()
 
     def _clients(self, family: Family, table: ServiceTable) -> Iterator[op.Operation]:
-        """Elements by which session affinity goes on."""
+        """Returns the elements that continue session affinity of the former mode."""
         if not table.clients:
             return iter(())
         entries = [entry for entry in self._supported(table, table.services, family.version) if entry.affinity_seconds]
@@ -132,7 +132,7 @@ class Nftables(TranslatingMode):
         return affinity.additions(entries, table.clients, held, self._plans[family.version].numbers)
 
     def _change(self, table: ServiceTable, names: Collection[str]) -> None:
-        """One transaction of what differs between two tables."""
+        """Write what differs between two service tables, in one transaction."""
         work = []
         for version, family in FAMILIES.items():
             before, after = self._supported(self.table, names, version), self._supported(table, names, version)
@@ -143,7 +143,7 @@ class Nftables(TranslatingMode):
         self._plans.clear()  # the next sync reads what there is
 
     def _written(self) -> None:
-        """After the first fill: reports about a hundred thousand elements of our own are of no use."""
+        """Subscribe to reports after the first fill: a hundred thousand reports of our own elements are useless."""
         if self._real and not self._watched:
             self._watched = True
             self._watch_rules([f"{family.name} {TABLE}" for family in FAMILIES.values()])
@@ -156,7 +156,7 @@ class Nftables(TranslatingMode):
         return why_unsupported(entry)
 
     def _differences(self, family: Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
-        """A new plan, and the operations that make the kernel's table it."""
+        """Returns a new plan, and the operations that make the kernel's table equal to it."""
         packets = self._offload_packets(table)
         plan = Plan(family, table.node, drop_invalid=self._drop_invalid, offload_packets=packets)
         services = (self._supported(table, (name,), family.version) for name in table.services)
@@ -180,7 +180,7 @@ class Nftables(TranslatingMode):
         raise SyncError(f"table {family.name} {TABLE} changes while it is read")
 
     def _contents(self, family: Family, skeleton: op.Skeleton) -> dict[str, dict[Key, tuple[Value, str]]] | None:
-        """The elements of all sets that we fill; None: one vanished while they were read."""
+        """Read the elements of all sets that we fill; None: a set vanished meanwhile."""
         wanted = [one for one in SETS.values() if not one.seconds and one.name in skeleton.sets]
         try:
             return {one.name: self._kernel.contents(family, one.name) for one in wanted}
@@ -196,9 +196,10 @@ class Nftables(TranslatingMode):
             self._follow_interfaces()
 
     def _follow_interfaces(self) -> None:
-        """Have the flowtables be at the interfaces that there are.
+        """Attach the flowtables to the present interfaces.
 
-        By transactions of their own: interfaces come and go, and a transaction that names one that is gone is refused.
+        This is a transaction of its own: the kernel refuses a transaction that names an interface that has just
+        disappeared.
         """
         self._follow_again = False
         if not any(plan.offloads for plan in self._plans.values()):
@@ -221,13 +222,13 @@ class Nftables(TranslatingMode):
         return follow(wanted, at, listed)
 
     def drain(self, table: ServiceTable) -> None:
-        """Without the flowtable: not every kernel deletes a conntrack entry that one holds, as others must."""
+        """Drain without the flowtable: not every kernel deletes a conntrack entry that a flowtable holds."""
         super().drain(table)
         if self.options.offload_packets and self._real:
             self._wait_until_returned(table)
 
     def _wait_until_returned(self, table: ServiceTable) -> None:
-        """The kernel gives connections back some milliseconds after it has deleted their flowtable."""
+        """Wait for the kernel to return offloaded connections, some milliseconds after it deleted their flowtable."""
         services = {key: None for key in frontends(table) if key[2] == Protocol.TCP}
         deadline = time.monotonic() + RETURN_SECONDS
         while count := count_offloaded(services):
@@ -247,17 +248,17 @@ class Nftables(TranslatingMode):
         if self._touched.is_set() or not self._plans:  # without plans the last attempt to write failed
             self._touched.clear()
             if self._plans:
-                self._remove_idle()  # what we left behind is no damage that others did
+                self._remove_idle()  # leftovers of our own are no drift
             self._repair()
         elif time.monotonic() >= self._check_at:
-            # The generation counts everybody's transactions. Without one of somebody else's nothing is compared.
+            # The generation counts all transactions. Unless another program made one, nothing is compared.
             if self._kernel.generation() != self._generation and not self._as_built():
                 self._repair()
             self._verified()
         self._remove_idle()
 
     def _as_built(self) -> bool:
-        """Whether chains, rules and sets are what they should be; elements are not looked at."""
+        """True if chains, rules and sets are as wanted; elements are not compared."""
         for family in FAMILIES.values():
             skeleton, plan = self._kernel.skeleton(family), self._plans[family.version]
             if skeleton is None or plan.irreparable(skeleton) or plan.repair(skeleton):
@@ -309,7 +310,7 @@ class Nftables(TranslatingMode):
         self._check_at = time.monotonic() + self.options.sync_seconds
 
     def _remove_idle(self) -> None:
-        """Picking chains that nothing uses; one that is still in use after all stays."""
+        """Remove picking chains that nothing uses; a chain that turns out to be in use stays."""
         idle = {family: self._plans[family.version].idle() for family in FAMILIES.values()}
         work: list[op.Work] = [
             (family, [*(op.FlushChain(p.name) for p in picks), *(op.DeleteChain(p.name) for p in picks)])
@@ -340,7 +341,7 @@ class Nftables(TranslatingMode):
         )
 
     def counters(self) -> dict[str, int]:
-        """Packets that began a connection, by what was done with them."""
+        """Read the counters of packets that began a connection, by verdict."""
         total = dict.fromkeys(COUNTERS, 0)
         for family in FAMILIES.values():
             with contextlib.suppress(NftablesError):
@@ -355,7 +356,7 @@ class Nftables(TranslatingMode):
 
 
 def why_unsupported(entry: Entry) -> str:
-    """Why a service port cannot be programmed; empty: it can."""
+    """Says why a service port cannot be programmed; empty: it can."""
     sets = len(entry.backend_sets)
     if entry.affinity_seconds and sets > len(MEMBERS):
         return f"{sets} distinct backend sets with session affinity, there is room for {len(MEMBERS)}"
@@ -363,23 +364,23 @@ def why_unsupported(entry: Entry) -> str:
 
 
 def _frontend(key: Key) -> FrontendKey:
-    """Of an element's key, which has an address if it is none of a node port."""
+    """Returns the frontend of an element's key, without an address if it is a node port."""
     *address, protocol, port = key
     return str(address[0]) if address else None, int(port), int(protocol)
 
 
 def _of_node(node: NodeNetwork) -> tuple[object, ...]:
-    """What of the node stands in rules and sets."""
+    """Returns the parts of the node that rules and sets contain."""
     return (node.node_port_addresses, node.loopback, node.pods, node.service_cidrs, node.masquerade_bit)
 
 
 def clean(options: Options) -> int:
-    """Remove our tables from this network namespace; how many there were."""
+    """Remove our tables from this network namespace. Returns how many there were."""
     return remove_tables(TABLE) + bool(localhost.remove(options, Nftables.name))
 
 
 def probe(options: Options) -> str | None:
-    """Have the kernel take a table of ours, and delete it in the same transaction."""
+    """Make the kernel accept a table like ours, and delete it in the same transaction."""
     del options
     node = NodeNetwork(service_cidrs=("192.0.2.0/24", "2001:db8::/108"))
     pick = Pick("internal", 2, Masquerade.ALWAYS, 60)
@@ -394,7 +395,7 @@ def probe(options: Options) -> str | None:
 
 
 def offload_missing() -> str | None:
-    """Why no flowtable can be made here, and what to do about it; None: one can. Tried as `probe` does."""
+    """Says why no flowtable can be created here, and what to do about it; None: one can. Tried as `probe` does."""
     work: list[op.Work] = [
         (family, Plan(family, NodeNetwork(), offload_packets=1).fill((), replace=False)) for family in FAMILIES.values()
     ]
@@ -403,7 +404,7 @@ def offload_missing() -> str | None:
 
 
 def look(options: Options, names: Mapping[int, str]) -> Tables | None:
-    """The tables, of an agent that runs or not."""
+    """Open the tables for reading, with or without a running agent."""
     del options, names
     try:
         kernel = Kernel(TABLE, AllSets(), chain_named)

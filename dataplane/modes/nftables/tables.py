@@ -1,27 +1,26 @@
-"""PURE. The table of each family as it is whatever the services are: sets, and the chains from the hooks to them.
+"""PURE. The table of each family, which does not depend on the services: sets, and the chains from the hooks to them.
 
-The number of rules is constant; what a service adds are elements:
+The number of rules is constant; services add elements:
 
     internal, external        address . protocol . port -> goto the chain for so many backends (see `picks`)
     internal-slots, ...       slot . address . protocol . port -> address and port of one backend
     internal-ports, ...       the same for node ports, without the address
-    cluster-ips               ClusterIPs, to refuse ports that they have not
+    cluster-ips               ClusterIPs, whose unknown ports are rejected
 
-`internal` is what pods and this node see, `external` is looked at first for clients beyond the cluster and holds only
+Pods and this node use `internal`. Clients beyond the cluster are looked up in `external` first, which holds only
 frontends that treat them differently.
 
-Affinity takes some maps more, the same for all services. Every service port has a number and each of its backends
-another one:
+Affinity adds some maps, the same for all services. Every service port and each of its backends has a number:
 
     internal-numbers          address . protocol . port -> number of the service port
     internal-candidates       slot . address . protocol . port -> number of a backend
     members-0, members-1      number of a backend -> its address and port, while the first or second set has it
     clients-10800             client . number of the service port -> number of the backend; packets write it
 
-Where established connections are offloaded, one chain more comes last of all that look at forwarded packets, whoever's
-they are: a connection whose packets some rule drops does not get there. It has the flowtable forward what follows.
+Where established connections are offloaded, one more chain has the last priority of the forward hook, after those of
+all programs: a packet that some rule drops does not reach it. It lets the flowtable forward the rest.
 
-    offload-interfaces        index of an interface that the flowtable is at
+    offload-interfaces        index of an interface that the flowtable is attached to
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ TABLE: Final = "hybrid-proxy"
 SPACES: Final = ("internal", "external", "internal-ports", "external-ports")
 RESTRICTED, ALLOWED = "restricted", "allowed-sources"
 CLUSTER_IPS, NODE_PORT_ADDRESSES = "cluster-ips", "node-port-addresses"
-ITSELF, ITSELF_SECONDS = "itself", 60  # backends that connections went to, each beside itself
+ITSELF, ITSELF_SECONDS = "itself", 60  # pairs (backend, backend) of connections, for hairpin
 REFUSE, DISCARD = "refuse", "discard"
 MEMBERS: Final = ("members-0", "members-1")  # of the first and second backend set of a service port
 KEPT_MARKS, KEPT_SECONDS = "kept-marks", 5
 FLOWTABLE, OFFLOAD_INTERFACES = "established", "offload-interfaces"
-MAX_CLIENTS: Final = 262_144  # of one affinity time and family; beyond that a new client gets a backend by chance
+MAX_CLIENTS: Final = 262_144  # of one affinity time and family; beyond that a new client gets a random backend
 
 COUNTERS: Final = (
     "refused", "discarded", "source-not-allowed", "unknown-port", "unallocated", "masqueraded", "to-itself", "no-slot",
@@ -65,7 +64,7 @@ COUNTERS: Final = (
 
 
 def port_only(space: str) -> bool:
-    """Whether the keys of this space are without an address."""
+    """True if the keys of this space have no address."""
     return space.endswith("-ports")
 
 
@@ -90,7 +89,7 @@ SETS: Final = {one.name: one for one in _sets()}
 
 
 def clients_set(seconds: int) -> Set:
-    """Where clients with that affinity time are remembered."""
+    """Returns the map that holds the clients of that affinity time."""
     return Set(f"clients-{seconds}", (ADDRESS, NUMBER), (SLOT,), seconds, MAX_CLIENTS)
 
 
@@ -98,7 +97,7 @@ OFFLOAD_SET: Final = Set(OFFLOAD_INTERFACES, (INTERFACE,))
 
 
 def set_named(name: str) -> Set | None:
-    """The set of ours with that name; None: we have none."""
+    """Returns our set of that name; None: there is none."""
     if name == OFFLOAD_INTERFACES:
         return OFFLOAD_SET
     kind, _, seconds = name.rpartition("-")
@@ -108,7 +107,7 @@ def set_named(name: str) -> Set | None:
 
 
 class AllSets(dict[str, Set]):
-    """`SETS`, and the others of ours when they are asked for."""
+    """`SETS`, and the sets of affinity times, which are created on request."""
 
     def __init__(self) -> None:
         super().__init__(SETS)
@@ -122,7 +121,7 @@ class AllSets(dict[str, Set]):
 def structure(
     family: Family, node: NodeNetwork, *, drop_invalid: bool = True, offload_packets: int = 0
 ) -> tuple[Chain, ...]:
-    """The chains of a family that are there whatever the services are.
+    """Returns the chains of a family that do not depend on the services.
 
     A segment that conntrack calls invalid is not translated: a client would get a backend's own address, know nothing
     of that connection and reset it (`drop_invalid`, kubernetes #74839).
@@ -135,7 +134,7 @@ def structure(
 
 
 def _offload(family: Family, packets: int) -> Iterator[Chain]:
-    """TCP alone: stale datagrams' entries must be deleted, and not every kernel does while a flowtable holds them."""
+    """Offload TCP alone: stale datagrams' entries must be deletable, which a flowtable prevents on some kernels."""
     yield Chain(
         "offload-services",
         tuple(
@@ -163,13 +162,13 @@ def _refusals(family: Family) -> Iterator[Chain]:
 
 
 def mark_chain(classes: Masquerade) -> str:
-    """The chain that marks packets of these classes for masquerading."""
+    """Returns the chain that marks packets of these classes for masquerading."""
     pairs = ((Masquerade.POD, "p"), (Masquerade.NODE, "n"), (Masquerade.EXTERNAL, "e"))
     return "mark-" + "".join(letter for bit, letter in pairs if classes & bit)
 
 
 def _marks(family: Family, node: NodeNetwork) -> Iterator[Chain]:
-    """One chain for each set of classes that can be masqueraded."""
+    """Returns one chain for each set of classes that can be masqueraded."""
     pod = family.from_pod(node.pods)
     mark = x.set_mark(1 << node.masquerade_bit)
     own = x.is_own()
@@ -189,7 +188,7 @@ def _marks(family: Family, node: NodeNetwork) -> Iterator[Chain]:
 
 
 def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
-    """From a class of clients to the verdict maps."""
+    """Returns the rules that lead from a class of clients to the verdict maps."""
     here = family.destination_in(NODE_PORT_ADDRESSES)
     yield Chain(
         "elsewhere",
@@ -229,7 +228,7 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
         (guard, *((rule(pod, x.goto("from-internal")),) if pod else ()), rule(x.goto("from-external"))),
         Hook(nf.NF_INET_PRE_ROUTING, nf.NF_IP_PRI_NAT_DST),
     )
-    # Only of this node's own packets: a neighbour's packet to a loopback address stays what the kernel drops. With
+    # Own packets of this node only: the kernel drops a neighbour's packet to a loopback address. With
     # such a source they could not leave the node (`dataplane.localhost`).
     here = tuple(
         rule(
