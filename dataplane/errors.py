@@ -28,7 +28,7 @@ _ADVICE: Final = {
 
 
 def told(error: OSError, where: object = "") -> str:
-    """What failed, where, and what to do about it: `/run/x: Read-only file system: mount it writable (...)`."""
+    """Formats an error with what to do about it: `/run/x: Read-only file system: mount it writable (...)`."""
     parts = (str(where or error.filename or ""), error.strerror or str(error), _ADVICE.get(error.errno or 0, ""))
     return ": ".join(filter(None, parts))
 

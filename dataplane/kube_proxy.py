@@ -114,7 +114,7 @@ def _rules() -> Iterator[tuple[xtables.Xtables, int, str, KubeProxyRules]]:
 
 
 def _ipvs() -> tuple[list[Server], set[str] | None, list[str]]:
-    """Returns the virtual servers, the addresses of the device (None: no device), and sets; not those of our mode ipvs."""
+    """Returns virtual servers, the addresses of the device (None: no device), and sets; not those of our mode ipvs."""
     with contextlib.closing(Dummy(IPVS_DEVICE)) as device:
         addresses = device.addresses() if device.find() else None
     sets: list[str] = []

@@ -161,7 +161,7 @@ class Localhost:
         return self._repairs.count - before
 
     def counters(self) -> dict[str, int]:
-        """How many connections and datagrams of the node to node ports at loopback addresses there were.
+        """Counts the node's connections and datagrams to node ports at loopback addresses.
 
         `socket_localhost_bound` are those of sockets that are bound to a loopback address, which nothing serves.
         """

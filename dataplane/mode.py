@@ -53,7 +53,9 @@ class Options(msgspec.Struct, frozen=True):
     probe_interval: float = 5.0  # seconds between two probes of a backend
     probe_timeout: float = 1.0
     probe_failures: int = 3  # consecutive failed probes
-    fast_path: str = "established"  # between pods of this node, past the stack: flows that it let open, "always", "off"
+    fast_path: str = (
+        "established"  # between pods of this node, bypassing the stack: flows that it let open, "always", "off"
+    )
     dsr: bool = False  # answers to clients outside go straight from the backend's node; of all nodes or none
     xdp: str = "auto"  # at uplinks' drivers: "auto": devices of the machine, "native": all that can, "off"
     source_check: str = "auto"  # of new flows' sources: "auto": as rp_filter says, "strict": as if it were 1, IPv6 too
@@ -76,7 +78,7 @@ class Options(msgspec.Struct, frozen=True):
     offload_packets: int = 0  # mode nftables: a flowtable forwards connections with so many packets, 0: none does
     ipvs_scheduler: str = "rr"
     ipvs_strict_arp: bool = False
-    ipvs_exclude_cidrs: tuple[str, ...] = ()  # virtual servers in these are somebody else's, whatever they say
+    ipvs_exclude_cidrs: tuple[str, ...] = ()  # virtual servers in these are foreign, whatever they say
     ipvs_tcp_timeout: int = 0  # seconds, 0: as the kernel has it; this and the next two
     ipvs_tcpfin_timeout: int = 0
     ipvs_udp_timeout: int = 0
@@ -86,7 +88,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Event(NamedTuple):
-    """What happened to a service port or the node, for the cluster's events."""
+    """An event of a service port or the node, for the cluster."""
 
     entry: str  # empty: it is about the node
     kind: str  # Normal or Warning
@@ -96,7 +98,7 @@ class Event(NamedTuple):
 
 
 class SyncResult(msgspec.Struct, frozen=True):
-    """What one sync did."""
+    """The result of one sync."""
 
     changed: int = 0  # service ports written
     removed: int = 0
@@ -162,7 +164,7 @@ class Unmet:
 
 
 def belongs(name: str | None, service: str | None) -> bool:
-    """Whether a service port is one of this service (namespace/name), or this one itself; of no service all are."""
+    """True if a service port belongs to this service (namespace/name), or is this one; to no service all belong."""
     return not service or (name is not None and (name == service or name.startswith(f"{service}:")))
 
 
@@ -173,7 +175,7 @@ class Programmer(Protocol):
 
     @property
     def audit_repairs(self) -> int:
-        """How many objects were repaired that another program had changed."""
+        """The number of objects that were repaired after foreign changes."""
 
     def sync(self, table: ServiceTable) -> SyncResult:
         """Make the node match the table; the cost follows what changed since the last call.
@@ -183,12 +185,12 @@ class Programmer(Protocol):
         """
 
     def links_changed(self) -> None:
-        """Interfaces came or went: attach what is new, forget what is gone."""
+        """Attach to new interfaces, and forget removed ones."""
 
     def other_mode_stopped(self) -> None:
-        """Another mode of ours takes no new flows any more, or is gone: what it began since the last sync is judged.
+        """Another of our modes has stopped accepting flows or was removed. Judge the conntrack entries that it created.
 
-        Datagrams that conntrack leads to where nobody serves any more would go there for as long as their client sends.
+        Datagrams whose entry leads to a backend that no longer serves would go there for as long as their client sends.
         """
 
     def maintain(self) -> Sequence[Event] | None:
@@ -201,26 +203,26 @@ class Programmer(Protocol):
         """
 
     def status(self) -> Status:
-        """What is loaded, attached and filled. It may read much: to use one value, ask for that."""
+        """Returns what is loaded, attached and filled. It may read much: to use one value, ask for that."""
 
     def ejections(self) -> list[Ejection]:
-        """Backends that keep failing."""
+        """Returns the backends that keep failing."""
 
     def names(self) -> Mapping[int, str]:
-        """The mode's number of each service port -> its name, to read what is programmed."""
+        """Returns the mode's number of each service port -> its name, to read what is programmed."""
 
     def explain(self, packet: ProbePacket) -> ExplainAnswer:
-        """What the loaded programs would do with a packet now.
+        """Runs a probe packet through the loaded programs.
 
         Raises:
             DataplaneError: this mode cannot run a probe packet.
         """
 
     def counters(self) -> dict[str, int]:
-        """Events by reason since the maps were made."""
+        """Returns events by reason since the maps were made."""
 
     def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
-        """A row for each service port that had traffic, or for each backend of each.
+        """Returns a row for each service port that had traffic, or for each backend of each.
 
         Empty in a mode that does not count traffic, or where counting is off.
         """
@@ -236,15 +238,15 @@ class PacketEvents(Protocol):
     name: str
 
     def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
-        """Events with larger numbers than `after`, the oldest first, and the number of the latest."""
+        """Returns events with larger numbers than `after`, the oldest first, and the number of the latest."""
 
     def trace(self, service: str | None, client: str | None, seconds: float) -> None:
-        """For so many seconds from now, report each packet of this service and from or to this address."""
+        """Report each packet of this service and from or to this address, for so many seconds from now."""
 
 
 @runtime_checkable
 class Drains(Protocol):
-    """A mode that can be left without ending a flow: it serves those that it knows, and takes no new ones.
+    """A mode that can drain: it serves the flows that it has, and accepts no new ones.
 
     `maintain`, `links_changed` and `close` are as of any open mode; `clean` of its `Mode` follows the last flow.
     """
@@ -252,14 +254,14 @@ class Drains(Protocol):
     name: str
 
     def drain(self, table: ServiceTable) -> None:
-        """Take no new flows. The table says, as it changes, which backends still serve those that there are.
+        """Accept no new flows. The table says, as it changes, which backends still serve the existing ones.
 
         Raises:
-            SyncError: new flows may still be taken; call again.
+            SyncError: new flows may still be accepted; call again.
         """
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        """How many flows of this mode are not over, by the name of their protocol; the table has the addresses.
+        """Count the open flows of this mode, by the name of their protocol; the table has the addresses.
 
         May be called from another thread than the other methods.
 
@@ -268,10 +270,10 @@ class Drains(Protocol):
         """
 
     def abandon(self, table: ServiceTable) -> None:
-        """Let others have the flows that are left: their time is over, and the mode is about to be removed.
+        """Give up the remaining flows: their time is over, and the mode is about to be removed.
 
         Raises:
-            DataplaneError, OSError: some stay where they are.
+            DataplaneError, OSError: some flows stay.
         """
 
 
@@ -284,7 +286,7 @@ class DriftCheck(Protocol):
         """A message for each object that `maintain` found damaged and could not repair yet."""
 
     def may_have_drifted(self) -> bool:
-        """Whether `maintain` should look now. Asked several times a second, so it must cost next to nothing.
+        """True if `maintain` should check now. Called several times a second, so it must cost next to nothing.
 
         Raises:
             DataplaneError, OSError: it cannot be found out at the moment.
@@ -300,24 +302,24 @@ class Prewarmed(Protocol):
 
 
 class View(Protocol):
-    """What a mode has programmed in this network namespace, read from the kernel, whether an agent runs or not."""
+    """The reader of what a mode has programmed in this network namespace, with or without a running agent."""
 
     place: str  # where it was read: a folder of pins, tables, chains
 
     def services(self) -> list[ServiceRow]:
-        """A row for each service port of each family."""
+        """Returns a row for each service port of each family."""
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
-        """A row for each backend of each service port.
+        """Returns a row for each backend of each service port.
 
         `of` is a service (namespace/name) or one port of it (namespace/name:port), whose backends alone are wanted.
         """
 
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
-        """At most `limit` rows, and how many flows there are."""
+        """Returns at most `limit` rows, and how many flows there are."""
 
     def close(self) -> None:
-        """Give back what it was read through."""
+        """Release the kernel interfaces."""
 
 
 @runtime_checkable
@@ -325,12 +327,12 @@ class Unread(Protocol):
     """A view of a mode whose programs report packets also while no agent takes the reports."""
 
     def unread_events(self) -> list[PacketEvent]:
-        """What was reported since the agent was gone, as far as there is room for it; it stays for the next agent."""
+        """Returns the reports since the agent was gone, as far as there was room; they stay for the next agent."""
 
 
 @runtime_checkable
 class Beside(Protocol):
-    """A view of a mode whose programs share hooks with others' programs."""
+    """A view of a mode whose programs share hooks with foreign programs."""
 
     def beside(self, cgroup: str | None) -> list[str]:
         """A line for each such hook: whose programs packets meet before ours, and whose after them.
@@ -348,7 +350,7 @@ class Remembers(Protocol):
 
 
 class Mode(NamedTuple):
-    """What a folder under `dataplane.modes` offers, as `MODE` in its `programmer`."""
+    """The interface of a folder under `dataplane.modes`: its `programmer` has a `MODE`."""
 
     name: str
     open: Callable[[Options, RequestMaintenance], Programmer]  # raises Unsupported, Occupied

@@ -323,7 +323,7 @@ class TranslatingMode(NetfilterMode):
             _challenge(end for ends in due for end in ends)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        """Count open flows, and those of the node's sockets to backends that would lose a port assigned by conntrack."""
+        """Count open flows, and those of the node's sockets to backends that would lose a port given by conntrack."""
         backends = ((at.address, at.port, int(entry.protocol)) for entry in table.entries() for at in entry.serving)
         return open_flows(frontends(table)) + open_renumbered(backends)
 

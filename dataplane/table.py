@@ -226,7 +226,7 @@ def frontend_text(address: str | None, port: int) -> str:
 
 
 def disjoint(cidrs: Iterable[str]) -> list[str]:
-    """Returns the same addresses as ranges without overlaps, which is all that a set of ranges in the kernel can hold."""
+    """Returns the same addresses as ranges without overlaps, as sets of ranges in the kernel require."""
     networks = [ip_network(cidr, strict=False) for cidr in cidrs]
     v4 = [network for network in networks if isinstance(network, IPv4Network)]
     v6 = [network for network in networks if isinstance(network, IPv6Network)]

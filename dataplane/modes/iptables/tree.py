@@ -131,7 +131,7 @@ class Tree:
             self._keep(child, alive)
 
     def _common(self, low: int, high: int) -> tuple[int, int]:
-        """Returns first key and leading bits (a multiple of `STEP`) of the smallest range of these keys, not one key."""
+        """Returns first key and leading bits (a multiple of `STEP`) of the smallest range of several keys."""
         width = self.space.width
         differs = (self._keys[low] ^ self._keys[high - 1]).bit_length()
         bits = max(0, min((width - differs) // STEP * STEP, width - STEP))
