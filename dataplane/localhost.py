@@ -126,7 +126,7 @@ class Localhost:
 
     def _attach(self) -> None:
         assert self._programs is not None
-        cgroup = cgroup_of_node(self._options.cgroup)
+        cgroup = cgroup_of_node(self._options.ebpf.cgroup)
         folder = _folder(self._options, self._mode, mount=True)
         folder.mkdir(parents=True, exist_ok=True)
         self._know_namespace()
@@ -206,7 +206,7 @@ def _can_bind(address: str) -> bool:
 
 
 def _folder(options: Options, mode: str, *, mount: bool = False) -> Path:
-    return pin_folder(options.pin_root, mount=mount) / f"localhost-{mode}"
+    return pin_folder(options.ebpf.pin_root, mount=mount) / f"localhost-{mode}"
 
 
 def remove(options: Options, mode: str) -> int:
@@ -237,7 +237,7 @@ def _remove(folder: Path) -> int:
 
 def collect(options: Options) -> int:
     """Remove pins of links whose cgroup is gone, with the network namespace that it was for; how many."""
-    if options.pin_root:
+    if options.ebpf.pin_root:
         return 0
     removed = 0
     for folder in pin_folders("localhost-*"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from hybrid_proxy.dataplane.diff import changed_services
+from hybrid_proxy.dataplane.options import Options as Options  # noqa: PLC0414 (part of this contract)
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
     Ejection,
@@ -22,69 +23,6 @@ from hybrid_proxy.dataplane.reports import (
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Remembered, ServiceTable
 
 RequestMaintenance = Callable[[], None]  # from any thread: have `Programmer.maintain` called at once, something drifted
-
-# Entries that maps of mode ebpf begin with.
-FIRST_SIZES: Final = {"services": 1 << 10, "backends": 1 << 13, "slots": 1 << 13}
-
-
-def flows_by_memory(memory: int) -> int:
-    """The default of `Options.max_flows` on a node with this many bytes of memory: about one entry for each 48 KiB."""
-    return min(1 << 20, max(1 << 16, 1 << (memory // (48 << 10)).bit_length() - 1))
-
-
-class Options(msgspec.Struct, frozen=True):
-    """Settings of the dataplane that are not part of the table.
-
-    `pod_interfaces` and `uplink_interfaces` are shell patterns of interface names; empty means the
-    default rule (see `dataplane.kernel.links`). `cgroup` is a cgroup v2 folder whose sockets count as
-    the node's own, None: found by the mode. `pin_root` is a folder on a BPF file system, None: found.
-    """
-
-    pod_interfaces: tuple[str, ...] = ()
-    uplink_interfaces: tuple[str, ...] = ()
-    cgroup: str | None = None
-    pin_root: str | None = None
-    socket_scope: str = "host"  # whose sockets choose a backend at connect(): the node's own ("host"), or none ("off")
-    failover_failures: int = 3  # consecutive failed connections at which a backend is ejected, 0: never
-    failover_percentage: int = (
-        20  # of a backend's connections in an interval that fail, at which it is ejected, 0: never
-    )
-    failover_connections: int = 20  # that a backend must have had in the interval
-    probe_interval: float = 5.0  # seconds between two probes of a backend
-    probe_timeout: float = 1.0
-    probe_failures: int = 3  # consecutive failed probes
-    fast_path: str = (
-        "established"  # between pods of this node, bypassing the stack: flows that it let open, "always", "off"
-    )
-    dsr: bool = False  # answers to clients outside go straight from the backend's node; of all nodes or none
-    xdp: str = "auto"  # at uplinks' drivers: "auto": devices of the machine, "native": all that can, "off"
-    source_check: str = "auto"  # of new flows' sources: "auto": as rp_filter says, "strict": as if it were 1, IPv6 too
-    answer_ping: bool = False  # of ClusterIPs; else refused
-    port_first: int = 1024  # source ports that masqueraded clients get: below those of the kernel and node ports
-    port_count: int = 28_672
-    count_traffic: bool = True  # flows, packets and bytes of each backend and service
-    event_rate: int = 100  # events of drops, rejects and traced packets, per second and CPU
-    reject_rate: int = 10_000  # ICMP refusals per second and CPU
-    max_services: int = 65_536
-    max_backends: int = 1 << 20
-    max_slots: int = 1 << 22  # a backend set takes a power of two of them
-    max_ring: int = 16_381  # places of the ring that an algorithm fills for one route; more only for more backends
-    max_flows: int = 1 << 16  # entries, two for each flow, each address family; see `flows_by_memory`
-    tcp_timeout_established: int = 86_400  # seconds without a packet after which a flow is forgotten; also the next
-    tcp_timeout_close_wait: int = 3_600  # one side has ended
-    udp_timeout: int = 30
-    udp_timeout_stream: int = 180  # both sides have sent for a while
-    sync_seconds: float = 30.0  # how often to compare with the kernel where it does not notify of changes
-    offload_packets: int = 0  # mode nftables: a flowtable forwards connections with so many packets, 0: none does
-    ipvs_scheduler: str = "rr"
-    ipvs_strict_arp: bool = False
-    ipvs_exclude_cidrs: tuple[str, ...] = ()  # virtual servers in these are foreign, whatever they say
-    ipvs_tcp_timeout: int = 0  # seconds, 0: as the kernel has it; this and the next two
-    ipvs_tcpfin_timeout: int = 0
-    ipvs_udp_timeout: int = 0
-    names: Callable[[], Mapping[int, str]] = dict  # as `Programmer.names`, of the agent before: of what is adopted
-    all_or_nothing: bool = False  # of the first table: another mode serves it meanwhile, and goes on where this cannot
-    shares_node: bool = False  # another proxy serves Services too, and one may move from there to here at any time
 
 
 class Event(NamedTuple):

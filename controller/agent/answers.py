@@ -109,7 +109,7 @@ class Answers:
                 return p.NamesAnswer(
                     mode=self.mode.choice.effective,
                     draining=sorted(self.mode.draining.names),
-                    pin_root=config.options.pin_root,
+                    pin_root=config.options.ebpf.pin_root,
                     names={**self.mode.draining.service_names(), **programmer.names()},
                     ejections=programmer.ejections(),
                     without_backend=self._without_backend(),

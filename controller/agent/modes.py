@@ -211,7 +211,7 @@ def left_here(effective: str, options: Options) -> tuple[str, ...]:
 
     They are looked for by name: code of a mode that is not used here is 5 MB in an agent that has 150.
     """
-    return tuple(name for name in available_modes() if name != effective and may_have_left(name, options.pin_root))
+    return tuple(name for name in available_modes() if name != effective and may_have_left(name, options.ebpf.pin_root))
 
 
 def remembered(name: str, table: ServiceTable, options: Options) -> list[Remembered]:
@@ -252,7 +252,7 @@ def open_for_draining(name: str, options: Options) -> Programmer | None:
 def collect(options: Options, report: Callable[[str], None] = log.info) -> None:
     """Remove what agents have left of network namespaces that are gone. A failure is logged."""
     try:
-        if others_have_pins(options.pin_root) and (find := open_mode("ebpf").collect) is not None:
+        if others_have_pins(options.ebpf.pin_root) and (find := open_mode("ebpf").collect) is not None:
             removed = find(options)
             if removed:
                 report(f"removed {removed} pins of network namespaces that are gone")
@@ -271,7 +271,9 @@ def drain_modes(options: Options, seconds: float, report: Callable[[str], object
         Seconds that were waited.
     """
     began = said = time.monotonic()
-    drained = [name for name in available_modes() if may_have_left(name, options.pin_root) and _drained(name, options)]
+    drained = [
+        name for name in available_modes() if may_have_left(name, options.ebpf.pin_root) and _drained(name, options)
+    ]
     options = _with_timeouts_of_the_node(options)
     with contextlib.ExitStack() as stack:
         counts = [stack.enter_context(_counting(name, options)) for name in drained]
@@ -281,7 +283,7 @@ def drain_modes(options: Options, seconds: float, report: Callable[[str], object
             if late or now - said >= REPORT_SECONDS:
                 rows = [row for name in drained for row in _open_flows(name, options)]
                 if rows:
-                    report(f"{still_open(rows, options.udp_timeout_stream)}{'; they end now' if late else ''}")
+                    report(f"{still_open(rows, options.timeouts.udp_stream)}{'; they end now' if late else ''}")
                 said = now
             if late:
                 break
@@ -290,11 +292,15 @@ def drain_modes(options: Options, seconds: float, report: Callable[[str], object
 
 
 def _with_timeouts_of_the_node(options: Options) -> Options:
-    """As conntrack has them: the agent that served may have set them, and its configuration is not known here."""
+    """Returns the options with conntrack's timeouts.
+
+    The agent that served may have set them, and its configuration is not known here.
+    """
     found = {
         field: sysctl.read(f"net/netfilter/nf_conntrack_{field}") for field in ("udp_timeout", "udp_timeout_stream")
     }
-    return msgspec.structs.replace(options, **{field: int(value) for field, value in found.items() if value})
+    seconds = {field.replace("_timeout", ""): int(value) for field, value in found.items() if value}
+    return msgspec.structs.replace(options, timeouts=msgspec.structs.replace(options.timeouts, **seconds))
 
 
 @contextlib.contextmanager

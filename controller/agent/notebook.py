@@ -159,7 +159,7 @@ class Notebook:
             mode=mode.choice,
             draining=sorted(mode.draining.names),
             argv=sys.orig_argv,
-            pin_root=mode.config.options.pin_root,
+            pin_root=mode.config.options.ebpf.pin_root,
             names=self._names,
             error=self._syncer.error,
             unprogrammed=self.unprogrammed[:MOST],

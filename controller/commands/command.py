@@ -18,7 +18,7 @@ import hybrid_proxy
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
-from hybrid_proxy.controller.settings.flags import add_flag
+from hybrid_proxy.controller.settings.given import add_flag
 
 __all__ = [
     "Command", "Entry", "Parser", "PodAddress", "Registry", "add_admin", "add_config", "add_folders", "add_output",

@@ -17,7 +17,7 @@ from hybrid_proxy.controller.commands.command import Command, add_admin, add_con
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.settings.config import Config, from_flags
 from hybrid_proxy.controller.settings.documents import SERVICES
-from hybrid_proxy.controller.settings.flags import add_flags
+from hybrid_proxy.controller.settings.given import add_flags
 
 if TYPE_CHECKING:
     from hybrid_proxy.dataplane.table import ServiceTable

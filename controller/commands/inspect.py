@@ -41,6 +41,7 @@ from hybrid_proxy.controller.serving.protocol import (
 )  # fmt: skip
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
+from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, ExplainStep, FlowRow
 from hybrid_proxy.dataplane.table import Protocol, socket_text
 
@@ -152,7 +153,7 @@ def _show_modes(args: argparse.Namespace) -> int:
         note = ""
     except UnansweredError as error:
         running, note = None, str(error)
-    trials = probe_all(Options(pin_root=args.pin_root))
+    trials = probe_all(Options(ebpf=EbpfOptions(pin_root=args.pin_root or "")))
     rows = [ModeRow(trial.mode, not trial.missing, trial.mode == running, trial.missing) for trial in trials]
     print_rows(args, listings.mode_columns(), rows)
     if note:

@@ -11,8 +11,9 @@ from typing import Final
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_folders, add_output
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import from_flags
-from hybrid_proxy.controller.settings.documents import FILES, IPVS_MODE, LOG, MORE, NODE, SERVERS, SERVICES, SOURCES
-from hybrid_proxy.controller.settings.flags import add_flag, add_flags, add_removed_flags
+from hybrid_proxy.controller.settings.documents import FILES, LOG, SERVERS, SERVICES, SOURCES
+from hybrid_proxy.controller.settings.given import add_flag, add_flags, add_removed_flags
+from hybrid_proxy.dataplane.settings import IPVS_MODE, MORE, NODE
 
 __all__ = ["CLEANUP", "RUN"]
 

@@ -36,6 +36,7 @@ from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack
 from hybrid_proxy.dataplane.mode import Options, Unread, View, belongs
+from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, PacketEvent, ServiceRow
 from hybrid_proxy.dataplane.table import Protocol
 
@@ -302,7 +303,7 @@ def views_of(
     """
     for mode in modes:
         try:
-            view = open_mode(mode).look(Options(pin_root=pin_root), names)
+            view = open_mode(mode).look(Options(ebpf=EbpfOptions(pin_root=pin_root or "")), names)
         except passed_over:
             continue
         if view is not None:

@@ -27,8 +27,8 @@ from hybrid_proxy.controller.commands.views import checked_service, remembered_e
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, TraceAnswer
-from hybrid_proxy.controller.settings.forms import duration
 from hybrid_proxy.dataplane.reports import PacketEvent
+from hybrid_proxy.dataplane.settings import duration
 
 LOOK_SECONDS: Final = 0.5
 NONE: Final = 1 << 62  # no event has a larger number

@@ -26,7 +26,6 @@ from msgspec import UNSET, Struct
 from msgspec import field as json_field
 
 from hybrid_proxy.controller.errors import MOST, Refused
-from hybrid_proxy.controller.kubernetes.addresses import canonical_address, canonical_cidr, shown, why_special
 from hybrid_proxy.controller.kubernetes.model import (
     Endpoint,
     EndpointPort,
@@ -38,6 +37,7 @@ from hybrid_proxy.controller.kubernetes.model import (
     ServiceCIDR,
     ServicePort,
 )
+from hybrid_proxy.dataplane.addresses import canonical_address, canonical_cidr, shown, why_special
 from hybrid_proxy.dataplane.table import Probe, Protocol, family_of
 
 ALGORITHM: Final = "hybrid-proxy.io/algorithm"

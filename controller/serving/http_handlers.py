@@ -177,7 +177,7 @@ class HttpHandlers:
         return Answer(OK, body, content_type, ())
 
     def _flagz(self, accept: str) -> Answer:
-        from hybrid_proxy.controller.settings.flags import texts  # argparse's side of the settings
+        from hybrid_proxy.controller.settings.given import texts
 
         return flagz(accept, texts(self._flags))
 

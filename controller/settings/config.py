@@ -29,9 +29,9 @@ from hybrid_proxy.controller.settings.documents import (
     KubeProxyConfiguration,
     rows,
 )
-from hybrid_proxy.controller.settings.forms import INT32, Endpoint
+from hybrid_proxy.controller.settings.forms import Endpoint
 from hybrid_proxy.controller.settings.given import Given
-from hybrid_proxy.dataplane.mode import Options, flows_by_memory
+from hybrid_proxy.dataplane.options import IpvsOptions, Options, flows_by_memory
 from hybrid_proxy.dataplane.table import family_of
 
 AUTO: Final = "auto"  # the first mode that works here
@@ -42,7 +42,6 @@ HEALTHZ: Final = Endpoint("0.0.0.0", CommandLine().healthz_port)  # noqa: S104 (
 METRICS: Final = Endpoint("127.0.0.1", CommandLine().metrics_port)
 # Instead of kube-proxy's ports, where a kube-proxy serves the other Services.
 BESIDE_KUBE_PROXY: Final = {HEALTHZ.port: 10356, METRICS.port: 10349}
-_LONGEST_UDP: Final = INT32 // 1000  # the programs count in jiffies, of which a second has at most 1,000
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -155,7 +154,15 @@ def resolve(given: Given) -> Config:
             algorithms=frozenset(CHOICES),
             proxy_name=ours.service_proxy_name,
         ),
-        options=_options(kube, ours, mode),
+        options=Options(
+            ebpf=ours.ebpf,
+            nftables=ours.nftables,
+            ipvs=IpvsOptions(**{name: getattr(kube.ipvs, name) for name in IpvsOptions.__struct_fields__}),
+            timeouts=kube.conntrack.flow_timeouts,
+            default_flows=flows_by_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+            sync_seconds=_section(kube, mode).sync_period,
+            shares_node=bool(ours.service_proxy_name),
+        ),
         mode=mode,
         strict_mode=ours.strict_mode,
         manifests=Path(ours.manifests) if ours.manifests else None,
@@ -192,53 +199,6 @@ def resolve(given: Given) -> Config:
         raise ConfigError(*problems)
     _warn_of_what_has_no_effect(given, kube, mode)
     return msgspec.structs.replace(config, warnings=tuple(dict.fromkeys(given.warnings)))
-
-
-def _options(kube: KubeProxyConfiguration, ours: HybridProxyConfiguration, mode: str) -> Options:
-    default, ebpf, ipvs, conntrack = Options(), ours.ebpf, kube.ipvs, kube.conntrack
-    first, last = ebpf.masquerade_ports
-    return Options(
-        pod_interfaces=ebpf.pod_interfaces,
-        uplink_interfaces=ebpf.uplink_interfaces,
-        cgroup=ebpf.cgroup or None,
-        pin_root=ebpf.pin_root or None,
-        socket_scope=ebpf.socket_scope,
-        failover_failures=ebpf.failover.failures,
-        failover_percentage=ebpf.failover.percentage,
-        failover_connections=ebpf.failover.connections,
-        probe_interval=ebpf.probes.interval,
-        probe_timeout=ebpf.probes.timeout,
-        probe_failures=ebpf.probes.failures,
-        fast_path=ebpf.fast_path,
-        dsr=ebpf.dsr == "ipip",
-        xdp=ebpf.xdp,
-        source_check=ebpf.source_check,
-        answer_ping=ebpf.answer_ping,
-        port_first=first,
-        port_count=last - first + 1,
-        count_traffic=ebpf.traffic_counters,
-        event_rate=ebpf.event_rate,
-        reject_rate=ebpf.reject_rate,
-        max_services=ebpf.limits.services,
-        max_backends=ebpf.limits.backends,
-        max_slots=ebpf.limits.slots,
-        max_ring=ebpf.limits.ring,
-        max_flows=ebpf.limits.flows or flows_by_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        # 0 leaves the kernel's value as it is; the programs have none of their own to leave.
-        tcp_timeout_established=conntrack.tcp_established_timeout or default.tcp_timeout_established,
-        tcp_timeout_close_wait=conntrack.tcp_close_wait_timeout or default.tcp_timeout_close_wait,
-        udp_timeout=min(conntrack.udp_timeout or default.udp_timeout, _LONGEST_UDP),
-        udp_timeout_stream=min(conntrack.udp_stream_timeout or default.udp_timeout_stream, _LONGEST_UDP),
-        sync_seconds=_section(kube, mode).sync_period,
-        offload_packets=ours.nftables.offload_packets,
-        ipvs_scheduler=ipvs.scheduler or default.ipvs_scheduler,
-        ipvs_strict_arp=ipvs.strict_arp,
-        ipvs_exclude_cidrs=ipvs.exclude_cidrs,
-        ipvs_tcp_timeout=ipvs.tcp_timeout,
-        ipvs_tcpfin_timeout=ipvs.tcp_fin_timeout,
-        ipvs_udp_timeout=ipvs.udp_timeout,
-        shares_node=bool(ours.service_proxy_name),
-    )
 
 
 # ------------------------------------------------------------------------------------- rules between settings

@@ -24,9 +24,10 @@ from hybrid_proxy.controller.kubernetes.changes import ticks
 from hybrid_proxy.controller.kubernetes.files import head
 from hybrid_proxy.controller.kubernetes.yamldoc import Document, NotYamlError, documents
 from hybrid_proxy.controller.settings.config import Config, resolve
-from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, RESTART, rows
+from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, rows
 from hybrid_proxy.controller.settings.given import Given, shown
 from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.settings import RESTART
 
 LOOK: Final = 1.0  # seconds between two looks at the file where changes are not reported
 SETTLE: Final = 0.03  # seconds

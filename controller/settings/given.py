@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from functools import cache
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from hybrid_proxy.controller.settings.documents import HYBRID, KUBE_PROXY, KUBE_PROXYS_MODES, Row, rows
-from hybrid_proxy.controller.settings.forms import duration, of_text
+from hybrid_proxy.controller.settings.forms import VModule, items
+from hybrid_proxy.dataplane.settings import Form, Group, duration
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -20,6 +24,8 @@ REMOVED_FLAGS = (
     "cleanup-ipvs", "proxy-port-range", "udp-timeout",
 )  # fmt: skip
 _MODE = f"{KUBE_PROXY}.mode"
+_TRUE: Final = frozenset({"1", "t", "T", "true", "True", "TRUE"})  # the spellings that Go's flags accept
+_FALSE: Final = frozenset({"0", "f", "F", "false", "False", "FALSE"})
 
 
 class _Problem(NamedTuple):
@@ -114,7 +120,7 @@ class Given:
             row = next(row for row in rows() if row.key == f"{HYBRID}.mode")  # kube-proxy's document cannot hold it
         origin = (flag, shown(typed))
         try:
-            raw = of_text(row.setting.form, typed)
+            raw = _of_text(row.setting.form, typed)
         except ValueError as error:
             self._invalid(row, origin, error)
         else:
@@ -169,12 +175,6 @@ class Given:
         return cls(**values)
 
 
-def _flag_of(row: Row) -> str:
-    """As it is typed; empty: there is none."""
-    flag = row.setting.flag
-    return f"{'-' if len(flag) == 1 else '--'}{flag}" if flag else ""
-
-
 def shown(value: object) -> str:
     """A value for a message: quoted, short, on one line, whatever it is."""
     try:
@@ -182,3 +182,132 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):
         text = "..."  # Python does not print numbers of more than 4,300 digits
     return text if len(text) <= 240 else text[:237] + "..."
+
+
+# ------------------------------------------------------------------------------------------------- flags
+
+
+def add_flags(parser: argparse.ArgumentParser, *groups: Group) -> None:
+    """Add the flags of these sections of `--help`."""
+    for group in groups:
+        section = parser.add_argument_group(group.title)
+        for flag, row in _flags().items():
+            if row.setting.group is group:
+                add_flag(section, flag)
+
+
+def add_flag(section: argparse._ActionsContainer, flag: str, **changed: Any) -> None:
+    """Add one flag; `changed` are arguments for argparse.
+
+    Values stay text, also of a boolean flag: `Given.take_flags` checks all of them at once.
+    """
+    row = _flags()[flag]
+    form = row.setting.form
+    how: dict[str, Any] = {"metavar": form.metavar, "dest": row.dest, "help": _help(row)}
+    if form.raw is bool:
+        how |= {"nargs": "?", "const": "true"}  # kube-proxy's --flag, --flag=true and --flag=false
+    elif form.repeats:
+        how |= {"action": "append"}
+    section.add_argument(*_ALIASES.get(flag, (f"--{flag}",)), **(how | changed))
+
+
+def add_removed_flags(parser: argparse.ArgumentParser) -> None:
+    """Accept the flags that kube-proxy no longer has, without mentioning them in `--help`."""
+    for flag in REMOVED_FLAGS:
+        parser.add_argument(f"--{flag}", nargs="?", const="true", help=argparse.SUPPRESS)
+
+
+def texts(given: Mapping[str, Any]) -> dict[str, str]:
+    """Each flag's value as text, its default where it is not among these of the command line."""
+    values = {flag: (given.get(row.dest), row.written_default) for flag, row in _flags().items()}
+    return {flag: _text(default if value is None else value) for flag, (value, default) in values.items()}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text, value))
+    if isinstance(value, dict):
+        return ",".join(f"{name}={_text(one)}" for name, one in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_ALIASES = {"v": ("-v", "--v"), "logging-format": ("--logging-format", "--log-format")}
+
+
+@cache
+def _flags() -> dict[str, Row]:
+    """The settings by flag; of those that share one, the first describes it."""
+    found: dict[str, Row] = {}
+    for row in rows():
+        found.setdefault(row.setting.flag, row)
+    return {flag: row for flag, row in found.items() if flag}
+
+
+def _help(row: Row) -> str:
+    """The description, with the mode that alone has the setting before it and the default behind it."""
+    setting = row.setting
+    if setting.unused:
+        return "checked, and has no effect here"
+    text = setting.help or setting.text
+    start = text[0].lower() + text[1:] if text.partition(" ")[0].isalpha() and text[1].islower() else text
+    mode = f"mode {setting.mode}: " if setting.mode == "ebpf" else ""
+    default = row.written_default
+    shown = (
+        "" if isinstance(default, bool) or default in ("", [], {}) or "(default" in text else f" (default: {default})"
+    )
+    return f"{mode}{start}{shown}".replace("`", "").replace("%", "%%")
+
+
+def _flag_of(row: Row) -> str:
+    """As it is typed; empty: there is none."""
+    flag = row.setting.flag
+    return f"{'-' if len(flag) == 1 else '--'}{flag}" if flag else ""
+
+
+# ------------------------------------------------------------------------------------------------ from text
+
+
+def _of_text(form: Form, text: str) -> Any:
+    """Returns what a flag's text would be in a document.
+
+    Raises:
+        ValueError: the text cannot be this type; the message has the problem.
+    """
+    if form.raw is bool:
+        return _boolean(text)
+    if form.raw is int:
+        if not re.fullmatch(r"-?[0-9]{1,10}", text, re.ASCII):
+            raise ValueError(form.mismatch())
+        return int(text)
+    if form.raw is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(form.mismatch()) from None
+    if form.raw == list[str]:
+        return items(text)
+    if form.raw == dict[str, bool]:
+        return dict(_gate(item) for item in items(text))
+    if form.raw == list[VModule]:
+        return [_vmodule(item) for item in text.removesuffix(",").split(",") if text]
+    return text
+
+
+def _boolean(text: str) -> bool:
+    if text not in _TRUE | _FALSE:
+        raise ValueError("is not true or false")
+    return text in _TRUE
+
+
+def _gate(item: str) -> tuple[str, bool]:
+    name, _, on = item.partition("=")
+    if on.strip() not in _TRUE | _FALSE:
+        raise ValueError(f"{item!r} is not of the form GATE=true or GATE=false")
+    return name.strip(), on.strip() in _TRUE
+
+
+def _vmodule(item: str) -> VModule:
+    pattern, _, level = item.rpartition("=")
+    if not re.fullmatch(r"[0-9]{1,9}", level, re.ASCII):
+        raise ValueError("is not of the form PATTERN=LEVEL,...")
+    return VModule(pattern, int(level))

@@ -37,6 +37,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import cidr_columns, set_elements
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.views import explanation
+from hybrid_proxy.dataplane.options import EbpfOptions, FlowTimeouts, Limits
 from hybrid_proxy.dataplane.reports import ExplainAnswer
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.pins import pin_folder
@@ -226,7 +227,7 @@ def quoted(raw: bytes) -> Seen:
 
 # --- the programs on the maps
 
-SMALL = Options(max_services=256, max_backends=4096, max_slots=8192, max_flows=8192)
+SMALL = Options(ebpf=EbpfOptions(limits=Limits(services=256, backends=4096, slots=8192, flows=8192)))
 
 
 class Bench:
@@ -239,10 +240,11 @@ class Bench:
         self._explain: Object | None = None
         try:
             self.maps = MapSet(self.folder, options)
+            first, last = options.ebpf.masquerade_ports
             values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1,
                       "can_check_mtu": int(has_helper(CHECK_MTU)),
-                      "udp_timeout": options.udp_timeout * HZ, "udp_timeout_stream": options.udp_timeout_stream * HZ,
-                      "port_first": options.port_first, "port_count": options.port_count,
+                      "udp_timeout": options.timeouts.udp * HZ, "udp_timeout_stream": options.timeouts.udp_stream * HZ,
+                      "port_first": first, "port_count": last - first + 1,
                       "traffic_cpus": traffic_cpus(options)} | settings  # fmt: skip
             self.settings = layout.pack("settings", **values)
             self.hooks, self.datapath = (
@@ -268,14 +270,14 @@ class Bench:
         loaded.load()
         return loaded
 
-    def new_gc(self, **options: Any) -> FlowGC:
-        """One by these options, others as the bench has them."""
+    def new_gc(self, timeouts: FlowTimeouts = FlowTimeouts()) -> FlowGC:  # noqa: B008 (it is frozen)
+        """One by these timeouts."""
         return FlowGC(
             self.maps.maps,
             self.inspect.program("sweep"),
             self.inspect.program("read_clock"),
             HZ,
-            msgspec.structs.replace(self.options, **options),
+            msgspec.structs.replace(self.options, timeouts=timeouts),
             lambda: None,
         )
 

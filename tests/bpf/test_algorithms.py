@@ -17,6 +17,7 @@ from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
+from hybrid_proxy.dataplane.options import EbpfOptions, FlowTimeouts
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Protocol
 
 from .kit import (
@@ -38,8 +39,8 @@ from .kit import (
 )
 from .test_failover import wait
 
-RINGS = msgspec.structs.replace(SMALL, max_slots=65_536)
-LIMIT = Options().max_ring
+RINGS = Options(ebpf=EbpfOptions(limits=msgspec.structs.replace(SMALL.ebpf.limits, slots=65_536)))
+LIMIT = Options().ebpf.limits.ring
 
 
 @pytest.fixture(scope="module")
@@ -443,7 +444,7 @@ def test_counts_are_exact_after_many_connections_of_several_processors(bench: Be
         except BaseException as error:
             errors.append(error)
 
-    hasty = bench.new_gc(tcp_timeout_established=0, tcp_timeout_close_wait=0)
+    hasty = bench.new_gc(FlowTimeouts(tcp_established=0, tcp_close_wait=0))
     threads = [threading.Thread(target=live, args=(first,)) for first in (30_000, 30_000, 30_100, 30_200)]
     collector = threading.Thread(target=collect)
     for thread in (*threads, collector):

@@ -105,8 +105,9 @@ def test_a_backend_that_does_not_answer_causes_an_event(events: EventReader, net
 
 def test_a_full_table_causes_an_event(net: Net) -> None:
     from hybrid_proxy.dataplane.mode import Options
+    from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 
-    options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)
+    options = Options(ebpf=EbpfOptions(limits=Limits(services=64, backends=256, slots=512, flows=64)))
     small = Bench(options, event_burst=1000, max_half_open=1 << 20)
     try:
         small.reset()

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from pyroute2 import IPRoute
@@ -17,6 +18,7 @@ from hybrid_proxy.dataplane.kernel.links import hardware_address
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import set_elements
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import Protocol
 from tests.namespaces import fresh
 
@@ -99,7 +101,7 @@ def pods_with(bench: Bench, family: int) -> Iterator[Pods]:
 
 @pytest.fixture(scope="module")
 def always_programs() -> Iterator[Bench]:
-    options = Options(**{name: getattr(SMALL, name) for name in ("max_services", "max_backends", "max_slots")})
+    options = Options(ebpf=EbpfOptions(limits=msgspec.structs.replace(SMALL.ebpf.limits, flows=Limits().flows)))
     with fresh(), bench_with(options, fast_path=FLAGS["FAST_PATH_ALWAYS"], max_half_open=1 << 10) as made:
         yield made
 
@@ -265,7 +267,7 @@ def test_datagrams_without_an_answer_are_handed_over_after_the_stack_has_deliver
 
 def test_the_stack_is_asked_again_before_conntrack_forgets_the_flow(pods: Pods) -> None:
     pods.deliver(one_way(pods))
-    seconds = SMALL.udp_timeout // 6
+    seconds = SMALL.timeouts.udp // 6
     pods.bench.age(pods.net.family, challenged_at=(seconds - 1) * HZ)
     assert pods.first(Protocol.UDP)[0] == REDIRECT
     pods.bench.age(pods.net.family, challenged_at=2 * HZ)

@@ -16,6 +16,7 @@ from hybrid_proxy.dataplane.modes.ebpf.flows.collector import idle_limits
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.views.listing import flow_state
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import EMPTY, Protocol
 
 from .kit import (
@@ -138,8 +139,8 @@ def test_two_pods_hairpin_with_one_source_port(bench: Bench, net: Net) -> None:
 
 def given_port(seen: Seen) -> int:
     """The source port, one of those that the programs give."""
-    first = Options().port_first
-    assert first <= seen.sport < first + Options().port_count
+    first, last = Options().ebpf.masquerade_ports
+    assert first <= seen.sport <= last
     return seen.sport
 
 
@@ -518,7 +519,7 @@ def test_datagrams_stay_with_a_backend_that_still_serves(bench: Bench, net: Net)
 
 def test_a_silent_client_is_not_pinned_to_a_reused_backend_number(net: Net) -> None:
     """The client says nothing while its backend goes and the number is given to a new one of the same service."""
-    with bench_with(Options(max_services=16, max_backends=8, max_slots=64, max_flows=64)) as small:
+    with bench_with(Options(ebpf=EbpfOptions(limits=Limits(services=16, backends=8, slots=64, flows=64)))) as small:
         small.serve(dns(net, 0))
         small.open_udp(net, net.vip)
         old = small.store.plan.installed["default/dns"][0].ids[0]
@@ -684,7 +685,7 @@ def test_a_half_closed_connection_keeps_its_tuple(bench: Bench, net: Net) -> Non
 
 def test_when_no_port_is_left_the_packet_is_dropped_not_mixed_up(net: Net) -> None:
     vips = [f"10.96.0.{n}" if net.family == 4 else f"fd00:96::{n:x}" for n in range(10, 16)]
-    with bench_with(Options(port_first=2000, port_count=4)) as narrow:
+    with bench_with(Options(ebpf=EbpfOptions(masquerade_ports=(2000, 2003)))) as narrow:
         backend = [(net.backends[0], 8080)]
         narrow.serve(*(service(vip, 80, backend, name=f"default/web-{vip}:http") for vip in vips))
         ports = {narrow.open_tcp(net, vip).sport for vip in vips[:5]}
@@ -712,7 +713,7 @@ def raw_syns(net: Net, vip: str, number: int) -> list[bytes]:
 
 
 def test_a_flood_of_syns_does_not_evict_established_connections(net: Net) -> None:
-    options = Options(max_services=64, max_backends=256, max_slots=512, max_flows=1024)
+    options = Options(ebpf=EbpfOptions(limits=Limits(services=64, backends=256, slots=512, flows=1024)))
     with bench_with(options) as small:
         small.serve(web(net, *range(10)))
         there = {sport: small.open_tcp(net, net.vip, 80, sport) for sport in range(40000, 40200)}
@@ -730,7 +731,7 @@ def test_a_flood_of_syns_does_not_evict_established_connections(net: Net) -> Non
 
 
 def test_a_full_table_of_flows_keeps_serving(net: Net) -> None:
-    with bench_with(Options(max_services=64, max_backends=256, max_slots=512, max_flows=64)) as small:
+    with bench_with(Options(ebpf=EbpfOptions(limits=Limits(services=64, backends=256, slots=512, flows=64)))) as small:
         small.serve(web(net, *range(10)), dns(net, *range(10)))
         there = {sport: small.open_tcp(net, net.vip, 80, sport) for sport in range(40000, 40100)}
         assert small.count("flow_full") > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +17,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import mapset, traffic
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS, Traffic, traffic_sizes
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import Protocol
 from tests.properties import examples
 
@@ -184,7 +186,7 @@ def test_a_start_that_cannot_be_is_no_time(bench: Bench, net: Net, seconds: int)
 def test_numbers_that_are_given_out_again_begin_at_nothing(net: Net) -> None:
     first = service(net.vip, 80, [(net.backends[0], 8080)])
     few = 16
-    with bench_with(Options(max_services=few, max_backends=8, max_slots=64, max_flows=64)) as small:
+    with bench_with(Options(ebpf=EbpfOptions(limits=Limits(services=few, backends=8, slots=64, flows=64)))) as small:
         small.serve(first)
         used = set()
         small.open_tcp(net, net.vip)
@@ -207,9 +209,9 @@ def test_figures_outlive_the_agent_and_leftovers_do_not(bench: Bench, net: Net) 
     bench.serve(entry)
     bench.open_tcp(net, net.vip)
     wanted = of_service(bench, "default/web")
-    unused = SMALL.max_backends - 1
+    unused = SMALL.ebpf.limits.backends - 1
     bench.store.traffic.rows[unused // 8, 0, unused % 8] = 7
-    bench.store.traffic.gone[SMALL.max_services - 1] = 7
+    bench.store.traffic.gone[SMALL.ebpf.limits.services - 1] = 7
     bench.store = Store(bench.maps, HZ, adopt=True)
     bench.store.apply({"default/web": (entry,)})
     assert of_service(bench, "default/web") == wanted
@@ -219,9 +221,8 @@ def test_figures_outlive_the_agent_and_leftovers_do_not(bench: Bench, net: Net) 
 
 def test_maps_of_another_size_are_made_anew(net: Net) -> None:
     with bench_with() as made:
-        assert made.maps.maps["traffic"].entries == SMALL.max_backends * cpus()
-        again = MapSet(made.folder, Options(**{**{f: getattr(SMALL, f) for f in SMALL.__struct_fields__},
-                                               "count_traffic": False}))  # fmt: skip
+        assert made.maps.maps["traffic"].entries == SMALL.ebpf.limits.backends * cpus()
+        again = MapSet(made.folder, Options(ebpf=msgspec.structs.replace(SMALL.ebpf, traffic_counters=False)))
         assert again.adopted
         assert again.maps["traffic"].entries == 8
         assert not again.traffic().counting
@@ -258,7 +259,7 @@ def test_without_counting_nothing_is_counted(net: Net) -> None:
 def test_backends_without_a_row_are_served_and_not_counted(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts traffic has a bound; figures of other backends are whole, and numbers are given back as ever."""
     monkeypatch.setattr(traffic, "MOST_BYTES", 16 * cpus() * 56)
-    with bench_with(Options(max_services=64, max_backends=64, max_slots=512, max_flows=256)) as made:
+    with bench_with(Options(ebpf=EbpfOptions(limits=Limits(services=64, backends=64, slots=512, flows=256)))) as made:
         assert made.store.traffic.backends == 16
         made.serve(*(
             service(net.vip, 80 + n, [(net.backends[0], 8080 + n)], name=f"default/s{n}:http") for n in range(24)

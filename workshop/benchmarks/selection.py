@@ -17,6 +17,7 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import Backend, Entry, Protocol
 from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, entry, median, say
 from hybrid_proxy.workshop.lab.pins import pin_folder
@@ -78,7 +79,7 @@ def measure() -> Result:
 
 @contextlib.contextmanager
 def _maps() -> Iterator[MapSet]:
-    options = Options(max_services=2 * SERVICES, max_backends=1 << 20, max_slots=SERVICES * 64)
+    options = Options(ebpf=EbpfOptions(limits=Limits(services=2 * SERVICES, backends=1 << 20, slots=SERVICES * 64)))
     with pin_folder() as folder, contextlib.closing(MapSet(folder, options)) as maps:
         yield maps
 

@@ -36,6 +36,7 @@ from hybrid_proxy.dataplane.nftables.ruleset import Ruleset, additions
 from hybrid_proxy.dataplane.nftables.schema import Element
 from hybrid_proxy.dataplane.nftables.uapi import NFT_MSG_GETSETELEM
 from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.table import NodeNetwork, PodMatch
 from hybrid_proxy.workshop.benchmarks import kit
 from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
@@ -167,8 +168,8 @@ class EbpfView(View):
         events = listed(self.lab, self.api)
         seconds = []
         with self.lab.inside("node"):
-            clean(Options(cgroup=str(self.lab.cgroup)))
-            programmer = Ebpf(Options(cgroup=str(self.lab.cgroup)), lambda: None)
+            clean(Options(ebpf=EbpfOptions(cgroup=str(self.lab.cgroup))))
+            programmer = Ebpf(Options(ebpf=EbpfOptions(cgroup=str(self.lab.cgroup))), lambda: None)
             try:
                 for number in range(FULL_SYNCS + 1):
                     cluster = Cluster(NODE)
@@ -181,7 +182,7 @@ class EbpfView(View):
                     seconds.append(time.monotonic() - start)
             finally:
                 programmer.close()
-                clean(Options(cgroup=str(self.lab.cgroup)))
+                clean(Options(ebpf=EbpfOptions(cgroup=str(self.lab.cgroup))))
         return median(seconds[1:])  # the first one fills
 
 

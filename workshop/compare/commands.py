@@ -19,6 +19,7 @@ from hybrid_proxy.controller.agent.modes import probe_all
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.settings.documents import MODES
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.workshop.compare import objects
 from hybrid_proxy.workshop.compare.live import Live, look
 from hybrid_proxy.workshop.compare.loads import TOOLS
@@ -198,7 +199,7 @@ def _tried(modes: tuple[str, ...]) -> list[ModeState]:
     """Each mode tried in a namespace of its own for what it needs."""
     remove_forsaken("cmp")
     with Lab(f"cmp{os.getpid()}x0", 0) as lab, lab.inside("node"):
-        found = {trial.mode: trial.missing for trial in probe_all(Options(cgroup=str(lab.cgroup)))}
+        found = {trial.mode: trial.missing for trial in probe_all(Options(ebpf=EbpfOptions(cgroup=str(lab.cgroup))))}
     missing_of = {mode: found.get(mode, "this installation does not have it") for mode in modes}
     return [ModeState(mode, not missing, missing) for mode, missing in missing_of.items()]
 

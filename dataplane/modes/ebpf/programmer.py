@@ -122,7 +122,7 @@ def clean(options: Options) -> int:
 
 def _skipped_rules(options: Options) -> Iterator[str]:
     """A warning: which rules of the node do not see flows that are handed over from their first packet on."""
-    if options.fast_path != "always":
+    if options.ebpf.fast_path != "always":
         return
     from hybrid_proxy.dataplane.kernel.passing_rules import passing_rules
 
@@ -232,9 +232,9 @@ class Ebpf:
         self._failed: frozenset[str] = frozenset()  # services of a sync that could not be finished
         self._attached = self._serves_adopted = False
         self.programs: Programs | None = None  # those in use; there are some from the first table on
-        self.roles = Roles(options.pod_interfaces, options.uplink_interfaces)
+        self.roles = Roles(options.ebpf.pod_interfaces, options.ebpf.uplink_interfaces)
         self.pods, self.uplinks = Links(self.folder, "pod"), Links(self.folder, "uplink")
-        self.drivers = Drivers(self.folder, options.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
+        self.drivers = Drivers(self.folder, options.ebpf.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
         self.sockets = Sockets(self.folder, options)
         self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
         self.node_maps = NodeMaps(self.maps.maps, lambda: self.maps.view("node"))
@@ -269,7 +269,13 @@ class Ebpf:
             self.resizer.begin({})  # load while objects are listed: most clusters fit these maps
 
     def _new_store(self, *, adopt: bool) -> Store:
-        return Store(self.maps, self.hz, adopt=adopt, max_ring=self.options.max_ring, max_slots=self.options.max_slots)
+        return Store(
+            self.maps,
+            self.hz,
+            adopt=adopt,
+            max_ring=self.options.ebpf.limits.ring,
+            max_slots=self.options.ebpf.limits.slots,
+        )
 
     def _new_others(self) -> OthersFlows:
         others = OthersFlows(self._flow_tables(), self._inspect.program("leave"))
@@ -465,7 +471,7 @@ class Ebpf:
             plan.full.clear()
             changed += self.store.apply({name: services[name] for name in plan.unfit if name in services})[0]
         plan.full.clear()
-        plan.max_slots = self.options.max_slots
+        plan.max_slots = self.options.ebpf.limits.slots
         return changed
 
     def _free_slots(self) -> bool:
@@ -598,7 +604,7 @@ class Ebpf:
         flags = interface_flags(
             node.interfaces,
             read_reverse_path_filters(),
-            strictly=self.options.source_check == "strict",
+            strictly=self.options.ebpf.source_check == "strict",
             is_served=lambda interface: interface in uplinks,
         )
         routes, paths = equal_paths(node.equal_paths)
@@ -747,7 +753,7 @@ class Ebpf:
                 uplinks=self.uplinks.status(),
                 xdp=self.drivers.status(),
                 sockets=self.sockets.status(),
-                fast_path=self.options.fast_path,
+                fast_path=self.options.ebpf.fast_path,
                 maps=self.map_usage(),
                 traffic_bytes=store.traffic.bytes if store.traffic.counting else 0,
                 deferred_frees=len(store.plan.deferred),
@@ -854,7 +860,7 @@ def _refuse_unprogrammed(ports: Collection[Unprogrammed]) -> None:
 def probe(options: Options) -> str | None:
     """Load the smallest of our objects, maps and all, and let it go."""
     try:
-        pin_folder(options.pin_root, mount=False)
+        pin_folder(options.ebpf.pin_root, mount=False)
         loaded = Object(layout.OBJECTS / "inspect.bpf.o")
         try:
             loaded.load()

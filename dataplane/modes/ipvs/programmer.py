@@ -75,7 +75,7 @@ class Ipvs(NetfilterMode):
         self._values: dict[Member, Value] = {}
         self._slow_start = SlowStart()
         self._parts: dict[EntryKey, Parts] = {}  # of the weights of real servers that start slowly, as programmed
-        self._schedulers: dict[str, bool] = {options.ipvs_scheduler: True}
+        self._schedulers: dict[str, bool] = {options.ipvs.default_scheduler: True}
         self._marks = Marks(1 << EMPTY.node.masquerade_bit)
         self._node = Node()
         self._taken: Counter[tuple[str, int, int]] = Counter()
@@ -109,11 +109,11 @@ class Ipvs(NetfilterMode):
         self.unset = self.kernel.set_sysctls(self._all_settings())
         options = self.options
         self.kernel.ipvs.set_timeouts(
-            Timeouts(options.ipvs_tcp_timeout, options.ipvs_tcpfin_timeout, options.ipvs_udp_timeout)
+            Timeouts(options.ipvs.tcp_timeout, options.ipvs.tcp_fin_timeout, options.ipvs.udp_timeout)
         )
         self.kernel.device.ensure()
         writer.make_sets(self.kernel)
-        self._node = node_of(table.node, self.kernel.tables.families, self.options.ipvs_exclude_cidrs)
+        self._node = node_of(table.node, self.kernel.tables.families, self.options.ipvs.exclude_cidrs)
         found = writer.read_actual(self.kernel, self._node.masquerade)
         self._adopt(found)
         if self._left:
@@ -206,7 +206,7 @@ class Ipvs(NetfilterMode):
 
     def _scheduler(self, entry: Entry) -> str:
         """Returns the entry's scheduler, if the kernel has it; the kernel is asked once for each."""
-        default, asked = self.options.ipvs_scheduler, self._asked(entry)
+        default, asked = self.options.ipvs.default_scheduler, self._asked(entry)
         if asked not in self._schedulers:
             self._schedulers[asked] = self.kernel.ipvs.schedules(asked)
         return asked if self._schedulers[asked] else default
@@ -217,7 +217,7 @@ class Ipvs(NetfilterMode):
         The kernel has no random one, and its rr and lc know no weights. Where backends may start slowly, the scheduler
         is a weighted one all the time, which saves a change.
         """
-        asked = self.options.ipvs_scheduler if entry.algorithm == "random" else entry.algorithm
+        asked = self.options.ipvs.default_scheduler if entry.algorithm == "random" else entry.algorithm
         weighs = entry.slow_start or len({backend.weight for backend in entry.serving if backend.weight}) > 1
         return _WEIGHING.get(asked, asked) if weighs else asked
 
@@ -381,7 +381,7 @@ class Ipvs(NetfilterMode):
             if who:
                 messages.append(
                     f"{len(who)} service ports ask for {algorithm} ({who[0]}{', ...' if len(who) > 1 else ''}), which "
-                    f"this kernel does not have as a scheduler: they get {self.options.ipvs_scheduler}"
+                    f"this kernel does not have as a scheduler: they get {self.options.ipvs.default_scheduler}"
                 )
         excluded = sum(1 for e in entries for f in e.frontends if f.address and is_excluded(f.address, self._node))
         if excluded:
@@ -407,14 +407,14 @@ class Ipvs(NetfilterMode):
             counters=self.counters(),
             slow_starts=len(self._slow_start),
             ipvs=IpvsStatus(
-                scheduler=self.options.ipvs_scheduler,
+                scheduler=self.options.ipvs.default_scheduler,
                 device=writer.DEVICE,
                 addresses=len(self.actual.addresses),
                 virtual_servers=len(self.actual.servers),
                 draining=draining,
                 variant=self.kernel.tables.variant,
                 families=list(self.kernel.tables.families),
-                strict_arp=self.options.ipvs_strict_arp,
+                strict_arp=self.options.ipvs.strict_arp,
             ),
         )
 

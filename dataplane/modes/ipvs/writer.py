@@ -68,19 +68,19 @@ def open_kernel(options: Options) -> Kernel:
         try:
             ipvs = Ipvs()
             opened.callback(ipvs.close)
-            usable = ipvs.schedules(options.ipvs_scheduler)
+            usable = ipvs.schedules(options.ipvs.default_scheduler)
         except (NetlinkFailed, OSError) as error:
             advice = "run as root (CAP_NET_ADMIN)" if os.geteuid() else "read the kernel's log"
             raise Unsupported("IPVS", f"no virtual server can be made ({error}): {advice}") from error
         if not usable:
-            scheduler = options.ipvs_scheduler
+            scheduler = options.ipvs.default_scheduler
             missing = f"the kernel has no scheduler {scheduler}: load ip_vs_{scheduler}, or choose another"
             raise Unsupported("IPVS", missing)
         sets = Ipsets()
         opened.callback(sets.close)
         found = _find_tables(sets)
         try:
-            ipvs.schedules(options.ipvs_scheduler, 6)
+            ipvs.schedules(options.ipvs.default_scheduler, 6)
         except NetlinkFailed as error:
             found.missing[6] = f"IPVS serves no IPv6 here ({error})"
         device = Dummy(DEVICE)
@@ -320,6 +320,6 @@ def sysctls(options: Options, release: str, *, draining: bool = False) -> dict[s
     numbers = [int(number) for number in re.findall(r"\d+", release)[:2]]
     if numbers < [5, 9]:
         wanted["net/ipv4/vs/conn_reuse_mode"] = "0"
-    if options.ipvs_strict_arp:
+    if options.ipvs.strict_arp:
         wanted |= {"net/ipv4/conf/all/arp_ignore": "1", "net/ipv4/conf/all/arp_announce": "2"}
     return wanted

@@ -88,7 +88,7 @@ class Nftables(TranslatingMode):
         self._real = kernel is None
         self._watched = False
         self._drop_invalid = not (self._real and is_liberal())
-        self._no_flowtable = offload_missing() if self._real and options.offload_packets else None
+        self._no_flowtable = offload_missing() if self._real and options.nftables.offload_packets else None
         if self._no_flowtable:
             log.warning("%s", self._no_flowtable)
         self._interfaces = interfaces
@@ -108,7 +108,7 @@ class Nftables(TranslatingMode):
 
     def _offload_packets(self, table: ServiceTable) -> int:
         """The configured threshold, or 0 without services: a mode that drains must not offload."""
-        return self.options.offload_packets if table.services and not self._no_flowtable else 0
+        return self.options.nftables.offload_packets if table.services and not self._no_flowtable else 0
 
     def _replace(self, table: ServiceTable) -> None:
         """Create the tables, or turn existing ones into ours, by one transaction."""
@@ -224,7 +224,7 @@ class Nftables(TranslatingMode):
     def drain(self, table: ServiceTable) -> None:
         """Drain without the flowtable: not every kernel deletes a conntrack entry that a flowtable holds."""
         super().drain(table)
-        if self.options.offload_packets and self._real:
+        if self.options.nftables.offload_packets and self._real:
             self._wait_until_returned(table)
 
     def _wait_until_returned(self, table: ServiceTable) -> None:

@@ -31,6 +31,7 @@ from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Plan
 from hybrid_proxy.dataplane.modes.ebpf.services.rows import RowWriter
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import CountingFilter, MapWriter
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, NodeNetwork, Protocol, ServiceTable
 from tests.tables import Front, entry_of
 
@@ -70,7 +71,9 @@ class MapResizer:
             programs.netns_cookie = lambda: None
         self.setup, self.count, self.version = setup, setup.get("count", 0), setup.get("version", 0)
         self.notices: list[str] = []
-        self.mode = Ebpf(Options(cgroup=setup["cgroup"], **setup["options"]), lambda: None)
+        self.mode = Ebpf(
+            Options(ebpf=EbpfOptions(cgroup=setup["cgroup"], limits=Limits(**setup["limits"]))), lambda: None
+        )
         self.sync()
 
     def sync(self) -> None:

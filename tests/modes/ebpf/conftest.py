@@ -10,6 +10,7 @@ import pytest
 
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from tests.pins import pin_folder
 
 
@@ -26,7 +27,9 @@ def open_maps(pins: Path) -> Iterator[Callable[..., MapSet]]:
     opened: list[MapSet] = []
 
     def open_(**sizes: int) -> MapSet:
-        options = Options(**({"max_services": 64, "max_backends": 256, "max_slots": 512, "max_flows": 64} | sizes))
+        options = Options(
+            ebpf=EbpfOptions(limits=Limits(**({"services": 64, "backends": 256, "slots": 512, "flows": 64} | sizes)))
+        )
         opened.append(MapSet(pins, options))
         return opened[-1]
 

@@ -6,21 +6,20 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
-
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab
 
 
 def small(lab: Lab, pins: Path | None = None) -> Options:
     """Tiny maps, pinned in that folder or where they are by default."""
-    made = Options(cgroup=str(lab.cgroup), max_services=64, max_backends=256, max_slots=512, max_flows=1024)
-    return msgspec.structs.replace(made, pin_root=pins and str(pins))
+    limits = Limits(services=64, backends=256, slots=512, flows=1024)
+    return Options(ebpf=EbpfOptions(cgroup=str(lab.cgroup), pin_root=str(pins or ""), limits=limits))
 
 
 def now() -> int:

@@ -14,9 +14,10 @@ import pytest
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.ejection import probes
 from hybrid_proxy.dataplane.modes.ebpf.ejection.probes import AT_ONCE, Prober, Target, probe
+from hybrid_proxy.dataplane.options import EbpfOptions, ProbeOptions
 
 PATIENCE = 60.0
-QUICK = Options(probe_interval=0.1, probe_timeout=0.3, probe_failures=2)
+QUICK = Options(ebpf=EbpfOptions(probes=ProbeOptions(interval=0.1, timeout=0.3, failures=2)))
 
 
 class Server:
@@ -139,7 +140,7 @@ def test_down_after_failures_and_up_after_one_success(server: Server, prober: Pr
     server.answer = b"HTTP/1.1 500 no\r\n\r\n"
     prober.watch([target])
     eventually(prober.down)
-    assert len(server.requests) >= QUICK.probe_failures
+    assert len(server.requests) >= QUICK.ebpf.probes.failures
     assert prober.down() == {target: "GET / was answered by status 500"}
     assert prober.status().down == 1
     server.answer = b"HTTP/1.1 200 yes\r\n\r\n"

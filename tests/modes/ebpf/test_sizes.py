@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.errors import Unsupported
-from hybrid_proxy.dataplane.mode import Options, flows_by_memory
+from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS, size_class
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import (
@@ -26,6 +26,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import (
 )
 from hybrid_proxy.dataplane.modes.ebpf.services.capacity import refuse_unfit
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import lower
+from hybrid_proxy.dataplane.options import EbpfOptions, Limits, flows_by_memory
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol
 from tests.tables import Front, entry_of
 
@@ -44,7 +45,7 @@ def test_a_start_is_small() -> None:
 
 
 def test_bounds_below_the_first_size_are_kept() -> None:
-    small = bounds(Options(max_services=8, max_backends=16, max_slots=32))
+    small = bounds(Options(ebpf=EbpfOptions(limits=Limits(services=8, backends=16, slots=32))))
     assert first_sizes(small) == small
     assert fitting("services", 100, small) == 8
 
@@ -98,7 +99,7 @@ ROOM = [
 
 @pytest.mark.parametrize(("flows", "cpus", "entries"), ROOM)
 def test_lru_tables_follow_the_processors_up_to_a_quarter_of_the_flows(flows: int, cpus: int, entries: int) -> None:
-    sizes = written(Options(max_flows=flows), cpus)
+    sizes = written(Options(ebpf=EbpfOptions(limits=Limits(flows=flows))), cpus)
     assert sizes.keys() == WRITTEN
     assert sizes == {
         **dict.fromkeys(FLOWS, flows), **dict.fromkeys(LRU, entries), "timewait": 1 << abi_constants()["TIMEWAIT_BITS"],

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ipvs.programmer import Ipvs
 from hybrid_proxy.dataplane.modes.ipvs.writer import Kernel
+from hybrid_proxy.dataplane.options import IpvsOptions
 from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
@@ -82,7 +83,7 @@ class Node:
             lambda wanted: self.sysctls.update(wanted) or {}, self.sysctls.get,
             lambda: list(self.flows), self._entries_of, self._delete_entries, lambda _: self.translates_at_sockets,
         )  # fmt: skip
-        return Ipvs(Options(**options), self._wake, kernel, clock or (lambda: self.time))  # type: ignore[arg-type]
+        return Ipvs(Options(ipvs=IpvsOptions(**options)), self._wake, kernel, clock or (lambda: self.time))  # type: ignore[arg-type]
 
     def _entries_of(self, flows: Iterable[Connection]) -> dict[Connection, bytes]:
         return {flow: str(self.flows.index(flow)).encode() for flow in flows if flow not in self.forgotten}

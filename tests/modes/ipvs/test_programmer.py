@@ -236,7 +236,7 @@ def test_a_restore_that_is_refused_is_a_sync_error(node: Node) -> None:
 
 
 def test_a_scheduler_that_the_kernel_lacks_is_replaced_with_a_warning(node: Node) -> None:
-    agent = node.start(ipvs_scheduler="lc")
+    agent = node.start(scheduler="lc")
     lacks = entry(cluster_ip(route(A), "10.96.0.2"), name="default/odd:x", algorithm="twos")
     has = entry(cluster_ip(route(A), "10.96.0.3"), name="default/hash:x", algorithm="mh")
     agent.sync(node.table(web(A), odd=(lacks,), hash=(has,)))
@@ -274,7 +274,7 @@ def test_weight_zero_drains(node: Node) -> None:
 )
 def test_weights_need_a_scheduler_that_weighs(node: Node, default: str, algorithm: str, expected: str) -> None:
     """The kernel's rr and lc do not."""
-    agent = node.start(ipvs_scheduler=default)
+    agent = node.start(scheduler=default)
     agent.sync(node.table(web(weighing(A, 3), B, algorithm=algorithm)))
     assert [config.scheduler for config in node.ipvs.known.values()] == [expected]
     agent.sync(node.table(web(weighing(A, 3), weighing(B, 3), algorithm=algorithm)))
@@ -322,13 +322,13 @@ def broken(changes: object) -> None:
 
 
 def test_timeouts_are_set_where_given(node: Node) -> None:
-    node.start(ipvs_tcp_timeout=1200).sync(node.table(web(A)))
+    node.start(tcp_timeout=1200).sync(node.table(web(A)))
     assert node.ipvs.set_to == Timeouts(1200, 120, 300)
 
 
 @pytest.mark.parametrize(("strict", "value"), [(True, "1"), (False, None)])
 def test_strict_arp_is_a_setting_of_all_interfaces(node: Node, strict: bool, value: str | None) -> None:
-    node.start(ipvs_strict_arp=strict).sync(node.table(web(A)))
+    node.start(strict_arp=strict).sync(node.table(web(A)))
     assert node.sysctls.get("net/ipv4/conf/all/arp_ignore") == value
 
 
@@ -341,7 +341,7 @@ def test_a_scheduler_of_a_service_may_change(node: Node) -> None:
 
 
 def test_what_is_in_excluded_ranges_is_not_served_with_a_warning(node: Node) -> None:
-    agent = node.start(ipvs_exclude_cidrs=("10.96.0.0/24",))
+    agent = node.start(exclude_cidrs=("10.96.0.0/24",))
     agent.sync(node.table(web(A)))
     assert not node.ipvs.known
     assert [warning for warning in agent.warnings() if "exclude" in warning]

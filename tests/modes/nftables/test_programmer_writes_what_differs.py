@@ -13,6 +13,7 @@ from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
 from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
 from hybrid_proxy.dataplane.nftables.schema import ADDRESS, Element, Set
+from hybrid_proxy.dataplane.options import NftablesOptions
 from hybrid_proxy.dataplane.reports import NftablesStatus, Offload
 from hybrid_proxy.dataplane.table import Kind, Masquerade, NodeNetwork, ServiceTable
 from tests.fakes.nftables import FakeNftables
@@ -211,7 +212,9 @@ def test_the_kernel_is_not_asked_what_it_would_do(mode: Nftables) -> None:
 
 
 def offloading(fake: FakeNftables, interfaces: dict[int, str], packets: int = 20) -> Nftables:
-    return Nftables(Options(offload_packets=packets), lambda: None, fake, lambda: dict(interfaces))
+    return Nftables(
+        Options(nftables=NftablesOptions(offload_packets=packets)), lambda: None, fake, lambda: dict(interfaces)
+    )
 
 
 def flowtables(fake: FakeNftables) -> list[dict[str, set[str]]]:

@@ -27,9 +27,9 @@ class Failover:
     """Evaluates the backends once a second, and knows which are ejected or in slow start. Not thread-safe."""
 
     def __init__(self, options: Options) -> None:
-        self._detector: OutlierDetector[Subject] = OutlierDetector(options.failover_failures)
+        self._detector: OutlierDetector[Subject] = OutlierDetector(options.ebpf.failover.failures)
         self._shares: FailureShares[EntryKey, Subject] = FailureShares(
-            options.failover_percentage, options.failover_connections
+            options.ebpf.failover.percentage, options.ebpf.failover.connections
         )
         self._counted = 0  # failed connections, as all programs count them, at the last look
         self._failed: dict[int, int] = {}  # the same by backend

@@ -42,8 +42,8 @@ class Prober:
     """Probes its targets. The thread starts with the first of them; there is no `start`."""
 
     def __init__(self, options: Options) -> None:
-        self._interval, self._timeout = options.probe_interval, options.probe_timeout
-        self._failures = options.probe_failures
+        self._interval, self._timeout = options.ebpf.probes.interval, options.ebpf.probes.timeout
+        self._failures = options.ebpf.probes.failures
         self._lock = threading.Lock()
         self.misses: dict[Target, int] = {}  # consecutive failed probes of each target
         self._why: dict[Target, str] = {}  # of those that are down

@@ -40,18 +40,18 @@ DSR_ENDING = 120
 def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> NDArray[np.int64]:
     """Seconds without a packet after which each flow is forgotten."""
     flags, protocols, names = values["flags"], keys["protocol"], abi_constants()
-    limits = np.full(len(keys), options.tcp_timeout_established, dtype=np.int64)
+    limits = np.full(len(keys), options.timeouts.tcp_established, dtype=np.int64)
     limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
-    limits[flags & (names["FLOW_FIN"] | names["FLOW_PEER_FIN"]) != 0] = options.tcp_timeout_close_wait
+    limits[flags & (names["FLOW_FIN"] | names["FLOW_PEER_FIN"]) != 0] = options.timeouts.tcp_close_wait
     # Both have ended, and not both are known to know it. Two processors that note two FINs at once may lose one note of
     # four; the other half of the pair has it, and a pair goes with either half.
     both = names["FLOW_FIN"] | names["FLOW_PEER_FIN"]
     limits[flags & both == both] = LAST_ACK
     ending = names["FLOW_DSR"] | names["FLOW_FIN"]
-    limits[flags & ending == ending] = min(DSR_ENDING, options.tcp_timeout_close_wait)
+    limits[flags & ending == ending] = min(DSR_ENDING, options.timeouts.tcp_close_wait)
     limits[flags & names["FLOW_DOUBTED"] != 0] = DOUBTED
     limits[is_over(flags)] = ENDED
-    limits[protocols == Protocol.UDP] = options.udp_timeout_stream
+    limits[protocols == Protocol.UDP] = options.timeouts.udp_stream
     limits[protocols == Protocol.SCTP] = SCTP
     return limits
 
@@ -70,7 +70,7 @@ def forget_half_open(maps: Mapping[str, Map], options: Options, now: int, hz: in
     for family in (4, 6):
         table = maps[f"half_open{family}"]
         keys, values = flow_arrays(table, family)
-        limits = np.where(keys["protocol"] == Protocol.UDP, options.udp_timeout, OPENING) * hz
+        limits = np.where(keys["protocol"] == Protocol.UDP, options.timeouts.udp, OPENING) * hz
         idle = np.uint32(now) - values["seen"] >= limits
         table.delete_batch(keys[idle])
 

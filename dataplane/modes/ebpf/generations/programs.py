@@ -63,23 +63,24 @@ class Loader:
 
     def _settings(self, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> bytes:
         options, maps = self._options, {**self._maps.maps, **(larger or {})}
+        first, last = options.ebpf.masquerade_ports
         return layout.pack(
             "settings",
             hz=self._hz,
-            reject_burst=options.reject_rate,
-            fast_path=layout.abi_constants()[f"FAST_PATH_{options.fast_path.upper()}"],
+            reject_burst=options.ebpf.reject_rate,
+            fast_path=layout.abi_constants()[f"FAST_PATH_{options.ebpf.fast_path.upper()}"],
             can_set_errno=int(can_set_errno),
             # A quarter of the ports of a backend's masqueraded clients: forged SYNs do not use them up.
-            max_half_open=min(options.port_count // 4, *(maps[name].entries // 8 for name in FLOWS)),
-            udp_timeout=options.udp_timeout * self._hz,
-            udp_timeout_stream=options.udp_timeout_stream * self._hz,
-            port_first=options.port_first,
-            dsr=int(options.dsr),
-            port_count=options.port_count,
-            answer_ping=int(options.answer_ping),
+            max_half_open=min((last - first + 1) // 4, *(maps[name].entries // 8 for name in FLOWS)),
+            udp_timeout=options.timeouts.udp * self._hz,
+            udp_timeout_stream=options.timeouts.udp_stream * self._hz,
+            port_first=first,
+            dsr=int(options.ebpf.dsr == "ipip"),
+            port_count=last - first + 1,
+            answer_ping=int(options.ebpf.answer_ping),
             can_check_mtu=int(has_helper(CHECK_MTU)),
             traffic_cpus=0 if quiet else traffic_cpus(options),
-            event_burst=0 if quiet else options.event_rate,
+            event_burst=0 if quiet else options.ebpf.event_rate,
         )
 
     def one(
@@ -167,7 +168,7 @@ class Loader:
         that get no answer.
         """
         loaded: dict[str, Object] = {}
-        if self._options.socket_scope == "off":
+        if self._options.ebpf.socket_scope == "off":
             return loaded
         for can_set_errno in (True, False):
             try:
@@ -175,7 +176,7 @@ class Loader:
                 break
             except BpfError as error:
                 log.warning("socket programs%s: %s", "" if can_set_errno else " without bpf_set_retval", error)
-        if "connect" in loaded and self._options.failover_failures:
+        if "connect" in loaded and self._options.ebpf.failover.failures:
             try:
                 loaded["sockops"] = self.one("sockops", larger)
             except BpfError as error:

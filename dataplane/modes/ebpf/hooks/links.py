@@ -290,14 +290,14 @@ class Sockets:
         self.options = options
         self.cgroup: Path | None = None
         self._held: dict[str, Attachment] = {}
-        self.reason = "switched off (--socket-scope off)" if options.socket_scope == "off" else "not attached yet"
+        self.reason = "switched off (--socket-scope off)" if options.ebpf.socket_scope == "off" else "not attached yet"
 
     def use(self, programs: Object | None, watch: Object | None = None) -> None:
         """Attach these programs, and `watch` to observe how connections begin. Without `programs` nothing changes."""
-        if self.options.socket_scope == "off" or programs is None:
+        if self.options.ebpf.socket_scope == "off" or programs is None:
             return
         try:
-            cgroup = cgroup_of_node(self.options.cgroup)
+            cgroup = cgroup_of_node(self.options.ebpf.cgroup)
             self._attach(programs, watch, cgroup)
         except (BpfError, Unsupported, OSError) as error:
             if self.reason != str(error):

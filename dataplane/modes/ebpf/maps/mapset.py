@@ -35,7 +35,7 @@ Larger = Mapping[str, Map]  # maps that will replace those of the same names
 
 def traffic_cpus(options: Options) -> int:
     """As in the programs' settings: 0 where traffic is not counted."""
-    return possible_cpus() if options.count_traffic else 0
+    return possible_cpus() if options.ebpf.traffic_counters else 0
 
 
 class MapSet:

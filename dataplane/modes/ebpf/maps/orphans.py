@@ -64,7 +64,7 @@ def is_gone(folder: Path) -> bool:
 
 def collect(options: Options) -> int:
     """Remove our pins of network namespaces that are gone; returns how many. An agent that runs keeps its own."""
-    if options.pin_root:
+    if options.ebpf.pin_root:
         return 0
     removed = localhost.collect(options)
     for folder in pin_folders("abi*"):

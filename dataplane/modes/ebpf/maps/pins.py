@@ -65,7 +65,7 @@ def _layout() -> str:
 
 def folder_of(options: Options, *, mount: bool = False) -> Path:
     """Where this namespace's pins of this layout are; the latest folder, where others' pins are in the first."""
-    first = pin_folder(options.pin_root, mount=mount) / _layout()
+    first = pin_folder(options.ebpf.pin_root, mount=mount) / _layout()
     later = (known for known in first.parent.glob(f"{first.name}-*") if known.name.rpartition("-")[2].isdecimal())
     return max([first, *later], key=_number)
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from hybrid_proxy.dataplane.mode import FIRST_SIZES, Options
+from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import size_class
+from hybrid_proxy.dataplane.options import FIRST_SIZES
 from hybrid_proxy.dataplane.table import Entry
 
 Sizes = Mapping[str, int]  # map -> entries
@@ -36,9 +37,10 @@ FIRST: Final = {**FIRST_SIZES, "frontends4": 1 << 14, "frontends6": 1 << 14}
 
 def bounds(options: Options) -> dict[str, int]:
     """The largest size of each map that follows the service table."""
+    limits = options.ebpf.limits
     return {
-        "services": options.max_services, "backends": options.max_backends, "slots": options.max_slots,
-        "frontends4": 2 * options.max_services, "frontends6": 2 * options.max_services,
+        "services": limits.services, "backends": limits.backends, "slots": limits.slots,
+        "frontends4": 2 * limits.services, "frontends6": 2 * limits.services,
     }  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def first_sizes(upper: Sizes) -> dict[str, int]:
 
 def written(options: Options, cpus: int) -> dict[str, int]:
     """The sizes of the maps that programs write, on a node with this many processors."""
-    flows = options.max_flows
+    flows = options.ebpf.limits.flows
     lru = max(LEAST_LRU, cpus * SPARE_EACH_CPU, min(flows // 4, cpus * LRU_EACH_CPU))
     return {**dict.fromkeys(FLOWS, flows), **dict.fromkeys(LRU, lru), "timewait": BUCKETS}
 

@@ -119,7 +119,7 @@ class Plan:
 
     def __init__(
         self, sizes: Mapping[str, int], used: InUse = NONE_IN_USE,
-        adopt: Callable[[Entry, Rows], Installed | None] | None = None, max_ring: int = Options().max_ring,
+        adopt: Callable[[Entry, Rows], Installed | None] | None = None, max_ring: int = Options().ebpf.limits.ring,
         max_slots: int = 0,
     ) -> None:  # fmt: skip
         self.sizes = sizes

@@ -46,7 +46,7 @@ class Store:
     """
 
     def __init__(
-        self, maps: MapSet, hz: int, *, adopt: bool | None = None, max_ring: int = Options().max_ring,
+        self, maps: MapSet, hz: int, *, adopt: bool | None = None, max_ring: int = Options().ebpf.limits.ring,
         max_slots: int = 0,
     ) -> None:  # fmt: skip
         self.maps = maps

@@ -19,6 +19,7 @@ import pytest
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import clean
+from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, Tally, load, meanwhile
 from tests.namespaces import new_lab
@@ -36,11 +37,11 @@ class Child:
     """See `resizer`."""
 
     def __init__(self, lab: Lab, *, old_kernel: bool = False, count: int = 0, version: int = 0,
-                 **options: int) -> None:  # fmt: skip
+                 **limits: int) -> None:  # fmt: skip
         self.lab = lab
         pods = {f: [lab[name].address(f) for name in ("pod2", "pod3")] for f in FAMILIES}
         setup = {
-            "cgroup": str(lab.cgroup), "old_kernel": old_kernel, "options": options,
+            "cgroup": str(lab.cgroup), "old_kernel": old_kernel, "limits": limits,
             "count": count, "version": version,
             "primary": [lab["node"].address(f) for f in FAMILIES],
             "web": [(WEB[f][0], pods[f]) for f in FAMILIES], "dns": [(DNS[f][0], pods[f]) for f in FAMILIES],
@@ -94,7 +95,7 @@ def lab() -> Iterator[Lab]:
         while CHILDREN:
             CHILDREN.pop().kill()
         with made.inside("node"):
-            clean(Options(cgroup=str(made.cgroup)))
+            clean(Options(ebpf=EbpfOptions(cgroup=str(made.cgroup))))
 
 
 class Traffic:
@@ -210,7 +211,7 @@ def figures(child: Child) -> dict[str, int]:
 
 def test_bounds_are_reported(lab: Lab) -> None:
     """Before they are met, once, and when they are; what does not fit waits, the rest is served."""
-    child = Child(lab, max_services=32)
+    child = Child(lab, services=32)
     assert child.do("more 10") == []
     status = child.maintain_until(roomy)
     assert not status["warnings"]

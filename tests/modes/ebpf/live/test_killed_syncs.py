@@ -50,7 +50,7 @@ def settle(child: Child) -> None:
 
 def test_a_change_of_everything_fits_where_everything_does(lab: Lab) -> None:  # noqa: F811
     """It takes new slots before it gives the old ones back; those are free when no program looks at them any more."""
-    child = Child(lab, count=COUNT, version=1, max_slots=256, max_ring=0)
+    child = Child(lab, count=COUNT, version=1, slots=256, ring=0)
     for version in (3, 5, 7, 9):
         assert child.do(f"state {COUNT} {version}") == [], f"version {version} does not fit"
         assert child.do("check")

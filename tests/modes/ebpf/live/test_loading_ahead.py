@@ -14,6 +14,7 @@ from hybrid_proxy.dataplane.modes.ebpf import programmer as module
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader, Programs
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
+from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, ServiceTable
 from tests.modes.make import entry
 from tests.namespaces import new_lab
@@ -32,7 +33,7 @@ def table_of(services: int) -> ServiceTable:
 def opened(*, all_or_nothing: bool = False) -> Iterator[Callable[[], Ebpf]]:
     """Opens the mode, and each time after the first with what the one before has left."""
     with new_lab("a", 1) as lab, lab.inside("node"):
-        options = Options(cgroup=str(lab.cgroup), all_or_nothing=all_or_nothing)
+        options = Options(ebpf=EbpfOptions(cgroup=str(lab.cgroup)), all_or_nothing=all_or_nothing)
         made: list[Ebpf] = []
 
         def open_() -> Ebpf:

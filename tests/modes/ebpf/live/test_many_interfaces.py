@@ -30,7 +30,8 @@ FEW, TABLE = 2, ServiceTable(services={})
 @pytest.fixture
 def options(pins: Path) -> Iterator[Options]:
     with new_lab("m", 1) as lab, lab.inside("node"):
-        made = msgspec.structs.replace(small(lab, pins), pod_interfaces=("many*",))
+        made = small(lab, pins)
+        made = msgspec.structs.replace(made, ebpf=msgspec.structs.replace(made.ebpf, pod_interfaces=("many*",)))
         try:
             yield made
         finally:

@@ -70,7 +70,7 @@ def spread_of(store: Store) -> set[str]:
 
 @pytest.fixture
 def store(open_maps: OpenMaps) -> Store:
-    return Store(open_maps(max_slots=16_384), HZ)
+    return Store(open_maps(slots=16_384), HZ)
 
 
 CHANGES = [
@@ -110,7 +110,7 @@ def test_a_restart_takes_the_ring_over(store: Store, open_maps: OpenMaps, algori
     store.apply(table)
     before = {number: known.ranges for number, known in store.plan.by_id.items()}
     words = store.services["sets"].copy()
-    again = restart(lambda: open_maps(max_slots=16_384))
+    again = restart(lambda: open_maps(slots=16_384))
     again.apply(without_sharing(table))
     assert {number: known.ranges for number, known in again.plan.by_id.items()} == before
     assert (again.services["sets"] == words).all(), "the same slots, not even another epoch"
@@ -121,7 +121,7 @@ def test_a_restart_takes_the_ring_over(store: Store, open_maps: OpenMaps, algori
 
 def test_rings_get_smaller_before_a_service_port_is_refused(open_maps: OpenMaps) -> None:
     """Four slots are enough for three backends: Maglev gets what others do not need."""
-    store = Store(open_maps(max_slots=2048, max_backends=1024, max_services=256), HZ)
+    store = Store(open_maps(slots=2048, backends=1024, services=256), HZ)
     table: Table = {f"default/s{n}": (port("mh", [1, 1, 1], f"10.96.0.{n}", f"default/s{n}"),) for n in range(1, 40)}
     store.apply(table)
     store.apply(many(80, 3, 60))

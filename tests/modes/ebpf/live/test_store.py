@@ -12,11 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
-from hybrid_proxy.dataplane.mode import Options, flows_by_memory
+from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, make
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import bounds, first_sizes, written
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import traffic_sizes
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.options import flows_by_memory
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
 from tests.tables import Front, entry_of, fronts_of, with_fronts
 
@@ -274,7 +275,7 @@ def test_numbers_that_flows_may_name_stay_reserved_over_a_restart(store: Store, 
 
 def test_pinned_maps_are_adopted_whatever_their_sizes(store: Store, open_maps: OpenMaps) -> None:
     apply(store, {}, {one: (entry(one, V1, 3),)})
-    again = open_maps(max_backends=512, max_services=32)
+    again = open_maps(backends=512, services=32)
     assert again.maps["backends"].entries == 256
     assert again.maps["services"].entries == 64
     assert again.other_sizes == {"services": 32, "frontends4": 64, "frontends6": 64}
@@ -305,9 +306,9 @@ def many(count: int, backends: int, first: int = 0) -> Table:
 
 FULL = [
     # sizes                                                       services backends  what is full
-    pytest.param({"max_services": 8},                                  12, 1, "map services",  id="services"),
-    pytest.param({"max_backends": 16},                                  6, 4, "map backends",  id="backends"),
-    pytest.param({"max_slots": 32, "max_backends": 1024},               6, 7, "map slots",     id="slots"),
+    pytest.param({"services": 8},                                      12, 1, "map services",  id="services"),
+    pytest.param({"backends": 16},                                      6, 4, "map backends",  id="backends"),
+    pytest.param({"slots": 32, "backends": 1024},                       6, 7, "map slots",     id="slots"),
 ]  # fmt: skip
 
 
@@ -336,11 +337,11 @@ def test_what_does_not_fit_is_named_and_the_rest_works(
 
 def test_a_full_map_of_frontends_takes_a_change_of_all(open_maps: OpenMaps) -> None:
     """New frontends are written before old ones are deleted: those that find no room come after."""
-    store = Store(open_maps(max_services=9, max_backends=64), HZ)  # frontends: 18, two for each service
+    store = Store(open_maps(services=9, backends=64), HZ)  # frontends: 18, two for each service
     old, new = many(4, 1), many(4, 1, 20)
     apply(store, {}, old)
     apply(store, old, new)
-    again = restart(lambda: open_maps(max_services=9, max_backends=64))
+    again = restart(lambda: open_maps(services=9, backends=64))
     again.apply(old)
     check(again, old, settled=False)
     settle(again)
@@ -383,7 +384,7 @@ def test_what_did_not_fit_fits_when_its_map_has_grown(
 def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
     """Between random changes, some frees still deferred."""
     rng = random.Random(5)
-    maps = open_maps(max_services=64, max_backends=128, max_slots=128)
+    maps = open_maps(services=64, backends=128, slots=128)
     store, table = Store(maps, HZ), {}
     for step in range(60):
         name = f"default/r{rng.randrange(12)}"
@@ -402,7 +403,7 @@ def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
 
 def test_what_a_small_node_has_maps_for_is_small() -> None:
     """With 8 GB and two processors; the programs of sockets have 1.3 MB more."""
-    options = Options(max_flows=flows_by_memory(8 << 30))
+    options = Options(default_flows=flows_by_memory(8 << 30))
     first = first_sizes(bounds(options)) | written(options, 2)
     made = make(first | traffic_sizes(first["services"], first["backends"], 2), {})
     assert sum(known.memory for known in made.values()) < 18.5e6

@@ -21,6 +21,7 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ipvs.programmer import DRAIN_SECONDS, Ipvs, clean, drain, look, probe
 from hybrid_proxy.dataplane.modes.ipvs.rules import ours
 from hybrid_proxy.dataplane.modes.ipvs.writer import DEVICE
+from hybrid_proxy.dataplane.options import IpvsOptions
 from hybrid_proxy.dataplane.table import (
     EMPTY,
     Backend,
@@ -80,7 +81,7 @@ def waiting(listener: socket.socket) -> int:
 
 
 def start(clock: Callable[[], float] = time.monotonic, **options: object) -> Ipvs:
-    return Ipvs(Options(**options), lambda: None, clock=clock)  # type: ignore[arg-type]
+    return Ipvs(Options(ipvs=IpvsOptions(**options)), lambda: None, clock=clock)  # type: ignore[arg-type]
 
 
 def test_the_mode_works_here_and_trying_it_leaves_nothing(home: None) -> None:
@@ -90,7 +91,7 @@ def test_the_mode_works_here_and_trying_it_leaves_nothing(home: None) -> None:
     with contextlib.closing(Ipsets()) as sets:
         assert sets.names("HPV") == []
     with pytest.raises(Unsupported, match="ip_vs_nosuch"):
-        start(ipvs_scheduler="nosuch")
+        start(scheduler="nosuch")
 
 
 @pytest.mark.core(long=True)
@@ -124,7 +125,7 @@ def test_a_connection_outlives_its_endpoint_which_goes_when_the_connection_is_ov
 @pytest.mark.parametrize("strict", [False, True])
 def test_strict_arp_sets_what_keeps_the_node_from_answering_for_others(home: None, strict: bool) -> None:
     before = sysctl.read("net/ipv4/conf/all/arp_ignore")
-    agent = start(ipvs_strict_arp=strict)
+    agent = start(strict_arp=strict)
     agent.sync(table("10.1.0.11"))
     assert sysctl.read("net/ipv4/conf/all/arp_ignore") == ("1" if strict else before)
     assert sysctl.read("net/ipv4/conf/all/arp_announce") == ("2" if strict else "0")

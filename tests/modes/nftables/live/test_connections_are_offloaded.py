@@ -16,6 +16,7 @@ from hybrid_proxy.dataplane.modes.nftables.tables import FLOWTABLE, TABLE
 from hybrid_proxy.dataplane.netfilter import frontends
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
 from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.options import NftablesOptions
 from hybrid_proxy.dataplane.reports import FlowRow
 from hybrid_proxy.dataplane.table import (
     Backend,
@@ -60,7 +61,7 @@ def node(lab: Lab) -> Iterator[None]:
 
 @pytest.fixture
 def mode(node: None) -> Iterator[Nftables]:
-    with contextlib.closing(Nftables(Options(offload_packets=PACKETS), lambda: None)) as made:
+    with contextlib.closing(Nftables(Options(nftables=NftablesOptions(offload_packets=PACKETS)), lambda: None)) as made:
         yield made
 
 

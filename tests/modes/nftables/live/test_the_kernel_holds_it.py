@@ -19,6 +19,7 @@ from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family, Verdic
 from hybrid_proxy.dataplane.nftables.schema import Element
 from hybrid_proxy.dataplane.nftables.uapi import NFT_GOTO
 from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.options import NftablesOptions
 from hybrid_proxy.dataplane.table import Entry, Kind, Masquerade, NodeNetwork, PodMatch, ServiceTable, WhenEmpty
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
@@ -69,7 +70,7 @@ def test_nft_lists_every_rule_as_it_was_meant(mode: Nftables, family: Family) ->
 
 def test_a_kernel_without_flowtables_is_told_of_and_serves_without() -> None:
     reason = offload_missing()
-    with contextlib.closing(Nftables(Options(offload_packets=20), lambda: None)) as mode:
+    with contextlib.closing(Nftables(Options(nftables=NftablesOptions(offload_packets=20)), lambda: None)) as mode:
         mode.sync(everything())
         status = mode.status()
         assert status.nftables is not None
