@@ -51,7 +51,7 @@ def first_sizes(upper: Sizes) -> dict[str, int]:
 
 def written(options: Options, cpus: int) -> dict[str, int]:
     """The sizes of the maps that programs write, on a node with this many processors."""
-    flows = options.ebpf.limits.flows
+    flows = options.max_flows
     lru = max(LEAST_LRU, cpus * SPARE_EACH_CPU, min(flows // 4, cpus * LRU_EACH_CPU))
     return {**dict.fromkeys(FLOWS, flows), **dict.fromkeys(LRU, lru), "timewait": BUCKETS}
 

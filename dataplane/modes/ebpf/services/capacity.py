@@ -36,4 +36,4 @@ def check_room(options: Options, table: ServiceTable) -> None:
         DataplaneError, OSError: conntrack cannot be read.
     """
     refuse_unfit(table.entries(), sizes.bounds(options))
-    refuse_crowd(datagram_flows(table), dict.fromkeys((4, 6), options.ebpf.limits.flows))
+    refuse_crowd(datagram_flows(table), dict.fromkeys((4, 6), options.max_flows))
