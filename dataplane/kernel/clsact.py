@@ -1,9 +1,4 @@
-"""Our filters at clsact qdiscs: attached by the hundred, detached, and checked for drift.
-
-They serve where the kernel has no TCX links, and where many interfaces come at once: each link costs a grace period, in
-which nothing else of the node's interfaces can be changed, filters cost none. The kernel reports when a filter or a
-qdisc changes, and only then the filters are read.
-"""
+"""tc filters of ours at clsact qdiscs: attached to many interfaces at once, detached, and checked."""
 
 from __future__ import annotations
 
@@ -28,12 +23,13 @@ from hybrid_proxy.dataplane.kernel.netlink import (
     NetlinkFailed,
     attribute,
     attributes,
+    messages,
     nested,
     string,
 )
 
 # linux/rtnetlink.h, linux/pkt_sched.h, linux/pkt_cls.h
-NEW_QDISC, GET_QDISC, NEW_FILTER, DELETE_FILTER, GET_FILTER, RTMGRP_TC = 36, 38, 44, 45, 46, 8
+NEW_QDISC, DELETE_QDISC, GET_QDISC, NEW_FILTER, DELETE_FILTER, GET_FILTER, RTMGRP_TC = 36, 37, 38, 44, 45, 46, 8
 CLSACT, AT_CLSACT = 0xFFFF0000, 0xFFFFFFF1  # the qdisc's handle and parent
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3  # TC_H_CLSACT with TC_H_MIN_INGRESS and TC_H_MIN_EGRESS
 TCA_KIND, TCA_OPTIONS = 1, 2
@@ -48,7 +44,14 @@ _INFO: Final = PRIORITY << 16 | socket.htons(ALL_PROTOCOLS)
 
 
 class Filter(NamedTuple):
-    """One of ours: its interface, its name, the descriptor of its program, and the way of its packets."""
+    """A filter to attach.
+
+    Attributes:
+        interface: its index.
+        name: of the filter, without our prefix.
+        program: a descriptor.
+        ingress: whether it sees packets that the interface receives; otherwise those that it sends.
+    """
 
     interface: int
     name: str
@@ -57,15 +60,15 @@ class Filter(NamedTuple):
 
     @property
     def parent(self) -> int:
-        """The half of the qdisc that it is at."""
+        """The half of the qdisc."""
         return INGRESS if self.ingress else EGRESS
 
 
 def attach(filters: Sequence[Filter]) -> dict[int, BpfError]:
-    """Attach or replace our filters of these names; qdiscs are made where there are none.
+    """Attaches filters or replaces their programs, and makes the qdiscs that are missing.
 
     Returns:
-        By interface, why a filter could not be attached there.
+        Why no filter could be attached, by the index of the interface.
     """
     failed: dict[int, BpfError] = {}
     indices = list(dict.fromkeys(one.interface for one in filters))
@@ -90,7 +93,7 @@ def _qdisc(index: int) -> Message:
 
 
 def _ingress_alone(wire: Netlink) -> frozenset[int]:
-    """Interfaces with a qdisc of others in the same place. It would run filters for egress at ingress."""
+    """Interfaces with a foreign `ingress` qdisc in the place of clsact. It would run egress filters at ingress."""
     request = Message(GET_QDISC, _TCMSG.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the qdiscs")
     found = set()
     for body in wire.dump(request):
@@ -118,7 +121,11 @@ def _word(value: int) -> bytes:
 
 
 def detach(index: int) -> int:
-    """Remove our filters from an interface, and no others; returns how many there were."""
+    """Removes our filters from an interface, and the qdisc if it is empty then. Returns how many filters there were.
+
+    Raises:
+        NetlinkFailed: the kernel refused to remove a filter.
+    """
     with Netlink(ROUTE) as wire:
         found = [parent for parent in (INGRESS, EGRESS) for _ in _ours(wire, index, parent)]
         requests = [
@@ -126,20 +133,23 @@ def detach(index: int) -> int:
             for parent in found
         ]
         for _, code in wire.send(requests):
-            if code not in (errno.ENOENT, errno.EINVAL, errno.ENODEV):  # they went with their interface
+            if code not in (errno.ENOENT, errno.EINVAL, errno.ENODEV):  # the interface is gone
                 raise NetlinkFailed(f"removing filters of interface {index}", code)
+        if found and not any(True for parent in (INGRESS, EGRESS) for _ in _filters(wire, index, parent)):
+            body = _TCMSG.pack(0, index, CLSACT, AT_CLSACT, 0) + string(TCA_KIND, "clsact")
+            wire.send([Message(DELETE_QDISC, body)])
     return len(found)
 
 
 def names(index: int, *, ingress: bool) -> list[tuple[str, bool]]:
-    """The filters of an interface in the order in which they run, by name or else by kind, and whether one is ours."""
+    """The filters of an interface in the order in which they run: the name or else the kind, and whether it is ours."""
     with Netlink(ROUTE) as wire:
         filters = list(_filters(wire, index, INGRESS if ingress else EGRESS))
     return [(one.name or one.kind, one.ours) for one in filters if one.handle]  # without: the head of a list of filters
 
 
 class _Found(NamedTuple):
-    """A filter as the kernel has it; name and number of the program are empty and 0 of one that is no BPF program."""
+    """A filter in the kernel. A filter that is no BPF program has no name, and the number 0 for a program."""
 
     kind: str
     handle: int
@@ -148,12 +158,12 @@ class _Found(NamedTuple):
 
     @property
     def ours(self) -> bool:
-        """Another program's may have the same handle."""
+        """A foreign filter may have the same handle."""
         return self.handle == HANDLE and self.name.startswith(NAME)
 
 
 def _ours(wire: Netlink, index: int, parent: int) -> Iterator[tuple[str, int]]:
-    """Name and number of the program of each filter of ours."""
+    """The name and the program's number of each filter of ours."""
     for one in _filters(wire, index, parent):
         if one.ours:
             yield one.name.removeprefix(NAME), one.program
@@ -173,20 +183,22 @@ def _filters(wire: Netlink, index: int, parent: int) -> Iterator[_Found]:
             yield _Found(kind, handle, name, int.from_bytes(options.get(TCA_BPF_ID, b""), sys.byteorder))
 
 
-class Filters:
-    """The filters in the network namespace of the calling thread, read again when the kernel reports a change."""
+class FilterWatch:
+    """Finds filters of ours that are missing, in the network namespace of the calling thread.
+
+    The filters of an interface are read again only after the kernel has reported a change of its filters or qdiscs.
+    """
 
     def __init__(self) -> None:
         self._events = Events(ROUTE, RTMGRP_TC)
-        self._missing: dict[int, list[str]] = {}  # by interface, of those read since the last change
+        self._missing: dict[int, list[str]] = {}  # by interface, of those read since their last change
 
     def missing(self, index: int, programs: Mapping[tuple[str, bool], int]) -> list[str]:
-        """Names of our filters that an interface does not have, or that run another program.
+        """The names of our filters that an interface does not have, or that run another program.
 
-        `programs` has descriptors by name and by whether the filter is at ingress.
+        `programs` has the descriptor of each program by the filter's name and whether it is at ingress.
         """
-        if self._events.drain():
-            self._missing.clear()
+        self._forget_changed()
         if index not in self._missing:
             with Netlink(ROUTE) as wire:
                 found = {ingress: dict(_ours(wire, index, INGRESS if ingress else EGRESS)) for ingress in (True, False)}
@@ -197,5 +209,15 @@ class Filters:
             ]
         return self._missing[index]
 
+    def _forget_changed(self) -> None:
+        while (data := self._events.read()) != b"":
+            if data is None:  # reports were lost
+                self._missing.clear()
+                continue
+            for _, _, _, _, body in messages(data):
+                if len(body) >= _TCMSG.size:
+                    self._missing.pop(_TCMSG.unpack_from(body)[1], None)
+
     def close(self) -> None:
+        """Stops listening to the kernel's reports."""
         self._events.close()

@@ -1,5 +1,5 @@
-/* Programs of somebody else at the hooks of ours. Each counts what it sees, remembers the last IPv4 destination, and lets
- * it pass.
+/* Foreign programs at our hooks. Each counts the packets that it sees, remembers the last IPv4 destination, and lets the
+ * packet pass.
  */
 #include "config.h"
 
@@ -45,6 +45,14 @@ SEC("tc")
 int plugin_behind(struct __sk_buff *skb)
 {
 	return look(skb, BEHIND);
+}
+
+/* Ends the hook: nothing behind it sees the packet, no filter either. */
+SEC("tc")
+int plugin_keeps(struct __sk_buff *skb)
+{
+	look(skb, BEHIND);
+	return TC_ACT_OK;
 }
 
 SEC("cgroup/connect4")

@@ -17,7 +17,8 @@ from vm.features import missing
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, check, create_link, library, programs_at
 from hybrid_proxy.dataplane.kernel.clsact import INGRESS
-from hybrid_proxy.dataplane.modes.ebpf.hooks.links import SOCKET_HOOKS, TCX_INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
+from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import TCX_INGRESS
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.clang import compile_bpf
 
@@ -130,8 +131,22 @@ def test_tcx_programs_keep_their_places(bench: Bench, others: Others) -> None:
         assert len(programs_at(index, TCX_INGRESS)) == 2
 
 
+def test_a_tcx_program_that_keeps_packets_from_filters_comes_behind_ours(bench: Bench, others: Others) -> None:
+    """TCX programs run before all filters, and TCX_PASS ends the hook: so links replace our filters there."""
+    index, name = index_of(bench, "pod1"), bench.lab["pod1"].interface
+    service = served(bench)
+    with bench.lab.inside("node"):
+        others.link("plugin_keeps", index, TCX_INGRESS)
+    bench.agent.wait(lambda status: status.dataplane.ebpf.pods.kind == "tcx and clsact", what="a link")
+    for start in over_a_restart(bench):
+        assert reported(bench) == [f"{name}, ingress: plugin_keeps after ours"], start
+        others.saw(BEHIND)
+        assert bench.ask("pod1", service, V4).pod == "pod2"
+        assert others.saw(BEHIND)[1] == bench.lab["pod2"].address4, start
+
+
 def test_filters_of_others_stay(bench: Bench, others: Others) -> None:
-    """Filters of a clsact qdisc, one before we came and one after: both see packets, and none of them is removed."""
+    """Foreign filters, one that was there first and one that comes later: both see packets behind ours, and stay."""
     index, name = index_of(bench, "pod1"), bench.lab["pod1"].interface
     link = bench.lab.netlink("node")
     link.tc("add", "clsact", index)
@@ -139,14 +154,8 @@ def test_filters_of_others_stay(bench: Bench, others: Others) -> None:
         add_filter(bench, others, "plugin_ahead", index, 1)
         service = served(bench)
         add_filter(bench, others, "plugin_behind", index, 7)
-        tcx = bench.agent.running_status().dataplane.ebpf.pods.kind == "tcx"
         for start in over_a_restart(bench):
-            want = (
-                "plugin_ahead, plugin_behind after ours"
-                if tcx
-                else "plugin_ahead before ours; plugin_behind after ours"
-            )
-            assert reported(bench) == [f"{name}, ingress: {want}"], start
+            assert reported(bench) == [f"{name}, ingress: plugin_ahead, plugin_behind after ours"], start
             others.saw(AHEAD), others.saw(BEHIND)
             assert bench.ask("pod1", service, V4).pod == "pod2"
             for place in (AHEAD, BEHIND):

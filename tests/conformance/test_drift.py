@@ -21,26 +21,18 @@ STREAM = 1  # SOCK_STREAM
 RATE = 40 / PATIENCE  # new connections a second of each client
 FLUSHED = tuple((command, "-t", "nat", "-F") for command in ("iptables", "ip6tables"))
 DETACH = "for link in {pins}/link_%s*; do bpftool link detach pinned $link || exit 1; done"
-# Before Linux 6.6 the hooks of interfaces are filters of tc, and no links.
 CLSACT = 'tc qdisc show | sed -n "s/^qdisc clsact .* dev \\(%s[^ ]*\\) .*/\\1/p"'
 UNHOOK = f"for name in $({CLSACT}); do tc qdisc delete dev $name clsact || exit 1; done"
-
-
-def unhooked(pins: str, interfaces: str) -> str:
-    """The shell's words to take our programs off interfaces."""
-    return f"if ls {{pins}}/link_{pins}* >/dev/null 2>&1; then {DETACH % pins}; else {UNHOOK % interfaces}; fi"
-
-
 REMOVE = ("sh", "-c", "rm -rf {pins} || true")  # the agent may make some of them again meanwhile
 
 # What somebody else does, by mode; `{pins}` is the folder of pins.
 ACCIDENTS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "ebpf": {
         "pins-removed": (REMOVE,),
-        "pods-detached": (("sh", "-c", unhooked("pod", "veth")),),
-        "uplinks-detached": (("sh", "-c", unhooked("uplink", "eth")),),
+        "pods-detached": (("sh", "-c", UNHOOK % "veth"),),
+        "uplinks-detached": (("sh", "-c", UNHOOK % "eth"),),
         "sockets-detached": (("sh", "-c", DETACH % "cgroup"),),
-        "everything": (("sh", "-c", DETACH % ""), REMOVE),
+        "everything": (("sh", "-c", f"{DETACH % ''}; {UNHOOK % ''}"), REMOVE),
     },
     "nftables": {
         "ruleset-flushed": (("nft", "flush", "ruleset"),),

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from hybrid_proxy.dataplane.kernel.bpf import programs_at
+from hybrid_proxy.dataplane.kernel.clsact import names
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, ask_tcp, download
@@ -22,7 +22,6 @@ from .kit import UDP, V4, V6, Bench, Service, eventually
 from .test_rows import target_of
 
 SIZE = 300_000
-TCX_INGRESS = 46
 GATEWAY = "ee:ee:ee:ee:ee:ee"  # of every pod
 FAMILIES = (V4, V6)
 NOWHERE = "http://127.0.0.1:9"  # an API server that never answers
@@ -128,7 +127,7 @@ def go_on(made: list[Stream]) -> None:
 def attached(bench: Bench, pod: str) -> bool:
     with bench.lab.inside("node"):
         (index,) = bench.lab.netlink("node").link_lookup(ifname=bench.lab[pod].interface)
-        return bool(programs_at(index, TCX_INGRESS))
+        return any(ours for _, ours in names(index, ingress=True))
 
 
 @pytest.mark.row("6.7", "an agent that waits for its API server serves new pods; open connections go on")

@@ -1,8 +1,9 @@
-"""Kernels without TCX links: our filters at a clsact qdisc, swapped in place, removed exactly. Real tc, a real lab."""
+"""tc filters at a clsact qdisc: replaced in place, removed without touching foreign ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -60,3 +61,15 @@ def test_clsact_filters_are_swapped_in_place_and_removed_exactly(inside_node: La
     assert filters(index, EGRESS) == []
     assert clsact.detach(index) == 0
     programs.close()
+
+
+def test_an_empty_qdisc_is_removed_with_our_last_filter(inside_node: Lab) -> None:
+    from pyroute2 import IPRoute
+
+    index = next(i.index for i in read_node().interfaces if i.name == inside_node["pod2"].interface)
+    with closing(Object(OBJECTS / "hooks.bpf.o")) as programs, IPRoute() as ip:
+        programs.load()
+        ours = clsact.Filter(index, "pod_ingress", programs.program("pod_ingress"), ingress=True)
+        assert clsact.attach([ours]) == {}
+        assert clsact.detach(index) == 1
+        assert [q for q in ip.get_qdiscs(index) if q["parent"] == clsact.AT_CLSACT] == []

@@ -57,8 +57,9 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.programs import (
     write_namespace,
 )
 from hybrid_proxy.dataplane.modes.ebpf.generations.resizer import MapResizer
-from hybrid_proxy.dataplane.modes.ebpf.hooks.links import Links, Sockets, detach_everything
-from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import Drivers
+from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SocketPrograms
+from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import InterfacePrograms, detach_everything
+from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import XdpPrograms
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet, open_pinned_maps
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import (
@@ -233,9 +234,9 @@ class Ebpf:
         self._attached = self._serves_adopted = False
         self.programs: Programs | None = None  # those in use; there are some from the first table on
         self.roles = Roles(options.ebpf.pod_interfaces, options.ebpf.uplink_interfaces)
-        self.pods, self.uplinks = Links(self.folder, "pod"), Links(self.folder, "uplink")
-        self.drivers = Drivers(self.folder, options.ebpf.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
-        self.sockets = Sockets(self.folder, options)
+        self.pods, self.uplinks = (InterfacePrograms(self.folder, kind) for kind in ("pod", "uplink"))
+        self.drivers = XdpPrograms(self.folder, options.ebpf.xdp, self._load_xdp, lambda: self.maps.maps["xdp_links"])
+        self.sockets = SocketPrograms(self.folder, options)
         self.resizer = MapResizer(self.maps, upper, self._load, self._use, self._quiet, self._take_larger_maps, wake)
         self.node_maps = NodeMaps(self.maps.maps, lambda: self.maps.view("node"))
         self.nearly_full: dict[str, str] = {}  # map -> message

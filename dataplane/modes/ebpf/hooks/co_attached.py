@@ -1,7 +1,7 @@
-"""Programs of others at the hooks of ours, and which of them packets meet first.
+"""Lists the foreign BPF programs at our hooks, and which of them run before ours.
 
-At a hook, TCX programs run in the order of their list, then the filters of the clsact qdisc. Programs of a cgroup run
-in the order in which they were attached.
+At an interface, TCX programs run in the order of their list, and then the filters of the clsact qdisc. Programs of a
+cgroup run in the order in which they were attached.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hybrid_proxy.dataplane.kernel.attachment import program_of
 from hybrid_proxy.dataplane.kernel.bpf import program_name, programs_at
 from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node
 from hybrid_proxy.dataplane.kernel.links import read_node
-from hybrid_proxy.dataplane.modes.ebpf.hooks.links import HOOKS, SOCKET_HOOKS
+from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
+from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import HOOKS
 
 
 class _Program(NamedTuple):
@@ -26,8 +27,8 @@ class _Program(NamedTuple):
     ours: bool
 
 
-def beside(folder: Path, cgroup: str | None) -> Iterator[str]:
-    """A line for each hook that others share with us. The cgroup is left out where it cannot be read.
+def describe_order(folder: Path, cgroup: str | None) -> Iterator[str]:
+    """Yields a line for each hook at which there are foreign programs. A cgroup that cannot be read is left out.
 
     Args:
         folder: of our pins.
@@ -36,12 +37,12 @@ def beside(folder: Path, cgroup: str | None) -> Iterator[str]:
     Raises:
         BpfError: it cannot be read what is attached to an interface.
     """
-    ours = {number for path in folder.glob("link_*") if (number := _pinned(path))}
+    ours = {number for path in folder.glob("link_*") if (number := _pinned_program(path))}
     for interface in read_node().interfaces:
-        for way, attach_type, ingress in HOOKS:
+        for direction, attach_type, ingress in HOOKS:
             filters = [_Program(*one) for one in clsact.names(interface.index, ingress=ingress)]
             programs = _attached(interface.index, attach_type, ours) + filters
-            yield from _described(f"{interface.name}, {way}", programs)
+            yield from _described(f"{interface.name}, {direction}", programs)
     with contextlib.suppress(DataplaneError, OSError):
         target = os.open(cgroup_of_node(cgroup), os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -51,8 +52,8 @@ def beside(folder: Path, cgroup: str | None) -> Iterator[str]:
             os.close(target)
 
 
-def _pinned(path: Path) -> int:
-    """The number of a pinned link's program; 0: it is gone, or no link."""
+def _pinned_program(path: Path) -> int:
+    """The number of the program of a pinned link, 0 if there is no link."""
     with contextlib.suppress(DataplaneError, OSError):
         return program_of(path)
     return 0

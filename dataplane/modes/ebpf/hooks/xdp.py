@@ -1,8 +1,8 @@
-"""XDP at uplinks: a short cut in the driver for known flows, where the driver has it. tc is the complete path.
+"""An XDP program at uplinks, which forwards packets of known flows in the driver. tc programs serve all others.
 
-Native mode alone: generic XDP runs behind the stack's own work and is slower than tc. `auto` takes devices of the
-machine. Packets of virtual ones come with checksums that are still to be filled in, which XDP does not see; `native`
-takes these, too, for those who have switched that off.
+Only native mode is used: generic XDP runs after the stack has done its work, and is slower than tc. `auto` attaches to
+physical devices. Virtual devices deliver packets whose checksums are not filled in yet, which XDP cannot see; `native`
+attaches to them too, for nodes where that is switched off.
 """
 
 from __future__ import annotations
@@ -34,22 +34,26 @@ WHY = {
 }
 
 
-class Drivers:
-    """The program at the drivers of uplinks.
+class XdpPrograms:
+    """The XDP program at uplinks.
 
     Args:
         folder: where links are pinned.
         setting: "off", "native" or "auto" (`Options.xdp`).
         load: loads the object and returns it; called when the first device qualifies.
         targets: the map of interfaces that frames may be redirected to, once the object is loaded.
+
+    Attributes:
+        attached: the interfaces that have the program, by index.
+        left_to_tc: why other uplinks do not have it, by name.
     """
 
     def __init__(self, folder: Path, setting: str, load: Callable[[], Object], targets: Callable[[], Map]) -> None:
         self.folder = folder
         self.setting = setting
         self.attached: dict[int, Interface] = {}
-        self.left: dict[str, str] = {}  # interface -> why tc alone serves it
-        self._held: dict[int, Attachment] = {}
+        self.left_to_tc: dict[str, str] = {}
+        self._links: dict[int, Attachment] = {}
         self._load = load
         self._targets = targets
         self._programs: Object | None = None
@@ -57,29 +61,32 @@ class Drivers:
 
     @property
     def loaded(self) -> bool:
-        """Whether there is a device that qualified, so that the object had to be loaded."""
+        """Whether a device qualified, so that the object is loaded."""
         return self._programs is not None
 
     def use(self, programs: Object) -> None:
-        """Attach this object's program from now on, and now where another one is."""
+        """Replaces the program everywhere, and attaches this one from now on."""
         if self._programs is not None:
             self._programs.close()
         self._programs = programs
         self.attached = {index: known for index, known in self.attached.items() if self._attach(known)}
 
-    def refresh(self, uplinks: Iterable[Interface], everybody: Iterable[Interface]) -> None:
-        """Attach to uplinks that are new, detach from what is none any more. `everybody`: all interfaces."""
-        self.left = {}
-        below = {interface.lower for interface in everybody if interface.kind == "vlan"}
+    def refresh(self, uplinks: Iterable[Interface], interfaces: Iterable[Interface]) -> None:
+        """Attaches to new uplinks and detaches from interfaces that are no uplinks any more.
+
+        `interfaces` are all of the node.
+        """
+        self.left_to_tc = {}
+        below = {interface.lower for interface in interfaces if interface.kind == "vlan"}
         wanted = {}
         for interface in uplinks if self.setting != "off" else ():
             reason = self._reason(interface, below)
             if reason:
-                self.left[interface.name] = reason
+                self.left_to_tc[interface.name] = reason
             else:
                 wanted[interface.index] = interface
         for index in self.attached.keys() & wanted.keys():
-            self._held[index].where = wanted[index].name
+            self._links[index].where = wanted[index].name
         for index in [index for index in self.attached if index not in wanted]:
             log.info("XDP no longer serves %s", self.attached.pop(index).name)
         fresh = [index for index in wanted if index not in self.attached and self._attach(wanted[index])]
@@ -88,36 +95,36 @@ class Drivers:
             log.info("serving %s by XDP in its driver", wanted[index].name)
         for index, path in links_in(self.folder, "xdp_"):
             if index not in self.attached and is_link_pin(path):
-                self._made(index, "").remove()
-                del self._held[index]
+                self._link(index, "").remove()
+                del self._links[index]
         self._set_targets()
 
-    def _made(self, index: int, name: str) -> Attachment:
-        """The attachment at an interface; one that has another name by now is looked at anew."""
-        known = self._held.get(index)
+    def _link(self, index: int, name: str) -> Attachment:
+        """The link at an interface; that of an interface which was renamed is opened again."""
+        known = self._links.get(index)
         if known is None or known.where != name:
             if known is not None:
                 known.close()
             path = self.folder / f"link_xdp_{index}"
-            self._held[index] = known = Attachment(path, ATTACH_TYPE, index, PROGRAM, name, DRIVER_MODE)
+            self._links[index] = known = Attachment(path, ATTACH_TYPE, index, PROGRAM, name, DRIVER_MODE)
         return known
 
     def damage(self, pins: Pins) -> Iterator[str]:
         """Yields a message for each link that another program changed or removed."""
         for index in self.attached:
-            yield from self._held[index].damage(pins)
+            yield from self._links[index].damage(pins)
 
     def pins(self) -> Pins:
         """The pins of all links."""
-        return {name: inode for held in self._held.values() for name, inode in held.pins().items()}
+        return {name: inode for link in self._links.values() for name, inode in link.pins().items()}
 
     def repair(self, pins: Pins) -> None:
         """Attaches again what `damage` reports."""
         for index in self.attached:
-            self._held[index].repair(pins)
+            self._links[index].repair(pins)
 
     def _reason(self, interface: Interface, below: set[int]) -> str:
-        """Why tc alone serves an interface; "": nothing known against it."""
+        """Why XDP does not serve an interface; empty if nothing is known against it."""
         if interface.kind in LAYERED:
             return f"{LAYERED[interface.kind]}, whose ports have the drivers"
         if not interface.ethernet:
@@ -140,25 +147,25 @@ class Drivers:
                 self._programs = self._load()
         except BpfError as error:
             self._refused = f"the kernel refused the program: {error}"
-            self.left[interface.name] = self._refused
+            self.left_to_tc[interface.name] = self._refused
             log.warning("XDP is not used: %s", error)
             return False
         try:
-            self._made(interface.index, interface.name).run(self._programs.program(PROGRAM))
+            self._link(interface.index, interface.name).run(self._programs.program(PROGRAM))
         except BpfError as error:
             if error.code != errno.ENODEV:
-                self.left[interface.name] = WHY.get(error.code, str(error))
+                self.left_to_tc[interface.name] = WHY.get(error.code, str(error))
                 log.log(
                     logging.INFO if self.setting == "auto" else logging.WARNING,
-                    "tc alone serves %s: %s", interface.name, self.left[interface.name],
+                    "tc alone serves %s: %s", interface.name, self.left_to_tc[interface.name],
                 )  # fmt: skip
             return False
         return True
 
     def _set_targets(self) -> None:
-        """Redirect frames only to interfaces that accept them.
+        """Lets frames be redirected only to interfaces that accept them.
 
-        Where the kernel does not report whether one does, an attached XDP program counts as yes.
+        An interface with an XDP program counts as one where the kernel does not report it.
         """
         if self._programs is None:
             return
@@ -168,11 +175,14 @@ class Drivers:
         )
 
     def status(self) -> XdpHooks:
-        """Where programs are, and why not elsewhere."""
-        return XdpHooks(self.setting, sorted(interface.name for interface in self.attached.values()), dict(self.left))
+        """Where the program is attached, and why it is not elsewhere."""
+        return XdpHooks(
+            self.setting, sorted(interface.name for interface in self.attached.values()), dict(self.left_to_tc)
+        )
 
     def close(self) -> None:
-        for held in self._held.values():
-            held.close()
+        """Leaves everything attached."""
+        for link in self._links.values():
+            link.close()
         if self._programs is not None:
             self._programs.close()

@@ -62,7 +62,7 @@ class Pinned:
         return affinity.remembered(self._maps, table, _clock(self._maps), jiffies_per_second())
 
     def beside(self, cgroup: str | None) -> list[str]:
-        return list(co_attached.beside(Path(self.place), cgroup))
+        return list(co_attached.describe_order(Path(self.place), cgroup))
 
     def close(self) -> None:
         for known in self._maps.values():

@@ -15,7 +15,7 @@ from hybrid_proxy.dataplane.kernel.drivers import Driver, driver_of, is_virtual,
 from hybrid_proxy.dataplane.kernel.links import Interface, read_node
 from hybrid_proxy.dataplane.kernel.repairs import pins_in
 from hybrid_proxy.dataplane.modes.ebpf.hooks import xdp as module
-from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import Drivers
+from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import XdpPrograms
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.reports import XdpHooks
@@ -29,7 +29,7 @@ class Place:
 
     def __init__(self, folder: Path, maps: MapSet) -> None:
         self.folder, self.maps = folder, maps
-        self.made: list[Drivers] = []
+        self.made: list[XdpPrograms] = []
         self.link = IPRoute()
         self.pair("up0", "wire0")
 
@@ -45,15 +45,15 @@ class Place:
         self.maps.pin_new(loaded)
         return loaded
 
-    def drivers(self, setting: str) -> Drivers:
+    def drivers(self, setting: str) -> XdpPrograms:
         """As a process begins with them."""
-        self.made.append(Drivers(self.folder, setting, self.load, lambda: self.maps.maps["xdp_links"]))
+        self.made.append(XdpPrograms(self.folder, setting, self.load, lambda: self.maps.maps["xdp_links"]))
         return self.made[-1]
 
     def interfaces(self, *names: str) -> list[Interface]:
         return [known for known in read_node().interfaces if not names or known.name in names]
 
-    def serve(self, setting: str, *names: str) -> Drivers:
+    def serve(self, setting: str, *names: str) -> XdpPrograms:
         made = self.drivers(setting)
         made.refresh(self.interfaces(*(names or ("up0",))), self.interfaces())
         return made
@@ -219,7 +219,7 @@ def test_a_program_that_the_kernel_refuses_leaves_all_to_tc(place: Place, tmp_pa
         return Object(broken)
 
     with Receiver("wire0"):
-        drivers = Drivers(place.folder, "native", refuse, lambda: place.maps.maps["xdp_links"])
+        drivers = XdpPrograms(place.folder, "native", refuse, lambda: place.maps.maps["xdp_links"])
         drivers.refresh(place.interfaces("up0"), place.interfaces())
         assert drivers.status().left_to_tc["up0"].startswith("the kernel refused the program")
 

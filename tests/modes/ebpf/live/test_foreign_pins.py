@@ -15,7 +15,8 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, create_link, library, pin_link, programs_at
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.hooks.links import TCX_INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
+from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import TCX_INGRESS
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS, stored_numbers
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import fingerprint, folder_of, former_layouts, shapes, strangers
@@ -165,7 +166,7 @@ def test_the_fingerprint_stays_with_what_can_be_adopted(tmp_path: Path) -> None:
 
 # What is no pin at all
 
-LINK = "link_pod_ingress_"  # and an index
+LINK = "link_cgroup_connect4"
 MISPLACED = {
     "a-folder": lambda path: path.mkdir(),
     "a-folder-with-a-pin": lambda path: (path.mkdir(), put_beside(path / "theirs")),
@@ -180,8 +181,12 @@ def put_beside(path: Path) -> None:
 
 
 def runs(lab: Lab) -> int:
-    """How many programs the node's pods have at ingress."""
-    return sum(len(programs_at(socket.if_nametoindex(place.interface), TCX_INGRESS)) for place in lab.pods())
+    """How many programs the lab's cgroup has at connect()."""
+    cgroup = os.open(lab.cgroup, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return len(programs_at(cgroup, SOCKET_HOOKS["connect4"]))
+    finally:
+        os.close(cgroup)
 
 
 @pytest.mark.root
@@ -193,13 +198,13 @@ def runs(lab: Lab) -> int:
 )
 def test_what_is_no_pin_stays_and_the_mode_serves(lab: Lab, options: Options, name: str, misplaced: str) -> None:
     former = serve(options)
-    place = former / (f"{LINK}{socket.if_nametoindex('veth1')}" if name == LINK else name)
+    place = former / name
     place.unlink(missing_ok=True)
     MISPLACED[misplaced](place)
     for _ in range(2):
         with closing(Ebpf(options, lambda: None)) as agent:
             agent.sync(ServiceTable(services={}))
-            until(lambda: runs(lab) == len(lab.pods()), "the kernel lets go of a link some time after its last pin")
+            until(lambda: runs(lab) == 1, "the kernel lets go of a link some time after its last pin")
             agent.links_changed()
             agent.maintain()
             assert (agent.unrepaired != ()) == (agent.folder == former), "a link without a pin is no good state"
@@ -230,17 +235,17 @@ def test_a_name_of_our_folder_that_is_no_folder_is_left_alone(options: Options) 
 
 
 @pytest.mark.root
-def test_a_link_of_others_in_our_place_is_not_detached(lab: Lab, options: Options) -> None:
-    """Their program goes on at their interface."""
+def test_a_foreign_link_in_our_place_is_not_detached(lab: Lab, options: Options) -> None:
+    """The foreign program stays attached to its own target."""
     former = serve(options)
-    index, theirs = (socket.if_nametoindex(name) for name in ("veth1", "lo"))
-    (former / f"{LINK}{index}").unlink()
+    theirs = socket.if_nametoindex("lo")
+    (former / LINK).unlink()
     with closing(Object(OBJECTS / "hooks.bpf.o")) as other:
         other.load()
         link = create_link(other.program("uplink_egress"), theirs, TCX_INGRESS, "lo")
-        pin_link(link, former / f"{LINK}{index}")
+        pin_link(link, former / LINK)
         os.close(link)
     with closing(Ebpf(options, lambda: None)) as agent:
         agent.sync(ServiceTable(services={}))
-        assert runs(lab) == len(lab.pods())
+        assert runs(lab) == 1
         assert len(programs_at(theirs, TCX_INGRESS)) == 1

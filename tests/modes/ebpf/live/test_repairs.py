@@ -1,22 +1,20 @@
-"""Programs, links and pins that others remove or change: detected at the next check, restored, counted, reported."""
+"""What another program removes or changes is detected at the next check, restored, counted and reported."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
 from pyroute2 import IPRoute
 
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, library, pinned_link, programs_at, update_link
-from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY
-from hybrid_proxy.dataplane.modes.ebpf.hooks.links import SOCKET_HOOKS, SOCKOPS_HOOKS, TCX_EGRESS, TCX_INGRESS
+from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY, names
+from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import ALL_HOOKS
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import elements_of
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
@@ -43,31 +41,25 @@ TABLE = ServiceTable(
 class Place:
     """An agent on a lab's node, which a test disturbs."""
 
-    def __init__(self, lab: Lab, root: Path, *, clsact: bool) -> None:
+    def __init__(self, lab: Lab, root: Path) -> None:
         self.lab, self.root = lab, root
         self.options = small(lab, root)
         self.agent = Ebpf(self.options, lambda: None)
-        if clsact:
-            self.agent.pods.kind = self.agent.uplinks.kind = "clsact"
         self.agent.sync(TABLE)
         self.folder = self.agent.folder
-
-    def link(self, pattern: str) -> Path:
-        return next(path for path in sorted(self.folder.iterdir()) if path.name.startswith(pattern))
 
     def interface(self) -> int:
         return min(self.agent.pods.attached)
 
     def attached(self) -> list[int]:
         """How many programs are at each hook."""
-        hooks = [(TCX_INGRESS, index) for index in self.agent.pods.attached]
-        hooks += [(TCX_EGRESS, index) for index in self.agent.uplinks.attached]
         cgroup = os.open(self.lab.cgroup, os.O_RDONLY)
         try:
-            hooks += [(kind, cgroup) for kind in (SOCKET_HOOKS | SOCKOPS_HOOKS).values()]
-            return [len(programs_at(target, kind)) for kind, target in hooks]
+            sockets = [len(programs_at(cgroup, kind)) for kind in ALL_HOOKS.values()]
         finally:
             os.close(cgroup)
+        served = (*self.agent.pods.attached, *self.agent.uplinks.attached)
+        return sockets + [len(names(index, ingress=ingress)) for index in served for ingress in (True, False)]
 
     def close(self) -> None:
         self.agent.close()
@@ -75,14 +67,8 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    with new_lab("g", 2) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def with_links(lab: Lab) -> Iterator[Place]:
-    with pin_folder() as root, lab.inside("node"), closing(Place(lab, root, clsact=False)) as made:
+def place() -> Iterator[Place]:
+    with new_lab("g", 2) as lab, pin_folder() as root, lab.inside("node"), closing(Place(lab, root)) as made:
         yield made
 
 
@@ -95,136 +81,19 @@ def detach(path: Path) -> None:
 
 
 def run_another(path: Path) -> None:
-    with closing(Object(OBJECTS / "hooks.bpf.o")) as other:
+    with closing(Object(OBJECTS / "localhost.bpf.o")) as other:
         other.load()
         link = pinned_link(path)
-        update_link(link, other.program("pod_ingress"), "somebody else's")
+        update_link(link, other.program("localhost_connect4"), "foreign")
         os.close(link)
 
 
 def exchange(place: Place) -> None:
-    one, other = place.link("link_pod_ingress"), place.link("link_pod_egress")
+    one, other = (place.folder / f"link_cgroup_connect{family}" for family in (4, 6))
     spare = place.folder / "spare"
     one.rename(spare)
     other.rename(one)
     spare.rename(other)
-
-
-def everything(place: Place) -> None:
-    for path in place.folder.glob("link_*"):
-        detach(path)
-    shutil.rmtree(place.root)
-
-
-def forget_datapaths(place: Place) -> None:
-    with closing(Map.pinned(place.folder / "datapaths")) as datapaths:
-        assert datapaths.delete(bytes(4))
-
-
-def empty(place: Place, names: Sequence[str]) -> None:
-    for name in names:
-        with closing(Map.pinned(place.folder / name)) as known:
-            for key in elements_of(known):
-                known.delete(key)
-
-
-def add_address(place: Place) -> None:
-    with closing(Map.pinned(place.folder / "own_addresses")) as known:
-        known.update(bytes(known.key_size), bytes(known.value_size))
-
-
-def forget_node(place: Place) -> None:
-    with closing(Map.pinned(place.folder / "node")) as known:
-        known.update(bytes(4), bytes(known.value_size))
-
-
-OF_NODE = ("own_addresses", "interfaces", "interface_addresses", "links")
-
-# What somebody does -> how many things that concerns, None: all of them.
-ACCIDENTS: dict[str, tuple[Callable[[Place], object], int | None]] = {
-    "a-pods-link-detached": (lambda place: detach(place.link("link_pod_ingress")), 1),
-    "an-uplinks-link-detached": (lambda place: detach(place.link("link_uplink_egress")), 1),
-    "a-cgroups-link-detached": (lambda place: detach(place.link("link_cgroup_connect4")), 1),
-    "another-program": (lambda place: run_another(place.link("link_pod_ingress")), 1),
-    "a-links-pin-removed": (lambda place: place.link("link_pod_ingress").unlink(), 1),
-    "detached-and-unpinned": (
-        lambda place: [(detach(path), path.unlink()) for path in [place.link("link_uplink_ingress")]], 1
-    ),
-    "a-maps-pin-removed": (lambda place: (place.folder / "flows4").unlink(), 1),
-    "a-datapath-removed": (forget_datapaths, 1),
-    "two-pins-exchanged": (exchange, 2),
-    **{f"{name}-emptied": (partial(empty, names=(name,)), 1) for name in OF_NODE},
-    "the-nodes-maps-emptied": (partial(empty, names=OF_NODE), len(OF_NODE)),
-    "an-address-more": (add_address, 1),
-    "the-nodes-row-emptied": (forget_node, 1),
-    "frontends-emptied": (partial(empty, names=("frontends4", "frontends6")), 2),
-    "the-folder-removed": (lambda place: shutil.rmtree(place.root), None),
-    "everything": (everything, None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("accident", ACCIDENTS)
-def test_what_is_removed_comes_back(with_links: Place, accident: str, caplog: pytest.LogCaptureFixture) -> None:
-    place, agent = with_links, with_links.agent
-    do, count = ACCIDENTS[accident]
-    before, repairs, pins = place.attached(), agent.audit_repairs, sorted(place.folder.iterdir())
-    assert min(before) == 1
-    assert not agent.may_have_drifted()
-    do(place)
-    assert agent.may_have_drifted()
-    with caplog.at_level(logging.WARNING):
-        agent.maintain()
-    assert f"repairing {len(pins) if count is None else count} objects that another program changed: " in caplog.text
-    assert agent.unrepaired == ()
-    assert agent.audit_repairs == repairs + (len(pins) if count is None else count)
-    assert not agent.may_have_drifted()
-    assert place.attached() == before
-    assert sorted(place.folder.iterdir()) == pins
-    agent.maintain()
-    assert caplog.text.count("another program changed") == 1
-
-
-def test_a_foreign_pin_in_our_place_stays_and_is_reported_until_it_goes(
-    with_links: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    place, agent = with_links, with_links.agent
-    path, spare = place.folder / "flows4", place.folder / "somebodys"
-    with closing(Map.pinned(place.folder / "affinity")) as other:
-        path.unlink()
-        other.pin(path)
-    theirs = path.stat().st_ino
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            agent.maintain()
-    assert agent.unrepaired == ("map flows4 has something else pinned in its place",)
-    assert caplog.text.count("repairing 1 objects") == caplog.text.count("1 objects cannot be repaired") == 1
-    assert path.stat().st_ino == theirs
-    path.rename(spare)
-    agent.maintain()
-    assert agent.unrepaired == ()
-    spare.unlink()
-
-
-def test_an_interface_that_goes_is_no_damage(with_links: Place) -> None:
-    place, agent = with_links, with_links.agent
-    with IPRoute() as ip:
-        ip.link(
-            "add", ifname="gone0", kind="veth", peer={"ifname": "gone1", "net_ns_fd": str(place.lab["pod1"].namespace)}
-        )
-        agent.links_changed()
-        index = socket.if_nametoindex("gone0")
-        assert index in agent.pods.attached
-        ip.link("del", index=index)
-    assert not agent.may_have_drifted()
-    agent.links_changed()
-    assert index not in agent.pods.attached
-
-
-@pytest.fixture(scope="module")
-def with_filters(lab: Lab) -> Iterator[Place]:
-    """As on kernels without TCX links."""
-    with pin_folder() as root, lab.inside("node"), closing(Place(lab, root, clsact=True)) as made:
-        yield made
 
 
 def delete_filter(place: Place) -> None:
@@ -246,19 +115,97 @@ def delete_qdisc(place: Place) -> None:
         ip.tc("del", "clsact", place.interface())
 
 
-@pytest.mark.parametrize(
-    ("accident", "count"),
-    [(delete_filter, 1), (replace_filter, 1), (delete_qdisc, 2)],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_filters_that_are_removed_come_back(with_filters: Place, accident: Callable[[Place], None], count: int) -> None:
-    agent = with_filters.agent
-    repairs = agent.audit_repairs
-    assert agent.pods.status().kind == "clsact"
-    agent.maintain()
+def everything(place: Place) -> None:
+    for path in place.folder.glob("link_*"):
+        detach(path)
+    shutil.rmtree(place.root)
+
+
+def forget_datapaths(place: Place) -> None:
+    with closing(Map.pinned(place.folder / "datapaths")) as datapaths:
+        assert datapaths.delete(bytes(4))
+
+
+def empty(*maps: str, place: Place) -> None:
+    for name in maps:
+        with closing(Map.pinned(place.folder / name)) as known:
+            for key in elements_of(known):
+                known.delete(key)
+
+
+def add_address(place: Place) -> None:
+    with closing(Map.pinned(place.folder / "own_addresses")) as known:
+        known.update(bytes(known.key_size), bytes(known.value_size))
+
+
+def forget_node(place: Place) -> None:
+    with closing(Map.pinned(place.folder / "node")) as known:
+        known.update(bytes(4), bytes(known.value_size))
+
+
+OF_NODE = ("own_addresses", "interfaces", "interface_addresses", "links")
+
+# What somebody does -> how many things that concerns, None: all of them.
+ACCIDENTS: dict[str, tuple[Callable[[Place], object], int | None]] = {
+    "a-filter-deleted": (delete_filter, 1),
+    "a-filter-with-another-program": (replace_filter, 1),
+    "a-qdisc-deleted": (delete_qdisc, 2),
+    "a-link-detached": (lambda place: detach(place.folder / "link_cgroup_connect4"), 1),
+    "another-program": (lambda place: run_another(place.folder / "link_cgroup_connect4"), 1),
+    "a-links-pin-removed": (lambda place: (place.folder / "link_cgroup_connect4").unlink(), 1),
+    "detached-and-unpinned": (
+        lambda place: [(detach(path), path.unlink()) for path in [place.folder / "link_cgroup_sendmsg4"]], 1
+    ),
+    "a-maps-pin-removed": (lambda place: (place.folder / "flows4").unlink(), 1),
+    "a-datapath-removed": (forget_datapaths, 1),
+    "two-pins-exchanged": (exchange, 2),
+    **{f"{name}-emptied": (lambda place, name=name: empty(name, place=place), 1) for name in OF_NODE},
+    "the-nodes-maps-emptied": (lambda place: empty(*OF_NODE, place=place), len(OF_NODE)),
+    "an-address-more": (add_address, 1),
+    "the-nodes-row-emptied": (forget_node, 1),
+    "frontends-emptied": (lambda place: empty("frontends4", "frontends6", place=place), 2),
+    "the-folder-removed": (lambda place: shutil.rmtree(place.root), None),
+    "everything": (everything, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_what_is_removed_comes_back(place: Place, accident: str, caplog: pytest.LogCaptureFixture) -> None:
+    agent = place.agent
+    do, count = ACCIDENTS[accident]
+    before, repairs, pins = place.attached(), agent.audit_repairs, sorted(place.folder.iterdir())
+    assert min(before) == 1
     assert not agent.may_have_drifted()
-    accident(with_filters)
+    do(place)
     assert agent.may_have_drifted()
-    agent.maintain()
-    assert (agent.unrepaired, agent.audit_repairs) == ((), repairs + count)
+    with caplog.at_level(logging.WARNING):
+        agent.maintain()
+    assert f"repairing {len(pins) if count is None else count} objects that another program changed: " in caplog.text
+    assert agent.unrepaired == ()
+    assert agent.audit_repairs == repairs + (len(pins) if count is None else count)
     assert not agent.may_have_drifted()
+    assert place.attached() == before
+    assert sorted(place.folder.iterdir()) == pins
+    agent.maintain()
+    assert caplog.text.count("another program changed") == 1
+
+
+def test_a_foreign_pin_in_our_place_stays_and_is_reported_until_it_goes(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = place.agent
+    path, spare = place.folder / "flows4", place.folder / "somebodys"
+    with closing(Map.pinned(place.folder / "affinity")) as other:
+        path.unlink()
+        other.pin(path)
+    theirs = path.stat().st_ino
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            agent.maintain()
+    assert agent.unrepaired == ("map flows4 has something else pinned in its place",)
+    assert caplog.text.count("repairing 1 objects") == caplog.text.count("1 objects cannot be repaired") == 1
+    assert path.stat().st_ino == theirs
+    path.rename(spare)
+    agent.maintain()
+    assert agent.unrepaired == ()
+    spare.unlink()

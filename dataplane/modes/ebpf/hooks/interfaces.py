@@ -1,0 +1,236 @@
+"""Programs at the interfaces of pods and at uplinks.
+
+The programs are filters of a clsact qdisc. At an interface that has a foreign TCX program they are TCX links: TCX
+programs run before all filters, and none of these runs after a program that ends with TCX_PASS. A link keeps the place
+that ours have in the order of attachment: behind the programs that were there first, before those that came later.
+The same links serve an interface where a foreign qdisc or filter excludes ours.
+
+Filters and pinned links stay attached when the process ends. A new process replaces the programs in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from hybrid_proxy.dataplane.kernel import clsact
+from hybrid_proxy.dataplane.kernel.attachment import Attachment
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, program_name, programs_at
+from hybrid_proxy.dataplane.kernel.links import Interface, interface_name, read_node
+from hybrid_proxy.dataplane.kernel.repairs import Pins
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import is_link_pin, links_in, remove_pins
+from hybrid_proxy.dataplane.reports import InterfaceHooks
+
+log = logging.getLogger(__name__)
+
+TCX_INGRESS, TCX_EGRESS, BEFORE_ALL = 46, 47, 1 << 3  # BPF_F_BEFORE without a program that it is relative to
+# Egress is attached first: replies to what ingress translates may come at once.
+HOOKS = (("egress", TCX_EGRESS, False), ("ingress", TCX_INGRESS, True))
+BARE = "bare"  # the programs at interfaces whose packets have no Ethernet header
+
+Hook = tuple[str, int, bool]  # program, type of attachment, whether it is at ingress
+
+
+def _hooks(kind: str) -> tuple[Hook, ...]:
+    return tuple((f"{kind}_{direction}", attach_type, ingress) for direction, attach_type, ingress in HOOKS)
+
+
+class InterfacePrograms:
+    """Programs at the interfaces of one kind.
+
+    Args:
+        folder: where links are pinned.
+        kind: `pod`, the host side of pods' interfaces, or `uplink`.
+
+    Attributes:
+        attached: the interfaces that are served, by index.
+        failed: why interfaces are not served, by name.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
+        self.attached: dict[int, Interface] = {}
+        self.failed: dict[str, str] = {}
+        self._hooks = _hooks(kind)
+        self._programs: Object | None = None
+        self._links: dict[int, list[Attachment]] = {}  # by the index of the interface; the others have filters
+        self._filters = clsact.FilterWatch()
+
+    def use(self, programs: Object) -> None:
+        """Replaces the programs everywhere, and attaches these from now on: `KIND_ingress`, `KIND_egress`."""
+        self._programs = programs
+        self._attach(list(self.attached.values()))
+
+    def refresh(self, interfaces: Iterable[Interface]) -> None:
+        """Attaches to these interfaces, and detaches from all others."""
+        wanted = {interface.index: interface for interface in interfaces}
+        # One that was renamed, or another one with the index of one that was removed, is attached again in place.
+        new = [one for one in wanted.values() if one.name != self._name(one.index)]
+        self._attach(new)
+        self.leave(self.attached.keys() - wanted.keys())
+        for interface in new:
+            if interface.index in self.attached:
+                kind = "TCX links" if interface.index in self._links else "filters"
+                log.info("serving %s interface %s by %s", self.kind, interface.name, kind)
+        self._remove_stale_pins(wanted)
+
+    def _name(self, index: int) -> str | None:
+        known = self.attached.get(index)
+        return known.name if known is not None else None
+
+    def leave(self, indexes: Collection[int]) -> None:
+        """Detaches from interfaces that were removed or are of another kind now."""
+        for index in self.attached.keys() & indexes:
+            interface = self.attached.pop(index)
+            for link in self._links.pop(index, ()):
+                link.remove()
+            clsact.detach(index)
+            log.info("%s interface %s is gone", self.kind, interface.name)
+
+    def _attach(self, interfaces: Iterable[Interface]) -> None:
+        filtered: list[Interface] = []
+        for interface in interfaces:
+            if not (interface.ethernet or (interface.bare and self.kind == "uplink")):
+                self._note_failure(interface, "its packets have a header that the programs do not know")
+            elif self._has_link(interface.index) or _foreign_tcx(interface.index):
+                self._attach_links(interface)
+            else:
+                filtered.append(interface)
+        if filtered:
+            self._attach_filters(filtered)
+
+    def _attach_filters(self, interfaces: Collection[Interface]) -> None:
+        """Attaches filters to all of these at once; links where a foreign qdisc or filter excludes them."""
+        assert self._programs is not None
+        failed = clsact.attach(
+            [
+                clsact.Filter(interface.index, name, self._programs.program(name), ingress)
+                for interface in interfaces
+                for name, _, ingress in self._hooks_at(interface)
+            ]
+        )
+        for interface in interfaces:
+            error = failed.get(interface.index)
+            if error is None:
+                self._note_attached(interface)
+            elif error.code != errno.ENODEV:
+                self._attach_links(interface, error)
+
+    def _attach_links(self, interface: Interface, excluded: BpfError | None = None) -> None:
+        """Attaches links. `excluded` is why there are no filters."""
+        assert self._programs is not None
+        index, hooks = interface.index, self._hooks_at(interface)
+        if index not in self._links:
+            # Programs that came after our filters stay behind us.
+            flags = BEFORE_ALL if any(own for _, own in clsact.names(index, ingress=True)) else 0
+            self._links[index] = [
+                Attachment(self._link_path(name, index), attach_type, index, name, interface.name, flags)
+                for name, attach_type, _ in hooks
+            ]
+        try:
+            for link, (name, _, _) in zip(self._links[index], hooks, strict=True):
+                link.where = interface.name
+                link.run(self._programs.program(name))
+            # Only now: for a moment the filters see what the links have translated, and a connection that begins in
+            # that moment has to repeat its SYN. Without either, every packet of the interface would be lost.
+            clsact.detach(index)
+        except BpfError as error:
+            for link in self._links.pop(index):
+                link.close()
+            if error.code != errno.ENODEV:
+                self._note_failure(interface, str(excluded or error))
+            return
+        self._note_attached(interface)
+
+    def _hooks_at(self, interface: Interface) -> tuple[Hook, ...]:
+        return self._hooks if interface.ethernet else _hooks(BARE)
+
+    def _link_path(self, program: str, index: int) -> Path:
+        return self.folder / f"link_{program}_{index}"
+
+    def _has_link(self, index: int) -> bool:
+        """Whether this process or a previous one attached a link there."""
+        return index in self._links or any(
+            self._link_path(name, index).exists() for name, _, _ in (*self._hooks, *_hooks(BARE))
+        )
+
+    def _note_attached(self, interface: Interface) -> None:
+        self.failed.pop(interface.name, None)
+        self.attached[interface.index] = interface
+
+    def _note_failure(self, interface: Interface, why: str) -> None:
+        if self.failed.get(interface.name) != why:
+            log.warning("cannot serve %s interface %s: %s", self.kind, interface.name, why)
+        self.failed[interface.name] = why
+        self.attached.pop(interface.index, None)
+
+    def damage(self, pins: Pins) -> Iterator[str]:
+        """Yields a message for each link or filter that is missing, and for foreign TCX programs before filters."""
+        for links in self._links.values():
+            for link in links:
+                yield from link.damage(pins)
+        for interface in self._filtered():
+            for message in self._filter_damage(interface):
+                if interface_name(interface.index) == interface.name:
+                    yield message
+
+    def _filtered(self) -> list[Interface]:
+        return [interface for index, interface in self.attached.items() if index not in self._links]
+
+    def _filter_damage(self, interface: Interface) -> Iterator[str]:
+        assert self._programs is not None
+        programs = {(name, ingress): self._programs.program(name) for name, _, ingress in self._hooks_at(interface)}
+        for name in self._filters.missing(interface.index, programs):
+            yield f"{name} at {interface.name} is no filter any more"
+        if foreign := _foreign_tcx(interface.index):
+            names = ", ".join(program_name(number) for number in foreign)
+            yield f"TCX programs run before our filters at {interface.name}: {names}"
+
+    def repair(self, pins: Pins) -> None:
+        """Attaches again what `damage` reports."""
+        for links in self._links.values():
+            for link in links:
+                link.repair(pins)
+        self._attach([interface for interface in self._filtered() if any(True for _ in self._filter_damage(interface))])
+
+    def pins(self) -> Pins:
+        """The pins of all links."""
+        held = (link for links in self._links.values() for link in links)
+        return {name: inode for link in held for name, inode in link.pins().items()}
+
+    def close(self) -> None:
+        """Leaves everything attached."""
+        for links in self._links.values():
+            for link in links:
+                link.close()
+        self._filters.close()
+
+    def _remove_stale_pins(self, wanted: Collection[int]) -> None:
+        """Removes pins of links at interfaces that disappeared while no process was running."""
+        for name, _, _ in (*self._hooks, *(_hooks(BARE) if self.kind == "uplink" else ())):
+            for index, path in links_in(self.folder, f"{name}_"):
+                if index not in wanted and is_link_pin(path):
+                    path.unlink(missing_ok=True)
+
+    def status(self) -> InterfaceHooks:
+        """Where programs are attached, and where attaching them failed."""
+        names = sorted(interface.name for interface in self.attached.values())
+        kinds = ["tcx"] * bool(self._links) + ["clsact"] * bool(self._filtered())
+        return InterfaceHooks(" and ".join(kinds) or "clsact", names, dict(self.failed))
+
+
+def _foreign_tcx(index: int) -> list[int]:
+    """The TCX programs at an interface where ours are filters."""
+    return programs_at(index, TCX_INGRESS) + programs_at(index, TCX_EGRESS)
+
+
+def detach_everything(folder: Path) -> int:
+    """Removes our links, filters and pins from this namespace. Returns how many there were."""
+    removed = 0
+    for interface in read_node().interfaces:
+        with contextlib.suppress(OSError):
+            removed += clsact.detach(interface.index)
+    return removed + remove_pins(folder)

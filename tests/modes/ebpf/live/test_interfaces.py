@@ -1,0 +1,148 @@
+"""Interfaces are served by filters, and by TCX links where a foreign program would run before these."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, create_link, program_name, programs_at
+from hybrid_proxy.dataplane.kernel.clsact import names
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import HOOKS, TCX_INGRESS
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
+from hybrid_proxy.dataplane.table import ServiceTable
+from tests.namespaces import new_lab
+
+from ..kit import small
+
+pytestmark = pytest.mark.root
+TABLE = ServiceTable(services={})
+BY_FILTERS, BY_LINKS = ([], ["ours", "ours"]), (["ours", "ours"], [])  # TCX programs and filters, egress and ingress
+
+
+@pytest.fixture
+def options(pins: Path) -> Iterator[Options]:
+    with new_lab("m", 1) as lab, lab.inside("node"):
+        made = small(lab, pins)
+        made = msgspec.structs.replace(made, ebpf=msgspec.structs.replace(made.ebpf, pod_interfaces=("many*",)))
+        try:
+            yield made
+        finally:
+            clean(made)
+
+
+def change(*lines: str) -> None:
+    subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True)
+
+
+def add(count: int) -> None:
+    change(*(f"link add many{number} type veth peer name far{number}" for number in range(count)))
+
+
+@contextmanager
+def foreign_program(interface: str) -> Iterator[None]:
+    """A TCX program of another owner at ingress, after those that are there."""
+    with closing(Object(OBJECTS / "hooks.bpf.o")) as programs:
+        programs.load()
+        try:
+            link = create_link(
+                programs.program("bare_ingress"), socket.if_nametoindex(interface), TCX_INGRESS, interface
+            )
+        except BpfError as error:
+            pytest.skip(f"missing feature: TCX link ({error})")
+        try:
+            yield
+        finally:
+            os.close(link)
+
+
+def at(interface: str) -> tuple[list[str], list[str]]:
+    """The TCX programs and the filters of an interface in the order in which they run, egress first."""
+    index = socket.if_nametoindex(interface)
+    tcx = [program_name(number) for _, kind, _ in HOOKS for number in programs_at(index, kind)]
+    filters = [
+        name.removeprefix("hybrid_proxy_") for _, _, ingress in HOOKS for name, _ in names(index, ingress=ingress)
+    ]
+    return tuple(  # type: ignore[return-value]
+        ["ours" if name.startswith("pod_") else "foreign" for name in found] for found in (tcx, filters)
+    )
+
+
+def test_filters_serve_all_interfaces_and_a_restart_replaces_their_programs(options: Options) -> None:
+    add(3)
+    for _ in range(2):
+        with closing(Ebpf(options, lambda: None)) as agent:
+            agent.sync(TABLE)
+            assert (agent.pods.status().kind, len(agent.pods.attached)) == ("clsact", 3)
+            assert [at(f"many{number}") for number in range(3)] == [BY_FILTERS] * 3
+            assert not agent.may_have_drifted()
+        assert at("many0") == BY_FILTERS, "filters stay when the process ends"
+    assert clean(options) >= 6
+    assert at("many0") == ([], [])
+
+
+def test_an_interface_that_is_removed_is_no_damage_and_a_renamed_one_keeps_its_programs(options: Options) -> None:
+    add(2)
+    with closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(TABLE)
+        change("link del many0", "link set many1 name many7")
+        assert not agent.may_have_drifted()
+        agent.links_changed()
+        assert (agent.pods.status().interfaces, at("many7")) == (["many7"], BY_FILTERS)
+        agent.maintain()
+        assert agent.audit_repairs == 0
+
+
+def test_a_foreign_tcx_program_that_comes_later_stays_behind_ours(options: Options) -> None:
+    add(2)
+    with closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(TABLE)
+        with foreign_program("many0"):
+            assert agent.may_have_drifted()
+            agent.maintain()
+            assert at("many0") == (["ours", "ours", "foreign"], [])
+            assert at("many1") == BY_FILTERS
+            assert (agent.audit_repairs, agent.unrepaired, agent.pods.status().kind) == (1, (), "tcx and clsact")
+            assert not agent.may_have_drifted()
+        assert not agent.may_have_drifted()
+    for _ in range(2):  # what is linked stays so until the interface is removed
+        with closing(Ebpf(options, lambda: None)) as agent:
+            agent.sync(TABLE)
+            assert (at("many0"), at("many1")) == (BY_LINKS, BY_FILTERS)
+
+
+def test_a_foreign_tcx_program_that_came_while_no_agent_ran_stays_behind_ours(options: Options) -> None:
+    add(1)
+    with closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(TABLE)
+    with foreign_program("many0"), closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(TABLE)
+        assert at("many0") == (["ours", "ours", "foreign"], [])
+
+
+def test_a_foreign_tcx_program_that_was_there_first_stays_before_ours(options: Options) -> None:
+    add(1)
+    with foreign_program("many0"), closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(TABLE)
+        with foreign_program("many0"):
+            agent.maintain()
+            assert at("many0") == (["ours", "foreign", "ours", "foreign"], [])
+            assert agent.audit_repairs == 0
+
+
+def test_an_interface_whose_qdisc_excludes_filters_gets_links(options: Options) -> None:
+    add(2)
+    subprocess.run(["tc", "qdisc", "add", "dev", "many0", "ingress"], check=True)
+    with closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(TABLE)
+        assert agent.pods.failed == {}
+        assert (at("many0"), at("many1")) == (BY_LINKS, BY_FILTERS)
+        assert not agent.may_have_drifted()
