@@ -1,15 +1,11 @@
 """HTTP to an API server: who it is, who we are, and which sockets are open.
 
-The official client reads the configuration (kubeconfig with all its ways to authenticate, or the pod's
-service account), makes the TLS context and owns the pool of connections. Its typed API and models are not
-used: answers are handed over as raw streams. It is imported late, and in parts (`controller.kubernetes.client`).
-
 Credentials change while a proxy runs. Every file that the configuration came from is looked at before each
-request (one `stat` each). An answer of 401 reads everything again, and asks once more if that changed anything.
+request (one `stat` each). What a program gave is asked for again when it expires. An answer of 401 reads everything
+again, and asks once more if that changed anything.
 
-They stay in memory: keys and certificates that a kubeconfig or a program gives become one TLS context when they are
-read, by files of memory where the client wants files (memfd_create(2)). What is secret is held (`redact.hold`), and no
-address that is shown has a name or a password.
+Credentials stay in memory: certificates and keys become one TLS context when they are read. What is secret is held
+(`redact.hold`), and no address that is shown has a name or a password.
 
 Nothing that a server answers is held without a bound (`body_of`), and what is shown of it is short (`shown`).
 """
@@ -23,20 +19,21 @@ import re
 import socket
 import ssl
 import threading
+import time
 import weakref
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import ExitStack
+from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import unquote, urlencode, urlsplit
 
 import msgspec
 
 from hybrid_proxy.controller.errors import SourceError
-from hybrid_proxy.controller.kubernetes.files import read
+from hybrid_proxy.controller.kubernetes.kubeconfig import Access, of_kubeconfig, of_service_account
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit, TokenBucket
-from hybrid_proxy.controller.kubernetes.yamldoc import NotYamlError, documents
 from hybrid_proxy.controller.redact import hold, redact
 
 if TYPE_CHECKING:
@@ -54,8 +51,8 @@ SOCKET_OPTIONS: Final = (
     *((socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value) for name, value in _TCP.items()),
 )
 _DONE: Final = (200, 201)
+_KEPT: Final = 8  # connections that wait for the next request: a stream for each kind, lists and events
 _MAX_ERROR_BYTES: Final = 65_536
-_MAX_KUBECONFIG: Final = 4 << 20  # bytes, with certificates and the contexts of many clusters
 _PIECE: Final = 4 << 20  # bytes of a body that are read at a time
 _ADDRESS: Final = re.compile(
     r"(?P<scheme>\w+://)?(?:(?P<user>[^/]*)@)?(?P<host>[^/?#]*)(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?(?:#.*)?",
@@ -100,12 +97,11 @@ class Status(msgspec.Struct):
 class _Loaded(NamedTuple):
     """One reading of the configuration and the connections made with it."""
 
-    url: str  # of its own: the client's hooks that renew a token set the host back to the kubeconfig's
-    headers: Mapping[str, str]  # where the configuration has no credentials for one: those of the address
-    configuration: Any  # kubernetes.client.Configuration
+    url: str
+    headers: Mapping[str, str]  # those that say who we are
+    access: Access
     pool: Any  # urllib3.PoolManager
     files: Mapping[str, tuple[int, ...]]
-    certificates: tuple[str, ...]  # of the authority, ours, and its key, as they were read; empty: none
 
 
 class Connection:
@@ -120,7 +116,8 @@ class Connection:
     def __init__(self, kubeconfig: str | None, master: str | None, rate_limit: RateLimit = RateLimit()) -> None:  # noqa: B008 (frozen)
         self._kubeconfig = kubeconfig
         self._master = master
-        self._lock = threading.Lock()
+        self._loading = threading.Lock()  # held while a program gives credentials, PLUGIN_SECONDS at most
+        self._counting = threading.Lock()
         self._loaded: _Loaded | None = None
         self._sockets = _Sockets()
         self._closed = threading.Event()
@@ -147,7 +144,7 @@ class Connection:
 
     def answers(self) -> list[tuple[str, str, str, int]]:
         """Rows of a method, the server, the status of its answer (`<error>` without one), and how many there were."""
-        with self._lock:
+        with self._counting:
             return [(*key, count) for key, count in self._answers.items()]
 
     def get(
@@ -204,17 +201,11 @@ class Connection:
     ) -> BaseHTTPResponse:  # fmt: skip
         import urllib3
 
-        from hybrid_proxy.controller.kubernetes.client import client
-
         headers = {"accept": "application/json", "user-agent": "hybrid-proxy", **loaded.headers}
         if content_type:
             headers["content-type"] = content_type
-        with self._lock:  # the client's hook that renews a token is not made for several threads
-            headers |= _credentials(loaded.configuration)
-            client().memory.close()  # of the hook
-        hold(*loaded.certificates[1:])  # again: what is held longest goes first
-        # The pool itself and not RESTClientObject.request(), whose arguments differ between versions. Retries are
-        # ours: urllib3 would sleep through a stop.
+        hold(*loaded.access.secrets)  # again: what is held longest goes first
+        # Retries are ours: urllib3 would sleep through a stop.
         code = "<error>"
         try:
             response: BaseHTTPResponse = loaded.pool.request(
@@ -229,7 +220,7 @@ class Connection:
             )
             code = str(response.status)
         finally:
-            with self._lock:
+            with self._counting:
                 self._answers[method, loaded.url.rpartition("://")[2].partition("/")[0], code] += 1
         if response.status not in _DONE:
             raise _status_error(response)
@@ -239,29 +230,32 @@ class Connection:
         loaded = self._loaded
         if loaded is None:
             raise SourceError("the connection is not open")
-        changed = _changed(loaded.files)
-        if changed:
-            self._reload(loaded, f"{changed} changed")
+        why = f"{changed} changed" if (changed := _changed(loaded.files)) else ""
+        if loaded.access.expires is not None and time.time() >= loaded.access.expires:
+            why = why or "the credentials have expired"
+        if why:
+            self._reload(loaded, why)
             return self._loaded or loaded
         return loaded
 
     def _reload(self, old: _Loaded, why: str) -> None:
         """Read the configuration again, unless another thread just did. A bad one leaves the old in place."""
-        with self._lock:
+        with self._loading:
             if self._loaded is not old:
                 return
             stamps = {path: _stamp(path) for path in old.files}
             try:
                 self._loaded = self._load()
             except SourceError as error:
-                self._loaded = old._replace(files=stamps)  # tried again when they change again
+                # Tried again when they change again, or the server refuses the old ones.
+                self._loaded = old._replace(files=stamps, access=old.access._replace(expires=None))
                 log.warning("%s, but the configuration cannot be read again, the old one is used: %s", why, error)
                 return
         log.info("read the API server's configuration and credentials again: %s", why)
 
     def _renewed(self, refused: _Loaded) -> bool:
         """Whether there are other credentials than these by now. A program may give them, which no file betrays."""
-        with self._lock:
+        with self._loading:
             if self._loaded is not refused:
                 return True
             try:
@@ -269,44 +263,36 @@ class Connection:
             except SourceError as error:
                 log.debug("the credentials were refused and cannot be read again: %s", error)
                 return False
-            if _identity(found) == _identity(refused):
+            if found._replace(pool=None) == refused._replace(pool=None):
                 return False
             self._loaded = found
         log.info("read the API server's configuration and credentials again: 401 Unauthorized")
         return True
 
     def _load(self) -> _Loaded:
-        from hybrid_proxy.controller.kubernetes.client import client
-
-        configuration, memory = client().Configuration(), client().memory
         try:
-            if self._kubeconfig:
-                files = _load_kubeconfig(self._kubeconfig, configuration)
-            elif self._master:
-                files = []
-            else:
-                files = _load_service_account(configuration)
-            url, headers = _split(self._master or configuration.host)
+            access = self._access()
+            url, basic = _split(self._master or access.server)
+            if not url:
+                raise SourceError(f"{self._source()}: the cluster has no server")
             refuse_placeholder(self._source(), url)
-            configuration.host = url
-            configuration.socket_options = SOCKET_OPTIONS
-            if configuration.proxy and not configuration.proxy.startswith("socks"):
-                configuration.proxy, basic = _split(configuration.proxy)
-                configuration.proxy_headers = {f"proxy-{name}": value for name, value in basic.items()}
-            paths = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
-            stamps = {path: _stamp(path) for path in (*files, *paths) if path and not path.startswith("/proc/self/fd/")}
-            certificates = tuple(Path(path).read_text(errors="replace") if path else "" for path in paths)
-            hold(*certificates[1:])
-            pool = _pool(configuration)
-        except SourceError:
-            raise
-        except Exception as error:  # the client raises whatever an odd file makes it stumble over
-            what = str(error).partition("/{")[0]  # names of its nodes have all that is in them
-            raise SourceError(f"{self._source()}: {what or type(error).__name__}") from None
-        finally:
-            memory.close()
+            hold(*access.secrets)
+            pool = _pool(access, url)
+        except (OSError, ValueError) as error:
+            raise SourceError(f"{self._source()}: {error}") from None
         self._sockets.track(pool)
-        return _Loaded(url, headers, configuration, pool, stamps, certificates)
+        headers = {"authorization": access.authorization} if access.authorization else basic
+        return _Loaded(url, headers, access, pool, {path: _stamp(path) for path in access.files})
+
+    def _access(self) -> Access:
+        if self._kubeconfig:
+            return of_kubeconfig(self._kubeconfig)
+        if self._master:
+            return Access()
+        try:
+            return of_service_account()
+        except SourceError as error:
+            raise SourceError(f"{self._source()}: {error}") from None
 
     def _source(self) -> str:
         if self._kubeconfig:
@@ -323,32 +309,6 @@ def refuse_placeholder(source: str, url: str) -> None:
         raise SourceError(f"{source}: the server {url} is a placeholder: {what}")
 
 
-def _load_kubeconfig(path: str, configuration: Any) -> list[str]:
-    """Fill `configuration`; returns the files whose change matters.
-
-    The steps of the client's `load_kube_config`, taken one by one to learn of the user's `tokenFile`, which
-    the client reads only once. Renewed OIDC tokens are not written back: the file is the user's.
-    """
-    from hybrid_proxy.controller.kubernetes.client import client
-
-    _check_yaml(path)
-    config = client().kube_config
-    merger = config.KubeConfigMerger(path)
-    if merger.config is None:
-        raise SourceError(f"kubeconfig {path}: there is no such file")
-    loader = config.KubeConfigLoader(config_dict=merger.config, config_base_path=None)
-    loader.load_and_set(configuration)
-    files = list(merger.paths)
-    name = loader.current_context["context"].get("user")
-    users: Any = merger.config.safe_get("users")
-    user: Any = merger.config["users"].get_with_name(name, safe=True) if users and name else None
-    token_file = user["user"].safe_get("tokenFile") if user and user.safe_get("user") else None
-    if token_file:
-        base = os.path.dirname(os.path.abspath(user["user"].path))  # noqa: PTH100, PTH120 (paths here are text)
-        files.append(os.path.join(base, token_file))  # noqa: PTH118
-    return files
-
-
 def _split(url: str) -> tuple[str, dict[str, str]]:
     """An address without name, password and query; and the first two as a header, as Go's client sends them."""
     found = _ADDRESS.match(url)
@@ -363,74 +323,69 @@ def _split(url: str) -> tuple[str, dict[str, str]]:
     return bare, {"authorization": f"Basic {basic}"}
 
 
-def _credentials(configuration: Any) -> dict[str, str]:
-    """The headers that say who we are."""
-    # A token file ends with a newline, which is no part of a header.
-    found = {
-        setting["key"].lower(): str(setting["value"]).strip()
-        for setting in configuration.auth_settings().values()
-        if setting["in"] == "header" and setting["value"]
-    }
-    for scheme, _, value in (header.partition(" ") for header in found.values()):
-        hold(value, b64decode(value).decode(errors="replace").partition(":")[2] if scheme == "Basic" else "")
-    return found
-
-
-def _pool(configuration: Any) -> Any:
+def _pool(access: Access, url: str) -> Any:
     """Connections with one TLS context, made now: later nothing has to be read."""
+    import urllib3
     from urllib3.util.ssl_ import create_urllib3_context
 
-    from hybrid_proxy.controller.kubernetes.client import client
-
-    context = create_urllib3_context(cert_reqs=ssl.CERT_REQUIRED if configuration.verify_ssl else ssl.CERT_NONE)
-    if configuration.ssl_ca_cert:
-        context.load_verify_locations(configuration.ssl_ca_cert)
-    elif configuration.host.startswith("https"):
+    context = create_urllib3_context(cert_reqs=ssl.CERT_REQUIRED if access.verify else ssl.CERT_NONE)
+    if access.authority:
+        context.load_verify_locations(cadata=access.authority)
+    elif url.startswith("https"):
         context.load_default_certs()
-    if configuration.cert_file:
+    if access.certificate:
+        _load_certificate(context, access)
+    settings: dict[str, Any] = {
+        "ssl_context": context, "socket_options": SOCKET_OPTIONS, "maxsize": _KEPT,
+        "server_hostname": access.server_name,
+    }  # fmt: skip
+    proxy = access.proxy or _proxy_of_the_environment(url)
+    if not proxy:
+        return urllib3.PoolManager(**settings)
+    if proxy.startswith("socks"):
+        from urllib3.contrib.socks import SOCKSProxyManager
+
+        return SOCKSProxyManager(proxy, **settings)
+    proxy, basic = _split(proxy)
+    return urllib3.ProxyManager(
+        proxy, proxy_headers={f"proxy-{name}": value for name, value in basic.items()},
+        proxy_ssl_context=context if proxy.startswith("https") else None, **settings,
+    )  # fmt: skip
+
+
+def _load_certificate(context: ssl.SSLContext, access: Access) -> None:
+    """Have the context know our certificate, by files of memory: OpenSSL takes it from files alone."""
+    with ExitStack() as files:
+
+        def path_of(text: str) -> str:
+            descriptor = os.memfd_create("credentials")
+            files.callback(os.close, descriptor)
+            os.write(descriptor, text.encode())
+            return f"/proc/self/fd/{descriptor}"
+
         try:
-            context.load_cert_chain(configuration.cert_file, configuration.key_file, password="")
+            key = path_of(access.key) if access.key else None
+            context.load_cert_chain(path_of(access.certificate), key, password="")
         except ssl.SSLError as error:
             what = "the client's certificate and its key must be PEM, belong together, and have no passphrase"
             raise ValueError(f"{what}: {error.reason or 'they are none'}") from None
-    if configuration.proxy and configuration.proxy.startswith("https"):
-        configuration.proxy_ssl_context = context
-    pool = client().RESTClientObject(configuration).pool_manager
-    pool.connection_pool_kw |= {"ssl_context": context} | dict.fromkeys(("ca_certs", "cert_file", "key_file"))
-    return pool
 
 
-def _check_yaml(paths: str) -> None:
-    """Read the files by our own reader, which has limits, before the client does, whose reader has none.
+def _proxy_of_the_environment(url: str) -> str:
+    """The proxy that HTTPS_PROXY or HTTP_PROXY names, unless NO_PROXY excepts the server's host, domain or network."""
+    target = urlsplit(url)
+    host = (target.hostname or "").lower()
 
-    Raises:
-        SourceError: one of them cannot be used.
-    """
-    for part in filter(None, paths.split(os.pathsep)):
-        path = Path(part).expanduser()
-        if not path.exists():
-            continue  # the client reads those that there are
-        try:
-            for _ in documents(read(path, _MAX_KUBECONFIG)):
-                pass
-        except OSError as error:
-            raise SourceError(f"kubeconfig {path}: {error.strerror}") from None
-        except NotYamlError as error:
-            raise SourceError(f"kubeconfig {path}: {error}") from None
+    def of(name: str) -> str:
+        return os.environ.get(name.lower()) or os.environ.get(name.upper()) or ""
 
-
-def _load_service_account(configuration: Any) -> list[str]:
-    from hybrid_proxy.controller.kubernetes.client import client
-
-    config = client().incluster_config
-    config.load_incluster_config(configuration)
-    return [config.SERVICE_TOKEN_FILENAME]
-
-
-def _identity(loaded: _Loaded) -> tuple[object, ...]:
-    """What a server knows us by."""
-    headers = {**loaded.headers, **_credentials(loaded.configuration)}
-    return loaded.url, headers, loaded.certificates, loaded.files
+    for entry in filter(None, (each.strip().lower().lstrip(".") for each in of("no_proxy").split(","))):
+        if entry in ("*", host, target.netloc.lower()) or host.endswith(f".{entry}"):
+            return ""
+        with contextlib.suppress(ValueError):
+            if ip_address(host) in ip_network(entry, strict=False):
+                return ""
+    return of(f"{target.scheme}_proxy")
 
 
 def _changed(files: Mapping[str, tuple[int, ...]]) -> str:

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from hybrid_proxy.controller.errors import SourceError
+from hybrid_proxy.controller.kubernetes import kubeconfig as kubeconfigs
 from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes, RetryPolicy
-from hybrid_proxy.controller.kubernetes.client import client
 from hybrid_proxy.controller.kubernetes.connection import StatusError, is_expired
 from hybrid_proxy.controller.kubernetes.model import KINDS, Ignored, Removed, Replaced, SourceState, Upserted, key_of
 from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, decode
@@ -641,8 +641,7 @@ def test_a_token_that_changes(
         kubeconfig.write_bytes(msgspec.json.encode(config))
     elif kind == "service account":
         (tmp_path / "ca.crt").write_bytes(api.authority)
-        monkeypatch.setattr(client().incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
-        monkeypatch.setattr(client().incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+        monkeypatch.setattr(kubeconfigs, "SERVICE_ACCOUNT", tmp_path)
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
         kubeconfig = None
@@ -691,8 +690,8 @@ KUBECONFIG = {
         pytest.param("",                                        "is empty",                id="empty"),
         pytest.param("a: [",                                    "kubeconfig",              id="no YAML"),
         pytest.param("- 1",                                     "kubeconfig",              id="a list"),
-        pytest.param(KUBECONFIG | {"current-context": "b"},     "name b in",               id="unknown context"),
-        pytest.param(KUBECONFIG | {"clusters": []},             "name a in",               id="no cluster"),
+        pytest.param(KUBECONFIG | {"current-context": "b"},     'context is named "b"', id="unknown context"),
+        pytest.param(KUBECONFIG | {"clusters": []},             'cluster is named "a"', id="no cluster"),
         pytest.param(KUBECONFIG | {"clusters": [{"name": "a", "cluster": {"server": "https://h",
                                    "certificate-authority": "/no/ca"}}]}, "/no/ca",        id="no authority"),
         pytest.param(KUBECONFIG | {"users": [{"name": "a", "user": {"tokenFile": "/no/t"}}]}, "/no/t", id="no token"),

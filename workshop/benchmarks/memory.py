@@ -19,9 +19,7 @@ KUBE_PROXY = "kube-proxy v1.36.2 at this size, measured before: 279 MB (nftables
 # What the agent cannot do without: the interpreter and the libraries that it imports, with nothing in them.
 BARE = """
 import sys
-import cffi, h11, msgspec, numpy, prometheus_client
-from hybrid_proxy.controller.kubernetes.client import client
-client()
+import cffi, h11, msgspec, numpy, prometheus_client, ssl, urllib3, yaml
 print("ready", flush=True)
 sys.stdin.read()
 """
