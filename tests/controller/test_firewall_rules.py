@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybrid_proxy.controller.commands.doctor.facts import Rule
-from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft, with_policies
+from hybrid_proxy.controller.commands.doctor.rules import Base, counted, of_iptables, of_nft
 
 NFT = """
 table inet fw {
@@ -45,6 +45,11 @@ table ip filter {
 	}
 }
 """
+BASES = {
+    ("inet fw", "f"): Base("forward", drops=True),
+    ("ip hybrid-proxy", "drops"): Base("forward", drops=True),
+    ("ip filter", "FORWARD"): Base("forward"),
+}
 LEGACY = """*filter
 :INPUT ACCEPT [0:0]
 :FORWARD DROP [7:420]
@@ -58,7 +63,7 @@ COMMIT
 
 
 def test_nftables_rules_that_packets_get_to_and_that_drop_them() -> None:
-    assert of_nft(NFT) == (
+    assert of_nft(NFT, BASES) == (
         Rule("inet fw", "f", ("forward",), "policy drop", None),
         Rule("inet fw", "f", ("forward",), "ct state invalid counter drop", 5),
         Rule("inet fw", "f", ("forward",), "tcp dport 9 reject with tcp reset", None),
@@ -78,23 +83,17 @@ def test_legacy_rules_with_their_counters() -> None:
 
 def test_what_a_rule_counted_between_two_looks() -> None:
     after = NFT.replace("packets 5", "packets 8").replace("packets 9", "packets 99")
-    found = counted(of_nft(NFT), of_nft(after))
+    found = counted(of_nft(NFT, BASES), of_nft(after, BASES))
     assert {rule.text: count for rule, count in found.items()} == {"ct state invalid counter drop": 3}
 
 
 def test_a_rule_at_the_end_that_only_counts_counts_for_the_policy() -> None:
     closed = NFT.replace("\t\tjump other\n", '\t\tjump other\n\t\tcounter packets 8 bytes 400 comment "rest"\n')
-    assert of_nft(closed)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 8)
+    assert of_nft(closed, BASES)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 8)
     early = NFT.replace("\t\tjump other\n", "\t\tcounter packets 8 bytes 400\n\t\tjump other\n")
-    assert of_nft(early)[0].packets is None
+    assert of_nft(early, BASES)[0].packets is None
 
 
-def test_policies_of_iptables_count_as_its_own_tool_prints_it() -> None:
-    rules = (
-        Rule("ip filter", "FORWARD", ("forward",), "policy drop", None),
-        Rule("ip filter", "FORWARD", ("forward",), "tcp dport 9 drop", None),
-        Rule("ip filter", "OTHER", ("forward",), "policy drop", None),
-    )
-    first, *others = with_policies(rules, LEGACY)
-    assert first.packets == 7
-    assert others == list(rules[1:])
+def test_a_policy_counts_as_the_kernel_says() -> None:
+    bases = BASES | {("inet fw", "f"): Base("forward", drops=True, packets=7)}
+    assert of_nft(NFT, bases)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 7)

@@ -15,7 +15,7 @@ import msgspec
 
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, Rule, ServiceFacts
-from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft, with_policies
+from hybrid_proxy.controller.commands.doctor.rules import Base, counted, of_iptables, of_nft
 from hybrid_proxy.controller.commands.names import Asked, checked
 from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events
@@ -46,6 +46,7 @@ from hybrid_proxy.controller.serving.protocol import (
 )
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import links, namespaces, sysctl
+from hybrid_proxy.dataplane.kernel.base_chains import base_chains
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import Beside, ProbePacket, belongs
@@ -59,7 +60,6 @@ MOST_ATTEMPTS: Final = 256  # in all
 MOST_TABLES: Final = 32
 MOST_PODS: Final = 64  # of which one is chosen as a client
 TABLES: Final = frozenset({"raw", "mangle", "filter", "security"})  # iptables' own, without nat
-SAVERS: Final = {"ip": "iptables-nft-save", "ip6": "ip6tables-nft-save"}
 TOOL_SECONDS: Final = 3.0
 CONNTRACK: Final = "net/netfilter/nf_conntrack_"
 FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
@@ -223,25 +223,16 @@ def _conntrack() -> Fill | None:
 
 
 def read_rules() -> tuple[tuple[Rule, ...], str]:
-    """Rules of others that drop, and why some could not be read (empty: all were)."""
+    """Rules of other programs that drop, and why some could not be read (empty: all were)."""
     rules: list[Rule] = []
     unknown = []
-    try:
-        tables = [line.split()[1:3] for line in _run("nft", "list", "tables").splitlines()]
-    except OSError as error:
-        tables = []
-        unknown.append(f"nftables' rules cannot be read: {error}")
-    for family, name in tables[:MOST_TABLES]:
-        if name not in ("nat", "kube-proxy") and not name.startswith("hybrid-proxy"):
-            try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-                found = of_nft(_run("nft", "-t", "list", "table", family, name))
-            except OSError as error:
-                unknown.append(f"table {family} {name} cannot be read: {error}")
-                continue
-            if family in SAVERS and name in TABLES and any(rule.packets is None for rule in found):
-                with contextlib.suppress(OSError):  # not all of it is iptables': then nobody counts for its policies
-                    found = with_policies(found, _run(SAVERS[family], "-c", "-t", name))
-            rules += found
+    filters = [chain for chain in base_chains() if chain.type == "filter" and not chain.is_of("hybrid-proxy")]
+    bases = {(chain.table, chain.name): Base(chain.hook, chain.drops, chain.packets) for chain in filters}
+    for table in list(dict.fromkeys(chain.table for chain in filters))[:MOST_TABLES]:
+        try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
+            rules += of_nft(_run("nft", "-t", "list", "table", *table.split(" ", 1)), bases)
+        except OSError as error:
+            unknown.append(f"table {table} cannot be read: {error}")
     for family, names, tool in (
         ("ip", "ip_tables_names", "iptables-legacy-save"),
         ("ip6", "ip6_tables_names", "ip6tables-legacy-save"),

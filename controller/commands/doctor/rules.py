@@ -1,10 +1,10 @@
-"""PURE. Rules of firewalls that drop or reject packets, out of what `nft list` and `iptables-save` print."""
+"""PURE. Finds rules of firewalls that drop or reject packets in what `nft list` and `iptables-save` print."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -20,10 +20,17 @@ _DROPS: Final = re.compile(r"(?:^|\s)(?:drop|reject)\b", re.IGNORECASE)
 _COUNTER: Final = re.compile(r"counter packets (\d+) bytes \d+")
 _ALL: Final = re.compile(r"counter packets (\d+) bytes \d+(?: comment .*)?")  # a rule that only counts
 _JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
-_BASE: Final = re.compile(r"type (\w+) hook (\w+)(?:.*policy (\w+))?")
 _SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
 _TARGET: Final = re.compile(r" -[jg] (\S+)")
 _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
+
+
+class Base(NamedTuple):
+    """A base chain as the kernel has it: its hook, whether its policy drops, and how many packets that got."""
+
+    hook: str
+    drops: bool = False
+    packets: int | None = None
 
 
 class _Chain(msgspec.Struct):
@@ -38,8 +45,11 @@ class _Chain(msgspec.Struct):
     left: int | None = None  # packets that the last rule counted, if it does nothing else: what the policy gets
 
 
-def of_nft(text: str) -> tuple[Rule, ...]:
-    """What drops in the tables that `nft -t list table ...` prints, without ours."""
+def of_nft(text: str, bases: Mapping[tuple[str, str], Base]) -> tuple[Rule, ...]:
+    """Find rules that drop in the tables that `nft -t list table ...` prints, without ours.
+
+    `bases` are the base chains whose rules may drop, by table (`inet firewall`) and name.
+    """
     chains: list[_Chain] = []
     table, chain = "", None
     for raw in text.splitlines():
@@ -48,16 +58,22 @@ def of_nft(text: str) -> tuple[Rule, ...]:
             table, chain = " ".join(line.split()[1:3]), None
         elif line.startswith("chain ") and line.endswith("{"):
             chain = _Chain(table, line.split()[1])
+            if base := bases.get((table, chain.name)):
+                chain.hook, chain.policy = base.hook, "policy drop" * base.drops
             chains.append(chain)
         elif line == "}":
             chain = None
-        elif chain is not None:
+        elif chain is not None and not line.startswith("type "):  # the kernel has told what stands there
             _read_nft(chain, line)
+    for each in chains:
+        base = bases.get((each.table, each.name))
+        if base is not None and base.packets is not None:
+            each.left = base.packets
     return tuple(_rules(chains))
 
 
 def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
-    """What drops in the tables that `iptables-save -c` prints, without ours; `family` is `ip` or `ip6`."""
+    """Find rules that drop in the tables that `iptables-save -c` prints, without ours; `family` is `ip` or `ip6`."""
     chains: dict[str, _Chain] = {}
     table = ""
     for line in text.splitlines():
@@ -75,22 +91,7 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
     return tuple(_rules(chains.values()))
 
 
-def with_policies(rules: Iterable[Rule], saved: str) -> tuple[Rule, ...]:
-    """The rules of one table, with what its policies dropped: nft does not print that, `iptables-nft-save -c` does."""
-    counts = {found[1]: int(found[3]) for line in saved.splitlines() if (found := _POLICY.match(line)) and found[3]}
-    return tuple(
-        msgspec.structs.replace(rule, packets=counts.get(rule.chain))
-        if rule.text == "policy drop" and rule.packets is None else rule
-        for rule in rules
-    )  # fmt: skip
-
-
 def _read_nft(chain: _Chain, line: str) -> None:
-    base = _BASE.match(line)
-    if base:
-        chain.hook = base[2] if base[1] == "filter" else ""
-        chain.policy = "policy drop" * (base[3] == "drop")
-        return
     everything = _ALL.fullmatch(line)
     chain.left = int(everything[1]) if everything else None
     bare = _QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]

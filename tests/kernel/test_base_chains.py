@@ -1,12 +1,13 @@
-"""Which chains look at packets that pass the node, as the kernel has them."""
+"""Base chains as the kernel has them, and which of them see packets that pass the node."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 
 import pytest
 
-from hybrid_proxy.dataplane.kernel.passing_rules import passing_rules
+from hybrid_proxy.dataplane.kernel.base_chains import base_chains, passing_rules
 from tests.namespaces import fresh
 
 FORWARD = "add table inet wall; add chain inet wall forward { type filter hook forward priority 0; }"
@@ -34,6 +35,18 @@ def test_chains_with_rules_or_a_policy_are_found(commands: list[str], found: lis
         for command in commands:
             subprocess.run(["nft", command], check=True, capture_output=True)
         assert passing_rules("hybrid-proxy") == found
+
+
+@pytest.mark.root
+def test_a_policy_of_iptables_has_a_counter() -> None:
+    with fresh():
+        subprocess.run(["iptables-nft", "-P", "OUTPUT", "DROP"], check=True, capture_output=True)
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client, pytest.raises(PermissionError):
+            client.sendto(b"x", ("127.0.0.1", 9))
+        (output,) = (chain for chain in base_chains() if chain.hook == "output")
+    assert (str(output), output.type, output.drops, output.rules) == ("ip filter OUTPUT", "filter", True, 0)
+    assert output.packets
 
 
 @pytest.mark.root
