@@ -33,8 +33,8 @@ from hybrid_proxy.dataplane.kernel.nfmonitor import watch_ruleset
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left
 from hybrid_proxy.dataplane.kernel.tcp_segments import Segment
 from hybrid_proxy.dataplane.localhost import Localhost
-from hybrid_proxy.dataplane.mode import Options, ProbePacket, RequestMaintenance, SyncResult
-from hybrid_proxy.dataplane.reports import Ejection, ExplainAnswer, Status, TrafficRow, Unprogrammed
+from hybrid_proxy.dataplane.mode import Options, Programmer, RequestMaintenance, SyncResult
+from hybrid_proxy.dataplane.reports import Status, Unprogrammed
 from hybrid_proxy.dataplane.stale import Gone, Judge, Place, Socket, gone_endpoints, new_places
 from hybrid_proxy.dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, family_of
 
@@ -84,21 +84,19 @@ def refuse_full_conntrack() -> None:
         )
 
 
-class NetfilterMode:
+class NetfilterMode(Programmer):
     """The common base of the `dataplane.mode.Programmer` of these modes.
 
     `monitoring` is set while the kernel reports foreign changes of our rules, `_touched` when there were some.
     """
 
-    name: str
+    audit_repairs: int = 0
     writes: str  # what a sync writes, for messages
     needs_sources = True  # its packets to loopback addresses would keep their source: see dataplane.localhost
 
     def __init__(self, options: Options, request_maintenance: RequestMaintenance) -> None:
         self.options = options
         self.table: ServiceTable = EMPTY
-        self.audit_repairs = 0
-        self.unrepaired: tuple[str, ...] = ()  # what fails is raised
         self.stale_deleted = Counter({4: 0, 6: 0})  # conntrack entries, by family
         self.connections_reset = 0  # to endpoints that were gone
         self.monitoring = threading.Event()
@@ -199,9 +197,6 @@ class NetfilterMode:
     def other_mode_stopped(self) -> None:
         self._judge(EMPTY, self.table.services.keys(), repaired=True)
 
-    def links_changed(self) -> None:
-        """Does nothing: nothing is attached to interfaces, and new addresses arrive with the next table."""
-
     # Drift
 
     def _watch_rules(self, tables: Collection[str]) -> None:
@@ -249,24 +244,6 @@ class NetfilterMode:
             stale_deleted={f"IPv{family}": count for family, count in self.stale_deleted.items()},
             **({"warnings": [*self.warnings(), *self._localhost_warnings()]} | parts),
         )
-
-    def names(self) -> dict[int, str]:
-        """Returns nothing: the kernel holds the names, and nothing is numbered."""
-        return {}
-
-    def ejections(self) -> list[Ejection]:
-        """Returns nothing: these modes do not detect failing backends."""
-        return []
-
-    def explain(self, packet: ProbePacket) -> ExplainAnswer:
-        """Raises: there is no program that could run a probe packet."""
-        del packet
-        raise DataplaneError(f"mode {self.name} cannot be asked about a packet; `explain` without --live answers")
-
-    def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
-        """Returns nothing: these modes do not count traffic."""
-        del by_backend
-        return []
 
     def close(self) -> None:
         self._stop.set()

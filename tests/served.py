@@ -25,28 +25,26 @@ SYNC_PERIOD = 1.0  # so that a change may wait two seconds
 FRAGILE = """
     from pathlib import Path
     from hybrid_proxy.dataplane.errors import SyncError
-    from hybrid_proxy.dataplane.mode import Mode, SyncResult
+    from hybrid_proxy.dataplane.mode import Mode, Programmer, SyncResult
     from hybrid_proxy.dataplane.reports import Fill, Status, TrafficCounts, TrafficRow
 
-    class Fragile:
+    class Fragile(Programmer):
         name = "fragile"
-        audit_repairs = 0
         def __init__(self, options, wake): pass
         def sync(self, table):
             if (Path(__file__).parent / "broken").exists():
                 raise SyncError("broken by the test")
             return SyncResult()
-        def links_changed(self): pass
-        def other_mode_stopped(self): pass
         def maintain(self): pass
-        def names(self): return {}
+        def drain(self, table): pass
+        def open_flows(self, table): return {}
+        def abandon(self, table): pass
         def counters(self): return {"drop_empty": 7}
         def traffic(self, *, by_backend):
             return [TrafficRow("shop/a:http", TrafficCounts(3, 5, 500, 4, 400, 2, 3_000_000))]
         def close(self): pass
         def status(self):
             return Status(mode=self.name, fill={"flows": Fill(1, 4)}, counters=self.counters())
-        def ejections(self): return []
 
     MODE = Mode("fragile", Fragile, lambda options: 0, lambda options: None, lambda options, names: None)
 """

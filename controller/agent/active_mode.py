@@ -38,7 +38,7 @@ from hybrid_proxy.controller.agent.modes import (
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import Config
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.mode import Drains, PacketEvents, Programmer
+from hybrid_proxy.dataplane.mode import Programmer
 from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 ANSWERS_SECONDS: Final = 1.0  # in which answers to the last datagrams come back the way that they went
@@ -135,10 +135,10 @@ class ActiveMode:
         self._opened(self.choice)
 
     @property
-    def reporter(self) -> PacketEvents | None:
+    def reporter(self) -> Programmer | None:
         """The mode that reports packet events: the one that serves, or one that drains; None: neither does."""
         each = (self.programmer, *self.draining.programmers)
-        return next((programmer for programmer in each if isinstance(programmer, PacketEvents)), None)
+        return next((programmer for programmer in each if programmer.reports_packets), None)
 
     def close(self) -> None:
         """Traffic goes on as programmed."""
@@ -160,7 +160,7 @@ class ActiveMode:
             self._take_over.join()
         if self._removal is not None:
             self._removal.join()
-        if self.phase is Phase.SERVING and isinstance(self.programmer, Drains):
+        if self.phase is Phase.SERVING:
             self.draining.keep(self.programmer)
             self._open_mode.pop_all()
         self._unopened.clear()
@@ -213,11 +213,10 @@ class ActiveMode:
         self._unopened.discard(name)
         try:
             if not outlived(name, self.choice.effective):
-                if name not in self.draining.names and (found := open_for_draining(name, self.config.options)):
-                    self.draining.keep(found)
-                if name in self.draining.names:
-                    self.draining.start(name, table)
-                    return
+                if name not in self.draining.names:
+                    self.draining.keep(open_for_draining(name, self.config.options))
+                self.draining.start(name, table)
+                return
         except Unsupported as error:
             log.debug("mode %s has left nothing: %s", name, error)  # it cannot run here
         except (DataplaneError, OSError) as error:

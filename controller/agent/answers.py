@@ -32,7 +32,7 @@ from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.mode import PacketEvents, belongs
+from hybrid_proxy.dataplane.mode import Programmer, belongs
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
@@ -150,8 +150,7 @@ class Answers:
         """Why it could not serve what is served now; empty: it could."""
         try:
             self.check_switch(mode)
-            if (check_room := open_mode(mode).check_room) is not None:
-                check_room(self.mode.config.options, self.syncer.builder.table)
+            open_mode(mode).check_room(self.mode.config.options, self.syncer.builder.table)
         except (ControllerError, Unsupported) as error:
             return str(error)
         return ""
@@ -163,7 +162,7 @@ class Answers:
             self._lacks = table, list(lacks(builder.table.entries()))
         return self._lacks[1]
 
-    def _packet_events(self) -> PacketEvents:
+    def _packet_events(self) -> Programmer:
         if self.mode.reporter is None:
             name = self.mode.choice.effective
             raise ControllerError(f"mode {name} does not report what happens to packets; mode ebpf does")

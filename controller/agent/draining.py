@@ -14,7 +14,7 @@ from typing import Final
 
 from hybrid_proxy.controller.serving.protocol import DrainingMode, described
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.mode import Drains, Programmer
+from hybrid_proxy.dataplane.mode import Programmer
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,6 @@ class Draining:
             self._thread.start()
 
     def _drain(self, name: str, left: _Left, table: ServiceTable) -> None:
-        assert isinstance(left.programmer, Drains)
         left.table, began = table, not left.drains
         left.drains = False
         try:
@@ -129,8 +128,7 @@ class Draining:
             "Drained", f"mode {name} drained for {seconds:.0f} s; it began with {described(left.first or {})}{rest}"
         )
         try:
-            if isinstance(left.programmer, Drains):
-                left.programmer.abandon(left.table)
+            left.programmer.abandon(left.table)
         except (DataplaneError, OSError) as error:
             log.warning("mode %s, which is about to go, still has flows: %s", name, error)
         self.release(name)
@@ -174,7 +172,6 @@ class Draining:
             rest = max(COUNT_SECONDS, COUNT_SHARE * (time.thread_time() - began))
 
     def _count(self, name: str, left: _Left) -> None:
-        assert isinstance(left.programmer, Drains)
         assert left.since is not None
         try:
             left.flows = left.programmer.open_flows(left.table)

@@ -1,7 +1,7 @@
-"""Makes the mode collect garbage and repair drift: once a second, and at once after a hint of drift.
+"""Lets the mode collect garbage and repair drift: once a second, and at once after a sign of drift.
 
-The kernel hints that others changed something (`RequestMaintenance`), or a mode checks it cheaply
-(`DriftCheck`). What it cannot repair makes this node unhealthy.
+The kernel reports foreign changes (`RequestMaintenance`), or a mode checks for them cheaply
+(`Programmer.may_have_drifted`). Drift that cannot be repaired makes this node unhealthy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.mode import DriftCheck, Programmer
+from hybrid_proxy.dataplane.mode import Programmer
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,8 @@ class Maintenance:
         return True
 
     def _may_have_drifted(self) -> bool:
-        programmer = self._mode.programmer
         try:
-            return isinstance(programmer, DriftCheck) and programmer.may_have_drifted()
+            return self._mode.programmer.may_have_drifted()
         except (DataplaneError, OSError):
             return True  # maintenance finds and logs the reason
 
@@ -77,8 +76,7 @@ class Maintenance:
                     self._events.of_service(event.entry, event.kind, event.reason, event.action, event.note)
                 else:
                     self._events.of_node(event.kind, event.reason, event.action, event.note)
-            if isinstance(programmer, DriftCheck):
-                drift = programmer.unrepaired
+            drift = programmer.unrepaired
         except (DataplaneError, OSError) as error:
             log.warning("maintenance failed: %s", error)
             drift = (str(error),) if isinstance(error, DataplaneError) else ()

@@ -20,7 +20,7 @@ from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.kernel.lock import hold_netns, hold_new, let_go
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left, others_have_pins
-from hybrid_proxy.dataplane.mode import Drains, Mode, Options, Programmer, Remembers, RequestMaintenance
+from hybrid_proxy.dataplane.mode import Mode, Options, Programmer, RequestMaintenance
 from hybrid_proxy.dataplane.reports import FlowRow
 from hybrid_proxy.dataplane.table import EMPTY, Remembered, ServiceTable
 
@@ -221,7 +221,7 @@ def remembered(name: str, table: ServiceTable, options: Options) -> list[Remembe
         if view is None:
             return []
         with contextlib.closing(view):
-            return view.remembered(table) if isinstance(view, Remembers) else []
+            return view.remembered(table)
     except (DataplaneError, OSError, ValueError) as error:
         log.warning("session affinity of mode %s does not go on: %s", name, error)
         return []
@@ -236,26 +236,20 @@ def outlived(name: str, effective: str) -> bool:
     return mode.conntrack and mode.drain is None and open_mode(effective).conntrack
 
 
-def open_for_draining(name: str, options: Options) -> Programmer | None:
-    """What an agent in another mode left here, adopted; None: the mode cannot drain.
+def open_for_draining(name: str, options: Options) -> Programmer:
+    """Opens another mode, which adopts what an agent left of it here.
 
     Raises:
         DataplaneError, OSError: it cannot be opened.
     """
-    programmer = open_mode(name).open(options, lambda: None)
-    if isinstance(programmer, Drains):
-        return programmer
-    programmer.close()
-    return None
+    return open_mode(name).open(options, lambda: None)
 
 
 def collect(options: Options, report: Callable[[str], None] = log.info) -> None:
     """Remove what agents have left of network namespaces that are gone. A failure is logged."""
     try:
-        if others_have_pins(options.ebpf.pin_root) and (find := open_mode("ebpf").collect) is not None:
-            removed = find(options)
-            if removed:
-                report(f"removed {removed} pins of network namespaces that are gone")
+        if others_have_pins(options.ebpf.pin_root) and (removed := open_mode("ebpf").collect(options)):
+            report(f"removed {removed} pins of network namespaces that are gone")
     except (DataplaneError, OSError) as error:
         log.warning("pins of network namespaces that are gone are not looked for: %s", error)
 
@@ -312,7 +306,7 @@ def _counting(name: str, options: Options) -> Iterator[Callable[[], int]]:
     programmer = None
     with contextlib.suppress(DataplaneError, OSError):  # then nothing forgets them: those that end are still seen
         programmer = open_for_draining(name, options)
-    if isinstance(programmer, Drains):
+    if programmer is not None:
         with contextlib.closing(programmer):
             yield lambda: sum(programmer.open_flows(EMPTY).values())
     else:

@@ -27,7 +27,7 @@ from hybrid_proxy.controller.serving.memory import Ended, Memory, born, recall
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.dataplane.errors import DataplaneError, told
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
-from hybrid_proxy.dataplane.mode import PacketEvents
+from hybrid_proxy.dataplane.mode import Programmer
 from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Notebook:
         self._read = False
         self._before: deque[PacketEvent] = deque(maxlen=MOST)  # of agents before this one, and of modes before this
         self._recent: list[PacketEvent] = []
-        self._reporter: PacketEvents | None = None
+        self._reporter: Programmer | None = None
 
     @property
     def former(self) -> Memory | None:

@@ -40,7 +40,7 @@ from hybrid_proxy.controller.semantics.tables import Builder
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import SyncError, Unsupported
-from hybrid_proxy.dataplane.mode import Prewarmed, SyncResult
+from hybrid_proxy.dataplane.mode import SyncResult
 from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Syncer:
             Unsupported: with `first`, this machine cannot do what the table asks of this mode.
         """
         start = self._clock()
-        if first and isinstance(programmer, Prewarmed):
+        if first:
             programmer.prewarm(*self.cluster.extent)
         with START.part("table"):
             table = self.builder.build(self.cluster, *self._surroundings)

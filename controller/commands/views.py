@@ -35,7 +35,7 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack
-from hybrid_proxy.dataplane.mode import Options, Unread, View, belongs
+from hybrid_proxy.dataplane.mode import Options, View, belongs
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, PacketEvent, ServiceRow
 from hybrid_proxy.dataplane.table import Protocol
@@ -261,8 +261,7 @@ def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[s
     for _, view in left_here(None, memory):
         with contextlib.closing(view):
             names |= {row.name for row in view.services() if row.name}
-            if isinstance(view, Unread):
-                events += view.unread_events()
+            events += view.unread_events()
     events = [row for row in events if row.what != "trace"]
     return sorted(names), events, _note(admin_socket, memory, error)
 

@@ -15,22 +15,24 @@ from hybrid_proxy.controller.agent.modes import Opened
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import Config
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.mode import Programmer, SyncResult
+from hybrid_proxy.dataplane.reports import Status
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 ORDER = ("good", "fallback")
 
 
-class Programmer:
-    closed = False
+class Fake(Programmer):
+    """A mode with flows."""
 
-    def close(self) -> None:
-        self.closed = True
+    def __init__(self, name: str) -> None:
+        self.name, self.closed = name, False
 
+    def sync(self, table: ServiceTable) -> SyncResult:
+        return SyncResult()
 
-class LeftMode(Programmer):
-    """A mode that drains, and has flows."""
-
-    name = "left"
+    def status(self) -> Status:
+        return Status(mode=self.name)
 
     def drain(self, table: ServiceTable) -> None:
         pass
@@ -44,8 +46,8 @@ class LeftMode(Programmer):
     def maintain(self) -> None:
         pass
 
-    def counters(self) -> dict[str, int]:
-        return {}
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.fixture
@@ -60,8 +62,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         for name in (requested, "fallback"):
             release(name)
             if name not in names and name not in failed:
-                programmer: Any = Programmer()
-                return Opened(programmer, ModeStatus(requested, name))
+                return Opened(Fake(name), ModeStatus(requested, name))
         raise Unsupported("every mode", "broken")
 
     monkeypatch.setattr(active_mode, "open_first", open_first)
@@ -92,11 +93,13 @@ def test_every_state_is_reached_and_left() -> None:
 
 
 def test_a_changed_configuration(mode: ActiveMode) -> None:
+    """The mode before stays open until the next one serves."""
     before = mode.programmer
     mode.programmed()
     assert mode.replace(config("other")) is None
     assert (mode.choice.effective, mode.phase, mode.config.mode) == ("other", Phase.REPLACING, "other")
-    assert before.closed  # type: ignore[attr-defined]
+    assert mode.draining.programmers == [before]
+    assert not before.closed  # type: ignore[attr-defined]
     mode.programmed()
     assert mode.phase is Phase.SERVING
 
@@ -143,7 +146,7 @@ def test_a_mode_before_that_cannot_be_opened_to_drain_is_tried_again(
     mode: ActiveMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody removes it meanwhile."""
-    answers: list[Any] = [DataplaneError("not now"), DataplaneError("nor now"), LeftMode()]
+    answers: list[Any] = [DataplaneError("not now"), DataplaneError("nor now"), Fake("left")]
     left_alone: list[Collection[str]] = []
 
     def open_for_draining(*_: object) -> Programmer:

@@ -49,6 +49,9 @@ class Mode:
         self.tables: list[ServiceTable] = []
         self.error: Exception | None = None
 
+    def prewarm(self, ports: int, endpoints: int) -> None:
+        pass
+
     def sync(self, table: ServiceTable) -> SyncResult:
         if self.error is not None:
             raise self.error

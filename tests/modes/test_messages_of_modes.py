@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from hybrid_proxy.dataplane.mode import Unmet
 from hybrid_proxy.dataplane.table import Backend, NodeNetwork, Probe, Protocol, ServiceTable
+from hybrid_proxy.dataplane.unmet import Unmet
 from tests.tables import entry_of
 
 

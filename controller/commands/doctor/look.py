@@ -49,7 +49,7 @@ from hybrid_proxy.dataplane.kernel import links, namespaces, sysctl
 from hybrid_proxy.dataplane.kernel.base_chains import base_chains
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.kernel.roles import Roles
-from hybrid_proxy.dataplane.mode import Beside, ProbePacket, belongs
+from hybrid_proxy.dataplane.mode import ProbePacket, belongs
 from hybrid_proxy.dataplane.other_proxies import warnings
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, family_of, socket_text
@@ -166,7 +166,7 @@ def _cgroup(agent: AgentStatus | None) -> str | None:
 def _beside(here: Programmed | None, cgroup: str | None) -> tuple[str, ...]:
     views = [view for _, view in here.views] if here else []
     with contextlib.suppress(DataplaneError):
-        return tuple(text for view in views if isinstance(view, Beside) for text in view.beside(cgroup))
+        return tuple(text for view in views for text in view.shared_hooks(cgroup))
     return ()
 
 

@@ -38,9 +38,9 @@ from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     ProbePacket,
+    Programmer,
     RequestMaintenance,
     SyncResult,
-    Unmet,
 )
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
 from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC, forget_half_open, open_flows
@@ -104,6 +104,7 @@ from hybrid_proxy.dataplane.reports import (
 from hybrid_proxy.dataplane.stale import Judge, gone_endpoints
 from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable, family_of
 from hybrid_proxy.dataplane.timings import START
+from hybrid_proxy.dataplane.unmet import Unmet
 
 SPARE_PROCESSORS = 4  # from so many on, loading programs in vain slows nothing down
 OTHERS_LOOKS = 2  # after the first table: what others began while our programs were attached
@@ -192,7 +193,7 @@ def _own_directory(options: Options) -> PinDirectory:
         folder = beside(folder)
 
 
-class Ebpf:
+class Ebpf(Programmer):
     """A `dataplane.mode.Programmer`.
 
     Raises:
@@ -201,6 +202,7 @@ class Ebpf:
     """
 
     name = "ebpf"
+    reports_packets = True
 
     def __init__(self, options: Options, wake: RequestMaintenance) -> None:
         self.options = options

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from hybrid_proxy.dataplane.kernel.conntrack import Key, flows
-from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.iptables import affinity
 from hybrid_proxy.dataplane.modes.iptables.names import MINE
 from hybrid_proxy.dataplane.modes.iptables.readback import Saved, parse
@@ -47,7 +47,7 @@ def datagram_frontends(chains: Saved) -> Iterator[Key]:
                 yield found.address, found.port, int(found.protocol)
 
 
-class Programmed:
+class Programmed(View):
     """A `dataplane.mode.View` of table nat.
 
     Args:
@@ -101,9 +101,6 @@ class Programmed:
 
     def remembered(self, table: ServiceTable) -> list[Remembered]:
         return affinity.remembered(table)
-
-    def close(self) -> None:
-        """Does nothing: everything was read at creation."""
 
 
 def _frontend(family: int, rule: str) -> _Found | None:

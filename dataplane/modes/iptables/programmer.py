@@ -21,7 +21,6 @@ from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
-    Unmet,
 )
 from hybrid_proxy.dataplane.modes.iptables import affinity, listing
 from hybrid_proxy.dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
@@ -30,6 +29,7 @@ from hybrid_proxy.dataplane.modes.iptables.plan import Plan
 from hybrid_proxy.dataplane.netfilter import TranslatingMode
 from hybrid_proxy.dataplane.reports import IptablesStatus, Status
 from hybrid_proxy.dataplane.table import Entry, Protocol, ServiceTable
+from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 

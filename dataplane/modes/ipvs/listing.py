@@ -9,7 +9,7 @@ from hybrid_proxy.dataplane.kernel.conntrack import flows
 from hybrid_proxy.dataplane.kernel.ipset import Ipsets
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs, connections
 from hybrid_proxy.dataplane.kernel.netlink import AF, NetlinkFailed
-from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, set_name
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
 from hybrid_proxy.dataplane.table import Protocol, socket_text
@@ -18,7 +18,7 @@ from hybrid_proxy.dataplane.virtual_servers import Config, Destination, Element,
 ALL: Final = 1 << 30
 
 
-class Programmed:
+class Programmed(View):
     """A `dataplane.mode.View`; everything is read at creation, so that the kernel interfaces may be closed then."""
 
     def __init__(self, sets: Ipsets, ipvs: Ipvs) -> None:
@@ -99,9 +99,6 @@ class Programmed:
         }  # fmt: skip
         rows = [row for row in flows(names, ALL)[0] if (Protocol[row.protocol], row.client, row.frontend) in known]
         return rows[:limit], len(rows)
-
-    def close(self) -> None:
-        """Does nothing: everything was read at creation."""
 
     def _backends(self, servers: list[Server]) -> dict[Destination, bool]:
         """Returns the real servers of all these, and whether one of them still sends new connections there."""

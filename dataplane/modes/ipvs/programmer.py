@@ -21,7 +21,6 @@ from hybrid_proxy.dataplane.mode import (
     Options,
     RequestMaintenance,
     SyncResult,
-    Unmet,
 )
 from hybrid_proxy.dataplane.modes.ipvs import writer
 from hybrid_proxy.dataplane.modes.ipvs.audit import Audit
@@ -35,6 +34,7 @@ from hybrid_proxy.dataplane.reports import Fill, IpvsStatus, Status
 from hybrid_proxy.dataplane.slow_start import NO_PARTS, Parts, SlowStart, slowed
 from hybrid_proxy.dataplane.stale import Judge, Place
 from hybrid_proxy.dataplane.table import EMPTY, Entry, EntryKey, NodeNetwork, Protocol, ServiceTable, service_of
+from hybrid_proxy.dataplane.unmet import Unmet
 from hybrid_proxy.dataplane.virtual_servers import Change, Server, Timeouts, Value, Verb
 
 log = logging.getLogger(__name__)

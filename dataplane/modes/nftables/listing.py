@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybrid_proxy.dataplane.kernel import conntrack
-from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.nftables import affinity
 from hybrid_proxy.dataplane.modes.nftables.picks import Pick
 from hybrid_proxy.dataplane.modes.nftables.tables import DISCARD, SPACES, TABLE
@@ -43,7 +43,7 @@ class _Frontend:
         return frontend_text(self.address, int(self.key[-1]))
 
 
-class Tables:
+class Tables(View):
     """A `dataplane.mode.View` of the tables of this network namespace."""
 
     def __init__(self, kernel: Kernel) -> None:

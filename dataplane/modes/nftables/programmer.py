@@ -19,7 +19,6 @@ from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
-    Unmet,
 )
 from hybrid_proxy.dataplane.modes.nftables import affinity
 from hybrid_proxy.dataplane.modes.nftables.listing import Tables
@@ -45,6 +44,7 @@ from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
 from hybrid_proxy.dataplane.reports import NftablesStatus, Offload, Status
 from hybrid_proxy.dataplane.stale import FrontendKey, Judge, Place
 from hybrid_proxy.dataplane.table import Entry, Masquerade, NodeNetwork, Protocol, ServiceTable
+from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Final
 
 from hybrid_proxy.dataplane.kernel import conntrack
-from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace.relay_client import RelayClient
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
@@ -17,7 +17,7 @@ from hybrid_proxy.dataplane.table import Protocol, socket_text
 MOST: Final = 1 << 20  # conntrack entries that are read
 
 
-class Relayed:
+class Relayed(View):
     """A `dataplane.mode.View` of the relay, read once."""
 
     def __init__(self, client: RelayClient) -> None:

@@ -19,7 +19,6 @@ from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
     RequestMaintenance,
-    Unmet,
 )
 from hybrid_proxy.dataplane.modes.userspace import lower as low
 from hybrid_proxy.dataplane.modes.userspace import messages as m
@@ -42,6 +41,7 @@ from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
 from hybrid_proxy.dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
 from hybrid_proxy.dataplane.stale import Place, Socket
 from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
+from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 

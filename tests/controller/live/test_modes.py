@@ -29,29 +29,25 @@ from tests.waiting import until
 WORKS = """
     from typing import Any
     from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-    from hybrid_proxy.dataplane.mode import Mode, Event, SyncResult
+    from hybrid_proxy.dataplane.mode import Mode, Event, Programmer, SyncResult
     from hybrid_proxy.dataplane.reports import Status
 
-    class Nothing:
+    class Nothing(Programmer):
         name = {name!r}
         audit_repairs = 0
         def __init__(self, options, wake): {init}
         def sync(self, table): {sync}
-        def links_changed(self): pass
-        def other_mode_stopped(self): pass
         def maintain(self): {maintain}
-        def names(self): return {{}}
-        def counters(self): return {{}}
-        def traffic(self, *, by_backend): return []
         def close(self): {close}
-        def status(self):
-            return Status(mode=self.name)
-        def ejections(self): return []
+        def status(self): return Status(mode=self.name)
+        def drain(self, table): pass
+        def open_flows(self, table): return {{}}
+        def abandon(self, table): pass
 
     def clean(options): {clean}
     def probe(options): {probe}
     def drain(options): {drain}
-    MODE = Mode({name!r}, Nothing, clean, probe, lambda options, names: None, drain, {conntrack})
+    MODE = Mode({name!r}, Nothing, clean, probe, lambda options, names: None, {drains}, {conntrack})
 """
 
 
@@ -60,7 +56,7 @@ def source(name: str, **parts: str) -> str:
         "init": "pass", "sync": "return SyncResult()", "maintain": "pass", "clean": "return 0", "probe": "return None",
         "drain": "return False", "conntrack": "True", "close": "pass",
     }  # fmt: skip
-    given |= parts
+    given |= parts | {"drains": "drain" if "drain" in parts else "None"}
     return dedent(WORKS).format(name=name, **given)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
-from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failures import histories
 from hybrid_proxy.dataplane.modes.ebpf.hooks import co_attached
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
@@ -36,7 +36,7 @@ Maps = Mapping[str, Map]
 Names = Mapping[int, str]
 
 
-class Pinned:
+class Pinned(View):
     """A `dataplane.mode.View` of pinned maps."""
 
     def __init__(self, place: str, maps: Maps, names: Names) -> None:
@@ -61,7 +61,7 @@ class Pinned:
     def remembered(self, table: ServiceTable) -> list[Remembered]:
         return affinity.remembered(self._maps, table, _clock(self._maps), jiffies_per_second())
 
-    def beside(self, cgroup: str | None) -> list[str]:
+    def shared_hooks(self, cgroup: str | None) -> list[str]:
         return list(co_attached.describe_order(Path(self.place), cgroup))
 
     def close(self) -> None:

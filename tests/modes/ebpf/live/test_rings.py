@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from hybrid_proxy.dataplane.balancing import ALGORITHMS, KNOWN, ring_of
-from hybrid_proxy.dataplane.mode import Unmet
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable
+from hybrid_proxy.dataplane.unmet import Unmet
 from tests.tables import fronts_of
 
 from ..readback import check_books, programmed, settle

@@ -15,7 +15,7 @@ import pytest
 
 from hybrid_proxy.dataplane.errors import Occupied
 from hybrid_proxy.dataplane.kernel import conntrack
-from hybrid_proxy.dataplane.mode import Drains, Options
+from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.nftables import programmer as nftables
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace import programmer
@@ -135,7 +135,6 @@ def is_direct(reply: Reply, client: socket.socket) -> bool:
 
 
 def test_what_is_open_goes_on_and_what_is_new_does_not_come(node: Node) -> None:
-    assert isinstance(node.mode, Drains)
     with node.client(WEB) as web, node.client(DNS, socket.SOCK_DGRAM) as dns:
         tcp, udp = ask_tcp(web), ask_udp(dns)[0]
         node.leave("pod2", "pod3")

@@ -1,0 +1,55 @@
+"""PURE. Warnings about service ports that ask for what a mode does not do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hybrid_proxy.dataplane.diff import changed_services
+from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
+
+
+class Unmet:
+    """Counts the service ports that ask for what a mode does not do, at the cost of what changed since the last time.
+
+    Args:
+        known: algorithms of the mode, None: it says itself what it lacks.
+        instead: what others get.
+        weighs: it uses weights, and lets new backends start slowly.
+        probes: it makes health probes.
+        resets: it resets connections to endpoints that are gone.
+    """
+
+    def __init__(
+        self, known: Collection[str] | None, instead: str = "", *, weighs: bool = False, probes: bool = False,
+        resets: bool = True,
+    ) -> None:  # fmt: skip
+        self._known, self._instead, self._weighs, self._probes, self._resets = known, instead, weighs, probes, resets
+        self._table: ServiceTable = EMPTY
+        self._other = self._weighted = self._slow = self._probed = self._reset = 0
+
+    def warnings(self, table: ServiceTable) -> list[str]:
+        """One for each thing that some of this table's service ports ask for in vain."""
+        for name in changed_services(self._table, table):
+            for sign, entries in ((-1, self._table.services.get(name, ())), (1, table.services.get(name, ()))):
+                for entry in entries:
+                    self._count(entry, sign)
+        self._table = table
+        return [
+            f"{count} service ports {what}"
+            for count, what in (
+                (self._other, f"ask for another algorithm than {self._instead}, which they get instead"),
+                (self._weighted, "have weights: only 0 counts here, all others are the same"),
+                (self._slow, "ask for a slow start of new backends, which get their whole share at once here"),
+                (self._probed, "ask for probes of their backends, which this mode does not make"),
+                (self._reset, "ask for resets of connections to backends that are gone, which this mode does not send"),
+            )
+            if count
+        ]
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        self._other += sign * (self._known is not None and entry.algorithm not in self._known)
+        weights = {backend.weight for backend in entry.serving if backend.weight}
+        self._weighted += sign * (not self._weighs and len(weights) > 1)
+        self._slow += sign * (not self._weighs and entry.slow_start > 0)
+        self._probed += sign * (not self._probes and entry.probe is not None)
+        self._reset += sign * (not self._resets and entry.present is not None)
