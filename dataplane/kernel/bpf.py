@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it takes 20 MB, of which modes without tables of flows have
     import numpy as np
     from numpy.typing import NDArray
 
-SCHED_CLS = 3  # BPF_PROG_TYPE_SCHED_CLS
+SCHED_CLS, RAW_TRACEPOINT = 3, 17  # BPF_PROG_TYPE_
 MOST_PROGRAMS: Final = 64  # at one hook (BPF_MPROG_MAX)
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
 RINGBUF_BUSY, RINGBUF_DISCARDED = 1 << 31, 1 << 30  # BPF_RINGBUF_BUSY_BIT, BPF_RINGBUF_DISCARD_BIT
@@ -453,6 +453,26 @@ class Object:
         if self.handle != ffi.NULL:
             library().bpf_object__close(self.handle)
             self.handle = ffi.NULL
+
+
+def load_program(name: str, instructions: bytes, kind: int = RAW_TRACEPOINT) -> int:
+    """Loads a program that is in no object file and returns its descriptor; `kind` is BPF_PROG_TYPE_.
+
+    Raises:
+        BpfError: the kernel refuses it; has the end of the verifier's log.
+    """
+    log = _untouched("char[]", LOG_SIZE)
+    log[0] = b"\0"
+    options = ffi.new("struct bpf_prog_load_opts *", {"sz": ffi.sizeof("struct bpf_prog_load_opts")})
+    options.log_buf, options.log_size = log, LOG_SIZE
+    count = len(instructions) // 8
+    code = library().bpf_prog_load(kind, name.encode()[:15], b"GPL", ffi.from_buffer(instructions), count, options)
+    return check(code, f"loading program {name}", "" if code >= 0 else ffi.string(log).decode()[-2000:].strip())
+
+
+def attach_raw_tracepoint(name: str, program: int) -> int:
+    """Has a tracepoint call the program until the returned descriptor is closed."""
+    return check(library().bpf_raw_tracepoint_open(name.encode(), program), f"attaching to tracepoint {name}")
 
 
 def create_link(program: int, target: int, attach_type: int, what: str, flags: int = 0) -> int:

@@ -74,6 +74,15 @@ builder.cdef(
         size_t sz; uint32_t query_flags; uint32_t attach_flags; uint32_t *prog_ids; uint32_t prog_cnt;
     };
     int bpf_prog_query_opts(int target, int type, struct bpf_prog_query_opts *opts);
+    struct bpf_prog_load_opts {
+        size_t sz; int attempts; uint32_t expected_attach_type; uint32_t prog_btf_fd; uint32_t prog_flags;
+        uint32_t prog_ifindex; uint32_t kern_version; uint32_t attach_btf_id; uint32_t attach_prog_fd;
+        uint32_t attach_btf_obj_fd; const int *fd_array; const void *func_info; uint32_t func_info_cnt;
+        uint32_t func_info_rec_size; const void *line_info; uint32_t line_info_cnt; uint32_t line_info_rec_size;
+        uint32_t log_level; uint32_t log_size; char *log_buf;
+    };
+    int bpf_prog_load(int type, const char *name, const char *license, const void *insns, size_t count, void *opts);
+    int bpf_raw_tracepoint_open(const char *name, int prog_fd);
     int bpf_prog_get_fd_by_id(uint32_t id);
     int bpf_prog_attach(int prog_fd, int target_fd, int type, unsigned int flags);
     int bpf_prog_detach2(int prog_fd, int target_fd, int type);

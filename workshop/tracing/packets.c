@@ -1,9 +1,10 @@
 /*
- * What bcc compiles for `hybrid-proxy trace`. Before this stand the numbers of `workshop.tracing.text`: where the
- * running kernel has its fields, which view is asked for, this network namespace. Behind it stand the entries, one for
- * each point. Kernel memory is read by these numbers alone: the headers may be another kernel's.
+ * The programs of `hybrid-proxy trace`, which bcc compiles. `workshop.tracing.text` puts definitions before this text (the
+ * offsets of the running kernel's fields, the view) and the functions of the tracepoints behind it. Kernel memory is read
+ * by these offsets alone, so that headers of another kernel do as well. What differs from one measurement to the next is
+ * in maps, so that compiled programs can be kept.
  *
- * A packet is followed by the address of its sk_buff, which stays while its headers are rewritten.
+ * A packet is recognised by the address of its sk_buff, which stays while its headers are rewritten.
  */
 
 enum { REQUEST, REPLY };
@@ -69,7 +70,15 @@ struct sum {
 
 BPF_TABLE("lru_hash", u64, struct walk, walks, 16384);
 BPF_TABLE("lru_hash", struct ends, struct known, flows, 65536);
-BPF_TABLE("hash", struct place, u32, wanted, WANTED);
+BPF_TABLE("hash", struct place, u32, wanted, 1); /* as many as are wanted when it is made */
+
+struct settings {
+	u64 client[2]; /* of packets with this source address alone */
+	u32 has_client;
+	u32 home; /* the network namespace that is measured */
+};
+
+BPF_ARRAY(settings, struct settings, 1);
 
 static __always_inline u64 word(u64 at)
 {
@@ -100,6 +109,14 @@ static __always_inline u32 netns_of(u64 net)
 	return net ? half(net + NET_INUM) : 0;
 }
 
+static __always_inline int is_home(u32 netns)
+{
+	int zero = 0;
+	struct settings *s = settings.lookup(&zero);
+
+	return s && s->home == netns;
+}
+
 static __always_inline u32 netns_of_packet(u64 skb)
 {
 	u64 dev = word(skb + SKB_DEV), sk;
@@ -117,7 +134,7 @@ static __always_inline void mapped(u8 *to, const u8 *v4)
 	__builtin_memcpy(to + 12, v4, 4);
 }
 
-/* The packet's ends, by its first two headers; 0: none of ours could look so. */
+/* Reads a packet's first two headers; 0: it is no packet that services have. */
 static __always_inline int read_header(u64 skb, int at_data, struct header *h)
 {
 	u64 start = at_data ? word(skb + SKB_DATA) : word(skb + SKB_HEAD) + quarter(skb + SKB_NETWORK);
@@ -170,20 +187,20 @@ static __always_inline void turned(struct ends *to, const struct ends *from)
 static __always_inline u32 *asked_for(const struct ends *e)
 {
 	struct place to = {};
-#ifdef FROM_HIGH
+	int zero = 0;
+	struct settings *s = settings.lookup(&zero);
 	u64 source[2];
 
 	__builtin_memcpy(source, e->source, 16);
-	if (source[0] != FROM_HIGH || source[1] != FROM_LOW)
+	if (!s || (s->has_client && (source[0] != s->client[0] || source[1] != s->client[1])))
 		return 0;
-#endif
 	__builtin_memcpy(to.address, e->destination, 16);
 	to.port = e->destination_port;
 	to.protocol = e->protocol;
 	return wanted.lookup(&to);
 }
 
-/* Whether a packet is one of what is asked for: of a flow that is known, or the first of one. */
+/* Tells whether a packet belongs to a wanted flow, whose first packet it may be. */
 static __always_inline int belongs(const struct header *h, struct known *k)
 {
 	struct ends e = h->ends, back;
@@ -207,7 +224,7 @@ static __always_inline int belongs(const struct header *h, struct known *k)
 	return 1;
 }
 
-/* A packet left with these ends: answers to it come with them turned around. */
+/* Remembers the ends with which a request leaves: the replies have them in reverse. */
 static __always_inline void learn(const struct walk *w, const struct header *h)
 {
 	struct known k = {};
@@ -243,8 +260,8 @@ static __always_inline int same_address(const u8 *a, const u8 *b)
 	return one[0] == other[0] && one[1] == other[1];
 }
 
-/* Is it another flow's packet, of the same length, in the sk_buff of one that ended at a socket? A packet keeps its
- * client's port for as long as it keeps the other end.
+/* Tells whether the sk_buff of a packet that ended at a socket has another flow's packet of the same length now. A packet
+ * keeps its client's port for as long as it keeps the other end.
  */
 static __always_inline int is_anothers(const struct walk *w, const struct ends *e)
 {
@@ -257,13 +274,13 @@ static __always_inline int is_anothers(const struct walk *w, const struct ends *
 	       e->destination_port != f->destination_port;
 }
 
-/* Has the sk_buff become another packet's since it was seen last? */
+/* Tells whether the sk_buff has another packet since it was seen last. */
 static __always_inline int is_stale(const struct walk *w, const struct header *h, u64 now)
 {
 	return w->sign != h->sign || now - w->left > STALE_NS;
 }
 
-/* Four slots for each power of two: 0 to 3 for 0 to 3 ns, then a quarter of an octave each. */
+/* The histogram's slot: 0 to 3 for 0 to 3 ns, then four for each power of two. */
 static __always_inline u32 slot_of(u64 ns)
 {
 	u32 octave;
@@ -274,7 +291,7 @@ static __always_inline u32 slot_of(u64 ns)
 	return octave * 4 + ((ns >> (octave - 2)) & 3);
 }
 
-/* Not by bcc's increment(): that is a load and a store, and two processors at it lose one. */
+/* Counts atomically; bcc's increment() is a load and a store, and two CPUs would lose one. */
 static __always_inline void one_more(u64 *count)
 {
 	if (count)
@@ -324,7 +341,7 @@ static __always_inline void count_answer(u32 service, u32 what, const struct end
 	one_more(answers.lookup_or_try_init(&key, &zero));
 }
 
-/* A packet that came: a SYN begins to wait, an answer to one ends that. */
+/* Counts a packet that was received: a SYN, whose wait begins, or the answer that ends it. */
 static __always_inline void came(struct walk *w, const struct header *h, u64 now)
 {
 	struct ends e = h->ends;
@@ -423,7 +440,7 @@ static __always_inline void emit(u64 skb, u32 point, u32 netns, const struct wal
 	events.ringbuf_submit(event, 0);
 }
 
-/* Points of all namespaces: which of them belong to this node is found out afterwards. */
+/* Reports points of all network namespaces; `rows.ours` selects those of this node's packets. */
 static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 {
 	u64 now = bpf_ktime_get_ns();
@@ -465,7 +482,7 @@ static __always_inline void freed(u64 skb, u64 location, u32 reason)
 	walks.delete(&skb);
 }
 #else
-/* Points of this namespace, and the sockets to which a packet was handed from here. */
+/* Follows packets in this network namespace, and to the sockets that receive them from here. */
 static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 {
 	u64 now = bpf_ktime_get_ns();
@@ -473,7 +490,7 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 	struct header h;
 	struct known k;
 
-	if (!(kind & POINT_ANYWHERE) && netns_of_packet(skb) != HOME)
+	if (!(kind & POINT_ANYWHERE) && !is_home(netns_of_packet(skb)))
 		return;
 	w = walks.lookup(&skb);
 	if (kind & POINT_ENDS) {
@@ -522,7 +539,7 @@ static __always_inline void freed(u64 skb, u64 location, u32 reason)
 	struct drop key = {.reason = reason, .location = location};
 	u64 zero = 0;
 
-	if (!location || netns_of_packet(skb) != HOME)
+	if (!location || !is_home(netns_of_packet(skb)))
 		return;
 	w = walks.lookup(&skb);
 	if (!read_header(skb, 0, &h)) {
@@ -585,7 +602,7 @@ static __always_inline void repeated(u64 sk)
 	u64 zero = 0;
 
 	ends_of_socket(sk, &h.ends);
-	if (netns_of(word(sk + SOCK_NET)) == HOME) {
+	if (is_home(netns_of(word(sk + SOCK_NET)))) {
 		if (!belongs(&h, &k))
 			return;
 	} else {
@@ -604,9 +621,9 @@ static __always_inline void repeated(u64 sk)
 #ifdef LATENCY
 enum { ESTABLISHED = 1, SYN_SENT = 2, OF_SOCKET = 255 };
 
-BPF_TABLE("hash", struct place, u32, reached, WANTED);
+BPF_TABLE("hash", struct place, u32, reached, 1);
 
-/* A socket of the node itself: no packet shows which service it asked for, its connect() does. */
+/* A socket of the node itself: its connect() shows which service it asked for; no packet does. */
 static __always_inline void changed(u64 sk, u32 before, u32 after)
 {
 	u64 now = bpf_ktime_get_ns();
@@ -615,7 +632,7 @@ static __always_inline void changed(u64 sk, u32 before, u32 after)
 	struct place to = {};
 	u32 *service;
 
-	if (after == SYN_SENT && netns_of(word(sk + SOCK_NET)) == HOME) {
+	if (after == SYN_SENT && is_home(netns_of(word(sk + SOCK_NET)))) {
 		ends_of_socket(sk, &one.first);
 		service = asked_for(&one.first);
 		if (!service) {

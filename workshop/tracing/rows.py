@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from hybrid_proxy.workshop.tracing.points import DROP, SOCKET, label
 from hybrid_proxy.workshop.tracing.targets import place_text
+from hybrid_proxy.workshop.tracing.text import DROP, SOCKET, label
 
 __all__ = [
     "DIRECTIONS",

@@ -1,40 +1,64 @@
-"""One measurement in the kernel: compiled, attached, read, and gone with its last descriptor."""
+"""One measurement in the kernel: its programs are loaded, attached, read, and removed with their last descriptor."""
 
 from __future__ import annotations
 
-import ctypes
+import os
 import struct
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
 
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.dataplane.kernel import btf
-from hybrid_proxy.workshop.tracing import compiler
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Ring, attach_raw_tracepoint, load_program
+from hybrid_proxy.workshop.tracing.compiler import Programs, compiled
 from hybrid_proxy.workshop.tracing.rows import Event
-from hybrid_proxy.workshop.tracing.targets import Place, Targets
-from hybrid_proxy.workshop.tracing.targets import place_text as _socket_text
-from hybrid_proxy.workshop.tracing.text import FIELDS, Entry, Plan, View, entries, program
+from hybrid_proxy.workshop.tracing.targets import Place, Targets, place_text
+from hybrid_proxy.workshop.tracing.text import FIELDS, Entry, View, entries, program
 
-__all__ = ["Session", "has_reasons"]
+__all__ = ["Plan", "Session", "has_reasons"]
 
 _SOURCE: Final = Path(__file__).with_name("packets.c")
-_EVENT: Final = struct.Struct("=QQ16s16sHHBxxx8IQ16s")  # struct event of packets.c
+# Structs of packets.c.
+_PLACE: Final = struct.Struct("=16sHBx")
+_SETTINGS: Final = struct.Struct("=16sII")
+_EVENT: Final = struct.Struct("=QQ16s16sHHBxxx8IQ16s")
+_ANSWER: Final = struct.Struct("=II16sHBxI")
+_SUM: Final = struct.Struct("=QQ")
+_DROP: Final = struct.Struct("=IIII Q 16sHBx 4x")
+_REPEAT: Final = struct.Struct("=II16sHBx")
+_COUNT: Final = struct.Struct("=Q")
+_NUMBER: Final = struct.Struct("=I")
+_SYMBOLS: Final = Path("/proc/kallsyms")
+
+Backend = tuple[int, int, bytes, int, int]
+
+
+class Plan(NamedTuple):
+    """What is measured: the view, the network namespace, and the clients (16 bytes, IPv4-mapped; None: all)."""
+
+    view: View
+    home: int
+    client: bytes | None = None
 
 
 def has_reasons() -> bool:
-    """Whether this kernel says why it drops a packet (Linux 5.17)."""
+    """Tells whether this kernel says why it drops a packet (Linux 5.17)."""
     return bool(btf.enum_names("skb_drop_reason"))
 
 
 class Session:
-    """Programs that count. A context manager: attached on entry, removed on exit.
+    """A measurement. A context manager: the programs are attached on entry and removed on exit.
 
     `missing` has, for each point that this kernel cannot show, the reason.
 
     Raises:
-        ControllerError: bcc or headers are missing, or a point without which nothing can be shown.
+        ControllerError: the programs cannot be compiled, or a point without which nothing can be measured is missing.
     """
 
     def __init__(self, plan: Plan, targets: Targets) -> None:
@@ -43,8 +67,8 @@ class Session:
         self.missing: dict[str, str] = {}
         self._records: list[bytes] = []
         self._stack = ExitStack()
-        self._bpf: Any = None
-        self._module: Any = None
+        self._maps: dict[str, Map] = {}
+        self._ring: Ring | None = None
 
     def __enter__(self) -> Self:
         with self._stack:
@@ -56,43 +80,44 @@ class Session:
         self._stack.close()
 
     def _open(self) -> None:
-        self._module = compiler.load()
+        view, reasons = self.plan.view, has_reasons()
         fields = {name: btf.offset_of(path) for name, path in FIELDS.items()}
-        self._bpf = compiler.compiled(program(self.plan, fields, _SOURCE.read_text()))
-        self._stack.callback(self._bpf.cleanup)
-        self._fill("wanted", self.targets.places)
-        if self.plan.view is View.LATENCY:
-            self._fill("reached", self.targets.backends)
-        elif self.plan.view is View.FOLLOW:
-            self._bpf["events"].open_ring_buffer(self._take)
-        for entry in reversed(entries(self.plan)):  # what ends a way first: nothing begins that is not seen to end
-            self._attach(entry)
+        functions = entries(view, reasons=reasons)
+        text = program(view, fields, _SOURCE.read_text(), reasons=reasons)
+        programs = compiled(text, [entry.function for entry in functions])
+        self._make_maps(programs)
+        for entry in reversed(functions):  # what ends a packet's way first: nothing begins that is not seen to end
+            self._attach(entry, programs)
 
-    def _fill(self, name: str, places: Mapping[Place, int]) -> None:
-        table = self._bpf[name]
-        for place, number in places.items():
-            key = table.Key()
-            ctypes.memmove(key.address, place.address, 16)
-            key.port, key.protocol = place.port, place.protocol
-            table[key] = table.Leaf(number)
+    def _make_maps(self, programs: Programs) -> None:
+        tables = {"wanted": self.targets.places, "reached": self.targets.backends}
+        for name, spec in programs.maps.items():
+            size = max(1, len(tables[name])) if name in tables else spec.entries
+            made = Map.made(spec.kind, name, spec.key_size, spec.value_size, size)
+            self._stack.callback(made.close)
+            self._maps[name] = made
+            for place, number in tables.get(name, {}).items():
+                made.update(_key(place), _NUMBER.pack(number))
+        client = self.plan.client
+        settings = _SETTINGS.pack(client or bytes(16), client is not None, self.plan.home)
+        self._maps["settings"].update(bytes(4), settings)
+        if "events" in self._maps:
+            self._ring = Ring(self._maps["events"], self._records.append)
+            self._stack.callback(self._ring.close)
 
-    def _attach(self, entry: Entry) -> None:
-        with compiler.captured_stderr() as stderr:
-            try:
-                self._bpf.load_func(entry.function.encode(), self._module.BPF.RAW_TRACEPOINT)
-                self._bpf.attach_raw_tracepoint(entry.tracepoint.encode(), entry.function.encode())
-            except Exception as error:
-                why = f"{error}\n{stderr()[-2000:]}".rstrip()
-                if entry.needed:
-                    raise ControllerError(f"this kernel does not let us look at {entry.tracepoint}: {why}") from error
-                self.missing[entry.tracepoint] = why
-
-    def _take(self, _: Any, data: Any, size: int) -> None:
-        # An exception would be lost in bcc: it is called from C. What can fail is done by who asks.
-        self._records.append(ctypes.string_at(data, size))
+    def _attach(self, entry: Entry, programs: Programs) -> None:
+        descriptors = {name: known.fd for name, known in self._maps.items()}
+        try:
+            loaded = load_program(entry.function, programs.code[entry.function].linked(descriptors))
+            self._stack.callback(os.close, loaded)
+            self._stack.callback(os.close, attach_raw_tracepoint(entry.tracepoint, loaded))
+        except BpfError as error:
+            if entry.needed:
+                raise ControllerError(f"this kernel does not let us observe {entry.tracepoint}: {error}") from error
+            self.missing[entry.tracepoint] = str(error)
 
     def events(self) -> list[Event]:
-        """The events so far, in the order in which they arrived."""
+        """Returns the events so far, in the order in which they arrived."""
         return [_event(record) for record in self._records]
 
     @property
@@ -101,54 +126,48 @@ class Session:
         return len(self._records)
 
     def poll(self, seconds: float) -> None:
-        """Take events that are there, or wait for some."""
-        self._bpf.ring_buffer_poll(int(1000 * seconds))
+        """Reads events, or waits for some."""
+        assert self._ring is not None
+        self._ring.poll(seconds)
 
     # What was counted
 
-    def _items(self, name: str) -> Iterator[tuple[Any, Any]]:
-        yield from self._bpf[name].items()
+    def _items(self, name: str, key: struct.Struct, value: struct.Struct) -> Iterator[tuple[Any, Any]]:
+        keys, values = self._maps[name].items(np.dtype(f"V{key.size}"), np.dtype(f"V{value.size}"))
+        for one, other in zip(keys, values, strict=True):
+            yield key.unpack(one.tobytes()), value.unpack(other.tobytes())
 
-    def answers(
-        self,
-    ) -> tuple[
-        dict[tuple[int, int, bytes, int, int, int], int], dict[tuple[int, int, bytes, int, int], tuple[int, int]]
-    ]:
-        """As `rows.answer_rows` takes it."""
-
-        def backend(key: Any) -> tuple[int, int, bytes, int, int]:
-            of = key.backend
-            return key.service, key.what, bytes(of.address), of.port, of.protocol
-
-        counts = {(*backend(key), key.slot): value.value for key, value in self._items("answers")}
-        return counts, {backend(key): (value.ns, value.max) for key, value in self._items("answer_sums")}
+    def answers(self) -> tuple[dict[tuple[int, int, bytes, int, int, int], int], dict[Backend, tuple[int, int]]]:
+        """Returns the counts and sums that `rows.answer_rows` takes."""
+        return (
+            {key: count for key, (count,) in self._items("answers", _ANSWER, _COUNT)},
+            {key[:5]: value for key, value in self._items("answer_sums", _ANSWER, _SUM)},
+        )
 
     def drops(self) -> list[dict[str, Any]]:
-        """service, way, reason, function (a name), to, protocol, count; the numbers as the kernel has them."""
+        """Returns service, way, reason, function (a name), to, protocol, count; numbers are those of the programs."""
         return [
             {
-                "service": key.service, "way": key.way, "reason": key.reason,
-                "function": self.symbol(key.location), "to": _socket_text(bytes(key.to.address), key.to.port),
-                "protocol": key.to.protocol, "count": value.value,
+                "service": service, "way": way, "reason": reason, "function": symbol(location),
+                "to": place_text(address, port), "protocol": protocol, "count": count,
             }
-            for key, value in self._items("drops")
+            for (service, way, reason, _, location, address, port, protocol), (count,)
+            in self._items("drops", _DROP, _COUNT)
         ]  # fmt: skip
 
     def repeats(self) -> list[dict[str, Any]]:
-        """service, way, backend (None: not known), count."""
+        """Returns service, way, backend (None: not known), count."""
         return [
             {
-                "service": key.service, "way": key.way, "count": value.value,
-                "backend": _socket_text(bytes(key.backend.address), key.backend.port)
-                if any(key.backend.address) else None,
+                "service": service, "way": way, "count": count,
+                "backend": place_text(address, port) if any(address) else None,
             }
-            for key, value in self._items("repeats")
+            for (service, way, address, port, _), (count,) in self._items("repeats", _REPEAT, _COUNT)
         ]  # fmt: skip
 
-    def symbol(self, address: int) -> str:
-        """The name of the kernel's function at an address, of which the upper bits may be missing."""
-        whole = address | 0xFFFF << 48 if address >> 47 & 1 else address
-        return str(self._module.BPF.ksym(whole).decode())
+
+def _key(place: Place) -> bytes:
+    return _PLACE.pack(place.address, place.port, place.protocol)
 
 
 def _event(record: bytes) -> Event:
@@ -156,6 +175,21 @@ def _event(record: bytes) -> Event:
     point, netns, _, way, service, sequence, flags, length, more, device = rest
     return Event(
         ns, skb, point, netns, device.rstrip(b"\0").decode(errors="replace"), way, service,
-        _socket_text(source, source_port), _socket_text(destination, destination_port),
+        place_text(source, source_port), place_text(destination, destination_port),
         protocol, sequence, flags, length, more,
     )  # fmt: skip
+
+
+def symbol(address: int) -> str:
+    """Returns the name of the kernel's function at an address, of which the upper 16 bits may be missing."""
+    whole = address | 0xFFFF << 48 if address >> 47 & 1 else address
+    addresses, names = _symbols()
+    place = bisect_right(addresses, whole) - 1
+    return names[place] if place >= 0 else hex(whole)
+
+
+@cache
+def _symbols() -> tuple[list[int], list[str]]:
+    rows = (line.split() for line in _SYMBOLS.read_text().splitlines())
+    known = sorted((int(row[0], 16), row[2]) for row in rows if row[1] in "tTwW")
+    return [address for address, _ in known], [name for _, name in known]

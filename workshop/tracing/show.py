@@ -1,4 +1,4 @@
-"""`hybrid-proxy trace` with a view: measure for a while, say what was seen."""
+"""`hybrid-proxy trace` with a view: measures for a while and reports what was seen."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from hybrid_proxy.dataplane.kernel import btf
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.workshop.tracing import report, rows
-from hybrid_proxy.workshop.tracing.session import Session, has_reasons
+from hybrid_proxy.workshop.tracing.session import Plan, Session, symbol
 from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
-from hybrid_proxy.workshop.tracing.text import Plan, View
+from hybrid_proxy.workshop.tracing.text import View
 
 __all__ = ["show", "view_of"]
 
-LOOK_SECONDS: Final = 0.1
-QUIET_SECONDS: Final = 0.3  # nothing comes any more of a connection that was closed
+POLL_SECONDS: Final = 0.1
+QUIET_SECONDS: Final = 0.3  # without an event, after which a closed connection has ended
 
 Row = dict[str, Any]
 
 
 def view_of(args: argparse.Namespace) -> View | None:
-    """The view that the flags ask for; None: the events of mode ebpf's programs (controller.commands.watch).
+    """Returns the view that the flags ask for; None: the events of mode ebpf's programs (controller.commands.watch).
 
     Raises:
         ConfigError: flags that do not go together.
@@ -54,7 +54,7 @@ def view_of(args: argparse.Namespace) -> View | None:
 
 
 def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
-    """Measure and print; the exit code. `target` is --to: dst, port, proto."""
+    """Measures and prints; returns the exit code. `target` is --to: dst, port, proto."""
     place, client = _packet(args.source, target)
     if os.geteuid() != 0:
         raise ControllerError("measuring in the kernel needs root")
@@ -64,10 +64,9 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     if not targets.places:
         raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
     home = Path("/proc/thread-self/ns/net").stat().st_ino  # what the kernel has in `net.ns.inum`
-    plan = Plan(view, home, len(targets.places) + len(targets.backends), client, reasons=has_reasons())
     before = _counters(args, here) if view is View.DROPS else {}
-    print("compiling probes", file=sys.stderr, flush=True)
-    with Session(plan, targets) as session, _until_asked() as asked:
+    print("loading probes", file=sys.stderr, flush=True)
+    with Session(Plan(view, home, client), targets) as session, _until_asked() as asked:
         start = time.monotonic()
         print(f"measuring for {args.seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr, flush=True)
         _wait(session, args, asked)
@@ -81,12 +80,12 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
 
 
 class _Here(NamedTuple):
-    """What is programmed in this network namespace."""
+    """What is programmed in this network namespace. An agent that did not answer is not asked again."""
 
     mode: str | None
     services: list[ServiceRow]
     backends: list[BackendRow]
-    answers: bool = True  # an agent that did not is not asked again
+    answers: bool = True
 
 
 def _programmed(args: argparse.Namespace) -> _Here:
@@ -106,7 +105,7 @@ def _programmed(args: argparse.Namespace) -> _Here:
 
 
 def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes | None]:
-    """Where to and from where: checked as `explain` checks them."""
+    """Returns destination and client, checked as `explain` checks them."""
     try:
         if target is None:
             return None, mapped(source) if source else None
@@ -115,13 +114,13 @@ def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes
         raise ConfigError(f"--from, --to: {error}") from None
     protocol = packet.protocol.upper()
     if protocol not in PROTOCOLS:
-        raise ConfigError(f"--to: {packet.protocol}: packets of {', '.join(PROTOCOLS)} are followed")
+        raise ConfigError(f"--to: {packet.protocol}: trace observes {', '.join(PROTOCOLS)}")
     return Place(mapped(packet.dst), packet.port, PROTOCOLS[protocol]), mapped(packet.src) if source else None
 
 
 @contextmanager
 def _until_asked() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM end the measuring, not the report. An exception would be lost in bcc's callbacks."""
+    """Has Ctrl-C and SIGTERM end the measurement, not the report. An exception would be lost in libbpf's callbacks."""
     asked = threading.Event()
     before = {number: signal.signal(number, lambda *_: asked.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -136,9 +135,9 @@ def _wait(session: Session, args: argparse.Namespace, asked: threading.Event) ->
     last, seen = time.monotonic(), 0
     while (now := time.monotonic()) < end and not asked.is_set():
         if session.plan.view is not View.FOLLOW:
-            asked.wait(min(LOOK_SECONDS, end - now))
+            asked.wait(min(POLL_SECONDS, end - now))
             continue
-        session.poll(LOOK_SECONDS)
+        session.poll(POLL_SECONDS)
         if session.event_count != seen:
             last, seen = time.monotonic(), session.event_count
         elif seen and time.monotonic() - last > QUIET_SECONDS and _closed(session):
@@ -158,10 +157,10 @@ def _answer(view: View, session: Session, targets: Targets, args: argparse.Names
         case View.RETRANSMITS:
             return {"retransmits": rows.repeat_rows(session.repeats(), targets.names)}
         case View.FOLLOW:
-            session.poll(LOOK_SECONDS)
+            session.poll(POLL_SECONDS)
             flow = rows.one_flow(rows.ours(session.events(), session.plan.home))[: args.limit]
             places = {event.more & 0xFFFFFFFFFFFF for way in flow for event in way if event.more}
-            symbols = {place: session.symbol(place) for place in places}
+            symbols = {place: symbol(place) for place in places}
             return {"points": rows.flow_rows(flow, session.plan.home, targets.names, _reasons(), symbols)}
 
 
@@ -188,7 +187,7 @@ def _drops(session: Session, targets: Targets) -> list[Row]:
 
 
 def _counters(args: argparse.Namespace, here: _Here) -> dict[str, int]:
-    """What the programs of mode ebpf dropped and refused so far."""
+    """Returns what the programs of mode ebpf dropped and rejected so far."""
     if not here.answers:
         return {}
     try:

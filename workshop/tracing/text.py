@@ -1,4 +1,4 @@
-"""What bcc is given: numbers, the programs of packets.c, an entry for each tracepoint. Pure text."""
+"""PURE. The text that bcc compiles: definitions, the programs of packets.c, and a function for each tracepoint."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
-from hybrid_proxy.workshop.tracing.points import AT_DATA, BEGINS, DROP, ENDS, EVERYWHERE, TRACEPOINTS
+__all__ = [
+    "DROP",
+    "FIELDS",
+    "RECEIVE",
+    "SOCKET",
+    "TRACEPOINTS",
+    "TRANSMIT",
+    "Entry",
+    "View",
+    "entries",
+    "label",
+    "program",
+]
 
-__all__ = ["FIELDS", "Entry", "Plan", "View", "entries", "program"]
+# Flags of a point: a packet is first seen here; it leaves here; its network header is not set yet and is where the data
+# begins; the point counts in any network namespace if the packet came from ours.
+BEGINS, ENDS, AT_DATA, EVERYWHERE = 1, 2, 4, 8
+RECEIVE, SOCKET, TRANSMIT, DROP = 1, 2, 3, 4
 
 
 class View(Enum):
-    """What is asked for; the value stands in the text."""
+    """What is measured; the value is defined in the text."""
 
     LATENCY = "LATENCY"
     DROPS = "DROPS"
@@ -20,7 +35,23 @@ class View(Enum):
     FOLLOW = "FOLLOW"
 
 
-# What stands in the text -> where the running kernel has it.
+class Point(NamedTuple):
+    """A tracepoint that packets pass. Tracepoints stay the same from one kernel to the next."""
+
+    number: int
+    name: str
+    description: str
+    kind: int
+
+
+TRACEPOINTS: Final = (
+    Point(RECEIVE, "netif_receive_skb", "received", BEGINS | AT_DATA),
+    Point(SOCKET, "tcp_probe", "at the socket", ENDS | EVERYWHERE),
+    Point(TRANSMIT, "net_dev_start_xmit", "sent", ENDS),
+)
+_LABELS: Final = {point.number: point.description for point in TRACEPOINTS} | {DROP: "dropped"}
+
+# Name in the text -> field of the running kernel whose byte offset it has.
 FIELDS: Final = {
     "SKB_DEV": "sk_buff.dev",
     "SKB_SK": "sk_buff.sk",
@@ -43,49 +74,40 @@ FIELDS: Final = {
 }
 
 
-class Plan(NamedTuple):
-    """One measurement, decided.
-
-    Args:
-        view: what is asked for.
-        home: number of the network namespace that is measured.
-        wanted: how many addresses with ports count.
-        client: of packets of this source address alone, 16 bytes (IPv4 mapped); None: of everybody.
-        reasons: the kernel says why it drops (Linux 5.17).
-    """
-
-    view: View
-    home: int
-    wanted: int
-    client: bytes | None = None
-    reasons: bool = True
-
-
 class Entry(NamedTuple):
-    """A function of the text, and the tracepoint that calls it."""
+    """A function of the text, and the tracepoint that calls it. Without a `needed` one, nothing can be measured."""
 
     function: str
     tracepoint: str
     body: str
-    needed: bool  # without it nothing can be shown
+    needed: bool
 
 
-def program(plan: Plan, fields: Mapping[str, int], source: str) -> str:
-    """The whole text: `fields` has the byte offset of each of FIELDS, `source` is packets.c."""
+def label(number: int) -> str:
+    """Returns what happens at a point."""
+    return _LABELS[number]
+
+
+def program(view: View, fields: Mapping[str, int], source: str, *, reasons: bool = True) -> str:
+    """Returns the whole text.
+
+    Args:
+        view: what is measured.
+        fields: the byte offset of each of FIELDS.
+        source: packets.c.
+        reasons: this kernel says why it drops a packet (Linux 5.17).
+    """
     numbers = {
-        plan.view.value: 1, "HOME": plan.home, "WANTED": max(1, plan.wanted), "POINT_BEGINS": BEGINS,
-        "POINT_ENDS": ENDS, "POINT_AT_DATA": AT_DATA, "POINT_ANYWHERE": EVERYWHERE, "POINT_DROP": DROP, **fields,
+        view.value: 1, "POINT_BEGINS": BEGINS, "POINT_ENDS": ENDS, "POINT_AT_DATA": AT_DATA,
+        "POINT_ANYWHERE": EVERYWHERE, "POINT_DROP": DROP, **fields,
     }  # fmt: skip
     lines = [f"#define {name} {number}" for name, number in numbers.items()]
-    if plan.client is not None:
-        for name, part in (("FROM_HIGH", plan.client[:8]), ("FROM_LOW", plan.client[8:])):
-            lines.append(f"#define {name} {int.from_bytes(part, 'little')}ULL")
-    return "\n".join([*lines, source, *(_function(entry) for entry in entries(plan))])
+    return "\n".join([*lines, source, *map(_function, entries(view, reasons=reasons))])
 
 
-def entries(plan: Plan) -> list[Entry]:
-    """The functions of a plan, in the order of attaching."""
-    return [*_of_points(), *_of_view(plan)]
+def entries(view: View, *, reasons: bool = True) -> list[Entry]:
+    """Returns the functions of a view, in the order in which packets meet them."""
+    return [*_of_points(), *_of_view(view, "arguments[2]" if reasons else "0")]
 
 
 def _of_points() -> Iterable[Entry]:
@@ -95,15 +117,14 @@ def _of_points() -> Iterable[Entry]:
         yield Entry(f"at_{point.name}", point.name, body, needed=not socket)
 
 
-def _of_view(plan: Plan) -> Iterable[Entry]:
-    reason = "arguments[2]" if plan.reasons else "0"
-    if plan.view in (View.DROPS, View.FOLLOW):
+def _of_view(view: View, reason: str) -> Iterable[Entry]:
+    if view in (View.DROPS, View.FOLLOW):
         yield Entry("freed_packet", "kfree_skb", f"freed(arguments[0], arguments[1], {reason});", needed=True)
-    if plan.view is View.FOLLOW:
+    if view is View.FOLLOW:
         yield Entry("used_packet", "consume_skb", "freed(arguments[0], 0, 0);", needed=False)
-    if plan.view is View.RETRANSMITS:
+    if view is View.RETRANSMITS:
         yield Entry("repeated_packet", "tcp_retransmit_skb", "repeated(arguments[0]);", needed=True)
-    if plan.view is View.LATENCY:
+    if view is View.LATENCY:
         body = "changed(arguments[0], arguments[1], arguments[2]);"
         yield Entry("changed_socket", "inet_sock_set_state", body, needed=False)
 

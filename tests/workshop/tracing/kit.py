@@ -27,17 +27,19 @@ from hybrid_proxy.workshop.tracing import compiler
 
 __all__ = ["Stage", "repeated", "repeated_by", "skip_without_bcc"]
 
-HEADERS = Path(__file__).parents[3] / "build" / "tools" / "kernel-headers"  # of `make setup`
+TOOLS = Path(__file__).parents[3] / "build" / "tools"
+HEADERS = TOOLS / "kernel-headers"  # of `make setup`
 
 WEB = {4: "10.96.0.10:80", 6: "[fd96::10]:80"}
 
 
 def skip_without_bcc() -> None:
-    """Skip the test where bcc or kernel headers are missing."""
+    """Skip the test where bcc or kernel headers are missing; compiled programs are kept in the build folder."""
+    os.environ.setdefault(compiler.CACHE, str(TOOLS / "cache"))
     if HEADERS.is_dir():
         os.environ.setdefault(compiler.HEADERS, str(HEADERS))
     try:
-        compiler.load()
+        compiler.find_package()
         compiler.find_headers()
     except ControllerError as error:
         pytest.skip(str(error))

@@ -17,9 +17,15 @@ from tests.namespaces import fresh
 
 def trace(*arguments: str, under: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     argv = [*under, sys.executable, "-m", "hybrid_proxy.controller", "trace", *arguments, "--seconds", "0.1"]
-    clean = {name: text for name, text in os.environ.items() if name not in (compiler.HEADERS, compiler.PACKAGE)}
+    ours = (compiler.HEADERS, compiler.PACKAGE, compiler.CACHE)
+    clean = {name: text for name, text in os.environ.items() if name not in ours} | {compiler.CACHE: os.devnull}
     with fresh():
         return subprocess.run(argv, env=clean | environment, capture_output=True, text=True, timeout=120)
+
+
+def headers() -> dict[str, str]:
+    """Those that `measurable` found."""
+    return {name: os.environ[name] for name in (compiler.HEADERS,) if name in os.environ}
 
 
 TARGET = ("--latency", "--to", "192.0.2.1:80")
@@ -42,12 +48,12 @@ def test_another_package_named_bcc_is_not_taken(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("measurable")
 def test_without_its_library_it_says_so(tmp_path: Path) -> None:
-    real = Path(compiler.load().__file__ or "").parent
+    real = compiler.find_package()
     copy = tmp_path / "bcc"
     shutil.copytree(real, copy)
     library = copy / "libbcc.py"
     library.write_text(library.read_text().replace("libbcc.so", "libbcc-gone.so"))
-    done = trace(*TARGET, **{compiler.PACKAGE: str(copy)})
+    done = trace(*TARGET, **headers(), **{compiler.PACKAGE: str(copy)})
     assert done.returncode == 1
     assert "libbcc-gone.so" in done.stderr
     assert "apt-get install python3-bpfcc" in done.stderr
@@ -79,6 +85,35 @@ def test_headers_that_do_not_compile_show_the_compilers_words(tmp_path: Path) ->
     assert str(tmp_path) in done.stderr
     assert "kernel headers" in done.stderr.partition("compiler's output:")[2]
     assert done.stdout == ""
+
+
+@pytest.mark.usefixtures("measurable")
+def test_programs_are_compiled_once(tmp_path: Path) -> None:
+    cache, nowhere = {compiler.CACHE: str(tmp_path)}, {compiler.PACKAGE: str(tmp_path)}
+    assert trace(*TARGET, **nowhere, **cache).returncode == 1, "nothing is in the cache yet"
+    first = trace(*TARGET, **headers(), **cache)
+    assert first.returncode == 0, first.stderr
+    again = trace(*TARGET, **nowhere, **cache)
+    assert again.returncode == 0, again.stderr
+    other = trace("--drops", "--to", "192.0.2.1:80", **nowhere, **cache)
+    assert other.returncode == 1, "other programs were not compiled"
+
+
+@pytest.mark.usefixtures("measurable")
+@pytest.mark.parametrize("damage", ["writable by others", "cut off"])
+def test_a_program_in_the_cache_that_cannot_be_trusted_is_not_loaded(tmp_path: Path, damage: str) -> None:
+    cache = {compiler.CACHE: str(tmp_path)}
+    first = trace(*TARGET, **headers(), **cache)
+    assert first.returncode == 0, first.stderr
+    (kept,) = (tmp_path / "hybrid-proxy" / "trace").iterdir()
+    if damage == "cut off":
+        kept.write_bytes(kept.read_bytes()[:-100])
+    else:
+        kept.chmod(0o666)
+    done = trace(*TARGET, **cache, **{compiler.PACKAGE: str(tmp_path)})
+    assert done.returncode == 1
+    assert "apt-get install python3-bpfcc" in done.stderr
+    assert trace(*TARGET, **headers(), **cache).returncode == 0, "it is compiled again"
 
 
 @pytest.mark.parametrize(
