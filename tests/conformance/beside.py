@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybrid_proxy.workshop.benchmarks import peer_rules
+from hybrid_proxy.workshop.lab import kube_proxy_rules
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS
 from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load
 
@@ -66,14 +66,14 @@ class KubeProxy:
         """Program these Services; `endpoint`: theirs has not gone."""
         address = self.bench.lab[KUBE_PROXYS].address4
         rows = [
-            peer_rules.Row(
+            kube_proxy_rules.Row(
                 one.vip(V4), ((address, one.target),) if endpoint else (), one.protocol.lower(), one.node_port
             )
             for one in services
         ]
         node = tuple(address for address in self.bench.node_addresses if ":" not in address)
         with self.bench.lab.inside("node"):
-            peer_rules.put(self.mode, peer_rules.Rows(CLUSTER_CIDRS[0], rows, not self.began, node))
+            kube_proxy_rules.put(self.mode, kube_proxy_rules.Rows(CLUSTER_CIDRS[0], rows, not self.began, node))
         self.began = True
 
     def text(self) -> str:
@@ -84,7 +84,7 @@ class KubeProxy:
         """Whether it has rules; a chain is the kubelet's."""
         if self.mode == "ipvs":
             with self.bench.lab.inside("node"):
-                return bool(peer_rules.traces_of_ipvs())
+                return bool(kube_proxy_rules.traces_of_ipvs())
         text = self.text().replace("KUBE-FIREWALL", "")
         return "KUBE-" in text or "kube-proxy" in text
 

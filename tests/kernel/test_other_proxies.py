@@ -23,7 +23,7 @@ from hybrid_proxy.dataplane.kernel.ipset import Ipsets
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, kube_proxy_rules, warnings
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Server, Verb
-from hybrid_proxy.workshop.benchmarks.peer_rules import Row, Rows, put, traces_of_ipvs, virtual_servers
+from hybrid_proxy.workshop.lab.kube_proxy_rules import Row, Rows, put, traces_of_ipvs, virtual_servers
 from tests import namespaces
 
 pytestmark = pytest.mark.root

@@ -1,7 +1,7 @@
-"""python -m hybrid_proxy.workshop.benchmarks [NAME ...]: run the benchmarks of this folder, all of them or those named.
+"""python -m hybrid_proxy.workshop.benchmarks [NAME ...]: runs all benchmarks of this folder, or those named.
 
-Each is a module with a function `measure() -> Result`. One that takes an argument is as many benchmarks (`VARIANTS`).
-Exit code 0: measured, whether or not a target is reached.
+Each is a module with a function `measure() -> Result`. `VARIANTS` has further benchmarks of a module, by argument.
+The exit code is 0 when everything was measured, whether or not targets are reached.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ HERE = Path(__file__).parent
 VARIANTS = {  # benchmark -> module and what it is called with
     "established": ("packets", "established"),
     "passing": ("packets", "passing"),
-    "nft_change": ("change", "nftables"),
-    "nft_start": ("start", "nftables"),
-    "ipt_change": ("change", "iptables"),
-    "ipt_start": ("start", "iptables"),
+    "changes": ("api_scale", "changes"),
+    "mode_connections": ("connections", "modes"),
+    "ipvs_connections": ("connections", "ipvs"),
 }
 
 
 def available() -> dict[str, str]:
-    """Benchmark -> its first line of description."""
+    """Returns the first line of each benchmark's description, by name."""
     found, alone = {}, []
     for module in pkgutil.iter_modules([str(HERE)]):
         text = (HERE / f"{module.name}.py").read_text()
@@ -39,14 +38,14 @@ def available() -> dict[str, str]:
 
 
 def run(name: str) -> Result:
-    """Run one benchmark."""
+    """Runs one benchmark."""
     module, *argument = VARIANTS.get(name, (name,))
     result: Result = importlib.import_module(f"hybrid_proxy.workshop.benchmarks.{module}").measure(*argument)
     return result
 
 
 def main(names: list[str]) -> int:
-    """Measure; the exit code."""
+    """Measures, and returns the exit code."""
     known = available()
     names = [name.replace("-", "_") for name in names]
     for unknown in [name for name in names if name not in known]:

@@ -1,13 +1,17 @@
-"""Ten minutes of 1,000 endpoint changes a second at 10,000 services x 10 endpoints, beside faults of every kind.
+"""1,000 endpoint changes a second at 10,000 services x 10 endpoints: CPU time, delay until the kernel, memory.
 
-HYBRID_PROXY_API_SCALE=60 makes it a minute.
+`changes` runs for 20 seconds (HYBRID_PROXY_CHANGES). `api-scale` runs for ten minutes (HYBRID_PROXY_API_SCALE) with
+faults of the API server every three seconds, and compares the kernel with the server at the end. In both, the control
+is the same agent before the changes. Another process reads the words of all services twice a millisecond.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -19,7 +23,6 @@ import numpy as np
 
 from hybrid_proxy.controller.agent.event_queue import CAPACITY
 from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
-from hybrid_proxy.workshop.benchmarks.changes import Watcher
 from hybrid_proxy.workshop.benchmarks.kit import (
     HEALTH_CHECKS,
     ApiAgent,
@@ -37,6 +40,8 @@ from hybrid_proxy.workshop.lab.network import Lab
 SERVICES, ENDPOINTS = 10_000, 10
 RATE = 1_000  # changes a second
 SECONDS = float(os.environ.get("HYBRID_PROXY_API_SCALE", "600"))
+CHANGES_SECONDS = float(os.environ.get("HYBRID_PROXY_CHANGES", "20"))
+POLL = 0.0005
 FAULT_EVERY = 3.0  # seconds
 HISTORY = 30.0  # seconds of changes that a watch can go back; real servers keep 75 s
 IDLE = 20.0  # seconds of the control
@@ -48,7 +53,7 @@ Control = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True)
 class Load:
-    """How much, and for how long."""
+    """The amount of work and its duration."""
 
     services: int = SERVICES
     endpoints: int = ENDPOINTS
@@ -61,7 +66,7 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What was seen."""
+    """The results."""
 
     faults: Counter[str] = field(default_factory=Counter)
     memory: list[tuple[float, float]] = field(default_factory=list)  # seconds since the start, MB
@@ -77,13 +82,37 @@ class Outcome:
     answers: str = ""
 
     def quarter(self, number: int) -> float:
-        """The median of memory in MB in this quarter, from 0."""
+        """Returns the median of memory in MB in this quarter, from 0."""
         size = max(1, len(self.memory) // 4)
         return float(np.median([size for _, size in self.memory[number * size :][:size]]))
 
 
-def measure() -> Result:
-    """Ten minutes; the control is the same agent before it."""
+def measure(question: str = "faults") -> Result:
+    """Measures changes alone (`changes`), or changes and faults."""
+    return _changes() if question == "changes" else _faults()
+
+
+def _changes() -> Result:
+    found = run(Load(seconds=CHANGES_SECONDS, fault_every=math.inf, idle=10.0))
+    p50, p99 = 1000 * quantile(found.delays, 0.5), 1000 * quantile(found.delays, 0.99)
+    most = max(size for _, size in found.memory)
+    return Result(
+        "changes", 100 * found.busy, "% of a core", "the same agent without changes, scraped as often",
+        100 * found.idle,
+        [
+            (Target("services that are not as the server has them", 0), len(found.wrong)),
+            (Target("% of a core at 1,000 changes/s", 40), 100 * found.busy),
+            (Target("median in ms", 10), p50),
+            (Target("p99 in ms", 20), p99),
+            (Target("resident MB", 150), most),
+            (Target("changes a second", 0.95 * RATE, at_least=True), found.changes / CHANGES_SECONDS),
+        ],
+        [f"changes: {found.changes:,} changes, {found.unseen} were superseded; {found.answers}"],
+        {"p50": round(p50, 2), "p99": round(p99, 2), "memory": round(most, 1)},
+    )  # fmt: skip
+
+
+def _faults() -> Result:
     found = run(Load())
     grown = found.quarter(3) / found.quarter(1)
     first, last, most = found.memory[0][1], found.memory[-1][1], max(size for _, size in found.memory)
@@ -122,7 +151,7 @@ def measure() -> Result:
 
 
 def run(load: Load) -> Outcome:
-    """The real agent in a lab, the API server as a process of its own."""
+    """Runs the real agent in a lab, and the API server as another process."""
     found = Outcome()
     with (
         lab(kind="scale") as made,
@@ -160,6 +189,32 @@ def run(load: Load) -> Outcome:
     return found
 
 
+class Watcher:
+    """Notes when the word of a service changes, in a thread that reads the words of all services."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._words = kernel.services["sets"][:, 0]
+        self._stop = threading.Event()
+        self._seen: dict[int, list[int]] = defaultdict(list)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> dict[int, list[int]]:
+        """Ends the thread. Returns, by service id, CLOCK_MONOTONIC (ns) of each change."""
+        self._stop.set()
+        self._thread.join()
+        return self._seen
+
+    def _run(self) -> None:
+        known = self._words.copy()
+        while not self._stop.wait(POLL):
+            now = self._words.copy()
+            moment = time.monotonic_ns()
+            for service in np.flatnonzero(now != known).tolist():
+                self._seen[service].append(moment)
+            known = now
+
+
 def _idle(agent: ApiAgent, seconds: float) -> float:
     start, used = time.monotonic(), agent.processor_seconds()
     time.sleep(seconds)
@@ -167,7 +222,7 @@ def _idle(agent: ApiAgent, seconds: float) -> float:
 
 
 def _weather(load: Load, api: ApiProcess, agent: ApiAgent, found: Outcome) -> None:
-    """Changes go on by themselves; a fault every so often, and what is measured every second."""
+    """Begins faults while the API server makes changes, and samples memory each second."""
     faults = itertools.cycle(FAULTS.items())
     start, used = time.monotonic(), agent.processor_seconds()
     api.churn(load.rate, load.seconds)
@@ -188,7 +243,7 @@ def _weather(load: Load, api: ApiProcess, agent: ApiAgent, found: Outcome) -> No
     found.busy = (agent.processor_seconds() - used) / (time.monotonic() - start)
     found.waiting = agent.running_status().waiting.most
     _good_weather(api)
-    for recent in range(max(0, number - 2 * len(FAULTS)), number):  # changes mended those before
+    for recent in range(max(0, number - 2 * len(FAULTS)), number):  # later changes repaired those before
         index = _broken(load, recent)
         api.control("put", **endpoint_slice(index, range(load.endpoints), load.endpoints))
 
@@ -205,7 +260,7 @@ def _good_weather(api: ApiProcess) -> None:
 
 
 def _fault(**what: Any) -> Callable[[ApiProcess, Load, int], None]:
-    """Something goes wrong with slices; `cut` True: and their stream has to be asked for again."""
+    """Returns a fault of slices; with `cut`, their streams are cut, too."""
     cut = what.pop("cut", False)
 
     def begin(api: ApiProcess, _load: Load, _number: int) -> None:
@@ -221,7 +276,7 @@ def _cut(api: ApiProcess, _load: Load, _number: int) -> None:
 
 
 def _expire(api: ApiProcess, _load: Load, _number: int) -> None:
-    """History is gone: the next watch gets 410, and everything is listed again."""
+    """Removes the history: the next watch gets 410, and everything is listed again."""
     api.control("expire")
     api.control("cut")
 
@@ -232,7 +287,7 @@ def _malformed(api: ApiProcess, load: Load, number: int) -> None:
 
 
 def _broken(load: Load, number: int) -> int:
-    """The service whose slice fault `number` breaks, if it is that fault."""
+    """Returns the service whose slice fault `number` breaks, if it is that fault."""
     return number * 13 % load.services
 
 
@@ -263,7 +318,7 @@ FAULTS: dict[str, Callable[[ApiProcess, Load, int], None]] = {
 
 
 def _settle(made: Lab, api: ApiProcess, found: Outcome) -> None:
-    """Wait until the kernel is as the server."""
+    """Waits until the kernel has what the server has."""
     start = time.monotonic()
     wanted = {address: sorted(sockets) for address, sockets in api.control("table").items()}
     while True:
@@ -294,7 +349,7 @@ def _differences(kernel: Kernel, wanted: dict[str, list[str]]) -> list[str]:
 def _match(
     kernel: Kernel, writes: Sequence[tuple[int, int | None, int]], seen: dict[int, list[int]], found: Outcome
 ) -> None:
-    """From each change in the server to the first one of its service in the kernel after it."""
+    """Measures from each change in the server to the next change of its service in the kernel."""
     ids = kernel.ids()
     made: dict[int, list[int]] = defaultdict(list)
     for index, _, moment in writes:

@@ -1,4 +1,4 @@
-"""PURE. Curves on logarithmic axes as SVG: seconds by the size of a cluster, beside what others saw of kube-proxy."""
+"""PURE. Curves on logarithmic axes as SVG: seconds by the size of a cluster, with published figures of kube-proxy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = tuple[str, int, float, float]  # mode, services and endpoints, seconds to 
 
 
 class Published(NamedTuple):
-    """A sync of kube-proxy's, as its users reported it."""
+    """A published duration of a sync of kube-proxy."""
 
     objects: int
     seconds: float
@@ -32,7 +32,7 @@ _UP = Axis(0.0005, 2000)
 
 
 def exponent(rows: Iterable[tuple[float, float]]) -> float:
-    """The power with which the second number grows with the first: the slope between their logarithms."""
+    """Returns the power with which the second number grows with the first: the slope between their logarithms."""
     logs = [(math.log(x), math.log(y)) for x, y in rows]
     if len(logs) < 2:
         return 0.0
@@ -42,7 +42,7 @@ def exponent(rows: Iterable[tuple[float, float]]) -> float:
 
 
 def drawn(rows: Sequence[Row]) -> str:
-    """The plot: solid lines are starts, dashed ones single changes, crosses what was published."""
+    """Draws the plot: solid lines are starts, dashed ones single changes, crosses published figures."""
     parts = [*_grid()]
     for mode in dict.fromkeys(row[0] for row in rows):
         own = sorted(row[1:] for row in rows if row[0] == mode)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: reports of results, and a node with the real agent and a cluster of the wanted size."""
+"""Shared by the benchmarks: results and targets, and a node with the real agent and a cluster of any size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import json
 import math
 import os
 import platform
-import queue
-import re
 import statistics
 import subprocess
 import sys
@@ -23,8 +21,6 @@ from typing import Any, Self
 import numpy as np
 
 from hybrid_proxy.controller.agent.modes import open_mode
-from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
-from hybrid_proxy.controller.kubernetes.model import Event, Replaced
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.mode import Options
@@ -33,7 +29,6 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
-from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
 from hybrid_proxy.workshop.lab.agent import Agent, remove_forsaken, resident
 from hybrid_proxy.workshop.lab.machine import mitigations, processor
 from hybrid_proxy.workshop.lab.network import Lab
@@ -53,7 +48,6 @@ __all__ = [
     "entry",
     "in_a_guest",
     "lab",
-    "listed",
     "median",
     "quantile",
     "say",
@@ -71,37 +65,37 @@ median = statistics.median
 
 
 def beyond(mine: Sequence[float], nothing: Sequence[float]) -> float:
-    """How much more one took than the other, each beside it: a machine that changes its speed is as fast for both."""
+    """Returns the median of pairwise differences: a machine that changes its speed is as fast for both of a pair."""
     return median([one - other for one, other in zip(mine, nothing, strict=True)])
 
 
 def take_turns(rounds: int, *turns: Callable[[], None]) -> None:
-    """So many rounds and one before them, to warm up; every second one backwards: who is first changes."""
+    """Calls all turns in so many rounds and one to warm up, in reverse order in every second round."""
     for number in range(rounds + 1):
         for turn in turns if number % 2 else reversed(turns):
             turn()
 
 
 def say(*parts: object) -> None:
-    """One line of progress; the last line of standard output is the result's."""
+    """Prints a line of progress to standard error; standard output ends with the result."""
     print(*parts, file=sys.stderr, flush=True)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that this share of all values does not exceed (nearest rank)."""
+    """Returns the smallest value that this share of all values does not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a figure must reach: `value` of `what`, at most or at least."""
+    """The limit of a figure, as a maximum or a minimum."""
 
     what: str
     limit: float
     at_least: bool = False
 
     def summary(self, found: float) -> str:
-        """The figure, the target, and whether it is reached."""
+        """Returns the figure, the target, and whether it is reached."""
         reached = found >= self.limit if self.at_least else found <= self.limit
         relation = ">=" if self.at_least else "<="
         return f"{self.what} {found:.4g}, target {relation} {self.limit:g}: {'reached' if reached else 'MISSED'}"
@@ -150,7 +144,7 @@ def _short(number: float) -> float:
 
 
 def built(target: str) -> Path:
-    """Compile a file of this folder by the Makefile's rule for it, so that flags stand in one place."""
+    """Compiles a file of this folder by the Makefile's rule for it."""
     done = subprocess.run(
         ["make", "--no-print-directory", "-s", target], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -160,7 +154,7 @@ def built(target: str) -> Path:
 
 
 def in_a_guest(module: str, *, counted: bool = False) -> dict[str, Any]:
-    """What a module of this folder prints as its last line, when it is run in a virtual machine: JSON.
+    """Runs a module of this folder in a virtual machine, and returns the JSON of its last line.
 
     With `counted`, the processor is emulated and its clock counts instructions: rates there are rates per instruction,
     whatever else this machine does.
@@ -179,7 +173,7 @@ def in_a_guest(module: str, *, counted: bool = False) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def lab(pods: int = 0, plain: int = 0, kind: str = "bench", remote: int = 0) -> Iterator[Lab]:
-    """A lab of this process, one of each kind; those of benchmarks that were killed are removed first."""
+    """Makes a lab of this process, one of each kind; those of killed benchmarks are removed first."""
     remove_forsaken(kind)
     with Lab(f"{kind}{os.getpid()}", pods, plain=plain, remote=remote) as made:
         yield made
@@ -193,7 +187,7 @@ def entry(
     masquerade: Masquerade = Masquerade.NEVER,
     protocol: Protocol = Protocol.TCP,
 ) -> Entry:
-    """A service port with its ClusterIP alone."""
+    """Returns a service port that has only a ClusterIP."""
     frontend = Frontend(Kind.CLUSTER_IP, address, port, 0, 0, masquerade)
     family = 6 if ":" in address else 4
     return Entry(name, family, protocol, (frontend,), (BackendSet(backends, why="every endpoint"),), backends)
@@ -202,7 +196,7 @@ def entry(
 class Scraper:
     """Asks for /metrics and /healthz of an agent as Prometheus and the kubelet do, from a thread, until it is closed.
 
-    `metrics` and `healthz` have the seconds of each answer. What is wrong with one is raised at the end.
+    `metrics` and `healthz` have the seconds of each answer. An error of one is raised at the end.
     """
 
     def __init__(self, lab: Lab, metrics_every: float = 15.0, healthz_every: float = 1.0) -> None:
@@ -229,7 +223,7 @@ class Scraper:
             raise self._error
 
     def summary(self) -> str:
-        """How many answers there were, and how long they took."""
+        """Returns the number of answers and their durations."""
         return ", ".join(
             f"{len(seconds)} of {name} ({1000 * median(seconds):.0f} ms, {1000 * max(seconds):.0f} ms at most)"
             for name, seconds in (("/metrics", self.metrics), ("/healthz", self.healthz))
@@ -251,7 +245,7 @@ class Scraper:
 
 
 def get(lab: Lab, place: tuple[str, int], path: str) -> bytes:
-    """One page from the lab's node.
+    """Fetches a page from the lab's node.
 
     Raises:
         RuntimeError: the answer is not 200.
@@ -305,42 +299,20 @@ class ApiAgent(Agent):
             *self.flags,
         ]  # fmt: skip
 
-    def own_figure(self) -> float:
-        """Seconds from its first instruction of ours until everything was programmed, by its own clock."""
-        found = re.search(r"programmed \d+ services, ([\d.]+) s after the start", self.log.read_text())
-        assert found, self.tail()
-        return float(found[1])
-
     def processor_seconds(self) -> float:
-        """Processor time that it has used, of all its threads, user and system."""
+        """Returns the CPU seconds of all its threads, user and system."""
         assert self.process is not None
         user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def memory(self) -> dict[str, float]:
-        """VmRSS, RssAnon and RssFile in MB (10^6 bytes), as the kernel counts them."""
+        """Returns VmRSS, RssAnon and RssFile in MB (10^6 bytes)."""
         assert self.process is not None
         return resident(self.process.pid)
 
 
-def listed(lab: Lab, api: ApiProcess) -> list[Event]:
-    """The events of the agent's source before anything changes: one `Replaced` of each kind."""
-    emitted: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    stop = threading.Event()
-    source = Kubernetes(NODE, kubeconfig=api.kubeconfig)
-    with lab.inside("node"):  # threads are born where their parent is
-        reader = threading.Thread(target=source.run, args=(emitted.put, stop), daemon=True)
-        reader.start()
-    events: list[Event] = []
-    while {event.kind for event in events if isinstance(event, Replaced)} != set(source.kinds):
-        events.append(emitted.get(timeout=30))
-    stop.set()
-    reader.join()
-    return events
-
-
 class Kernel:
-    """The maps of the agent in a lab, seen from another process."""
+    """The maps of the agent in a lab, read by another process."""
 
     def __init__(self, lab: Lab) -> None:
         with lab.inside("node"):
@@ -357,7 +329,7 @@ class Kernel:
         return dict(zip(texts, (values[real] & np.uint64(0xFFFFFFFF)).tolist(), strict=True))
 
     def backends_of(self, service: int) -> list[str]:
-        """What a packet to that service may be sent to: every step that the programs take, checked."""
+        """Returns the backends of a service by every step of the programs, and checks each step."""
         offset, count, _ = layout.split_range_word(int(self.services[service]["sets"][0]))
         slots = self.slots[offset : offset + count]
         assert all(slots >> np.uint64(32) == service), f"service {service} reads a foreign slot"
@@ -369,13 +341,13 @@ class Kernel:
         ]
 
     def close(self) -> None:
-        """Give the maps back."""
+        """Closes the maps."""
         for known in self.maps.values():
             known.close()
 
 
 def working_modes(made: Lab) -> list[str]:
-    """The modes that work on the node of a lab. Logs what the others lack."""
+    """Returns the modes that work on the node of a lab, and logs what the others lack."""
     works = []
     for mode in available_modes():
         with made.inside("node"):

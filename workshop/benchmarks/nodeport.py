@@ -1,4 +1,4 @@
-"""Packets a second that a node forwards from a node port to another node's backend, on one core: XDP, tc, nftables.
+"""Packets per second that a node forwards from a node port to another node's backend, on one core: XDP, tc, nftables.
 
 Two nodes of the same kind, one in mode ebpf and one in mode nftables. Both are given the same 64-byte datagrams of 64
 clients' flows, which real sockets have opened and used before, as a driver gives them: BPF_PROG_TEST_RUN with live
@@ -44,7 +44,7 @@ by_number.cdef("int bpf_prog_get_fd_by_id(uint32_t id);")
 
 @dataclass
 class Node:
-    """One node under test: its lab, and the programs that send into it and end what it sends on."""
+    """One node under test: its lab, and the programs that send to it and drop what it forwards."""
 
     lab: Lab
     programs: Object
@@ -82,7 +82,7 @@ class Node:
 
 
 def measure() -> Result:
-    """Rounds of all ways in turn."""
+    """Measures all ways in turn."""
     program = str(built("build/workshop/benchmarks/nodeport.bpf.o"))
     before = os.sched_getaffinity(0)
     with _node("ebpf", program, "--xdp=native") as ours, _node("nftables", program) as theirs:
@@ -147,7 +147,7 @@ def _service(made: Lab) -> str:
 
 
 def _talk(made: Lab, agent: Agent) -> None:
-    """Exchange datagrams with every client until its flow is established, where the mode reports that."""
+    """Exchanges datagrams with every client until its flow is established, where the mode reports that."""
     sockets = []
     for number in range(CLIENTS):
         client = made.socket("client", socket.AF_INET, socket.SOCK_DGRAM)
@@ -205,7 +205,7 @@ def _program_at(made: Lab) -> int:
 
 
 def _run_live(program: int, made: Lab) -> None:
-    """Give the program frames as if they came in at the uplink of the node; what it says is done with them."""
+    """Runs the program on live frames of the node's uplink; the kernel carries out its verdicts."""
     packet = bytes(FRAME)
     with made.inside("node"):
         context = struct.pack("=IIIIII", 0, FRAME, 0, socket.if_nametoindex(UPLINK), 0, 0)

@@ -1,4 +1,4 @@
-"""One long connection in mode nftables, with its flowtable and without, beside a node without any proxy.
+"""One long connection in mode nftables, with its flowtable and without; the control is a node without a proxy.
 
 Where the kernel has no nf_flow_table, all of it runs in a virtual machine whose clock counts instructions. There
 figures say how many a byte takes, of client, server and kernel together; cache misses cost nothing.
@@ -38,7 +38,7 @@ Rates = dict[str, dict[str, float]]  # "stream" or "packets" -> by what -> bits 
 
 
 def measure() -> Result:
-    """On this kernel if it has flowtables, else on another."""
+    """Measures on this kernel if it has flowtables, else on another."""
     program = str(built(CLIENT))
     with lab() as made, made.inside("node"):
         missing = offload_missing()
@@ -63,7 +63,7 @@ def _measure(program: str) -> Rates:
 
 
 def _compare(program: str, segments: int) -> dict[str, float]:
-    """Medians of rounds in turn."""
+    """Returns the medians of rounds in turn."""
     found: dict[str, list[float]] = {"bare": [], "rules": [], "flowtable": []}
     with lab(pods=2) as made, lab(pods=2, kind="bare") as bare:
         for each in (made, bare):
@@ -94,7 +94,7 @@ def _table(made: Lab) -> ServiceTable:
 
 
 def _pour(made: Lab, program: str, address: str) -> float:
-    """Bits a second from pod1."""
+    """Returns the bits per second from pod1."""
     done = made.run("pod1", [program, "pour", address, str(PORT), str(SECONDS)])
     assert done.returncode == 0, done.stderr
     sent, seconds = done.stdout.split()

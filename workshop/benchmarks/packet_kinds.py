@@ -1,6 +1,6 @@
-"""What each kind of packet costs at each hook: nanoseconds, and what does not depend on the machine (calls, lookups).
+"""The cost of each kind of packet at each hook: nanoseconds, and what does not depend on the machine (calls, lookups).
 
-The production programs are run on one frame again and again (shots.bpf.c). Beside them the same sources, compiled with
+The production programs are run on one frame again and again (shots.bpf.c). In addition, the same sources, compiled with
 helpers that count themselves (counting.h), see one packet of the kind.
 """
 
@@ -68,7 +68,7 @@ class Net:
     stranger: str
 
     def frame(self, source: str, target: str, transport: Packet) -> bytes:
-        """As a pod sends it, or a router."""
+        """Returns the frame as a pod or a router sends it."""
         head = IP(src=source, dst=target) if self.family == 4 else IPv6(src=source, dst=target)
         return _framed(head / transport)
 
@@ -109,17 +109,17 @@ def tcp(flags: str, payload: int = 0, *, back: bool = False, sport: int = SPORT)
 
 
 def to(vip: str, flags: str, source: str = "pod") -> Callable[[Net, Seen], bytes]:
-    """From a client to a service."""
+    """Returns a frame from a client to a service."""
     return lambda net, _: net.frame(getattr(net, source), net.vips[vip], tcp(flags, 8 * (flags == "PA")))
 
 
 def back(flags: str) -> Callable[[Net, Seen], bytes]:
-    """From this node's backend to the pod."""
+    """Returns a frame from this node's backend to the pod."""
     return lambda net, _: net.frame(net.backend, net.pod, tcp(flags, 8 * (flags == "PA"), back=True))
 
 
 def masked(flags: str, backend: str, first: str) -> Callable[[Net, Seen], bytes]:
-    """From a backend to the node, where the kind `first` had its client masqueraded."""
+    """Returns a frame from a backend to the node, where the kind `first` had its client masqueraded."""
 
     def build(net: Net, seen: Seen) -> bytes:
         port = Ether(seen[first])[TCP].sport
@@ -164,7 +164,7 @@ HIDDEN = {*MASKED[1:], *HAIRPIN, "first fragment"}  # only the way to others
 
 @dataclass(frozen=True)
 class Row:
-    """What a kind costs."""
+    """The cost of a kind."""
 
     kind: Kind
     family: int
@@ -172,7 +172,7 @@ class Row:
     counts: Mapping[str, int]
 
     def cells(self) -> list[str]:
-        """As in the table of docs/benchmarks.md."""
+        """Returns the cells of the table in docs/benchmarks.md."""
         figures = [f"{self.nanoseconds:.0f}", f"{1000 / max(self.nanoseconds, 0.1):.1f}"]
         counts = (str(self.counts[name]) for name in TALLIES)
         return [self.kind.name, f"`{self.kind.hook}`", f"IPv{self.family}", *figures, *counts]
@@ -326,7 +326,7 @@ def _entries(net: Net) -> Iterator[tuple[str, Entry]]:
 
 
 def measure() -> Result:
-    """Every kind in both families."""
+    """Measures every kind in both families."""
     with lab(pods=2, remote=1) as made, made.inside("node"), shooting_range(made) as shooting:
         rows = [shooting.row(kind, family) for kind in KINDS if kind.name not in HIDDEN for family in (4, 6)]
         verified = shooting.verified
@@ -345,7 +345,7 @@ def measure() -> Result:
 
 
 def table(rows: list[Row]) -> Iterator[str]:
-    """Lines of Markdown."""
+    """Returns the table as lines of Markdown."""
     heads = ["packet", "hook", "family", "ns", "Mpps", *TALLIES]
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"

@@ -38,7 +38,7 @@ WORK = np.dtype(
 def measure(packet: str) -> Result:
     """`established`: one of 100,000 connections; `passing`: one that no service is concerned with, both ways.
 
-    Each beside one look into the table of flows, and less the same loop without a program.
+    The control is one lookup in the table of flows. The same loop without a program is subtracted from both.
     """
     mine = {"established": {"loop_established": VIP}, "passing": {"loop_passing_out": STRANGER}}[packet]
     with loops() as made:
@@ -47,15 +47,15 @@ def measure(packet: str) -> Result:
     if packet == "passing":
         out = found["loop_passing_out"]
         return Result(
-            packet, passing, "ns", f"one look into the table of flows, of which there are {FLOWS:,}", floor,
+            packet, passing, "ns", f"one lookup in the table of flows, of which there are {FLOWS:,}", floor,
             [(Target("ns more than no program, from a pod", 10.0), passing),
              (Target("ns more than no program, to a pod", 10.0), out)],
             extra={"to_pod_ns": round(out, 2)},
         )  # fmt: skip
     whole = found["loop_established"]
     return Result(
-        packet, whole, "ns", "one look into the table of flows", floor,
-        [(Target("the whole packet / one look", 2.0), whole / floor)],
+        packet, whole, "ns", "one lookup in the table of flows", floor,
+        [(Target("the whole packet / one lookup", 2.0), whole / floor)],
         [f"{packet}: a random one of {FLOWS:,} connections each time; handed over to a pod, checksums and all"],
         {"passing_ns": round(passing, 1)},
     )  # fmt: skip
@@ -80,7 +80,7 @@ class Loops:
         return nanoseconds / PACKETS
 
     def compare(self, targets: dict[str, str]) -> dict[str, float]:
-        """Medians of these loops in turn, each with packets to its target, beyond `loop_nothing` beside it."""
+        """Medians of these loops in turn, each with packets to its target, minus `loop_nothing` of the same round."""
         runs: dict[str, list[float]] = {name: [] for name in ("loop_nothing", *targets)}
         for number in range(ROUNDS):
             for name, times in runs.items():
@@ -91,7 +91,7 @@ class Loops:
 
 @contextlib.contextmanager
 def loops() -> Iterator[Loops]:
-    """One service, its flows, and the loops."""
+    """Makes one service, its flows, and the loops."""
     options = Options(ebpf=EbpfOptions(limits=Limits(services=32_768, backends=262_144, slots=262_144, flows=262_144)))
     with (
         pin_folder() as folder,
@@ -141,7 +141,7 @@ def _fill(maps: MapSet) -> None:
 
 
 def _tags(keys: np.ndarray) -> np.ndarray:
-    """`flow_tag` of bpf/hash.h."""
+    """Computes `flow_tag` of bpf/hash.h."""
 
     def hashed(column: str) -> np.ndarray:
         return layout.hash_addresses(keys[column].reshape(-1, 1), 4)

@@ -1,4 +1,4 @@
-"""Memory of the agent after ten outages of the API server in each of which every slice is written anew.
+"""Memory of the agent after ten outages of the API server, in each of which every slice is rewritten.
 
 Everything is listed then. In the first outage the endpoints of all services change, later their versions alone. The
 control is the same agent, in the same run, before the first of them.
@@ -23,7 +23,7 @@ PATIENCE = 60.0
 
 
 def measure() -> Result:
-    """Read what the kernel counts, before and after."""
+    """Measures memory before and after."""
     with lab() as made, ApiProcess(SERVICES, ENDPOINTS, lab=made, health_checks=HEALTH_CHECKS) as api:
         agent = ApiAgent(made, api.kubeconfig)
         try:
@@ -53,7 +53,7 @@ def measure() -> Result:
 
 
 def _outage(api: ApiProcess, agent: ApiAgent) -> None:
-    """Streams are cut, everything changes, the server forgets, and everything is listed."""
+    """Cuts the streams, changes everything, and removes the server's history, so that everything is listed."""
     for plural in ("services", "endpointslices"):
         api.control("fault", plural=plural, answers=[[503, {"Retry-After": str(AWAY)}]])
         api.control("cut", plural=plural)

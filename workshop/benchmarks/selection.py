@@ -1,4 +1,4 @@
-"""Choice of a backend for a new flow, in the kernel, 16,384 services x 60 backends, beside a peer's layout."""
+"""Choice of a backend in the kernel, at 16,384 services x 60 backends; the control is the layout of a peer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WORK = np.dtype(
 
 
 def measure() -> Result:
-    """Fill both layouts, then run the three loops in turn."""
+    """Fills both layouts, then runs the three loops in turn."""
     with _maps() as maps, contextlib.closing(Object(built("build/workshop/benchmarks/selection.bpf.o"))) as program:
         start = time.monotonic()
         _fill_ours(maps)

@@ -93,7 +93,7 @@ def _churn(made: Lab, api: ApiProcess, agent: ApiAgent) -> tuple[list[dict[str, 
 
 
 def _sample(agent: ApiAgent) -> dict[str, float]:
-    """What must not grow: memory, descriptors, threads, numbers in use."""
+    """Reads what must not grow: memory, descriptors, threads, numbers in use."""
     assert agent.process is not None
     process = Path("/proc", str(agent.process.pid))
     dataplane = agent.running_status().dataplane

@@ -1,4 +1,4 @@
-"""Throughput of one long TCP connection through a ClusterIP, here and to another node, beside the plain address."""
+"""Throughput of a TCP connection through a ClusterIP, on the node and to another; the control is the plain address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SERVICES = 10
 
 
 def measure() -> Result:
-    """Rounds in turn: the service from a pod that is served, the pod's plain address from one that is not."""
+    """Measures, in turn, the service from a pod that is served, and the plain address from one that is not."""
     program = str(built("build/workshop/benchmarks/crr"))
     found = {name: _compare(program, name) for name in ("pod2", "remote1")}
     ratios = {name: service / plain for name, (service, plain) in found.items()}

@@ -1,4 +1,4 @@
-"""What clients notice of a switch of modes, for each pair of modes: lost answers, new connections, the longest wait."""
+"""Effects of a switch on clients, for each pair of modes: lost answers, new connections, the longest wait."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Seen:
-    """What clients saw over one switch."""
+    """The results of clients over one switch."""
 
     lost: dict[str, int]  # answers, by the load and the failure's name
     moved: dict[str, int]  # likewise, answers from another backend than before to the same socket
@@ -59,10 +59,10 @@ Pair = tuple[str, str]
 
 
 def measure() -> Result:
-    """Loads of every kind from a pod, the node and outside run on while an agent at work switches.
+    """Runs loads of every kind from a pod, the node and outside while an agent switches.
 
-    The control: before each switch the same loads run without one. Of a pair both modes' controls count, and the waits
-    of a connection beside them that no proxy touches.
+    The control: before each switch the same loads run without one. For a pair, both modes' controls count, and the
+    waits of a connection that no proxy touches.
     """
     with lab(pods=3, plain=2) as made:
         modes = working_modes(made)

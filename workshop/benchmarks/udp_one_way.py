@@ -1,4 +1,4 @@
-"""Small datagrams that nobody answers, as of logs: pod -> ClusterIP -> local pod, beside the plain address of a pod."""
+"""One-way datagrams, as of logs: pod -> ClusterIP -> local pod; the control is the plain address of a pod."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAYS = {"established": (), "off": ("--fast-path=off",), "always": ("--fast-path=
 
 
 def measure() -> Result:
-    """By default, without the fast path, and with all of it: each with a control of its own."""
+    """Measures the default, without the fast path, and with all of it, each with a control of its own."""
     program = str(built("build/workshop/benchmarks/crr"))
     ratios, best = {}, (0.0, 1.0)
     with lab(pods=2, plain=2) as made:

@@ -1,4 +1,4 @@
-"""An agent gives way to a version whose maps are laid out otherwise, with 100,000 flows: time, memory, and the gap."""
+"""Upgrade to a version with another layout of the maps, with 100,000 flows: time, memory, and the longest gap."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _lost(made: Lab, known: bytes) -> int:
 
 
 class Stream:
-    """Asks on one connection, again and again; remembers the longest time between two answers."""
+    """Sends requests on one connection; remembers the longest time between two answers."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

@@ -1,4 +1,4 @@
-"""What each program of mode ebpf costs the verifier of this kernel: instructions, states, milliseconds."""
+"""The cost of each program of mode ebpf for this kernel's verifier: instructions, states, milliseconds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def objects() -> list[str]:
 
 
 def measure() -> Result:
-    """Load every object several times; the figure is the time of those that every start loads."""
+    """Loads every object several times; the value is the time of those that every start loads."""
     options = Options()
     rounds: list[dict[str, Effort]] = []
     with pin_folder() as folder, contextlib.closing(MapSet(folder, options)) as maps:

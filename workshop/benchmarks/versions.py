@@ -1,4 +1,4 @@
-"""Versions whose maps are laid out otherwise, made of this one, for agents that are upgraded and downgraded."""
+"""Makes versions with other layouts of the maps from this one, for tests of upgrades and downgrades."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from hybrid_proxy.workshop.benchmarks.scale import Size
 
 CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
 ROUNDS = {"ROUNDS": 1}
-CHANGES = {"CHANGES": 5}
 # benchmark -> module -> constants of that module, as they are here; a benchmark without an entry fails.
 SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "api_scale": {
@@ -27,29 +26,16 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "Load": lambda: Load(20, 3, rate=50, seconds=4, fault_every=0.5, idle=0.2),
         }
     },
-    "change": {"change": {**CLUSTER, "CHANGES": {"ebpf": 5}, "SCRAPES": 0.2}, "views": {"FULL_SYNCS": 1}},
-    "changes": {"changes": {**CLUSTER, "RATE": 50, "SECONDS": 1.0, "IDLE": 0.2, "SETTLED": 0.2}},
+    "changes": {
+        "api_scale": {
+            "CHANGES_SECONDS": 1.0,
+            "Load": lambda **_: Load(20, 3, rate=50, seconds=1, fault_every=math.inf, idle=0.2),
+        }
+    },
     "connections": {"connections": {**CLUSTER, **ROUNDS, "FEW": 1, "SECONDS": 0.05}},
-    "connections_10k": {
-        "connections_10k": {"SIZE": 20},
-        "mode_connections": ROUNDS,
-        "connections": {"SECONDS": 0.05},
-    },
     "established": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
-    "ipt_change": {"change": {**CLUSTER, "CHANGES": {"iptables": 3, "legacy": 3}}},
-    "ipt_start": {"start": {**CLUSTER, "RUNS": {"iptables": 1}}},
-    "ipvs_change": {"ipvs_change": {**CHANGES, "CONTROL": 2, "SIZES": (3, 4), "ENDPOINTS": 3}},
-    "ipvs_connections": {
-        "ipvs_connections": {"SIZES": (3,), **ROUNDS},
-        "connections": {"SECONDS": 0.05},
-    },
-    "memory": {"memory": {**CLUSTER, **CHANGES, "SETTLED": 0.2, "SCRAPES": 0.1}},
-    "mode_connections": {
-        "mode_connections": {**ROUNDS, "SIZES": (20,)},
-        "connections": {"SECONDS": 0.05},
-    },
-    "nft_change": {"change": {**CLUSTER, "CHANGES": {"nftables": 5}}},
-    "nft_start": {"start": {**CLUSTER, "RUNS": {"nftables": 1}}},
+    "ipvs_connections": {"connections": {"GUEST_SIZES": (3,), "GUEST_ROUNDS": 1, "SECONDS": 0.05}},
+    "mode_connections": {"connections": {"SIZES": (20,), "MODE_ROUNDS": 1, "SECONDS": 0.05}},
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
     "offload": {"offload": {**ROUNDS, "SECONDS": 0.05}},
     "packet_kinds": {"packet_kinds": {**ROUNDS, "REPEAT": 20, "BATCH": 5, "BATCHES": 1}},
@@ -63,7 +49,6 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "selection": {"selection": {**ROUNDS, "SERVICES": 64, "BACKENDS": 4, "TOTAL": 256, "CHOICES": 1 << 10}},
     "soak": {"soak": {**CLUSTER, "SECONDS": 2.0, "CONNECTIONS": 50, "CHANGES": 20, "SAMPLES": 8}},
-    "start": {"start": {**CLUSTER, "RUNS": {"ebpf": 1}}},
     "stream": {"stream": {**ROUNDS, "SECONDS": 0.05}},
     "switch": {
         "switch": {
@@ -73,24 +58,16 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "UDP_ENDS_SOON": ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s"),
         }
     },
-    "tail": {"tail": {**ROUNDS, "SIZES": (5, 10)}, "connections": {"SECONDS": 0.05}},
     "udp_one_way": {"udp_one_way": {**ROUNDS, "SECONDS": 0.05}},
     "upgrade": {"upgrade": {**ROUNDS, "FLOWS": 1000}},
     "verifier": {"verifier": ROUNDS},
 }  # fmt: skip
 MARKS = {
     "connections": [pytest.mark.long],  # the clients of `mode_connections`
-    "connections_10k": [pytest.mark.long],  # `mode_connections` with another number
-    "ipt_change": [pytest.mark.long],  # `change` in another mode
-    "ipt_start": [pytest.mark.long],  # `start` in another mode
-    "memory": [pytest.mark.long],  # the start and the figures of `relists`
-    "nft_change": [pytest.mark.long],
-    "nft_start": [pytest.mark.long],
+    "changes": [pytest.mark.long],  # `api_scale` without faults
     "switch": [pytest.mark.long],  # tests/conformance/test_flows_over_a_switch.py
     "upgrade": [pytest.mark.long],  # tests/modes/ebpf/test_other_layouts.py
     "passing": [pytest.mark.long],  # the loops of `established`
-    "tail": [pytest.mark.long],  # the clients of `connections`
-    "ipvs_change": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
     "ipvs_connections": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
     "offload": [pytest.mark.kernel("nf_flow_table"), pytest.mark.core(long=True)],
 }

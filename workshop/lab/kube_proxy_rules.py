@@ -1,4 +1,4 @@
-"""Rules in the shape that kube-proxy's modes iptables, nftables and ipvs give them, for comparison.
+"""Rules in the shape of kube-proxy's modes iptables, nftables and ipvs: for comparison, and to stand in for kube-proxy.
 
 The shapes are those of kube-proxy v1.36 as `iptables-save` and `nft list table` show them on a node: chains, maps,
 which chain leads where, at which hook; names and texts of services are ours. iptables: one line for each service, in a
@@ -24,7 +24,7 @@ from hybrid_proxy.dataplane.table import Protocol
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Verb
 from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS, Lab
 
-__all__ = ["PEERS", "Row", "Rows", "load", "put", "traces_of_ipvs", "virtual_servers"]
+__all__ = ["MODES", "Row", "Rows", "load", "put", "traces_of_ipvs", "virtual_servers"]
 
 Socket = tuple[str, int]
 MARK: Final = "0x4000"
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is programmed; clients outside `cidr` are masqueraded.
+    """The services to program; clients outside `cidr` are masqueraded.
 
     `hooks`: the chains have no rules that lead there. `node`: the node's addresses, for node ports.
     """
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 
 def load(made: Lab, mode: str, services: int, cluster_cidr: str, frontend: Socket, backend: Socket) -> None:
-    """Put the rules of a mode (of `PEERS`) into the node of a lab: `services` of them and the measured one."""
+    """Put the rules of a mode (of `MODES`) into the node of a lab: `services` of them and the measured one."""
     ends = [f"{n // 250}.{n % 250 + 1}" for n in range(services)]
     rows = [Row((f"10.112.{end}", 80), ((f"10.160.{end}", 8080),)) for end in ends]
     rows.insert(services // 2, Row(frontend, (backend,)))
@@ -61,11 +61,11 @@ def load(made: Lab, mode: str, services: int, cluster_cidr: str, frontend: Socke
 
 
 def put(mode: str, rows: Rows) -> None:
-    """Put these rules of a mode (of `PEERS`) into the calling thread's namespace, in place of those that are there.
+    """Put these rules of a mode (of `MODES`) into the calling thread's namespace, in place of those that are there.
 
     As one sync of kube-proxy: mode ipvs leaves a real server that is gone, with weight 0, as long as TCP needs it.
     """
-    lines, command = PEERS[mode]
+    lines, command = MODES[mode]
     if mode == "ipvs":
         _program(rows)
     _load(command, lines(rows))
@@ -236,7 +236,7 @@ _DEVICE = "kube-ipvs0"
 
 
 def virtual_servers(rows: Rows, row: Row) -> list[Server]:
-    """Those of one service."""
+    """Returns the virtual servers of one service."""
     places = [row.frontend, *((address, row.node_port) for address in rows.node if row.node_port)]
     return [Server(4, Protocol[row.protocol.upper()], *place) for place in places]
 
@@ -329,7 +329,7 @@ def _ipvs(rows: Rows) -> Iterator[str]:
 
 
 def traces_of_ipvs() -> list[str]:
-    """What of kube-proxy's mode ipvs is in the calling thread's namespace; a chain is the kubelet's."""
+    """Returns the traces of kube-proxy's mode ipvs in the calling thread's namespace, without the kubelet's chain."""
     saved = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True).stdout
     found = [line for line in saved.splitlines() if "KUBE-" in line.replace("KUBE-FIREWALL", "")]
     with closing(Ipsets()) as sets, closing(Ipvs()) as ipvs:
@@ -339,7 +339,7 @@ def traces_of_ipvs() -> list[str]:
 
 
 # Mode -> its rules, and the command that loads a file of them.
-PEERS: Final[dict[str, tuple[Callable[[Rows], Iterator[str]], tuple[str, ...]]]] = {
+MODES: Final[dict[str, tuple[Callable[[Rows], Iterator[str]], tuple[str, ...]]]] = {
     "iptables": (_iptables, ("iptables-restore", "--noflush")),
     "nftables": (_nftables, ("nft", "-f", "-")),
     "ipvs": (_ipvs, ("iptables-restore", "--noflush")),
