@@ -1,4 +1,4 @@
-"""The screen: what `rates` and `cells` make of each look, and keys."""
+"""The screen of `top`: it shows each snapshot, and handles keys."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from textual.message import Message
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from hybrid_proxy.workshop.top import cells
-from hybrid_proxy.workshop.top.look import Looker, Watcher
+from hybrid_proxy.workshop.top.poller import NodeReader, Poller
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
 __all__ = ["Top"]
 
-MOST: Final = 500  # rows of a table: nobody reads more, and each takes time to draw
+MOST: Final = 500  # rows of a table; each takes time to draw
 NEARLY_FULL: Final = 0.75
 RISING, FALLING = "▲", "▼"
 MOVES: Final = frozenset({"up", "down", "pageup", "pagedown", "home", "end", "ctrl+home", "ctrl+end", "enter"})
 
 
 class Listing(DataTable[Text]):
-    """A table of rows with columns of `cells`, in the order of one of them.
+    """A table of rows with columns of `cells`, sorted by one of them.
 
     Args:
         columns: of `cells`.
@@ -42,22 +42,22 @@ class Listing(DataTable[Text]):
         self.sort_by = next(position for position, column in enumerate(columns) if column.title == sort)
         self.falling = columns[self.sort_by].falling
         self._rows: list[Any] = []
-        self._held = False  # a person has put the cursor somewhere: it stays with that row
+        self._held = False  # the user moved the cursor: it stays with its row
 
     def on_key(self, event: events.Key) -> None:
-        """Whoever moves the cursor wants it to stay."""
+        """Remembers that the user moved the cursor."""
         self._held = self._held or event.key in MOVES
 
     def on_click(self) -> None:
-        """As a key."""
+        """Remembers that the user moved the cursor."""
         self._held = True
 
     def on_mount(self) -> None:
-        """Titles."""
+        """Adds the titles."""
         self._head()
 
     def on_resize(self) -> None:
-        """Other columns may fit."""
+        """Chooses the columns that fit."""
         self._redraw()
 
     def _head(self) -> None:
@@ -68,25 +68,25 @@ class Listing(DataTable[Text]):
             self.add_column(Text(f"{column.title}{arrow}", justify="right" if column.right else "left"))
 
     def sort_next(self) -> None:
-        """Go by the next column that is shown."""
+        """Sorts by the next visible column."""
         last = self._columns_of[self.sort_by]
         shown = self._shown_columns
         following = shown[(shown.index(last) + 1) % len(shown)] if last in shown else shown[0]
         self.sort_at(self._columns_of.index(following))
 
     def sort_at_title(self, position: int) -> None:
-        """Go by the column whose title stands there."""
+        """Sorts by the column whose title was clicked."""
         self.sort_at(self._columns_of.index(self._shown_columns[position]))
 
     def sort_at(self, position: int) -> None:
-        """Go by this column; the other way round if it was that already."""
+        """Sorts by this column, or reverses its order if it was that already."""
         same = position == self.sort_by
         self.falling = not self.falling if same else self._columns_of[position].falling
         self.sort_by = position
         self._redraw()
 
     def turn(self) -> None:
-        """The other way round."""
+        """Reverses the order."""
         self.sort_at(self.sort_by)
 
     def _redraw(self) -> None:
@@ -96,7 +96,7 @@ class Listing(DataTable[Text]):
         self._fill(at)
 
     def _choose_columns(self) -> bool:
-        """Those that fit; whether they are others than before."""
+        """Chooses the columns that fit, and tells whether they changed."""
         before = self._shown_columns
         width = self.size.width - self.styles.scrollbar_size_vertical
         shown = cells.arranged(self._rows, self._columns_of[self.sort_by], falling=self.falling)[:MOST]
@@ -104,7 +104,7 @@ class Listing(DataTable[Text]):
         return self._shown_columns != before
 
     def show(self, rows: Sequence[Any]) -> None:
-        """These rows from now on; a cursor that was moved stays with its row."""
+        """Shows these rows; a cursor that the user moved stays with its row."""
         at = self.chosen
         self._rows = list(rows)
         if self._choose_columns():
@@ -126,14 +126,14 @@ class Listing(DataTable[Text]):
 
     @property
     def chosen(self) -> str | None:
-        """The key of the row that the cursor is on."""
+        """The key of the row under the cursor."""
         if not self.row_count:
             return None
         return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
 
 
 def _style(row: Any, title: str) -> str:
-    """What wants to be seen."""
+    """Returns the style of a cell that deserves attention."""
     match row:
         case ServiceRates() if row.failing and title in ("service", "state"):
             return "bold red"
@@ -149,16 +149,16 @@ def _style(row: Any, title: str) -> str:
 
 
 class Top(App[None]):
-    """`hybrid-proxy top`.
+    """The screen of `hybrid-proxy top`.
 
     Args:
-        looker: looks at the node.
-        seconds: between two looks.
-        wanted: a filter to begin with.
+        reader: reads samples of the node.
+        seconds: interval between samples.
+        wanted: the initial filter.
     """
 
     class Took(Message):
-        """The watcher has looked."""
+        """Carries a sample from the poller."""
 
         def __init__(self, sample: Sample) -> None:
             super().__init__()
@@ -188,16 +188,16 @@ class Top(App[None]):
         Binding("p", "pause", "pause"),
     ]
 
-    def __init__(self, looker: Looker, seconds: float, wanted: str = "") -> None:
+    def __init__(self, reader: NodeReader, seconds: float, wanted: str = "") -> None:
         super().__init__()
         self._window = Window()
-        self._watcher = Watcher(looker, seconds, self._tell)
+        self._poller = Poller(reader, seconds, self._tell)
         self._shown: Snapshot | None = None
         self._wanted = wanted
         self._paused = False
 
     def compose(self) -> ComposeResult:
-        """The node, the services, and of one of them the backends; or what was dropped, or how full maps are."""
+        """Lays out the node, the services, and below them backends, drops or maps."""
         yield Static(id="head", markup=False)
         yield Static(id="trouble", markup=False)
         yield Input(self._wanted, placeholder="part of a name, an address or a protocol", id="filter", compact=True)
@@ -215,20 +215,20 @@ class Top(App[None]):
             yield Listing(cells.MAPS, "full", "maps")
 
     def on_mount(self) -> None:
-        """Look for the first time."""
+        """Starts polling."""
         self._listing("services").focus()
-        self.query_one("#head", Static).update("looking ...")
-        self._watcher.start()
+        self.query_one("#head", Static).update("reading ...")
+        self._poller.start()
 
     def on_unmount(self) -> None:
-        """No more looks."""
-        self._watcher.stop()
+        """Ends polling."""
+        self._poller.stop()
 
     def _listing(self, name: str) -> Listing:
         return self.query_one(f"#{name}", Listing)
 
     def _tell(self, sample: Sample) -> None:
-        """From the watcher's thread."""
+        """Posts a sample from the poller's thread."""
         self.post_message(self.Took(sample))
 
     # What is shown
@@ -266,11 +266,11 @@ class Top(App[None]):
         trouble.display = bool(messages)
 
     def _choose(self) -> None:
-        """Backends are those of the service under the cursor."""
+        """Reads the backends of the service under the cursor."""
         key = self._listing("services").chosen
         rows = self._shown.services if self._shown else ()
         name = next((row.name for row in rows if row.key == key), None)
-        self._watcher.choose(name)
+        self._poller.choose(name)
         title = f"backends of {name}" if name else "backends"
         self.query_one("#below", TabbedContent).get_tab("tab-backends").label = title
 
@@ -287,35 +287,35 @@ class Top(App[None]):
     # Keys
 
     def _in_hand(self) -> Listing:
-        """The table that has the focus, or the services."""
+        """Returns the table that has the focus, or the services."""
         return self.focused if isinstance(self.focused, Listing) else self._listing("services")
 
     def action_sort(self) -> None:
-        """By the next column of the table in hand."""
+        """Sorts the focused table by its next column."""
         self._in_hand().sort_next()
 
     def action_turn(self) -> None:
-        """The other way round."""
+        """Reverses the order."""
         self._in_hand().turn()
 
     def action_below(self, name: str) -> None:
-        """Show another table below."""
+        """Shows another table below."""
         self.query_one("#below", TabbedContent).active = f"tab-{name}"
 
     def action_pause(self) -> None:
-        """Stand still, or go on."""
+        """Pauses or resumes."""
         self._paused = not self._paused
-        self._watcher.pause(paused=self._paused)
+        self._poller.pause(paused=self._paused)
         self._show()
 
     def action_filter(self) -> None:
-        """Ask for a filter."""
+        """Shows the filter's input field."""
         field = self.query_one("#filter", Input)
         field.display = True
-        self.screen.set_focus(field)  # at once: what is typed next belongs there
+        self.screen.set_focus(field)  # at once: the next keys belong there
 
     def action_forget_filter(self) -> None:
-        """Show all services again."""
+        """Clears the filter."""
         self.query_one("#filter", Input).value = ""
         self._end_filter()
 

@@ -1,4 +1,4 @@
-"""PURE. Rows as a person reads them: columns, in which order, which of them, and their texts."""
+"""PURE. The columns of the screen: their texts, their order, and which of them fit."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ UNITS: Final = ("", "k", "M", "G", "T")
 
 
 class Column(NamedTuple):
-    """A column: its title, what rows are sorted by, and the text of a row's cell."""
+    """A column: its title, the value by which rows are sorted, and the text of a cell."""
 
     title: str
-    value: Callable[[Any], Any]  # None: not known
+    value: Callable[[Any], Any]  # None: unknown
     text: Callable[[Any], str]
-    falling: bool = True  # sorted so at first: the largest is of interest
+    falling: bool = True  # sorted in falling order at first
     right: bool = True
-    leave: int = 0  # 0: it identifies or judges, and always stays; of the others the largest is left out first
+    leave: int = 0  # 0: it always stays; of the others, the largest is left out first
 
 
 def number(value: int | None) -> str:
-    """`1,234`."""
+    """Returns a number as `1,234`."""
     return UNKNOWN if value is None else f"{value:,}"
 
 
 def _scaled(value: float) -> str:
-    """Three digits that count, as `12.3k`."""
+    """Returns three significant digits, as `12.3k`."""
     unit = 0
     while value >= 999.5 and unit < len(UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -56,22 +56,22 @@ def _scaled(value: float) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Of something each second."""
+    """Returns a rate per second."""
     return UNKNOWN if value is None else _scaled(value)
 
 
 def size(value: float | None) -> str:
-    """Bytes, in powers of ten."""
+    """Returns bytes, in powers of ten."""
     return UNKNOWN if value is None else f"{_scaled(value)}B"
 
 
 def percent(value: float | None) -> str:
-    """Of a part, 0 to 1."""
+    """Returns a part from 0 to 1 in per cent."""
     return UNKNOWN if value is None else f"{100 * value:.0f}%"
 
 
 def latency(value: float | None) -> str:
-    """Seconds, as `85µs`, `1.2ms` or `2.0s`."""
+    """Returns seconds as `85µs`, `1.2ms` or `2.0s`."""
     if value is None:
         return UNKNOWN
     if value < 0.9995e-3:
@@ -89,7 +89,7 @@ def _shown(column: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _frontends(row: ServiceRates) -> str:
-    """The first one, and how many more: no address is cut."""
+    """Returns the first frontend and how many more there are; no address is cut."""
     first, *others = row.frontends or ("",)
     return f"{first} +{len(others)}" if others else first
 
@@ -149,19 +149,19 @@ MAPS: Final = (
     Column("memory", _of("bytes"), _shown("bytes", size), leave=3),
 )
 PADDING: Final = 2  # characters of a column besides its text
-ARROW: Final = 1  # behind the title of the column that rows are sorted by
+ARROW: Final = 1  # after the title of the column by which rows are sorted
 
 AnyRow = ServiceRates | BackendRates | ReasonRow | MapRow
 
 
 def matches(row: ServiceRates, text: str) -> bool:
-    """Whether each word of the filter is part of the name, an address or the protocol."""
+    """Tells whether each word of the filter is part of the name, an address or the protocol."""
     about = " ".join((row.name, row.protocol, *row.frontends)).lower()
     return all(word in about for word in text.lower().split())
 
 
 def arranged(rows: Iterable[AnyRow], column: Column, *, falling: bool) -> list[Any]:
-    """In order of a column, what is not known last; rows that are alike stay in the order of their keys."""
+    """Sorts rows by a column, unknown values last, and equal rows by their keys."""
     everything = sorted(rows, key=lambda row: row.key)
     known = [row for row in everything if column.value(row) is not None]
     rest = [row for row in everything if column.value(row) is None]
@@ -169,7 +169,7 @@ def arranged(rows: Iterable[AnyRow], column: Column, *, falling: bool) -> list[A
 
 
 def fitting(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> list[Column]:
-    """The columns that have room with all of their texts."""
+    """Returns the columns that fit with all of their texts."""
     sizes = {
         column.title: PADDING + max(len(column.title) + ARROW, *(len(column.text(row)) for row in rows), 0)
         for column in columns
@@ -181,7 +181,7 @@ def fitting(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> li
 
 
 def head(shown: Snapshot) -> Sequence[str]:
-    """Two lines about the node as a whole."""
+    """Returns two lines about the node as a whole."""
     status = shown.sample.status
     if status is None:
         first = f"mode {shown.sample.mode}, as last programmed" if shown.sample.mode else "nothing is programmed here"
@@ -207,7 +207,7 @@ def _totals(shown: Snapshot) -> str:
 
 
 def trouble(shown: Snapshot) -> list[str]:
-    """What a person should know before believing the figures, the worst first."""
+    """Returns what makes the figures doubtful, the worst first."""
     status, sample = shown.sample.status, shown.sample
     if status is None:
         message = f"no answer from the agent: {sample.trouble}"

@@ -1,4 +1,4 @@
-"""The command: a screen for people, an object a line for programs."""
+"""`hybrid-proxy top`: a screen for people, one object per line for programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.protocol import DrainingMode
 from hybrid_proxy.workshop.libraries import needed
 from hybrid_proxy.workshop.top.cells import matches
-from hybrid_proxy.workshop.top.look import Looker, Watcher
+from hybrid_proxy.workshop.top.poller import NodeReader, Poller
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
 __all__ = ["main"]
@@ -36,7 +36,7 @@ class Look(msgspec.Struct, frozen=True):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run until it is ended, or for the number of samples asked for; returns the exit code.
+    """Runs until it is ended, or for the requested number of samples; returns the exit code.
 
     Raises:
         ConfigError: flags that cannot be used.
@@ -45,21 +45,21 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--interval {args.interval:g}: seconds between two looks, {FASTEST:g} at least")
     args.service = checked_service(args)
     args.filter = args.filter or args.service or (f"{args.namespace}/" if args.namespace else "")
-    looker = Looker(args.admin_socket, args.pin_root)
+    reader = NodeReader(args.admin_socket, args.pin_root)
     if args.output == "json":
-        return _tell(looker, args)
+        return _tell(reader, args)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("this needs a terminal; for programs there is -o json")
     with needed("the screen", "; `top -o json` needs nothing"):
         from hybrid_proxy.workshop.top.app import Top  # takes a quarter of a second
 
-    screen = Top(looker, args.interval, args.filter)
+    screen = Top(reader, args.interval, args.filter)
     screen.run()
     return screen.return_code or 0
 
 
-def _tell(looker: Looker, args: argparse.Namespace) -> int:
-    """An object for each look after the first, which has no rates yet."""
+def _tell(reader: NodeReader, args: argparse.Namespace) -> int:
+    """Prints an object for each sample after the first, which has no rates yet."""
     window, ended, looks = Window(), threading.Event(), 0
 
     def took(sample: Sample) -> None:
@@ -69,16 +69,16 @@ def _tell(looker: Looker, args: argparse.Namespace) -> int:
         if looks > 1:
             _print(shown, args.filter)
         if looks == args.count + 1 and args.count:
-            watcher.stop()
+            poller.stop()
             ended.set()
 
-    watcher = Watcher(looker, args.interval, took)
-    watcher.choose(args.service)
-    watcher.start()
+    poller = Poller(reader, args.interval, took)
+    poller.choose(args.service)
+    poller.start()
     try:
         ended.wait()
     except KeyboardInterrupt:
-        watcher.stop()
+        poller.stop()
     return 0
 
 

@@ -1,7 +1,7 @@
-"""PURE. Two looks at a node -> what happens there each second, as rows.
+"""PURE. Computes rates per second from two samples of a node, as rows.
 
-Counters only grow. One that is smaller than it was belongs to maps that were made anew: what it means for a rate is not
-known until the next look, and not known is None everywhere.
+Counters only grow. A smaller one belongs to maps that were recreated: its rate is unknown until the next sample.
+Unknown values are None everywhere.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hybrid_proxy.dataplane.reports import TrafficCounts
 
 __all__ = ["BackendRates", "MapRow", "Snapshot", "ReasonRow", "Sample", "ServiceRates", "Window", "snapshot"]
 
-SHARE_SECONDS: Final = 30.0  # shares are of the connections of so long, or up to twice that
-SHORTEST: Final = 0.5  # seconds: a rate of less time says little
+SHARE_SECONDS: Final = 30.0  # shares count the connections of this time, or up to twice as long
+SHORTEST: Final = 0.5  # seconds of the shortest rate
 KINDS: Final = {"drop": 0, "refuse": 1, "note": 2}
 # Names of counters that do not begin with `drop_`, of all modes.
 DROPS: Final = frozenset({"discarded", "source-not-allowed", "unallocated", "no-slot", "invalid"})
@@ -31,16 +31,16 @@ REFUSALS: Final = frozenset({
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One look at the node.
+    """The state of the node at one time.
 
     Args:
-        at: when, in seconds of a clock that does not jump.
-        status: of the agent, None: nobody answered.
+        at: seconds of a monotonic clock.
+        status: the agent's; None: it did not answer.
         trouble: why not.
-        mode: whose rows these are, empty: nothing is programmed.
+        mode: the mode of the rows; empty: nothing is programmed.
         services: rows of `dataplane.mode.View.services`.
-        chosen: the service port whose backends were looked at.
-        backends: rows of `dataplane.mode.View.backends` of that one.
+        chosen: the service port whose backends were read.
+        backends: its rows of `dataplane.mode.View.backends`.
     """
 
     at: float
@@ -53,7 +53,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class ServiceRates(msgspec.Struct, frozen=True):
-    """A service port of one family. Rates are per second; those of answers are what backends send."""
+    """A service port of one family. Rates are per second; reply rates are those of backends."""
 
     key: str
     name: str
@@ -65,31 +65,31 @@ class ServiceRates(msgspec.Struct, frozen=True):
     packets: float | None
     request_bytes: float | None
     reply_bytes: float | None
-    connect: float | None  # seconds until a backend accepted, on average, since `before`
+    connect: float | None  # average seconds until a backend accepted, since `before`
     total: int | None  # connections since the maps were made
     state: str = "serving"  # as `services` has it
-    failing: bool = False  # nobody is served: there is no backend, or all of them fail
+    failing: bool = False  # it has no backend, or all of them fail
 
 
 class BackendRates(msgspec.Struct, frozen=True):
-    """A backend of the service port that was looked at."""
+    """A backend of the chosen service port."""
 
     key: str
     address: str
     protocol: str
     state: str
-    share: float | None  # of the service port's connections of late, 0 to 1
+    share: float | None  # of the service port's recent connections, 0 to 1
     connections: float | None
     packets: float | None
     request_bytes: float | None
     reply_bytes: float | None
     connect: float | None
-    failures: int | None  # connections one after the other that it did not answer, or refused
+    failures: int | None  # consecutive connections that it did not answer, or refused
     total: int | None
 
 
 class ReasonRow(msgspec.Struct, frozen=True):
-    """Something that the dataplane counts."""
+    """A counter of the dataplane."""
 
     key: str
     kind: str  # drop, refuse or note
@@ -98,7 +98,7 @@ class ReasonRow(msgspec.Struct, frozen=True):
 
 
 class MapRow(msgspec.Struct, frozen=True):
-    """A table of the dataplane, and how full it is."""
+    """A table of the dataplane with its fill."""
 
     key: str
     used: int
@@ -108,12 +108,12 @@ class MapRow(msgspec.Struct, frozen=True):
 
     @property
     def fill(self) -> float:
-        """Of what it may ever hold, 0 to 1."""
+        """The part of the bound that is used, 0 to 1."""
         return self.used / self.bound if self.bound else 0.0
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What a person is shown."""
+    """Everything that the screen shows."""
 
     sample: Sample
     services: tuple[ServiceRates, ...]
@@ -122,29 +122,29 @@ class Snapshot(msgspec.Struct, frozen=True):
     maps: tuple[MapRow, ...]
 
     def rate(self, kind: str) -> float | None:
-        """Packets a second that met with a drop or a refusal; None: not known."""
+        """Returns the packets per second that were dropped or rejected; None: unknown."""
         return _sum(row.rate for row in self.reasons if row.kind == kind)
 
     def all(self, column: str) -> float | None:
-        """The sum of a column of the services; None: not known of any."""
+        """Returns the sum of a column of the services; None: unknown for all."""
         return _sum(getattr(row, column) for row in self.services)
 
     @property
     def counts(self) -> bool:
-        """Whether this mode counts what passes through each service."""
+        """True if this mode counts the traffic of each service."""
         return any(row.total is not None for row in self.services)
 
 
 class Window:
-    """The looks that are needed for the next snapshot."""
+    """Keeps the samples that the next snapshot needs."""
 
     def __init__(self) -> None:
         self._before: Sample | None = None
         self._latest: Sample | None = None
-        self._bases: list[Sample] = []  # of shares: the oldest that is left, and the next
+        self._bases: list[Sample] = []  # of shares: the oldest one, and the next
 
     def add(self, sample: Sample) -> Snapshot:
-        """What is to be seen now."""
+        """Adds a sample and returns the snapshot."""
         if self._bases and self._bases[-1].chosen != sample.chosen:
             self._bases.clear()
         if not self._bases or sample.at - self._bases[-1].at >= SHARE_SECONDS:
@@ -156,7 +156,7 @@ class Window:
 
 
 def snapshot(base: Sample, before: Sample, now: Sample) -> Snapshot:
-    """Rates of the time between `before` and `now`, shares of that since `base`."""
+    """Returns the rates between `before` and `now`, and the shares since `base`."""
     return Snapshot(now, _services(before, now), _backends(base, before, now), _reasons(before, now), _maps(now))
 
 
@@ -166,7 +166,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 class _Rates:
-    """What counts have grown by, each second. `before` None: there was no such row; `now` None: nothing is counted."""
+    """Rates of a row's counts. `before` is None for a new row, `now` where nothing is counted."""
 
     def __init__(self, before: TrafficCounts | None, now: TrafficCounts | None, seconds: float) -> None:
         self._before, self._now, self._seconds = before, now, seconds
@@ -176,7 +176,7 @@ class _Rates:
         return None if grown is None or self._seconds <= 0 else grown / self._seconds
 
     def connect(self) -> float | None:
-        """Seconds that a connection took until it was accepted, on average."""
+        """Returns the average seconds until a connection was accepted."""
         answered, nanoseconds = self.growth("answered"), self.growth("connect_ns")
         return nanoseconds / answered / 1e9 if answered and nanoseconds is not None else None
 
@@ -238,7 +238,7 @@ def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRates, 
     ejected = {(row.service, row.address): row.state for row in _ejections(now)}
     grown = {
         (key := _backend_key(row)): _Rates(oldest.get(key), row.traffic, 1).growth("flows") for row in now.backends
-    }  # a backend that is new since `base` takes part from the next base on
+    }  # a backend newer than `base` counts from the next base on
     totals = {family: _sum(grown[_backend_key(row)] for row in of) for family, of in _by_family(now.backends).items()}
     rows = []
     for row in now.backends:
@@ -275,7 +275,7 @@ def _kind(reason: str) -> str:
 
 
 def _reasons(before: Sample, now: Sample) -> tuple[ReasonRow, ...]:
-    """Everything that is counted, drops first."""
+    """Returns all counters, drops first."""
     counters, former = _counters(now), _counters(before)
     seconds = now.at - before.at
     rows = []
@@ -287,7 +287,7 @@ def _reasons(before: Sample, now: Sample) -> tuple[ReasonRow, ...]:
 
 
 def _counters(sample: Sample) -> dict[str, int]:
-    """By reason; those of a mode that drains have its name behind."""
+    """Returns the counters by reason; those of a draining mode have its name appended."""
     status = sample.status
     if status is None:
         return {}

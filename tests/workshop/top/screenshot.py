@@ -12,7 +12,7 @@ from hybrid_proxy.workshop.lab import examples
 from hybrid_proxy.workshop.lab.agent import Agent, remove
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.top.app import Top
-from hybrid_proxy.workshop.top.look import Looker
+from hybrid_proxy.workshop.top.poller import NodeReader
 
 LOADS = (
     ("pod1", "connections", "10.96.0.10:80", 300),
@@ -25,7 +25,7 @@ SECONDS = 20
 
 
 async def _shoot(agent: Agent) -> str:
-    screen = Top(Looker(str(agent.socket), None), 1.0)
+    screen = Top(NodeReader(str(agent.socket), None), 1.0)
     async with screen.run_test(size=(118, 30)):
         await asyncio.sleep(SECONDS)
         return screen.export_screenshot(title="hybrid-proxy top", simplify=True)

@@ -23,7 +23,7 @@ from textual.widgets import Footer, Static, TabbedContent
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.top.app import Listing, Top
-from hybrid_proxy.workshop.top.look import Looker
+from hybrid_proxy.workshop.top.poller import NodeReader
 
 pytestmark = pytest.mark.root
 PATIENCE = 90.0
@@ -39,7 +39,7 @@ def drive(lab: Lab, agent: Agent, keys: Driven, size: tuple[int, int] = WIDE) ->
     """The screen in the node's namespace, without a terminal, at the hands of `keys`."""
 
     async def run() -> Top:
-        screen = Top(Looker(str(agent.socket), None), INTERVAL)
+        screen = Top(NodeReader(str(agent.socket), None), INTERVAL)
         async with screen.run_test(size=size) as pilot:
             await keys(screen, pilot)
         return screen

@@ -1,4 +1,4 @@
-"""Looks at the node, one after the other: the agent is asked, what is programmed is read from the kernel."""
+"""Polls the node: takes the agent's status, and reads from the kernel what is programmed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.workshop.top.rates import Sample
 
-__all__ = ["Looker", "Watcher"]
+__all__ = ["NodeReader", "Poller"]
 
-NAMES_SECONDS: Final = 10.0  # names are asked for again, even where nothing seems to have changed
-BUSY: Final = 4  # a look is followed by a rest of so many times as long, or longer
+NAMES_SECONDS: Final = 10.0  # age at which names are read again, even if nothing seems to have changed
+BUSY: Final = 4  # after a poll, the poller rests at least so many times as long
 
 
-class Looker:
-    """Remembers what an agent said, for the time when none answers.
+class NodeReader:
+    """Reads samples of the node. It keeps the agent's names and mode for times when no agent answers.
 
     Args:
-        socket: where agents listen, as `--admin-socket`.
-        pin_root: as `--pin-root`, None: as the agent says, or found.
+        socket: the agent's socket, as `--admin-socket`.
+        pin_root: as `--pin-root`; None: the agent's, or auto-detected.
     """
 
     def __init__(self, socket: str, pin_root: str | None) -> None:
@@ -36,23 +36,23 @@ class Looker:
         self._pin_root = pin_root
         self._mode = ""
         self._names: dict[int, str] = {}
-        self._named: tuple[Any, ...] = ()  # what the names are of
+        self._named: tuple[Any, ...] = ()  # the mode and generation that the names belong to
         self._named_at = 0.0
 
-    def look(self, chosen: str | None) -> Sample:
-        """What is to be seen now; `chosen` is the service port whose backends are wanted."""
+    def read(self, chosen: str | None) -> Sample:
+        """Returns a sample, with the backends of the service port `chosen`."""
         status, trouble = None, ""
         try:
             status = ask(self._socket, GetStatus(), StatusAnswer).status
-            self._learn_names(status)
+            self._read_names(status)
         except ControllerError as error:
             status, trouble = None, str(error)
         try:
             return self._read(status, trouble, chosen)
-        except (DataplaneError, ControllerError, OSError, KeyError) as error:  # it went while we read
+        except (DataplaneError, ControllerError, OSError, KeyError) as error:  # it disappeared meanwhile
             return Sample(time.monotonic(), status, trouble or str(error), chosen=chosen)
 
-    def _learn_names(self, status: AgentStatus) -> None:
+    def _read_names(self, status: AgentStatus) -> None:
         known = (status.mode.effective, status.generation)
         if known == self._named and time.monotonic() - self._named_at < NAMES_SECONDS:
             return
@@ -62,7 +62,7 @@ class Looker:
         self._named, self._named_at = known, time.monotonic()
 
     def _read(self, status: AgentStatus | None, trouble: str, chosen: str | None) -> Sample:
-        # The agent's mode; without an agent whatever is there, that mode first.
+        # The agent's mode. Without an agent, all modes, beginning with that of the last one.
         modes = [self._mode] if status else sorted(available_modes(), key=lambda name: name != self._mode)
         passed_over = () if status else (DataplaneError,)
         for name, view in views_of(modes, self._pin_root, self._names, passed_over):
@@ -75,17 +75,17 @@ class Looker:
         return Sample(time.monotonic(), status, trouble, chosen=chosen)
 
 
-class Watcher:
-    """Looks again and again, in a thread of its own that never keeps the process alive.
+class Poller:
+    """Reads samples in a daemon thread.
 
     Args:
-        looker: how.
-        seconds: between two looks, more where a look takes long.
-        took: called in the thread with each look.
+        reader: reads one.
+        seconds: interval between samples; longer where reading takes long.
+        took: called in that thread with each sample.
     """
 
-    def __init__(self, looker: Looker, seconds: float, took: Callable[[Sample], None]) -> None:
-        self._looker = looker
+    def __init__(self, reader: NodeReader, seconds: float, took: Callable[[Sample], None]) -> None:
+        self._reader = reader
         self._seconds = seconds
         self._took = took
         self._wake = threading.Event()
@@ -95,21 +95,21 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="top", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; a look that goes on is waited for by nobody."""
+        """Ends the thread, without waiting for a sample that is being read."""
         self._ended = True
         self._wake.set()
 
     def pause(self, *, paused: bool) -> None:
-        """Look no more, or again."""
+        """Pauses or resumes polling."""
         self._paused = paused
         self._wake.set()
 
     def choose(self, service: str | None) -> None:
-        """Look at the backends of this service port, at once."""
+        """Reads the backends of this service port from now on, beginning at once."""
         if service != self._chosen:
             self._chosen = service
             self._wake.set()
@@ -119,7 +119,7 @@ class Watcher:
             self._wake.clear()
             began = time.monotonic()
             if not self._paused:
-                sample = self._looker.look(self._chosen)
+                sample = self._reader.read(self._chosen)
                 if not self._ended:
                     self._took(sample)
             took = time.monotonic() - began
