@@ -1,1 +1,1 @@
-"""What people measure and try with, beside the agent: the lab, compare, trace and top. A node needs none of it."""
+"""Tools to measure and to try with: the lab, compare, trace and top. The agent needs none of them."""

@@ -1,6 +1,6 @@
 """docs/hybrid-proxy.8: the manual page, from the parser of the command line: `make docs`.
 
-argparse-manpage would write one, too, but leaves out what the commands' help says beside their flags: the examples.
+argparse-manpage would write one, too, but leaves out the examples in the commands' help.
 """
 
 from __future__ import annotations

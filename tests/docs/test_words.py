@@ -44,13 +44,6 @@ NOT_YET = frozenset(
         "dataplane/modes/ebpf/hooks",
         "dataplane/modes/ebpf/maps",
         "dataplane/modes/ebpf/views",
-        "dataplane/modes/userspace",
-        "workshop",
-        "workshop/benchmarks",
-        "workshop/compare",
-        "workshop/lab",
-        "workshop/top",
-        "workshop/tracing",
     }
 )
 

@@ -1,1 +1,1 @@
-"""Modes of the proxy compared with each other and with no proxy at all: `hybrid-proxy compare`."""
+"""`hybrid-proxy compare`: compares the modes with each other and with no proxy at all."""

@@ -1,4 +1,4 @@
-"""`hybrid-proxy compare`."""
+"""Runs `hybrid-proxy compare`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST: Final = {"backends": 100, "rounds": 100, "turns": 20, "seconds": 600, "ch
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure what is not measured yet, and report.
+    """Measures the steps that are not done yet, and reports.
 
     Raises:
         ControllerError: it cannot be done here; says what to do.
@@ -82,7 +82,7 @@ def _renderer() -> Callable[[Report], str]:
 
 
 def _guest(args: argparse.Namespace) -> Run | None:
-    """The run of --vm-state."""
+    """Returns the run of --vm-state."""
     if not args.vm_state:
         return None
     if args.live:
@@ -91,7 +91,7 @@ def _guest(args: argparse.Namespace) -> Run | None:
 
 
 def _kept(flag: str, folder: Path) -> Run:
-    """The run in a folder of --state; it may not be finished."""
+    """Returns the run in a folder of --state, finished or not."""
     run = State(folder).load()
     if run is None:
         raise ConfigError(f"{flag} {folder}: no run of compare is there")
@@ -99,7 +99,7 @@ def _kept(flag: str, folder: Path) -> Run:
 
 
 def _reported(path: Path, guest: Run | None) -> Report:
-    """Of the measurements in a report's JSON, or in a folder of --state.
+    """Returns a report of the measurements in a report's JSON or in a folder of --state.
 
     Raises:
         ConfigError: there are none.
@@ -196,7 +196,7 @@ def _new(settings: Settings) -> Run:
 
 
 def _tried(modes: tuple[str, ...]) -> list[ModeState]:
-    """Each mode tried in a namespace of its own for what it needs."""
+    """Probes each mode in a network namespace of its own."""
     remove_forsaken("cmp")
     with Lab(f"cmp{os.getpid()}x0", 0) as lab, lab.inside("node"):
         found = {trial.mode: trial.missing for trial in probe_all(Options(ebpf=EbpfOptions(cgroup=str(lab.cgroup))))}
@@ -233,12 +233,12 @@ def _go_on(run: Run, state: State, live: Live | None) -> Run:
 
 
 def _gives_up(cell: Cell) -> bool:
-    """Whether the mode did not start in the first round: then it will not in the others."""
+    """Tells whether the mode did not start in the first round, and so will not in the others."""
     return "all" in cell.missing and cell.step.round == 0
 
 
 def _stands(stack: ExitStack, settings: Settings, size: int, modes: set[str]) -> dict[str, Stand]:
-    """A lab for each mode, and one without a proxy, side by side for all rounds of one size."""
+    """Makes a lab for each mode and one without a proxy, for all rounds of one size."""
     wanted: list[tuple[str, str | None]] = [("", None), *((mode, mode) for mode in settings.modes if mode in modes)]
     return {
         name: stack.enter_context(stand(number, settings, mode, size)) for number, (name, mode) in enumerate(wanted)

@@ -1,4 +1,4 @@
-"""How much a mode has put into the kernel of a lab's node: rules, and entries of maps, sets and tables."""
+"""Counts what a mode programmed on a lab's node: rules, and entries of maps, sets and tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAVE = ("iptables-save", "ip6tables-save")
 
 
 def programmed(lab: Lab, mode: str, status: AgentStatus | None) -> dict[str, float]:
-    """The metrics `rules` and `entries`, read from the kernel; mode ebpf's from the agent, who counts its maps."""
+    """Returns the metrics `rules` and `entries`, read from the kernel, or in mode ebpf from the agent."""
     if mode == "ebpf":
         ebpf = status.dataplane.ebpf if status else None
         return {"rules": 0, "entries": sum(known.used or 0 for known in ebpf.maps.values()) if ebpf else 0}

@@ -1,4 +1,4 @@
-"""From measurements to rows: which mode is ahead in what, by how much, and how sure that is."""
+"""Turns measurements into rows: which mode is ahead, by how much, and with which confidence."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Row(msgspec.Struct, frozen=True):
         value: in the metric's unit.
         control: of the plain pod address, in the metric's unit.
         ratio: value / control, each pair of one round.
-        points: what the plot shows: each pair's ratio; without a control, this mode / the first one.
-        lead: the first mode / this one, in times of their controls where there are any; None for the first itself.
+        points: each pair's ratio, for the plot; without a control, this mode / the first one.
+        lead: the first mode / this one, each relative to its control; None for the first itself.
         verdict: of the first mode against this one.
         missing: why there is no value.
     """
@@ -46,7 +46,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """How far the control of a metric spreads: the middle half of its measurements, as a part of their median."""
+    """The spread of a metric's control: the middle half of its measurements, as a part of their median."""
 
     metric: str
     size: int
@@ -54,14 +54,14 @@ class Noise(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """How the first mode stands against another one with one number of services.
+    """A comparison of the first mode with another one, with one number of services.
 
     Args:
         mode: the other one.
         size: number of services.
         ahead: number of metrics in which the first is ahead.
         behind: in which it is behind.
-        even: in which the interval does not rule out that they are the same.
+        even: in which there is no significant difference.
     """
 
     mode: str
@@ -71,7 +71,7 @@ class Standing(msgspec.Struct, frozen=True):
     even: int
 
     def summary(self, first: str) -> str:
-        """`ebpf against nftables, 1,000 services: ahead in 12 rows, behind in 2, no significant difference in 3.`."""
+        """Returns `ebpf against nftables, 1,000 services: ahead in 12 rows, behind in 2, ...`."""
         return (
             f"{first} against {self.mode}, {self.size:,} services: ahead in {self.ahead} rows, behind in "
             f"{self.behind}, no significant difference in {self.even}."
@@ -79,14 +79,14 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What a run comes to.
+    """The results of a run.
 
     Args:
         rows: one for each metric, mode and number of services.
         noise: of the controls.
         standings: of the first mode against each other one.
-        warnings: what limits every figure.
-        notes: what limits some, or was odd.
+        warnings: limits of all figures.
+        notes: limits of some figures, and oddities.
     """
 
     rows: tuple[Row, ...]
@@ -96,12 +96,12 @@ class Findings(msgspec.Struct, frozen=True):
     notes: tuple[str, ...]
 
     def row(self, metric: str, mode: str, size: int) -> Row | None:
-        """The row of that metric, mode and size."""
+        """Returns the row of that metric, mode and size."""
         return next((r for r in self.rows if (r.metric, r.mode, r.size) == (metric, mode, size)), None)
 
 
 def findings(run: Run) -> Findings:
-    """What a run comes to, finished or not."""
+    """Computes the results of a run, finished or not."""
     rows = tuple(_row(run, metric, mode, size) for size, metric, mode in _all(run))
     noise = tuple(_noise(run))
     return Findings(
@@ -119,7 +119,7 @@ def _all(run: Run) -> Iterator[tuple[int, Metric, str]]:
 
 
 def _cells(run: Run, metric: Metric, mode: str, size: int) -> dict[int, Cell]:
-    """By round."""
+    """Returns cells by round."""
     kinds = {metric.kind, "live"} if metric.load else {metric.kind}
     return {
         cell.step.round: cell
@@ -151,7 +151,7 @@ def _row(run: Run, metric: Metric, mode: str, size: int) -> Row:
 
 
 def _relative(metric: Metric, cells: Mapping[int, Cell]) -> dict[int, float]:
-    """By round: the value in times of its control, or itself where there is none."""
+    """Returns, by round, the value relative to its control, or the value itself without one."""
     found: dict[int, float] = {}
     for number, cell in cells.items():
         value, control = cell.values.get(metric.name), cell.controls.get(metric.name)
@@ -244,7 +244,7 @@ _STEPS: Final[Sequence[tuple[float, Callable[[float], str]]]] = (
 
 
 def shown(value: float, whole: bool = False) -> str:
-    """A number for people: three digits or a little more; `whole`: of things that are counted."""
+    """Formats a number with three digits or a little more; `whole` numbers have no decimals."""
     if whole:
         return f"{value:,.0f}"
     return next(write for limit, write in _STEPS if abs(value) >= limit)(value)

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: style, plots and raw data are in it, scripts are not."""
+"""Writes a report as one HTML file with style, plots and raw data, without scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["html"]
 
 
 def html(report: Report) -> str:
-    """The page."""
+    """Returns the page."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -31,11 +31,11 @@ def html(report: Report) -> str:
 
 
 def _code(text: str) -> Markup:
-    """Words in backquotes, as Markdown has them; a number and its % stay in one line."""
+    """Marks up words in backquotes; a number and its % stay in one line."""
     text = str(escape(text)).replace(" %", "&nbsp;%")
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", text))  # noqa: S704 - escaped
 
 
 def _embedded(report: Report) -> Markup:
-    """JSON for a script element, which `</` would end."""
+    """Returns JSON for a script element, which `</` would end."""
     return Markup(msgspec.json.encode(report).decode().replace("<", "\\u003c"))  # noqa: S704 - no markup is left

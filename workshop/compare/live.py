@@ -1,4 +1,4 @@
-"""A service of this node, measured as it is: nothing is programmed or changed, clients are processes of the node."""
+"""Measures a service of this node by processes of the node, without changing anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOADS = ("connections", "requests")  # iperf3 would need a server of its own beh
 
 
 class Live(msgspec.Struct, frozen=True):
-    """The service and one of its endpoints, each with a port; the mode that serves and how many services there are."""
+    """The service and one of its endpoints, each with a port; the active mode, and the number of services."""
 
     mode: str
     services: int
@@ -37,7 +37,7 @@ class Live(msgspec.Struct, frozen=True):
     endpoint_port: int
 
     def carry_out(self, step: Step, settings: Settings, lacking: Mapping[str, str]) -> Cell:
-        """Both loads, to the service and to the endpoint in turn."""
+        """Measures both loads, to the service and to the endpoint in turn."""
 
         def load(name: str, address: str, port: int) -> Found:
             return measured(name, argv(name, address, port, settings.seconds, SCRIPT, settings.path), settings.seconds)
@@ -52,7 +52,7 @@ class Live(msgspec.Struct, frozen=True):
 
 
 def look(name: str, admin_socket: str) -> Live:
-    """What the agent of this node says of the service.
+    """Asks the agent of this node about the service.
 
     Raises:
         ConfigError: there is no such service here, or it has no TCP port with an endpoint.
@@ -81,7 +81,7 @@ def _parted(text: str) -> tuple[str, int]:
 
 
 def _refuse_elsewhere(admin_socket: str) -> None:
-    """A path reaches agents of other network namespaces, too; packets from here would not meet their rules."""
+    """Refuses agents of other network namespaces, whose rules packets of this process would not meet."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(socket_path(admin_socket)))
         pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

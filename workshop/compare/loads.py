@@ -1,6 +1,6 @@
-"""The load generators: how each is called, and what its output says.
+"""Runs load generators and parses their output.
 
-wrk asks over HTTP: with a new connection for each request, or over connections that stay open. iperf3 sends one TCP
+wrk sends HTTP requests, each by a new connection, or over open connections. iperf3 sends one TCP
 stream, or small datagrams. nginx answers wrk. All are used as the distribution has them.
 """
 
@@ -39,16 +39,16 @@ TOOLS: Final = tuple(dict.fromkeys(tool for tools in NEEDS.values() for tool in 
 
 
 class LoadFailed(ControllerError):
-    """A load generator did not measure anything; says what it said."""
+    """A load generator did not measure anything; the message has its output."""
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What one load came to.
+    """The results of one load.
 
     Args:
         values: by the metric's name, in its unit.
         count: requests or connections made, 0 where CPU is not reported for each.
-        latency: how many requests took so long, by the number of the bin (`result.BINS`).
+        latency: the number of requests by bin of their latency (`result.BINS`).
         failed: requests without an answer.
     """
 
@@ -59,7 +59,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def argv(load: str, address: str, port: int, seconds: int, script: PurePath, path: str = "/") -> list[str]:
-    """The command of one load. `script` is `latency.lua`."""
+    """Returns the command of one load. `script` is `latency.lua`."""
     if load in ("connections", "requests"):
         host = f"[{address}]" if ":" in address else address
         close = ["-H", "Connection: close"] if load == "connections" else []
@@ -70,13 +70,13 @@ def argv(load: str, address: str, port: int, seconds: int, script: PurePath, pat
 
 
 def found(load: str, output: str, cpu: float, own: float | None = None) -> Found:
-    """What the command's output says.
+    """Parses a command's output.
 
     Args:
         load: which.
         output: of `argv`'s command.
-        cpu: seconds that all processors worked meanwhile.
-        own: seconds that they worked for client, server and proxy; None: not known.
+        cpu: seconds that all CPUs worked meanwhile.
+        own: CPU seconds of client, server and proxy; None: unknown.
 
     Raises:
         LoadFailed: nothing was measured.
@@ -94,7 +94,7 @@ _COST: Final = {
 
 
 def _wrk(load: str, output: str, cpu: float) -> tuple[Found, float]:
-    """What was found, and the number of requests in millions."""
+    """Returns the results, and the number of requests in millions."""
     last = output.strip().rpartition("\n")[2]
     try:
         report = msgspec.json.decode(last)
@@ -112,7 +112,7 @@ def _wrk(load: str, output: str, cpu: float) -> tuple[Found, float]:
 
 
 def _iperf(load: str, output: str) -> tuple[Found, float]:
-    """What was found, and what arrived: thousands of Gbit, or millions of packets."""
+    """Returns the results, and what arrived: thousands of Gbit, or millions of packets."""
     try:
         report: dict[str, Any] = msgspec.json.decode(output)
     except msgspec.DecodeError as error:
@@ -129,9 +129,9 @@ def _iperf(load: str, output: str) -> tuple[Found, float]:
 
 
 def busy_seconds(stat: str, ticks: int) -> float:
-    """Seconds that all processors worked since the start, of the text of /proc/stat (proc(5)).
+    """Returns the seconds that all CPUs worked since boot, from the text of /proc/stat (proc(5)).
 
-    Time that a hypervisor gave to others (steal) is not ours; that of guests is in `user` already.
+    Steal time is not counted; that of guests is in `user` already.
     """
     fields: Sequence[str] = stat.partition("\n")[0].split()
     user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[1:8])
@@ -139,7 +139,7 @@ def busy_seconds(stat: str, ticks: int) -> float:
 
 
 def interrupt_seconds(stat: str, ticks: int) -> float:
-    """Seconds spent in interrupts that are in no process's account, of the text of /proc/stat.
+    """Returns the seconds in interrupts that no process is charged for, from the text of /proc/stat.
 
     A kernel that measures them takes them out of the processes' time (CONFIG_IRQ_TIME_ACCOUNTING); one that samples by
     its clock leaves them in, and then never sees itself in a hard interrupt, so that `irq` stays 0.

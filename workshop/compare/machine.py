@@ -1,4 +1,4 @@
-"""What this machine is, for the report."""
+"""Describes this machine for the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HINTS: Final = {"nginx": " (its program alone is used: `systemctl disable --now
 
 
 def describe() -> Machine:
-    """This machine, as the kernel and the tools report it."""
+    """Returns what the kernel and the tools report about this machine."""
     name = processor()
     vendor = _text("/sys/class/dmi/id/sys_vendor").strip()
     virtual = _detected() or vendor
@@ -38,7 +38,7 @@ def describe() -> Machine:
 
 
 def missing_tools() -> dict[str, str]:
-    """Load generators that are not installed: what to do about it, by name."""
+    """Returns what to do about load generators that are not installed, by name."""
     return {
         name: f"{name} is not installed: apt-get install {name}" + _HINTS.get(name, "")
         for name in TOOLS

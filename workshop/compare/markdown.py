@@ -1,4 +1,4 @@
-"""A report as Markdown."""
+"""Writes a report as Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["markdown"]
 
 
 def markdown(report: Report) -> str:
-    """The whole report, without plots and raw data."""
+    """Returns the report without plots and raw data."""
     return "\n".join(_lines(report, "")) + "\n"
 
 

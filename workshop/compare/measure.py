@@ -1,4 +1,4 @@
-"""One step of the plan, carried out."""
+"""Carries out the steps of the plan."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Once = Callable[[str], Found]
 
 
 def carry_out(step: Step, stand: Stand, control: Stand, lacking: Mapping[str, str]) -> Cell:
-    """Measure the step. The cell says what could not be measured; that stops nothing.
+    """Measures one step. Its cell says what could not be measured; that stops nothing.
 
     Args:
-        step: which.
-        stand: of its mode.
-        control: of no mode.
+        step: the step.
+        stand: the lab of its mode.
+        control: the lab without a proxy.
         lacking: load generators that are not installed, and what to do about it.
     """
     began = time.monotonic()
@@ -49,7 +49,7 @@ def carry_out(step: Step, stand: Stand, control: Stand, lacking: Mapping[str, st
 
 
 def traffic(step: Step, service: Once, plain: Once, loads: tuple[str, ...], lacking: Mapping[str, str]) -> Cell:
-    """Each load against the service and against a plain address, in turn."""
+    """Measures each load against the service and a plain address, in turn."""
     began = time.monotonic()
     values: dict[str, float] = {}
     controls: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The cluster that is measured: three services that are used, and as many others as are wanted, as manifests."""
+"""Manifests of the measured cluster: three services with clients, and others that only fill the table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEWEST: Final = 3
 
 
 def measured(address: str, node: str, backends: int) -> list[dict[str, Any]]:
-    """The service that HTTP clients ask, with so many backends at one pod, and the one of iperf3 with one backend."""
+    """Returns the service of HTTP, with so many backends at one pod, and that of iperf3 with one backend."""
     ports = [("TCP", STREAM_PORT), ("UDP", STREAM_PORT)]
     return [
         service("compare/http", HTTP, [("TCP", HTTP_PORT)]),
@@ -27,13 +27,13 @@ def measured(address: str, node: str, backends: int) -> list[dict[str, Any]]:
 
 
 def moving(address: str, node: str, port: int) -> list[dict[str, Any]]:
-    """The service whose only backend changes."""
+    """Returns the service whose only backend changes."""
     name = "compare/moving"
     return [service(name, MOVING, [("TCP", 80)]), endpoint_slice(name, [address], [("TCP", port)], node)]
 
 
 def filler(count: int, backends: int) -> list[dict[str, Any]]:
-    """Services that nobody asks, with endpoints on another node."""
+    """Returns services without clients, with endpoints on another node."""
     made = []
     for number in range(count):
         name, last = f"compare/other-{number}", number + 256
@@ -44,6 +44,6 @@ def filler(count: int, backends: int) -> list[dict[str, Any]]:
 
 
 def _pod(number: int) -> str:
-    """One of 62,250 addresses that no pod of the lab has; after that they repeat, in other services."""
+    """Returns one of 62,250 addresses that no pod of the lab has; beyond that they repeat in other services."""
     number %= 249 * 250
     return f"10.77.{number // 250 + 3}.{number % 250 + 1}"

@@ -1,7 +1,7 @@
-"""What is measured, in which order.
+"""The steps of a comparison and their order.
 
-Rounds follow each other, and in each the modes take turns, so that what else the machine does meets all of them
-alike. The order turns from round to round: nobody is always the first, or always after the same one.
+In each round the modes take turns, so that other work of the machine affects all of them alike. The order rotates from
+round to round: no mode is always the first, or always after the same one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Metric(msgspec.Struct, frozen=True):
         name: in JSON.
         title: for people.
         unit: of its values; "" for a number of things.
-        better: which direction is.
-        control: whether the plain address of a pod was asked the same in turn.
+        better: the better direction.
+        control: the plain address of a pod is measured in turn.
         kind: the step that measures it.
-        load: the load that it comes from.
+        load: the load that yields it.
     """
 
     name: str
@@ -63,12 +63,12 @@ LOADS: Final = ("connections", "requests", "stream", "datagrams")
 
 
 def metric(name: str) -> Metric:
-    """The metric of that name."""
+    """Returns the metric of that name."""
     return next(known for known in METRICS if known.name == name)
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What was asked for; a run that is taken up again must have the same.
+    """The settings of a run; one that is continued must have the same.
 
     Args:
         modes: the first one is compared with each of the others.
@@ -96,7 +96,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One measurement: what, in which mode, with how many services, in which round (from 0; of traffic: which turn)."""
+    """One measurement: its kind, mode, number of services, and round (from 0; for traffic: the turn)."""
 
     kind: Kind
     mode: str
@@ -105,14 +105,14 @@ class Step(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Its name in files."""
+        """The step's name in files."""
         return f"{self.kind}/{self.mode}/{self.size}/{self.round}"
 
 
 def steps(settings: Settings, works: tuple[str, ...]) -> Iterator[Step]:
-    """All steps in order, for the modes that work here; those of one size and round stand together.
+    """Yields all steps for the modes that work here, by size and round.
 
-    A round starts every mode anew, then gives each its traffic, as often as there are turns, then its changes.
+    A round restarts every mode, then measures traffic in each turn, then changes.
     """
     chosen = [mode for mode in settings.modes if mode in works]
     for size in settings.sizes:
@@ -123,7 +123,7 @@ def steps(settings: Settings, works: tuple[str, ...]) -> Iterator[Step]:
 
 
 def _parts(settings: Settings, number: int) -> Iterator[tuple[Kind, int]]:
-    """The kinds of steps in one round, each with the number that its steps get."""
+    """Yields the kinds of steps in one round, each with the number of its steps."""
     turns = range(number * settings.turns, (number + 1) * settings.turns)
     if settings.live:
         yield from (("live", turn) for turn in turns)
@@ -134,7 +134,7 @@ def _parts(settings: Settings, number: int) -> Iterator[tuple[Kind, int]]:
 
 
 def _turned(modes: list[str], number: int) -> list[str]:
-    """Each in turn is the first, and every second round goes backwards."""
+    """Rotates the modes, and reverses every second round."""
     if not modes:
         return []
     first = number // 2 % len(modes)
@@ -143,5 +143,5 @@ def _turned(modes: list[str], number: int) -> list[str]:
 
 
 def control_first(step: Step, load: str) -> bool:
-    """Whether the control takes its turn before the service; so in half of all cases, whatever the load."""
+    """Tells whether the control is measured before the service: in half of all cases, for each load."""
     return (step.round + LOADS.index(load)) % 2 == 0

@@ -1,7 +1,4 @@
-"""The plots of a report as places on logarithmic axes, in per cent of their width; the page draws them.
-
-So they have the page's fonts and colours, and fit any width.
-"""
+"""Places of a report's plots on logarithmic axes, in per cent of their width; the page draws them in any width."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _SLOWEST: Final = 0.001  # part of the requests that the axis of latencies leave
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """A value written below an axis, and where."""
+    """A value below an axis, and its place."""
 
     at: float
     text: str
@@ -42,20 +39,20 @@ class Axis(msgspec.Struct, frozen=True):
     high: float
 
     def place(self, value: float) -> float:
-        """In per cent; below 0 or above 100 if it is not on the axis."""
+        """Returns a place in per cent; below 0 or above 100 if it is not on the axis."""
         return round(100 * math.log(value / self.low) / math.log(self.high / self.low), 2) if value > 0 else -1.0
 
     def within(self, value: float) -> float:
-        """The same, at most at an end."""
+        """Returns the same, clamped to the axis."""
         return min(100.0, max(0.0, self.place(value)))
 
     def ticks(self, values: Sequence[float]) -> tuple[Tick, ...]:
-        """Those of the values that are on the axis."""
+        """Returns ticks for the values on the axis."""
         return tuple(Tick(self.place(value), f"{value:g}") for value in values if self.low <= value <= self.high)
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """One bin of a histogram: from where, how wide, how high (all in per cent), and its words."""
+    """One bin of a histogram: left edge, width, height (all in per cent), and its tooltip."""
 
     at: float
     width: float
@@ -67,17 +64,17 @@ class Mark(msgspec.Struct, frozen=True):
     """One mode's line of a plot.
 
     Args:
-        mode: whose colour it has.
+        mode: the mode, for its colour.
         label: its name.
-        tip: all values in words.
+        tip: all values as a tooltip.
         value: the median.
         interval: of the median.
-        at: where the median is.
-        off: at which end the median is not on the axis any more.
-        span: where the interval begins and ends.
-        points: where the single measurements are.
+        at: place of the median.
+        off: the end of the axis beyond which the median lies.
+        span: places of the interval's ends.
+        points: places of the single measurements.
         bars: a histogram.
-        guest: whether it was measured in a virtual machine.
+        guest: it was measured in a virtual machine.
     """
 
     mode: str
@@ -104,10 +101,10 @@ class Panel(msgspec.Struct, frozen=True):
     """Items above one axis.
 
     Args:
-        title: what they have in common.
+        title: their common title.
         hint: how to read the axis.
-        better: the side of 1 that is; "": there is none.
-        one: where 1 is, if that is a line.
+        better: the better side of 1; "": there is none.
+        one: the place of 1, if that is a line.
         ticks: of the axis.
         items: in order.
     """
@@ -124,7 +121,7 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 def forest(report: Report, size: int, *, joined: bool = False) -> list[Panel]:
-    """Every metric in times of the control, with one number of services; `joined`: with the guest's modes."""
+    """Plots every metric relative to the control, with one number of services; `joined` adds the guest's modes."""
     first, live = report.run.settings.modes[0], report.run.settings.live
     one = "one of its endpoints" if live else "no proxy"
     groups: tuple[tuple[str, str, bool, Literal["less", "more"]], ...] = (
@@ -150,7 +147,7 @@ def forest(report: Report, size: int, *, joined: bool = False) -> list[Panel]:
 
 
 def _rows(report: Report, metric: Metric, size: int, *, joined: bool) -> Iterator[tuple[Row, Run]]:
-    """Those with a value, each with the run that it is of."""
+    """Yields rows with a value, each with its run."""
     for mode in report.run.settings.modes:
         row = report.findings.row(metric.name, mode, size)
         if row is not None and row.value is not None:
@@ -166,7 +163,7 @@ def _rows(report: Report, metric: Metric, size: int, *, joined: bool) -> Iterato
 
 
 def _reach(rows: Sequence[Row]) -> float:
-    """How far the axis goes to both sides of 1."""
+    """Returns how far the axis reaches on both sides of 1."""
     known = [each for row in rows if (each := estimate(row.points))]
     far = max((max(each.high, 1 / each.low) for each in known if each.low > 0), default=1.0)
     return min(max(far, _NEAREST), _FARTHEST) * _RIM
@@ -209,7 +206,7 @@ def _times(ratio: float) -> str:
 
 
 def distributions(report: Report, size: int) -> list[Panel]:
-    """Of single requests and single changes, with one number of services."""
+    """Plots the distributions of requests and of changes, with one number of services."""
     return [panel for panel in (_latency(report, size), _changes(report, size)) if panel is not None]
 
 
@@ -240,12 +237,12 @@ def _sum(histograms: Iterator[Mapping[int, int]]) -> Counter[int]:
 
 
 def _edge(number: int) -> float:
-    """Where a bin begins, in milliseconds."""
+    """Returns the left edge of a bin in milliseconds."""
     return math.exp2(number / BINS) / 1000
 
 
 def _quantile(bins: Counter[int], share: float) -> float:
-    """Milliseconds; the middle of the bin in which it is."""
+    """Returns a quantile in milliseconds: the middle of its bin."""
     left = share * bins.total()
     for number in sorted(bins):
         left -= bins[number]
@@ -304,7 +301,7 @@ def _each(cells: Sequence[Cell], mode: str) -> list[float]:
 
 
 def _ticks(axis: Axis) -> tuple[Tick, ...]:
-    """1, 2, 5, 10, or more where the axis is short, or fewer."""
+    """Returns 1, 2, 5, 10 and so on, more of them on a short axis."""
     decades = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
     ratio = axis.high / axis.low
     wanted = (1,) if ratio > 1000 else (1, 2, 5) if ratio > 8 else (1, 1.5, 2, 3, 4, 5, 6, 8)

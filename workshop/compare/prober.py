@@ -1,4 +1,4 @@
-"""Asks a service again and again, with a new connection each time, until the wanted backend answers.
+"""Connects to a service again and again until the wanted backend answers.
 
     python prober.py ADDRESS PORT WANTED SECONDS
 
@@ -16,7 +16,7 @@ _REQUEST = b"GET / HTTP/1.1\r\nHost: compare\r\nConnection: close\r\n\r\n"
 
 
 def main() -> int:
-    """Exit code 1: not in time."""
+    """Returns 1 if it did not answer in time."""
     address, port, wanted = sys.argv[1], int(sys.argv[2]), f', {sys.argv[3]}], "received"'.encode()
     deadline = time.monotonic() + float(sys.argv[4])
     looking = False

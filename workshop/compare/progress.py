@@ -1,4 +1,4 @@
-"""Progress of a comparison on standard error: a bar in a terminal, else a line for each step."""
+"""Shows the progress of a comparison on standard error: a bar in a terminal, else a line for each step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Display(Protocol):
     """Shows progress."""
 
     def begins(self, step: Step) -> None:
-        """This step is next."""
+        """Shows the next step."""
 
     def ends(self, cell: Cell) -> None:
-        """It is over."""
+        """Counts a finished step."""
 
 
 class _Bar:
@@ -57,7 +57,7 @@ class _Lines:
 
 @contextlib.contextmanager
 def progress(total: int, done: int) -> Iterator[Display]:
-    """Shows how far `total` steps are, of which some are done already."""
+    """Shows the progress of `total` steps, some of which are done already."""
     if not sys.stderr.isatty():
         yield _Lines(total, done)
         return

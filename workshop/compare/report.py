@@ -1,4 +1,4 @@
-"""What a report is: measurements, what they come to, and three sentences for people who read nothing else."""
+"""A report: measurements, findings, and three sentences that sum them up."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _MANY: Final = 3  # more rows than these are counted, not listed
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What `-o json` prints.
+    """The document that `-o json` prints.
 
     Args:
         run: every measurement.
-        findings: what they come to.
+        findings: their results.
         summary: the sentences at the top.
-        guest: the same, measured in a virtual machine; only its ratios belong beside these.
+        guest: the same, measured in a virtual machine; only its ratios can be compared with these.
     """
 
     run: Run
@@ -41,7 +41,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def report(run: Run, guest: Run | None = None) -> Report:
-    """Of a run, finished or not, and of one in a virtual machine."""
+    """Makes the report of a run, finished or not, and of one in a virtual machine."""
     found = findings(run)
     other = report(guest) if guest is not None else None
     return Report(run, found, tuple(_summary(run, found, other)), other)
@@ -66,7 +66,7 @@ def _summary(run: Run, found: Findings, guest: Report | None) -> Iterator[str]:
 
 
 def _alone(run: Run, found: Findings) -> Iterator[str]:
-    """One mode beside its control."""
+    """Sums up one mode and its control."""
     mode, size, live = run.settings.modes[0], run.settings.sizes[-1], run.settings.live
     who = f"{live}, in mode {mode}," if live else f"With {size:,} services, {mode}"
     for names in (_CONNECTION, _REQUEST, _LATENCY):

@@ -1,4 +1,4 @@
-"""What was measured, as it is kept in files: one `Cell` for each step, and the `Run` that they belong to."""
+"""Measurements as kept in files: one `Cell` for each step, and their `Run`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BINS: Final = 16  # of a histogram, in an octave: bin n begins at 2 ** (n / BINS
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where it was measured.
+    """The machine of a run.
 
     Args:
         kernel: release.
@@ -23,7 +23,7 @@ class Machine(msgspec.Struct, frozen=True):
         processor: model.
         cpus: that this process may use.
         memory: in bytes.
-        virtual: what it runs in, as the machine says: kvm, qemu, ...; "" if nothing.
+        virtual: the hypervisor, as the machine reports it: kvm, qemu, ...; "" if none.
         emulated: the processor is software, so that times mean nothing.
         load: mean number of running processes in the minute before the start.
         tools: versions of the load generators.
@@ -41,7 +41,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class ModeState(msgspec.Struct, frozen=True):
-    """Whether a mode works here; `missing` says why not."""
+    """A mode and whether it works here; `missing` says why not."""
 
     mode: str
     works: bool
@@ -49,18 +49,18 @@ class ModeState(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """What one step found.
+    """The results of one step.
 
     Args:
-        step: which.
+        step: the step.
         took: seconds.
         values: by the metric's name, in its unit.
         controls: the same for the plain address of a pod.
-        latency: of requests on open connections: how many took so long, by the number of the bin.
+        latency: the number of requests on open connections by bin of their latency.
         control_latency: the same for the plain address.
         each: milliseconds of every single change.
-        missing: what could not be measured: why, by metric.
-        notes: messages about what was odd.
+        missing: by metric, why it could not be measured.
+        notes: messages about oddities.
     """
 
     step: Step
@@ -79,11 +79,11 @@ class Run(msgspec.Struct, frozen=True):
 
     Args:
         began: ISO 8601, UTC.
-        settings: what was asked for.
-        machine: where.
-        modes: all that were asked for, working or not.
-        cells: what is finished, in the order of time.
-        planned: how many steps there are in all.
+        settings: of the run.
+        machine: its machine.
+        modes: all requested modes, working or not.
+        cells: the finished steps in order of time.
+        planned: the number of all steps.
     """
 
     began: str
@@ -95,7 +95,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def complete(self) -> bool:
-        """Whether every step is done."""
+        """True if every step is done."""
         return len(self.cells) >= self.planned
 
     @property

@@ -1,4 +1,4 @@
-"""One mode at work: a lab of its own with servers and clients, and the agent on its node. Or no agent: the control."""
+"""A lab with servers, clients and an agent in one mode; without an agent, it is the control."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ http {{
 
 
 class Stand:
-    """A lab in which a mode is measured. `agent` is None in that of the control."""
+    """A lab in which a mode is measured. `agent` is None in the control's."""
 
     def __init__(self, lab: Lab, settings: Settings, mode: str | None, size: int) -> None:
         self.lab = lab
@@ -63,7 +63,7 @@ class Stand:
 
     @property
     def server(self) -> str:
-        """The address of the pod with the servers: what the control asks."""
+        """The address of the pod with the servers, which the control's clients use."""
         return self.lab[_SERVER].address4
 
     def _furnish(self, size: int) -> None:
@@ -74,7 +74,7 @@ class Stand:
         self._write(self._port)
 
     def _write(self, port: int) -> int:
-        """The manifest of the service that moves; CLOCK_MONOTONIC in nanoseconds just before readers see it."""
+        """Writes the moving service's manifest; returns CLOCK_MONOTONIC in ns just before readers see it."""
         draft = self.folder / ".moving.draft"
         draft.write_text(manifest(objects.moving(self.server, NODE_NAMES["node"], port)))
         now = time.monotonic_ns()
@@ -118,7 +118,7 @@ class Stand:
     # The agent
 
     def start(self) -> float:
-        """Start the agent anew, with nothing left of an earlier one; seconds until everything is programmed.
+        """Restarts the agent on a clean node, and returns the seconds until everything is programmed.
 
         Raises:
             LabError: it did not start; says why.
@@ -128,13 +128,13 @@ class Stand:
         return self.agent.timed_start(PATIENCE)
 
     def ready(self) -> None:
-        """Start the agent if none runs."""
+        """Starts the agent if none runs."""
         assert self.agent is not None
         if not self.agent.running():
             self.start()
 
     def end(self) -> None:
-        """End the agent and remove what it programmed.
+        """Ends the agent and removes what it programmed.
 
         Raises:
             LabError: something stayed.
@@ -150,7 +150,7 @@ class Stand:
             time.sleep(0.01)
 
     def memory(self) -> float:
-        """Resident memory of the agent and of the processes that it started, in MB (10^6 bytes)."""
+        """Returns the resident memory of the agent and its child processes, in MB (10^6 bytes)."""
         assert self.agent is not None
         assert self.agent.process is not None
         return sum(resident(pid).get("VmRSS", 0.0) for pid in _family(self.agent.process.pid))
@@ -158,7 +158,7 @@ class Stand:
     # Loads
 
     def load(self, name: str, address: str) -> Found:
-        """Have the client make one load; the address is a service's, or the server's own.
+        """Has the client make one load, to a service's address or the server's own.
 
         Raises:
             LoadFailed: nothing was measured.
@@ -168,16 +168,16 @@ class Stand:
         return measured(name, self.lab.command(_CLIENT, [*self.prefix, *command]), self.settings.seconds, self._used)
 
     def _used(self) -> float:
-        """Seconds of CPU that processes of this lab have used: clients, servers, the agent and its relay."""
+        """Returns the CPU seconds of this lab's processes: clients, servers, the agent and its relay."""
         fields = (self.lab.cgroup / "cpu.stat").read_text().split()
         return int(fields[fields.index("usage_usec") + 1]) / 1e6
 
     def service(self, load: str) -> str:
-        """The address of the service that this load goes to."""
+        """Returns the address of the service for this load."""
         return objects.HTTP if load in ("connections", "requests") else objects.STREAM
 
     def change(self) -> float:
-        """Give the moving service its other backend; milliseconds until the first connection reaches that.
+        """Moves the moving service; returns the milliseconds until a connection reaches its other backend.
 
         Raises:
             LoadFailed: no connection did.
@@ -197,7 +197,7 @@ class Stand:
         return (int(reached) - wrote) / 1e6
 
     def applied(self) -> float | None:
-        """Milliseconds of the last change from its arrival at the agent to the kernel; None: it does not say."""
+        """Returns the milliseconds of the last change from the agent's reading to the kernel; None: unknown."""
         assert self.agent is not None
         status = self.agent.status()
         last = status.change_seconds.last if status else None
@@ -207,14 +207,14 @@ class Stand:
 def measured(
     load: str, command: Sequence[str], seconds: int, used: Callable[[], float] | None = None, tries: int = 2
 ) -> Found:
-    """Run one load generator and read what it says; iperf3's server may need a moment after the last client.
+    """Runs a load generator and parses its output; iperf3's server may need a moment after the last client.
 
     Args:
-        load: which.
-        command: that makes it.
-        seconds: how long it lasts.
-        used: how many seconds of CPU client, server and proxy have had.
-        tries: how often.
+        load: the load.
+        command: its command.
+        seconds: its duration.
+        used: returns the CPU seconds of client, server and proxy so far.
+        tries: number of attempts.
 
     Raises:
         LoadFailed: nothing was measured.
@@ -240,14 +240,14 @@ def measured(
 
 
 def _clocks(ticks: int, used: Callable[[], float] | None) -> tuple[float, float]:
-    """Seconds that all processors worked, and those for client, server and proxy, with the kernel's interrupts."""
+    """Returns the CPU seconds of the machine, and those of client, server and proxy with the kernel's interrupts."""
     stat = Path("/proc/stat").read_text()
     return busy_seconds(stat, ticks), (used() + interrupt_seconds(stat, ticks)) if used else 0.0
 
 
 @contextlib.contextmanager
 def stand(number: int, settings: Settings, mode: str | None, size: int) -> Iterator[Stand]:
-    """A stand in a new lab; removed at the end, with what its agent programmed."""
+    """Makes a stand in a new lab, which is removed at the end with what its agent programmed."""
     lab = Lab(f"cmp{os.getpid()}x{number}", 2)
     lab.up()
     made = None

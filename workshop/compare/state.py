@@ -1,4 +1,4 @@
-"""The folder of a run: what is finished survives whatever ends the process, and the same command goes on with it.
+"""The folder of a run: finished steps survive the end of the process, and the same command continues.
 
 `run.json` has settings, machine and modes; `cells.jsonl` gets a line for each finished step.
 """
@@ -21,7 +21,7 @@ __all__ = ["State", "opened"]
 
 
 class State:
-    """A run's folder, held by this process; see `opened`."""
+    """A run's folder, locked by this process; see `opened`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,7 +29,7 @@ class State:
         self._cells = folder / "cells.jsonl"
 
     def load(self) -> Run | None:
-        """What is there; None: nothing. A last line that was cut off in the middle is dropped from the file.
+        """Returns the run in the folder; None: there is none. An incomplete last line is removed from the file.
 
         Raises:
             ConfigError: the folder has something else.
@@ -60,14 +60,14 @@ class State:
                 file.truncate(whole)
 
     def begin(self, run: Run) -> None:
-        """Forget what was there, and keep what this run is."""
+        """Replaces the folder's run by this one."""
         self._cells.unlink(missing_ok=True)
         draft = self._run.with_suffix(".draft")
         draft.write_bytes(msgspec.json.encode(msgspec.structs.replace(run, cells=())))
         draft.replace(self._run)
 
     def add(self, cell: Cell) -> None:
-        """A finished step; on the disk when this returns."""
+        """Appends a finished step, which is on the disk when this returns."""
         with self._cells.open("ab") as file:
             file.write(msgspec.json.encode(cell) + b"\n")
             file.flush()
@@ -76,7 +76,7 @@ class State:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[State]:
-    """The state in that folder, made if it is missing.
+    """Opens the state in that folder, which is made if it is missing.
 
     Raises:
         ConfigError: another process uses it, or it cannot be made.

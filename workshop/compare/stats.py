@@ -1,7 +1,7 @@
-"""Medians, how sure they are, and when a difference is one.
+"""Medians, their confidence intervals, and significant differences.
 
-Nothing is assumed of how measurements are distributed. The interval around a median is made of two of the
-measurements themselves: the true median lies between the k-th smallest and the k-th largest of n with probability
+Nothing is assumed about the distribution of measurements. The interval around a median consists of two of the
+measurements: the true median lies between the k-th smallest and the k-th largest of n with probability
 1 - 2 P(B < k), B binomial of n and 1/2 (the sign test turned around; David and Nagaraja, Order Statistics, 7.1). Six
 measurements are the fewest that reach 95 %; with fewer the whole range is given, with its probability.
 """
@@ -24,7 +24,7 @@ Verdict = Literal["ahead", "behind", "even", ""]
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A median and the interval that holds the true one with probability `sure` (0 to 1), of `count` measurements."""
+    """A median of `count` measurements, and the interval that holds the true one with probability `sure` (0 to 1)."""
 
     median: float
     low: float
@@ -33,20 +33,20 @@ class Estimate(msgspec.Struct, frozen=True):
     count: int
 
     def holds(self, value: float) -> bool:
-        """Whether the interval does not rule this value out."""
+        """Tells whether the interval holds this value."""
         return self.low <= value <= self.high
 
 
 def coverage(count: int, k: int) -> float:
-    """Probability that the median lies between the k-th smallest and the k-th largest of `count` measurements."""
+    """Returns the probability that the median lies between the k-th smallest and largest of `count` measurements."""
     below: int = sum(math.comb(count, i) for i in range(k))
     return max(0.0, 1 - below * math.ldexp(1.0, 1 - count))
 
 
 def estimate(values: Sequence[float], wanted: float = SURE) -> Estimate | None:
-    """The median with the narrowest interval of measurements that is as sure as `wanted`, else with the whole range.
+    """Returns the median with the narrowest interval of probability `wanted`, else with the whole range.
 
-    None when there is no measurement.
+    Without a measurement, returns None.
     """
     if not values:
         return None
@@ -58,15 +58,15 @@ def estimate(values: Sequence[float], wanted: float = SURE) -> Estimate | None:
 
 
 def ratios(values: Sequence[float | None], controls: Sequence[float | None]) -> list[float]:
-    """Each value in times of the control beside it; pairs that lack a side, or divide by 0, are skipped."""
+    """Returns each value relative to its control; pairs that lack a side, or divide by 0, are skipped."""
     return [v / c for v, c in zip(values, controls, strict=True) if v is not None and c]
 
 
 def judge(ratio: Estimate | None, better: Better) -> Verdict:
-    """What a ratio of two modes says of the first one: ahead, behind, or even: the interval does not rule out 1.
+    """Judges the first of two modes by their ratio: ahead, behind, or even, when the interval holds 1.
 
-    Empty where neither direction is better, or nothing was measured. With fewer than six pairs `Estimate.sure` says
-    how little an interval is worth; the verdict does not.
+    The verdict is empty where neither direction is better, or nothing was measured. It does not say how few pairs there
+    were; `Estimate.sure` does.
     """
     if ratio is None or better == "neither":
         return ""
@@ -76,9 +76,9 @@ def judge(ratio: Estimate | None, better: Better) -> Verdict:
 
 
 def spread(values: Sequence[float]) -> float:
-    """How far the middle half of the measurements reaches, as a part of their median: (Q3 - Q1) / median.
+    """Returns the spread of the middle half of the measurements: (Q3 - Q1) / median.
 
-    0 with fewer than two measurements, or a median of 0.
+    It is 0 with fewer than two measurements, or a median of 0.
     """
     middle = statistics.median(values) if values else 0.0
     if len(values) < 2 or not middle:

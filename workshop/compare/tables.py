@@ -1,4 +1,4 @@
-"""The tables of a report, as texts: the same for HTML, Markdown and the terminal."""
+"""The tables of a report as texts, for HTML, Markdown and the terminal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Text(msgspec.Struct, frozen=True):
 
     Args:
         value: the median; empty where times mean nothing, or nothing was measured.
-        interval: the value's, for people.
-        ratio: in times of the control.
-        lead: the first mode in times of this one.
+        interval: the value's interval.
+        ratio: relative to the control.
+        lead: the first mode relative to this one.
         verdict: of the first mode against this one.
         missing: why there is no value.
     """
@@ -55,7 +55,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def tables(run: Run, found: Findings) -> list[Table]:
-    """A table for each number of services; metrics without any measurement are skipped."""
+    """Yields a table for each number of services; metrics without any measurement are skipped."""
     made = []
     for size in run.settings.sizes:
         lines = [_line(run, found, metric, size) for metric in METRICS]
@@ -103,7 +103,7 @@ def _few(ratio: float) -> str:
 
 
 def place(run: Run) -> list[tuple[str, str]]:
-    """The machine and the settings: names and values."""
+    """Returns names and values of the machine and the settings."""
     m, s = run.machine, run.settings
     virtual = f", in {m.virtual}" if m.virtual else ""
     rows = [
@@ -120,7 +120,7 @@ def place(run: Run) -> list[tuple[str, str]]:
 
 
 def reasons(found: Findings) -> Iterator[str]:
-    """Why fields are empty, each reason once."""
+    """Yields the reasons for empty fields, each once."""
     seen: dict[str, None] = {}
     for row in found.rows:
         if row.missing:
@@ -129,7 +129,7 @@ def reasons(found: Findings) -> Iterator[str]:
 
 
 def method(run: Run) -> list[str]:
-    """How it was measured, a paragraph each."""
+    """Describes the method, in paragraphs."""
     s = run.settings
     paragraphs = [_LIVE if s.live else _CONTROL, _INTERVAL, _LEAD.format(first=s.modes[0]), _CPU]
     if s.one_cpu and not s.live:

@@ -1,4 +1,4 @@
-"""The real agent on a lab's node: a child process of its own, asked and ended like anybody else's."""
+"""Runs the real agent on a lab's node, as a child process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Agent:
 
     @functools.cached_property
     def socket(self) -> Path:
-        """Where it listens: the default of its network namespace, so that commands there need no flag."""
+        """The path of its socket: the default of its network namespace, so that commands there need no flag."""
         with self.lab.inside(self.place):
             return socket_path(ADMIN_SOCKET)
 
@@ -146,7 +146,7 @@ class Agent:
             raise LabError(f"cleaning up after mode {self.mode} failed: {cleaned.stderr.strip()}")
 
     def _refuse_the_machine_itself(self) -> None:
-        """Nothing is ever attached to the namespace or the cgroup of the machine that runs the lab."""
+        """Refuses to attach anything to the network namespace or the cgroup of the machine that runs the lab."""
         if namespace.is_current(self.lab[self.place].namespace):
             raise LabError("the node's namespace is the one that the lab was started in: no agent is started there")
         if self.lab.cgroup.resolve() == namespace.cgroup2_root().resolve():
@@ -167,17 +167,17 @@ class Agent:
             time.sleep(min(max(0.05, waited / 20), 0.5))  # each question takes the agent some time
 
     def status(self) -> AgentStatus | None:
-        """As `hybrid-proxy status -o json` prints it, asked at the same socket; None while nobody answers."""
+        """Returns the status, or None while the agent does not answer."""
         try:
             return ask(str(self.socket), GetStatus(), StatusAnswer).status
         except (ControllerError, OSError):
             return None
 
     def running_status(self) -> AgentStatus:
-        """The same, of an agent that must answer.
+        """Returns the status of an agent that must answer.
 
         Raises:
-            LabError: nobody answers; with the end of its log.
+            LabError: it does not; with the end of its log.
         """
         status = self.status()
         if status is None:
@@ -185,15 +185,15 @@ class Agent:
         return status
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Any other command of hybrid-proxy, on the node."""
+        """Runs a command of hybrid-proxy on the node."""
         return self.lab.run(self.place, [*_PROXY, *arguments], timeout=self.patience)
 
     def kill(self) -> None:
-        """Kill -9: it has no chance to tidy up."""
+        """Sends SIGKILL, so that it cannot clean up."""
         self._end(signal.SIGKILL)
 
     def terminate(self) -> int:
-        """SIGTERM, as a node's manager does it; returns its exit code."""
+        """Sends SIGTERM, and returns its exit code."""
         return self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> int:
@@ -205,20 +205,20 @@ class Agent:
             self.process = None
 
     def running(self) -> bool:
-        """Whether the process that `start` made is alive."""
+        """Tells whether the process that `start` made is alive."""
         return self.process is not None and self.process.poll() is None
 
     def cleanup(self) -> subprocess.CompletedProcess[str]:
-        """`hybrid-proxy cleanup` on the node: everything of the proxy goes."""
+        """Runs `hybrid-proxy cleanup` on the node."""
         return self.command("cleanup", "--cgroup", str(self.lab.cgroup))
 
     def tail(self, lines: int = 25) -> str:
-        """The end of its log."""
+        """Returns the end of its log."""
         return "\n".join(self.log.read_text().splitlines()[-lines:]) if self.log.exists() else "(no log)"
 
 
 def resident(pid: int) -> dict[str, float]:
-    """VmRSS, RssAnon, RssFile and RssShmem of a process in MB (10^6 bytes); empty once it has ended."""
+    """Returns VmRSS, RssAnon, RssFile and RssShmem of a process in MB (10^6 bytes); empty once it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -228,7 +228,7 @@ def resident(pid: int) -> dict[str, float]:
 
 
 def remove(lab: Lab, patience: float = 60.0) -> None:
-    """End what runs in a lab that stands, clean up after its agent (for so many seconds), take the lab down.
+    """Ends all processes of a lab, cleans up after its agent (within so many seconds), and removes the lab.
 
     Raises:
         LabError: the lab is gone, but `cleanup` failed before: pins of the agent may be left.
@@ -243,7 +243,7 @@ def remove(lab: Lab, patience: float = 60.0) -> None:
 
 
 def remove_forsaken(prefix: str) -> None:
-    """Remove the labs of processes that are gone, one process at a time.
+    """Removes the labs of processes that have ended, one process at a time.
 
     Args:
         prefix: with which their names begin; then comes the number of the process, and there may be an `x` and a count.

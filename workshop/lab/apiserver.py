@@ -1,4 +1,4 @@
-"""A Kubernetes API server for tests and benchmarks: the real wire protocol over TLS, and faults at will.
+"""A Kubernetes API server for tests and benchmarks: the real wire protocol over TLS, with faults on demand.
 
 It serves list and watch of the kinds a service proxy reads, with paging from a consistent snapshot,
 label and field selectors, a window of past changes (beyond it: 410), bookmarks and bearer tokens. It has
@@ -93,7 +93,7 @@ class Change(NamedTuple):
 
 
 class Faults:
-    """What goes wrong next, for one kind. Counters run down, switches stay."""
+    """The next faults of one kind. Counters run down, switches stay."""
 
     def __init__(self) -> None:
         self.clear()
@@ -150,7 +150,7 @@ def _holds(have: Mapping[str, str], key: str, operator: str, value: str) -> bool
 
 
 class Selection(NamedTuple):
-    """Which objects one request asks for."""
+    """The selection of objects that one request asks for."""
 
     namespace: str | None
     labels: Predicate
@@ -319,7 +319,7 @@ class ApiServer:
             self._bookmarked.clear()
 
     def objects(self, plural: str) -> dict[str, Json]:
-        """What is stored now, by key."""
+        """Returns the stored objects by key."""
         with self._lock:
             return {key: msgspec.json.decode(stored.raw) for key, stored in self._kinds[plural].objects.items()}
 
@@ -410,7 +410,7 @@ class ApiServer:
     # What goes wrong
 
     def faults(self, plural: str) -> Faults:
-        """What goes wrong with this kind; changes take effect at once."""
+        """Returns the faults of this kind; changes take effect at once."""
         return self._kinds[plural].faults
 
     def all_faults(self) -> Iterator[Faults]:
@@ -446,11 +446,11 @@ class ApiServer:
         return self._bookmarked.get(plural, 0)
 
     def set_token(self, token: str) -> None:
-        """From now on only this token is accepted; open streams live on, as with a real server."""
+        """Accepts only this token from now on; open streams go on, as with a real server."""
         self.token = token
 
     def streams(self, plural: str | None = None) -> int:
-        """How many watches are open."""
+        """The number of open watches."""
         return len(self._alive(plural))
 
     def _alive(self, plural: str | None) -> list[web.Request]:
@@ -687,7 +687,7 @@ class ApiServer:
         return found if isinstance(found, web.Response) else await self._send(kept, request, found)
 
     def _refused_beginning(self, query: Mapping[str, str]) -> str:
-        """As ValidateListOptions of k8s.io/apimachinery says it."""
+        """Validates as ValidateListOptions of k8s.io/apimachinery says it."""
         if not self.watch_list:
             return "sendInitialEvents: Forbidden: sendInitialEvents is forbidden for watch unless WatchList is enabled"
         if query.get("resourceVersionMatch") != "NotOlderThan":
@@ -863,7 +863,7 @@ class ApiServer:
     # The control endpoint
 
     def control_app(self) -> web.Application:
-        """What another process may ask for. All are POST with a JSON object, all answer one.
+        """Serves requests of other processes. All are POST with a JSON object, all answer one.
 
         `/control/endpoints` {"service": 7, "endpoints": [0, 1, 2]}: set them; answers the version and
         `written_ns`, CLOCK_MONOTONIC when the event went out to the first stream (null: to none within 2 s).

@@ -48,14 +48,14 @@ class _Failed(Exception):
 
 @dataclass
 class Summary:
-    """What was seen, for the end and for `-o json`."""
+    """The results, for the last lines and for `-o json`."""
 
     checks: list[tuple[bool, str]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
-        """Whether every step did what it said."""
+        """True if every step did what it said."""
         return bool(self.checks) and all(good for good, _ in self.checks)
 
 
@@ -364,7 +364,7 @@ class _Demo:
         rate: float,
         place: str = "",
     ) -> Tally:
-        """A load with an end, its spread growing before one's eyes."""
+        """Runs a load to its end, and draws its spread meanwhile."""
         tally, stop = Tally(), threading.Event()
         source = self.lab[place] if place else self.client
         client = self.background(kind, service, family, source, tally, stop, rate=rate, count=count)
@@ -391,7 +391,7 @@ class _Demo:
         rate: float,
         count: int | None = None,
     ) -> threading.Thread:
-        """A load that runs beside."""
+        """Runs a load in the background."""
         thread = threading.Thread(
             target=load,
             args=(kind, (family, _target(self.addresses[service][family]))),

@@ -17,7 +17,7 @@ __all__ = ["copy", "node_manifest", "ports", "scale", "serve"]
 
 
 def _folder() -> Path:
-    """In the source tree, or beside this file where it is installed."""
+    """Finds the folder in the source tree, or next to this file where it is installed."""
     here = Path(__file__).resolve().parent
     for folder in (here.parents[1] / "examples", here / "manifests"):
         if (folder / "web.yaml").exists():
@@ -52,7 +52,7 @@ def copy(lab: Lab) -> Path:
 
 
 def ports(manifests: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the pods must listen: the TCP and the UDP ports that the slices name."""
+    """Returns the TCP and the UDP ports of the slices, at which pods must listen."""
     found: dict[str, set[int]] = {"TCP": set(), "UDP": set()}
     for path in manifests.glob("*.yaml"):
         for item in _items(path):

@@ -1,4 +1,4 @@
-"""What makes an end of a veth like a network card for the XDP program at the other end."""
+"""Makes one end of a veth behave like a network card for the XDP program at the other end."""
 
 from __future__ import annotations
 

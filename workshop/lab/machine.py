@@ -1,4 +1,4 @@
-"""What a measurement depends on: the processor, and what the kernel does about its weaknesses."""
+"""Describes what a measurement depends on: the processor, and the mitigations of its weaknesses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _WEAKNESSES: Final = Path("/sys/devices/system/cpu/vulnerabilities")
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Its name, as the kernel has it."""
+    """Returns the processor's name, as the kernel has it."""
     found = re.search(r"^(?:model name|Processor|cpu model)\s*:\s*(.+)$", _text(cpuinfo), re.MULTILINE)
     return found[1].strip() if found else platform.machine()
 
 
 def mitigations(folder: Path = _WEAKNESSES) -> dict[str, str]:
-    """Weakness -> what the kernel does about it, of those that the processor has.
+    """Returns, by weakness of the processor, what the kernel does about it.
 
     Each return, indirect call and tail call of a program can cost more where some of these are active.
     """

@@ -1,4 +1,4 @@
-"""Be in another network namespace for a moment, and start processes in one.
+"""Enters other network namespaces, and starts processes in them.
 
 `ip netns exec` is not used: it mounts a fresh /sys, which hides the cgroup and BPF file systems from the
 process. A namespace belongs to a thread, so `inside` changes the calling thread alone; sockets opened
@@ -28,7 +28,7 @@ _JOIN: Final = 'echo $$ > "$1/cgroup.procs" && shift && net="$1" && shift && exe
 
 
 def is_current(path: Path) -> bool:
-    """Whether the namespace bound at `path` is the one that the calling thread is in; one that is gone is not."""
+    """Tells whether the calling thread is in the namespace bound at `path`; never in one that is gone."""
     try:
         return path.samefile("/proc/thread-self/ns/net")
     except FileNotFoundError:  # its lab is being removed
@@ -43,7 +43,7 @@ def command(namespace: Path, cgroup: Path | None, argv: Sequence[str]) -> list[s
 
 
 def cgroup2_root(mountinfo: str | None = None) -> Path:
-    """Where cgroup v2 is mounted, from the text of /proc/self/mountinfo (proc(5)).
+    """Returns the mount point of cgroup v2, from the text of /proc/self/mountinfo (proc(5)).
 
     Raises:
         FileNotFoundError: it is not mounted.

@@ -220,7 +220,7 @@ class Lab:
                 pids.update(int(pid) for pid in (folder / "cgroup.procs").read_text().split())
         return pids - {0, os.getpid()}
 
-    # Pods that come and go
+    # Pods that are added and removed
 
     def add_pod(self, name: str | None = None) -> Place:
         """A new pod on a lab that stands: `pod5`, `plain2` or `remote3`; by default the next free `podN`."""
@@ -234,7 +234,7 @@ class Lab:
         return self._add(name)
 
     def remove_pod(self, name: str) -> None:
-        """Its interface vanishes with its addresses, as when a pod is deleted; sockets in it go silent."""
+        """Deletes a pod's interface with its addresses, as when a pod is deleted; sockets in it go silent."""
         self._unplug(self.places[name])
         place = self.places.pop(name)
         if name in self._netlink:
@@ -242,7 +242,7 @@ class Lab:
         netns.remove(place.namespace.name)
 
     def renew_interface(self, name: str) -> None:
-        """The pod gets another interface with the same addresses, as when its sandbox is made anew."""
+        """The pod gets another interface with the same addresses, as when its sandbox is recreated."""
         self._unplug(self.places[name])
         self._plug(self.places[name])
 

@@ -1,4 +1,4 @@
-"""Folders for pins on the BPF file system, for what opens maps without an agent: tests and benchmarks."""
+"""Makes folders for pins on the BPF file system, for tests and benchmarks that open maps without an agent."""
 
 from __future__ import annotations
 

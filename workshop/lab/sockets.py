@@ -1,6 +1,6 @@
 """Sockets that belong to a place of the lab, used from another process.
 
-A socket's network namespace and cgroup are those of the process that opened it, for ever. So a small
+A socket's network namespace and cgroup are those of the process that opened it, forever. So a small
 helper process sits in the cgroup, opens what it is asked for and hands the descriptor over (SCM_RIGHTS):
 a test then connects, sends and reads with ordinary sockets, and the kernel treats them as the node's or
 a pod's own. No traffic passes the helper.

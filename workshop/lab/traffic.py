@@ -1,4 +1,4 @@
-"""Real traffic: servers that say who they are and whom they see, and clients that count what they get.
+"""Makes real traffic: servers that answer with their name and their peer, and clients that count answers.
 
 Inside a namespace:
 
@@ -62,7 +62,7 @@ _LIMIT: Final = 64 * 1024 * 1024  # bytes that a server sends or takes in one re
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server said."""
+    """A server's answer."""
 
     pod: str
     peer: Address  # the client, as the server sees it
@@ -168,7 +168,7 @@ def _reply(data: bytes) -> Reply:
 
 @dataclass
 class Tally:
-    """What clients saw, counted. Several threads may add to it."""
+    """Counts of what clients got. Several threads may add to it."""
 
     answered: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -204,7 +204,7 @@ class Tally:
         return self.failures.total()
 
     def report(self) -> dict[str, Any]:
-        """As printed: plain values, times in milliseconds."""
+        """Returns the counts as plain values, times in milliseconds."""
         with self.lock:
             times = sorted(self.connects)
             return {

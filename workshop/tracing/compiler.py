@@ -40,7 +40,7 @@ _LOAD_64, _MAP_FD = 0x18, 1
 
 
 class MapSpec(msgspec.Struct, frozen=True):
-    """How to make a map: its BPF_MAP_TYPE_, sizes in bytes, and the number of entries."""
+    """The BPF_MAP_TYPE_ of a map, its sizes in bytes, and its number of entries."""
 
     kind: int
     key_size: int

@@ -1,4 +1,4 @@
-"""What was measured, for people (tables) or as JSON. Writes to standard output alone."""
+"""Prints a measurement, as tables or as JSON, to standard output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WRAPPED: Final = frozenset({"reason"})
 
 
 def show(answer: Row, output: str) -> None:
-    """Print one answer of `workshop.tracing.show`, as `-o` asks."""
+    """Prints one answer of `workshop.tracing.show` in the format of `-o`."""
     if output in ("json", "yaml"):
         print_value(output, answer)
         return
@@ -30,7 +30,7 @@ def show(answer: Row, output: str) -> None:
 
 
 def lines(answer: Row, on: Screen) -> Iterator[str]:
-    """The answer as text, not wider than the screen."""
+    """Yields the lines of an answer, not wider than the screen."""
     made = {"latency": _latency, "drops": _drops, "retransmits": _retransmits, "follow": _follow}
     yield from made[answer["view"]](answer, on)
     for point, reason in answer["missing"].items():

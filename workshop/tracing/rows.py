@@ -1,4 +1,4 @@
-"""From what the programs counted to rows: histograms, answers, losses, one flow's packets in order. Nothing is read."""
+"""PURE. Turns what the programs counted into rows: histograms, answers, losses, one flow's packets in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_SOCKET: Final = 255
 
 
 def bounds(slot: int) -> tuple[int, int]:
-    """The nanoseconds of a slot, from and to (without): quarters of each power of two."""
+    """Returns the nanoseconds of a slot, from and to (exclusive): quarters of each power of two."""
     if slot < 4:
         return slot, slot + 1
     octave, quarter = divmod(slot, 4)
@@ -40,7 +40,7 @@ def bounds(slot: int) -> tuple[int, int]:
 
 
 def quantile(histogram: Histogram, part: float) -> int:
-    """Nanoseconds that this part of all does not exceed, as the upper bound of its slot; 0 of nothing."""
+    """Returns the nanoseconds that this share does not exceed, as the upper bound of its slot; 0 without any."""
     left = part * sum(histogram.values())
     for slot in sorted(histogram):
         left -= histogram[slot]
@@ -69,7 +69,7 @@ def answer_rows(
     sums: Mapping[tuple[int, int, bytes, int, int], tuple[int, int]],
     names: Sequence[str],
 ) -> list[Row]:
-    """From SYN to its answer, for each service and backend, and what was not answered, for each service.
+    """Returns, for each service, its connections and their outcome, and for each backend the times until it answered.
 
     Args:
         counts: (service, what, address, port, protocol, slot) -> how many.
@@ -126,7 +126,7 @@ class Event(NamedTuple):
 
 
 def ours(events: Iterable[Event], home: int) -> list[list[Event]]:
-    """The ways of single packets that touch this node's namespace, in the order of their beginnings.
+    """Returns the events of each packet that passed this network namespace, in the order of their first events.
 
     Another node of the same machine (a lab) may carry the same addresses; its packets never come by here.
     """
@@ -142,12 +142,12 @@ def ours(events: Iterable[Event], home: int) -> list[list[Event]]:
 
 
 def _another(last: Event, event: Event) -> bool:
-    """Whether the same sk_buff is another packet by now."""
+    """Tells whether the same sk_buff has another packet by now."""
     return last.point in (SOCKET, DROP) or (last.protocol, last.sequence) != (event.protocol, event.sequence)
 
 
 def one_flow(ways: Sequence[list[Event]]) -> list[list[Event]]:
-    """The packets of the flow that came first, both directions, whatever its addresses became."""
+    """Returns the packets of the first flow in both directions, across all translations."""
     ends: set[frozenset[str]] = set()
     flow = []
     for way in ways:
@@ -159,13 +159,13 @@ def one_flow(ways: Sequence[list[Event]]) -> list[list[Event]]:
 
 
 def is_closed(flow: Iterable[Sequence[Event]]) -> bool:
-    """Whether both sides of a TCP connection have ended it, or one has reset it."""
+    """Tells whether both sides of a TCP connection have ended it, or one has reset it."""
     ended = {way[0].way for way in flow if way[0].protocol == 6 and way[0].flags & 1}
     return len(ended) == 2 or any(way[0].protocol == 6 and way[0].flags & 4 for way in flow)
 
 
 def repeat_rows(counted: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[Row]:
-    """Repeated segments, the most first: of clients (request) and of backends (reply) on this machine."""
+    """Returns the segments that clients and backends on this machine retransmitted, the most first."""
     found = [
         {
             "service": names[row["service"]],
@@ -185,7 +185,7 @@ def flow_rows(
     why: Mapping[int, str],
     place: Mapping[int, str],
 ) -> list[Row]:
-    """The points of one flow's packets: `us` since its first point, `step_us` since the packet's point before.
+    """Returns the points of one flow's packets: `us` since the first one, `step_us` since the packet's previous one.
 
     Args:
         flow: as of `one_flow`.

@@ -40,7 +40,7 @@ Backend = tuple[int, int, bytes, int, int]
 
 
 class Plan(NamedTuple):
-    """What is measured: the view, the network namespace, and the clients (16 bytes, IPv4-mapped; None: all)."""
+    """The measurement: its view, the network namespace, and the client (16 bytes, IPv4-mapped; None: all)."""
 
     view: View
     home: int
@@ -122,7 +122,7 @@ class Session:
 
     @property
     def event_count(self) -> int:
-        """How many events there are."""
+        """The number of events so far."""
         return len(self._records)
 
     def poll(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Which addresses count and whose they are: from what is programmed to the keys of a map, and back to names."""
+"""PURE. Maps the addresses of programmed services to keys of the programs' maps, and back to names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Places that count and the index of their name; backends with those of the services that use them."""
+    """The measured places and backends, each with the index of its service's name."""
 
     names: tuple[str, ...]
     places: Mapping[Place, int]
@@ -35,18 +35,18 @@ class Targets(NamedTuple):
 
 
 def mapped(text: str) -> bytes:
-    """16 bytes of an address; IPv4 as an IPv4-mapped one."""
+    """Returns the 16 bytes of an address; IPv4 as an IPv4-mapped one."""
     address = ip_address(text)
     return _V4 + address.packed if isinstance(address, IPv4Address) else address.packed
 
 
 def unmapped(address: bytes) -> str:
-    """The text of 16 bytes."""
+    """Returns the text of an address of 16 bytes."""
     return str(IPv4Address(address[12:]) if address.startswith(_V4) else IPv6Address(address))
 
 
 def place_text(address: bytes, port: int) -> str:
-    """`10.0.0.1:80`, `[fd00::1]:80`; without a port the address alone."""
+    """Returns `10.0.0.1:80` or `[fd00::1]:80`; without a port, the address alone."""
     text = unmapped(address)
     return socket_text(text, port) if port else text
 
@@ -64,7 +64,7 @@ def of_services(
     service: str | None = None,
     to: Place | None = None,
 ) -> Targets:
-    """What counts: all services, one of them, or one destination.
+    """Selects all services, one of them, or one destination.
 
     Args:
         services: rows of `hybrid-proxy services`.

@@ -27,7 +27,7 @@ RECEIVE, SOCKET, TRANSMIT, DROP = 1, 2, 3, 4
 
 
 class View(Enum):
-    """What is measured; the value is defined in the text."""
+    """Names the views; the value is defined in the text."""
 
     LATENCY = "LATENCY"
     DROPS = "DROPS"

@@ -97,5 +97,5 @@ class Chooser:
 
     @property
     def remembered(self) -> int:
-        """How many clients have affinity."""
+        """The number of clients that have affinity."""
         return len(self._sticky)

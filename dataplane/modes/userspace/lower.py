@@ -22,7 +22,7 @@ from hybrid_proxy.dataplane.table import (
 
 
 class Redirect(NamedTuple):
-    """Where clients of one side reach a frontend: a proxy port (index into `Row.ports`), or a verdict.
+    """Leads clients of one side from a frontend to a proxy port (index into `Row.ports`), or to a verdict.
 
     `address` is None for node ports, which are served at every node-port address.
     """

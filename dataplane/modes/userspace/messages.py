@@ -32,7 +32,7 @@ Pair = tuple[str, int]  # address and port of a backend or a client
 
 
 class Keep(IntEnum):
-    """Which clients' source addresses a backend sees. The node's own clients always have the node's address."""
+    """Says which clients' source addresses backends see. The node's own clients always have the node's address."""
 
     NEVER = 0
     ALWAYS = 1
@@ -66,7 +66,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Network(msgspec.Struct, frozen=True):
-    """What the relay knows of the node: where to listen, by family (4, 6), and the addresses of the node and of pods.
+    """Facts about the node: where to listen, by family (4, 6), and the addresses of the node and of pods.
 
     Hosts in one of the networks `bridged` reach each other without the node's routing.
     """

@@ -45,7 +45,7 @@ from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 
-ROUTES_SECONDS: Final = 0.25  # from a change of routing rules to the check of ours: they may change often
+ROUTES_SECONDS: Final = 0.25  # from a change of routing rules to the check of our own: they may change often
 
 TABLES: Final = tuple(f"{family.name} {TABLE}" for family in FAMILIES.values())
 TRIAL: Final = f"{TABLE}-trial"
