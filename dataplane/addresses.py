@@ -6,7 +6,7 @@ import reprlib
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from typing import Final
 
-_REPR: Final = reprlib.Repr()  # looks at a few items of a list, however long it is
+_REPR: Final = reprlib.Repr()  # shows a few items of a list, however long it is
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 100
 
 

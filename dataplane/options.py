@@ -71,7 +71,7 @@ class FailoverOptions(Section, frozen=True):
 
 
 class ProbeOptions(Section, frozen=True):
-    """Of backends of services with annotation hybrid-proxy.io/probe (mode ebpf)."""
+    """Probes of backends of services with annotation hybrid-proxy.io/probe (mode ebpf)."""
 
     interval: Annotated[float, _ebpf(
         "Time between two health probes of a backend, of services with the annotation hybrid-proxy.io/probe; at "
@@ -113,7 +113,7 @@ class Limits(Section, frozen=True):
 
 
 class EbpfOptions(Section, frozen=True):
-    """Of mode ebpf."""
+    """Settings of mode ebpf."""
 
     pod_interfaces: Annotated[tuple[str, ...], _ebpf(
         "Pod interfaces, such as `veth*,cali*` (default: found by their kind)", PATTERNS, "pod-interfaces"
@@ -174,7 +174,7 @@ class EbpfOptions(Section, frozen=True):
 
 
 class NftablesOptions(Section, frozen=True):
-    """Of mode nftables."""
+    """Settings of mode nftables."""
 
     offload_packets: Annotated[int, of_nftables(
         "Let a flowtable forward TCP connections to services from this many packets on (20 is a good number): they "
@@ -184,7 +184,7 @@ class NftablesOptions(Section, frozen=True):
 
 
 class IpvsOptions(Section, frozen=True):
-    """Of mode ipvs."""
+    """Settings of mode ipvs."""
 
     scheduler: Annotated[str, of_ipvs(
         f"The scheduler of services without an algorithm of their own: one of {', '.join(SCHEDULERS)}; empty: rr",
@@ -223,7 +223,7 @@ class FlowTimeouts(msgspec.Struct, frozen=True):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What a mode is opened with: its settings, and what the agent knows that is no part of the table.
+    """A mode's settings, and what the agent knows that is no part of the table.
 
     Attributes:
         default_flows: entries of the tables of flows, where the setting leaves that to the node's memory.

@@ -1,4 +1,4 @@
-"""PURE. What defines a setting: its description, its flag, how its value is written, and what a change of it does.
+"""PURE. The definition of a setting: its description, its flag, how its value is written, and what a change of it does.
 
 `dataplane.options` defines the settings of modes with it, `controller.settings.documents` all others. A value is parsed
 once: a file gives what YAML gives (`Form.raw`, which msgspec checks), and the command line's text is turned into the
@@ -49,7 +49,7 @@ class Form(NamedTuple):
     repeats: bool = False
 
     def mismatch(self) -> str:
-        """What is wrong with a value of another type."""
+        """Returns what is wrong with a value of another type."""
         return f"is not {_NAMES.get(self.raw, 'a list of objects with filePattern and verbosity')}"
 
 
@@ -72,7 +72,7 @@ MORE: Final = Group("more of kube-proxy's flags, for its manifests")
 
 
 class Setting(NamedTuple):
-    """The definition of a setting, beside its type and its default.
+    """The definition of a setting, in addition to its type and its default.
 
     Attributes:
         text: the description.
@@ -82,7 +82,7 @@ class Setting(NamedTuple):
         group: the section of `--help`.
         help: the flag's description, where it is not `text`.
         unused: why a value has no effect; empty: it has one.
-        harmless: values beside the default that need no warning although the setting is `unused`.
+        harmless: values other than the default that need no warning although the setting is `unused`.
         zero: an empty value or 0 in a document stands for the default, as kube-proxy's defaulting has it.
         inverted: the flag turns off what the field turns on.
         mode: the mode that alone has this setting. In other modes an invalid value is only a warning.
