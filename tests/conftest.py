@@ -1,11 +1,18 @@
 """For all tests: those that need another kernel find one; options must be known before folders are read."""
 
+import os
+from collections.abc import Generator
+
 import pytest
 from hypothesis import settings
 from properties import examples
+from units import is_quick
+from waiting import slowness
 
 settings.register_profile("beside-others", deadline=None, max_examples=examples(100))  # others use the processors, too
 settings.load_profile("beside-others")
+# Of one test, for pytest-timeout; what waits here has bounds of its own (tests/waiting.py).
+os.environ.setdefault("PYTEST_TIMEOUT", f"{300 * slowness():.0f}")
 
 pytest_plugins = ["vm.plugin", "skips", "workers"]
 
@@ -22,3 +29,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """`make test-long` tries all examples of the tests that hypothesis runs."""
     if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
         item.add_marker("property")
+
+
+WARM = ("tests/conformance/", "tests/controller/", "tests/modes/")  # folders with tests that start agents
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    """Agents and commands are forked from a process that has imported them, unless the test is marked `cold`."""
+    if not item.nodeid.startswith(WARM) or is_quick(item.nodeid.partition("::")[0]) or item.get_closest_marker("cold"):
+        return (yield)
+    from nursery import warm  # imports labs
+
+    with warm():
+        return (yield)

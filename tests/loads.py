@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from hybrid_proxy.workshop.lab.traffic import Tally
+from tests.waiting import bound
 
 __all__ = ["goes_on"]
 
@@ -19,7 +19,7 @@ def goes_on(tallies: Mapping[str, Tally] | Iterable[Tally], answers: int = 10, s
     """
     waiting = list(tallies.values() if isinstance(tallies, Mapping) else tallies)
     goals = [tally.answered + answers for tally in waiting]
-    deadline = time.monotonic() + seconds * DEADLINES
+    deadline = time.monotonic() + bound(seconds)
     while any(tally.answered < goal for tally, goal in zip(waiting, goals, strict=True)):
         assert time.monotonic() < deadline, [tally.report() for tally in waiting]
         time.sleep(0.01)

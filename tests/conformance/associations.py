@@ -8,6 +8,8 @@ import struct
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from tests.waiting import slowness
+
 from .kit import PATIENCE, V4, Bench, Service
 from .test_rows import crc32c
 
@@ -22,7 +24,7 @@ def associate(bench: Bench, stack: ExitStack, service: Service, family: int) -> 
     port = next(PORTS)
     client, backend = (stack.enter_context(bench.lab.socket(place, family, *RAW)) for place in ("pod1", "pod3"))
     for one in (client, backend):
-        one.settimeout(0.5 * PATIENCE)
+        one.settimeout(0.5 * PATIENCE * slowness())
     vip, own = service.address(family), bench.lab["pod1"].address(family)
 
     def send(kind: int, answer: int) -> None:

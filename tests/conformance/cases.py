@@ -8,7 +8,7 @@ cannot do otherwise, `by_mode` says so, with the reason.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from .probes import REFUSED, SILENT, To, Want
@@ -41,6 +41,7 @@ class Case:
     by_mode: Mapping[str, tuple[Want, str]] = field(default_factory=dict)
     only4: bool = False
     only6: bool = False
+    section: str = ""  # of the tables
 
     @property
     def name(self) -> str:
@@ -72,13 +73,9 @@ def _each(row: str, text: str, places: tuple[str, ...], service: str, kinds: tup
 
 
 def _cases() -> Iterator[Case]:
-    yield from _balancing()
-    yield from _masquerade()
-    yield from _policies()
-    yield from _endpoints()
-    yield from _source_ranges()
-    yield from _addresses()
-    yield from _bound()
+    for section in (_balancing, _masquerade, _policies, _endpoints, _source_ranges, _addresses, _bound):
+        name = section.__name__.strip("_").replace("_", "-")
+        yield from (replace(case, section=name) for case in section())
 
 
 def _balancing() -> Iterator[Case]:

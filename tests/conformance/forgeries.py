@@ -188,9 +188,11 @@ class Case:
 
     @property
     def group(self) -> str:
-        """As in test ids: what one test is about, whatever the way, the flow and the form."""
-        words = [self.origin, f"v{self.family}", self.protocol, self.part, "malformed" if self.form else self.source]
-        return "-".join([word for word in words if word] + ["core"] * self.is_core)
+        """As in test ids: what one test is about. Its failures name their cases."""
+        subject = (
+            "malformed" if self.form else "new" if self.part == "new" else "error" if self.part in ERRORS else "flow"
+        )
+        return "-".join([self.origin, f"v{self.family}", subject] + ["core"] * self.is_core)
 
     @property
     def sender(self) -> str:
@@ -404,12 +406,7 @@ class Ending:
 
     @property
     def name(self) -> str:
-        return f"{self.group}-{self.kind}"
-
-    @property
-    def group(self) -> str:
-        """As in test ids: whatever the segments."""
-        return f"{self.origin}-v{self.family}-{self.part}-{self.flow}"
+        return f"{self.origin}-v{self.family}-{self.part}-{self.flow}-{self.kind}"
 
     def sender(self, backend: str) -> str:
         """Whose interface it leaves, where that pod is the backend."""

@@ -23,6 +23,7 @@ from hybrid_proxy.workshop.lab.examples import node_manifest  # noqa: F401 - for
 from hybrid_proxy.workshop.lab.namespace import DEADLINES, PATIENCE
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab, Place
 from hybrid_proxy.workshop.lab.traffic import Reply, Stream, Tally, ask_tcp, ask_udp
+from tests.waiting import bound, slowness
 
 HTTP, UDP = 8080, 5353  # where the servers of all pods listen
 SECOND_HTTP = 8081
@@ -210,7 +211,7 @@ class Bench:
     def socket(self, place: str, family: int, kind: int, port: int = 0, timeout: float = 2.0) -> socket.socket:
         """A socket of that place, bound to its address and a source port if one is given."""
         made = self.lab.socket(place, family, kind)
-        made.settimeout(timeout * PATIENCE)
+        made.settimeout(timeout * PATIENCE * slowness())
         if port:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind((self.lab[place].address(family), port))
@@ -313,9 +314,9 @@ def eventually(check: Callable[[], Any], timeout: float, explain: Callable[[], s
         except OSError:
             pass
         waited = time.monotonic() - began
-        if waited > max(timeout, 10) * DEADLINES:
+        if waited > bound(max(timeout, 10)):
             raise AssertionError(explain if isinstance(explain, str) else explain())
-        time.sleep(min(max(0.02, waited / 20), 0.1))  # what is long in coming may come a little later
+        time.sleep(min(max(0.01, waited / 20), 0.1))  # what is long in coming may come a little later
 
 
 def refused(bench: Bench, place: str, service: Service, family: int) -> bool:

@@ -15,7 +15,7 @@ __all__ = ["Matrix"]
 # From good to bad; of several runs of one case (families, places) the worst is shown.
 MARKS: Final = {"passed": "yes", "xfailed": "not yet", "skipped": "skipped", "failed": "**no**"}
 _WORST: Final = list(MARKS.values())
-PROPERTY: Final = "row"  # of a report
+PROPERTY: Final = "row"  # of a report: (number, words, mode) and, where its test has several rows, the outcome of one
 
 
 class Matrix(Grid):
@@ -31,13 +31,14 @@ class Matrix(Grid):
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome of a test, and of a set-up that failed."""
-        about = dict(report.user_properties).get(PROPERTY)
-        if about is None or (report.when != "call" and report.passed):
+        if report.when != "call" and report.passed:
             return
-        *key, mode = map(str, about)
-        mark = MARKS["xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome]
-        cells = self.rows.setdefault(tuple(key), {})
-        cells[mode] = max(mark, cells.get(mode, mark), key=_WORST.index)
+        outcome = "xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
+        for name, about in report.user_properties:
+            if name == PROPERTY:
+                number, words, mode, *own = map(str, about)
+                mark, cells = MARKS[own[0] if own else outcome], self.rows.setdefault((number, words), {})
+                cells[mode] = max(mark, cells.get(mode, mark), key=_WORST.index)
 
     @classmethod
     def render(cls, rows: Rows) -> str:

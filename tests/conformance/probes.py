@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, ask_udp
+from tests.waiting import slowness
 
 from .kit import PATIENCE, V4, V6, Bench
 
@@ -114,7 +115,7 @@ def _volley(bench: Bench, probes: Sequence[Probe], wait: float) -> list[Reply | 
             else:
                 waiting.register(client, select.POLLOUT)
         by_descriptor = {client.fileno(): number for number, client in enumerate(clients)}
-        deadline = time.monotonic() + wait * PATIENCE
+        deadline = time.monotonic() + wait * PATIENCE * slowness()
         left = 1.0
         while len(results) < len(probes) and left > 0:
             left = deadline - time.monotonic()  # at its end once more: who waited for others to be asked was not silent

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.controller.live.test_switching import new_connections
 from tests.loads import goes_on
+from tests.switching import new_connections
 
 from .kit import V4, V6, Bench, Service, eventually
 

@@ -1,7 +1,7 @@
 """From each mode to each other one: flows of every kind go on as docs/switching.md says, which these tests write.
 
-The former mode goes when the last of its flows is over. New connections meanwhile, and a bound to that time, are in
-tests/controller/live/test_switching.py. From a mode to itself is a restart: test_lifecycle.py.
+The former mode goes when the last of its flows is over, or when its time to drain is, and nothing is left of it. From a
+mode to itself is a restart: test_lifecycle.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hybrid_proxy.controller.agent.modes import DRAIN_SECONDS
 from hybrid_proxy.dataplane.modes.userspace.streams import DIAL_SECONDS
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.traffic import meanwhile
+from tests.switching import left_of
 
 from .conftest import MODES, STRICT, bench_of, new_lab, route_services
 from .kit import PATIENCE, Bench, Service, eventually, forget_connections, ruleset
@@ -177,6 +178,8 @@ def all_go_on(switch: Switch, flows: Flows) -> None:
         20,
         lambda: f"open: {switch.after.command('flows', '-o', 'json').stdout}",
     )
+    status = switch.after.running_status()
+    assert (status.mode.effective, status.other_proxies) == (switch.after.mode, [])
 
 
 @pytest.mark.parametrize(("mode", "former"), params(), indirect=["mode"], scope="session")
@@ -198,9 +201,11 @@ def test_what_is_open_for_a_minute_goes_on(node: Node, mode: str, former: str) -
 
 @pytest.mark.parametrize(("former", "mode"), CONTROL)
 def test_without_draining_it_ends(node: Node, former: str, mode: str) -> None:
-    """A connection whose SYN comes again, and what gets the same backend by chance, may go on."""
-    with flows_over_a_switch(node, former, mode, flags=("--drain-timeout=1ms",)) as (_, flows):
+    """A connection whose SYN comes again, and what gets the same backend by chance, may go on. No new one fails."""
+    with flows_over_a_switch(node, former, mode, flags=("--drain-timeout=1ms",)) as (switch, flows):
         assert {kind for kind, some in flows.items() if any(ends(flow) for flow in some)} >= LOST
+        assert [switch.said(flow) for flow in flows["new TCP"] if ends(flow)] == []
+        eventually(lambda: left_of(former, node.bench.lab) is None, 10, f"mode {former} is still there")
 
 
 def known_end(switch: Switch, kind: str, flow: Flow) -> str:

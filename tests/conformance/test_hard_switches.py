@@ -305,7 +305,8 @@ def test_one_switch_after_the_other(node: Node, modes: Sequence[str], looked_at:
         clients.begin("the start")
         clients.goes_on()
         for number, mode in enumerate(modes, 1):
-            switch(bench, mode)
+            before, answer = bench.agent.running_status().mode.effective, switch(bench, mode)
+            assert (answer["before"], answer["mode"], answer["done"]) == (before, mode, True)
             clients.begin(f"switch {number} to {mode}")
             clients.goes_on()
             assert bench.agent.running_status().mode.effective == mode

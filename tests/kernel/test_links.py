@@ -20,6 +20,7 @@ from hybrid_proxy.dataplane.kernel.links import (
     is_uplink,
     read_node,
 )
+from tests.waiting import until
 
 # The library's package imports all of itself: 17 MB and 0.15 s of processor time, where the agent starts.
 WITHOUT = """
@@ -51,6 +52,7 @@ def node(namespace: None) -> dict[str, Interface]:
     ip("route add 10.50.0.0/16 nexthop via 10.9.0.5 nexthop via inet6 fd99::7")
     ip("route add fd50::/32 nexthop via fd99::5 nexthop via fd99::6")
     ip("route add 10.60.0.0/16 dev br0 table 77")
+    until(lambda: "fd99::1" in read_node().local, "the kernel's local route of an address of IPv6")  # by a work queue
     return {interface.name: interface for interface in read_node().interfaces}
 
 

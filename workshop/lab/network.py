@@ -294,13 +294,11 @@ class Lab:
         errors: IO[str] | int | None = None,
     ) -> subprocess.Popen[str]:
         """Start a process in that place; it ends with the lab at the latest. `output` and `errors` as for Popen."""
-        child = subprocess.Popen(
-            self.command(name, argv),
-            stdin=subprocess.DEVNULL,
+        child = self.spawn(
+            name,
+            argv,
             stdout=output,
             stderr=errors,
-            text=True,
-            env=self.environment(),
             start_new_session=True,  # Ctrl-C at a terminal is for the caller, who ends these in order
         )
         self._children.append(child)
@@ -308,14 +306,18 @@ class Lab:
 
     def run(self, name: str, argv: Sequence[str], timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a process in that place to its end and collect what it says."""
-        return subprocess.run(
-            self.command(name, argv),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=self.environment(),
-            timeout=timeout * namespace.DEADLINES,
-            check=False,
+        with self.spawn(name, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            try:
+                output, errors = child.communicate(timeout=timeout * namespace.DEADLINES)
+            except BaseException:
+                child.kill()
+                raise
+        return subprocess.CompletedProcess(child.args, child.returncode, output, errors)
+
+    def spawn(self, name: str, argv: Sequence[str], **more: Any) -> subprocess.Popen[str]:
+        """A process in that place; `more` as for Popen."""
+        return subprocess.Popen(
+            self.command(name, argv), stdin=subprocess.DEVNULL, text=True, env=self.environment(), **more
         )
 
     def environment(self) -> dict[str, str]:

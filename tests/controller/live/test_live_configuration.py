@@ -14,9 +14,9 @@ from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, Lab
 from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp
 from tests.conformance.kit import HTTP, V4, V6, Bench, eventually, node_manifest
-from tests.controller.live.test_switching import left_of, new_connections, works
 from tests.loads import goes_on
 from tests.namespaces import new_lab
+from tests.switching import left_of, new_connections, works
 
 pytestmark = pytest.mark.root
 # Loading eBPF programs keeps the CPUs of a small machine, and with them the servers of the lab, busy for seconds: their

@@ -11,8 +11,8 @@ import pytest
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.conformance.kit import node_manifest
-from tests.controller.live.test_switching import works
 from tests.namespaces import new_lab
+from tests.switching import works
 
 pytestmark = pytest.mark.root
 PATIENCE = 10.0

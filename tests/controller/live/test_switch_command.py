@@ -1,4 +1,7 @@
-"""`hybrid-proxy switch` and `drain`, on an agent at work: nothing that is open is lost, whatever is switched when."""
+"""`hybrid-proxy switch` and `drain`: what they say, what they refuse, and which ports conntrack has given.
+
+That nothing which is open is lost is shown by tests/conformance: test_flows_over_a_switch.py, test_hard_switches.py.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,12 @@ from functools import partial
 
 import pytest
 
-from hybrid_proxy.controller.agent.modes import open_mode
-from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
-from hybrid_proxy.workshop.lab.traffic import OpenSocket, Tally, ask_tcp, ask_udp, load, meanwhile
-from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, forget_connections, node_manifest, said
-from tests.loads import goes_on
+from hybrid_proxy.workshop.lab.traffic import ask_tcp
+from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, eventually, forget_connections, node_manifest, said
 from tests.namespaces import new_lab
+from tests.switching import left_of
 
 pytestmark = [pytest.mark.root, pytest.mark.xdist_group("switch-command")]
 UDP_ENDS_SOON = ("--conntrack-udp-timeout", "10s", "--conntrack-udp-timeout-stream", "10s")
@@ -66,70 +67,8 @@ def refused(bench: Bench, *arguments: str) -> str:
     return done.stderr
 
 
-@contextlib.contextmanager
-def everything(bench: Bench, web: Service, dns: Service) -> Iterator[dict[str, Tally]]:
-    """Connections of before and new ones, and datagrams of clients that keep their port; nothing of it may fail."""
-    tallies, clients = {}, []
-    for place, family in itertools.product(("pod1", "node", "client"), (V4, V6)):
-        for kind, service in (("connections", web), ("streams", web), ("udp", dns)):
-            at = (bench.lab["node"].address(family), service.node_port) if place == "client" else service.vip(family)
-            tally = tallies[f"{place} {kind} {at}"] = Tally()
-            made: OpenSocket = partial(bench.lab.socket, place)
-            clients.append(
-                partial(load, kind, (family, at), tally=tally, rate=30, concurrency=2, timeout=10.0,
-                        udp_socket="one", open_socket=made)
-            )  # fmt: skip
-    with meanwhile(clients):
-        yield tallies
-    for name, tally in tallies.items():
-        assert not tally.failed, f"{name}: {tally.report()}"
-        assert "streams" not in name or not tally.moved, f"{name}: {tally.report()}"
-
-
-def left_of(mode: str, lab: Lab) -> object:
-    with lab.inside("node"):
-        return open_mode(mode).look(Options(), {})
-
-
 def drains_with(bench: Bench, connections: int) -> bool:
     return [row.flows for row in bench.agent.running_status().draining] == [{"TCP": connections}]
-
-
-def test_there_and_back_while_the_mode_before_drains(bench: Bench) -> None:
-    """Each switch comes before the mode that was left has ended: it is the next one."""
-    web = bench.service("pod2", "pod3", outside=True)
-    dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP, outside=True)
-    with everything(bench, web, dns) as tallies:
-        goes_on(tallies, 3)
-        before = "ebpf"
-        for mode in ("nftables", "ebpf", "iptables", "ebpf", "nftables", "ebpf"):
-            answer = switch(bench, mode) if mode != "ebpf" else switch(bench, "--back")
-            assert (answer["before"], answer["mode"], answer["done"]) == (before, mode, True)
-            assert bench.agent.running_status().mode.effective == mode
-            if mode != "ebpf":
-                assert {row.mode for row in bench.agent.running_status().draining} == {"ebpf"}
-            before = mode
-            goes_on(tallies, 5)
-    switch(bench, "nftables", "--wait")
-    assert bench.agent.running_status().draining == []
-    eventually(lambda: left_of("ebpf", bench.lab) is None, 10, "mode ebpf is still there")
-
-
-def test_the_agent_is_killed_while_a_mode_drains(bench: Bench) -> None:
-    """It starts in its configured mode, which drained, and lets the other one drain; then in one that finds two."""
-    web = bench.service("pod2", "pod3", outside=True)
-    dns = bench.service("pod2", "pod3", protocol="UDP", port=53, target=UDP, outside=True)
-    with everything(bench, web, dns) as tallies:
-        goes_on(tallies, 3)
-        for _ in range(2):
-            switch(bench, "nftables")
-            goes_on(tallies, 2)
-            bench.agent.kill()
-            goes_on(tallies, 2)
-            bench.agent.start()
-            assert bench.agent.running_status().mode.effective == "ebpf"
-            goes_on(tallies, 3)
-    eventually(lambda: left_of("nftables", bench.lab) is None, 30, "mode nftables is still there")
 
 
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
@@ -160,35 +99,6 @@ def test_a_port_that_conntrack_gave_lasts_as_long_as_its_connection(bench: Bench
         for port in (before, given[family]):
             with bench.connect("node", web.vip(family), family, port=port, timeout=5) as again:
                 assert ask_tcp(again).peer[1] == port
-
-
-def test_a_backend_goes_while_its_flows_drain(bench: Bench) -> None:
-    """A connection goes on to the end of its backend; datagrams to it move to one that serves."""
-    web = bench.service("pod2", outside=True)
-    dns = bench.service("pod2", protocol="UDP", port=53, target=UDP)
-    stream = bench.stream("pod1", web.vip(V4), V4)
-    with bench.socket("pod1", V4, socket.SOCK_DGRAM) as client:
-        client.connect(dns.vip(V4))
-        assert (stream.ask().pod, ask_udp(client)[0].pod) == ("pod2", "pod2")
-        switch(bench, "nftables")
-        for service in (web, dns):
-            service.write(bench.lab["pod3"])
-        bench.settle(web, {"pod3"}, V4)
-        eventually(lambda: ask_udp(client)[0].pod == "pod3", 10, "datagrams still go to the backend that is gone")
-        assert stream.ask().pod == "pod2"
-
-
-def test_flows_of_both_modes_are_listed(bench: Bench) -> None:
-    web = bench.service("pod2")
-    streams = [bench.stream("pod1", web.vip(V4), V4)]
-    streams[0].ask()
-    switch(bench, "nftables")
-    streams.append(bench.stream("pod1", web.vip(V4), V4))
-    streams[1].ask()
-    rows = [row for row in said(bench, "flows") if row["state"] != "closed"]
-    assert sorted((row["mode"], row["service"]) for row in rows) == [
-        ("ebpf", f"conformance/{web.name}:main"), ("nftables", f"conformance/{web.name}:main")
-    ]  # fmt: skip
 
 
 def healthz(lab: Lab) -> int:
