@@ -321,6 +321,8 @@ class Ebpf(Programmer):
     def _serve_sockets(self) -> None:
         """Attach to the node's cgroup."""
         assert self.programs is not None
+        if self.programs.connect is None:  # switched off or refused by the kernel, and so their map is missing
+            return
         host_netns = self.maps.maps["host_netns"]
         known = write_namespace(host_netns)
         self.sockets.use(self.programs.connect, self.programs.sockops)
