@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Read",
     "datagram",
     "ether",
+    "fragments",
     "icmp_error",
     "packet",
     "read",
@@ -72,6 +74,17 @@ def ether(target: bytes, source: bytes, family: int, content: bytes) -> bytes:
 def packet(header: Header, protocol: int, content: bytes) -> bytes:
     """One IP packet."""
     return (_packet4 if header.family == 4 else _packet6)(header, protocol, content)
+
+
+def fragments(header: Header, protocol: int, content: bytes, cuts: Iterable[tuple[int, int | None]]) -> Iterator[bytes]:
+    """One IP packet in pieces, each from one byte of its content to another; None: to its end."""
+    for start, end in cuts:
+        part, more = content[start:end], end is not None
+        if header.family == 4:
+            yield packet(replace(header, fragment=start // 8 | more << 13), protocol, part)
+        else:
+            body = struct.pack("!BHI", 0, start | more, header.ident)
+            yield packet(replace(header, extensions=((FRAGMENT, body),)), protocol, part)
 
 
 def _packet4(h: Header, protocol: int, content: bytes) -> bytes:

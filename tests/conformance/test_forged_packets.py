@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import re
 import socket
-import struct
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ from .forgeries import (
 )
 from .forging import XDP, Ears, End, Injector, Numbers, Stage, Talk, stage
 from .kit import PATIENCE, V4, V6
-from .packets import ACK, PUSH, RST, SYN, Header, Read, datagram, ether, icmp_error, packet, read, segment
+from .packets import ACK, PUSH, RST, SYN, Header, Read, datagram, ether, fragments, icmp_error, packet, read, segment
 from .test_rows import target_of
 
 ANSWERED = "answered"
@@ -118,14 +117,7 @@ class Attack:
         if not form.pieces:
             yield packet(header, protocol, content)
             return
-        for start, end in form.pieces:
-            part, more = content[start:end], end is not None
-            if header.family == 4:
-                fields = {**header.__dict__, "fragment": start // 8 | more << 13}
-                yield packet(Header(**fields), protocol, part)
-            else:
-                body = struct.pack("!BHI", 0, start | more, header.ident)
-                yield packet(Header(**{**header.__dict__, "extensions": ((44, body),)}), protocol, part)
+        yield from fragments(header, protocol, content, form.pieces)
 
     def _ends(self, number: int, case: Case) -> tuple[End, End]:
         if case.part != "new":

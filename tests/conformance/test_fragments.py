@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import pytest
-from scapy.layers.inet import IP, UDP, fragment
-from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment, fragment6
-from scapy.packet import Raw
 
 from .at_once import inbox, send_at_once, two_processors
 from .kit import V4, Bench, Service, counted, eventually, forget_path_mtus, ruleset
+from .packets import Header, datagram, fragments
 from .test_rows import target_of
 
 SIZE = 8000
 ECHO = 7007
 COUNT = 300
+PIECE = 1400  # bytes of a datagram in one fragment
 LOCAL = {"externalTrafficPolicy": "Local"}
 WAYS = [("pod1", "cluster", "pod2", {}), ("pod1", "cluster", "remote1", {}), ("pod1", "cluster", "pod1", {}),
         ("client", "nodeport", "pod2", {}), ("client", "nodeport", "pod2", LOCAL),
@@ -158,13 +157,11 @@ def test_an_established_flow_of_large_datagrams_skips_the_stack(bench: Bench, mo
 
 def pieces_of(source: tuple[str, int], target: tuple[str, int], data: bytes) -> list[bytes]:
     """The datagram as IP fragments."""
-    number = next(NUMBERS)
-    udp = UDP(sport=source[1], dport=target[1]) / Raw(data)
-    if ":" not in target[0]:
-        return [bytes(piece) for piece in fragment(IP(src=source[0], dst=target[0], id=number) / udp, fragsize=1400)]
-    head = IPv6(src=source[0], dst=target[0])
-    whole = IPv6(bytes(head / udp))  # summed before it is cut
-    return [bytes(piece) for piece in fragment6(head / IPv6ExtHdrFragment(id=number) / whole.payload, 1448)]
+    header = Header(source[0], target[0], ident=next(NUMBERS))
+    content = datagram(header, (source[1], target[1]), data)
+    starts = range(0, len(content), PIECE)
+    cuts = [(start, start + PIECE if start + PIECE < len(content) else None) for start in starts]
+    return list(fragments(header, socket.IPPROTO_UDP, content, cuts))
 
 
 def send_pieces(bench: Bench, place: str, pieces: Sequence[bytes], target: tuple[str, int]) -> None:
