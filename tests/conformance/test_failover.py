@@ -106,7 +106,6 @@ def stream_to(bench: Bench, service: Service, pod: str) -> Stream:
         stream.connection.close()
 
 
-@pytest.mark.core
 def test_a_silent_backend_costs_a_second_and_is_then_passed_by(bench: Bench) -> None:
     """All clients are connected by their first repeated SYN; later ones at once; in the end it is back."""
     web = bench.service("pod2", "pod3", "pod4")
@@ -135,7 +134,6 @@ def test_a_silent_backend_costs_a_second_and_is_then_passed_by(bench: Bench) -> 
     )
 
 
-@pytest.mark.core
 def test_every_client_is_connected_while_one_of_three_is_silent(bench: Bench, family: int) -> None:
     web = bench.service("pod2", "pod3", "remote1")
     with failing(bench, "pod2"):
@@ -209,7 +207,6 @@ def test_what_refuses_the_nodes_own_sockets_is_told_from_sockets_that_give_up(be
     assert bench.seen("node", web, family, 4) == {"pod2"}
 
 
-@pytest.mark.core
 def test_a_backend_that_refuses_is_passed_by(bench: Bench, family: int) -> None:
     """The first clients see the refusal, as a reset must be believed."""
     web = bench.service("pod2", "pod3", "pod4")
@@ -218,7 +215,6 @@ def test_a_backend_that_refuses_is_passed_by(bench: Bench, family: int) -> None:
         eventually(lambda: ejected(bench, web) == ends(bench, ["pod3"], [family]), 3, "the ejection is not reported")
 
 
-@pytest.mark.core
 def test_the_last_backend_is_never_ejected(bench: Bench, family: int) -> None:
     web = bench.service("pod2")
     with failing(bench, "pod2", how="reject with tcp reset"):
@@ -333,7 +329,7 @@ def accepting(bench: Bench, pod: str, family: int, port: int, every: float) -> I
 
 
 HALF_BROKEN = [
-    pytest.param("numgen random mod 10 < 3 drop", V4, marks=pytest.mark.core, id="loses 30 percent of SYNs"),
+    pytest.param("numgen random mod 10 < 3 drop", V4, id="loses 30 percent of SYNs"),
     pytest.param("numgen inc mod 2 0 drop", V6, marks=pytest.mark.long, id="answers every second SYN"),
     pytest.param("numgen inc mod 3 0 reject with tcp reset", V4, marks=pytest.mark.long, id="refuses every third"),
 ]

@@ -19,14 +19,15 @@ from hybrid_proxy.dataplane.modes.userspace.streams import DIAL_SECONDS
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.switching import left_of
+from tests.waiting import slowness
 
 from .conftest import MODES, STRICT, bench_of, new_lab, route_services
 from .kit import PATIENCE, Bench, Service, eventually, forget_connections, ruleset
 from .open_flows import Flow, Scene, answer_late, forget_rules, hold_back, lose_repeated, open_flows, services_of
 from .switches import CANNOT_BE, GOES_ON, PROPERTY
 
-pytestmark = pytest.mark.timeout(300 * PATIENCE)
-SOON = f"{6 * PATIENCE:g}s"  # longer than the machine takes from one question to the next
+pytestmark = pytest.mark.timeout(300 * PATIENCE * slowness())
+SOON = f"{6 * PATIENCE * slowness():.0f}s"  # longer than the machine takes from one question to the next
 UDP_ENDS_SOON = ("--conntrack-udp-timeout", SOON, "--conntrack-udp-timeout-stream", SOON)
 DSR = ("--dsr=ipip",)
 BEGIN = ("TCP, half-open", "affinity", "new TCP")  # kinds that connect at any time

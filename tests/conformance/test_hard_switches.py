@@ -40,6 +40,7 @@ from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, meanwhile
 from tests.loads import goes_on
+from tests.waiting import slowness
 
 from .conftest import FOREVER, IFA_F_NODAD, bench_of, routed_lab
 from .kit import (
@@ -63,9 +64,9 @@ from .world import SECOND
 MODES = ("ebpf", "nftables", "iptables", "userspace")  # those that need no module of the kernel's that few load
 UDP_ENDS_SOON = (
     "--conntrack-udp-timeout",
-    f"{5 * PATIENCE:g}s",
+    f"{5 * PATIENCE * slowness():.0f}s",
     "--conntrack-udp-timeout-stream",
-    f"{5 * PATIENCE:g}s",
+    f"{5 * PATIENCE * slowness():.0f}s",
 )
 PAUSE = 0.05  # seconds between two questions on each open flow
 SIX = ("nftables", "ebpf", "iptables", "userspace", "iptables", "ebpf")

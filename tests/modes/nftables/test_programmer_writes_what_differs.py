@@ -128,14 +128,6 @@ def test_an_address_goes_from_one_service_to_another_in_one_transaction(fake: Fa
     assert state(fake) == fresh(table(new))
 
 
-def test_a_restart_adopts_what_is_there(fake: FakeNftables, mode: Nftables) -> None:
-    mode.sync(many(10))
-    again = Nftables(Options(), lambda: None, fake)
-    again.sync(many(10))
-    assert again.adopted
-    assert len(fake.transactions) == 1
-
-
 def test_a_table_of_another_kind_is_replaced_in_one_transaction(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(many(3))
     fake.tables[4].sets["internal-slots"] = Set("internal-slots", (ADDRESS,))

@@ -14,7 +14,7 @@ import pytest
 
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, find
 from hybrid_proxy.dataplane.mode import Options, SyncResult
-from hybrid_proxy.dataplane.modes.iptables.programmer import Iptables, clean, look, needs, probe
+from hybrid_proxy.dataplane.modes.iptables.programmer import Iptables, clean, look, needs
 from hybrid_proxy.dataplane.modes.iptables.readback import parse
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable
@@ -283,12 +283,6 @@ def test_a_look_makes_no_table() -> None:
     assert subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True).stdout == ""
     for family in ("ip", "ip6"):
         assert Path(f"/proc/thread-self/net/{family}_tables_names").read_text() == ""
-
-
-def test_a_probe_leaves_nothing(variant: str) -> None:
-    Xtables(variant).restore(4, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n")
-    assert probe(Options()) is None
-    assert not any(chain.startswith("HP-") for chains in rules(variant).values() for chain in chains)
 
 
 def test_a_family_that_is_missing_does_not_stop_the_other(variant: str) -> None:
