@@ -1,12 +1,11 @@
-"""Node ports at 127.0.0.1 and ::1 in modes that translate by netfilter: a program that gives sockets a source.
+"""Node ports at 127.0.0.1 and ::1 in modes that translate by netfilter: programs that give sockets a source address.
 
 A packet from 127.0.0.1 does not leave the node, whatever its destination becomes, unless route_localnet is on; then
-neighbours get at what listens at loopback addresses (CVE-2020-8558). So small cgroup programs (bpf/localhost.bpf.c)
-bind a socket that connects to a node port there to an address of the node. The rest is the work of rules, which serve
-node ports at loopback addresses in OUTPUT alone. Where the programs cannot be loaded, such connections are refused, as
-without the feature, and `reason` says why.
+neighbours can reach what listens at loopback addresses (CVE-2020-8558). So small cgroup programs (bpf/localhost.bpf.c)
+bind a socket that connects to such a node port to an address of the node. Rules in OUTPUT translate the destination.
+Where the programs cannot be loaded, these connections are refused, as without the feature, and `reason` says why.
 
-The links are pinned: like the rules, they work on while no agent runs.
+The links are pinned: like rules, they serve while no agent runs.
 """
 
 from __future__ import annotations
@@ -47,24 +46,24 @@ class Localhost:
     """The programs for one mode on this node.
 
     Attributes:
-        reason: Why sockets are not served; empty: they are, or nobody wants it.
+        reason: Why sockets are not served; empty if they are, or need not be.
     """
 
     def __init__(self, options: Options, mode: str) -> None:
         self.reason = ""
         self._options, self._mode = options, mode
         self._table: ServiceTable = EMPTY
-        self._looked = False  # for what a former process left
-        self._again_at = 0.0  # when what failed is tried again
+        self._synced = False
+        self._retry_at = 0.0  # by time.monotonic()
         self._ports: Counter[Port] = Counter()
-        self._words: dict[int, int] = {}  # as they are in the map
+        self._words: dict[int, int] = {}  # the elements of map `local_ports`
         self._programs: Object | None = None
         self._maps: dict[str, Map] = {}
         self._links: list[Attachment] = []
         self._repairs: Repairs | None = None  # of the links
 
     def follow(self, table: ServiceTable) -> None:
-        """Serve the node ports of this table instead of those of the one before."""
+        """Serves the node ports of a table instead of those of the previous one."""
         names, changed = changed_services(self._table, table), set[Port]()
         for one, sign in ((self._table, -1), (table, 1)):
             for port in _node_ports(one, names):
@@ -73,7 +72,7 @@ class Localhost:
         former, self._table = self._table.node, table
         if not table.node.loopback:
             self.reason = ""
-            if self._links or not self._looked:
+            if self._links or not self._synced:
                 self._detach()
                 remove(self._options, self._mode)
         elif self._links:
@@ -82,7 +81,7 @@ class Localhost:
                 self._write_sources(table.node)
         elif not self.reason or table.node != former:
             self._begin()
-        self._looked = True
+        self._synced = True
 
     def _begin(self) -> None:
         node, former, self.reason = self._table.node, self.reason, ""
@@ -95,7 +94,7 @@ class Localhost:
             self.close()
             why = told(error) if isinstance(error, OSError) else error
             self.reason = f"node ports are not served at {' and '.join(node.loopback)}: {why}"
-            self._again_at = time.monotonic() + self._options.sync_seconds
+            self._retry_at = time.monotonic() + self._options.sync_seconds
             if self.reason != former:
                 log.warning("%s", self.reason)
 
@@ -141,7 +140,7 @@ class Localhost:
         self._maps["host_netns"].update(bytes(4), struct.pack("=QQ", 0, netns_cookie() or 0))
 
     def _teach_namespace(self) -> None:
-        """Before Linux 5.14: have the attached programs see a socket of this namespace connect."""
+        """Lets the programs see a socket of this namespace connect: before Linux 5.14 its cookie cannot be read."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teaching:
             number = int.from_bytes(teaching.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
             self._maps["host_netns"].update(bytes(4), struct.pack("=QQ", number, 0))
@@ -153,7 +152,7 @@ class Localhost:
     def maintain(self) -> int:
         """Repairs what another program removed, or tries again what failed. Returns how many objects were repaired."""
         if self._repairs is None:
-            if self.reason and time.monotonic() >= self._again_at:
+            if self.reason and time.monotonic() >= self._retry_at:
                 self._begin()
             return 0
         before = self._repairs.count
@@ -177,7 +176,7 @@ class Localhost:
         self.close()
 
     def close(self) -> None:
-        """Leave everything to the pins."""
+        """Closes everything; the pins keep it attached."""
         for link in self._links:
             link.close()
         for known in self._maps.values():
@@ -196,7 +195,7 @@ def _node_ports(table: ServiceTable, names: Iterable[str]) -> Iterator[Port]:
 
 
 def _can_bind(address: str) -> bool:
-    """Whether a socket can have the address. A primary one may be on no interface (1:1 NAT)."""
+    """Whether a socket can bind to an address. A primary one may be at no interface (1:1 NAT)."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
@@ -210,7 +209,7 @@ def _folder(options: Options, mode: str, *, mount: bool = False) -> Path:
 
 
 def remove(options: Options, mode: str) -> int:
-    """Remove the programs that an agent of this mode left; how many links there were."""
+    """Removes the programs that an agent of this mode left attached. Returns how many links there were."""
     with contextlib.suppress(Unsupported):
         return _remove(_folder(options, mode))
     return 0
@@ -236,12 +235,12 @@ def _remove(folder: Path) -> int:
 
 
 def collect(options: Options) -> int:
-    """Remove pins of links whose cgroup is gone, with the network namespace that it was for; how many."""
+    """Removes pins of links whose cgroup is gone. Returns how many there were."""
     if options.ebpf.pin_root:
         return 0
     removed = 0
     for folder in pin_folders("localhost-*"):
-        with contextlib.suppress(BpfError, OSError):  # another process collects, too
+        with contextlib.suppress(BpfError, OSError):  # another process removes them, too
             links = [target_of(path) for path in folder.glob("link_*")]
             if links and not any(links):  # an agent that starts makes its folder before its first link
                 removed += _remove(folder)

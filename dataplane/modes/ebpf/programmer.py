@@ -31,7 +31,7 @@ from hybrid_proxy.dataplane.kernel.links import (
     read_reverse_path_filters,
 )
 from hybrid_proxy.dataplane.kernel.lock import hold
-from hybrid_proxy.dataplane.kernel.repairs import Contents, PinDirectory, Repairs
+from hybrid_proxy.dataplane.kernel.repairs import Contents, Repairs
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import (
     Event,
@@ -74,14 +74,11 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import (
     served_links,
     word,
 )
-from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import collect, is_gone, namespace_map
+from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import collect, namespace_map, own_directory
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import (
-    beside,
-    describe,
     folder_of,
     former_layouts,
     remove_pins,
-    strangers,
 )
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
@@ -157,42 +154,6 @@ def drain(options: Options) -> bool:
     return True
 
 
-def _own_directory(options: Options) -> PinDirectory:
-    """The directory for our pins, locked, in which nothing else has the names of ours.
-
-    Raises:
-        Unsupported: there is no place for it.
-        OSError: it cannot be made.
-        Occupied: another instance serves this namespace.
-    """
-    folder = folder_of(options, mount=True)
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            log.warning("%s is no folder, which is left alone; maps are made in %s", folder, beside(folder).name)
-            folder = beside(folder)
-            continue
-        lock = hold(folder, f"the eBPF maps at {folder}")
-        try:
-            wrong = strangers(folder)
-        except BpfError as error:
-            os.close(lock)
-            raise Unsupported("eBPF", str(error)) from error
-        if not wrong and is_gone(folder):
-            remove_pins(folder)  # of another namespace that had this one's number
-            os.close(lock)
-            continue
-        if not wrong:
-            return PinDirectory(folder, lock, f"the eBPF maps at {folder}")
-        os.close(lock)
-        log.warning(
-            "%s holds other things than our maps, which are left alone: %s; new maps are made in %s, and flows that "
-            "only the former ones knew end", folder, describe(wrong), beside(folder).name,
-        )  # fmt: skip
-        folder = beside(folder)
-
-
 class Ebpf(Programmer):
     """A `dataplane.mode.Programmer`.
 
@@ -206,7 +167,7 @@ class Ebpf(Programmer):
 
     def __init__(self, options: Options, wake: RequestMaintenance) -> None:
         self.options = options
-        self._directory = _own_directory(options)
+        self._directory = own_directory(options)
         self.folder = self._directory.path
         self.hz = jiffies_per_second()
         try:

@@ -1,8 +1,8 @@
-"""Layouts of maps as values: what this version's maps are like, and what other versions have recorded beside theirs.
+"""Layouts of maps: that of this version, and those that other versions have recorded in their directories of pins.
 
-The record is JSON in a map of one element, pinned beside the others. It names every map with its type, its sizes and
-the fields of its rows, and the numbers by which rows are read. BTF says the same of rows, but to read that of another
-process takes CAP_SYS_ADMIN, which an agent does not need otherwise.
+The record is JSON in a pinned map of one element. It has the type, the sizes and the fields of the rows of every map,
+and the numbers that are stored in rows. BTF has the same, but reading that of another process takes CAP_SYS_ADMIN,
+which an agent does not need otherwise.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ARRAY: Final = 2  # BPF_MAP_TYPE_ARRAY
 
 @lru_cache(maxsize=1)
 def ours() -> Layout:
-    """That of this version."""
+    """The layout of this version."""
     maps = {n: (s.name, s.kind, s.key_size, s.value_size, s.flags, s.rows) for n, s in shapes().items()}
     return Layout(layout.stored_enums(), maps)
 
 
 def layout_record(folder: Path) -> PinnedMap:
-    """The map that describes the layout of the maps in a folder, written or found there.
+    """The map that records the layout of the maps in a directory, written or found there.
 
     Raises:
         BpfError: the kernel refuses it.
@@ -45,14 +45,14 @@ def layout_record(folder: Path) -> PinnedMap:
     path, text = folder / RECORD, msgspec.json.encode(ours())
     if _record_in(folder) == text and path.exists():
         return PinnedMap(path, Map.pinned(path))
-    path.unlink(missing_ok=True)  # of a version whose figures were laid out otherwise: they are made anew
+    path.unlink(missing_ok=True)  # of a version with other maps of FIGURES, which are made again
     made = Map.made(ARRAY, RECORD, 4, len(text), 1)
     made.update(bytes(4), text)
     return PinnedMap.pin(path, made)
 
 
 def recorded(folder: Path) -> Layout | None:
-    """How the maps in this folder are laid out; None: that is not known, or what is pinned there is something else."""
+    """The layout of the maps in a directory, None if it is not recorded or if foreign maps are pinned there."""
     text = _record_in(folder)
     try:
         known = msgspec.json.decode(text, type=Layout) if text else None
@@ -74,7 +74,7 @@ def _record_in(folder: Path) -> bytes:
 
 
 def _describes(maps: Mapping[str, tuple[str, int, int, int, int, str | None]], folder: Path) -> bool:
-    """Whether the pins are those maps. Some are made only when they are needed."""
+    """Whether the pins are these maps. A map that is made on demand may be missing."""
     return all(
         not (folder / name).exists()
         or ((found := pinned(folder / name)) is not None and not found.differs(Shape(*shape)))

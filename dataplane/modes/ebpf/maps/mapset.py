@@ -19,7 +19,7 @@ from hybrid_proxy.dataplane.kernel.repairs import PinnedMap, Pins
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes as policy
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS, abi_constants, dtype_of, frontend_dtype
-from hybrid_proxy.dataplane.modes.ebpf.maps.pins import NEXT, PRIVATE, describe, shapes, strangers
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import NEXT, PRIVATE, describe_foreign, foreign_pins, shapes
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic, possible_cpus, traffic_sizes
 
@@ -234,8 +234,8 @@ def open_pinned_maps(folder: Path) -> dict[str, Map]:
     """
     if not folder.is_dir():
         return {}
-    if wrong := strangers(folder):
-        raise DataplaneError(f"{folder} holds other things than maps of hybrid-proxy: {describe(wrong)}")
+    if wrong := foreign_pins(folder):
+        raise DataplaneError(f"{folder} holds other things than maps of hybrid-proxy: {describe_foreign(wrong)}")
     return {name: Map.pinned(folder / name) for name in _map_pins(folder)}
 
 

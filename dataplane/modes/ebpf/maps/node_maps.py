@@ -1,4 +1,4 @@
-"""What stands around the frontends: who may come to load-balancer IPs, who is a pod, and which sources are believed."""
+"""Fills the maps that describe the node: source ranges, pods, own addresses, routes and reverse-path checks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.table import NodeNetwork, family_of
 
 NO_SERVICE = 0
-STRICT = 1  # of rp_filter; larger is loose, 0 is none (Documentation/networking/ip-sysctl.rst)
+# Values of rp_filter: 0 is no check, larger ones are loose (Documentation/networking/ip-sysctl.rst).
+STRICT = 1
 
 
 class SourceRanges:
-    """Source ranges in two tries, (service, prefix). A range is added before a former one goes.
+    """The maps of source ranges: one trie for each family, keyed by service and prefix.
 
-    Those of `NO_SERVICE` are service CIDRs that have no room in map `node`.
+    New ranges are added before others are removed. The ranges of `NO_SERVICE` are service CIDRs that do not fit into
+    map `node`.
     """
 
     def __init__(self, maps: dict[int, Map]) -> None:
@@ -33,7 +35,7 @@ class SourceRanges:
         self._known: dict[tuple[int, int], tuple[str, ...]] = {}  # service and family -> its ranges
 
     def allow(self, service: int, family: int, cidrs: tuple[str, ...]) -> None:
-        """From now on these may come, and only these."""
+        """Allows clients from these ranges, and from no others."""
         before = self._known.get((service, family), ())
         for cidr in dict.fromkeys(cidrs):
             if cidr not in before:
@@ -48,7 +50,7 @@ class SourceRanges:
             self._known.pop((service, family), None)
 
     def only(self) -> None:
-        """Remove what a former process left and nobody wants."""
+        """Removes ranges that a previous agent left and the present table does not have."""
         for family, known in self._maps.items():
             wanted = {
                 self._key(service, family, cidr)
@@ -74,7 +76,7 @@ class SourceRanges:
 
 
 def cidr_columns(cidrs: Iterable[str], family: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The service CIDRs of a family as columns of struct node, and those that have no room there."""
+    """The service CIDRs of a family as columns of struct node, and those that do not fit into them."""
     networks = [network for network in map(ipaddress.ip_network, cidrs) if network.version == family]
     room: int = layout.abi_constants()["SERVICE_CIDRS"]
     columns: dict[str, Any] = {f"cidr{family}_count": len(networks)}
@@ -88,7 +90,7 @@ def cidr_columns(cidrs: Iterable[str], family: int) -> tuple[dict[str, Any], tup
 
 
 def pod_columns(node: NodeNetwork) -> dict[str, int | NDArray[Any]]:
-    """What classifies sources as pods, as columns of struct node."""
+    """The columns of struct node by which sources are recognized as pods."""
     columns: dict[str, int | NDArray[Any]] = {
         "pods_by_link": int(bool(node.pods.interface)),
         "pod4_known": 0,
@@ -104,7 +106,7 @@ def pod_columns(node: NodeNetwork) -> dict[str, int | NDArray[Any]]:
 
 
 def pod_links(interfaces: Iterable[Interface], node: NodeNetwork) -> set[int]:
-    """Indexes of the interfaces behind which every source is a pod: those of that name, and a bridge's ports."""
+    """Indexes of the interfaces whose sources are all pods: those of the given name, and ports of such a bridge."""
     interfaces = tuple(interfaces)
     if not node.pods.interface:
         return set()
@@ -115,19 +117,19 @@ def pod_links(interfaces: Iterable[Interface], node: NodeNetwork) -> set[int]:
 
 
 def word(value: int) -> bytes:
-    """A key or value of 32 bits."""
+    """Packs a key or value of 32 bits."""
     return value.to_bytes(4, sys.byteorder)
 
 
 def elements_of(known: Map) -> dict[bytes, bytes]:
-    """What a hash has."""
+    """All elements of a hash."""
     keys, values = known.items(np.dtype(f"V{known.key_size}"), np.dtype(f"V{known.value_size}"))
     columns = (struct.iter_unpack(f"{each.itemsize}s", each.tobytes()) for each in (keys, values))
     return {key: value for (key,), (value,) in zip(*columns, strict=True)}
 
 
 def set_elements(known: Map, wanted: Mapping[bytes, bytes]) -> None:
-    """Make these, key and value, all elements of a hash. What is new comes before what is old goes."""
+    """Makes these keys and values all elements of a hash. New ones are added before others are removed."""
     present = elements_of(known)
     for key, value in wanted.items():
         if present.get(key) != value:
@@ -195,16 +197,16 @@ class NodeMaps:
 
 
 def own_addresses(addresses: Iterable[str]) -> set[bytes]:
-    """Keys of map `own_addresses`, of the node's addresses and its networks' broadcast addresses."""
+    """Keys of map `own_addresses` for the node's addresses and the broadcast addresses of its networks."""
     return {
         layout.pack("own_address", address=layout.words_of(address), family=family_of(address)) for address in addresses
     }
 
 
 def interface_addresses(interfaces: Iterable[Interface], primary: Iterable[str]) -> dict[bytes, bytes]:
-    """Elements of map `interface_addresses`: of each family the node's primary address, or else the interface's first.
+    """Elements of map `interface_addresses`: the node's primary address of each family, or else the interface's first.
 
-    So netfilter chooses where it masquerades (inet_select_addr), but for interfaces with addresses of several networks.
+    netfilter masquerades with the same (inet_select_addr), unless an interface has addresses of several networks.
     """
     primary = tuple(primary)
     rows = {}
@@ -228,17 +230,18 @@ def interface_flags(
     strictly: bool,
     is_served: Callable[[Interface], bool] = lambda _: False,
 ) -> dict[int, int]:
-    """Elements of map `interfaces`: what is asked of packets that come in at each of them.
+    """Elements of map `interfaces`: the reverse-path checks of packets that each of them receives.
 
-    As the kernel does in __fib_validate_source(). Where the interface has no address, a loose check is a strict one.
-    What comes in at a bridge's port has come in at the bridge, as far as the kernel's checks are concerned.
+    They follow __fib_validate_source(). A loose check is strict at an interface without an address. For a packet that a
+    port of a bridge receives, the kernel checks the bridge.
 
     Args:
         interfaces: all of the node.
-        filters: `rp_filter` as it counts, by index.
-        strictly: let the way back be by the interface itself everywhere, IPv6's too, for which the kernel has no check.
-        is_served: whether an interface has programs of its own as an uplink. If a macvlan has, the interface below it
-            need not serve the macvlan's frames.
+        filters: the effective `rp_filter` by index.
+        strictly: the route back must lead to the interface itself everywhere, also for IPv6, which the kernel does not
+            check.
+        is_served: whether an interface has programs as an uplink. If a macvlan has, the interface below it need not
+            serve the macvlan's frames.
     """
     interfaces = tuple(interfaces)
     flag = layout.abi_constants()
@@ -266,7 +269,7 @@ def interface_flags(
 def equal_paths(
     routes: Iterable[tuple[str, int, tuple[Hop, ...]]],
 ) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
-    """Elements of maps `equal_routes` and `equal_paths`, from destination, prefix length and hops of each route."""
+    """Elements of maps `equal_routes` and `equal_paths` for routes, each a destination, a prefix length and hops."""
     numbers: dict[bytes, int] = {}
     paths: dict[bytes, bytes] = {}
     for destination, length, hops in sorted(routes):
@@ -282,7 +285,7 @@ def equal_paths(
 
 
 def served_links(pods: Iterable[Interface], uplinks: Iterable[Interface]) -> dict[int, int]:
-    """Map `links`: the interfaces that programs are at, each by its index and by that with the bit of its kind."""
+    """Elements of map `links`: the served interfaces, each by its index and by its index with the bit of its kind."""
     bits, pods, uplinks = layout.abi_constants(), tuple(pods), tuple(uplinks)
     before_pods = {interface.master for interface in pods}
     outer = [interface for interface in uplinks if interface.index not in before_pods]

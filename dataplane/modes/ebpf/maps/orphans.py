@@ -1,9 +1,9 @@
-"""Whose a folder of pins is: a network namespace that lives, or one that is gone and whose pins nobody will adopt.
+"""Finds the directories of pins whose network namespace is gone, and removes them.
 
-Neither the inode of a namespace nor the processes that can be seen answer that: an inode is used again, and a namespace
-may be held by a bind mount or a descriptor in a place that cannot be seen. So each folder has a map of devices with one
-entry, the loopback interface of its namespace. No program uses it. The kernel removes the entry when the
-interface goes, which it does with the namespace and never before (kernel/bpf/devmap.c, dev_map_notification).
+Neither the inode of a namespace nor the visible processes show whether it exists: inodes are used again, and a bind
+mount or a descriptor elsewhere may hold a namespace. So each directory has a device map with one entry, the loopback
+interface of its namespace. No program uses it. The kernel removes the entry with the interface, which it removes with
+the namespace and never before (kernel/bpf/devmap.c, dev_map_notification).
 """
 
 from __future__ import annotations
@@ -17,53 +17,93 @@ from pathlib import Path
 from typing import Final
 
 from hybrid_proxy.dataplane import localhost
-from hybrid_proxy.dataplane.errors import Occupied
-from hybrid_proxy.dataplane.kernel.attachment import target_of
+from hybrid_proxy.dataplane.errors import Occupied, Unsupported
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folders
 from hybrid_proxy.dataplane.kernel.lock import hold
-from hybrid_proxy.dataplane.kernel.repairs import PinnedMap
+from hybrid_proxy.dataplane.kernel.repairs import PinDirectory, PinnedMap
 from hybrid_proxy.dataplane.kernel.shape import pinned
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.maps.pins import DEVICES, LINK, MARK, is_link_pin, is_mark, remove_pins
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import (
+    DEVICES,
+    NAMESPACE,
+    describe_foreign,
+    folder_of,
+    foreign_pins,
+    is_namespace_map,
+    next_folder,
+    remove_pins,
+)
 
 log = logging.getLogger(__name__)
 
 LOOPBACK: Final = (1).to_bytes(4, sys.byteorder)  # its index in every namespace
 
 
+def own_directory(options: Options) -> PinDirectory:
+    """Makes and locks the directory for our pins, in which nothing else has the names of ours.
+
+    Raises:
+        Unsupported: there is no place for it.
+        OSError: it cannot be made.
+        Occupied: another agent serves this namespace.
+    """
+    folder = folder_of(options, mount=True)
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            log.warning("%s is no folder, which is left alone; maps are made in %s", folder, next_folder(folder).name)
+            folder = next_folder(folder)
+            continue
+        lock = hold(folder, _name(folder))
+        try:
+            foreign = foreign_pins(folder)
+        except BpfError as error:
+            os.close(lock)
+            raise Unsupported("eBPF", str(error)) from error
+        if not foreign and not is_gone(folder):
+            return PinDirectory(folder, lock, _name(folder))
+        if foreign:
+            log.warning(
+                "%s holds other things than our maps, which are left alone: %s; new maps are made in %s, and flows "
+                "that only the former ones knew end", folder, describe_foreign(foreign), next_folder(folder).name,
+            )  # fmt: skip
+            folder = next_folder(folder)
+        else:
+            remove_pins(folder)  # of a namespace that is gone and had the same number
+        os.close(lock)
+
+
+def _name(folder: Path) -> str:
+    return f"the eBPF maps at {folder}"
+
+
 def namespace_map(folder: Path) -> PinnedMap:
-    """The map whose entry shows that the network namespace of a folder exists, made or found there.
+    """The map whose entry shows that the network namespace of a directory exists, made or found there.
 
     Raises:
         BpfError: the kernel refuses it.
     """
-    path = folder / MARK
+    path = folder / NAMESPACE
     if path.exists():
         return PinnedMap(path, Map.pinned(path))
-    made = Map.made(DEVICES, MARK, 4, 4, 1)
+    made = Map.made(DEVICES, NAMESPACE, 4, 4, 1)
     made.update(bytes(4), LOOPBACK)
     return PinnedMap.pin(path, made)
 
 
 def is_gone(folder: Path) -> bool:
-    """Whether the network namespace of a folder of pins does not exist any more; False also where that is not certain.
-
-    A folder without the mark is of an older version, or was never finished. Its namespace counts as gone if every
-    interface and cgroup that its links were at is.
-    """
-    path = folder / MARK
-    if path.exists():
-        if not is_mark(pinned(path)):
-            return False
-        with contextlib.closing(Map.pinned(path)) as mark:
-            return mark.lookup(bytes(4)) is None
-    links = [target_of(link) for link in folder.glob(f"{LINK}*") if is_link_pin(link)]
-    return bool(links) and not any(links)
+    """Whether the network namespace of a directory of pins is gone; False also where that is not certain."""
+    path = folder / NAMESPACE
+    if not path.exists() or not is_namespace_map(pinned(path)):
+        return False
+    with contextlib.closing(Map.pinned(path)) as known:
+        return known.lookup(bytes(4)) is None
 
 
 def collect(options: Options) -> int:
-    """Remove our pins of network namespaces that are gone; returns how many. An agent that runs keeps its own."""
+    """Removes our pins of network namespaces that are gone, unless an agent has them. Returns how many there were."""
     if options.ebpf.pin_root:
         return 0
     removed = localhost.collect(options)
@@ -73,15 +113,16 @@ def collect(options: Options) -> int:
         except Occupied:
             continue
         except (BpfError, OSError) as error:
-            if getattr(error, "errno", 0) != errno.ENOENT:  # another process collects, too
-                log.warning("pins at %s are not looked at: %s", folder, error)
+            if getattr(error, "errno", 0) != errno.ENOENT:  # another process removes them, too
+                log.warning("pins at %s cannot be read: %s", folder, error)
     return removed
 
 
 def _remove_if_gone(folder: Path) -> int:
-    if not is_gone(folder):  # asked without the lock: an agent that begins to serve there would find it taken
+    # First without the lock: an agent that is about to serve there must not find it taken.
+    if not is_gone(folder):
         return 0
-    lock = hold(folder, f"the eBPF maps at {folder}")
+    lock = hold(folder, _name(folder))
     try:
         return remove_pins(folder) if is_gone(folder) else 0
     finally:

@@ -1,9 +1,8 @@
-"""The folders of pins: where they are, which layout of maps they hold, and which pins in them are somebody else's.
+"""The directories of pins: where they are, which layout of maps they hold, and which pins in them are foreign.
 
-A folder's name carries `ABI_VERSION`, which is raised by hand when a field gets another meaning, and a fingerprint of
-what the compiler knows: names, types, sizes and rows of all maps that outlive a process, and the flags stored in them.
-So an agent of another layout has a folder of its own, and so has one that found somebody else's pin in the first.
-What the former one knew is carried over (carry.py).
+The name of a directory has `ABI_VERSION`, which is raised by hand when a field gets another meaning, and a fingerprint
+of what the compiler knows: names, types, sizes and rows of all maps that outlive a process, and the flags stored in
+them. So each layout has a directory of its own. An agent that finds foreign pins in it makes another one.
 """
 
 from __future__ import annotations
@@ -26,18 +25,16 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 
 log = logging.getLogger(__name__)
 
-PRIVATE: Final = frozenset(
-    {"copies", "explanation", "scratch"}
-)  # of one program at a time; all other maps outlive the process
-FIGURES: Final = frozenset(
-    {"counters", "failures", "traffic", "traffic_gone"}
-)  # made anew where they are laid out otherwise
-NEXT: Final = "next_"  # pins that are about to take the place of others
+# Maps of one program at a time; all others outlive the process.
+PRIVATE: Final = frozenset({"copies", "explanation", "scratch"})
+# Maps that are made again if they are laid out differently: they only count.
+FIGURES: Final = frozenset({"counters", "failures", "traffic", "traffic_gone"})
+NEXT: Final = "next_"  # prefix of pins that are about to replace others
 LINK: Final = "link_"
-MARK: Final = "namespace"  # the map of `gone`
-BESIDE_MAPS: Final = frozenset({MARK, "layout", "carrying"})  # other things that are pinned with them
+NAMESPACE: Final = "namespace"  # the map of namespace_map(), orphans.py
+OTHER_PINS: Final = frozenset({NAMESPACE, "layout", "carrying"})  # alongside the maps of the programs
 DEVICES: Final = 14  # BPF_MAP_TYPE_DEVMAP
-WITH_ALL_MAPS: Final = ("connect", "xdp")  # objects that know, together, every map that is pinned
+WITH_ALL_MAPS: Final = ("connect", "xdp")  # objects that together have every map that is pinned
 
 
 @lru_cache(maxsize=4)
@@ -51,7 +48,7 @@ def shapes(objects: Path = layout.OBJECTS) -> Mapping[str, Shape]:
 
 
 def fingerprint(known: Mapping[str, Shape], numbers: Mapping[str, int]) -> str:
-    """Eight digits that are others when a map, a row of one or one of these numbers is; figures do not count."""
+    """Eight digits that change with a map, its rows or one of these numbers. Maps of `FIGURES` do not count."""
     lines = [repr((name, *shape)) for name, shape in sorted(known.items()) if name not in FIGURES]
     lines += [repr(item) for item in sorted(numbers.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
@@ -64,86 +61,86 @@ def _layout() -> str:
 
 
 def folder_of(options: Options, *, mount: bool = False) -> Path:
-    """Where this namespace's pins of this layout are; the latest folder, where others' pins are in the first."""
+    """The directory of this namespace and this layout: the last one, if there are several because of foreign pins."""
     first = pin_folder(options.ebpf.pin_root, mount=mount) / _layout()
     later = (known for known in first.parent.glob(f"{first.name}-*") if known.name.rpartition("-")[2].isdecimal())
     return max([first, *later], key=_number)
 
 
-def beside(folder: Path) -> Path:
-    """The folder that comes after this one."""
+def next_folder(folder: Path) -> Path:
+    """The directory to use if there are foreign pins in this one."""
     return folder.with_name("-".join([*folder.name.split("-")[:2], str(_number(folder) + 1)]))
 
 
 def _number(folder: Path) -> int:
-    """Of `abi3-0123abcd` 0, of `abi3-0123abcd-1` 1."""
+    """0 for `abi3-0123abcd`, 1 for `abi3-0123abcd-1`."""
     return int([*folder.name.split("-"), "0"][2])
 
 
 def former_layouts(folder: Path) -> list[Path]:
-    """Pins beside these, of agents whose maps were laid out otherwise, or who met others' pins."""
+    """The directories of agents with other layouts, or with foreign pins in their directory, next to this one."""
     found = (known for known in folder.parent.glob("abi*") if known != folder)
     return [known for known in found if known.is_dir() and not known.is_symlink()]
 
 
 def links_in(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """What is where pins of links at interfaces are, with the interface's index; it may be somebody else's."""
+    """Yields the index of an interface and the path for each file with the name of a link; it may be foreign."""
     for path in folder.glob(f"{LINK}{prefix}*"):
         number = path.name.removeprefix(f"{LINK}{prefix}")
         if number.isdecimal():
             yield int(number), path
 
 
-def strangers(folder: Path) -> dict[str, str]:
-    """Names of pins of ours under which something else is pinned -> what is wrong with it."""
+def foreign_pins(folder: Path) -> dict[str, str]:
+    """What is wrong with the files that have names of our pins and are something else, by name."""
     wrong = {}
     for path in folder.glob("*"):
         wanted = shapes().get(path.name.removeprefix(NEXT))
-        if (wanted is not None or path.name in BESIDE_MAPS) and not is_pin(path):
-            if os.path.lexists(path):  # not removed meanwhile, as by a cleanup
+        if (wanted is not None or path.name in OTHER_PINS) and not is_pin(path):
+            if os.path.lexists(path):  # not removed since, for example by `cleanup`
                 wrong[path.name] = "nothing that is pinned"
         elif wanted is not None and path.name in shapes() and (why := _why_not(pinned(path), wanted)):
             wrong[path.name] = why
-        elif path.name == MARK and not is_mark(pinned(path)):
-            wrong[MARK] = "not the loopback interface of a namespace"
+        elif path.name == NAMESPACE and not is_namespace_map(pinned(path)):
+            wrong[NAMESPACE] = "not the loopback interface of a namespace"
         elif path.name.startswith(LINK) and is_pin(path) and not is_link_pin(path):
             wrong[path.name] = "no link"
     return wrong
 
 
-def is_mark(found: Shape | None) -> bool:
-    """Whether this is the map of `gone`."""
-    return found is not None and (found.kind, found.name) == (DEVICES, MARK)
+def is_namespace_map(found: Shape | None) -> bool:
+    """Whether a pinned map is the one that shows whether the network namespace exists."""
+    return found is not None and (found.kind, found.name) == (DEVICES, NAMESPACE)
 
 
-def describe(wrong: Mapping[str, str]) -> str:
-    """What `strangers` found, for a message."""
+def describe_foreign(wrong: Mapping[str, str]) -> str:
+    """The result of `foreign_pins` for a message."""
     return "; ".join(f"{name} ({why})" for name, why in sorted(wrong.items()))
 
 
 def _why_not(found: Shape | None, wanted: Shape) -> str:
     if found is None:
         return "no map"
-    if wanted.name in FIGURES:  # of another version they are ours all the same
+    if wanted.name in FIGURES:  # those of another version are not foreign
         wanted = wanted._replace(value_size=found.value_size, rows=found.rows)
     return found.differs(wanted)
 
 
 def remove_pins(folder: Path) -> int:
-    """Remove our pins in a folder, the folder, and those above it that are ours and empty; how many pins went.
+    """Removes our pins in a directory, and the directories that are empty then. Returns how many pins were removed.
 
-    What is not ours stays: it has not the shape of our map or, of another layout, not its name in the kernel.
+    A foreign pin stays: it does not have the shape of our map or, in a directory of another layout, its name.
     """
     if not folder.is_dir():
         return 0
-    others = strangers(folder) if folder.name.startswith(_layout()) else ()
+    foreign = foreign_pins(folder) if folder.name.startswith(_layout()) else ()
     removed = 0
     for path in sorted(folder.iterdir()):
-        if path.name not in others and is_pin(path) and _is_ours(path):
+        if path.name not in foreign and is_pin(path) and _is_ours(path):
             path.unlink()
             removed += 1
         else:
-            log.warning("%s stays: what is there is not ours", path)
+            log.warning("%s stays: it is foreign", path)
     for emptied in (folder, folder.parent, folder.parent.parent):
         if emptied.name == "bpf" or any(emptied.iterdir()):
             break
@@ -152,7 +149,7 @@ def remove_pins(folder: Path) -> int:
 
 
 def is_link_pin(path: Path) -> bool:
-    """Whether a link is pinned there."""
+    """Whether a link is pinned at a path."""
     if not is_pin(path):
         return False
     found = pinned_link(path)

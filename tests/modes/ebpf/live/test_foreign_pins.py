@@ -19,7 +19,7 @@ from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
 from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import TCX_INGRESS
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS, stored_numbers
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.maps.pins import fingerprint, folder_of, former_layouts, shapes, strangers
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import fingerprint, folder_of, foreign_pins, former_layouts, shapes
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, drain
 from hybrid_proxy.dataplane.table import ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab
@@ -82,7 +82,7 @@ def test_a_map_of_another_kind_stays_and_new_ones_are_made_beside_it(
         ours = serve(options)
     assert ours != former
     assert f"{former} holds other things than our maps, which are left alone: {name} (" in caplog.text
-    assert strangers(ours) == {}
+    assert foreign_pins(ours) == {}
     assert [path.name for path in former.iterdir()] == [name]
     assert (former / name).stat().st_ino == theirs
     assert serve(options) == ours == folder_of(options), "the next agent adopts what the last one made"
@@ -105,7 +105,7 @@ def test_a_map_whose_rows_are_laid_out_otherwise_is_not_adopted(options: Options
         (former / "backends").unlink()
         with closing(other.map("backends")) as backends:
             backends.pin(former / "backends")
-    assert strangers(former) == {"backends": "layout of the rows"}
+    assert foreign_pins(former) == {"backends": "layout of the rows"}
     assert serve(options) != former
 
 
