@@ -1,4 +1,4 @@
-"""PURE. Encodes keys and values of sets as bytes, and decodes them."""
+"""Encodes keys and values of sets as bytes, and decodes them."""
 
 from __future__ import annotations
 
