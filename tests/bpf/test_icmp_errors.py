@@ -146,7 +146,7 @@ def test_an_error_about_a_flow_with_another_source_port(bench: Bench, net: Net) 
     assert quoted(out).tuple == (there.dst, 8080, net.client, there.sport)
 
 
-def foreign_pins(net: Net) -> dict[str, bytes]:
+def strangers(net: Net) -> dict[str, bytes]:
     """Errors that are about nothing of ours."""
     wrong = quote(net, net.client, net.stranger, TCP(sport=40000, dport=80), None)
     other_port = quote(net, net.client, net.backends[0], TCP(sport=40001, dport=8080), 8)
@@ -162,10 +162,10 @@ def foreign_pins(net: Net) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("what", list(foreign_pins(NETS[4])))
+@pytest.mark.parametrize("what", list(strangers(NETS[4])))
 def test_other_errors_are_left_alone(bench: Bench, net: Net, what: str) -> None:
     open_flow(bench, net, Protocol.TCP, 8080)
-    packet = foreign_pins(net)[what]
+    packet = strangers(net)[what]
     assert bench.egress(packet) == (PASS, packet)
     assert bench.ingress(packet) == (PASS, packet)
 

@@ -1,4 +1,4 @@
-"""Forged packets of foreign_pins, more than any table keeps: whoever is honest is served as before.
+"""Forged packets of strangers, more than any table keeps: whoever is honest is served as before.
 
 The floods are counted, not timed: they come between a client's SYN and its acknowledgement, however long that takes.
 """

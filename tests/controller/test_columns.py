@@ -81,9 +81,9 @@ def test_a_text_that_may_not_be_cut_goes_on_in_further_lines() -> None:
 
 
 def test_a_column_of_which_nothing_is_known_is_left_out_and_a_gap_is_a_dash() -> None:
-    foreign_pins = [pet._replace(meals=None) for pet in PETS]
-    assert "MEALS" not in table(COLUMNS, foreign_pins, Screen())[0]
-    assert table(COLUMNS, [MILA, foreign_pins[1]], Screen())[2].split()[2] == "-"
+    strangers = [pet._replace(meals=None) for pet in PETS]
+    assert "MEALS" not in table(COLUMNS, strangers, Screen())[0]
+    assert table(COLUMNS, [MILA, strangers[1]], Screen())[2].split()[2] == "-"
 
 
 def test_colours_are_on_the_texts_alone() -> None:

@@ -100,7 +100,7 @@ def _refusals(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     yield Chain(REFUSE, (rule(x.invalid(), DROP), rule(x.reject_tcp()), rule(family.reject_port())))
     unallocated = (family.destination_within(cidr) for cidr in node.service_cidrs if family_of(cidr) == family.version)
     yield Chain(
-        "foreign_pins",
+        "strangers",
         (
             rule(family.destination_in(CLUSTER_IPS), x.goto(REFUSE)),
             *(rule(destination, family.destination_not_local(), DROP) for destination in unallocated),
@@ -112,7 +112,7 @@ def _refusals(family: Family, node: NodeNetwork) -> Iterator[Chain]:
             (
                 rule(family.find_verdict(f"{side}-empty")),
                 rule(here, family.find_verdict(f"{side}-ports-empty", port_only=True)),
-                rule(x.goto("foreign_pins")),
+                rule(x.goto("strangers")),
             ),
         )
 
