@@ -1,1 +1,1 @@
-"""What Services mean on this node: objects of the cluster in, the service table out. Pure."""
+"""PURE. Decides the meaning of Services on this node: objects of the cluster in, the service table out."""

@@ -1,8 +1,8 @@
-"""PURE. Every object that the source has emitted, and what a change of one makes worth redoing.
+"""PURE. Keeps every object that the source has emitted, and tells what a change makes worth redoing.
 
-The cluster only remembers and says what is dirty; it decides nothing about traffic. Updates that
-change nothing (a node's heartbeat, a slice written again with the same content) are recognised by
-comparing values. Nodes other than this one are not kept.
+The cluster only remembers and marks what is dirty; it decides nothing about traffic. Updates that change nothing (a
+node's heartbeat, a slice written again with the same content) are recognised by comparing values. Nodes other than this
+one are not kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hybrid_proxy.dataplane.table import family_of
 
 
 class Dirty(msgspec.Struct, frozen=True):
-    """What changed since the last look: services by name (None: all of them), and the node's own state."""
+    """The changes since the last call: services by name (None: all of them), and the node's own state."""
 
     services: frozenset[str] | None = frozenset()
     node: bool = False
@@ -45,9 +45,9 @@ class Cluster:
 
     Args:
         node_name: this node; other Nodes are ignored.
-        last: this node as an agent before this one knew it, None: nothing is known.
+        last: this node as a former agent knew it, None: nothing is known.
         kinds: the kinds that the source announced; the state is complete once each was listed.
-        shares: another proxy of this node serves the Services that are not here. A Service that goes while
+        shares: another proxy of this node serves the Services that are not here. A Service that disappears while
             EndpointSlices of it stay has moved there; see `moved`.
     """
 
@@ -63,18 +63,18 @@ class Cluster:
         self._slices: dict[str, EndpointSlice] = {}
         self._of_service: dict[str, dict[str, EndpointSlice]] = {}
         self._nodes: dict[str, Node] = {}  # at most this node's
-        # A zone that somebody took away while no agent looked is meant to be gone; addresses and podCIDRs never are.
+        # A zone that was removed while no agent ran is meant to be gone; addresses and podCIDRs never are.
         self._last = replace(last, zone="") if last is not None and last.name == node_name else None
         self._unread: dict[str, str] = {}
         self._cidrs: dict[str, ServiceCIDR] = {}
         self._problems: dict[tuple[str, str], Problem] = {}
-        self._complaints: dict[tuple[str, str], Problem] = {}  # of objects that were taken all the same
-        self._dirty: set[str] | None = None  # None: everything, before the first look
+        self._complaints: dict[tuple[str, str], Problem] = {}  # of objects that were accepted all the same
+        self._dirty: set[str] | None = None  # None: everything, before the first call
         self._node_dirty = True
         self.source_state: SourceState | None = None
 
     def apply(self, event: Event) -> bool:
-        """Take in one event. True: the table may differ now."""
+        """Apply one event. True: the table may differ now."""
         match event:
             case Upserted():
                 return self._put(event.object)
@@ -91,7 +91,7 @@ class Cluster:
 
     @property
     def complete(self) -> bool:
-        """Whether every announced kind was listed once: nothing may be programmed before."""
+        """True if every announced kind was listed once: nothing may be programmed before."""
         return not self._awaited
 
     @property
@@ -100,7 +100,7 @@ class Cluster:
         return tuple(sorted(self._awaited))
 
     def take_dirty(self) -> Dirty:
-        """What changed since the last call; the caller now owes the redoing."""
+        """Returns the changes since the last call and forgets them; the caller must redo these."""
         services = None if self._dirty is None else frozenset(self._dirty)
         answer = Dirty(services, self._node_dirty)
         self._dirty = set()
@@ -114,29 +114,29 @@ class Cluster:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The number of service ports, those of each address family counted apart, and of endpoints of ports."""
+        """Counts service ports, separately for each address family, and endpoints of ports."""
         ports = sum([len(service.ports) * max(1, len(service.cluster_ips)) for service in self._services.values()])
         endpoints = sum([len(one.endpoints) * max(1, len(one.ports)) for one in self._slices.values()])
         return ports, endpoints
 
     @property
     def moved(self) -> Mapping[str, Service]:
-        """Services that another proxy of this node serves since they went from here, as they were.
+        """The Services that another proxy of this node serves since they left the watch, as they were.
 
         Our flows to them go on for as long as they have endpoints: a Service that is deleted loses its EndpointSlices.
         """
         return MappingProxyType(self._moved)
 
     def served(self, name: str) -> Service | None:
-        """The Service of this name, or as it was when it moved."""
+        """Returns the Service of this name, or its last state if it moved."""
         return self._services.get(name) or self._moved.get(name)
 
     def is_handed_over(self, service: str) -> bool:
-        """Whether a Service that moved gets no new flows here any more."""
+        """True if a Service that moved gets no new flows here any more."""
         return service in self._handed_over
 
     def hand_over(self, services: Iterable[str]) -> bool:
-        """The other proxy has had its time to learn of these: it gets the new flows. Whether the table may differ."""
+        """Leave the new flows of these to the other proxy, which has had its time. True: the table may differ."""
         new = {name for name in services if name in self._moved} - self._handed_over
         self._handed_over |= new
         for name in new:
@@ -148,7 +148,7 @@ class Cluster:
 
     @property
     def node(self) -> Node | None:
-        """This node as its object said last, fact by fact: what is gone from the API goes on here. None: never seen."""
+        """This node as its object said last, fact by fact: facts that are gone from the API stay. None: never seen."""
         return self._last
 
     @property
@@ -157,7 +157,7 @@ class Cluster:
         return self._nodes.get(self._node_name)
 
     def unread(self, kind: str) -> str:
-        """Why this kind cannot be read, empty: it can."""
+        """Says why this kind cannot be read, empty: it can."""
         return self._unread.get(kind, "")
 
     @property
@@ -167,15 +167,15 @@ class Cluster:
 
     @property
     def problems(self) -> Mapping[tuple[str, str], Problem]:
-        """Refused objects by kind and key. A problem stays until it is cleared or its object is gone.
+        """The refused objects by kind and key. A problem stays until it is cleared or its object is gone.
 
-        With what is wrong with objects of which the rest is in use.
+        It includes complaints about objects of which the rest is in use.
         """
         return MappingProxyType(self._complaints | self._problems)
 
     @property
     def complaints(self) -> Mapping[tuple[str, str], Problem]:
-        """What is wrong with objects of which the rest is in use."""
+        """Complaints about objects of which the rest is in use."""
         return MappingProxyType(self._complaints)
 
     # One object
@@ -224,7 +224,7 @@ class Cluster:
         return self._mark_dirty_if_known(one.service) or changed
 
     def _complain(self, kind: str, key: str, complaints: Collection[str] = ()) -> None:
-        """Note what is wrong with parts of an object, nothing where there are none any more."""
+        """Note complaints about parts of an object, or clear them."""
         if complaints:
             message = f"{kind} {key} is in use without {'; '.join(complaints)}"
             self._complaints[kind, key] = Problem(kind, key, message, in_use=True)
@@ -269,7 +269,7 @@ class Cluster:
         return True
 
     def _unlink(self, key: str, one: EndpointSlice) -> bool:
-        """Take a slice from the service that it belonged to."""
+        """Remove a slice from the service that it belonged to."""
         siblings = self._of_service[one.service]
         del siblings[key]
         changed = self._mark_dirty_if_known(one.service)
@@ -287,7 +287,7 @@ class Cluster:
             self._dirty.add(service)
 
     def _mark_dirty_if_known(self, service: str) -> bool:
-        """A slice without its Service means nothing yet; the Service will find it when it comes."""
+        """Mark a known Service dirty. A slice without its Service means nothing until that arrives."""
         if service not in self._services and service not in self._moved:
             return False
         self._mark_dirty(service)
@@ -334,7 +334,7 @@ _NO_SLICES: Final[dict[str, EndpointSlice]] = {}
 
 
 def _with_former_facts(node: Node, former: Node | None) -> Node:
-    """A Node without what only health checks read, and with facts that it had and does not give any more.
+    """Returns a Node without the fields of health checks, and with former facts that it does not give any more.
 
     Addresses and podCIDRs are facts of each family.
     """

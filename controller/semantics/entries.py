@@ -1,14 +1,14 @@
-"""PURE. What a Service means on this node: every question of traffic policy is answered here.
+"""PURE. Decides the meaning of a Service on this node: every question of traffic policy is answered here.
 
-Takes objects of the API and returns entries of the service table. For each service port the
-endpoints are joined by port name and protocol, and give at most two backend sets:
+Takes objects of the API and returns entries of the service table. For each service port the endpoints are joined by
+port name and protocol, and give at most two backend sets:
 
 - the *cluster* set: ready endpoints anywhere, narrowed by topology hints (KEP-2433, KEP-4444); when
   none is ready, those that serve while they terminate (KEP-1669);
-- the *local* set: the same for endpoints on this node, weighed on its own and without hints
+- the *local* set: the same for endpoints on this node, decided separately and without hints
   (KEP-2086, KEP-1669).
 
-Which frontend takes which set, for which clients:
+The sets that frontends use, by client:
 
     frontend             policy     internal (pods, node)   external   source replaced for
     ClusterIP            Cluster    cluster                 cluster    all but pods; nobody without detection
@@ -95,12 +95,12 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def networks_of(wanted: Iterable[str]) -> list[IPv4Network | IPv6Network]:
-    """The CIDRs among them, without `NODE_PORT_KEYWORDS`."""
+    """Returns the CIDRs among them, without `NODE_PORT_KEYWORDS`."""
     return [ip_network(cidr, strict=False) for cidr in wanted if cidr not in NODE_PORT_KEYWORDS]
 
 
 def primary_of(network: NodeNetwork, family: int) -> str | None:
-    """The node's primary address of a family, None when it has none."""
+    """Returns the node's primary address of a family, None when it has none."""
     return next((a for a in network.primary if family_of(a) == family), None)
 
 
@@ -108,7 +108,7 @@ def primary_of(network: NodeNetwork, family: int) -> str | None:
 
 
 class HealthCheck(msgspec.Struct, frozen=True):
-    """Where a load balancer asks whether this node has endpoints of a Service, and the answer.
+    """A health-check node port, and whether this node has endpoints of its Service.
 
     `local` are pairs of a family that the Service has, and how many addresses are ready on this node.
     """
@@ -117,7 +117,7 @@ class HealthCheck(msgspec.Struct, frozen=True):
     local: tuple[tuple[int, int], ...]
 
     def local_endpoints(self, family: int) -> int:
-        """How many there are, for somebody who asks at an address of this family.
+        """Counts the endpoints, for a request to an address of this family.
 
         The endpoints of a dual-stack Service have an address of each family: they are not counted twice.
         """
@@ -126,7 +126,7 @@ class HealthCheck(msgspec.Struct, frozen=True):
 
 
 def health_check(service: Service, slices: Iterable[EndpointSlice], node_name: str) -> HealthCheck | None:
-    """The health-check node port of a Service: of type LoadBalancer and with externalTrafficPolicy Local alone.
+    """Returns the health-check node port of a Service of type LoadBalancer with externalTrafficPolicy Local.
 
     Endpoints count by address, whatever ports they have, if they are ready and on this node; of copies the best one
     counts. An address of weight 0 at all of its ports gets no new connections and does not count.
@@ -147,10 +147,10 @@ def health_check(service: Service, slices: Iterable[EndpointSlice], node_name: s
 
 
 def health_addresses(settings: Settings, network: NodeNetwork) -> tuple[str, ...]:
-    """Where health-check node ports listen; `0.0.0.0` is every address of both families.
+    """Returns the addresses of health-check node ports; `0.0.0.0` is every address of both families.
 
-    As kube-proxy's iptables mode: at every address unless `node_port_addresses` names some. Load balancers that ask
-    at their own IP (Google Cloud's) depend on it.
+    As kube-proxy's iptables mode: at every address unless `node_port_addresses` names some. Load balancers that probe
+    their own IP (Google Cloud's) depend on it.
     """
     wanted = settings.node_port_addresses
     found = network.node_port_addresses + (LOOPBACK_ADDRESSES[:1] if "localhost" in wanted else ())
@@ -167,18 +167,18 @@ LOOPBACK_ADDRESSES: Final = ("127.0.0.1", "::1")
 
 
 class ExternalIPs(msgspec.Struct, frozen=True):
-    """What becomes of the `spec.externalIPs` of a Service: addresses that are served, and why others are not."""
+    """The `spec.externalIPs` of a Service: addresses that are served, and why others are not."""
 
     served: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
 
 def external_ips(service: Service, settings: Settings) -> ExternalIPs:
-    """Which external IPs of a Service this node serves.
+    """Decides which external IPs of a Service this node serves.
 
     Whoever may write a Service can claim any address by this field, and gets what pods and the node send there
     (CVE-2020-8554). Where there is a list, what it does not name is refused; ranges of one family allow none of the
-    other. A load-balancer IP comes from the status, which only controllers write: it is nothing to be refused.
+    other. A load-balancer IP comes from the status, which only controllers write, and is never refused.
     """
     why = ""
     if not settings.external_ips:
@@ -205,7 +205,7 @@ def entries(
     network: NodeNetwork,
     former: Iterable[Entry] = (),
 ) -> tuple[Entry, ...]:
-    """The entries of one service: one for each family that it has a ClusterIP of, and each port.
+    """Returns the entries of one service: one for each family that it has a ClusterIP of, and each port.
 
     Args:
         service: the service.
@@ -213,7 +213,7 @@ def entries(
         settings: the same that made `network`.
         node: this node's own object (its zone decides on zone hints), None while it is unknown.
         network: the answer of `node.node_network`.
-        former: the entries of this service before; what is as it was there is the same object, as old and new entries
+        former: the entries of this service before; unchanged parts are the same objects, as old and new entries
             of all services may be in memory together.
     """
     slices = list(slices)
@@ -259,7 +259,7 @@ def entries(
 
 
 def _present(joined: _Joined) -> tuple[tuple[str, int], ...]:
-    """Every endpoint of a port: one that terminates, or is not ready, keeps its connections."""
+    """Returns every endpoint of a port: one that terminates, or is not ready, keeps its connections."""
     return tuple(sorted({(endpoint.address, number) for one, number in joined for endpoint in one.endpoints}))
 
 
@@ -268,7 +268,7 @@ def _algorithm(service: Service, settings: Settings) -> str:
 
 
 class _Vips:
-    """The addresses of one service in one family, and which clients use the local set there."""
+    """The addresses of one service in one family, and the clients that use the local set there."""
 
     __slots__ = ("cluster_ip", "cluster_masquerade", "external", "external_local", "external_masquerade",
                  "internal_local", "node_ports", "policy", "source_ranges")  # fmt: skip
@@ -301,7 +301,7 @@ class _Vips:
     def frontends(
         self, port: ServicePort, cluster: BackendSet, local: BackendSet | None
     ) -> tuple[tuple[Frontend, ...], tuple[BackendSet, ...]]:
-        """The frontends of one port, and the backend sets that they use."""
+        """Returns the frontends of one port, and the backend sets that they use."""
         sets = [local if self.internal_local and local is not None else cluster]
         first = Frontend(Kind.CLUSTER_IP, self.cluster_ip, port.port, 0, 0, self.cluster_masquerade)
         if not self.external and not (self.node_ports and port.node_port):
@@ -318,7 +318,7 @@ class _Vips:
 
 
 def _index_in(sets: list[BackendSet], wanted: BackendSet) -> int:
-    """Where a backend set is in the list; appends one that equals none of those there."""
+    """Returns the index of a backend set in the list; appends it if no equal one is there."""
     for index, known in enumerate(sets):
         if known is wanted or known == wanted:
             return index
@@ -335,7 +335,7 @@ _LOCAL_POLICY: Final = {
 
 
 def _external(service: Service, cluster_ip: str, family: int, external: Iterable[str]) -> list[tuple[Kind, str]]:
-    """Load-balancer IPs, then external IPs, of one family, each address once.
+    """Returns load-balancer IPs, then external IPs, of one family, each address once.
 
     An address that is both is a load-balancer IP: the source ranges must guard it.
     """
@@ -349,10 +349,10 @@ def _external(service: Service, cluster_ip: str, family: int, external: Iterable
 
 
 def _source_ranges(service: Service, family: int, network: NodeNetwork) -> tuple[str, ...] | None:
-    """The CIDRs of one family that may reach the load-balancer IPs; None: everybody.
+    """Returns the CIDRs of one family that may reach the load-balancer IPs; None: everybody.
 
-    Ranges of the other family alone do not restrict this one, nor does any /0. A node with the
-    load-balancer IP on an interface talks to it *from* it: where the node itself is allowed, that is too.
+    Ranges of the other family alone do not restrict this one, nor does any /0. A node with the load-balancer IP on an
+    interface sends *from* it: where the node itself is allowed, that address is too.
     """
     ranges = [r for r in service.source_ranges if family_of(r) == family]
     if not ranges or any(r.endswith("/0") for r in ranges):
@@ -370,7 +370,7 @@ def _source_ranges(service: Service, family: int, network: NodeNetwork) -> tuple
 
 
 def _all_plain(slices: Sequence[EndpointSlice]) -> bool:
-    """Whether every endpoint is simply ready: no readiness, no hints to weigh."""
+    """True if every endpoint is simply ready: no readiness or hints to compare."""
     for one in slices:
         for e in one.endpoints:
             if e.terminating or not e.ready or e.zone_hints or e.node_hints:
@@ -379,7 +379,7 @@ def _all_plain(slices: Sequence[EndpointSlice]) -> bool:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where the question is asked: this node, its zone, and the Local policies in force ("": none)."""
+    """This node, its zone, and the Local policies in force ("": none)."""
 
     node: str
     zone: str
@@ -394,7 +394,7 @@ def _backend_sets(
     place: _Place,
     known: Mapping[str, Backend],
 ) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
-    """The cluster set, the local set (None when no policy asks for it), and all backends that still serve."""
+    """Returns the cluster set, the local set (None when no policy asks for it), and all backends that still serve."""
     if plain and len(joined) == 1:
         backends = _plain_backends(joined[0][0].endpoints, joined[0][1], place.node, known)
         if backends:
@@ -410,7 +410,7 @@ _Joined = Sequence[tuple[EndpointSlice, int]]  # the slices that have a service 
 
 
 def _by_port(slices: Iterable[EndpointSlice]) -> dict[tuple[str, Protocol], list[tuple[EndpointSlice, int]]]:
-    """What each port is joined to, by name and protocol: of thousands of ports none looks at all the others."""
+    """Joins ports by name and protocol, once for all: with thousands of ports none compares itself with all others."""
     found: dict[tuple[str, Protocol], list[tuple[EndpointSlice, int]]] = {}
     for one in slices:
         for port in one.ports:
@@ -421,7 +421,7 @@ def _by_port(slices: Iterable[EndpointSlice]) -> dict[tuple[str, Protocol], list
 def _plain_backends(
     endpoints: Sequence[Endpoint], number: int, me: str, known: Mapping[str, Backend]
 ) -> tuple[Backend, ...] | None:
-    """Sorted backends of one slice, those of this node first; None: an address is there twice."""
+    """Returns the sorted backends of one slice, those of this node first; None: an address is there twice."""
     here = sorted([e.address for e in endpoints if e.node == me]) if me else []
     away = sorted([e.address for e in endpoints if e.node != me or not me])
     if len({*here, *away}) != len(endpoints):
@@ -436,7 +436,7 @@ def _plain_backends(
 def _weighed(
     port: ServicePort, slices: Sequence[EndpointSlice], joined: _Joined, place: _Place
 ) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
-    """The general case of `_backend_sets`."""
+    """Decides the general case of `_backend_sets`."""
     me = place.node
     pairs = [
         (endpoint, Backend(address, number, bool(me) and endpoint.node == me))
@@ -469,7 +469,7 @@ def _weighed(
 def _best_copies(
     joined: Iterable[tuple[EndpointSlice, int]], me: str
 ) -> dict[tuple[str, int], tuple[Endpoint, int | None]]:
-    """Of each address and port the best of its copies, with the weight that the copy's slice gives."""
+    """Returns the best copy of each address and port, with the weight that the copy's slice gives."""
     best: dict[tuple[str, int], tuple[Endpoint, int | None]] = {}
     for one, number in joined:
         for endpoint in one.endpoints:
@@ -481,7 +481,7 @@ def _best_copies(
 
 
 def _local_set(here: tuple[Backend, ...], fallback: bool, ready_elsewhere: bool, policy: str) -> BackendSet:
-    """The local set of a service that has endpoints somewhere: nothing here means silence (drop)."""
+    """Returns the local set of a service that has endpoints somewhere: none here means drop."""
     if not here:
         return BackendSet((), WhenEmpty.DROP, f"{policy}: no endpoint on this node, there are some on others")
     if not fallback:
@@ -491,14 +491,14 @@ def _local_set(here: tuple[Backend, ...], fallback: bool, ready_elsewhere: bool,
 
 
 def _weight(by_address: int | None, of_slice: int | None) -> int:
-    """The weight of an endpoint: what its Service says of its address precedes what its slice says."""
+    """Returns the weight of an endpoint: the Service's for its address precedes the slice's."""
     if by_address is not None:
         return by_address
     return 1 if of_slice is None else of_slice
 
 
 def _weights(service: Service, joined: _Joined, place: _Place) -> dict[tuple[str, int], int]:
-    """The weight of each endpoint of a service port, by address and port."""
+    """Returns the weight of each endpoint of a service port, by address and port."""
     by_address = dict(service.weights)
     best = _best_copies(joined, place.node)
     return {key: _weight(by_address.get(key[0]), of_slice) for key, (_, of_slice) in best.items()}
@@ -507,7 +507,7 @@ def _weights(service: Service, joined: _Joined, place: _Place) -> dict[tuple[str
 def _weighted(
     weights: Mapping[tuple[str, int], int], cluster: BackendSet, local: BackendSet | None, serving: tuple[Backend, ...]
 ) -> tuple[BackendSet, BackendSet | None, tuple[Backend, ...]]:
-    """The same with weights. A backend of weight 0 is in no set and still serves: its connections may stay."""
+    """Applies weights. A backend of weight 0 is in no set and still serves: its connections may stay."""
 
     def weigh(backends: tuple[Backend, ...]) -> tuple[Backend, ...]:
         return tuple([Backend(b.address, b.port, b.local, weights[b.address, b.port]) for b in backends])
@@ -521,13 +521,13 @@ def _weighted(
     cluster, known = narrow(cluster), cluster
     if local is None:
         return cluster, None, weigh(serving)
-    # As without weights: silence on this node is for clients that find somebody on others.
+    # As without weights: drop only if other nodes have endpoints.
     local = cluster if local is known or not cluster.backends else narrow(local)
     return cluster, local, weigh(serving)
 
 
 def _worth(endpoint: Endpoint, me: str) -> tuple[bool, bool, bool, bool, tuple[str, ...], tuple[str, ...], str]:
-    """Orders copies of one address and port, the best first, so that no order of slices matters.
+    """Orders copies of one address and port, the best first, so that the order of slices does not matter.
 
     An address that a new pod took over from a terminating one counts as the new pod's.
     """
@@ -536,12 +536,12 @@ def _worth(endpoint: Endpoint, me: str) -> tuple[bool, bool, bool, bool, tuple[s
 
 
 def _rank(endpoint: Endpoint, weight: int | None, me: str) -> tuple[Any, ...]:
-    """Of two copies that are worth the same, the one that weighs less is the best: maintenance counts at once."""
+    """Of two copies that are worth the same, prefers the lower weight: maintenance takes effect at once."""
     return *_worth(endpoint, me), _weight(None, weight)
 
 
 def _by_hints(ready: list[tuple[Endpoint, Backend]], me: str, zone: str) -> tuple[list[tuple[Endpoint, Backend]], str]:
-    """The ready endpoints that the hints leave, and why these; all or nothing (KEP-2433, KEP-4444)."""
+    """Returns the ready endpoints that the hints allow, and why these; all or nothing (KEP-2433, KEP-4444)."""
     ignored = ""
     node_hinted = sum(1 for e, _ in ready if e.node_hints)
     if node_hinted == len(ready):
@@ -563,7 +563,7 @@ def _by_hints(ready: list[tuple[Endpoint, Backend]], me: str, zone: str) -> tupl
 
 
 def _why_none(port: ServicePort, slices: Sequence[EndpointSlice], joined: _Joined, some: bool) -> str:
-    """Why a set has no backend, with the commonest mistake named."""
+    """Says why a set has no backend, naming the commonest mistake."""
     if some:
         return NONE_USABLE
     if joined or not any(s.endpoints for s in slices):

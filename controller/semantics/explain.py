@@ -1,7 +1,7 @@
-"""PURE. What happens to one packet on this node, and why.
+"""PURE. Explains the treatment of one packet on this node.
 
-Walks the very table that a mode programs; nothing is decided here a second time. Destinations are
-looked up in an index that is built once for each table, so that thousands of packets are quick.
+Walks the table that a mode programs; nothing is decided here a second time. Destinations are looked up in an index that
+is built once for each table, so that thousands of packets are quick.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _BIT: Final = {"pod": Masquerade.POD, "node": Masquerade.NODE, "external": Masqu
 class Packet(msgspec.Struct, frozen=True):
     """The first packet of a flow as this node sees it.
 
-    `protocol` is `tcp`, `udp`, `sctp`, `icmp` or `icmpv6` in any case; `port` has no meaning for the
-    last two. `source_class` says what the source is where its address alone cannot.
+    `protocol` is `tcp`, `udp`, `sctp`, `icmp` or `icmpv6` in any case; `port` has no meaning for the last two.
+    `source_class` says what the source is if its address alone does not show it.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Packet(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What happens to a packet.
+    """The verdict on a packet.
 
-    `backends` are the candidates as `ip:port`, `service` is the entry's name. `masquerade` is whether
-    the source address becomes the node's, whichever candidate is chosen.
+    `backends` are the candidates as `ip:port`, `service` is the entry's name. `masquerade`: the source address becomes
+    the node's, whichever candidate is chosen.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def left_text(address: str, service: str) -> str:
-    """Of a ClusterIP in `ServiceTable.left_to_node`."""
+    """Describes a ClusterIP in `ServiceTable.left_to_node`."""
     return (
         f"{address}, the ClusterIP of {service}, is on an interface of this node: what listens there gets the packets"
     )
 
 
 def verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
-    """The row of `explain -o json`."""
+    """Returns the row of `explain -o json`."""
     return {
         "name": verdict.name,
         "verdict": verdict.verdict,
@@ -95,7 +95,7 @@ def verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
 
 
 def packet_from_dict(row: Mapping[str, Any]) -> Packet:
-    """A packet from one row of a flows file: name, src, dst, port, proto, src_class (optional).
+    """Returns a packet from one row of a flows file: name, src, dst, port, proto, src_class (optional).
 
     Raises:
         ValueError: a field is missing or cannot be used; names the row and the field.
@@ -120,7 +120,7 @@ def packet_from_dict(row: Mapping[str, Any]) -> Packet:
 
 
 class Destination(NamedTuple):
-    """Where packets to a service go."""
+    """The destination of packets to a service."""
 
     address: str
     port: int
@@ -128,7 +128,7 @@ class Destination(NamedTuple):
 
 
 def destination_of(table: ServiceTable, service: str, port: str, protocol: str, family: int) -> Destination:
-    """The address of a service (`namespace/name`), its ClusterIP if it has one.
+    """Returns the address of a service (`namespace/name`), its ClusterIP if it has one.
 
     Args:
         table: that has it.
@@ -170,7 +170,7 @@ _last: Explainer | None = None
 
 
 def explain(table: ServiceTable, packet: Packet) -> Verdict:
-    """What happens to a packet under a table; remembers the index of the table asked last.
+    """Returns the verdict on a packet under a table; caches the index of the last table.
 
     Raises:
         ValueError: an address of the packet is not one.
@@ -208,7 +208,7 @@ class Explainer:
         self._ranges: dict[str, Network] = {}
 
     def explain(self, packet: Packet) -> Verdict:
-        """What happens to a packet.
+        """Returns the verdict on a packet.
 
         Raises:
             ValueError: an address of it is not one.
@@ -226,7 +226,7 @@ class Explainer:
     def _find(
         self, dst: str, family: int, port: int, protocol: Protocol, source: SourceClass
     ) -> tuple[Entry, Frontend] | None:
-        """An address of a service comes before a node port, as in kube-proxy's lookups."""
+        """Finds the frontend: an address of a service comes before a node port, as in kube-proxy's lookups."""
         found = self._at.get((dst, port, int(protocol)))
         here = self._loopback if source == "node" and protocol is not Protocol.SCTP else ()
         if found is None and (dst in self._node_port_addresses or dst in here):
@@ -278,7 +278,7 @@ class Explainer:
             says.append(f"loadBalancerSourceRanges: {src} is not in {', '.join(ranges)}.")
             return Verdict(packet.name, "drop", " ".join(says), service=entry.name)
 
-        # Without detection a pod is an outsider to every rule, whatever the caller knows about it.
+        # Without detection a pod is an external client to every rule, whatever the caller knows about it.
         told_apart = self._node.pods.recognizes(entry.family)
         acts_as: SourceClass = "external" if given == "pod" and not told_apart else given
         backend_set = entry.backend_sets[frontend.external if acts_as == "external" else frontend.internal]
@@ -314,7 +314,7 @@ class Explainer:
         )
 
     def _classify(self, packet: Packet, src: Address) -> tuple[SourceClass, str]:
-        """What the source is, and how that is known."""
+        """Returns the class of the source, and how it is known."""
         if packet.source_class is not None:
             return packet.source_class, "as given"
         if src.is_loopback or str(src) in self._own:
@@ -348,7 +348,7 @@ def _empty(name: str, entry: Entry, backend_set: BackendSet, says: list[str]) ->
 
 
 def _choice(entry: Entry, backend_set: BackendSet) -> list[str]:
-    """What decides among several backends, where it is not chance alone."""
+    """Describes what decides among several backends, if it is not random alone."""
     algorithm = find(entry.algorithm)
     description = algorithm.description if algorithm else "a scheduler of mode ipvs"
     reasons = [] if entry.algorithm == "random" else [f"Algorithm {entry.algorithm}: {description}."]
@@ -369,7 +369,7 @@ def _detection_matters(frontend: Frontend) -> bool:
 
 
 def _missing(node: NodeNetwork, family: int) -> str:
-    """What detection lacks, in one clause."""
+    """Describes what detection lacks, in one clause."""
     if not node.pods.prefixes:
         return "detection is off, or lacks its CIDR or interface"
     return f"detection has no IPv{family} CIDR"

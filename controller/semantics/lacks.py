@@ -1,4 +1,4 @@
-"""PURE. Service ports that have no backend on this node, for all clients or for some."""
+"""PURE. Finds service ports that have no backend on this node, for all clients or for some."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lack(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         service: `namespace/name:port`.
         family: 4 or 6.
-        clients: Who finds none: `all`, those `outside` the cluster, or those `inside` it, at the ClusterIP.
+        clients: The clients without a backend: `all`, those `outside` the cluster, or those `inside`, at the ClusterIP.
         why: A message.
     """
 
@@ -32,7 +32,7 @@ class Lack(msgspec.Struct, frozen=True, gc=False):
 
 
 def lacks(entries: Iterable[Entry]) -> Iterator[Lack]:
-    """Those of a service table."""
+    """Returns the lacks of a service table."""
     for entry in entries:
         for backend_set in entry.backend_sets:
             if not backend_set.backends:
@@ -53,7 +53,7 @@ def _lack(entry: Entry) -> Iterator[Lack]:
 
 
 def with_policy(event: PacketEvent, known: Callable[[], Iterable[Lack]]) -> PacketEvent:
-    """The same event. Programs know that a policy is Local; the table knows which one, as long as it is so."""
+    """Returns the event with its policy: programs know that one is Local, the table knows which."""
     if event.reason != "drop_empty":
         return event
     family = 6 if event.destination.startswith("[") else 4

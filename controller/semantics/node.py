@@ -1,9 +1,9 @@
-"""PURE. This node: what its Node object, its interfaces and its routes say, and which of these is believed.
+"""PURE. Decides what is believed about this node: its Node object, its interfaces and its routes.
 
-- What the Node object said last holds when the object goes, or says less (`Cluster.node`). Cloud controllers and
-  autoscalers delete Nodes that live, and register them anew.
+- The last statement of the Node object holds when the object disappears, or says less (`Cluster.node`). Cloud
+  controllers and autoscalers delete Nodes that live, and register them again.
 - The primary address is the source of what is masqueraded, so an interface must have it: the first of the Node's
-  addresses that one has, else what the kernel itself would send from. The families are independent of each other.
+  addresses that one has, else the kernel's own source. The families are independent of each other.
 - Node ports are served at the address that the Node reports, even if no interface has it (1:1 NAT), and at that one.
 - A service range is not believed where other addresses are inside: those would be dropped, as sources and destinations.
 """
@@ -27,10 +27,10 @@ from hybrid_proxy.dataplane.table import NodeNetwork, PodMatch, family_of
 
 
 class Routes(msgspec.Struct, frozen=True):
-    """What the kernel's routes say.
+    """The kernel's routes.
 
-    `sources` are addresses that packets to other hosts may have, the best of each family first. `networks` are where
-    routes lead, without default routes, and the next hops of these.
+    `sources` are addresses that packets to other hosts may have, the best of each family first. `networks` are the
+    destinations of routes, without default routes, and the next hops of these.
     """
 
     sources: tuple[str, ...] = ()
@@ -47,13 +47,13 @@ def node_network(
     service_cidrs: tuple[str, ...],
     routes: Routes = NO_ROUTES,
 ) -> NodeNetwork:
-    """What a mode must know of this node besides the services.
+    """Returns the part of the node that a mode must know besides the services.
 
     Args:
         settings: kube-proxy's settings that matter here.
         node: what is known of this node by its own object, None while it is unknown.
         interface_addresses: addresses on the node's interfaces; empty when they cannot be read, the
-            Node's addresses stand in then.
+            Node's addresses replace them then.
         service_cidrs: the ranges that ClusterIPs come from (KEP-1880).
         routes: empty when they cannot be read.
 
@@ -74,7 +74,7 @@ def node_network(
         node_port_addresses=_node_port_addresses(settings.node_port_addresses, primary + claimed, addresses),
         loopback=_loopback(settings, addresses),
         pods=_pod_match(settings, node),
-        # Beside another proxy, most addresses that we don't know are Services of its own.
+        # Alongside another proxy, most addresses that we don't know are its own Services.
         service_cidrs=()
         if settings.proxy_name
         else tuple(cidr for cidr in dict.fromkeys(service_cidrs) if cidr not in wrong),
@@ -83,7 +83,7 @@ def node_network(
 
 
 def _named(settings: Settings, node: Node | None) -> tuple[str, ...]:
-    """The addresses that this node is said to have, the first of a family being the one that counts."""
+    """Returns the addresses that the Node object names; the first of a family counts."""
     said = _canonical((*settings.primary, *(node.addresses if node else ())))
     return tuple(a for a in said if not (ip_address(a).is_unspecified or ip_address(a).is_loopback))
 
@@ -91,9 +91,9 @@ def _named(settings: Settings, node: Node | None) -> tuple[str, ...]:
 def wrong_ranges(
     settings: Settings, node: Node | None, own: Iterable[str], service_cidrs: Iterable[str], routes: Routes
 ) -> Mapping[str, str]:
-    """The service ranges that contain other addresses than services', and which.
+    """Returns the service ranges that contain addresses other than services', with these.
 
-    A range is right beside the pods' range and the node's network, and inside of a larger one, as some clusters have
+    A range is right next to the pods' range and the node's network, and inside of a larger one, as some clusters have
     it. A route to the range itself, or to a single address inside, may lead to services.
     """
     pods = (*settings.cluster_cidrs, *(node.pod_cidrs if node else ()))
@@ -114,10 +114,10 @@ def node_faults(
     settings: Settings, reported: Node | None, unread: str, node: Node | None, network: NodeNetwork,
     service_cidrs: Iterable[str], routes: Routes,
 ) -> Iterator[str]:  # fmt: skip
-    """What is missing or wrong, what serves instead, and what to do: a sentence each.
+    """Describes what is missing or wrong, what serves instead, and what to do: a sentence each.
 
-    `reported` is the Node object as it is now, `unread` why it cannot be read (empty: it can), and `network` what
-    `node_network` has made of the rest.
+    `reported` is the Node object as it is now, `unread` why it cannot be read (empty: it can), and `network` the result
+    of `node_network`.
     """
     name, known = settings.node_name, node or Node(settings.node_name)
     instead = f"the interfaces' addresses serve instead ({', '.join(network.primary) or 'none'})"
@@ -162,7 +162,7 @@ def _canonical(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def _first_of_each_family(texts: Iterable[str]) -> tuple[str, ...]:
-    """At most one IPv4 and one IPv6, in this order."""
+    """Returns at most one IPv4 and one IPv6 address, in this order."""
     first: dict[int, str] = {}
     for text in texts:
         first.setdefault(family_of(text), text)
@@ -182,7 +182,7 @@ def _pod_match(settings: Settings, node: Node | None) -> PodMatch:
 
 
 def _node_port_addresses(wanted: tuple[str, ...], own: tuple[str, ...], addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """The node's addresses that serve node ports to everybody; loopback and IPv6 link-local never do."""
+    """Returns the node's addresses that serve node ports to everybody; never loopback and IPv6 link-local."""
     usable = [a for a in map(ip_address, addresses) if not (a.version == 6 and a.is_link_local)]
     keywords = {word for word in wanted if word in NODE_PORT_KEYWORDS} if wanted else {"primary"}
     if "all" in keywords:
@@ -197,10 +197,11 @@ def _node_port_addresses(wanted: tuple[str, ...], own: tuple[str, ...], addresse
 
 
 def _loopback(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """The loopback addresses where this node's own clients find node ports, in the families of the node's addresses.
+    """Returns the loopback addresses at which this node's own clients find node ports.
 
     As kube-proxy's iptables mode: without `node_port_addresses`, and where these cover the address; for IPv6 as well as
-    for IPv4. The keyword `localhost` (KEP-6032) asks for both, whatever `localhost_node_ports` says.
+    for IPv4, in the families of the node's addresses. The keyword `localhost` (KEP-6032) asks for both, whatever
+    `localhost_node_ports` says.
     """
     wanted = settings.node_port_addresses
     families = {family_of(a) for a in addresses}

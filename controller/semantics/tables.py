@@ -1,9 +1,8 @@
-"""PURE. The next service table from the last one, redoing only what is dirty.
+"""PURE. Builds the next service table from the last one, redoing only what is dirty.
 
-Two services may claim one address and port: a ClusterIP of one is an external IP of the other, or two
-name one load-balancer IP. One of them gets it whatever order they came in (a ClusterIP first, then the
-older service, then the name), the other loses that frontend alone, and gets it back when the winner
-goes. `Builder.conflicts` names the losers.
+Two services may claim one address and port: a ClusterIP of one is an external IP of the other, or two name one load-
+balancer IP. One of them gets it whatever order they came in (a ClusterIP first, then the older service, then the name),
+the other loses that frontend alone, and gets it back when the winner is removed. `Builder.conflicts` names the losers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Entries = tuple[Entry, ...]
 
 
 class Builder:
-    """Builds table after table from one cluster; holds what must be remembered between them."""
+    """Builds table after table from one cluster; keeps the state between them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -49,17 +48,17 @@ class Builder:
         self._external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})
 
     def update_settings(self, settings: Settings) -> None:
-        """By these settings from the next table on; services that they do not change stay the same objects."""
+        """Use these settings from the next table on; services that they do not change stay the same objects."""
         self._settings, self._asked, self._basis = settings, None, None
 
     @property
     def health_checks(self) -> Mapping[str, HealthCheck]:
-        """Service -> its health-check node port, as of the last table; the very same object when none changed."""
+        """Service -> its health-check node port, of the last table; the very same object when none changed."""
         return self._checks
 
     @property
     def health_addresses(self) -> tuple[str, ...]:
-        """Where health-check node ports listen."""
+        """The addresses of health-check node ports."""
         return health_addresses(self._settings, self._table.node)
 
     @property
@@ -73,11 +72,11 @@ class Builder:
 
     @property
     def external_ips(self) -> Mapping[str, ExternalIPs]:
-        """Service -> what becomes of its external IPs; the very same object when nothing of that changed."""
+        """Service -> the decision on its external IPs; the very same object when none changed."""
         return self._external_ips
 
     def node_faults(self, cluster: Cluster, *, needs_node: bool) -> tuple[str, ...]:
-        """What is missing or wrong in what is said of this node; `needs_node`: it has a Node object."""
+        """Describes what is missing or wrong about this node; `needs_node`: it has a Node object."""
         if self._asked is None or not (needs_node or cluster.node):
             return ()
         problem = cluster.problems.get(("Node", self._settings.node_name))
@@ -86,12 +85,12 @@ class Builder:
         return tuple(node_faults(self._settings, cluster.reported, unread, cluster.node, network, cidrs, routes))
 
     def build(self, cluster: Cluster, interface_addresses: tuple[str, ...], routes: Routes = NO_ROUTES) -> ServiceTable:
-        """The table of the cluster as it is now; the very same object when nothing changed.
+        """Build the table of the cluster as it is now; the very same object when nothing changed.
 
         Args:
-            cluster: its dirty marks are taken.
+            cluster: its dirty state is taken.
             interface_addresses: the addresses on this node's interfaces, empty when they are not known.
-            routes: what this node's routes say, empty when they are not known.
+            routes: this node's routes, empty when they are not known.
         """
         dirty = cluster.take_dirty()
         network = self._network(cluster, interface_addresses, routes)
@@ -111,9 +110,9 @@ class Builder:
         return self._next({name: self._without_own(name, granted) for name, granted in changes.items()}, network)
 
     def _without_own(self, name: str, granted: Entries) -> Entries:
-        """Leave a ClusterIP to this node where an interface has it: what listens there is to get the packets.
+        """Leave a ClusterIP to this node if an interface has it: what listens there gets the packets.
 
-        So it is with NodeLocal DNSCache. The address is nobody else's all the same.
+        NodeLocal DNSCache works so. The address stays claimed all the same.
         """
         here = {f.address for e in granted for f in e.frontends if f.kind is Kind.CLUSTER_IP} & self._own
         if here or name in self._left.values():
@@ -133,7 +132,7 @@ class Builder:
         return network
 
     def _check(self, cluster: Cluster, names: Iterable[str]) -> None:
-        """Look again at the health-check node ports of these services."""
+        """Update the health-check node ports of these services."""
         changed: dict[str, HealthCheck | None] = {}
         services, checks = cluster.services, self._checks
         for name in names:
@@ -187,21 +186,21 @@ class Builder:
 
 
 def _basis_of(network: NodeNetwork, node: Node | None) -> object:
-    """What entries depend on beside their own service: when it differs, all are redone."""
+    """Returns the inputs of entries apart from their own service: when they differ, all are redone."""
     return node.zone if node else "", network.primary, network.pods.recognizes(4), network.pods.recognizes(6)
 
 
 class _Claims:
-    """Who wants which address and port, and who has it."""
+    """The claimants of each address and port, and its owner."""
 
     def __init__(self) -> None:
-        self.wanted: dict[str, Entries] = {}  # by service, before anything is taken away
+        self.wanted: dict[str, Entries] = {}  # by service, before any frontend is lost
         self.lost: dict[str, tuple[str, ...]] = {}
         self._owner: dict[Key, str] = {}
         self._rivals: dict[Key, set[str]] = {}  # of the keys with more than one claimant, the owner included
 
     def update(self, cluster: Cluster, new: Mapping[str, Entries]) -> dict[str, Entries]:
-        """Take new entries of some services in; what they and all that it touches may have now."""
+        """Apply new entries of some services. Returns the present entries of all services that are affected."""
         contested: set[Key] = set()
         for name, after in new.items():
             before = self.wanted.get(name, ())
@@ -230,7 +229,7 @@ class _Claims:
                 del self._owner[key]
 
     def _claim(self, name: str, entries: Entries, contested: set[Key]) -> bool:
-        """Whether the service is alone: nobody had any of these addresses and ports, and it names each once."""
+        """Claim all addresses and ports. True if nobody had any of these, and the service names each once."""
         owners, alone = self._owner, True
         for key, _ in _keys(entries):
             owner = owners.get(key)
@@ -244,7 +243,7 @@ class _Claims:
         return alone
 
     def _resolve(self, key: Key, cluster: Cluster) -> set[str]:
-        """Give a contested key to the strongest claimant; everybody whose entries may differ now."""
+        """Give a contested key to the strongest claimant. Returns everybody whose entries may differ now."""
         rivals = self._rivals.get(key)
         if rivals is None:
             return set()
@@ -264,7 +263,7 @@ class _Claims:
         return not mine, not created, created, name
 
     def _granted(self, name: str) -> Entries:
-        """The entries of a service without the frontends that others have, the same objects if none is lost."""
+        """Returns the entries of a service without the frontends that others have, the same objects if none is lost."""
         wanted = self.wanted.get(name, ())
         taken: set[Key] = set()
         losses: list[str] = []
@@ -301,7 +300,7 @@ def _keys(entries: Entries) -> list[tuple[Key, Frontend]]:
 
 
 def _with_frontends(entry: Entry, frontends: list[Frontend]) -> Entry:
-    """The entry with some of its frontends, and the backend sets that these use."""
+    """Returns the entry with some of its frontends, and the backend sets that these use."""
     used = list(dict.fromkeys(index for f in frontends for index in (f.internal, f.external)))
     return replace(
         entry,
@@ -313,7 +312,7 @@ def _with_frontends(entry: Entry, frontends: list[Frontend]) -> Entry:
 
 
 def _for_old_flows(entries: Entries) -> Entries:
-    """No client finds these service ports any more; what serves the flows that there are is known."""
+    """Returns service ports without frontends: no client finds them, and their backends still serve open flows."""
     return tuple([_with_frontends(entry, []) for entry in entries if entry.serving])
 
 

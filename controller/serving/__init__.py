@@ -1,1 +1,1 @@
-"""What the agent answers: health, metrics, health-check node ports, and the admin socket of the commands."""
+"""Serves the agent's answers: health, metrics, health-check node ports, and the admin socket of the commands."""

@@ -38,19 +38,19 @@ from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns, netns_num
 
 log = logging.getLogger(__name__)
 
-REQUEST_SECONDS = 10.0  # in which a command says what it asks for
-FIRST_SECONDS = 4.0  # for the first answer of a command that can do without an agent: it asks no second time
+REQUEST_SECONDS = 10.0  # in which a command sends its request
+FIRST_SECONDS = 4.0  # for the first answer of a command that can do without an agent; it does not ask again
 REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
 
 A = TypeVar("A", bound=Answer)
 
 
 class UnansweredError(ControllerError):
-    """No agent answers: what is known without it must do."""
+    """No agent answers: the caller must use what is known without it."""
 
 
 class BusyError(UnansweredError):
-    """An agent is there, and did not answer in time. `who` names it, with its process where that is known."""
+    """An agent did not answer in time. `who` names it, with its process if that is known."""
 
     def __init__(self, path: Path, pid: int, why: str) -> None:
         self.who = f"the agent (PID {pid})" if pid else "the agent"
@@ -62,7 +62,7 @@ class NoAgentError(UnansweredError):
 
 
 class StartingError(NoAgentError):
-    """An agent listens at the admin socket that cannot answer yet; `part` is what it is doing, and for how long."""
+    """An agent listens at the admin socket and cannot answer yet; `part` is its present work, and for how long."""
 
     def __init__(self, answer: StartingAnswer) -> None:
         self.part = f"{answer.part}, for {answer.seconds:.0f} s"
@@ -70,14 +70,14 @@ class StartingError(NoAgentError):
 
 
 def socket_path(asked: str) -> Path:
-    """The socket of this network namespace's agent; the default name serves the machine's own namespace."""
+    """Returns the socket of this network namespace's agent; the default name serves the machine's own namespace."""
     if asked != ADMIN_SOCKET or in_initial_netns():
         return Path(asked)
     return Path(ADMIN_SOCKET).with_name(f"netns-{netns_number()}.sock")
 
 
 def ask(asked: str, request: Request, expected: type[A], seconds: float | None = None) -> A:
-    """Send one request to the running agent; returns its answer.
+    """Send one request to the running agent. Returns its answer.
 
     Raises:
         NoAgentError: there is none, or one that is starting (StartingError).
@@ -117,14 +117,14 @@ def ask(asked: str, request: Request, expected: type[A], seconds: float | None =
 
 
 def _peer(connection: socket.socket) -> int:
-    """The process that listens; 0: it is in a PID namespace that is not seen from here."""
+    """Returns the listening process; 0: it is in a PID namespace that is not visible from here."""
     credentials = struct.Struct("3i")
     pid: int = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[0]
     return pid
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    """One request for each connection."""
+    """Handles one request for each connection."""
 
     timeout = REQUEST_SECONDS
     server: Server
@@ -143,7 +143,7 @@ class _Handler(socketserver.StreamRequestHandler):
             self.wfile.write(redact(msgspec.json.encode(reply).decode()).encode() + b"\n")
 
     def _asker_left(self) -> bool:
-        """While this process was stopped, a command may have given up: what it asked for must not happen now."""
+        """True if the command has given up while this process was stopped: its request must not be carried out."""
         poll = select.poll()
         poll.register(self.connection, select.POLLHUP)  # not when it only has no more to say
         return bool(poll.poll(0))
@@ -176,7 +176,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self._thread.start()
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept; the socket stays readable when that fails, so a short rest keeps the thread from spinning."""
+        """Accept a connection. After a failure, rest: the socket stays readable, and the thread would spin."""
         try:
             return super().get_request()
         except OSError:
@@ -184,7 +184,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             raise
 
     def handle_error(self, *_: Any) -> None:
-        """Not to stderr as it is, as the base class does."""
+        """Log an error; the base class would write it to stderr."""
         log.exception("a request at the admin socket failed")
 
     @staticmethod

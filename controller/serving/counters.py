@@ -33,12 +33,12 @@ TRIGGERS: Final = 10_000  # changes of endpoints that wait for one sync; of more
 
 
 class Durations:
-    """How often durations fell into each of some ranges, for each of some address families or for all as one.
+    """A histogram of durations, for each of some address families or for all as one.
 
     Args:
         name: of the metric that it becomes.
         text: what is measured.
-        bounds: the longest of each range, in seconds, ascending; one range more has what is longer.
+        bounds: the longest of each range, in seconds, ascending; one more range has what is longer.
         families: 4, 6 or both; without them all is one.
     """
 
@@ -55,7 +55,7 @@ class Durations:
 
 
 class TableTotals:
-    """Counters of a service table, kept up by what changes from one to the next."""
+    """Counters of a service table, updated by the differences between tables."""
 
     def __init__(self) -> None:
         self.ports = 0
@@ -130,7 +130,7 @@ class Counters:
     def record_event(
         self, event: Event, *, changed: bool, wall: float, superseded: Collection[Superseded] = ()
     ) -> None:
-        """An event came, and these before it; `changed`: there is something to program for it."""
+        """Count an event; `changed`: it makes something to program."""
         kind, count = _about(event)
         count += len(superseded)
         if kind == "Service":
@@ -152,7 +152,7 @@ class Counters:
             self._triggers.append((family, triggered))
 
     def record_sync(self, table: ServiceTable, seconds: float, latencies: Iterable[float], wall: float) -> None:
-        """Everything that came is programmed."""
+        """Note that everything that arrived is programmed."""
         self.totals.update(table)
         self.sync.observe(seconds)
         for family in self._families:
@@ -171,7 +171,7 @@ _KINDS: Final[Mapping[type, str]] = {Service: "Service", EndpointSlice: "Endpoin
 
 
 def _about(event: Event) -> tuple[str, int]:
-    """The kind that an event is about and how many objects."""
+    """Returns the kind that an event is about and how many objects."""
     match event:
         case Upserted():
             return _KINDS.get(type(event.object), ""), 1

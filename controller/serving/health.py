@@ -1,17 +1,17 @@
-"""PURE. Whether this proxy and its node are well, and the answers that kubelets and load balancers get.
+"""PURE. Decides whether this proxy and its node are healthy, and the answers for kubelets and load balancers.
 
-The rules are kube-proxy's (pkg/proxy/healthcheck; KEP-3836 for the Node, KEP-3458 for what a load balancer asks):
+The rules are kube-proxy's (pkg/proxy/healthcheck; KEP-3836 for the Node, KEP-3458 for the pages of load balancers):
 
-- A family is unwell when a change of it has waited for as long as the time-out, twice the sync period. Further
-  changes do not begin the wait anew. A family that was never programmed is not unwell.
-- `/livez` shows that alone, because a restart may mend it. `/healthz` includes the Node: one that is being deleted
+- A family is unhealthy when a change of it has waited for as long as the timeout, twice the sync period. Further
+  changes do not restart the wait. A family that was never programmed is not unhealthy.
+- `/livez` shows that alone, because a restart may repair it. `/healthz` includes the Node: one that is being deleted
   should get no new connections.
 - A health-check node port shows whether *this* node has endpoints of a Service: ready ones, each address once. Those
-  that terminate do not count, although they still serve what comes.
+  that terminate do not count, although they still serve.
 
-Three things are ours. A loop that does not turn any more is unwell, whatever waits. `/healthz` is 503 until the first
-table is programmed: a load balancer should not send to a node that knows no Service yet. And it is 503 while something
-is not in place that others removed; that is nothing a restart mends, so `/livez` does not show it.
+Three rules are our own. A loop that hangs is unhealthy, whatever waits. `/healthz` is 503 until the first table is
+programmed: a load balancer should not send to a node that knows no Service yet. And it is 503 while something is
+missing that another program removed; a restart does not repair that, so `/livez` does not show it.
 
 The caller passes the time: monotonic seconds for ages, seconds since 1970 for what is shown.
 """
@@ -36,7 +36,7 @@ OK, UNAVAILABLE = 200, 503
 
 
 class Answer(NamedTuple):
-    """One answer of HTTP."""
+    """An answer of HTTP."""
 
     code: int
     body: bytes
@@ -45,12 +45,12 @@ class Answer(NamedTuple):
 
 
 class Health:
-    """What is known of this proxy's health. One thread writes; any may ask, values are replaced and never changed.
+    """The health of this proxy. One thread writes; any may read, because values are replaced and never changed.
 
     Args:
         timeout: seconds that a change may wait.
         families: those that are programmed, 4 and 6.
-        needs_node: a Node that is not there is not eligible. Without an API server there may never be one.
+        needs_node: a missing Node is not eligible. Without an API server there may never be one.
     """
 
     def __init__(self, timeout: float, families: Iterable[int] = (4, 6), *, needs_node: bool = True) -> None:
@@ -67,17 +67,17 @@ class Health:
         self.drift: tuple[str, ...] = ()  # messages: drift of the dataplane that is not repaired yet
 
     def turned(self, now: float) -> None:
-        """The loop is at work."""
+        """Note that the loop is at work."""
         self._turned = now
 
     def queued(self, now: float, family: int | None = None) -> None:
-        """A change came that is still to be programmed; of both families if that is not known."""
+        """Note a change that is still to be programmed; of both families if that is not known."""
         for one in (family,) if family in self.families else self.families:
             if one not in self._waiting:
                 self._waiting = {**self._waiting, one: now}
 
     def updated(self, now: float) -> None:
-        """Everything that came is programmed."""
+        """Note that everything that arrived is programmed."""
         self._waiting = {}
         self._updated = dict.fromkeys(self.families, now)
 
@@ -85,11 +85,11 @@ class Health:
         self.node_eligible = not self._needs_node if eligible is None else eligible
 
     def takes_traffic(self, now: float) -> bool:
-        """Whether a load balancer may send to this node."""
+        """True if a load balancer may send to this node."""
         return self.well(now) and not self.leaving
 
     def well(self, now: float) -> bool:
-        """Whether the proxy does its work, whatever the Node says."""
+        """True if the proxy does its work, whatever the Node says."""
         return self._timely(now) and not self.drift
 
     def _timely(self, now: float) -> bool:
@@ -99,7 +99,7 @@ class Health:
         return now - min(self._waiting.get(family, now), self._turned) < self.timeout
 
     def passes(self, page: str, now: float) -> bool:
-        """Whether this page, `healthz` or `livez`, answers 200."""
+        """True if this page, `healthz` or `livez`, answers 200."""
         return self._timely(now) if page == "livez" else self._serves(now) and self._eligible
 
     def _serves(self, now: float) -> bool:
@@ -133,17 +133,17 @@ class Health:
 
 
 def rfc3339(wall: float) -> str:
-    """A time as Go's JSON has it, in UTC."""
+    """Formats a time as Go's JSON has it, in UTC."""
     return f"{datetime.fromtimestamp(wall, UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
 def service_answer(service: str, check: HealthCheck, family: int, *, well: bool) -> Answer:
-    """What a Service's health-check node port says, on whatever path.
+    """Returns the answer of a Service's health-check node port, at any path.
 
     Args:
         service: `namespace/name`.
         check: the Service's endpoints on this node.
-        family: of the address that was asked, 4 or 6.
+        family: of the address that was connected to, 4 or 6.
         well: whether this proxy does its work (`Health.well`).
     """
     namespace, _, name = service.partition("/")

@@ -1,4 +1,4 @@
-"""What this agent serves by HTTP, and where: health, metrics, and the health-check node ports of Services.
+"""Serves this agent's pages by HTTP: health, metrics, and the health-check node ports of Services.
 
     healthz_bind_address   /healthz /livez                            for load balancers and the kubelet
     metrics_bind_address   /metrics /metrics/slis                     for Prometheus
@@ -95,7 +95,7 @@ class HttpHandlers:
         self._server.follow(self._own | self._check_listeners())
 
     def status(self) -> HealthChecks:
-        """How many health-check node ports are served, and why others are not."""
+        """Counts the served health-check node ports, and says why others are not served."""
         troubles = self._server.troubles
         return HealthChecks(
             served=sum(1 for name in self._server.served if name not in self._own),
@@ -166,7 +166,7 @@ class HttpHandlers:
         return Handler(make)
 
     def _scrape(self, accept: str, *, every: bool) -> Answer:
-        """All metrics, or those of the health checks alone."""
+        """Returns all metrics, or those of the health checks alone."""
         if self._metrics is None:
             from hybrid_proxy.controller.serving.metrics import (
                 Metrics,  # 1.5 MB that an agent without Prometheus does without
@@ -190,7 +190,7 @@ class HttpHandlers:
         return answer.rows if isinstance(answer, protocol.TrafficAnswer) else []
 
     def _configz(self) -> bytes:
-        """Documents by the group of their apiVersion, as kube-proxy has its own."""
+        """Returns documents by the group of their apiVersion, as kube-proxy has its own."""
         made = self._in_effect()
         return msgspec.json.encode({document["apiVersion"].partition("/")[0]: document for document in made})
 

@@ -49,10 +49,10 @@ FAILED: Final = Answer(500, b"the page could not be made; the agent's log says w
 
 
 class Handler(NamedTuple):
-    """What is at a path: called with the family of the address that was asked (4 or 6) and the request's Accept.
+    """A page: called with the family of the address that was connected to (4 or 6) and the request's Accept.
 
-    `slow`: it may wait, so it is called in a thread; one such page is made at a time. `redacted`: it has
-    taken secrets out itself, because most of it is long and has none.
+    `slow`: it may wait, so it is called in a thread; one such page is made at a time. `redacted`: it has removed
+    secrets itself, because most of it is long and has none.
     """
 
     make: Callable[[int, str], Answer]
@@ -73,7 +73,7 @@ class Listener(NamedTuple):
 
     @property
     def place(self) -> tuple[tuple[str, ...], int]:
-        """What must be opened anew when it changes."""
+        """The part that needs another socket when it changes."""
         return self.addresses, self.port
 
 
@@ -199,7 +199,7 @@ class HttpServer:
             self._end_oldest(1)
 
     def note_exhaustion(self, error: OSError) -> None:
-        """Nothing more can be accepted: report it once in a while, and let the oldest quarter of the connections go."""
+        """Report, once in a while, that nothing more can be accepted, and close a quarter of the connections."""
         now = self._loop.time()
         if now - self._exhaustion_reported >= REPORT_SECONDS:
             self._exhaustion_reported = now
@@ -213,7 +213,7 @@ class HttpServer:
     # Requests
 
     async def answer(self, key: str, path: str, family: int, accept: str) -> Answer:
-        """The page of a listener; nothing that goes wrong in it gets out."""
+        """Returns the page of a listener; no exception of it gets out."""
         listener = self._listeners.get(key)
         page = listener and (listener.pages.get(path) or listener.pages.get("*"))
         if not page:
@@ -273,7 +273,7 @@ class _ListeningSocket:
             task.add_done_callback(self._beginning.discard)
 
     def _rest(self, error: OSError) -> None:
-        """The socket stays readable, so that trying again at once would never end."""
+        """Stop accepting for a moment: the socket stays readable, so trying again at once would never end."""
         self._loop.remove_reader(self._sock)
         self._resting = self._loop.call_later(REST_SECONDS, self._resume)
         self._server.note_exhaustion(error)
@@ -309,7 +309,7 @@ class _Connection(asyncio.Protocol):
             self._answering.cancel()
 
     def end(self) -> None:
-        """At once, whatever is under way."""
+        """Close at once, whatever is under way."""
         self._server.connections.pop(self, None)
         self._transport.abort()
 

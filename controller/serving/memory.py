@@ -1,9 +1,9 @@
-"""What an agent leaves for the time when it is gone: names, reasons and events, in a file beside its socket.
+"""The record of an agent for the time after it: names, reasons and events, in a file next to its socket.
 
-Its command line is among them, and the end of its log stands in two files beside that one.
+Its command line is in it, and the end of its log is in two more files.
 
 The BPF file system holds no files, and only mode ebpf has pins. So the file is where every agent has its admin socket,
-and the agent touches it once a second. How connections to backends failed is in a map, beside the other pins
+and the agent touches it once a second. Failed connections to backends are counted in a map, next to the other pins
 (`dataplane.modes.ebpf.ejection.failures`).
 """
 
@@ -33,14 +33,14 @@ SOON_SECONDS: Final = 60.0  # within which the kernel's message belongs to the e
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """When and why an agent ended in good order."""
+    """The time and reason of an orderly end."""
 
     time: float
     why: str
 
 
 class Memory(msgspec.Struct, kw_only=True, frozen=True):
-    """What is known of an agent without asking it.
+    """The facts about an agent that are known without asking it.
 
     Attributes:
         version: Of this record; one of another version is not read.
@@ -48,8 +48,8 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
         born: When that process started, in the kernel's ticks: a number of a process is used again.
         namespace: The number of its network namespace.
         started: Seconds since 1970.
-        mode: The mode that serves, and why not the one that was asked for.
-        draining: Modes that were left and still had flows.
+        mode: The mode that serves, and why not the configured one.
+        draining: Former modes that still had flows.
         argv: The process's command line.
         pin_root: As of `--pin-root`.
         names: Names of service ports by their numbers in the maps.
@@ -58,8 +58,8 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
         problems: Objects that were refused.
         node: What this node's Node object said last.
         without_backend: Service ports that had no backend on this node.
-        events: The last packet events, the oldest first; those of agents before, too.
-        ended: Its last words; null while it runs, and if it was killed.
+        events: The last packet events, the oldest first, former agents' included.
+        ended: The reason of its end; null while it runs, and if it was killed.
     """
 
     version: int = VERSION
@@ -82,27 +82,27 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def memory_path(asked: str) -> Path:
-    """The file of the agent that listens at this admin socket."""
+    """Returns the file of the agent that listens at this admin socket."""
     return socket_path(asked).with_suffix(".memory")
 
 
 def log_path(asked: str) -> Path:
-    """Where this agent and those before it wrote the last lines of their logs; older ones are in `before`."""
+    """Returns the file with the last log lines of this and former agents; older ones are in `before`."""
     return socket_path(asked).with_suffix(".log")
 
 
 def before(log: Path) -> Path:
-    """The file that the log was in, before it grew too long."""
+    """Returns the file that held the log before it grew too long."""
     return log.with_name(f"{log.name}.1")
 
 
 def kept_path(asked: str) -> Path:
-    """Where the manifests of this agent keep what can be read no more."""
+    """Returns the file in which manifests that became unreadable are kept."""
     return socket_path(asked).with_suffix(".kept")
 
 
 def forget(asked: str) -> bool:
-    """Remove the files; whether there was a memory."""
+    """Remove the files. Returns whether there was a memory."""
     path, log = memory_path(asked), log_path(asked)
     for each in (log, before(log), kept_path(asked)):
         each.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ def forget(asked: str) -> bool:
 
 
 def recall(path: Path) -> Memory | None:
-    """What an agent left there; None: nothing, or nothing that belongs to this network namespace and version."""
+    """Returns what an agent left there; None: nothing of this network namespace and version."""
     try:
         memory = msgspec.json.decode(path.read_bytes(), type=Memory)
     except (OSError, msgspec.MsgspecError):
@@ -123,7 +123,7 @@ def recall(path: Path) -> Memory | None:
 
 
 def how_it_ended(path: Path, memory: Memory) -> Gone:
-    """Since when an agent is gone that does not answer, and why, as far as that can be known."""
+    """Finds out since when an unresponsive agent is gone, and why, as far as possible."""
     if memory.ended is not None:
         return Gone(memory.pid, memory.started, memory.ended.time, exact=True, why=memory.ended.why)
     try:
@@ -139,7 +139,7 @@ def how_it_ended(path: Path, memory: Memory) -> Gone:
 
 
 def born(pid: int) -> int:
-    """When the process started, in ticks since the machine did; 0: there is none."""
+    """Returns when the process started, in ticks since the machine did; 0: there is none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -147,7 +147,7 @@ def born(pid: int) -> int:
 
 
 def _was_out_of_memory(pid: int, last: float) -> bool:
-    """Whether the kernel's log tells of it, where it can be read."""
+    """True if the kernel's log reports that it killed the process, if the log can be read."""
     boot = time.time() - time.monotonic()
     said = re.compile(rf"Killed process {pid} \(")
     with contextlib.suppress(OSError, ValueError):

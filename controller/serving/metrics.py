@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: what the loop counted, and what the dataplane says of itself at each scrape.
+"""Metrics for Prometheus: the loop's counters, and the dataplane's state at each scrape.
 
-docs/metrics.md lists them. Those that begin with `kubeproxy_` or `rest_client_` mean what kube-proxy's of that name
-mean, so that its dashboards and alerts work; a metric that would mean something else here is not exported.
+docs/metrics.md lists them. Those that begin with `kubeproxy_` or `rest_client_` have the meaning of kube-proxy's
+metrics of that name, so that its dashboards and alerts work; a metric that would mean something else is not exported.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Metrics:
     """A registry of our own; nothing global.
 
     Args:
-        status: asked once for each scrape, from the server's thread; None: the loop does not answer.
-        traffic: as `dataplane.mode.Programmer.traffic`, asked likewise.
-        counters: what the loop counts.
+        status: called once for each scrape, in the server's thread; None: the loop does not answer.
+        traffic: as `dataplane.mode.Programmer.traffic`, called likewise.
+        counters: the loop's counters.
         health: of the proxy.
     """
 
@@ -63,7 +63,7 @@ class Metrics:
         self._traffic = traffic
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The text of a scrape and its content type, in the format that is asked for."""
+        """Returns the text of a scrape and its content type, in the requested format."""
         encode, content_type = choose_encoder(accept)
         body = bytearray(redact(encode(self.registry).decode()).encode())
         openmetrics = content_type.startswith("application/openmetrics-text")
@@ -76,13 +76,13 @@ class Metrics:
         return bytes(body), content_type
 
     def health_checks(self, accept: str) -> tuple[bytes, str]:
-        """Likewise, with the metrics of `/metrics/slis` alone (KEP-3466)."""
+        """Returns the metrics of `/metrics/slis` alone (KEP-3466)."""
         encode, content_type = choose_encoder(accept)
         return encode(self._health_checks), content_type
 
 
 class _HealthChecks(Collector):
-    """For a scrape every second: whether the health pages answer 200 now, and how often they did."""
+    """The health pages for a scrape every second: whether they answer 200 now, and how often they did."""
 
     def __init__(self, counters: Counters, health: Health) -> None:
         self._counters = counters
@@ -110,7 +110,7 @@ class _HealthChecks(Collector):
 
 
 class _Agent(Collector):
-    """Everything of one agent, from one look at it."""
+    """The metrics of one agent, from one status."""
 
     def __init__(self, status: Callable[[], AgentStatus | None], counters: Counters, health: Health) -> None:
         self._status = status
@@ -118,11 +118,11 @@ class _Agent(Collector):
         self._health = health
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not ask the loop."""
+        """Returns nothing: registering must not ask the loop."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families; without an answer of the loop those that need none."""
+        """Returns all families; without an answer of the loop those that need none."""
         status = self._status()
         mode = status.mode.effective if status else ""
         yield _build_info()
@@ -147,7 +147,7 @@ def _build_info() -> Metric:
 
 
 def histogram(durations: Durations) -> Metric:
-    """With a label `ip_family` where the families are counted apart."""
+    """Returns the histogram, with a label `ip_family` if the families are counted separately."""
     made = HistogramMetricFamily(
         durations.name, durations.text, labels=["ip_family"] if durations.counts.keys() <= FAMILIES.keys() else []
     )
@@ -325,7 +325,7 @@ def _of_dataplane(dataplane: Status, draining: list[DrainingMode]) -> Iterator[M
 
 
 def _of_connection(requests: Iterable[ApiRequests]) -> Iterator[Metric]:
-    """Requests to the API server; without one there are none."""
+    """Returns the counts of requests to the API server; none without a server."""
     family = CounterMetricFamily(
         "rest_client_requests", "Requests to the API server, by answer", labels=["method", "host", "code"]
     )
@@ -336,10 +336,10 @@ def _of_connection(requests: Iterable[ApiRequests]) -> Iterator[Metric]:
 
 
 def _traffic_text(traffic: Rows, *, openmetrics: bool) -> Iterator[str]:
-    """Traffic of services, or of backends; those without any have no series.
+    """Formats the traffic of services, or of backends; those without any have no series.
 
-    Written here and not by prometheus-client, which makes objects of each line: of 10,000 services that takes 36 MB,
-    and 0.8 s in which the loop waits for the interpreter's lock. This takes 5 MB and 0.04 s.
+    prometheus-client would make objects of each line: for 10,000 services that takes 36 MB, and 0.8 s in which the loop
+    waits for the interpreter's lock. This takes 5 MB and 0.04 s.
     """
     rows = [row for row in traffic if row.counts.flows or row.counts.packets or row.counts.reply_packets]
     if not rows:
@@ -377,7 +377,7 @@ _DIRECTIONS: Final = ((',direction="request"', ""), (',direction="reply"', "repl
 
 
 def _chunks(whose: list[str], rows: list[TrafficCounts]) -> Iterator[Iterable[tuple[str, TrafficCounts]]]:
-    """Rows with their labels, a chunk of them after the other: no text gets as long as all of them."""
+    """Formats rows with their labels, chunk by chunk: no text gets as long as all of them."""
     for first in range(0, len(rows), _CHUNK):
         yield zip(whose[first : first + _CHUNK], rows[first : first + _CHUNK], strict=True)
 

@@ -1,4 +1,4 @@
-"""PURE. What is said at the admin socket: requests, answers, and the status of the agent.
+"""PURE. The messages of the admin socket: requests, answers, and the status of the agent.
 
 Both sides are tagged unions in JSON: a request names its `command`, an answer its kind. `status -o json` prints
 `AgentStatus`; the rules of `dataplane.reports` hold for it, too.
@@ -36,7 +36,7 @@ SHOWN: Final = 3  # names in a sentence
 
 
 class ModeStatus(msgspec.Struct, frozen=True):
-    """The mode that was asked for and the one that serves; `reason` says why they differ."""
+    """The configured mode and the one that serves; `reason` says why they differ."""
 
     requested: str
     effective: str
@@ -44,17 +44,17 @@ class ModeStatus(msgspec.Struct, frozen=True):
 
     @property
     def degraded(self) -> bool:
-        """Whether something else serves than what was asked for; `auto` asks for the first mode that works."""
+        """True if another mode serves than the configured one; `auto` means the first mode that works."""
         return bool(self.reason) and self.requested != "auto"
 
 
 def described(flows: Mapping[str, int]) -> str:
-    """How many flows there are, for people: `12 TCP and 3 UDP flows`."""
+    """Formats counts of flows for people: `12 TCP and 3 UDP flows`."""
     return (" and ".join(f"{count} {name}" for name, count in sorted(flows.items()) if count) or "no") + " flows"
 
 
 def still_open(rows: Sequence[FlowRow], udp_seconds: int) -> str:
-    """Which flows there are, and how long they may take: `2 TCP flows are open: 2 of default/web:http; ...`.
+    """Describes open flows, and how long they may take: `2 TCP flows are open: 2 of default/web:http; ...`.
 
     UDP flows end by themselves, `udp_seconds` after their last datagram; others when their ends close them.
     """
@@ -74,15 +74,15 @@ def still_open(rows: Sequence[FlowRow], udp_seconds: int) -> str:
 
 
 class DrainingMode(msgspec.Struct, frozen=True):
-    """A mode that was left and serves the flows that it has.
+    """A former mode that serves its open flows.
 
     Attributes:
         mode: Its name.
-        flows: How many flows are open, by protocol.
+        flows: Open flows by protocol.
         seconds: For how long it has drained; every flow is older.
         counted: Whether its flows were counted yet.
         counters: Events by reason, as of the mode that serves.
-        quiet: Open flows that were idle for longest, at most three. `status` fills it in, unless very many are open.
+        quiet: The open flows that were idle for longest, at most three. `status` fills it in, unless there are many.
     """
 
     mode: str
@@ -94,19 +94,19 @@ class DrainingMode(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What is open, as a sentence."""
+        """Describes the open flows in a sentence."""
         return f"{described(self.flows)} are open" if self.counted else "its flows are not counted yet"
 
 
 class QueueStatus(msgspec.Struct, frozen=True):
-    """Objects whose changes the agent has not taken yet: now, and the most there were."""
+    """The objects whose changes are not applied yet: now, and at most so far."""
 
     now: int
     most: int
 
 
 class SourceStatus(msgspec.Struct, frozen=True):
-    """Where objects come from, and whether they can be read."""
+    """The source of objects, and whether they can be read."""
 
     description: str
     healthy: bool
@@ -119,7 +119,7 @@ class ConfigurationStatus(msgspec.Struct, frozen=True):
 
     `file` is null where flags alone configure; `waiting` are fields that take effect at the next start, `refused` is
     why the newest content of the file is not used. With a `service_proxy_name` the agent serves only Services that name
-    it, beside another proxy.
+    it, alongside another proxy.
     """
 
     file: str | None
@@ -130,7 +130,7 @@ class ConfigurationStatus(msgspec.Struct, frozen=True):
 
 
 class HealthChecks(msgspec.Struct, frozen=True):
-    """Health-check node ports: how many are served, why others are not, and which pages of the agent are not served."""
+    """Health-check node ports: how many are served, why others are not, and pages of the agent that are not served."""
 
     served: int
     failed: dict[str, str]
@@ -147,7 +147,7 @@ class ChangeLatency(msgspec.Struct, frozen=True):
 
 
 class ApiRequests(msgspec.Struct, frozen=True):
-    """How many requests to the API server got this answer; `code` is `<error>` where none came."""
+    """The number of requests to the API server with this answer; `code` is `<error>` where none came."""
 
     method: str
     host: str
@@ -163,21 +163,20 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         version: The version of the agent.
         pid: Its process.
         node: The name of the node.
-        mode: The mode that serves, and the one that was asked for.
-        draining: The modes that were left and still have flows.
-        leaving: Whether load balancers are told to send nothing to this node (`hybrid-proxy drain`).
+        mode: The mode that serves, and the configured one.
+        draining: Former modes that still have flows.
+        leaving: Whether load balancers should send nothing to this node (`hybrid-proxy drain`).
         synced: Whether everything known is programmed and in place.
         starting: What the agent waits for until its first table is programmed; empty after that.
-        former: Until then, what serves as the agent before left it; `status` fills it in.
-        drift: What others changed and the agent could not repair yet.
+        former: Until then, what the former agent left in place; `status` fills it in.
+        drift: Foreign changes that the agent could not repair yet.
         generation: The number of the service table; each change makes another table.
         services: How many Services the table has.
         observed: How many events the source has delivered.
         waiting: The queue of changes that are not applied yet.
-        source: Where objects come from, and whether they can be read.
-        problems: Objects that were refused, whose last good version stays; with `in_use`: used without a part.
-        node_faults: What is missing or wrong in what the Node object and the ServiceCIDRs say of this node, what serves
-            instead, and what to do.
+        source: The source of objects, and whether they can be read.
+        problems: Refused objects, whose last good version stays; with `in_use`: used without a part.
+        node_faults: What is missing or wrong in the Node object and the ServiceCIDRs, and what serves instead.
         left_to_node: ClusterIPs that an interface of this node has (NodeLocal DNSCache), each with its Service.
         without_backend: Service ports that have no backend on this node.
         conflicts: By service, the frontends that it lost because another service has them.
@@ -188,13 +187,13 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         requests: Requests to the API server by their answer.
         error: Why the last sync failed; empty if it succeeded.
         ready_seconds: The time from the start to the first programmed table; null until then.
-        last_sync_seconds: How long the last sync took.
-        change_seconds: How long the last changes took.
+        last_sync_seconds: The duration of the last sync.
+        change_seconds: The latency of the last changes.
         memory_bytes: The resident memory of the agent.
         uptime_seconds: The time since the start.
-        start_parts: What the time of the start went to.
+        start_parts: The parts of the start.
         start_processor_seconds: Processor time of the start, of all threads; null until it is over.
-        dataplane: What the mode reports.
+        dataplane: The mode's report.
     """
 
     agent: bool = True
@@ -235,7 +234,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class LeftBehind(msgspec.Struct, frozen=True):
-    """What a mode has in place while no agent runs."""
+    """The objects of a mode while no agent runs."""
 
     place: str
     service_ports: int
@@ -247,7 +246,7 @@ class Gone(msgspec.Struct, frozen=True):
     Attributes:
         pid: Its process.
         started: When it started, in seconds since 1970.
-        since: When it ended, or, unless `exact`, when it showed last that it lives, to a second.
+        since: When it ended, or, unless `exact`, its last sign of life, to a second.
         exact: Whether it wrote down when it ended.
         why: A message.
     """
@@ -259,7 +258,7 @@ class Gone(msgspec.Struct, frozen=True):
     why: str
 
     def text(self, now: float) -> str:
-        """For people: `agent 4711 is gone since 10:33:44 UTC, 2 min ago: SIGTERM`."""
+        """Formats it for people: `agent 4711 is gone since 10:33:44 UTC, 2 min ago: SIGTERM`."""
         when = f"{'' if self.exact else 'about '}{clock(self.since, now)}, {ago(now - self.since)}"
         return f"agent {self.pid} is gone since {when}: {self.why}"
 
@@ -273,9 +272,9 @@ def clock(moment: float, now: float) -> str:
 class NoAgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     """No agent answers, for `reason`; `programmed` is by mode what serves as last programmed.
 
-    `gone` is the agent that was here, null if nothing is known of one. `starting` is what an agent is doing that starts
-    at the moment, empty: there is none. `error`, `unprogrammed` and `problems` are as the agent knew them last: why its
-    last sync failed, service ports that are not served, objects that were refused.
+    `gone` is the former agent, null if nothing is known of one. `starting` is the present work of an agent that starts,
+    empty: there is none. `error`, `unprogrammed` and `problems` are the former agent's: why its last sync failed,
+    service ports that are not served, objects that were refused.
     """
 
     agent: bool = False
@@ -288,7 +287,7 @@ class NoAgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     problems: list[Problem] = []
 
 
-# The service table, as far as somebody asks for it
+# The service table, as far as commands need it
 
 
 class TableFrontend(msgspec.Struct, frozen=True):
@@ -303,7 +302,7 @@ class TableFrontend(msgspec.Struct, frozen=True):
 
 
 class TablePort(msgspec.Struct, frozen=True):
-    """A `dataplane.table.Entry`, without what only a mode needs; with the path that probes of its backends ask for."""
+    """A `dataplane.table.Entry`, without what only a mode needs; with the path of its health probes."""
 
     name: str
     family: int
@@ -317,32 +316,32 @@ class TablePort(msgspec.Struct, frozen=True):
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag_field="command", tag="status"):
-    """The whole status."""
+    """Requests the whole status."""
 
 
 class GetNames(msgspec.Struct, frozen=True, tag_field="command", tag="names"):
-    """What is needed to read and name what is programmed."""
+    """Requests what is needed to read and name what is programmed."""
 
 
 class GetTraffic(msgspec.Struct, frozen=True, tag_field="command", tag="traffic"):
-    """Traffic of services, or of backends where the agent exports these."""
+    """Requests traffic of services, or of backends where the agent exports these."""
 
 
 class GetTable(msgspec.Struct, frozen=True, tag_field="command", tag="table"):
-    """What the service table says of a service (namespace/name) or of one of its ports, and of packets."""
+    """Requests the service table's data on a service (namespace/name) or one of its ports, and on packets."""
 
     service: str | None
     packets: list[Packet]
 
 
 class RunExplain(msgspec.Struct, frozen=True, tag_field="command", tag="explain"):
-    """What the loaded programs do with each packet."""
+    """Requests the loaded programs' decisions on each packet."""
 
     packets: list[ProbePacket]
 
 
 class FindService(msgspec.Struct, frozen=True, tag_field="command", tag="find"):
-    """Where packets to a service go; the fields are those of `controller.semantics.explain.destination_of`."""
+    """Requests the destination of packets to a service; the fields are those of `destination_of`."""
 
     service: str
     port: str
@@ -351,19 +350,19 @@ class FindService(msgspec.Struct, frozen=True, tag_field="command", tag="find"):
 
 
 class FindIgnored(msgspec.Struct, frozen=True, tag_field="command", tag="ignored"):
-    """Why a Service (namespace/name, or a name in any namespace) that the source has is not served."""
+    """Requests the reason why a known Service (namespace/name, or a name in any namespace) is not served."""
 
     service: str
 
 
 class GetEvents(msgspec.Struct, frozen=True, tag_field="command", tag="events"):
-    """Packet events with larger numbers. Those of agents before this one have numbers up to 0."""
+    """Requests packet events with larger numbers. Those of former agents have numbers up to 0."""
 
     after: int
 
 
 class SetTrace(msgspec.Struct, frozen=True, tag_field="command", tag="trace"):
-    """Trace packets of a service, from or to a client, for so many seconds from now."""
+    """Requests tracing of packets of a service, from or to a client, for so many seconds."""
 
     service: str | None
     client: str | None
@@ -371,19 +370,19 @@ class SetTrace(msgspec.Struct, frozen=True, tag_field="command", tag="trace"):
 
 
 class SwitchMode(msgspec.Struct, frozen=True, tag_field="command", tag="switch"):
-    """Serve in another mode until the next start of the agent; null: in the one before the last switch."""
+    """Requests another mode until the next start of the agent; null: the one before the last switch."""
 
     mode: str | None
 
 
 class TrySwitch(msgspec.Struct, frozen=True, tag_field="command", tag="try-switch"):
-    """Say whether another mode could serve; nothing changes."""
+    """Requests whether another mode could serve; nothing changes."""
 
     mode: str
 
 
 class DrainNode(msgspec.Struct, frozen=True, tag_field="command", tag="drain"):
-    """Have load balancers send nothing more to this node, or, with `on` false, send again."""
+    """Requests that load balancers send nothing more to this node, or, with `on` false, send again."""
 
     on: bool
 
@@ -405,7 +404,7 @@ Request = LoopRequest | FindIgnored
 
 
 def answer_seconds(request: Request) -> float:
-    """How long a command waits for the answer: longer where programs are loaded for it."""
+    """Returns how long a command waits for the answer: longer where programs are loaded for it."""
     return 60.0 if isinstance(request, SwitchMode | TrySwitch) else 10.0
 
 
@@ -413,15 +412,15 @@ def answer_seconds(request: Request) -> float:
 
 
 class StatusAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="status"):
-    """To `GetStatus`."""
+    """Answers `GetStatus`."""
 
     status: AgentStatus
 
 
 class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
-    """To `GetNames`: the mode that serves, those that drain, its folder of pins, names by number, failing backends.
+    """Answers `GetNames`: modes, the folder of pins, names by number, failing backends.
 
-    `without_backend` are the service ports that have none on this node.
+    `draining` are the modes that drain, `without_backend` the service ports that have none on this node.
     """
 
     mode: str
@@ -433,16 +432,16 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
 
 
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):
-    """To `GetTraffic`."""
+    """Answers `GetTraffic`."""
 
     rows: list[TrafficRow]
 
 
 class TableAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="table"):
-    """To `GetTable`.
+    """Answers `GetTable`.
 
-    `ports` are those of the service that was asked for and of services that packets belong to; `services` is every
-    service of the table, where the one that was asked for has no such port or is not there.
+    `ports` are those of the requested service and of services that packets belong to; `services` is every service of
+    the table, where the requested one has no such port or is not there.
     """
 
     ports: list[TablePort]
@@ -451,13 +450,13 @@ class TableAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="table"):
 
 
 class ExplainAnswers(msgspec.Struct, frozen=True, tag_field="answer", tag="explain"):
-    """To `RunExplain`, in the order of the packets."""
+    """Answers `RunExplain`, in the order of the packets."""
 
     answers: list[ExplainAnswer]
 
 
 class FoundAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="found"):
-    """To `FindService`; the protocol's number is IANA's."""
+    """Answers `FindService`; the protocol's number is IANA's."""
 
     address: str
     port: int
@@ -465,15 +464,15 @@ class FoundAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="found"):
 
 
 class IgnoredAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="ignored"):
-    """To `FindIgnored`: Services of this name, and why each is not served."""
+    """Answers `FindIgnored`: Services of this name, and why each is not served."""
 
     services: dict[str, str]
 
 
 class EventsAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="events"):
-    """To `GetEvents`: the events, the oldest first, and the number of the latest.
+    """Answers `GetEvents`: the events, the oldest first, and the number of the latest.
 
-    `mode` reports them; `silent` are the modes that stand beside it and report nothing.
+    `mode` reports them; `silent` are the other present modes, which report nothing.
     """
 
     events: list[PacketEvent]
@@ -483,11 +482,11 @@ class EventsAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="events"
 
 
 class TraceAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trace"):
-    """To `SetTrace`: it is on."""
+    """Answers `SetTrace`: it is on."""
 
 
 class StartingAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="starting"):
-    """To any request: the agent is not ready to answer it, because it is at `part` of its start."""
+    """Answers any request: the agent cannot answer it yet, because it is at `part` of its start."""
 
     pid: int
     part: str
@@ -495,27 +494,27 @@ class StartingAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="start
 
 
 class SwitchAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="switch"):
-    """To `SwitchMode`: the mode before, and the one that is open now and programs its first table."""
+    """Answers `SwitchMode`: the former mode, and the one that is open now and programs its first table."""
 
     before: str
     mode: str
 
 
 class TrialAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trial"):
-    """To `TrySwitch`: the mode that serves, and why the other one could not; empty: it could."""
+    """Answers `TrySwitch`: the mode that serves, and why the other one could not; empty: it could."""
 
     before: str
     missing: str
 
 
 class DrainAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="drain"):
-    """To `DrainNode`: the addresses at which clients beyond the cluster find Services on this node."""
+    """Answers `DrainNode`: the addresses at which clients beyond the cluster find Services on this node."""
 
     addresses: list[str]
 
 
 class BusyAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="busy"):
-    """To a request of the loop: there is no answer in time. What has not `begun` by then does not happen."""
+    """Answers a request of the loop: there is no answer in time. What has not `begun` by then does not happen."""
 
     begun: bool
     seconds: float
@@ -528,7 +527,7 @@ class BusyAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="busy"):
 
 
 class FailedAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="failed"):
-    """To any request: it failed, and why."""
+    """Answers any request: it failed, and why."""
 
     failed: str
 

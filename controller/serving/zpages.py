@@ -1,6 +1,6 @@
 """PURE. kube-proxy's pages for people, /statusz (KEP-4827) and /flagz (KEP-4828): text, or JSON of a version.
 
-Who asks for JSON names the version and the kind: `Accept: application/json;g=config.k8s.io;v=v1beta1;as=Statusz`.
+A request for JSON names the version and the kind: `Accept: application/json;g=config.k8s.io;v=v1beta1;as=Statusz`.
 Plain `application/json` is refused (406), so that nobody relies on a version that was not named.
 """
 
@@ -27,7 +27,7 @@ DEPRECATED: Final = ("Warning", f'299 - "v1alpha1 is deprecated: ask for {VERSIO
 
 
 def statusz(accept: str, started: float, now: float, paths: list[str]) -> Answer:
-    """What runs here, and since when.
+    """Describes this agent: version, start, uptime, and the other pages.
 
     Args:
         accept: the header of the request.
@@ -55,7 +55,7 @@ def statusz(accept: str, started: float, now: float, paths: list[str]) -> Answer
 
 
 def flagz(accept: str, flags: Mapping[str, str]) -> Answer:
-    """Each flag and its value, as given or by default; /configz has what is in effect."""
+    """Lists each flag and its value, as given or by default; /configz has what is in effect."""
     ordered = dict(sorted(flags.items()))
     return _answer("Flagz", accept, {"flags": ordered}, (f"{name}={value}" for name, value in ordered.items()))
 
@@ -75,7 +75,7 @@ def _answer(kind: str, accept: str, fields: Mapping[str, object], lines: Iterato
 
 
 def _version(kind: str, accept: str) -> str | None:
-    """The version of JSON that the first range that can be served asks for, empty: text; None: there is none."""
+    """Returns the version of JSON that the first servable range requests, empty: text; None: there is none."""
     for media, asked in _ranges(accept) if accept.strip() else [("text/plain", {})]:
         named = {name: asked[name] for name in ("g", "v", "as") if name in asked}
         if media in PLAIN and not named:
@@ -86,7 +86,7 @@ def _version(kind: str, accept: str) -> str | None:
 
 
 def _ranges(accept: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The media ranges (RFC 9110, 12.5.1) and their parameters. Weights are not looked at: the order is."""
+    """Returns the media ranges (RFC 9110, 12.5.1) and their parameters. Their order counts, their weights do not."""
     for one in accept.split(","):
         media, *parameters = one.split(";")
         pairs = (parameter.partition("=") for parameter in parameters)

@@ -1,6 +1,6 @@
-"""PURE. Which backend a new connection gets: each file fills a ring of backends; the datapath only indexes it.
+"""PURE. Algorithms that choose backends: each file fills a ring of backends; the datapath only indexes it.
 
-An algorithm is a list of places, each the position of a backend, and the way in which the datapath comes to a place
+An algorithm is a list of places, each the position of a backend, and the way in which the datapath chooses a place
 (`Spread`). A new one that only fills a ring is one more file here and one more line in `ALGORITHMS`.
 
 Names are those of IPVS's schedulers where there is an equivalent, so that one annotation means the same in the modes
@@ -37,23 +37,23 @@ ALIASES: Final = {
     "source-hash": "sh",
     "maglev": "mh",
 }
-# Schedulers of IPVS that do the same with other means: they look at connections and weights.
+# Schedulers of IPVS that do the same with other means: they compare connections and weights.
 _EQUIVALENT: Final = {"sed": "wlc", "nq": "wlc", "twos": "wlc"}
 KNOWN: Final = frozenset({*ALGORITHMS, *_EQUIVALENT})  # what `find` finds
 
 
 def canonical(name: str) -> str:
-    """The one name of an algorithm, for the service table."""
+    """Returns the one name of an algorithm, for the service table."""
     return ALIASES.get(name, name)
 
 
 def find(name: str) -> Algorithm | None:
-    """The algorithm for a canonical name or a scheduler of IPVS; None: there is no equivalent here."""
+    """Returns the algorithm for a canonical name or a scheduler of IPVS; None: there is no equivalent here."""
     return ALGORITHMS.get(_EQUIVALENT.get(name, name))
 
 
 def ring_of(algorithm: Algorithm, backends: Sequence[Backend], limit: int) -> list[int]:
-    """The places of a ring: positions in `backends`, each of which is there at least once.
+    """Fills a ring. Returns positions in `backends`, each of which occurs at least once.
 
     Args:
         algorithm: fills it.

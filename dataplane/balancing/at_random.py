@@ -1,4 +1,4 @@
-"""PURE. Random: each new connection goes anywhere, by weight. What kube-proxy's modes do, and the default."""
+"""PURE. Random: each new connection goes to any backend, by weight, as in kube-proxy's modes. The default."""
 
 from __future__ import annotations
 

@@ -22,11 +22,12 @@ PLACES: Final = 100  # for each backend: shares are then right to a percent
 
 
 def size_of(count: int, limit: int) -> int:
-    """How many places for so many backends: a hundred for each, at most `limit`, and enough for all.
+    """Returns the number of places for so many backends: a hundred each, at most `limit`, and enough for all.
 
     Another size is another ring, and nearly everything moves. So sizes are far apart: it happens beyond 10, 40 and 163
-    backends, and what lies between is for where `limit` leaves no room. A ring is never smaller than the smallest of
-    `SIZES`. Where not even the largest has a place for each, there is one for each: their number, which is no prime.
+    backends, and the sizes between are used only where `limit` leaves no room. A ring is never smaller than the
+    smallest of `SIZES`. Where not even the largest has a place for each, there is one for each: their number, which is
+    no prime.
     """
     size = next((size for size in USUAL if size >= PLACES * count), USUAL[-1])
     size = max((possible for possible in SIZES if possible <= min(limit, size)), default=SIZES[0])
@@ -45,7 +46,7 @@ def ring(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> list
 
 @lru_cache(maxsize=64)
 def _fill(names: tuple[str, ...], shares: tuple[int, ...], size: int) -> list[int]:
-    """The table. Sequential by nature: 0.2 ms for 10 backends and 1,021 places, 6 ms for 100 and 16,381."""
+    """Fills the table. Sequential by nature: 0.2 ms for 10 backends and 1,021 places, 6 ms for 100 and 16,381."""
     following, steps = _permutations(names, size)
     places = [-1] * size
     for who in in_turns(divide(shares, size)) if len(set(shares)) > 1 else _equal_turns(len(names), size):
@@ -66,7 +67,7 @@ def _equal_turns(count: int, size: int) -> list[int]:
 
 
 def _permutations(names: Sequence[str], size: int) -> tuple[list[int], list[int]]:
-    """Where each begins and how far it goes from there; every step visits all places, their number being prime."""
+    """Returns each permutation's start and step; a prime number of places makes every step visit all of them."""
     from hashlib import blake2b  # OpenSSL takes 3 ms of every command's start
 
     starts, steps = [], []

@@ -1,4 +1,4 @@
-"""PURE. What algorithms have in common: their description, and places divided by shares."""
+"""PURE. The common part of algorithms: their description, and places divided by shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ring = Callable[[Sequence[Backend], Sequence[int], int], list[int]]  # backends,
 
 
 class Spread(Enum):
-    """How the datapath comes to a place in a ring."""
+    """The way in which the datapath chooses a place in a ring."""
 
     RANDOM = "random"  # a random number
     TUPLE = "tuple"  # a hash of client and service address, ports and protocol: the same on every node
@@ -35,7 +35,7 @@ class Algorithm(NamedTuple):
 
 
 def divide(shares: Sequence[int], places: int) -> list[int]:
-    """So many places divided by shares, by the largest remainder; everybody gets one at least."""
+    """Divides places by shares, by the largest remainder; everybody gets at least one."""
     counts = [1] * len(shares)
     large = list(range(len(shares)))
     left, total = max(places, len(shares)), sum(shares)
@@ -51,7 +51,7 @@ def divide(shares: Sequence[int], places: int) -> list[int]:
 
 
 def turns(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> list[int]:
-    """Positions in which each appears by its share, its turns evenly apart; as short as the shares allow.
+    """Returns positions in which each occurs by its share, evenly spaced; as short as the shares allow.
 
     Shares that need more than `limit` places are rounded to that many. A `Ring` in which nothing else counts.
     """
@@ -66,10 +66,10 @@ def turns(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> lis
 
 
 def in_turns(counts: Sequence[int]) -> list[int]:
-    """Each position as often as its count says, and evenly apart.
+    """Returns each position as often as its count says, evenly spaced.
 
-    The k-th turn of position i is after (k + i / n) / count of the way: who has few turns has them at another time
-    than others with as few.
+    The k-th turn of position i is after (k + i / n) / count of the way: positions with the same few turns have them at
+    different times.
     """
     number = len(counts)
     if min(counts) == max(counts):

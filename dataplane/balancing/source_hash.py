@@ -1,7 +1,7 @@
-"""PURE. Source hash: a client always gets the same backend, on every node, and nothing is remembered; IPVS's `sh`.
+"""PURE. Source hash: a client always gets the same backend, on every node, without any state; IPVS's `sh`.
 
-IPVS has a table of 256 buckets, dealt anew when a backend comes or goes: most clients move. Here the hash of the
-client's address indexes a Maglev ring, so that only the clients of a backend that goes have to move.
+IPVS has a table of 256 buckets that it redistributes when a backend is added or removed: most clients move. Here the
+hash of the client's address indexes a Maglev ring, so that only the clients of a removed backend have to move.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class BpfError(DataplaneError):
 
 
 class Effort(NamedTuple):
-    """What a program cost the verifier, with the functions of its object that it calls.
+    """The verifier's cost of a program, with the functions of its object that it calls.
 
     It walks each way through a program; at a point where it was before in a state like this one, it stops. So
     instructions are the work, states what it had to remember to save more of it.
@@ -65,14 +65,14 @@ class Effort(NamedTuple):
 
 
 def effort_of(log: str) -> Effort:
-    """What the verifier's log says of it, 0 where it says nothing."""
+    """Parses the cost from the verifier's log, 0 where it says nothing."""
     found = {name: pattern.search(log) for name, pattern in _EFFORT.items()}
     return Effort(**{name: int(match[1]) if match else 0 for name, match in found.items()})
 
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """libbpf, opened once; silent, because errors are reported by us.
+    """Returns libbpf, opened once; silent, because we report errors ourselves.
 
     Raises:
         Unsupported: the library is not installed.
@@ -86,7 +86,7 @@ def library() -> Any:
 
 
 def check(code: int, what: str, detail: str = "") -> int:
-    """The non-negative result of a libbpf call.
+    """Returns the non-negative result of a libbpf call.
 
     Raises:
         BpfError: the call failed; libbpf 1.x returns -errno.
@@ -99,7 +99,7 @@ def check(code: int, what: str, detail: str = "") -> int:
 def await_grace_period() -> None:
     """Return when the kernel has passed an RCU grace period, on any number of CPUs and with `nohz_full`.
 
-    Whoever changes a map of maps is kept until no program can see what stood there (Linux 4.19, 1ae80cf31938).
+    The kernel delays a change of a map of maps until no program can see the former map (Linux 4.19, 1ae80cf31938).
     """
     options = ffi.new("struct bpf_map_create_opts *")
     options.sz = ffi.sizeof("struct bpf_map_create_opts")
@@ -132,18 +132,18 @@ class Map:
 
     @classmethod
     def pinned(cls, path: Path) -> Map:
-        """The map that is pinned at `path`."""
+        """Opens the map that is pinned at `path`."""
         return cls(check(library().bpf_obj_get(str(path).encode()), f"opening pinned map {path}"), path.name)
 
     @classmethod
     def made(cls, kind: int, name: str, key_size: int, value_size: int, entries: int) -> Map:
-        """A new map without types of its rows; `kind` is BPF_MAP_TYPE_."""
+        """Creates a map without types of its rows; `kind` is BPF_MAP_TYPE_."""
         made = library().bpf_map_create(kind, name.encode(), key_size, value_size, entries, ffi.NULL)
         return cls(check(made, f"making map {name}"), name)
 
     @property
     def memory(self) -> int:
-        """Bytes of kernel memory, as the kernel counts them."""
+        """Returns the bytes of kernel memory, as the kernel counts them."""
         for line in Path(f"/proc/self/fdinfo/{self.fd}").read_text().splitlines():
             if line.startswith("memlock:"):
                 return int(line.split()[1])
@@ -162,13 +162,13 @@ class Map:
         check(library().bpf_map_update_elem(self.fd, key, value, flags), f"map {self.name}: update")
 
     def lookup(self, key: bytes) -> bytes | None:
-        """One element's value, None when there is none."""
+        """Returns one element's value, None when there is none."""
         value = ffi.new("char[]", self.value_size)
         code = library().bpf_map_lookup_elem(self.fd, key, value)
         return None if code < 0 else bytes(ffi.buffer(value))
 
     def lookup_per_cpu(self, key: bytes, cpus: int) -> NDArray[np.uint64]:
-        """The values of all possible CPUs of a per-CPU map of u64."""
+        """Returns the values of all possible CPUs of a per-CPU map of u64."""
         import numpy as np
 
         values = np.zeros(cpus, dtype=np.uint64)
@@ -180,7 +180,7 @@ class Map:
         return bool(library().bpf_map_delete_elem(self.fd, key) >= 0)
 
     def update_batch(self, keys: NDArray[Any], values: NDArray[Any]) -> int:
-        """Set many elements; returns how many of them, from the first, were set (fewer when the map is full)."""
+        """Set many elements. Returns how many of them, from the first, were set (fewer when the map is full)."""
         total = len(keys)
         if not total:
             return 0
@@ -202,7 +202,7 @@ class Map:
         return total
 
     def delete_batch(self, keys: NDArray[Any]) -> None:
-        """Delete many elements; those that are not there are passed over."""
+        """Delete many elements; missing ones are ignored."""
         import numpy as np
 
         start = 0
@@ -218,7 +218,7 @@ class Map:
                 start += 1
 
     def items(self, key_type: np.dtype[Any], value_type: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """All keys and values. Elements that come or go meanwhile may be missing."""
+        """Yields all keys and values. Elements that are added or removed meanwhile may be missing."""
         import numpy as np
 
         keys, values, chunk = [], [], 16384
@@ -264,7 +264,7 @@ class Map:
             key = ffi.new("char[]", bytes(ffi.buffer(following)))
 
     def view(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The elements of a mappable array as a writable numpy array that shares the kernel's memory."""
+        """Returns the elements of a mappable array as a writable numpy array that shares the kernel's memory."""
         import numpy as np
 
         if self._mapping is None:
@@ -285,7 +285,7 @@ class Map:
             raise BpfError(f"mapping {self.name}", error.errno or errno.EINVAL) from error
 
     def unread(self) -> list[bytes]:
-        """The records of a ring buffer that its reader has not taken; they stay there for it.
+        """Returns the records of a ring buffer that its reader has not read; they stay there for it.
 
         The layout is that of kernel/bpf/ringbuf.c: a page with the reader's position, one with the writer's, the data.
         Each record begins with its length, whose upper bits say that it is not written yet, or was discarded.
@@ -309,7 +309,7 @@ class Map:
         return records
 
     def close(self) -> None:
-        """Give the descriptor back; later its number may be another file's. Views stay as long as they are held."""
+        """Close the descriptor; its number may be reused for another file. Views stay as long as they are held."""
         fd, self.fd = self.fd, -1
         os.close(fd)
 
@@ -339,12 +339,12 @@ class Ring:
             raise BpfError(f"ring buffer {known.name}", ffi.errno)
 
     def poll(self, seconds: float) -> int:
-        """Take what is there, or wait for it; how many records there were."""
+        """Read what is there, or wait for it. Returns how many records there were."""
         code = library().ring_buffer__poll(self._handle, int(1000 * seconds))
         return 0 if code == -errno.EINTR else check(code, f"reading ring buffer {self._name}")
 
     def close(self) -> None:
-        """Unmap it, once. Nobody may be in `poll`."""
+        """Unmap it, once. No thread may be in `poll`."""
         handle, self._handle = self._handle, ffi.NULL
         library().ring_buffer__free(handle)
 
@@ -376,7 +376,7 @@ class Object:
         return [name for name in self._maps if "." not in name]
 
     def declaration(self, name: str) -> Any:
-        """A map as libbpf knows it, before load."""
+        """Returns a map as libbpf knows it, before load."""
         return self._maps[name]
 
     @property
@@ -425,7 +425,7 @@ class Object:
         return said
 
     def _keep_descriptors(self) -> None:
-        """What is loaded lives by its descriptors; libbpf's own picture of the object, some megabytes, may go."""
+        """Close libbpf's copy of the object, some megabytes; loaded programs and maps live by their descriptors."""
         programs = ((name, library().bpf_program__fd(handle)) for name, handle in self._programs.items())
         self._program_fds = {name: os.dup(fd) for name, fd in programs if fd >= 0}
         self._map_fds = {name: os.dup(library().bpf_map__fd(self._maps[name])) for name in self.map_names}
@@ -437,11 +437,11 @@ class Object:
         return "\n".join("\n".join(text.splitlines()[-8:]) for text in texts if text)
 
     def map(self, name: str) -> Map:
-        """A loaded map, with a descriptor of its own."""
+        """Returns a loaded map, with a descriptor of its own."""
         return Map(os.dup(self._map_fds[name]), name)
 
     def program(self, name: str) -> int:
-        """A loaded program's file descriptor; this object owns it."""
+        """Returns a loaded program's file descriptor; this object owns it."""
         return self._program_fds[name]
 
     def close(self) -> None:
@@ -476,7 +476,7 @@ def attach_raw_tracepoint(name: str, program: int) -> int:
 
 
 def create_link(program: int, target: int, attach_type: int, what: str, flags: int = 0) -> int:
-    """Attach by a link; its file descriptor.
+    """Attach by a link. Returns its file descriptor.
 
     Raises:
         BpfError: EINVAL where the kernel has no such link.
@@ -492,7 +492,7 @@ def pin_link(link: int, path: Path) -> None:
 
 
 def pinned_link(path: Path) -> int:
-    """A pinned link's file descriptor."""
+    """Opens a pinned link. Returns its file descriptor."""
     return check(library().bpf_obj_get(str(path).encode()), f"opening pinned link {path}")
 
 
@@ -502,7 +502,7 @@ def update_link(link: int, program: int, what: str) -> None:
 
 
 def programs_at(target: int, attach_type: int) -> list[int]:
-    """The numbers of the programs at a hook, in the order in which they run; none where the kernel has no such hook.
+    """Returns the numbers of the programs at a hook in running order; none where the kernel has no such hook.
 
     Args:
         target: the index of an interface, or a descriptor of a cgroup.
@@ -522,7 +522,7 @@ def programs_at(target: int, attach_type: int) -> list[int]:
 
 
 def program_info(program: int) -> Any:
-    """A `struct bpf_prog_info` of a loaded program, by its descriptor."""
+    """Returns a `struct bpf_prog_info` of a loaded program, by its descriptor."""
     info = ffi.new("struct bpf_prog_info *")
     size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_prog_info"))
     check(library().bpf_obj_get_info_by_fd(program, info, size), "describing a program")
@@ -530,7 +530,7 @@ def program_info(program: int) -> Any:
 
 
 def program_name(number: int) -> str:
-    """At most 15 characters; its number where it has no name or is gone."""
+    """Returns the name of a program, at most 15 characters; its number where it has no name or is gone."""
     program = library().bpf_prog_get_fd_by_id(number)
     if program < 0:
         return str(number)
@@ -542,11 +542,11 @@ def program_name(number: int) -> str:
 
 @lru_cache
 def has_helper(number: int) -> bool:
-    """Whether programs at tc may call the helper of this number (enum bpf_func_id); found by loading one that does."""
+    """True if programs at tc may call the helper of this number (enum bpf_func_id); found by loading one that does."""
     return bool(library().libbpf_probe_bpf_helper(SCHED_CLS, number, ffi.NULL) == 1)
 
 
-# Of struct __sk_buff: what a packet that a program is run on may come with, and its offset there.
+# Fields of struct __sk_buff that a test packet may set, and their offsets.
 CONTEXT = {"mark": 8, "ingress_ifindex": 36, "ifindex": 40, "gso_segs": 164, "gso_size": 176}
 
 

@@ -55,7 +55,7 @@ def _resolved(types: Any, number: int) -> Any:
 
 
 def spelled(types: Any, number: int) -> str:
-    """A type as text: what is laid out otherwise, or has other fields, is spelled otherwise; "" is no type."""
+    """Returns a type as text: another layout, or other fields, give another text; "" is no type."""
     if not number:
         return ""
     entry = _resolved(types, number)
@@ -74,7 +74,7 @@ def spelled(types: Any, number: int) -> str:
 
 
 def _field(entry: Any, name: str) -> tuple[int, Any] | None:
-    """Bits from the start of a struct to a field, also of an anonymous part of it, and the field's type."""
+    """Returns the bits from the start of a struct to a field, also of an anonymous part of it, and the field's type."""
     packed = int(entry.info) >> 31  # offsets have the size of a bit field in their upper byte
     members = _members(entry, "btf_member")
     for member in (members[index] for index in range(_count(entry))):
@@ -90,7 +90,7 @@ def _field(entry: Any, name: str) -> tuple[int, Any] | None:
 
 @lru_cache(maxsize=256)
 def offset_of(path: str) -> int:
-    """Bytes from the start of a struct to a field: `sk_buff.head`, `net_device.nd_net.net`.
+    """Returns the bytes from the start of a struct to a field: `sk_buff.head`, `net_device.nd_net.net`.
 
     Raises:
         Unsupported: this kernel has no such field, or does not describe its types.
@@ -108,7 +108,7 @@ def offset_of(path: str) -> int:
 
 
 def enum_names(name: str) -> dict[int, str]:
-    """The values of an enum by number; empty where this kernel does not have it."""
+    """Returns the values of an enum by number; empty where this kernel does not have it."""
     number = library().btf__find_by_name_kind(_kernel(), name.encode(), _ENUM)
     if number <= 0:
         return {}

@@ -86,18 +86,18 @@ class Entry(NamedTuple):
 
 
 def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, int]:
-    """Delete the conntrack entries of datagrams that lead to where nothing serves any more.
+    """Delete the conntrack entries of datagrams whose backend no longer serves.
 
-    To be called after each sync of a mode that uses conntrack, when the rules are in place. One dump of the UDP
-    entries of a family however many services changed; none when no changed service has or had a UDP port. Errors are
-    logged, never raised: the rules are right already, and an entry ends by itself.
+    To be called after each sync of a mode that uses conntrack, when the rules are in place. One dump of the UDP entries
+    of a family however many services changed; none when no changed service has or had a UDP port. Errors are logged,
+    never raised: the rules are right already, and an entry ends by itself.
 
     Args:
         judge: knows what changed.
         openings: where connections are judged as well (`dataplane.stale.new_places`).
 
     Returns:
-        How many went, by family (4 and 6).
+        How many were deleted, by family (4 and 6).
     """
     packed = {4: set[bytes](), 6: set[bytes]()}
     for address, port in judge.destinations:
@@ -119,9 +119,9 @@ def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, in
 
 
 def forget_ended(stages: Collection[int] = ENDED) -> int:
-    """Delete the entries of translated TCP connections that are over (`stages`: TIME_WAIT, CLOSE); how many went.
+    """Delete the entries of translated TCP connections that are over (`stages`: TIME_WAIT, CLOSE). Returns how many.
 
-    To be called when a mode takes over that does not translate by conntrack. Such an entry holds the ports of its
+    To be called when a mode that does not translate by conntrack begins to serve. Such an entry holds the ports of its
     client and backend for two minutes. A new connection that has the same ones, and goes to the backend by itself, gets
     another port from conntrack, and loses it when the last rule that translates is removed: the connection stalls.
     Errors are logged, never raised.
@@ -144,7 +144,7 @@ def forget_ended(stages: Collection[int] = ENDED) -> int:
 
 
 def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow], int]:
-    """The translated flows of services, as `dataplane.mode.View.flows` wants them, for every mode with conntrack.
+    """Returns the translated flows of services as `dataplane.mode.View.flows` does, for every mode with conntrack.
 
     Args:
         services: (address, port, protocol number) of each frontend -> name of the service port, None: unknown.
@@ -170,7 +170,7 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow]
 def open_flows(
     services: Mapping[Key, str | None], at: Collection[Place] | None = None, *, status: Status | None = None
 ) -> Counter[str]:
-    """How many translated flows of services are not over, by the name of their protocol.
+    """Count the open translated flows of services, by the name of their protocol.
 
     Args, raises: as `flows`; `at` are the places that answer them, None: any. `status`: see `dump`.
     """
@@ -182,10 +182,10 @@ def open_flows(
 
 
 def open_renumbered(backends: Iterable[Place]) -> Counter[str]:
-    """How many flows to these places are not over of which conntrack changed nothing but the client's port.
+    """Count the open flows to these places in which conntrack changed only the client's port.
 
-    A socket of this node that goes to a backend by itself may have the port of a flow that conntrack translates to
-    that backend. While a chain of type nat is there, conntrack gives it another port (nf_nat_alloc_null_binding).
+    A socket of this node that goes to a backend by itself may have the port of a flow that conntrack translates to that
+    backend. While a chain of type nat exists, conntrack gives it another port (nf_nat_alloc_null_binding).
 
     Raises:
         OSError: conntrack cannot be read.
@@ -205,7 +205,7 @@ def open_renumbered(backends: Iterable[Place]) -> Counter[str]:
 
 
 def count_offloaded(services: Mapping[Key, str | None]) -> int:
-    """How many translated flows of services a flowtable holds, whoever's it is.
+    """Count the translated flows of services that any flowtable holds.
 
     Args, raises: as `flows`.
     """
@@ -214,7 +214,7 @@ def count_offloaded(services: Mapping[Key, str | None]) -> int:
 
 
 def delete_translated(services: Mapping[Key, str | None], at: Collection[Place] | None = None) -> int:
-    """Forget the translated flows of services: their next packets begin others; how many went.
+    """Delete the translated flows of services, so that their next packets begin others. Returns how many.
 
     Args, raises: as `open_flows`.
     """
@@ -225,7 +225,7 @@ def delete_translated(services: Mapping[Key, str | None], at: Collection[Place] 
 
 
 def forget_connections(services: Mapping[Key, str | None], at: Collection[Place]) -> list[FlowKey]:
-    """Forget the translated TCP connections of services to these backends; the clients' sides of those that were open.
+    """Delete the translated TCP connections of services to these backends. Returns the clients' sides of open ones.
 
     Raises:
         OSError, NetlinkFailed: conntrack cannot be read or written.
@@ -253,7 +253,7 @@ class FlowKey(NamedTuple):
 
 
 def translated_keys(services: Mapping[Key, str | None], kinds: Iterable[tuple[int, int]]) -> frozenset[FlowKey]:
-    """The translated flows of services of these families and protocols, which are not over.
+    """Returns the open translated flows of services of these families and protocols.
 
     Args, raises: as `flows`.
     """
@@ -266,7 +266,7 @@ def translated_keys(services: Mapping[Key, str | None], kinds: Iterable[tuple[in
 
 
 def half_open_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
-    """The translated TCP connections of services whose client has not acknowledged an answer yet.
+    """Returns the translated TCP connections of services whose client has not acknowledged an answer yet.
 
     Args, raises: as `flows`.
     """
@@ -278,7 +278,7 @@ def half_open_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
 
 
 def answer_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
-    """What backends answer to the masqueraded flows of services, which are not over.
+    """Returns the tuples of answers of open masqueraded flows of services.
 
     Args, raises: as `flows`.
     """
@@ -294,7 +294,7 @@ def _key(family: int, entry: Entry) -> FlowKey:
 
 
 def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
-    """For each of these flows of IPVS that conntrack knows and that is not over: its entry, to `delete` it by.
+    """Returns the conntrack entry, for `delete`, of each of these flows of IPVS that conntrack knows and that is open.
 
     Raises:
         OSError, NetlinkFailed: conntrack cannot be read.
@@ -322,9 +322,9 @@ def translated_entries(
     status: Status | None = None,
     families: Iterable[int] = (4, 6),
 ) -> Iterator[tuple[int, Entry, str | None]]:
-    """Each translated flow of these services: its family, its entry and the name of its service port.
+    """Yields each translated flow of these services: its family, its entry and the name of its service port.
 
-    `only` is the number of the protocol that is asked for, None: of all. `status`: see `dump`.
+    `only` is the number of the wanted protocol, None: all. `status`: see `dump`.
     """
     places: set[tuple[bytes, int]] | None = None
     for family in families:
@@ -390,9 +390,9 @@ def _timeout(name: str) -> int:
 
 
 def _idle(entry: Entry, timeouts: Mapping[str, int]) -> int | None:
-    """How much of its timeout a flow has used up: of datagrams, and of connections that are established.
+    """Returns how much of its timeout a flow has used up: of datagrams, and of connections that are established.
 
-    The timeout is another one, and what is left of it says nothing, while TCP data wait to be acknowledged.
+    While TCP data are unacknowledged the timeout is another one, and its rest says nothing.
     """
     known = fields(entry)
     left = int.from_bytes(known.get(CTA_TIMEOUT, b""), "big")
@@ -406,7 +406,7 @@ def _idle(entry: Entry, timeouts: Mapping[str, int]) -> int | None:
 
 
 def _state(entry: Entry) -> str:
-    """As mode ebpf reports it: half-open connections and one-way datagrams are opening."""
+    """Returns the state as mode ebpf reports it: half-open connections and one-way datagrams are opening."""
     known = fields(entry)
     if entry.protocol not in OPENING:
         return "established" if _status(entry) & IPS_ASSURED else "opening"
@@ -421,7 +421,7 @@ def _status(entry: Entry) -> int:
 
 
 def stage_of(protocol: int, known: Mapping[int, bytes]) -> int:
-    """The kernel's state of a connection or association, of the attributes of its entry.
+    """Returns the kernel's state of a connection or association, of the attributes of its entry.
 
     An entry that a flowtable holds says nothing of it: a FIN or a reset ends that.
     """
@@ -432,7 +432,7 @@ def stage_of(protocol: int, known: Mapping[int, bytes]) -> int:
 
 
 def fields(entry: Entry) -> dict[int, bytes]:
-    """The attributes of an entry."""
+    """Returns the attributes of an entry."""
     return dict(attributes(entry.body, START))
 
 
@@ -450,7 +450,7 @@ def _stale(family: int, wanted: set[bytes], judge: Judge) -> Iterator[bytes]:
 
 
 def _unanswered(family: int, protocol: int, places: Collection[Place]) -> Iterator[bytes]:
-    """Connections to these places that nothing translates and that nobody has answered."""
+    """Yields connections to these places that are neither translated nor answered."""
     for entry in dump(family, protocol, status=NOT_ANSWERED):
         if entry.protocol != protocol or _is_translated(entry) or _status(entry) & IPS_SEEN_REPLY:
             continue
@@ -460,15 +460,15 @@ def _unanswered(family: int, protocol: int, places: Collection[Place]) -> Iterat
 
 
 def _is_translated(entry: Entry) -> bool:
-    """False: it goes where it was sent."""
+    """True unless it goes where it was sent."""
     return (entry.answerer, entry.answerer_port) != (entry.destination, entry.destination_port)
 
 
 def delete(family: int, entries: list[bytes]) -> int:
-    """Delete entries by the identity that the dump gave them; how many went.
+    """Delete entries by their identity in the dump. Returns how many.
 
-    One that ended meanwhile is no error, nor is one that a flowtable holds and the kernel keeps for as long (EBUSY:
-    Linux 4.16 does, 6.1 does not).
+    An entry that ended meanwhile is no error, nor is one that a flowtable holds and the kernel keeps for as long
+    (EBUSY: Linux 4.16 does, 6.1 does not).
     """
     with Netlink(NETFILTER) as wire:
         failed = wire.send([_deletion(family, entry) for entry in entries])
@@ -479,9 +479,9 @@ def delete(family: int, entries: list[bytes]) -> int:
 
 
 def _deletion(family: int, entry: bytes) -> Message:
-    """By the tuple of the answers.
+    """Returns the request that deletes an entry by the tuple of its answers.
 
-    A client's next entry that goes elsewhere has the same original one, and often the same id, which is made of the
+    A client's next entry that goes elsewhere has the same original tuple, and often the same id, which is made of the
     entry's place in memory.
     """
     named = b"".join(
@@ -496,10 +496,10 @@ def _deletion(family: int, entry: bytes) -> Message:
 
 
 def dump(family: int, protocol: int | None = None, *, status: Status | None = None) -> Iterator[Entry]:
-    """The entries of one family, of one protocol, with these bits (IPS_) in their status.
+    """Yields the entries of one family, of one protocol, with these bits (IPS_) in their status.
 
-    A kernel before 5.8 does not filter by the protocol, one before 5.17 not by the status: the caller has to.
-    Where nothing has loaded connection tracking there are none, and it stays so: to be asked loads it, if it is there.
+    A kernel before 5.8 does not filter by the protocol, one before 5.17 not by the status: the caller has to. Where
+    connection tracking is not loaded there are none, and it stays so: a request would load it.
     """
     if MODULE.parent.exists() and not MODULE.exists():
         return
@@ -524,7 +524,7 @@ _LAYOUT6: Final = struct.Struct("=" + 2 * _TUPLE6)
 
 
 def _expected(address: int) -> tuple[bytes, ...]:
-    """The attribute headers of one tuple behind its own."""
+    """Returns the attribute headers of one tuple after its own."""
     first, second = (1, 2) if address == 4 else (3, 4)  # CTA_IP_V4_SRC and DST, CTA_IP_V6_SRC and DST
     return (
         ATTRIBUTE.pack(4 + 2 * (4 + address), CTA_TUPLE_IP | NESTED),
@@ -556,7 +556,7 @@ def _unpack6(body: bytes) -> Entry | None:
 
 
 def _unpack(body: bytes, layout: struct.Struct, headers: tuple[bytes, ...]) -> Entry | None:
-    """An entry with ports, None for another."""
+    """Unpacks an entry with ports, None for another."""
     if len(body) < START + layout.size:
         return _walk(body)
     (
@@ -571,7 +571,7 @@ def _unpack(body: bytes, layout: struct.Struct, headers: tuple[bytes, ...]) -> E
 
 
 def _walk(body: bytes) -> Entry | None:
-    """The same, of an entry that is laid out in another way: in a zone, or without ports."""
+    """Unpacks an entry with another layout: in a zone, or without ports."""
     fields = dict(attributes(body, START))
     ends: list[bytes] = []
     protocol = -1
@@ -588,7 +588,7 @@ def _walk(body: bytes) -> Entry | None:
 
 
 def is_liberal() -> bool:
-    """Whether this namespace's conntrack takes any segment for valid: then none is INVALID by its sequence number."""
+    """True if this namespace's conntrack accepts any segment: then none is INVALID by its sequence number."""
     try:
         return LIBERAL.read_text().strip() != "0"
     except OSError:

@@ -34,9 +34,9 @@ _ATTRIBUTES: Final = 72  # where those of an inet_diag_msg begin
 
 
 def end_connections(storage: int, judge: Callable[[bytes], bool]) -> int:
-    """Abort the TCP sockets with which a program keeps a value that `judge` picks; a reset goes to their peers.
+    """Abort the TCP sockets for which a program keeps a value that `judge` picks; their peers get a reset.
 
-    Their next call fails with ECONNABORTED, one that waits as well. Returns how many.
+    Their next call fails with ECONNABORTED, a waiting one as well. Returns how many.
 
     Args:
         storage: descriptor of a map of type SK_STORAGE.

@@ -1,6 +1,6 @@
-"""What drives an interface, and whether it takes frames that XDP redirects: ethtool, and the netdev family of netlink.
+"""Identifies the driver of an interface, and whether it accepts frames that XDP redirects (ethtool, netdev).
 
-pyroute2 has neither ETHTOOL_GDRVINFO nor the netdev family.
+pyroute2 has neither ETHTOOL_GDRVINFO nor the netdev family of netlink.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _NO_BUS: Final = frozenset({"", "N/A", "tap", "tun"})
 
 
 class Driver(NamedTuple):
-    """Name, and the device's address on its bus; "" when it is on none."""
+    """A driver's name, and the device's address on its bus; "" when it is on none."""
 
     name: str
     bus: str
 
 
 def driver_of(interface: str) -> Driver:
-    """The driver of an interface of this network namespace; empty names for a device that does not report them."""
+    """Returns the driver of an interface of this network namespace; empty names if the device reports none."""
     answer = array.array("B", struct.pack("=I", _GET_DRIVER_INFO) + bytes(192))
     request = struct.pack("16sQ16x", interface.encode()[:15], answer.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -50,12 +50,12 @@ def driver_of(interface: str) -> Driver:
 
 
 def is_virtual(driver: Driver) -> bool:
-    """Whether packets come from this very machine, as far as the driver shows it."""
+    """True if packets come from this very machine, as far as the driver shows it."""
     return not driver.bus or driver.name in _PARAVIRTUAL
 
 
 def takes_frames(index: int) -> bool | None:
-    """Whether frames can be redirected to an interface by XDP; None: this kernel does not report it (before 6.3)."""
+    """True if XDP can redirect frames to an interface; None: this kernel does not report it (before 6.3)."""
     with Netlink(GENERIC) as wire:
         kind = genetlink.family(wire, "netdev")
         if kind is None:

@@ -73,7 +73,7 @@ class Dummy:
         return bool(self.index)
 
     def ensure(self) -> bool:
-        """Create it if it is not there, and set it up; whether it was created.
+        """Create it if it does not exist, and set it up. Returns whether it was created.
 
         Raises:
             Unsupported: the kernel has no dummy device, or this process may not make one.
@@ -86,7 +86,7 @@ class Dummy:
                 self.index = ip.link_lookup(ifname=self.name)[0]
                 made = True
                 ip.link("set", index=self.index, ifalias=ALIAS)
-                # The kernel gives it no link-local address: nothing shall use it as a source.
+                # The kernel gives it no link-local address: nothing may use it as a source.
                 sysctl.write(f"net/ipv6/conf/{self.name}/addr_gen_mode", "1")
             ip.link("set", index=self.index, state="up")
         return made
@@ -106,7 +106,7 @@ class Dummy:
                 return
 
     def addresses(self) -> set[str]:
-        """The addresses on it without link-local ones; none when it is not there."""
+        """Returns its addresses without link-local ones; none when it does not exist."""
         found = set()
         for family in (socket.AF_INET, socket.AF_INET6):
             request = Message(
@@ -119,7 +119,7 @@ class Dummy:
         return found
 
     def change(self, add: Iterable[str], remove: Iterable[str]) -> None:
-        """Add and remove addresses. Those that are there already are left as they are, gone ones are not missed.
+        """Add and remove addresses. Existing ones are left as they are; missing ones are ignored.
 
         Raises:
             NetlinkFailed: the kernel refused one; the others are done.
@@ -145,7 +145,7 @@ class Dummy:
         return Message(kind, body, NLM_F_CREATE)
 
     def remove(self, *, of_others: bool = False) -> bool:
-        """Remove it, when we made it (or others did) and no address is left on it; whether it went."""
+        """Remove it if it is ours, or another agent's, and has no address left. Returns whether it was removed."""
         if not self.find() or self.addresses():
             return False
         with IPRoute() as ip:
@@ -157,7 +157,7 @@ class Dummy:
         return True
 
     def watch(self, wanted: Collection[str], changed: Callable[[], None], stop: threading.Event) -> threading.Thread:
-        """Have `changed` called when the device or an address in `wanted` goes away, until `stop`.
+        """Call `changed` when the device or an address in `wanted` is removed, until `stop`.
 
         Take an address out of `wanted` before removing it, so that our own change is not reported.
         """
@@ -171,7 +171,7 @@ class Dummy:
     ) -> None:
         with events:
             for data in events.until(stop):
-                if data is None or self._is_loss(data, wanted):  # reports that were lost may have been of a loss
+                if data is None or self._is_loss(data, wanted):  # lost reports may have been about a lost address
                     changed()
 
     def _is_loss(self, data: bytes, wanted: Collection[str]) -> bool:
@@ -184,7 +184,7 @@ class Dummy:
 
 
 def _address(message: bytes, index: int) -> str:
-    """The address that a message of rtnetlink is about; empty: of another device, or link-local."""
+    """Returns the address in a message of rtnetlink; empty: of another device, or link-local."""
     family, _, _, scope, of = _IFADDR.unpack_from(message)
     if of != index or scope == rt_scope["link"]:
         return ""

@@ -21,7 +21,7 @@ def fields(answer: bytes) -> list[tuple[int, bytes]]:
 
 
 def family(wire: Netlink, name: str) -> int | None:
-    """The number of a family; None: this kernel does not have it, or not yet."""
+    """Returns the number of a family; None: this kernel does not have it, or not yet."""
     asked = request(
         _GENL_ID_CTRL, _CTRL_CMD_GETFAMILY, string(_CTRL_ATTR_FAMILY_NAME, name), what=f"looking for {name}"
     )

@@ -1,4 +1,4 @@
-"""Grace periods: when every program that runs now has ended; and the clock that programs use."""
+"""Waits for grace periods, when every running program has ended, and reads the clock that programs use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FALLBACK_SECONDS = 2.0
 
 
 def jiffies_per_second() -> int:
-    """The kernel's HZ: the coarse clock advances once for each jiffy."""
+    """Returns the kernel's HZ: the coarse clock advances once for each jiffy."""
     return round(1 / time.clock_getres(CLOCK_MONOTONIC_COARSE))
 
 
@@ -25,8 +25,8 @@ def wait_for_programs() -> None:
     """Return when every BPF program that was running at the call has ended: after an RCU grace period.
 
     membarrier(GLOBAL) waits for one (7-17 ms). It does nothing on one CPU, where a program may have been preempted, and
-    fails with nohz_full; there the change of a map waits. Who may do neither waits for far more time than a program
-    that gets its CPU can take.
+    fails with nohz_full; there the change of a map waits. A caller that may do neither waits for far more time than a
+    program that gets its CPU can take.
     """
     if not (_barrier() or _changed_a_map()):
         time.sleep(FALLBACK_SECONDS)

@@ -1,4 +1,4 @@
-"""Paths of this node: network namespace, cgroup v2 hierarchy, BPF file system, the pin folder.
+"""Finds paths of this node: network namespace, cgroup v2 hierarchy, BPF file system, the pin folder.
 
 `ip netns exec` and some containers hide /sys mounts from a process. Then the mounts of the processes around it are
 used, so that pins outlive the process in whatever mount namespace it was started.
@@ -22,7 +22,7 @@ CLONE_NEWNS = 0x00020000
 
 
 def netns_cookie() -> int | None:
-    """The number by which BPF programs know this network namespace; None before Linux 5.14."""
+    """Returns the number by which BPF programs know this network namespace; None before Linux 5.14."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8), sys.byteorder)
@@ -31,12 +31,12 @@ def netns_cookie() -> int | None:
 
 
 def netns_number() -> int:
-    """A number that no other network namespace has now: its cookie, its inode where there is none."""
+    """Returns a number that no other network namespace has now: its cookie, or else its inode."""
     return netns_cookie() or Path("/proc/self/ns/net").stat().st_ino
 
 
 def in_initial_netns() -> bool:
-    """Whether this is the machine's own network namespace, as far as process 1 shows it."""
+    """True if this is the machine's own network namespace, as far as process 1 shows it."""
     try:
         return netns_of("1") == netns_of("thread-self")
     except OSError:
@@ -44,7 +44,7 @@ def in_initial_netns() -> bool:
 
 
 def netns_of(pid: str) -> int:
-    """A number for the network namespace of a process, the same for all processes in it.
+    """Returns a number for the network namespace of a process, the same for all processes in it.
 
     /proc/PID/ns/net would be the obvious one, but a caller with fewer capabilities than that process may not read it
     (ptrace(2), PTRACE_MODE_READ), and this agent should have few. Each namespace has inodes of its own below
@@ -53,11 +53,11 @@ def netns_of(pid: str) -> int:
     Raises:
         OSError: there is no such process.
     """
-    return os.stat(f"/proc/{pid}/net/dev").st_ino  # noqa: PTH116 (asked of every process)
+    return os.stat(f"/proc/{pid}/net/dev").st_ino  # noqa: PTH116 (called for every process)
 
 
 def _mounts(pid: str, kind: str) -> list[str]:
-    """Where file systems of a kind are mounted; the outermost first, of cgroups seen from a cgroup namespace."""
+    """Returns the mount points of file systems of a kind; the outermost first, also of cgroups."""
     try:
         return outermost_first(Path(f"/proc/{pid}/mountinfo").read_text(), kind)
     except OSError:
@@ -65,17 +65,17 @@ def _mounts(pid: str, kind: str) -> list[str]:
 
 
 def outermost_first(mountinfo: str, kind: str) -> list[str]:
-    """Mount points of one kind in the text of /proc/PID/mountinfo.
+    """Returns mount points of one kind in the text of /proc/PID/mountinfo.
 
     In a cgroup namespace a mount that shows more than that namespace has a root such as `/../..`
-    (cgroup_namespaces(7)). A container has such a one when the node's hierarchy is mounted into it, beside its own.
+    (cgroup_namespaces(7)). A container has such a mount when it also contains the node's hierarchy.
     """
     mounts = [line.split() for line in mountinfo.splitlines() if line.split(" - ")[1].split()[0] == kind]
     return [fields[4] for fields in sorted(mounts, key=lambda fields: -fields[3].split("/").count(".."))]
 
 
 def _parent(pid: str) -> str:
-    """The parent's number, "0" at the end of what can be seen."""
+    """Returns the parent's number, "0" at the end of what is visible."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
     except OSError:
@@ -83,7 +83,7 @@ def _parent(pid: str) -> str:
 
 
 def _outer_processes() -> list[str]:
-    """Process 1 and our ancestors, outermost first, that live in another mount namespace and may be entered."""
+    """Returns process 1 and our ancestors in other mount namespaces that may be entered, outermost first."""
     ancestors = []
     pid = _parent("self")
     while pid not in ("0", "1"):
@@ -99,12 +99,12 @@ def _outer_processes() -> list[str]:
 
 
 def _roots() -> list[tuple[str, str]]:
-    """(process, prefix) pairs to look for mounts: ours, then those around us."""
+    """Returns (process, prefix) pairs to search for mounts: our own, then those around us."""
     return [("self", ""), *((pid, f"/proc/{pid}/root") for pid in _outer_processes())]
 
 
 def cgroup_root() -> Path | None:
-    """The cgroup v2 hierarchy as seen from here, None when it is not mounted."""
+    """Returns the cgroup v2 hierarchy as seen from here, None when it is not mounted."""
     for pid, prefix in _roots():
         for mount in _mounts(pid, "cgroup2"):
             path = Path(prefix + mount)
@@ -121,10 +121,10 @@ def _own_cgroup() -> str:
 
 
 def cgroup_of_node(asked: str | None) -> Path:
-    """The cgroup whose processes are the node's own.
+    """Returns the cgroup whose processes are the node's own.
 
-    On a node that is the whole hierarchy. In a namespace of its own (a lab) it is the cgroup that this
-    process is in, because the hierarchy belongs to the machine around it.
+    On a node that is the whole hierarchy. In a namespace of its own (a lab) it is the cgroup that this process is in,
+    because the hierarchy belongs to the machine around it.
 
     Raises:
         Unsupported: there is none that may be used; says what to do.
@@ -179,10 +179,10 @@ def _mount_bpf_fs(inside: str | None) -> None:
 
 
 def bpf_fs(*, mount: bool = True) -> Path:
-    """A BPF file system that outlives this process.
+    """Returns a BPF file system that outlives this process.
 
-    Where this process has a mount namespace of its own (`ip netns exec` makes one), that of the process around
-    it is used. It is held by a descriptor and named by it, because that process may end before us.
+    Where this process has a mount namespace of its own (`ip netns exec` makes one), that of the process around it is
+    used. It is held by a descriptor and named by it, because that process may end before us.
 
     Args:
         mount: make one where there is none; otherwise the usual place is named.
@@ -208,7 +208,7 @@ def bpf_fs(*, mount: bool = True) -> Path:
 
 
 def pin_folder(asked: str | None, *, mount: bool) -> Path:
-    """This network namespace's own folder for pins; `mount` makes a BPF file system where there is none.
+    """Returns this network namespace's own folder for pins; `mount` makes a BPF file system where there is none.
 
     Raises:
         Unsupported: `asked` is not on a BPF file system, or there is none.
@@ -224,7 +224,7 @@ def pin_folder(asked: str | None, *, mount: bool) -> Path:
 
 
 def pin_folders(pattern: str) -> list[Path]:
-    """What has such a name in the folders of all network namespaces. Others may remove theirs meanwhile.
+    """Returns the paths of that name in the folders of all network namespaces. They may be removed meanwhile.
 
     Raises:
         Unsupported: there is no BPF file system.

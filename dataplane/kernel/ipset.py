@@ -64,7 +64,7 @@ class Ipsets:
         self._netlink.close()
 
     def names(self, prefix: str) -> list[str]:
-        """Sets with names that begin so."""
+        """Returns sets whose names begin so."""
         body = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + attribute(
             _A_FLAGS | NET_BYTEORDER, _BE32.pack(IPSET_FLAG_LIST_SETNAME)
         )
@@ -77,7 +77,7 @@ class Ipsets:
         return found
 
     def create(self, name: str, kind: Kind, family: int) -> None:
-        """Make a set; one of that name and kind may be there already.
+        """Create a set, unless one of that name and kind exists.
 
         Raises:
             NetlinkFailed: the kernel lacks that kind, or a set of that name has another.
@@ -91,7 +91,7 @@ class Ipsets:
             raise NetlinkFailed(f"making the set {name} ({kind.type})", error.code) from error
 
     def destroy(self, name: str) -> None:
-        """Remove a set; one that is gone is not missed.
+        """Remove a set, if it exists.
 
         Raises:
             NetlinkFailed: a rule still uses it.
@@ -103,7 +103,7 @@ class Ipsets:
                 raise NetlinkFailed(f"removing the set {name}", error.code) from error
 
     def change(self, edits: Iterable[Edit]) -> None:
-        """Do all of these in their order. What is there already is set anew, what is gone is not missed.
+        """Carry out all of these in their order. Existing elements are set again, missing ones are ignored.
 
         Raises:
             NetlinkFailed: the kernel refused an element; those before it are done.
@@ -113,7 +113,7 @@ class Ipsets:
             raise NetlinkFailed(requests[position].what, code)
 
     def elements(self, name: str) -> dict[Element, Value]:
-        """What a set holds.
+        """Returns the elements of a set.
 
         Raises:
             NetlinkFailed: ENOENT, there is no such set.
@@ -132,7 +132,7 @@ def _message(command: int, family: int, body: bytes, flags: int, what: str) -> M
 
 
 def _edit_messages(edit: Edit) -> Iterator[Message]:
-    """One message for as many elements as fit."""
+    """Packs as many elements into each message as fit."""
     command = IPSET_CMD_ADD if edit.add else IPSET_CMD_DEL
     what = f"{'adding to' if edit.add else 'removing from'} the set {edit.name}"
     start = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + string(_A_SETNAME, edit.name)

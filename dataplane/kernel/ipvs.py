@@ -54,7 +54,7 @@ _GONE: Final = {
 
 
 def load_module(name: str) -> str | None:
-    """`modprobe`; None, or a message: why not. A kernel without modules may have it built in all the same."""
+    """Run `modprobe`. Returns None, or why it failed. A kernel without modules may have it built in."""
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
     program = shutil.which("modprobe", path=path)
     if program is None:
@@ -69,7 +69,7 @@ def load_module(name: str) -> str | None:
 
 
 def translated_at_sockets(server: Server) -> bool:
-    """Whether programs give a socket of this node a backend before its packets are routed. Sends nothing.
+    """True if programs give a socket of this node a backend before its packets are routed. Sends nothing.
 
     Otherwise a bound address is the source of whatever the node sends there.
     """
@@ -84,7 +84,7 @@ def translated_at_sockets(server: Server) -> bool:
 
 
 def connections() -> Iterator[Connection]:
-    """The flows that IPVS knows in the calling thread's network namespace; a client's affinity is none.
+    """Returns the flows that IPVS knows in the calling thread's network namespace; a client's affinity is none.
 
     Netlink does not list them. While flows end, the kernel may leave out others in one reading.
 
@@ -126,7 +126,7 @@ class Ipvs:
         self._netlink.close()
 
     def change(self, changes: Sequence[Change]) -> None:
-        """Do all of these in their order. What exists already is set, what is gone already is not missed.
+        """Carry out all of these in their order. Existing objects are set, missing ones are ignored.
 
         Raises:
             NetlinkFailed: the kernel refused one; those before and after it are done.
@@ -145,7 +145,7 @@ class Ipvs:
             raise NetlinkFailed(_describe(refused[0]), refused[1])
 
     def servers(self) -> dict[Server, Config]:
-        """All virtual servers of this namespace, ours or not."""
+        """Returns all virtual servers of this namespace, own and foreign."""
         found = {}
         for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", NLM_F_DUMP, "reading virtual servers")):
             for kind, value in genetlink.fields(answer):
@@ -155,7 +155,7 @@ class Ipvs:
         return found
 
     def destinations(self, server: Server) -> dict[Destination, Load]:
-        """The real servers of a virtual server; none when there is no such virtual server."""
+        """Returns the real servers of a virtual server; none when there is no such virtual server."""
         what = f"reading the real servers of {_text(server)}"
         found = {}
         for answer in self._netlink.dump(
@@ -168,7 +168,7 @@ class Ipvs:
         return found
 
     def timeouts(self) -> Timeouts:
-        """The kernel's timeouts of connections."""
+        """Returns the kernel's timeouts of connections."""
         answer = self._netlink.get(self._request(_GET_CONFIG, b"", what="reading timeouts"))
         known = dict(genetlink.fields(answer)) if answer is not None else {}
         return Timeouts(*(_U32.unpack(known[kind])[0] if kind in known else 0 for kind in _TIMEOUTS))
@@ -183,7 +183,7 @@ class Ipvs:
             raise NetlinkFailed(f"setting timeouts of IPVS to {wanted}", code)
 
     def schedules(self, scheduler: str, family: int = 4) -> bool:
-        """Whether a scheduler can be used, by making a virtual server that no client uses (as kube-proxy's probe).
+        """True if a scheduler can be used; creates a virtual server that no client uses (as kube-proxy's probe).
 
         Raises:
             NetlinkFailed: IPVS cannot be used at all, for example without privilege.

@@ -1,9 +1,8 @@
-"""Interfaces by rtnetlink: which there are, which are pods, when they change.
+"""Interfaces by rtnetlink: lists them, tells pods' from uplinks, and reports changes.
 
-Default rule: an uplink is an interface that carries a default route or one of the node's primary addresses, or a
-device (also a bond, a VLAN, a tunnel, ...: `UPLINK_KINDS`) with an address; a
-pod's interface is a veth or netkit device that is no uplink and whose peer lives in another namespace. Patterns
-in the options replace either half of the rule.
+Default rule: an uplink is an interface that has a default route or one of the node's primary addresses, or a device
+(also a bond, a VLAN, a tunnel, ...: `UPLINK_KINDS`) with an address; a pod's interface is a veth or netkit device that
+is no uplink and whose peer lives in another namespace. Patterns in the options replace either half of the rule.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ SERVICES_DEVICES = frozenset({SERVICES_DEVICE, "kube-dummy-if"})  # and kube-rou
 GET_LINK, GET_ADDRESS, GET_ROUTE = 18, 22, 26
 IFLA_ADDRESS, IFLA_IFNAME, IFLA_LINK, IFLA_MASTER, IFLA_OPERSTATE, IFLA_LINKINFO = 1, 3, 5, 10, 16, 18
 IFLA_EXT_MASK, IFLA_LINK_NETNSID, IFLA_INFO_KIND = 29, 37, 1
-WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: they are most of what is said of an interface
+WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: statistics are most of a report of an interface
 OPERATION_DOWN = 2  # IF_OPER_DOWN
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 7, 9, 15, 18
@@ -100,13 +99,13 @@ class Hop(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True):
-    """The interfaces and the addresses on them; in `addresses` without loopback, link-local and services' ones.
+    """The interfaces and the addresses on them; `addresses` are without loopback, link-local and services' ones.
 
     `local` are the node's addresses and its networks' broadcast addresses, as its tables have them. `equal_paths` are
     routes that have several next hops, as destination, length of its prefix, and hops. `bridged` are the networks of
-    bridges' addresses: what is in one of them finds the others there without the node's routing. `sources` are those of
-    `addresses` that packets to other hosts may have, the best of each family first. `networks` are where routes lead,
-    without default routes and single hosts, and the next hops of default routes.
+    bridges' addresses, whose hosts reach each other without the node's routing. `sources` are those of `addresses` that
+    packets to other hosts may have, the best of each family first. `networks` are the destinations of routes, without
+    default routes and single hosts, and the next hops of default routes.
     """
 
     interfaces: tuple[Interface, ...]
@@ -119,7 +118,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def interface_name(index: int) -> str | None:
-    """None: it is gone, or there never was one."""
+    """Returns the name of an interface; None: it does not exist."""
     try:
         return socket.if_indextoname(index)
     except OSError:
@@ -127,7 +126,7 @@ def interface_name(index: int) -> str | None:
 
 
 def hardware_address(index: int) -> bytes:
-    """Of an interface; zeros where there is none, as loopback's."""
+    """Returns the hardware address of an interface; zeros where there is none, as for loopback."""
     request = Message(GET_LINK, _LINK.pack(0, 0, index, 0, 0), what=f"reading interface {index}")
     found = None
     if index:
@@ -142,14 +141,14 @@ def _hardware_address(known: Mapping[int, bytes]) -> bytes:
 
 
 def interface_towards(address: str) -> int | None:
-    """Index of the interface by which this node's packets to an address leave; None: by none."""
+    """Returns the index of the interface by which this node's packets to an address leave; None: none."""
     with Netlink(ROUTE) as wire:
         known = _route_to(wire, address)
     return _number(known.get(RTA_OIF)) if known else None
 
 
 def _route_to(wire: Netlink, address: str) -> dict[int, bytes]:
-    """What is said of the way to an address, empty: there is none."""
+    """Returns the route to an address, empty: there is none."""
     family = AF[family_of(address)]
     packed = socket.inet_pton(family, address)
     body = _ROUTE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0) + attribute(RTA_DST, packed)
@@ -161,7 +160,7 @@ def _route_to(wire: Netlink, address: str) -> dict[int, bytes]:
 
 
 class _Route(msgspec.Struct):
-    """What is read of a route."""
+    """The fields of a route that are read."""
 
     family: int
     length: int  # of the destination's prefix
@@ -192,7 +191,7 @@ class _Route(msgspec.Struct):
 
 
 def read_node() -> Node:
-    """What the kernel has now, by one dump each of links, addresses and the routes of a family."""
+    """Reads the present state, by one dump each of links, addresses and the routes of a family."""
     with Netlink(ROUTE) as wire:
         routes = [route for family in AF.values() for route in _routes(wire, family)]
         body = _LINK.pack(0, 0, 0, 0, 0) + attribute(IFLA_EXT_MASK, _word(WITHOUT_STATISTICS))
@@ -239,7 +238,7 @@ def read_node() -> Node:
 
 
 def _sources(wire: Netlink, interfaces: Iterable[Interface]) -> tuple[str, ...]:
-    """What the kernel itself sends from to other hosts, then addresses of devices, where there is no default route.
+    """Returns the kernel's own sources to other hosts, then addresses of devices, where there is no default route.
 
     Bridges, veths and dummies may have addresses of pods' networks or of services, which mean nothing elsewhere.
     """
@@ -286,7 +285,7 @@ def _name(known: Mapping[int, bytes]) -> str:
 
 
 def read_reverse_path_filters() -> dict[int, int]:
-    """Interface index -> `rp_filter` as it counts there, the larger one of its own and of `all`."""
+    """Returns interface index -> effective `rp_filter`, the larger one of its own and of `all`."""
     request = Message(RTM_GETNETCONF, bytes([socket.AF_INET, 0, 0, 0]), NLM_F_DUMP, "reading settings of interfaces")
     with Netlink(ROUTE) as wire:
         settings = [dict(attributes(answer, 4)) for answer in wire.dump(request)]
@@ -326,7 +325,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def is_uplink(interface: Interface, patterns: tuple[str, ...], primary: Iterable[str]) -> bool:
-    """Whether traffic from beyond the node arrives here."""
+    """True if traffic from beyond the node arrives here."""
     if patterns:
         return _matches(interface.name, patterns)
     if interface.default_route or any(address in interface.addresses for address in primary):
@@ -335,23 +334,23 @@ def is_uplink(interface: Interface, patterns: tuple[str, ...], primary: Iterable
 
 
 def can_offload(interface: Interface) -> bool:
-    """Whether a flowtable may be at this interface.
+    """True if a flowtable may be attached to this interface.
 
-    Ports of a bridge or a bond are left to that. At tunnels, routes may ask for a header that a flowtable does not
-    write.
+    Ports of a bridge or a bond are served through that. At tunnels, routes may ask for a header that a flowtable does
+    not write.
     """
     known = interface.kind in POD_KINDS | DEVICE_KINDS | {"bridge"}
     return known and interface.ethernet and not interface.master
 
 
 def is_usable(address: str) -> bool:
-    """Whether others can send to this address."""
+    """True if other hosts can send to this address."""
     parsed = ip_address(address)
     return not (parsed.is_loopback or parsed.is_link_local)
 
 
 def is_pod(interface: Interface, patterns: tuple[str, ...], uplinks: tuple[str, ...], primary: Iterable[str]) -> bool:
-    """Whether a pod is at the other end."""
+    """True if a pod is at the other end."""
     if patterns:
         return _matches(interface.name, patterns)
     return interface.kind in POD_KINDS and interface.peer_elsewhere and not is_uplink(interface, uplinks, primary)
@@ -361,5 +360,5 @@ def watch(changed: Callable[[], None], stop: threading.Event) -> None:
     """Call `changed` soon after links, addresses, routes or settings change, until `stop`. Runs in its own thread."""
     with Events(ROUTE, GROUPS) as events:
         for _ in events.until(stop):
-            events.drain()  # the state is read again from the kernel, whatever the reports say
+            events.discard()  # whatever the reports say, the state is read from the kernel
             changed()

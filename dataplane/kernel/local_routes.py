@@ -1,4 +1,4 @@
-"""Addresses that are this node's own by a route, and are bound to no device.
+"""Makes addresses this node's own by a route, without binding them to a device.
 
 A socket that sends to an address of a device gets that very address as its own, and loses it with the device. To one
 that is local by a route it sends from the source that the route names.
@@ -46,7 +46,7 @@ class LocalRoutes:
         self._netlink.close()
 
     def held(self) -> dict[str, str]:
-        """Address -> source of each route of ours."""
+        """Returns address -> source of each of our routes."""
         found = {}
         for family in AF.values():
             body = _HEADER.pack(family, 0, 0, 0, TABLE_LOCAL, 0, 0, 0, 0)
@@ -59,12 +59,12 @@ class LocalRoutes:
         return found
 
     def hold(self, wanted: Mapping[str, str]) -> int:
-        """Have exactly these, address -> source; how many were changed.
+        """Keep exactly these, address -> source. Returns how many were changed.
 
         A device that has an address too decides the source of new sockets as long as it does.
 
         Raises:
-            NetlinkFailed: the kernel refused one, a source that is not this node's say; the others are done.
+            NetlinkFailed: the kernel refused one, for example a source that is not this node's; the others are done.
         """
         held = self.held()
         changes = [(NEW_ROUTE, text, source) for text, source in wanted.items() if held.get(text) != source]

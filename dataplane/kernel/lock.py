@@ -15,7 +15,7 @@ from typing import Final
 from hybrid_proxy.dataplane.errors import Occupied
 
 NETNS_NAME: Final = "\0hybrid-proxy"
-BACKLOG: Final = 4096  # nobody accepts: each process that asked who it is takes a place
+BACKLOG: Final = 4096  # nobody accepts: each process that asked for the holder uses a place
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ def hold(folder: Path, what: str) -> int:
 
 
 def hold_netns(what: str) -> socket.socket:
-    """Be the only one in the calling thread's network namespace until the socket is closed or the process ends.
+    """Hold the lock of the calling thread's network namespace until the socket is closed or the process ends.
 
-    Folders may be others for each container. The name of an abstract socket is the network namespace's (unix(7)). Where
-    somebody without root's rights has taken it, a warning says so, and it locks nothing.
+    Folders may differ between containers. The name of an abstract socket belongs to the network namespace (unix(7)). If
+    a process without root's rights has taken it, a warning says so, and it locks nothing.
 
     Raises:
         Occupied: another process of root's holds it; the message names it.
@@ -62,7 +62,7 @@ def hold_netns(what: str) -> socket.socket:
 
 
 def _listener() -> tuple[int, int]:
-    """The process (0: it cannot be seen from here) and the user that listen at the name; as of root if unknown."""
+    """Returns the process (0: not visible from here) and the user that listen at the name; root if unknown."""
     credentials = struct.Struct("3i")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
@@ -79,7 +79,7 @@ def _occupied(what: str, holder: str) -> Occupied:
 
 
 def hold_new(folder: Path, what: str) -> int:
-    """As `hold`, of a folder that is made for the lock alone; end with `let_go`.
+    """Create a folder for the lock alone and lock it as `hold` does; end with `let_go`.
 
     Raises:
         Occupied: another process holds it.
@@ -90,11 +90,11 @@ def hold_new(folder: Path, what: str) -> int:
         try:
             descriptor = hold(folder, what)
         except FileNotFoundError:
-            continue  # the one before us let go in between
+            continue  # the former holder released it meanwhile
         with contextlib.suppress(FileNotFoundError):
             if folder.stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
-        os.close(descriptor)  # it was removed before we had the lock, and perhaps made anew by a third
+        os.close(descriptor)  # it was removed before we had the lock, and perhaps created again by a third process
 
 
 def let_go(folder: Path, descriptor: int) -> None:

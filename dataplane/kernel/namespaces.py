@@ -52,7 +52,7 @@ class Pod(NamedTuple):
 
 @contextlib.contextmanager
 def inside(path: str | Path) -> Iterator[None]:
-    """The calling thread is in that namespace until the block ends; sockets stay where they were opened.
+    """Moves the calling thread into that namespace until the block ends; sockets stay where they were opened.
 
     Raises:
         OSError: there is no such namespace, or the right to enter it is missing (CAP_SYS_ADMIN).
@@ -73,7 +73,7 @@ def inside(path: str | Path) -> Iterator[None]:
 
 
 def pods() -> Iterator[Pod]:
-    """The pods of this node whose namespaces can be entered, in no order. Nothing is changed.
+    """Returns the pods of this node whose namespaces can be entered, in no order. Nothing is changed.
 
     Raises:
         NetlinkFailed: the node's links cannot be read.
@@ -96,7 +96,7 @@ def _enter(descriptor: int, name: str) -> None:
 
 
 def _interfaces(wire: Netlink) -> dict[int, str]:
-    """Number of a namespace -> name of the node's interface that leads there."""
+    """Returns number of a namespace -> name of the node's interface that leads there."""
     found: dict[int, str] = {}
     request = Message(RTM_GETLINK, _LINK.pack(socket.AF_UNSPEC, 0, 0, 0, 0), NLM_F_DUMP, "reading interfaces")
     for answer in wire.dump(request):
@@ -108,7 +108,7 @@ def _interfaces(wire: Netlink) -> dict[int, str]:
 
 
 def _candidates() -> Iterator[str]:
-    """Each namespace that has a name or a process, once."""
+    """Yields each namespace that has a name or a process, once."""
     seen = set[int]()
     paths = [*NAMED.glob("*"), *(path / "ns" / "net" for path in Path("/proc").glob("[0-9]*"))]
     for path in paths:
@@ -120,7 +120,7 @@ def _candidates() -> Iterator[str]:
 
 
 def _number(wire: Netlink, path: str) -> int:
-    """By which the kernel names that namespace in this one; negative: it has no number here."""
+    """Returns the kernel's number for that namespace in this one; negative: it has none here."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         body = bytes(4) + attribute(NETNSA_FD, _INT.pack(descriptor))
@@ -132,7 +132,7 @@ def _number(wire: Netlink, path: str) -> int:
 
 
 def _addresses() -> tuple[str, ...]:
-    """Those of the namespace that the thread is in, without loopback and link-local ones."""
+    """Returns the addresses of the namespace that the thread is in, without loopback and link-local ones."""
     request = Message(RTM_GETADDR, _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0), NLM_F_DUMP, "reading addresses")
     found = []
     with Netlink(ROUTE) as wire:

@@ -1,8 +1,8 @@
 """Netlink: one codec for messages and attributes, one socket for requests, one for the kernel's reports.
 
-All kernel interfaces that speak netlink use what is here. The kernel handles the messages of one buffer in order and
-answers each one that failed; only the last is asked for an acknowledgement, so that any number of changes takes one
-system call each way. A message built through pyroute2's classes costs 300 to 700 us, here it is a few.
+All kernel interfaces that speak netlink use this module. The kernel handles the messages of one buffer in order and
+answers each one that failed; only the last requests an acknowledgement, so that any number of changes takes one system
+call each way. A message built through pyroute2's classes costs 300 to 700 us, here it is a few.
 
 What the kernel refuses, or does not answer, is a `NetlinkFailed`.
 """
@@ -35,11 +35,11 @@ SOL_NETLINK, NETLINK_CAP_ACK = 270, 10
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 
 SEND_BUFFER: Final = 1 << 17  # bytes; every kernel's default for a socket is larger
-RECEIVE_BUFFER: Final = 4 << 20  # bytes that may wait for us
+RECEIVE_BUFFER: Final = 4 << 20  # bytes that may be pending
 DATAGRAM: Final = 1 << 16  # bytes; the kernel puts at most 32 KiB of a dump into one
-# What one burst of requests carries. Each failed request takes receive buffer for its answer.
+# The requests of one burst. Each failed request takes receive buffer for its answer.
 BURST_BYTES, BURST_MESSAGES = 1 << 17, 256
-MARGIN: Final = 1 << 16  # bytes of the send buffer that the kernel accounts beside the messages
+MARGIN: Final = 1 << 16  # bytes of the send buffer that the kernel accounts in addition to the messages
 ANSWER_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 0.5  # within which `Events.until` notices that it should stop
 AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
@@ -64,7 +64,7 @@ class NetlinkFailed(DataplaneError):
 
 
 class Message(NamedTuple):
-    """One request: type, what follows the header, flags beside NLM_F_REQUEST, and a description for errors."""
+    """One request: type, body after the header, flags in addition to NLM_F_REQUEST, and a description for errors."""
 
     kind: int
     payload: bytes
@@ -87,7 +87,7 @@ def string(kind: int, value: str) -> bytes:
 
 
 def attributes(data: bytes, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Type (without its flags) and value of each attribute from `start` on."""
+    """Yields type (without its flags) and value of each attribute from `start` on."""
     end = len(data)
     while start + 4 <= end:
         length, kind = ATTRIBUTE.unpack_from(data, start)
@@ -98,13 +98,13 @@ def attributes(data: bytes, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def message(kind: int, flags: int, body: bytes, number: int = 0) -> bytes:
-    """One message, padded, with the sequence number that its answers will have."""
+    """Returns one message, padded, with the sequence number that its answers will have."""
     length = 16 + len(body)
     return HEADER.pack(length, kind, flags, number, 0) + body + bytes(-length % 4)
 
 
 def messages(data: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:
-    """Type, flags, sequence number, port and body of each message of one datagram."""
+    """Yields type, flags, sequence number, port and body of each message of one datagram."""
     start, end = 0, len(data)
     while start + 16 <= end:
         length, kind, flags, number, port = HEADER.unpack_from(data, start)
@@ -135,18 +135,18 @@ class Netlink:
         self._bind()
         self._socket.settimeout(seconds)
         self._socket.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)  # errors do not repeat the request
-        with contextlib.suppress(PermissionError):  # the default still carries small requests, such as dumps
+        with contextlib.suppress(PermissionError):  # the default suffices for small requests, such as dumps
             self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
         self._room = SEND_BUFFER
         self._sequence = 0
         self.port: int = self._socket.getsockname()[0]
 
     def _bind(self) -> None:
-        """To a port that none of our sockets had before.
+        """Bind to a port that none of our sockets had before.
 
         The kernel would choose the number of our process whenever it is free. When a socket is closed, nf_tables
         removes the tables that its port owns (nft_rcv_nl_event), a moment after that port has become free: the tables
-        of the next socket with that port would go, too.
+        of the next socket with that port would be removed, too.
         """
         while True:
             try:
@@ -167,7 +167,7 @@ class Netlink:
         self._socket.close()
 
     def send(self, requests: Sequence[Message]) -> list[tuple[int, int]]:
-        """Have the kernel handle all requests, in their order, whether or not others fail.
+        """Send all requests, which the kernel handles in their order, whether or not others fail.
 
         Returns:
             (position, error number) of each one that the kernel refused.
@@ -199,7 +199,7 @@ class Netlink:
         return None
 
     def dump(self, request: Message, *, consistent: bool = False) -> Iterator[bytes]:
-        """What follows the header of each answer to a dump request; read it to the end.
+        """Yields the body of each answer to a dump request; read it to the end.
 
         Args:
             request: has NLM_F_DUMP among its flags.
@@ -221,7 +221,7 @@ class Netlink:
                     return
 
     def get(self, request: Message) -> bytes | None:
-        """What follows the header of the answer to a request for one object; None: there is no such object (ENOENT)."""
+        """Returns the body of the answer to a request for one object; None: there is no such object (ENOENT)."""
         wanted = self._write([request])
         while True:
             for kind, _, number, _, body in self._read(request.what):
@@ -235,7 +235,7 @@ class Netlink:
                 raise NetlinkFailed(request.what, code)
 
     def _write(self, requests: Sequence[Message], acknowledge: int = -1) -> int:
-        """Send requests in one buffer, the one at `acknowledge` with a wish for an answer; the first one's number."""
+        """Send requests in one buffer; the one at `acknowledge` requests an answer. Returns the first number."""
         if self._sequence + len(requests) >= 1 << 32:
             self._sequence = 0
         first = self._sequence + 1
@@ -263,7 +263,7 @@ class Netlink:
             raise NetlinkFailed(what, error.errno or errno.ETIMEDOUT) from error
 
     def _answers(self, first: int, last: int, what: str) -> Iterator[tuple[int, int]]:
-        """Position and error number (0: success) of each request that is answered, until the last one is."""
+        """Yields position and error number (0: success) of each answered request, until the last one is answered."""
         while True:
             for kind, _, number, _, body in self._read(what):
                 if kind != NLMSG_ERROR or not first <= number <= last:
@@ -274,10 +274,10 @@ class Netlink:
 
 
 class Events:
-    """What the kernel reports to multicast groups of the calling thread's network namespace. A context manager.
+    """The kernel's reports to multicast groups of the calling thread's network namespace. A context manager.
 
-    pyroute2's `IPRoute().bind()` decodes each report, which takes 70 us where reading one takes 2; those who watch
-    here only want to know that something changed.
+    pyroute2's `IPRoute().bind()` decodes each report, which takes 70 us where reading one takes 2; watchers here only
+    need to know that something changed.
 
     Args:
         protocol: ROUTE or NETFILTER.
@@ -311,7 +311,7 @@ class Events:
         self._socket.close()
 
     def read(self) -> bytes | None:
-        """The next datagram, empty when none waits; None: there were too many, and some are lost."""
+        """Returns the next datagram, empty when none waits; None: there were too many, and some are lost."""
         try:
             return self._socket.recv(DATAGRAM)
         except BlockingIOError:
@@ -321,15 +321,15 @@ class Events:
                 raise
             return None
 
-    def drain(self) -> bool:
-        """Whether anything was reported since the last call. For callers that then read the state itself."""
+    def discard(self) -> bool:
+        """Discard all pending reports. Returns whether there were any; the caller then reads the state itself."""
         found = False
         while self.read() != b"":
             found = True
         return found
 
     def until(self, stop: threading.Event) -> Iterator[bytes | None]:
-        """What `read` returns, as it comes, until `stop` is set, which is noticed within half a second."""
+        """Yields the results of `read` until `stop` is set, which is noticed within half a second."""
         while not stop.is_set():
             if self._poll.poll(1000 * STOP_SECONDS) and (data := self.read()) != b"":
                 yield data

@@ -1,8 +1,8 @@
 """Reports when another process changes the nftables ruleset of this network namespace.
 
-The kernel sends every transaction to the group NFNLGRP_NFTABLES: one message for each object, which carries the
-netlink port of the writer, and NFT_MSG_NEWGEN at the end. Rules of iptables-nft are reported
-like all others; those of iptables-legacy are not part of nftables and are not reported.
+The kernel sends every transaction to the group NFNLGRP_NFTABLES: one message for each object, with the netlink port of
+the writer, and NFT_MSG_NEWGEN at the end. Rules of iptables-nft are reported like all others; those of iptables-legacy
+are not part of nftables and are not reported.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Transactions:
         self._tables: set[str] = set()
 
     def ended(self, data: bytes | None) -> Iterator[frozenset[str] | None]:
-        """The tables (`ip nat`) that each foreign transaction touched which ends here; None: reports were lost."""
+        """Returns the tables (`ip nat`) of each foreign transaction that ends here; None: reports were lost."""
         if data is None:
             self._tables.clear()
             yield None
@@ -82,5 +82,5 @@ class _Transactions:
 
 
 def _attribute(body: bytes, wanted: int) -> bytes | None:
-    """The first of that number behind the nfgenmsg of a body."""
+    """Returns the first attribute of that number after the nfgenmsg of a body."""
     return next((value for kind, value in attributes(body, NFGEN.size) if kind == wanted), None)

@@ -1,6 +1,6 @@
 """nf_tables over netlink: transactions of many messages, dumps, single objects.
 
-Nothing but what is asked for is read. The caller builds the bodies of messages out of `number` and what `netlink` has;
+Only requested objects are read. The caller builds the bodies of messages out of `number` and what `netlink` has;
 numbers of messages and attributes are those of linux/netfilter/nf_tables.h.
 """
 
@@ -24,7 +24,7 @@ _ATTEMPTS: Final = 20
 
 
 class NftablesError(NetlinkFailed):
-    """The kernel refused a transaction, of which nothing is in effect then, or a question."""
+    """The kernel refused a transaction, of which nothing is in effect then, or a request."""
 
     def __init__(self, code: int, what: str) -> None:
         super().__init__(f"the kernel refused {what}", code)
@@ -42,17 +42,17 @@ class Message(NamedTuple):
 
 
 def number(kind: int, value: int) -> bytes:
-    """32 bits in network order, as nf_tables has almost everything."""
+    """Encodes 32 bits in network order, as nf_tables has almost everything."""
     return netlink.attribute(kind, _BE32.pack(value & 0xFFFFFFFF))
 
 
 def number64(kind: int, value: int) -> bytes:
-    """64 bits in network order."""
+    """Encodes 64 bits in network order."""
     return netlink.attribute(kind, _BE64.pack(value))
 
 
 def attributes(data: bytes) -> dict[int, bytes]:
-    """The attributes of a body; of several with one number the last."""
+    """Returns the attributes of a body; of several with one number the last."""
     return dict(netlink.attributes(data))
 
 
@@ -65,7 +65,7 @@ def _batch_limit(kind: int) -> netlink.Message:
 
 
 def generation(wire: Netlink) -> int:
-    """The number of the ruleset's generation, which every transaction of any process raises."""
+    """Returns the number of the ruleset's generation, which every transaction of any process raises."""
     answer = wire.get(_request(NFT_MSG_GETGEN, 0, b"")) or b""
     return int.from_bytes(attributes(answer[NFGEN.size :]).get(NFTA_GEN_ID, b""), "big")
 
@@ -105,10 +105,10 @@ class Nfnetlink:
             raise NftablesError(code, batch[position].what if position >= 0 else "a transaction")
 
     def dump(self, kind: int, family: int, body: bytes = b"") -> list[bytes]:
-        """The bodies of all objects of one kind (NFT_MSG_GET...), from one generation of the ruleset.
+        """Returns the bodies of all objects of one kind (NFT_MSG_GET...), from one generation of the ruleset.
 
         Raises:
-            NftablesError: refused, ENOENT where the table or set that was asked for is not there.
+            NftablesError: refused, ENOENT where the requested table or set is not there.
         """
         request = _request(kind, family, body, NLM_F_DUMP, "a listing")
         for _ in range(_ATTEMPTS):
@@ -120,7 +120,7 @@ class Nfnetlink:
         raise NftablesError(errno.EAGAIN, "to list a ruleset that changes all the time")
 
     def get(self, kind: int, family: int, body: bytes) -> bytes | None:
-        """The body of one object, None where there is none."""
+        """Returns the body of one object, None where there is none."""
         try:
             answer = self._wire.get(_request(kind, family, body))
         except NetlinkFailed as error:

@@ -1,4 +1,4 @@
-"""Finds what other service proxies have in this network namespace.
+"""Finds other service proxies in this network namespace.
 
 Objects are looked up by name, which takes a few messages, and never listed: a kube-proxy of 10,000 services has 40,000
 chains. A lookup creates nothing and loads no module: a legacy table is only read when the kernel already has it.
@@ -26,7 +26,7 @@ GET_TABLE, GET_CHAIN = NFT | 1, NFT | 4
 TABLE_NAME, CHAIN_TABLE, CHAIN_NAME = 1, 1, 3  # linux/netfilter/nf_tables.h
 FAMILIES: Final = {"ip": 2, "ip6": 10}  # NFPROTO_IPV4, NFPROTO_IPV6
 ANSWER_SECONDS: Final = 1.0
-OURS: Final = b"\r\nserver: hybrid-proxy\r\n"  # in the answer of an agent of ours
+OURS: Final = b"\r\nserver: hybrid-proxy\r\n"  # in the answer of an agent of hybrid-proxy
 CHILD_SECONDS: Final = 10.0
 KUBE_CHAIN: Final = "KUBE-SERVICES"
 IPVS_DEVICE: Final = "kube-ipvs0"
@@ -36,9 +36,9 @@ OUR_CHAINS: Final = {"iptables": "HP-SERVICES", "ipvs": "HPV-POSTROUTING"}
 
 
 def find_other_proxies(mode: str, drains: Collection[str] = ()) -> OtherProxies:
-    """Look for a kube-proxy, for other agents of ours, and for objects of modes of ours other than `mode`.
+    """Look for a kube-proxy, for other agents of hybrid-proxy, and for objects of modes other than `mode`.
 
-    `drains` are modes that this agent left, and that still serve what they had.
+    `drains` are former modes that drain.
 
     Never raises: what cannot be looked up counts as absent.
     """
@@ -56,7 +56,7 @@ def find_other_proxies(mode: str, drains: Collection[str] = ()) -> OtherProxies:
 
 
 def may_have_left(mode: str, pin_root: str | None) -> bool:
-    """Whether a mode of ours has objects here. Its code is not loaded. True for a mode that is not known here."""
+    """True if one of our modes has objects here, or is not known here. Its code is not loaded."""
     if mode == "ebpf":
         with contextlib.suppress(Unsupported):
             folder = pin_folder(pin_root, mount=False)
@@ -68,7 +68,7 @@ def may_have_left(mode: str, pin_root: str | None) -> bool:
 
 
 def others_have_pins(pin_root: str | None) -> bool:
-    """Whether agents of other network namespaces have pins beside ours, or had when they ended."""
+    """True if agents of other network namespaces have pins next to ours, or had when they ended."""
     if pin_root:
         return False
     with contextlib.suppress(Unsupported):
@@ -78,7 +78,7 @@ def others_have_pins(pin_root: str | None) -> bool:
 
 
 def _traces(mode: str) -> Iterator[str]:
-    """The objects of one of our modes, as its tools name them."""
+    """Returns the objects of one of our modes, as its tools name them."""
     if mode in OUR_TABLES:
         yield from (f"table {family} {OUR_TABLES[mode]}" for family in tables_named(OUR_TABLES[mode]))
     if mode in OUR_CHAINS:
@@ -88,20 +88,20 @@ def _traces(mode: str) -> Iterator[str]:
 
 
 def _listens(name: str) -> bool:
-    """Whether a socket of the abstract namespace (unix(7)) has a name with this prefix."""
+    """True if a socket of the abstract namespace (unix(7)) has a name with this prefix."""
     with contextlib.suppress(OSError):
         return f" @{name}" in Path("/proc/thread-self/net/unix").read_text()
     return False
 
 
 def tables_named(name: str) -> list[str]:
-    """The families in which nf_tables has a table of that name."""
+    """Returns the families in which nf_tables has a table of that name."""
     wanted = string(TABLE_NAME, name)
     return [family for family, number in FAMILIES.items() if _has(GET_TABLE, number, wanted)]
 
 
 def _chains(name: str) -> Iterator[str]:
-    """The `nat` tables of iptables, of either variant, that have a chain of that name."""
+    """Returns the `nat` tables of iptables, of either variant, that have a chain of that name."""
     wanted = string(CHAIN_TABLE, "nat") + string(CHAIN_NAME, name)
     for family, number in FAMILIES.items():
         if _has(GET_CHAIN, number, wanted):
@@ -140,19 +140,19 @@ def _ipvs() -> Iterator[str]:
 
 
 def _has(kind: int, family: int, attributes: bytes) -> bool:
-    """Whether nf_tables has the named object; False when it cannot be asked."""
+    """True if nf_tables has the named object; False when the kernel does not answer."""
     with contextlib.suppress(OSError, NetlinkFailed), Netlink(NETFILTER, ANSWER_SECONDS) as wire:
         return wire.get(Message(kind, NFGEN.pack(family, 0, 0) + attributes)) is not None
     return False
 
 
 def _health() -> bool:
-    """Whether something on loopback answers as kube-proxy's health server, healthy or not."""
+    """True if something on loopback answers as kube-proxy's health server, healthy or not."""
     return any(_is_kube_proxy(_fetch(address)) for address in ("127.0.0.1", "::1"))
 
 
 def _fetch(address: str) -> bytes:
-    """The body of /healthz; empty without an answer, or when an agent of ours answered."""
+    """Returns the body of /healthz; empty without an answer, or when an agent of hybrid-proxy answered."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     answer = b""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as client:
@@ -166,7 +166,7 @@ def _fetch(address: str) -> bytes:
 
 
 def _is_kube_proxy(body: bytes) -> bool:
-    """`{"lastUpdated": ..., "currentTime": ...}`, pkg/proxy/healthcheck."""
+    """True for `{"lastUpdated": ..., "currentTime": ...}`, pkg/proxy/healthcheck."""
     try:
         status = msgspec.json.decode(body)
     except msgspec.MsgspecError:
@@ -175,7 +175,7 @@ def _is_kube_proxy(body: bytes) -> bool:
 
 
 def _processes() -> Iterator[Process]:
-    """The visible proxy processes of this network namespace, without this process and its relatives."""
+    """Returns the visible proxy processes of this network namespace, without this process and its relatives."""
     try:
         own = netns_of("thread-self")
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 (names alone)
@@ -189,7 +189,7 @@ def _processes() -> Iterator[Process]:
 
 
 def _proxy_name(pid: str) -> str | None:
-    """`kube-proxy`, or the command of an agent of ours; None for any other process."""
+    """Returns `kube-proxy`, or the command of an agent of hybrid-proxy; None for any other process."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -206,7 +206,7 @@ def _proxy_name(pid: str) -> str | None:
 
 
 def _related(pid: str) -> bool:
-    """Whether it is this process, its parent or its child: a wrapper or a helper has the same command line."""
+    """True if it is this process, its parent or its child: a wrapper or a helper has the same command line."""
     own = {os.getpid(), os.getppid()}
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return int(pid) in own or parent == os.getpid()

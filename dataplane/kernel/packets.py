@@ -1,4 +1,4 @@
-"""A packet as bytes, to ask a program about."""
+"""Builds a packet as bytes, to run programs on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ SYN = 0x02
 
 
 def first_packet(src: str, dst: str, port: int, protocol: int, source_port: int | None = None) -> bytes:
-    """The first packet of a connection: a SYN for TCP, an empty datagram otherwise. The transport's checksum is left 0.
+    """Returns the first packet of a connection: a SYN for TCP, an empty datagram otherwise.
 
-    `protocol` is TCP, UDP or SCTP. Without a `source_port` it is one of those that clients get.
+    `protocol` is TCP, UDP or SCTP. The transport's checksum is 0. Without a `source_port` it is one of those that
+    clients get.
     """
     ports = struct.pack("!HH", source_port or SOURCE_PORT, port)
     if protocol == socket.IPPROTO_TCP:

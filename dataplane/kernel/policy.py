@@ -1,6 +1,6 @@
-"""Packets with a mark are this machine's own: a routing rule and a table with one local route (ip-rule(8)).
+"""Delivers marked packets to this machine: a routing rule and a table with one local route (ip-rule(8)).
 
-It is how a process receives answers to an address that is not the node's (IP_TRANSPARENT,
+So a process receives answers to an address that is not the node's (IP_TRANSPARENT,
 Documentation/networking/tproxy.rst).
 """
 
@@ -22,12 +22,12 @@ _EVERYTHING: Final = {4: "0.0.0.0/0", 6: "::/0"}
 
 
 def watch() -> Events:
-    """Reports of changed routing rules and routes, of the namespace that the calling thread is in now."""
+    """Yields reports of changed routing rules and routes, of the namespace that the calling thread is in now."""
     return Events(ROUTE, _GROUPS)
 
 
 def deliver_marked(family: int, mark: int) -> bool:
-    """Have packets with all bits of this mark delivered here; whether anything had to be done."""
+    """Deliver packets with all bits of this mark here. Returns whether anything had to be changed."""
     from pyroute2 import IPRoute, NetlinkError
 
     changed = False
@@ -55,7 +55,7 @@ def deliver_marked(family: int, mark: int) -> bool:
 
 
 def remove(family: int) -> int:
-    """Remove rule and route; how many things went."""
+    """Remove rule and route. Returns how many objects."""
     from pyroute2 import IPRoute, NetlinkError
 
     removed = 0

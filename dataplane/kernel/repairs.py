@@ -220,7 +220,7 @@ class Repairs:
                 yield str(error)
 
     def _remove_renamed(self) -> None:
-        """Removes pins of ours that another program renamed: they are in the way of the pins that are made again."""
+        """Removes our pins that another program renamed: they are in the way of the pins that are made again."""
         ours = {name: inode for part in self._parts for name, inode in part.pins().items()}
         inodes = set(ours.values())
         for name, inode in pins_in(self._directory.path).items():

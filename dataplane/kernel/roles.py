@@ -1,8 +1,8 @@
-"""What an interface is for, by addresses and routes, and not by its kind: behind it are a pod, hosts, or neither.
+"""Tells the role of an interface by addresses and routes, not by its kind: pods, hosts, or neither are behind it.
 
-The node's address may be on a bridge, a bond, a VLAN or a macvlan. What that stands on carries its packets and is no
-pod's, though it may be a veth whose other end is elsewhere, as in kind and LXC. Pods may be at the same bridge: it has
-learnt behind which of its ports the default gateway is.
+The node's address may be on a bridge, a bond, a VLAN or a macvlan. The interface below transmits its packets and is no
+pod's, though it may be a veth whose other end is elsewhere, as in kind and LXC. Pods may be at the same bridge, which
+has learnt behind which of its ports the default gateway is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WaysOut = Callable[[int], Collection[int]]  # a bridge -> its ports behind which
 
 
 def ports_of_gateways(bridge: int) -> frozenset[int]:
-    """The ports of a bridge behind which the default gateways are; none where the kernel does not know."""
+    """Returns the ports of a bridge behind which the default gateways are; none where the kernel does not know."""
     with Netlink(ROUTE) as wire:
         gateways = {gateway for family in AF.values() for gateway in _gateways(wire, family, bridge)}
         addresses = {
@@ -59,14 +59,14 @@ def _gateways(wire: Netlink, family: int, interface: int) -> Iterator[bytes]:
 
 
 def _neighbours(wire: Netlink, family: int) -> Iterator[tuple[int, dict[int, bytes]]]:
-    """Neighbours of a family or, of AF_BRIDGE, addresses that bridges have learnt: interface or port, and the rest."""
+    """Yields neighbours of a family or, of AF_BRIDGE, learnt addresses: interface or port, and the rest."""
     request = _NEIGHBOUR.pack(family, 0, 0, 0, 0)
     for answer in wire.dump(Message(GET_NEIGHBOUR, request, NLM_F_DUMP, "reading neighbours")):
         yield _NEIGHBOUR.unpack_from(answer)[1], dict(attributes(answer, _NEIGHBOUR.size))
 
 
 def carriers(interfaces: Collection[Interface], uplinks: Iterable[int], ways_out: WaysOut) -> set[int]:
-    """Indexes of what uplinks stand on."""
+    """Returns the indexes of the interfaces below uplinks."""
     known = {interface.index: interface for interface in interfaces}
     found: set[int] = set()
     above = list(uplinks)
@@ -94,9 +94,9 @@ def _below(upper: Interface, known: Mapping[int, Interface], ways_out: WaysOut) 
 
 
 class Roles:
-    """Tells pods' interfaces and uplinks; patterns of names take the place of what is found.
+    """Tells pods' interfaces and uplinks; patterns of names replace what is detected.
 
-    What has led out goes on to do so while its address or its route is away, or is about to come to its bridge.
+    An uplink stays one while its address or its route is missing, or is about to move to its bridge.
     """
 
     def __init__(self, pods: tuple[str, ...], uplinks: tuple[str, ...], ways_out: WaysOut = ports_of_gateways) -> None:
@@ -108,7 +108,7 @@ class Roles:
     def look(
         self, interfaces: Collection[Interface], primary: Iterable[str]
     ) -> tuple[list[Interface], list[Interface]]:
-        """Pods' interfaces and uplinks of a node with these primary addresses."""
+        """Returns pods' interfaces and uplinks of a node with these primary addresses."""
         primary, self.uncertain = tuple(primary), False
         uplinks = {each.index for each in interfaces if is_uplink(each, self._uplinks, primary)}
         below = carriers(interfaces, uplinks, self._ways_out)

@@ -19,10 +19,10 @@ NAME_LENGTH = 15  # BPF_OBJ_NAME_LEN without the terminating zero
 
 
 class Shape(NamedTuple):
-    """What two maps must have in common for one to take the other's place; the number of entries is no part of it.
+    """The properties that two maps must share to be interchangeable; the number of entries is not one.
 
-    `rows` is the key's and the value's type as BTF spells them; None where the kernel does not say (reading BTF of
-    others needs CAP_SYS_ADMIN), which is equal to everything in `differs`.
+    `rows` is the key's and the value's type as BTF spells them; None where the kernel does not say (reading foreign BTF
+    needs CAP_SYS_ADMIN), which is equal to everything in `differs`.
     """
 
     name: str  # as the kernel keeps it
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     rows: str | None
 
     def differs(self, other: Shape) -> str:
-        """In what this is another map than the one that is wanted; "": in nothing."""
+        """Says in what this map differs from the wanted one; "": in nothing."""
         for field, ours, wanted in zip(self._fields, self, other, strict=True):
             if ours != wanted and not (field == "rows" and None in {ours, wanted}):
                 what = {"kind": "type", "rows": "layout of the rows"}.get(field, field.replace("_", " "))
@@ -42,12 +42,12 @@ class Shape(NamedTuple):
 
 
 def name_in_kernel(name: str) -> str:
-    """The kernel keeps the beginning of a map's name."""
+    """Returns the beginning of a map's name that the kernel keeps."""
     return name[:NAME_LENGTH]
 
 
 def declared(program: Object) -> dict[str, Shape]:
-    """The shapes of an object's own maps, by name; the object is open and not loaded."""
+    """Returns the shapes of an object's own maps, by name; the object is open and not loaded."""
     types = library().bpf_object__btf(program.handle)
     found = {}
     for name in program.map_names:
@@ -62,12 +62,12 @@ def declared(program: Object) -> dict[str, Shape]:
 
 
 def is_map(descriptor: int) -> bool:
-    """Whether a descriptor of a BPF object is a map's, and not a program's or a link's."""
+    """True if a descriptor of a BPF object is a map's, and not a program's or a link's."""
     return os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:bpf-map"  # noqa: PTH115 (no path: a label)
 
 
 def is_pin(path: Path) -> bool:
-    """Whether something is pinned there, and no folder or symbolic link is in its place."""
+    """True if something is pinned there, and no folder or symbolic link is in its place."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -75,7 +75,7 @@ def is_pin(path: Path) -> bool:
 
 
 def pinned(path: Path) -> Shape | None:
-    """The shape of the map that is pinned at `path`; None: something else than a map is there."""
+    """Returns the shape of the map that is pinned at `path`; None: something else than a map is there."""
     if path.is_symlink() or path.is_dir():
         return None
     descriptor = check(library().bpf_obj_get(str(path).encode()), f"opening what is pinned at {path}")

@@ -27,14 +27,14 @@ _STAYS: Final = frozenset({"net/ipv4/ip_forward"})
 
 
 class _Change(msgspec.Struct, frozen=True):
-    """A setting's value from before, and the one that we gave it."""
+    """A setting's former value, and the one that we gave it."""
 
     before: str
     ours: str
 
 
 def read(name: str) -> str | None:
-    """The value of a setting, named as below /proc/sys (`net/ipv4/ip_forward`); None: this kernel has none.
+    """Returns the value of a setting, named as below /proc/sys (`net/ipv4/ip_forward`); None: this kernel has none.
 
     A path from the root is possible, too: a module's parameter below /sys.
     """
@@ -45,7 +45,7 @@ def read(name: str) -> str | None:
 
 
 def write(name: str, value: str) -> str | None:
-    """Set it if it is different; None, or a message that says why it cannot be set."""
+    """Set it if it differs. Returns None, or a message that says why it cannot be set."""
     found = read(name)
     if found is None:
         return f"this kernel has no setting {name}"
@@ -59,13 +59,13 @@ def write(name: str, value: str) -> str | None:
 
 
 def is_read_only(name: str) -> bool:
-    """Whether it cannot be set from here: a container's read-only /proc/sys, or another namespace's setting."""
+    """True if it cannot be set from here: a container's read-only /proc/sys, or another namespace's setting."""
     path = FOLDER / name
     return path.exists() and not os.access(path, os.W_OK)
 
 
 def apply(wanted: Mapping[str, str]) -> dict[str, str]:
-    """Set all of these, and remember what was there; setting -> why not, for those that cannot be set."""
+    """Set all of these, and record the former values. Returns setting -> why not, for those that cannot be set."""
     known = _recall()
     changes: dict[str, _Change] = {}
     for name, value in wanted.items():
@@ -85,12 +85,12 @@ def apply(wanted: Mapping[str, str]) -> dict[str, str]:
 
 
 def changed() -> tuple[str, ...]:
-    """The settings that `apply` changed in this network namespace and that still have our value."""
+    """Returns the settings that `apply` changed in this network namespace and that still have our value."""
     return tuple(name for name, change in _recall().items() if read(name) == change.ours != change.before)
 
 
 def restore() -> tuple[int, dict[str, str]]:
-    """Put back what is `changed`.
+    """Restore what is `changed`.
 
     Returns:
         How many settings, and setting -> why not.

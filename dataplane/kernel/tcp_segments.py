@@ -1,4 +1,4 @@
-"""Segments of TCP that this node sends in the name of a service, by raw sockets (raw(7), ipv6(7)).
+"""Sends TCP segments in the name of a service, by raw sockets (raw(7), ipv6(7)).
 
 A reset with the sequence number that its receiver expects ends the connection (RFC 9293, 3.10.7.4). To a SYN/ACK the
 end of an open connection replies by a challenge ACK (RFC 5961, 4.2), and connection tracking begins nothing for one.
@@ -18,7 +18,7 @@ _AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 
 
 class Segment(NamedTuple):
-    """Addresses are packed, ports two bytes in network order."""
+    """A segment. Addresses are packed, ports two bytes in network order."""
 
     family: int
     source: bytes
@@ -30,14 +30,14 @@ class Segment(NamedTuple):
 
 
 def _sum(data: bytes) -> int:
-    """The Internet checksum (RFC 1071)."""
+    """Returns the Internet checksum (RFC 1071)."""
     total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     total = (total & 0xFFFF) + (total >> 16)
     return ~(total + (total >> 16)) & 0xFFFF
 
 
 def packed(segment: Segment) -> bytes:
-    """The IP packet."""
+    """Returns the IP packet."""
     source, target = (int.from_bytes(port, "big") for port in (segment.source_port, segment.target_port))
 
     def tcp(check: int) -> bytes:
@@ -52,7 +52,7 @@ def packed(segment: Segment) -> bytes:
 
 
 def send(segments: Iterable[Segment]) -> int:
-    """Send them; how many were. One that has no route, or that a rule drops, is passed over.
+    """Send them. Returns how many were sent; those without a route, or that a rule drops, are skipped.
 
     Raises:
         OSError: EPERM without CAP_NET_RAW.

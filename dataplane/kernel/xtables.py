@@ -1,9 +1,9 @@
-"""iptables and ip6tables: which variant this node uses, and whole tables in and out as text.
+"""iptables and ip6tables: finds the variant of this node, and reads and writes whole tables as text.
 
-Two variants exist, with rules apart from each other: `nft` (iptables-nft, rules in nf_tables) and `legacy`
-(ip_tables). Rules belong where the other components of the node put theirs, or their order is lost. So the
-choice follows kubernetes-sigs/iptables-wrappers: where the kubelet's hint chains are (KEP-3178), else where
-more rules are, else what the command `iptables` is.
+Two variants exist, with separate rules: `nft` (iptables-nft, rules in nf_tables) and `legacy` (ip_tables). Rules belong
+where the other components of the node put theirs, or their order is lost. So the choice follows kubernetes-
+sigs/iptables-wrappers: where the kubelet's hint chains are (KEP-3178), else where more rules are, else what the command
+`iptables` is.
 
 All calls act on the network namespace of the calling thread, and raise `XtablesError` when a tool fails.
 """
@@ -63,7 +63,7 @@ class Xtables:
 
     @property
     def families(self) -> tuple[int, ...]:
-        """Families that work, of 4 and 6."""
+        """The families that work, of 4 and 6."""
         return tuple(family for family in _NAMES if family not in self.missing)
 
     def restore(self, family: int, text: str) -> None:
@@ -78,7 +78,7 @@ class Xtables:
             raise XtablesError(f"{argv[0]} failed: {_explained(done.stderr, text)}")
 
     def save(self, family: int, table: str) -> str:
-        """The table as `iptables-save` prints it, without counters of rules; empty: there is no such table."""
+        """Returns the table as `iptables-save` prints it, without counters; empty: there is no such table."""
         if self.variant == "legacy" and table not in _legacy_tables(family):
             return ""  # to read it would make it
         argv = [_tool(self.variant, family, "save"), "-t", table]
@@ -88,7 +88,7 @@ class Xtables:
         return done.stdout
 
     def generation(self) -> int | None:
-        """The generation of this namespace's ruleset, which every transaction raises; None for legacy."""
+        """Returns the generation of this namespace's ruleset, which every transaction raises; None for legacy."""
         if self.variant != "nft":
             return None
         try:
@@ -108,7 +108,7 @@ class Xtables:
         return [_legacy_size(family, table) for family in self.families for table in tables]
 
     def accepts(self, family: int, table: str, rules: Iterable[str]) -> str | None:
-        """Try rules (`-p tcp -j ...`) in a chain of their own that nothing leads to; None, or what refused them.
+        """Try rules (`-p tcp -j ...`) in a separate chain that nothing leads to. Returns None, or what refused them.
 
         The kernel checks matches and targets when they are loaded, whether or not a packet can get there.
         """
@@ -147,7 +147,7 @@ def find(needs: Needs | None = None, *, variant: str | None = None) -> Xtables:
 
 
 def present() -> list[Xtables]:
-    """Every variant whose tools are installed, untried: to find and remove what was left."""
+    """Returns every variant whose tools are installed, untried: to find and remove leftovers."""
     return [
         Xtables(variant, {family: reason for family in _NAMES if (reason := _no_tools(variant, family))})
         for variant in VARIANTS
@@ -156,7 +156,7 @@ def present() -> list[Xtables]:
 
 
 def _lacks(tables: Xtables, family: int, needs: Mapping[str, Sequence[str]]) -> str | None:
-    """A message: what is missing for this family to work."""
+    """Says what is missing for this family to work."""
     reason = _no_tools(tables.variant, family)
     if reason is not None:
         return reason
@@ -179,7 +179,7 @@ def _no_tools(variant: str, family: int) -> str | None:
 
 
 def _choose() -> tuple[str, str]:
-    """The variant that this node uses, and how that is known."""
+    """Returns the variant that this node uses, and how that is known."""
     usable = [tables for tables in present() if tables.families]
     if not usable:
         raise Unsupported("iptables", f"neither iptables-nft nor iptables-legacy is installed: {INSTALL}")
@@ -200,7 +200,7 @@ def _choose() -> tuple[str, str]:
 
 
 def _saved(tables: Xtables, family: int, table: str) -> str:
-    """A table as far as it can be read: one with native nft rules in it cannot."""
+    """Returns a table as far as it can be read: one with native nft rules in it cannot."""
     try:
         return tables.save(family, table)
     except XtablesError:
@@ -208,14 +208,14 @@ def _saved(tables: Xtables, family: int, table: str) -> str:
 
 
 def _default() -> str:
-    """What the command `iptables` reports to be; versions before 1.8 are legacy and do not report it."""
+    """Returns the variant that the command `iptables` reports; versions before 1.8 are legacy and report none."""
     if shutil.which("iptables", path=_path()) is None:
         return ""
     return "nft" if "nf_tables" in _call(["iptables", "--version"]).stdout else "legacy"
 
 
 def _legacy_size(family: int, table: str) -> bytes | None:
-    """What ip_tables reports of a table in one call: where its chains begin, how many entries and bytes it has.
+    """Returns ip_tables' report of a table in one call: where its chains begin, how many entries and bytes it has.
 
     None: there is no such table.
     """
@@ -228,7 +228,7 @@ def _legacy_size(family: int, table: str) -> bytes | None:
 
 
 def legacy_tables_with_rules() -> list[str]:
-    """Tables of iptables-legacy that have more entries than their chains' own, as `ip filter (legacy)`."""
+    """Returns tables of iptables-legacy with more entries than their chains' own, as `ip filter (legacy)`."""
     found = []
     for family, name in _NAMES.items():
         for table in _legacy_tables(family):
@@ -242,7 +242,7 @@ def legacy_tables_with_rules() -> list[str]:
 
 
 def _legacy_tables(family: int) -> list[str]:
-    """Tables that ip_tables has here."""
+    """Returns the tables that ip_tables has here."""
     try:
         return Path(f"/proc/thread-self/net/{_NAMES[family]}_tables_names").read_text().split()
     except OSError:
@@ -254,7 +254,7 @@ def _tool(variant: str, family: int, what: str) -> str:
 
 
 def _path() -> str:
-    """Where the tools are searched: the agent may have been started without the folders for administrators."""
+    """Returns the search path of the tools: the agent may have been started without the administrators' folders."""
     return os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"))
 
 
@@ -269,7 +269,7 @@ def _call(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[st
 
 
 def _explained(stderr: str, text: str) -> str:
-    """The tool's message, with the line of the input that it names."""
+    """Returns the tool's message, with the line of the input that it names."""
     message = _joined(line for line in stderr.splitlines() if not line.startswith("Try `"))
     lines = text.splitlines()
     numbers = [int(number) for number in _LINE.findall(stderr)]

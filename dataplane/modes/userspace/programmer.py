@@ -262,7 +262,7 @@ class Userspace(NetfilterMode):
     def may_have_drifted(self) -> bool:
         """Tells whether routing rules must be checked; the kernel reports all other changes."""
         now = self._clock()
-        if self._routes.drain():
+        if self._routes.discard():
             self._audit_at = min(self._audit_at, now + ROUTES_SECONDS)
         return now >= self._audit_at
 
