@@ -97,7 +97,8 @@ class Nursery:
     ) -> Child:  # fmt: skip
         """As `Popen` of a Python module (`[python, "-m", module, ...]`) in that place."""
         with contextlib.ExitStack() as ours:
-            (out, read_out), (err, read_err) = (_output(which, ours, 1 + n) for n, which in enumerate(outputs))
+            out, read_out = _output(outputs[0], ours, 1)
+            err, read_err = (out, None) if outputs[1] == subprocess.STDOUT else _output(outputs[1], ours, 2)
             request = [argv, dict(environment), str(place.namespace), str(place.cgroup or ""), str(Path.cwd()), session]
             with self._lock, _adopting():
                 self._line.sendmsg(
@@ -119,6 +120,9 @@ def _output(which: IO[str] | int | None, ours: contextlib.ExitStack, own: int) -
     """The descriptor that a child writes to, and, of a pipe, the end that is read here."""
     if which is None:
         return own, None
+    if which == subprocess.DEVNULL:
+        nothing = ours.enter_context(Path(os.devnull).open("w"))
+        return nothing.fileno(), None
     if which != subprocess.PIPE:
         return which if isinstance(which, int) else which.fileno(), None
     reading, writing = os.pipe()

@@ -26,7 +26,7 @@ from .test_fragments import ECHO, echo, returned
 from .test_rows import target_of
 
 EACH = 0.3  # seconds from one turn of a flow to the next
-OFTEN = 0.06
+OFTEN = 0.1
 ENOUGH = 3  # failures, after which a flow has shown what it can
 FAMILIES = {V4: "IPv4", V6: "IPv6"}
 QUIET, SILENT, MUTE, LATE, ONE_WAY = 8123, 8124, 8125, 8126, 8127  # ports of servers of these flows alone
