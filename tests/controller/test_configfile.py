@@ -1,4 +1,4 @@
-"""Configuration files: kube-proxy's own, field by field, ours, errors, precedence, a changed file, hostile bytes."""
+"""Settings, from flags and files to one checked `Config`: every field, errors, precedence, changes, hostile bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,10 @@ from hybrid_proxy.controller import cli
 from hybrid_proxy.controller.agent.node_setup import conntrack_limit, conntrack_settings
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.semantics.entries import DetectLocalMode
-from hybrid_proxy.controller.settings import reference
+from hybrid_proxy.controller.settings import config, reference
 from hybrid_proxy.controller.settings.config import Config, Conntrack, Endpoint, from_flags, needs_reopening
 from hybrid_proxy.controller.settings.configfile import Loaded, change, follow, load, of_flags, read, text, write
-from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, Row, rows
+from hybrid_proxy.controller.settings.documents import DOCUMENTS, HYBRID, KUBE_PROXY, KubeProxyConfiguration, Row, rows
 from hybrid_proxy.controller.settings.given import REMOVED_FLAGS
 from hybrid_proxy.dataplane.settings import REOPENS, RESTART, duration
 from tests.waiting import until
@@ -34,9 +36,17 @@ ROOT = Path(__file__).parents[2]
 HEAD = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 OURS = "---\napiVersion: hybrid-proxy.io/v1alpha1\nkind: HybridProxyConfiguration\n"
 
+parser = cache(cli.parser)
+
 
 def flags(*arguments: str) -> dict[str, Any]:
-    return vars(cli.parser().parse_args(["run", *arguments]))
+    """Flags through the very parser that `run` has."""
+    return vars(parser("run").parse_args(["run", *arguments]))
+
+
+def of_text(typed: str) -> Config:
+    """The configuration of flags; their values may hold spaces."""
+    return from_flags(flags(*typed.replace(" --", "\n--").split("\n")))
 
 
 def loaded(content: str | bytes, *arguments: str) -> Loaded:
@@ -47,14 +57,27 @@ def kube(fields: str, *arguments: str) -> Config:
     return loaded(HEAD + fields, *arguments).config
 
 
-def ours(fields: str, *arguments: str) -> Config:
-    return loaded(OURS + fields, *arguments).config
-
-
 def dig(value: Any, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name)
     return value
+
+
+def problems(made: Callable[[], object]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        made()
+    return error.value.problems
+
+
+def each(table: Iterable[tuple[Any, ...]], check: Callable[..., None]) -> None:
+    """Check every row of a table; the failure names all rows that are wrong. An id for each would cost more than it."""
+    wrong = []
+    for row in table:
+        try:
+            check(*row)
+        except (AssertionError, ConfigError, pytest.fail.Exception) as error:
+            wrong.append(f"{row}:\n{error}")
+    assert not wrong, "\n\n".join(wrong)
 
 
 # --------------------------------------------------------------------- kube-proxy's own configurations load
@@ -81,13 +104,8 @@ class TestTheirFiles:
 
     def test_ipvs_with_strict_arp(self):
         config = load(FOLDER / "ipvs-with-metallb.yaml", flags()).config
-        options = config.options
-        assert (config.mode, options.ipvs.default_scheduler, options.ipvs.strict_arp) == ("ipvs", "rr", True)
-        assert options.ipvs.exclude_cidrs == ("10.9.0.0/16",)
-        assert (options.ipvs.tcp_timeout, options.ipvs.tcp_fin_timeout, options.ipvs.udp_timeout) == (900, 120, 300)
-        assert config.settings.node_name == "node1"
+        assert (config.mode, config.options.ipvs.strict_arp, config.warnings) == ("ipvs", True, ())
         assert config.settings.node_port_addresses == ("10.0.0.0/8",)
-        assert config.warnings == ()
 
     def test_two_documents(self):
         config = load(FOLDER / "kind-nftables.yaml", flags()).config
@@ -149,7 +167,7 @@ class TestTheirFiles:
 
 # ------------------------------------------------------- every field: it is used, or a warning says why it is not
 
-K, H = "KubeProxyConfiguration", "HybridProxyConfiguration"
+K, H = KUBE_PROXY, HYBRID
 # Document, field, another value than the default, where it is in the configuration, and what is there.
 # fmt: off
 USED = [
@@ -261,6 +279,48 @@ TOLD = [
     ("portRange", "'300-2000'", "''"),
     ("windowsRunAsService", "true", "false"),
 ]
+# Flags in forms that the fields above do not show, where the value is, and what is there.
+FORMS = [
+    ("--hostname-override= Node-A ", "settings.node_name", "node-a"),
+    ("--algorithm=dh", "settings.algorithm", "dh"),
+    ("--cluster-cidr=10.0.0.1/8", "settings.cluster_cidrs", ("10.0.0.0/8",)),
+    ("--cluster-cidr=10.0.0.0/8, fd00::/8", "settings.cluster_cidrs", ("10.0.0.0/8", "fd00::/8")),
+    ("--cluster-cidr=10.0.0.0/8 --cluster-cidr=fd00::/8", "settings.cluster_cidrs", ("10.0.0.0/8", "fd00::/8")),
+    ("--cluster-cidr=", "settings.cluster_cidrs", ()),
+    ("--detect-local-mode=", "settings.detect", DetectLocalMode.CLUSTER_CIDR),
+    ("--pod-bridge-interface=cni0", "settings.pod_interface", ""),
+    ("--nodeport-addresses=", "settings.node_port_addresses", ()),
+    ("--nodeport-addresses=all,10.0.0.0/8,localhost,primary", "settings.node_port_addresses",
+     ("all", "10.0.0.0/8", "localhost", "primary")),
+    ("--masquerade-all", "settings.masquerade_all", True),
+    ("--masquerade-all=false", "settings.masquerade_all", False),
+    ("--masquerade-all=T", "settings.masquerade_all", True),
+    ("--bind-address=0.0.0.0", "settings.primary", ()),
+    ("--bind-address=::", "settings.primary", ()),
+    ("--node-addresses=10.0.0.7,FD00::7,10.0.0.7", "node_addresses", ("10.0.0.7", "fd00::7")),
+    ("--proxy-mode=", "mode", "auto"),
+    ("--proxy-mode=auto", "mode", "auto"),
+    ("--kubeconfig=/etc/k --master=https://h:6443", "master", "https://h:6443"),
+    ("--kube-api-qps=0", "api_rate", 5.0),
+    ("--metrics-bind-address=", "metrics_bind_address", None),
+    ("--metrics-bind-address=0.0.0.0", "metrics_bind_address", Endpoint("0.0.0.0", 10249)),
+    ("--metrics-bind-address=[::1]", "metrics_bind_address", Endpoint("::1", 10249)),
+    ("--metrics-bind-address=::1", "metrics_bind_address", Endpoint("::1", 10249)),
+    ("--healthz-bind-address=", "healthz_bind_address", None),
+    ("--healthz-port=0", "healthz_bind_address", None),
+    ("--metrics-port=99 --metrics-bind-address=10.0.0.1", "metrics_bind_address", Endpoint("10.0.0.1", 99)),
+    ("--conntrack-udp-timeout=9000000s", "options.timeouts.udp", 2_147_483),  # in jiffies
+    ("--log-format=json", "log_format", "json"),
+    ("-v=4", "verbosity", 4),
+    # A service proxy beside kube-proxy does not take its ports.
+    ("--service-proxy-name=lab", "healthz_bind_address.port", 10356),
+    ("--service-proxy-name=lab", "metrics_bind_address.port", 10349),
+    ("--service-proxy-name=lab", "options.shares_node", True),
+    ("--service-proxy-name=lab --healthz-bind-address=0.0.0.0:10256", "healthz_bind_address.port", 10356),
+    ("--service-proxy-name=lab --metrics-bind-address=127.0.0.1:8081", "metrics_bind_address.port", 8081),
+    ("--service-proxy-name=lab --healthz-port=10256", "healthz_bind_address.port", 10356),
+    ("--service-proxy-name=lab --metrics-port=0", "metrics_bind_address", None),
+]
 # fmt: on
 # What has to be there for a setting to count: fields of kube-proxy's document, and the same as flags.
 NEEDS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -282,16 +342,27 @@ def beside(path: str) -> tuple[dict[str, Any], list[str]]:
     return next((needed for prefix, needed in NEEDS.items() if path.startswith(prefix)), ({}, []))
 
 
-def of_field(document: str, path: str, value: Any) -> Loaded:
-    """The configuration of one field, and of what it needs."""
+def of_fields(*fields: tuple[str, str, Any]) -> dict[str, dict[str, Any]]:
+    """Documents with these fields, and with what they need."""
     documents = {kind: {"apiVersion": cls().api_version, "kind": kind} for kind, cls in DOCUMENTS.items()}
-    documents[K] |= json.loads(json.dumps(beside(path)[0]))
-    *parents, last = path.split(".")
-    place: dict[str, Any] = documents[document]
-    for parent in parents:
-        place = place.setdefault(parent, {})
-    place[last] = value
-    return loaded(yaml.safe_dump_all(documents.values()))
+    for document, path, value in fields:
+        for name, needed in beside(path)[0].items():
+            documents[K][name] = {**documents[K].get(name, {}), **needed} if isinstance(needed, dict) else needed
+        *parents, last = path.split(".")
+        place: dict[str, Any] = documents[document]
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return documents
+
+
+def of_documents(documents: dict[str, dict[str, Any]]) -> Loaded:
+    """JSON is YAML, and read faster."""
+    return loaded("\n---\n".join(map(json.dumps, documents.values())))
+
+
+def of_field(document: str, path: str, value: Any) -> Loaded:
+    return of_documents(of_fields((document, path, value)))
 
 
 def as_flag(row: Row, value: Any) -> str:
@@ -312,6 +383,13 @@ def plain(config: Config) -> Config:
     return msgspec.structs.replace(config, warnings=())
 
 
+@cache
+def of_json(fields: str) -> Config:
+    return of_documents(
+        {K: json.loads(fields) | {"apiVersion": KubeProxyConfiguration().api_version, "kind": K}}
+    ).config
+
+
 class TestFields:
     def test_all_of_them_are_here(self):
         used = {f"{document}.{path}" for document, path, *_ in USED}
@@ -319,25 +397,46 @@ class TestFields:
         assert used | unused == {row.key for row in rows() if row.document in DOCUMENTS}
         assert unused == {row.key for row in rows() if row.setting.unused}
 
-    @pytest.mark.parametrize(("document", "path", "value", "where", "expected"), USED, ids=lambda v: str(v)[:40])
-    def test_used(self, document: str, path: str, value: Any, where: str, expected: object):
-        """From a file, by the flag, and from the file that is written of it; and what a change does."""
-        row, (fields, needed) = ROWS[f"{document}.{path}"], beside(path)
-        found = of_field(document, path, value)
-        before = kube(yaml.safe_dump(fields) if fields else "")
-        assert dig(found.config, where) == expected != dig(before, where)
-        assert found.config.warnings == ()
-        if row.setting.flag:
-            assert from_flags(flags(*needed, as_flag(row, value))) == found.config
-        assert plain(loaded(text(found)).config) == found.config
-        if row.setting.effect != RESTART:
-            assert needs_reopening(before, found.config) == (row.setting.effect == REOPENS)
+    def test_used(self):
+        """From a file and by the flag; and what a change does."""
 
-    @pytest.mark.parametrize(("path", "asks", "does_not"), TOLD, ids=[path for path, *_ in TOLD])
-    def test_a_warning_names_the_field(self, path: str, asks: str, does_not: str):
-        (warning,) = of_field(K, path, yaml.safe_load(asks)).config.warnings
-        assert warning.startswith(f"f.conf: {K}.{path} ")
-        assert of_field(K, path, yaml.safe_load(does_not)).config.warnings == ()
+        def check(document: str, path: str, value: Any, where: str, expected: object) -> None:
+            row, (_, needed) = ROWS[f"{document}.{path}"], beside(path)
+            found, before = of_field(document, path, value).config, of_json(json.dumps(beside(path)[0]))
+            assert dig(found, where) == expected != dig(before, where)
+            assert found.warnings == ()
+            if row.setting.flag:
+                assert from_flags(flags(*needed, as_flag(row, value))) == found
+            if row.setting.effect != RESTART:
+                assert needs_reopening(before, found) == (row.setting.effect == REOPENS)
+
+        each(USED, check)
+
+    @pytest.mark.parametrize("part", [*(prefix for prefix in NEEDS), ""])
+    def test_what_is_written_of_them_reads_as_the_same(self, part: str):
+        """All that can be set together at once."""
+        alone = {"mode", "manifests", *(("clientConnection.kubeconfig",) if not part else ())}
+        chosen = {
+            (document, path): value for document, path, value, *_ in USED
+            if path not in alone and (path.startswith(part) if part else not beside(path)[0])
+        }  # fmt: skip
+        made = of_fields(*((*key, value) for key, value in chosen.items()))
+        first = of_documents(made)
+        assert plain(loaded(text(first)).config) == plain(first.config)
+
+    def test_a_warning_names_the_field(self):
+        def check(path: str, asks: str, does_not: str) -> None:
+            (warning,) = of_field(K, path, yaml.safe_load(asks)).config.warnings
+            assert warning.startswith(f"f.conf: {K}.{path} ")
+            assert of_field(K, path, yaml.safe_load(does_not)).config.warnings == ()
+
+        each(TOLD, check)
+
+    def test_forms_of_values(self):
+        def check(typed: str, where: str, expected: object) -> None:
+            assert dig(of_text(typed), where) == expected
+
+        each(FORMS, check)
 
     def test_feature_gates(self):
         config = kube("featureGates: {NFTablesProxyMode: true, TopologyAwareHints: false, Dreams: true}")
@@ -377,6 +476,19 @@ nftables: {masqueradeBit: 3, masqueradeAll: true, syncPeriod: 40s}
     def test_kube_proxys_usual_rest_is_none_here(self, mode: str, period: str, rest: float):
         section = mode or "iptables"
         assert kube(f"mode: '{mode}'\n{section}: {{minSyncPeriod: {period}}}").min_sync_seconds == rest
+
+    def test_mode_ipvs_beside_a_kube_proxy_is_warned_of(self):
+        for mode, warned in (("ipvs", True), ("nftables", False)):
+            config = of_text(f"--service-proxy-name=lab --proxy-mode={mode}")
+            assert any("excludeCIDRs" in warning for warning in config.warnings) is warned
+
+    def test_modes_are_found_in_their_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        for name in ("ipvs", "ebpf", "mine"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").touch()
+        (tmp_path / "notes").mkdir()
+        monkeypatch.setattr("hybrid_proxy.dataplane.modes.__path__", [str(tmp_path)])
+        assert config.available_modes() == ("ebpf", "ipvs", "mine")
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -434,25 +546,68 @@ BAD = [
     (OURS + "ebpf: {masqueradePorts: 9-1}", f"{H}.ebpf.masqueradePorts", "'9-1'"),
     (HEAD + "clientConnection: {kubeconfig: /k}\n" + OURS + "manifests: /m", f"{H}.manifests", "'/m'"),
 ]
+# The same of flags: what only they can hold, and rules between them.
+BAD_FLAGS = [
+    ("--external-ips-namespaces=shop,A_b", "--external-ips-namespaces", "'shop,A_b'"),
+    ("--service-proxy-name=a/b", "--service-proxy-name", "'a/b'"),
+    ("--hostname-override= ", "--hostname-override", "' '"),
+    ("--detect-local-mode=BridgeInterface --pod-bridge-interface=sixteen-letters-", "--pod-bridge-interface",
+     "'sixteen-letters-'"),
+    ("--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix", ""),
+    ("--nodeport-addresses=Primary", "--nodeport-addresses", "'Primary'"),
+    ("--masquerade-all=yes", "--masquerade-all", "'yes'"),
+    ("--node-addresses=10.0.0.7,x", "--node-addresses", "'10.0.0.7,x'"),
+    ("--probe-interval=0", "--probe-interval", "'0'"),
+    ("--probe-timeout=1ms", "--probe-timeout", "'1ms'"),
+    ("--iptables-sync-period=30", "--iptables-sync-period", "'30'"),
+    ("--proxy-mode=windows", "--proxy-mode", "'windows'"),
+    ("--manifests=/x --kubeconfig=/y", "--manifests", "--kubeconfig"),
+    ("--manifests=/x --master=http://y", "--manifests", "--master"),
+    ("--metrics-bind-address=:10249", "--metrics-bind-address", "':10249'"),
+    ("--max-flows=many", "--max-flows", "'many'"),
+    ("--kube-api-qps=often", "--kube-api-qps", "'often'"),
+    ("--feature-gates=A=true,B", "--feature-gates", "'A=true,B'"),
+    ("--vmodule=a=1,b", "--vmodule", "'a=1,b'"),
+    ("--log-format=xml", "--logging-format", "'xml'"),
+    ("--v=high", "-v", "'high'"),
+]
 # fmt: on
 
 
 class TestErrors:
-    @pytest.mark.parametrize("row", [row for row in rows() if row.document in DOCUMENTS], ids=lambda row: row.key)
-    @pytest.mark.parametrize("value", [{"of another": "kind"}, [["of another kind"]]], ids=["an object", "lists"])
-    def test_each_field_refuses_what_it_cannot_be(self, row: Row, value: object):
-        with pytest.raises(ConfigError) as error:
-            of_field(row.document, row.path, value)
-        (problem,) = error.value.problems
-        assert problem.startswith(f"f.conf: {row.key} {value}: ")
+    def test_each_field_refuses_what_it_cannot_be(self):
+        def check(row: Row, value: object) -> None:
+            (problem,) = problems(lambda: of_field(row.document, row.path, value))
+            assert problem.startswith(f"f.conf: {row.key} {value}: ")
 
-    @pytest.mark.parametrize(("content", "field", "value"), BAD, ids=[str(content)[-60:] for content, *_ in BAD])
-    def test_they_name_file_field_and_value(self, content: str | bytes, field: str, value: str):
-        with pytest.raises(ConfigError) as error:
-            loaded(content)
-        (problem,) = error.value.problems
-        assert problem.startswith(f"f.conf: {field}")
-        assert value in problem
+        values = ({"of another": "kind"}, [["of another kind"]])
+        each(((row, value) for row in rows() if row.document in DOCUMENTS for value in values), check)
+
+    def test_they_name_file_field_and_value(self):
+        def check(content: str | bytes, field: str, value: str) -> None:
+            (problem,) = problems(lambda: loaded(content))
+            assert problem.startswith(f"f.conf: {field}")
+            assert value in problem
+
+        each(BAD, check)
+
+    def test_they_name_flag_and_value(self):
+        def check(typed: str, flag: str, value: str) -> None:
+            (problem,) = problems(lambda: of_text(typed))
+            assert re.match(rf"{re.escape(flag)}[ :]", problem)
+            assert value in problem
+
+        each(BAD_FLAGS, check)
+
+    def test_a_mode_of_a_later_version_says_so(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(config, "available_modes", lambda: ("ebpf",))
+        with pytest.raises(ConfigError, match="--proxy-mode 'ipvs': this version does not have that mode yet"):
+            of_text("--proxy-mode=ipvs")
+
+    def test_flag_names_are_not_cut_short(self):
+        for arguments in (("--cluster", "10.0.0.0/8"), ("something",)):
+            with pytest.raises(SystemExit):
+                flags(*arguments)
 
     def test_all_are_reported_at_once(self):
         """Fields of both documents, of wrong types and wrong values, fields that do not exist, and a flag."""
@@ -472,15 +627,10 @@ ebpf: {{xdp: generic, limits: {{flows: -1}}, probes: [1]}}
             f"{K}.nodePortAddresses", f"{H}.mod", f"{H}.ebpf.xdp", f"{H}.ebpf.limits.flows", f"{H}.ebpf.probes",
         ])  # fmt: skip
 
-    def test_another_document_is_looked_at_too(self):
-        with pytest.raises(ConfigError) as error:
-            loaded(f"kind: Pod\n---\n{HEAD}oomScoreAdj: 5000")
-        assert [problem.partition(":")[2][:12] for problem in error.value.problems] == [" line 1: kin", " KubeProxyCo"]
-
-    def test_missing_settings_are_reported_with_the_rest(self):
-        with pytest.raises(ConfigError) as error:
-            loaded(HEAD + "detectLocalMode: BridgeInterface\noomScoreAdj: 5000")
-        assert len(error.value.problems) == 2
+    def test_those_of_documents_and_of_missing_settings_are_reported_with_the_rest(self):
+        found = problems(lambda: loaded(f"kind: Pod\n---\n{HEAD}oomScoreAdj: 5000"))
+        assert [problem.partition(":")[2][:12] for problem in found] == [" line 1: kin", " KubeProxyCo"]
+        assert len(problems(lambda: loaded(HEAD + "detectLocalMode: BridgeInterface\noomScoreAdj: 5000"))) == 2
 
     def test_very_many_are_cut_short(self):
         with pytest.raises(ConfigError) as error:
@@ -514,10 +664,6 @@ ebpf: {{xdp: generic, limits: {{flows: -1}}, probes: [1]}}
         assert cli.main(["run", "--config", str(tmp_path / "none")]) == 2
         assert capsys.readouterr().err == f"hybrid-proxy run: --config {tmp_path}/none: No such file or directory\n"
         assert cli.main(["run", "--config", str(tmp_path)]) == 2
-
-    def test_positional_arguments(self):
-        with pytest.raises(SystemExit):
-            flags("something")
 
     def test_too_large(self, tmp_path: Path):
         (tmp_path / "f").write_bytes(b"#" * (1 << 21))
@@ -616,7 +762,9 @@ class TestFlagsBesideAFile:
             kube("logging: {verbosity: 1}", "--v=loud")
 
     def test_flags_that_kube_proxy_does_not_have_count(self):
-        config = ours("ebpf: {xdp: native}\nadminSocket: /a", "--xdp=off", "--manifests=/m", "--fast-path=off")
+        config = loaded(
+            OURS + "ebpf: {xdp: native}\nadminSocket: /a", "--xdp=off", "--manifests=/m", "--fast-path=off"
+        ).config
         assert (config.options.ebpf.xdp, str(config.manifests), config.options.ebpf.fast_path) == ("off", "/m", "off")
         assert config.admin_socket == "/a"
         assert config.warnings == ()
@@ -625,11 +773,6 @@ class TestFlagsBesideAFile:
         assert loaded(HEAD + "mode: iptables\n" + OURS + "mode: ebpf\n").config.mode == "ebpf"
         assert loaded(HEAD + "mode: iptables\n" + OURS).config.mode == "iptables"
         assert loaded(HEAD + OURS).config.mode == "auto"
-
-    def test_deprecated_ports_without_a_file(self):
-        config = from_flags(flags("--healthz-port=0", "--metrics-port=99", "--metrics-bind-address=10.0.0.1"))
-        assert config.healthz_bind_address is None
-        assert config.metrics_bind_address == Endpoint("10.0.0.1", 99)
 
     def test_periods_without_a_file_are_of_the_mode(self):
         common = ("--iptables-sync-period=1m", "--ipvs-sync-period=2m", "--iptables-min-sync-period=5s")
@@ -786,10 +929,6 @@ class TestReference:
             assert list(judge.iter_errors(document)), document
             with pytest.raises(ConfigError):
                 loaded(yaml.safe_dump(document))
-
-    def test_every_default_passes_the_check(self):
-        both = loaded(text(of_flags({})))
-        assert plain(both.config) == from_flags({})
 
 
 # ------------------------------------------------------------------------------------- the node's settings
