@@ -39,7 +39,7 @@ from hybrid_proxy.controller.agent.modes import (
 from hybrid_proxy.controller.agent.node_setup import prepare, set_oom_score
 from hybrid_proxy.controller.agent.notebook import Notebook
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
-from hybrid_proxy.controller.agent.process import KeptLog, begin_fast, settle_down, start_logging, trim_memory
+from hybrid_proxy.controller.agent.process import begin_fast, settle_down, start_logging, trim_memory
 from hybrid_proxy.controller.agent.syncer import MIN_REST, State, Syncer
 from hybrid_proxy.controller.errors import ConfigError, ControllerError, SourceError
 from hybrid_proxy.controller.kubernetes import Source
@@ -51,7 +51,7 @@ from hybrid_proxy.controller.semantics.node import Routes
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
-from hybrid_proxy.controller.serving.memory import forget, kept_path, log_path, memory_path, recall
+from hybrid_proxy.controller.serving.memory import forget, kept_path, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import (
     Answer,
     FindIgnored,
@@ -267,7 +267,6 @@ class Agent:
             self.notebook, self._switch, self._check_switch,
         )  # fmt: skip
         self._prints_timings = bool(flags.get("timings"))
-        self._kept_log: KeptLog | None = None
         self._busy_with = ""  # the part of the start in which no query is answered
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._unprogrammed: frozenset[str] = frozenset()
@@ -291,8 +290,6 @@ class Agent:
             self._busy_with = f"it opens mode {self.config.mode}"
             with START.part("servers"):
                 self._serve_admin(stack)
-                self._kept_log = KeptLog(log_path(self.config.admin_socket))
-                logging.getLogger().addHandler(self._kept_log)
                 self.http.start()
             stack.callback(self.http.close)
             START.begin("list and decode")
@@ -573,7 +570,7 @@ class Agent:
 
     def _configure(self, config: Config) -> None:
         """Everything but the mode."""
-        start_logging(config, *filter(None, (self._kept_log,)))
+        start_logging(config)
         self.health.timeout = 2 * config.options.sync_seconds
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
         self.http.configure(config)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import io
 import logging
-import os
 import resource
-import shlex
 import sys
 import threading
-import time
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,9 +21,6 @@ SWITCH_SECONDS: Final = 0.001  # Python's 5 ms would be what a change waits whil
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # malloc.h
 
 
-KEPT_BYTES: Final = 256 << 10  # of the log, beside the socket: at least these, and at most twice as many
-
-
 class _Redacted(logging.Formatter):
     """Formats as another one does, and takes secrets out of the whole: also of tracebacks."""
 
@@ -38,26 +30,6 @@ class _Redacted(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(self._inner.format(record))
-
-
-class KeptLog(RotatingFileHandler):
-    """The end of the log, in a file that `bundle` finds when this process is gone, wherever stderr goes.
-
-    It begins with the command line. What cannot be written there is not missed: stderr has it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, maxBytes=KEPT_BYTES, backupCount=1, errors="backslashreplace", delay=True)
-        form = _Lines("%(asctime)s %(process)d %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S UTC")
-        form.converter = time.gmtime
-        self.setFormatter(_Redacted(form))
-        self.handle(logging.makeLogRecord({"levelname": "INFO", "msg": shlex.join(sys.orig_argv)}))
-
-    def _open(self) -> io.TextIOWrapper:
-        return open(self.baseFilename, "a", encoding="utf-8", errors=self.errors, opener=_privately)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        pass
 
 
 class _Lines(logging.Formatter):
@@ -70,12 +42,8 @@ class _Lines(logging.Formatter):
         return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
 
 
-def _privately(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
-
-
-def start_logging(config: Config, *more: logging.Handler) -> None:
-    """By the configuration, to stderr, and to `more`."""
+def start_logging(config: Config) -> None:
+    """Log to stderr, as the configuration says."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
         from pythonjsonlogger.json import JsonFormatter
@@ -86,13 +54,13 @@ def start_logging(config: Config, *more: logging.Handler) -> None:
     handler.setFormatter(_Redacted(form))
     level = logging.DEBUG if config.verbosity >= 4 else logging.INFO
     logging.getLogger("hybrid_proxy").setLevel(level)
-    logging.basicConfig(level=logging.WARNING, handlers=[handler, *more], force=True)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     sys.excepthook = lambda *found: _log_crash(found[1])
     threading.excepthook = lambda found: _log_crash(found.exc_value)
 
 
 def _log_crash(error: BaseException | None) -> None:
-    """In place of Python's own traceback, which would go to stderr as it is, and not into the kept log."""
+    """Logs an error that nothing handles: Python's own traceback would go to stderr with the secrets in it."""
     if not isinstance(error, KeyboardInterrupt | SystemExit):
         log.critical("an error that nothing handles, in thread %s", threading.current_thread().name, exc_info=error)
 

@@ -33,7 +33,7 @@ from hybrid_proxy.controller.commands.views import Programmed, as_left, programm
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask, socket_path
-from hybrid_proxy.controller.serving.memory import before, log_path, memory_path, recall
+from hybrid_proxy.controller.serving.memory import memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus, EventsAnswer, GetEvents, GetStatus, StatusAnswer
 from hybrid_proxy.dataplane.errors import DataplaneError, told
 
@@ -210,7 +210,6 @@ def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
     yield "agent/command-line.txt", lambda: " ".join(_known(agent.argv))
     yield "agent/configuration.yaml", lambda: _configuration(agent.argv)
     yield "agent/log.txt", lambda: _log(agent.pid)
-    yield "agent/log-kept.txt", lambda: _kept_log(log_path(args.admin_socket))
     yield "doctor.json", lambda: _doctor(args, agent)
     yield "dataplane/services.json", lambda: _json(_listed(args, agent, "services"))
     yield "dataplane/backends.json", lambda: _json(_listed(args, agent, "backends"))
@@ -289,7 +288,7 @@ def _log(pid: int) -> str:
     """The end of the agent's log: of the file that it writes to, else of the journal, also after its end.
 
     Raises:
-        OSError: it writes to neither, as in a container: agent/log-kept.txt and `kubectl logs` have it then.
+        OSError: it writes to neither, as in a container: `kubectl logs` has it then.
     """
     target = Path(f"/proc/{pid}/fd/2")
     if target.is_file():
@@ -300,18 +299,8 @@ def _log(pid: int) -> str:
     whose = (f"_PID={pid}", "+", f"_SYSTEMD_UNIT={UNIT}", "+", f"UNIT={UNIT}")
     text = _output("journalctl", "--no-pager", "-q", "-n", "5000", *whose)
     if not text.strip():
-        raise OSError("neither a file nor the journal has it: see agent/log-kept.txt, and in a cluster `kubectl logs`")
+        raise OSError("neither a file nor the journal has it; in a cluster, `kubectl logs --previous` shows it")
     return text
-
-
-def _kept_log(path: Path) -> str:
-    """The last lines of this agent and of those before it, each behind its command line.
-
-    Raises:
-        OSError: there are none.
-    """
-    older = before(path)
-    return (older.read_text(errors="replace") if older.exists() else "") + path.read_text(errors="replace")
 
 
 def _doctor(args: argparse.Namespace, agent: _Agent) -> str:

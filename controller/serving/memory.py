@@ -1,7 +1,5 @@
 """The record of an agent for the time after it: names, reasons and events, in a file next to its socket.
 
-Its command line is in it, and the end of its log is in two more files.
-
 The BPF file system holds no files, and only mode ebpf has pins. So the file is where every agent has its admin socket,
 and the agent touches it once a second. Failed connections to backends are counted in a map, next to the other pins
 (`dataplane.modes.ebpf.ejection.failures`).
@@ -86,16 +84,6 @@ def memory_path(asked: str) -> Path:
     return socket_path(asked).with_suffix(".memory")
 
 
-def log_path(asked: str) -> Path:
-    """Returns the file with the last log lines of this and former agents; older ones are in `before`."""
-    return socket_path(asked).with_suffix(".log")
-
-
-def before(log: Path) -> Path:
-    """Returns the file that held the log before it grew too long."""
-    return log.with_name(f"{log.name}.1")
-
-
 def kept_path(asked: str) -> Path:
     """Returns the file in which manifests that became unreadable are kept."""
     return socket_path(asked).with_suffix(".kept")
@@ -103,11 +91,9 @@ def kept_path(asked: str) -> Path:
 
 def forget(asked: str) -> bool:
     """Remove the files. Returns whether there was a memory."""
-    path, log = memory_path(asked), log_path(asked)
-    for each in (log, before(log), kept_path(asked)):
-        each.unlink(missing_ok=True)
+    kept_path(asked).unlink(missing_ok=True)
     try:
-        path.unlink()
+        memory_path(asked).unlink()
     except FileNotFoundError:
         return False
     return True

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_proxy.controller import cli
-from hybrid_proxy.controller.agent.process import KeptLog, start_logging
+from hybrid_proxy.controller.agent.process import start_logging
 from hybrid_proxy.controller.commands import explain, status, terminal
 from hybrid_proxy.controller.commands.columns import Column, Screen, table
 from hybrid_proxy.controller.commands.doctor.checks import diagnose
@@ -160,23 +160,20 @@ def test_no_terminal_obeys_what_others_wrote(place: Callable[[str], Iterator[str
     assert any(r"\x1b]0;owned\x07" in line for line in evil), "and it is there"
 
 
-@pytest.mark.parametrize("where", ["stderr", "kept"])
-def test_a_line_of_the_log_is_one_line(where: str, tmp_path: Path) -> None:
-    kept = KeptLog(tmp_path / "log")
+def test_a_line_of_the_log_is_one_line() -> None:
     root, hybrid = logging.getLogger(), logging.getLogger("hybrid_proxy")
     before = root.handlers[:], root.level, hybrid.level
     try:
         with captured() as written:
-            start_logging(from_flags({"mode": "nftables"}), kept)
+            start_logging(from_flags({"mode": "nftables"}))
             hybrid.warning("refused: %s", EVIL)
             try:
                 int(EVIL)
             except ValueError as error:
                 hybrid.exception("failed", exc_info=ValueError(EVIL).with_traceback(error.__traceback__))
-        lines = written() if where == "stderr" else (tmp_path / "log").read_text().split("\n")[1:]
+        lines = written()
     finally:
         root.handlers[:], root.level, hybrid.level = before
-        kept.close()
     assert all(line.isprintable() for line in lines)
     said = [line for line in lines if line and not line.startswith("  ")]
     assert len(said) == 2, "of a traceback each line is further in"

@@ -120,7 +120,6 @@ class TestADeadAgent:
     def test_a_bundle_has_its_command_line_and_the_end_of_its_log(self, dead: Agent) -> None:
         found = parts(dead, "dead.tar.gz")
         assert f"--manifests {dead.manifests}" in found["agent/command-line.txt"]
-        assert "programmed" in found["agent/log-kept.txt"]
         assert "killed, or crashed" in json.loads(found["agent/status.json"])["gone"]["why"]
         assert "default/web:http" in found["dataplane/services.json"]
         assert "events" in json.loads(found["agent/drops.json"])
