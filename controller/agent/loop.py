@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,20 +17,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode, Phase
+from hybrid_proxy.controller.agent.announcements import Announcements
 from hybrid_proxy.controller.agent.answers import Answers, Query, ask, ignored
 from hybrid_proxy.controller.agent.config_follower import ConfigFollower, Followed
 from hybrid_proxy.controller.agent.event_queue import EventQueue
 from hybrid_proxy.controller.agent.maintenance import Maintenance
 from hybrid_proxy.controller.agent.modes import (
-    DRAIN_SECONDS,
-    clean_others,
-    collect,
-    drain_modes,
     hold_namespace,
     open_mode,
 )
@@ -44,14 +39,13 @@ from hybrid_proxy.controller.agent.syncer import MIN_REST, State, Syncer
 from hybrid_proxy.controller.errors import ConfigError, ControllerError, SourceError
 from hybrid_proxy.controller.kubernetes import Source
 from hybrid_proxy.controller.kubernetes.events import Recorder
-from hybrid_proxy.controller.kubernetes.model import Problem, Replaced
+from hybrid_proxy.controller.kubernetes.model import Replaced
 from hybrid_proxy.controller.semantics.cluster import Cluster
-from hybrid_proxy.controller.semantics.entries import ExternalIPs
 from hybrid_proxy.controller.semantics.node import Routes
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
-from hybrid_proxy.controller.serving.memory import forget, kept_path, memory_path, recall
+from hybrid_proxy.controller.serving.memory import kept_path, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import (
     Answer,
     FindIgnored,
@@ -61,10 +55,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SwitchAnswer,
 )
 from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
-from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.kernel import sysctl
-from hybrid_proxy.dataplane.mode import SyncResult
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
 from hybrid_proxy.dataplane.reports import start_lines
 from hybrid_proxy.dataplane.timings import START
@@ -73,11 +64,6 @@ if TYPE_CHECKING:
     from hybrid_proxy.controller.settings.configfile import Loaded
 
 log = logging.getLogger(__name__)
-
-EXTERNAL_IPS_END: Final = (
-    "spec.externalIPs is deprecated since Kubernetes 1.36, and kube-proxy will not serve it by default from 1.40 on "
-    "(KEP-5707): a Service of type LoadBalancer can take its place."
-)
 
 
 class _LinksChanged:
@@ -136,55 +122,6 @@ def run(config: Config, followed: Followed | None = None, flags: Mapping[str, An
     return agent.run()
 
 
-def cleanup(config: Config, drain: float | None = None) -> int:
-    """Remove what every mode may have left in this namespace, and put settings of the node back.
-
-    `drain` is for how many seconds open flows may go on before that, infinity: until they are over; None: as long as in
-    a change of modes where another proxy is here, which takes the new ones, and not at all where none is.
-    """
-    from hybrid_proxy.controller.serving.admin import socket_path
-
-    with hold_namespace():
-        another = _another_proxy()
-        if drain is None:
-            drain = DRAIN_SECONDS if another else 0.0
-        if drain > 0:
-            end = "go on until they end" if drain == math.inf else f"get {drain:g} s to end"
-            print(f"new flows are left to others; open ones {end}", file=sys.stderr)
-            memory = recall(memory_path(config.admin_socket))
-            options = replace(config.options, names=lambda: memory.names if memory else {})
-            drain_modes(options, drain, partial(print, file=sys.stderr, flush=True))
-        removed = clean_others("", available_modes(), config.options)
-        _put_settings_back(another)
-        socket_path(config.admin_socket).unlink(missing_ok=True)  # of an agent that was killed
-        collect(config.options, print)
-    for name, count in removed.items():
-        print(f"removed {count} things of mode {name} from this network namespace")
-    if not removed:
-        print("nothing of ours is here")
-    forget(config.admin_socket)
-    return 0
-
-
-def _put_settings_back(another: bool) -> None:
-    """As they were before us; another proxy wants the same settings as we, and does not look at them again."""
-    if another and (names := sysctl.changed()):
-        print(f"another proxy is here, so these settings stay: {printable(', '.join(names))}", file=sys.stderr)
-        return
-    count, refused = sysctl.restore()
-    if count:
-        print(f"put back {count} settings of this network namespace")
-    for reason in refused.values():
-        print(printable(reason), file=sys.stderr)
-
-
-def _another_proxy() -> bool:
-    from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
-
-    seen = find_other_proxies("")
-    return bool(seen.kube_proxy or seen.kube_proxy_processes)
-
-
 def prepare_node(config: Config) -> int:
     """Set what needs root, and no more (kube-proxy's --init-only)."""
     start_logging(config)
@@ -232,36 +169,33 @@ class Agent:
         self.queue: EventQueue[Message] = EventQueue()
         self.source = _source_of(config)
         self.events = Recorder(self.source.connection, node_name)
-        self.counters = Counters(time.time(), families)
         self.health = Health(2 * config.options.sync_seconds, families, needs_node=self.source.connection is not None)
-        former = recall(memory_path(config.admin_socket))
+        self.follower = ConfigFollower(followed, flags)
+        former, counters = recall(memory_path(config.admin_socket)), Counters(time.time(), families)
         cluster = Cluster(
             node_name, self.source.kinds, shares=bool(config.settings.proxy_name), last=former.node if former else None
         )
-        self.syncer = Syncer(cluster, config.settings, self.counters, self.health, config.node_addresses)
+        self.syncer = Syncer(cluster, config.settings, counters, self.health, config.node_addresses)
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
-        self.follower = ConfigFollower(followed, flags)
-        self.other_proxies = OtherProxiesWatcher(
-            config.mode,
-            lambda warning: self.events.of_node("Warning", "OtherProxyFound", "FindOtherProxies", warning),
-            drains=lambda: self.mode.draining.names,
-            beside=bool(config.settings.proxy_name),
-        )
-        self.http = HttpHandlers(
-            config, self.health, self.counters, self._ask, self.follower.in_effect, flags,
-            self.events,
-            lambda error: self.queue.put(_Fatal("cannot serve HTTP", error)),
-        )  # fmt: skip
         self._links = _Signal(self.queue.put, _LinksChanged())
         self._drift = _Signal(self.queue.put, _MayHaveDrifted())
         self.mode = ActiveMode(
             config, self._drift.send, self._mode_opened,
-            alone=lambda: self.queue.put(_OtherModeStopped()), drained=lambda name: self.queue.put(_Drained(name)),
-            report=lambda reason, note: self.events.of_node("Normal", reason, "SwitchMode", note),
-            names=lambda: self.notebook.names,
+            alone=partial(self.queue.put, _OtherModeStopped()), drained=lambda name: self.queue.put(_Drained(name)),
+            report=partial(self._report_of_node, "Normal", "SwitchMode"), names=self._known_names,
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
         self.notebook = Notebook(memory_path(config.admin_socket), self.mode, self.syncer)
+        self.other_proxies = OtherProxiesWatcher(
+            config.mode,
+            partial(self._report_of_node, "Warning", "FindOtherProxies", "OtherProxyFound"),
+            drains=lambda: self.mode.draining.names,
+            beside=bool(config.settings.proxy_name),
+        )
+        self.http = HttpHandlers(
+            config, self.health, counters, self._ask, self.follower.in_effect, flags, self.events,
+            lambda error: self.queue.put(_Fatal("cannot serve HTTP", error)),
+        )  # fmt: skip
         self.answers = Answers(
             self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http,
             self.notebook, self._switch, self._check_switch,
@@ -269,15 +203,20 @@ class Agent:
         self._prints_timings = bool(flags.get("timings"))
         self._busy_with = ""  # the part of the start in which no query is answered
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
-        self._unprogrammed: frozenset[str] = frozenset()
-        self._external_ips: Mapping[str, ExternalIPs] = MappingProxyType({})  # that events told of
-        self._left_out: frozenset[Problem] = frozenset()  # that the log tells of
+        self._announcements = Announcements(self.events)
         self._relisted = False  # since memory was given back
         self._stop = threading.Event()
 
     @property
     def config(self) -> Config:
         return self.mode.config
+
+    def _report_of_node(self, kind: str, action: str, reason: str, note: str) -> None:
+        self.events.of_node(kind, reason, action, note)
+
+    def _known_names(self) -> Mapping[int, str]:
+        """Names of service ports by their numbers in the maps, as this agent or the one before wrote them down."""
+        return self.notebook.names
 
     def run(self) -> int:
         """Serve until a message ends it; the exit code."""
@@ -406,9 +345,10 @@ class Agent:
         self.mode.programmed()
         if first:
             self._first_sync_done(at_start=at_start)
-        self._report_unprogrammed(result)
-        self._report_external_ips()
-        self._report_left_out()
+        self.notebook.unprogrammed = list(result.unprogrammed)
+        self._announcements.unprogrammed(result.unprogrammed)
+        self._announcements.external_ips(self.syncer.builder.external_ips)
+        self._announcements.left_out(self.syncer.cluster.complaints.values())
 
     def _first_sync_done(self, *, at_start: bool) -> None:
         """The mode has programmed its first table, and serves."""
@@ -431,42 +371,6 @@ class Agent:
         START.close()
         if self._prints_timings:
             print(*start_lines(START.parts), f"{START.processor:.3f} s of a processor in all", sep="\n", flush=True)
-
-    def _report_unprogrammed(self, result: SyncResult) -> None:
-        self.notebook.unprogrammed = list(result.unprogrammed)
-        reasons = {one.entry: one.reason for one in result.unprogrammed}
-        for entry in reasons.keys() - self._unprogrammed:
-            log.error("%s is not programmed: %s; the others are", entry, reasons[entry])
-            note = f"{entry} is not served on this node: {reasons[entry]}"
-            self.events.of_service(entry, "Warning", "NotProgrammed", "ProgramService", note)
-        for entry in self._unprogrammed - reasons.keys():
-            log.info("%s is programmed now", entry)
-        self._unprogrammed = frozenset(reasons)
-
-    def _report_external_ips(self) -> None:
-        """Tell of each Service with external IPs once, and again when what becomes of them changes."""
-        before, now = self._external_ips, self.syncer.builder.external_ips
-        if now is before:
-            return
-        self._external_ips = now
-        for name in sorted(now):
-            known, former = now[name], before.get(name)
-            if known.served and (former is None or former.served != known.served):
-                note = f"{name}: external IPs {', '.join(known.served)} are served. {EXTERNAL_IPS_END}"
-                self.events.of_service(name, "Normal", "ExternalIPsServed", "ProgramService", note, once=True)
-            if known.refused and (former is None or former.refused != known.refused):
-                note = f"{name}: {'; '.join(known.refused)}"
-                log.warning("%s", note)
-                self.events.of_service(name, "Warning", "ExternalIPsRefused", "ProgramService", note, once=True)
-
-    def _report_left_out(self) -> None:
-        """Tell of each object that is used without a part of it once, and again when that changes."""
-        now = frozenset(self.syncer.cluster.complaints.values())
-        for one in sorted(now - self._left_out, key=lambda one: one.text):
-            log.warning("%s", one.text)
-            if one.kind == "Service":
-                self.events.of_service(one.key, "Warning", "LeftOut", "ProgramService", one.text, once=True)
-        self._left_out = now
 
     def _links_changed(self) -> None:
         self._read_addresses()

@@ -17,10 +17,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -134,10 +134,8 @@ class Syncer:
         self._moved: dict[str, float] = {}  # since when
         self._received: list[float] = []  # when the changes came that the next sync covers
         self._rested_at = 0.0
-        self._retry_at = 0.0
-        self._retry_delay = FIRST_RETRY
+        self._retry = _Retry()
         self._log = _SyncLog(clock)
-        self._conflicts: set[tuple[str, str]] = set()  # that the log tells of: the service that lost, and a message
         health.awaited = cluster.awaited
 
     @property
@@ -152,7 +150,7 @@ class Syncer:
             case State.PENDING:
                 return self._rested_at
             case State.RETRYING:
-                return max(self._retry_at, self._rested_at)
+                return max(self._retry.at, self._rested_at)
         return float("inf")
 
     # What happens
@@ -231,7 +229,7 @@ class Syncer:
             programmer.prewarm(*self.cluster.extent)
         with START.part("table"):
             table = self.builder.build(self.cluster, *self._surroundings)
-        self._report_conflicts()
+        self._log.conflicts(self.builder.conflicts)
         if first and self.state is not State.RETRYING:  # to serve matters more than to remember
             table = msgspec.structs.replace(table, clients=tuple(clients(table)))
         try:
@@ -251,15 +249,6 @@ class Syncer:
         """Write what the log is to say of the last syncs, if it is time."""
         self._log.flush()
 
-    def _report_conflicts(self) -> None:
-        """Log each frontend that two services claim once, when that begins and when it is over."""
-        claimed = {(name, message) for name, several in self.builder.conflicts.items() for message in several}
-        for conflict in sorted(claimed - self._conflicts):
-            log.warning("conflict: %s: %s", *conflict)
-        for conflict in sorted(self._conflicts - claimed):
-            log.info("conflict is over: %s: %s", *conflict)
-        self._conflicts = claimed
-
     def _on(self, happened: Input) -> None:
         self.state = TRANSITIONS[self.state][happened]
 
@@ -267,14 +256,13 @@ class Syncer:
         self._on(Input.FAILED)
         self.error = str(error)
         self._counters.sync_failures[mode] += 1
-        log.exception("sync failed, trying again in %.1f s", self._retry_delay, exc_info=error)
-        self._retry_at = self._clock() + self._retry_delay
-        self._retry_delay = min(2 * self._retry_delay, LONGEST_RETRY)
+        log.exception("sync failed, trying again in %.1f s", self._retry.delay, exc_info=error)
+        self._retry = _Retry(self._clock() + self._retry.delay, min(2 * self._retry.delay, LONGEST_RETRY))
 
     def _programmed(self, start: float) -> None:
         self._on(Input.PROGRAMMED)
         now = self._clock()
-        self.error, self._retry_delay = "", FIRST_RETRY
+        self.error, self._retry = "", _Retry()
         if self.ready_seconds is None:
             self.ready_seconds = now - self.started
         self.sync_seconds = now - start
@@ -284,6 +272,13 @@ class Syncer:
         self.latencies.extend(latencies)
         self._counters.record_sync(self.builder.table, self.sync_seconds, latencies, self._wall())
         self._health.updated(now)
+
+
+class _Retry(NamedTuple):
+    """When a failed sync is tried again, and how long to wait after the next failure."""
+
+    at: float = 0.0
+    delay: float = FIRST_RETRY
 
 
 @dataclass(slots=True)
@@ -296,6 +291,16 @@ class _SyncLog:
     changed: int = 0
     removed: int = 0
     seconds: float = 0.0
+    known: frozenset[tuple[str, str]] = frozenset()  # conflicts that were logged: the service that lost, and a message
+
+    def conflicts(self, found: Mapping[str, Iterable[str]]) -> None:
+        """Log each frontend that two services claim once, when that begins and when it is over."""
+        claimed = frozenset((name, message) for name, several in found.items() for message in several)
+        for conflict in sorted(claimed - self.known):
+            log.warning("conflict: %s: %s", *conflict)
+        for conflict in sorted(self.known - claimed):
+            log.info("conflict is over: %s: %s", *conflict)
+        self.known = claimed
 
     def add(self, result: SyncResult, seconds: float) -> None:
         """Count one sync; if it changed nothing, it counts as none."""

@@ -74,6 +74,7 @@ def _run(args: argparse.Namespace) -> int:
             configfile.write(Path(args.write_config_to), loaded)
             return 0
     from hybrid_proxy.controller.agent import loop
+    from hybrid_proxy.controller.agent.cleanup import cleanup
     from hybrid_proxy.controller.agent.config_follower import Followed
     from hybrid_proxy.dataplane.timings import START
 
@@ -83,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
     followed = Followed(Path(args.config), flags, loaded) if loaded else None
 
     if config.task == "cleanup":
-        return loop.cleanup(config)
+        return cleanup(config)
     if config.task == "prepare":
         return loop.prepare_node(config)
     return loop.run(config, followed, flags)
@@ -102,9 +103,9 @@ def _cleanup_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _cleanup(args: argparse.Namespace) -> int:
-    from hybrid_proxy.controller.agent import loop
+    from hybrid_proxy.controller.agent.cleanup import cleanup
 
-    return loop.cleanup(from_flags(vars(args)), args.drain)
+    return cleanup(from_flags(vars(args)), args.drain)
 
 
 RUN: Final = Command(_run_arguments, _run, _RUN, "[--manifests PATH | --kubeconfig FILE] [flags]")
