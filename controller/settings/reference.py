@@ -27,9 +27,9 @@ Configure `hybrid-proxy run` with flags, or with a file:
 hybrid-proxy run --config /var/lib/kube-proxy/config.conf --hostname-override node-1
 ```
 
-The file is the one that kube-proxy reads: a `KubeProxyConfiguration`, without changes. Settings that kube-proxy does
-not have are in a second document of the same file, a `HybridProxyConfiguration`. Both documents are optional. Without
-them, and without flags, the agent uses the best mode that works on the node, and kube-proxy's defaults.
+The file is the one that kube-proxy reads: a `KubeProxyConfiguration`.
+Settings that kube-proxy does not have are in a second document of the same file, a `HybridProxyConfiguration`.
+Without them, and without flags, the agent uses the best mode that works on the node, and kube-proxy's defaults.
 
 ```yaml
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
@@ -41,19 +41,13 @@ kind: HybridProxyConfiguration
 mode: ebpf
 ```
 
-- **Errors** name the file, the field and its value. All errors are reported at once, and nothing is changed on the node
-  until the configuration is valid:
-  `config.conf: KubeProxyConfiguration.iptables.masqueradeBit 32: is not a whole number from 0 to 31`.
-- **Unknown fields** of `KubeProxyConfiguration` are ignored with a warning, as in kube-proxy, so that files of other
-  versions work. In `HybridProxyConfiguration` they are errors.
-- **A later version** of `KubeProxyConfiguration`, such as `v1alpha2`: what is known of it is read. Warnings name the
-  rest, and the agent starts.
-- **Fields without an effect here** cause a warning if their value asks for something. The tables below and
-  `hybrid-proxy status` give the reason.
+- **Errors** name the file, the field and its value, all at once; nothing is changed on the node until the configuration
+  is valid: `config.conf: KubeProxyConfiguration.iptables.masqueradeBit 32: is not a whole number from 0 to 31`.
+- **Unknown fields** of `KubeProxyConfiguration`, also of a later version, are ignored with a warning, as in kube-proxy.
+  In `HybridProxyConfiguration` they are errors.
 - **`mode`**: `HybridProxyConfiguration.mode` takes precedence over `KubeProxyConfiguration.mode`. If both are empty,
-  the mode is `auto`, the best one that works here. A cluster's existing `mode: iptables` is kept until
-  `HybridProxyConfiguration.mode` is set.
-- **Flags beside a file**: kube-proxy's flags are ignored with a warning, as in kube-proxy, except
+  the mode is `auto`, the best one that works here.
+- **Flags with a file**: kube-proxy's flags are ignored with a warning, as in kube-proxy, except
   `--hostname-override`, `--master`, `--cleanup`, `--init-only`, `--write-config-to` and those of the log. Flags that
   kube-proxy does not have take precedence over the file. Without a file, the flags of the iptables section set the
   fields of `nftables`, too.
@@ -62,14 +56,12 @@ mode: ebpf
 
 ## Changing the file
 
-The agent watches the file, also through the symbolic links of a ConfigMap's volume. kube-proxy exits when its file
-changes; the agent applies what it can while it runs. The last column of the tables says what a change does:
+The agent watches the file, also through the symbolic links of a ConfigMap's volume, and applies what it can while it
+runs. The last column of the tables says what a change does:
 
-- *at once*: the change takes effect immediately. A change of what a Service means goes into the next service table, and
-  only what differs is programmed.
-- *reopens*: the setting is built into programs and rules. The mode takes over from itself, or from another mode, as a
-  new agent would. What is programmed keeps serving until the new mode has adopted or replaced it; changes of Services
-  wait for that, which takes seconds in mode `ebpf`.
+- *at once*: the change takes effect immediately.
+- *reopens*: the mode is reopened, as by a new agent. What is programmed keeps serving; changes of Services wait for
+  seconds in mode `ebpf`.
 - *restart*: the change waits for the next start of the agent. The log and `status` name these fields.
 
 If a changed file cannot be used, or its mode cannot serve, the log and `status` say so, and the previous configuration
@@ -77,10 +69,10 @@ stays in effect.
 
 ## Node settings
 
-When its mode serves, the agent sets what kube-proxy sets: its `oom_score_adj`, and the kernel's connection tracking as
-configured in `conntrack`, in every mode, if connection tracking is loaded. It sets `nf_conntrack_max` and the size of
-the hash table only in the machine's own network namespace. kube-proxy exits if one of these cannot be set; the agent
-logs a warning. `cleanup` restores connection tracking ([operations.md](operations.md#removing)).
+When its mode serves, the agent sets its `oom_score_adj`, and the kernel's connection tracking as configured in
+`conntrack`, if that is loaded; `nf_conntrack_max` and the size of the hash table only in the machine's own network
+namespace. It logs a warning where one of these cannot be set. `cleanup` restores connection tracking
+([operations.md](operations.md#removing)).
 """
 
 _COLUMNS: Final = "| field | default | flag | description | a change |\n|---|---|---|---|---|\n"
@@ -98,14 +90,29 @@ def page() -> str:
 
 
 def _table(document: str) -> str:
-    return _COLUMNS + "".join(f"{_line(row)}\n" for row in rows() if row.document == document)
+    listed = [row for row in rows() if row.document == document]
+    lines = "".join(f"{_line(row)}\n" for row in listed if not row.setting.unused)
+    return _COLUMNS + lines + _without_effect([row for row in listed if row.setting.unused])
+
+
+def _without_effect(unused: list[Row]) -> str:
+    """The accepted fields that do nothing, by reason. A value that asks for something causes a warning."""
+    reasons: dict[str, list[str]] = {}
+    for row in unused:
+        flag = f" ({_flag(row.setting.flag)})" if row.setting.flag else ""
+        reasons.setdefault(row.setting.unused, []).append(f"`{row.path}`{flag}")
+    lines = "".join(f"- {', '.join(fields)}: {reason}.\n" for reason, fields in reasons.items())
+    return f"\nAccepted without effect; a value that asks for something causes a warning:\n\n{lines}" if lines else ""
+
+
+def _flag(name: str) -> str:
+    return f"`-{'-' if len(name) > 1 else ''}{name}`"
 
 
 def _line(row: Row) -> str:
     setting = row.setting
-    text = f"*Has no effect: {setting.unused}.*" if setting.unused else f"{setting.text}."
-    flag = f"`-{'-' if len(setting.flag) > 1 else ''}{setting.flag}`" if setting.flag else ""
-    cells = [f"`{row.path}`", _default(row), flag, text, "" if setting.unused else setting.effect]
+    flag = _flag(setting.flag) if setting.flag else ""
+    cells = [f"`{row.path}`", _default(row), flag, f"{setting.text}.", setting.effect]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
