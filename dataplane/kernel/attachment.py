@@ -169,10 +169,6 @@ class Attachment:
         if any(True for _ in self.damage(pins)):
             self.run(self._descriptor)
 
-    def pins(self) -> dict[str, int]:
-        """The link's pin."""
-        return {self._name: self._inode}
-
     @property
     def attached(self) -> bool:
         """Whether the link is still where it was made."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol, Self
@@ -19,7 +18,6 @@ from hybrid_proxy.dataplane.kernel.lock import hold
 
 log = logging.getLogger(__name__)
 
-TICK: Final = 100_000_000  # nanoseconds; the kernel's clock for files is some milliseconds behind
 SHOWN: Final = 5  # damaged objects in one line of the log
 
 Pins = Mapping[str, int]  # the inode of each file in a pin directory, by name
@@ -39,10 +37,6 @@ class Repairable(Protocol):
             DataplaneError: an object cannot be restored, for example because a foreign pin has its name.
             OSError: the same.
         """
-        ...
-
-    def pins(self) -> Pins:
-        """The pins that this part has made."""
         ...
 
 
@@ -80,10 +74,6 @@ class PinnedMap:
             self.map.pin(self._path)
             self._inode = self._path.stat().st_ino
 
-    def pins(self) -> Pins:
-        """The map's pin."""
-        return {self._path.name: self._inode}
-
     def close(self) -> None:
         """Closes the map; the pin keeps it."""
         self.map.close()
@@ -110,13 +100,9 @@ class Contents:
         if any(True for _ in self.damage(pins)):
             self._repair()
 
-    def pins(self) -> Pins:
-        """No pins: another part has them."""
-        return {}
-
 
 class PinDirectory:
-    """A directory of pins, whose listing is cached until it changes.
+    """A directory of pins.
 
     Args:
         path: of the directory.
@@ -127,21 +113,14 @@ class PinDirectory:
     def __init__(self, path: Path, lock: int | None = None, what: str = "") -> None:
         self.path = path
         self._lock, self._what = lock, what
-        self._listing: Pins = {}
-        self._state: tuple[int, int] | None = None  # inode and time of change, when it was listed
 
     def pins(self) -> Pins:
-        """The pins that are there now."""
+        """The inode of each file in the directory by its name; nothing if another program removed the directory."""
         try:
-            state = os.stat(self.path)  # noqa: PTH116 (checked twice a second)
+            with os.scandir(self.path) as entries:
+                return {entry.name: entry.inode() for entry in entries}
         except FileNotFoundError:
             return {}
-        if (state.st_ino, state.st_mtime_ns) != self._state:
-            self._listing = pins_in(self.path)
-            # Later changes in the same tick of the clock would leave the time of change as it is.
-            final = time.time_ns() - state.st_mtime_ns > TICK
-            self._state = (state.st_ino, state.st_mtime_ns) if final else None
-        return self._listing
 
     def restore(self) -> None:
         """Makes the directory and its lock again if another program removed it.
@@ -211,27 +190,9 @@ class Repairs:
             self._directory.restore()
         except (DataplaneError, OSError) as error:
             yield str(error)
-        self._remove_renamed()
-        pins = pins_in(self._directory.path)
+        pins = self._directory.pins()
         for part in self._parts:
             try:
                 part.repair(pins)
             except (DataplaneError, OSError) as error:
                 yield str(error)
-
-    def _remove_renamed(self) -> None:
-        """Removes our pins that another program renamed: they are in the way of the pins that are made again."""
-        ours = {name: inode for part in self._parts for name, inode in part.pins().items()}
-        inodes = set(ours.values())
-        for name, inode in pins_in(self._directory.path).items():
-            if inode in inodes and ours.get(name) != inode:
-                (self._directory.path / name).unlink()
-
-
-def pins_in(folder: Path) -> Pins:
-    """The inode of each file in a directory by its name; nothing if there is no such directory."""
-    try:
-        with os.scandir(folder) as entries:
-            return {entry.name: entry.inode() for entry in entries}
-    except FileNotFoundError:
-        return {}

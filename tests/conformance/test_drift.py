@@ -20,19 +20,16 @@ from .world import World
 STREAM = 1  # SOCK_STREAM
 RATE = 40 / PATIENCE  # new connections a second of each client
 FLUSHED = tuple((command, "-t", "nat", "-F") for command in ("iptables", "ip6tables"))
-DETACH = "for link in {pins}/link_%s*; do bpftool link detach pinned $link || exit 1; done"
-CLSACT = 'tc qdisc show | sed -n "s/^qdisc clsact .* dev \\(%s[^ ]*\\) .*/\\1/p"'
+DETACH = "for link in {pins}/link_*; do bpftool link detach pinned $link || exit 1; done"
+CLSACT = 'tc qdisc show | sed -n "s/^qdisc clsact .* dev \\([^ ]*\\) .*/\\1/p"'
 UNHOOK = f"for name in $({CLSACT}); do tc qdisc delete dev $name clsact || exit 1; done"
 REMOVE = ("sh", "-c", "rm -rf {pins} || true")  # the agent may make some of them again meanwhile
 
 # What somebody else does, by mode; `{pins}` is the folder of pins.
 ACCIDENTS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "ebpf": {
-        "pins-removed": (REMOVE,),
-        "pods-detached": (("sh", "-c", UNHOOK % "veth"),),
-        "uplinks-detached": (("sh", "-c", UNHOOK % "eth"),),
-        "sockets-detached": (("sh", "-c", DETACH % "cgroup"),),
-        "everything": (("sh", "-c", f"{DETACH % ''}; {UNHOOK % ''}"), REMOVE),
+        # Each of these alone: tests/modes/ebpf/live/test_repairs.py.
+        "everything": (("sh", "-c", f"{DETACH}; {UNHOOK}"), REMOVE),
     },
     "nftables": {
         "ruleset-flushed": (("nft", "flush", "ruleset"),),

@@ -99,10 +99,6 @@ class SocketPrograms:
         for link in self._links.values() if self.cgroup is not None else ():
             link.repair(pins)
 
-    def pins(self) -> Pins:
-        """The pins of all links."""
-        return {name: inode for link in self._links.values() for name, inode in link.pins().items()}
-
     def close(self) -> None:
         """Leaves everything attached."""
         for link in self._links.values():

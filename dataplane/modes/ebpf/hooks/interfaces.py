@@ -196,11 +196,6 @@ class InterfacePrograms:
                 link.repair(pins)
         self._attach([interface for interface in self._filtered() if any(True for _ in self._filter_damage(interface))])
 
-    def pins(self) -> Pins:
-        """The pins of all links."""
-        held = (link for links in self._links.values() for link in links)
-        return {name: inode for link in held for name, inode in link.pins().items()}
-
     def close(self) -> None:
         """Leaves everything attached."""
         for links in self._links.values():

@@ -114,10 +114,6 @@ class XdpPrograms:
         for index in self.attached:
             yield from self._links[index].damage(pins)
 
-    def pins(self) -> Pins:
-        """The pins of all links."""
-        return {name: inode for link in self._links.values() for name, inode in link.pins().items()}
-
     def repair(self, pins: Pins) -> None:
         """Attaches again what `damage` reports."""
         for index in self.attached:

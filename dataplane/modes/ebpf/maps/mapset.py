@@ -148,10 +148,6 @@ class MapSet:
         for known in self._pinned.values():
             yield from known.damage(pins)
 
-    def pins(self) -> Pins:
-        """The pins of all maps."""
-        return {name: inode for known in self._pinned.values() for name, inode in known.pins().items()}
-
     def repair(self, pins: Pins) -> None:
         """Pins maps again.
 
@@ -230,12 +226,12 @@ def open_pinned_maps(folder: Path) -> dict[str, Map]:
 
     Raises:
         BpfError: no privilege.
-        DataplaneError: something else is pinned in a map's place.
+        DataplaneError: a foreign object has the name of a map.
     """
     if not folder.is_dir():
         return {}
     if wrong := foreign_pins(folder):
-        raise DataplaneError(f"{folder} holds other things than maps of hybrid-proxy: {describe_foreign(wrong)}")
+        raise DataplaneError(f"{folder} has {describe_foreign(wrong)}: remove them")
     return {name: Map.pinned(folder / name) for name in _map_pins(folder)}
 
 

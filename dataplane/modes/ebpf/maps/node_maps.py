@@ -191,10 +191,6 @@ class NodeMaps:
             set_elements(self._maps[name], self._possible(name))
         self._write_columns()
 
-    def pins(self) -> Pins:
-        """No pins: those of the maps belong to the map set."""
-        return {}
-
 
 def own_addresses(addresses: Iterable[str]) -> set[bytes]:
     """Keys of map `own_addresses` for the node's addresses and the broadcast addresses of its networks."""

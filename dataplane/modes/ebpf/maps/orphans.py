@@ -31,7 +31,6 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.pins import (
     folder_of,
     foreign_pins,
     is_namespace_map,
-    next_folder,
     remove_pins,
 )
 
@@ -41,10 +40,10 @@ LOOPBACK: Final = (1).to_bytes(4, sys.byteorder)  # its index in every namespace
 
 
 def own_directory(options: Options) -> PinDirectory:
-    """Makes and locks the directory for our pins, in which nothing else has the names of ours.
+    """Makes and locks the directory for our pins.
 
     Raises:
-        Unsupported: there is no place for it.
+        Unsupported: there is no place for it, or foreign objects have names of ours.
         OSError: it cannot be made.
         Occupied: another agent serves this namespace.
     """
@@ -52,27 +51,26 @@ def own_directory(options: Options) -> PinDirectory:
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            log.warning("%s is no folder, which is left alone; maps are made in %s", folder, next_folder(folder).name)
-            folder = next_folder(folder)
-            continue
-        lock = hold(folder, _name(folder))
+        except FileExistsError as error:
+            raise Unsupported("eBPF", f"{folder} is no directory: remove it") from error
+        directory = PinDirectory(folder, hold(folder, _name(folder)), _name(folder))
         try:
-            foreign = foreign_pins(folder)
+            if not is_gone(folder):
+                _refuse_foreign(folder)
+                return directory
+            remove_pins(folder)  # those of another namespace, which had the same number
         except BpfError as error:
-            os.close(lock)
+            directory.close()
             raise Unsupported("eBPF", str(error)) from error
-        if not foreign and not is_gone(folder):
-            return PinDirectory(folder, lock, _name(folder))
-        if foreign:
-            log.warning(
-                "%s holds other things than our maps, which are left alone: %s; new maps are made in %s, and flows "
-                "that only the former ones knew end", folder, describe_foreign(foreign), next_folder(folder).name,
-            )  # fmt: skip
-            folder = next_folder(folder)
-        else:
-            remove_pins(folder)  # of a namespace that is gone and had the same number
-        os.close(lock)
+        except Unsupported:
+            directory.close()
+            raise
+        directory.close()
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if foreign := foreign_pins(folder):
+        raise Unsupported("eBPF", f"{folder} has {describe_foreign(foreign)}: remove them")
 
 
 def _name(folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 The name of a directory has `ABI_VERSION`, which is raised by hand when a field gets another meaning, and a fingerprint
 of what the compiler knows: names, types, sizes and rows of all maps that outlive a process, and the flags stored in
-them. So each layout has a directory of its own. An agent that finds foreign pins in it makes another one.
+them. So each layout has a directory of its own.
 """
 
 from __future__ import annotations
@@ -61,24 +61,12 @@ def _layout() -> str:
 
 
 def folder_of(options: Options, *, mount: bool = False) -> Path:
-    """The directory of this namespace and this layout: the last one, if there are several because of foreign pins."""
-    first = pin_folder(options.ebpf.pin_root, mount=mount) / _layout()
-    later = (known for known in first.parent.glob(f"{first.name}-*") if known.name.rpartition("-")[2].isdecimal())
-    return max([first, *later], key=_number)
-
-
-def next_folder(folder: Path) -> Path:
-    """The directory to use if there are foreign pins in this one."""
-    return folder.with_name("-".join([*folder.name.split("-")[:2], str(_number(folder) + 1)]))
-
-
-def _number(folder: Path) -> int:
-    """0 for `abi3-0123abcd`, 1 for `abi3-0123abcd-1`."""
-    return int([*folder.name.split("-"), "0"][2])
+    """The directory of this namespace and this layout."""
+    return pin_folder(options.ebpf.pin_root, mount=mount) / _layout()
 
 
 def former_layouts(folder: Path) -> list[Path]:
-    """The directories of agents with other layouts, or with foreign pins in their directory, next to this one."""
+    """The directories of agents with other layouts, next to this one."""
     found = (known for known in folder.parent.glob("abi*") if known != folder)
     return [known for known in found if known.is_dir() and not known.is_symlink()]
 
@@ -115,7 +103,7 @@ def is_namespace_map(found: Shape | None) -> bool:
 
 def describe_foreign(wrong: Mapping[str, str]) -> str:
     """The result of `foreign_pins` for a message."""
-    return "; ".join(f"{name} ({why})" for name, why in sorted(wrong.items()))
+    return f"foreign objects: {'; '.join(f'{name} ({why})' for name, why in sorted(wrong.items()))}"
 
 
 def _why_not(found: Shape | None, wanted: Shape) -> str:

@@ -13,7 +13,7 @@ from pyroute2 import IPRoute
 from hybrid_proxy.dataplane.kernel.bpf import Object, check, library, pinned_link
 from hybrid_proxy.dataplane.kernel.drivers import Driver, driver_of, is_virtual, takes_frames
 from hybrid_proxy.dataplane.kernel.links import Interface, read_node
-from hybrid_proxy.dataplane.kernel.repairs import pins_in
+from hybrid_proxy.dataplane.kernel.repairs import PinDirectory
 from hybrid_proxy.dataplane.modes.ebpf.hooks import xdp as module
 from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import XdpPrograms
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
@@ -153,18 +153,18 @@ def test_what_others_detach_is_attached_again(place: Place) -> None:
     with Receiver("wire0"):
         drivers = place.serve("native")
         before = place.program_at("up0")
-        assert list(drivers.damage(pins_in(place.folder))) == []
+        assert list(drivers.damage(PinDirectory(place.folder).pins())) == []
         link = pinned_link(place.folder / place.pins()[0])
         check(library().bpf_link_detach(link), "detaching")
         os.close(link)
         assert place.program_at("up0") == 0
-        assert list(drivers.damage(pins_in(place.folder))) == ["xdp_uplink at up0 is detached"]
-        drivers.repair(pins_in(place.folder))
-        assert list(drivers.damage(pins_in(place.folder))) == []
+        assert list(drivers.damage(PinDirectory(place.folder).pins())) == ["xdp_uplink at up0 is detached"]
+        drivers.repair(PinDirectory(place.folder).pins())
+        assert list(drivers.damage(PinDirectory(place.folder).pins())) == []
         assert place.program_at("up0") == before
         (place.folder / place.pins()[0]).unlink()
-        assert list(drivers.damage(pins_in(place.folder))) == ["xdp_uplink at up0 is not pinned"]
-        drivers.repair(pins_in(place.folder))
+        assert list(drivers.damage(PinDirectory(place.folder).pins())) == ["xdp_uplink at up0 is not pinned"]
+        drivers.repair(PinDirectory(place.folder).pins())
         assert len(place.pins()) == 1
 
 

@@ -128,16 +128,6 @@ def test_a_foreign_tcx_program_that_came_while_no_agent_ran_stays_behind_ours(op
         assert at("many0") == (["ours", "ours", "foreign"], [])
 
 
-def test_a_foreign_tcx_program_that_was_there_first_stays_before_ours(options: Options) -> None:
-    add(1)
-    with foreign_program("many0"), closing(Ebpf(options, lambda: None)) as agent:
-        agent.sync(TABLE)
-        with foreign_program("many0"):
-            agent.maintain()
-            assert at("many0") == (["ours", "foreign", "ours", "foreign"], [])
-            assert agent.audit_repairs == 0
-
-
 def test_an_interface_whose_qdisc_excludes_filters_gets_links(options: Options) -> None:
     add(2)
     subprocess.run(["tc", "qdisc", "add", "dev", "many0", "ingress"], check=True)

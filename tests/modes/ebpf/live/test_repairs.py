@@ -88,14 +88,6 @@ def run_another(path: Path) -> None:
         os.close(link)
 
 
-def exchange(place: Place) -> None:
-    one, other = (place.folder / f"link_cgroup_connect{family}" for family in (4, 6))
-    spare = place.folder / "spare"
-    one.rename(spare)
-    other.rename(one)
-    spare.rename(other)
-
-
 def delete_filter(place: Place) -> None:
     with IPRoute() as ip:
         ip.tc("del-filter", "bpf", place.interface(), handle=HANDLE, prio=PRIORITY, parent=INGRESS)
@@ -158,7 +150,6 @@ ACCIDENTS: dict[str, tuple[Callable[[Place], object], int | None]] = {
     ),
     "a-maps-pin-removed": (lambda place: (place.folder / "flows4").unlink(), 1),
     "a-datapath-removed": (forget_datapaths, 1),
-    "two-pins-exchanged": (exchange, 2),
     **{f"{name}-emptied": (lambda place, name=name: empty(name, place=place), 1) for name in OF_NODE},
     "the-nodes-maps-emptied": (lambda place: empty(*OF_NODE, place=place), len(OF_NODE)),
     "an-address-more": (add_address, 1),
