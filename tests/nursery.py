@@ -121,7 +121,7 @@ def _output(which: IO[str] | int | None, ours: contextlib.ExitStack, own: int) -
     if which is None:
         return own, None
     if which == subprocess.DEVNULL:
-        nothing = ours.enter_context(Path(os.devnull).open("w"))
+        nothing = ours.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115 (ours closes it)
         return nothing.fileno(), None
     if which != subprocess.PIPE:
         return which if isinstance(which, int) else which.fileno(), None
