@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,8 @@ from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
 from hybrid_proxy.dataplane.kernel.attachment import Attachment, target_of
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, pinned_link
-from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, netns_cookie, pin_folder, pin_folders
+from hybrid_proxy.dataplane.kernel.host_netns import teach_namespace, write_namespace
+from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, pin_folder, pin_folders
 from hybrid_proxy.dataplane.kernel.repairs import PinDirectory, Repairs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, Protocol, ServiceTable, family_of
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 OBJECT: Final = Path(__file__).parent / "modes" / "ebpf" / "objects" / "localhost.bpf.o"
 HOOKS: Final = {"connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15}  # enum bpf_attach_type, linux/bpf.h
 PORT_WORDS: Final = {Protocol.TCP: 0, Protocol.UDP: 2048}  # where each protocol's bits begin, in words of 32
-SO_COOKIE: Final = 57  # asm-generic/socket.h
 _SERVED, _NOT_SERVED = 0, 1  # enum served
 
 Port = tuple[Protocol, int]
@@ -128,25 +127,13 @@ class Localhost:
         cgroup = cgroup_of_node(self._options.ebpf.cgroup)
         folder = _folder(self._options, self._mode, mount=True)
         folder.mkdir(parents=True, exist_ok=True)
-        self._know_namespace()
+        host_netns = self._maps["host_netns"]
+        known = write_namespace(host_netns)
         for hook, attach_type in HOOKS.items():
             self._links.append(Attachment(folder / f"link_{hook}", attach_type, cgroup, hook))
             self._links[-1].run(self._programs.program(f"localhost_{hook}"))
         self._repairs = Repairs(PinDirectory(folder), self._links)
-        if not netns_cookie():
-            self._teach_namespace()
-
-    def _know_namespace(self) -> None:
-        self._maps["host_netns"].update(bytes(4), struct.pack("=QQ", 0, netns_cookie() or 0))
-
-    def _teach_namespace(self) -> None:
-        """Lets the programs see a socket of this namespace connect: before Linux 5.14 its cookie cannot be read."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teaching:
-            number = int.from_bytes(teaching.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
-            self._maps["host_netns"].update(bytes(4), struct.pack("=QQ", number, 0))
-            teaching.connect(("127.0.0.1", 9))  # sends nothing
-        known = self._maps["host_netns"].lookup(bytes(4)) or b""
-        if not any(known[8:]):
+        if not known and not teach_namespace(host_netns):
             raise Unsupported("socket hooks", "the agent runs in none of the node's cgroups; name one with --cgroup")
 
     def maintain(self) -> int:

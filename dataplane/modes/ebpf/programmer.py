@@ -21,6 +21,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
 from hybrid_proxy.dataplane.kernel.conntrack import delete_stale
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
+from hybrid_proxy.dataplane.kernel.host_netns import teach_namespace, write_namespace
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
 from hybrid_proxy.dataplane.kernel.links import (
     Interface,
@@ -53,8 +54,6 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.programs import (
     Programs,
     missing_datapaths,
     put_datapaths,
-    teach_namespace,
-    write_namespace,
 )
 from hybrid_proxy.dataplane.modes.ebpf.generations.resizer import MapResizer
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SocketPrograms

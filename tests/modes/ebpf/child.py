@@ -22,9 +22,8 @@ from typing import Any
 
 import msgspec
 
-from hybrid_proxy.dataplane.kernel import bpf
+from hybrid_proxy.dataplane.kernel import bpf, host_netns
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.generations import programs
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
@@ -68,7 +67,7 @@ class MapResizer:
     def __init__(self, setup: dict[str, Any]) -> None:
         sizes.FIRST.update(TINY)
         if setup["old_kernel"]:
-            programs.netns_cookie = lambda: None
+            host_netns.netns_cookie = lambda: None
         self.setup, self.count, self.version = setup, setup.get("count", 0), setup.get("version", 0)
         self.notices: list[str] = []
         self.mode = Ebpf(

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
 from hybrid_proxy.dataplane.kernel.attachment import program_number
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Effort, Map, Object, has_helper
-from hybrid_proxy.dataplane.kernel.host_paths import netns_cookie
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet, traffic_cpus
@@ -26,7 +22,6 @@ from hybrid_proxy.dataplane.timings import START
 log = logging.getLogger(__name__)
 
 NICE = 5  # a quarter of a busy processor's time is left: an agent that serves waits for it
-SO_COOKIE = 57  # asm-generic/socket.h
 DATAPATHS = {4: "datapath4", 6: "datapath6"}  # by family; in upper case, enum datapath of bpf/abi.h
 CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
 SET_RETVAL = 187  # BPF_FUNC_set_retval (Linux 5.18)
@@ -206,33 +201,6 @@ def missing_datapaths(datapaths: Map, programs: Mapping[int, Object]) -> Iterato
 
 def _place(family: int) -> bytes:
     return layout.abi_constants()[DATAPATHS[family].upper()].to_bytes(4, sys.byteorder)
-
-
-def write_namespace(host_netns: Map) -> bool:
-    """Write this namespace's cookie where the socket programs read whose sockets they serve.
-
-    Returns False where user space cannot read the cookie (before Linux 5.14): see `teach_namespace`.
-    """
-    cookie = netns_cookie()
-    if cookie:
-        host_netns.update(bytes(4), layout.pack("host_netns", netns=cookie))
-    return cookie is not None
-
-
-def teach_namespace(host_netns: Map) -> bool:
-    """Show the attached socket programs a socket of this namespace; returns whether they know the namespace now."""
-    kind = layout.dtype_of("host_netns")
-
-    def known() -> int:
-        return int(np.frombuffer(host_netns.lookup(bytes(4)) or bytes(kind.itemsize), kind)["netns"][0])
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as teaching:
-        number = int.from_bytes(teaching.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
-        host_netns.update(bytes(4), layout.pack("host_netns", teaching_socket=number, netns=known()))
-        teaching.connect(("127.0.0.1", 9))  # sends nothing
-    learnt = known()
-    host_netns.update(bytes(4), layout.pack("host_netns", netns=learnt))
-    return learnt != 0
 
 
 def _those_loaded(*loading: Future[Object]) -> Iterator[Object]:
