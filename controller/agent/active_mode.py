@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
-    """What the mode has reached."""
+    """The progress of the open mode."""
 
     STARTING = auto()  # it has programmed nothing yet, and there is no configuration to go back to
     REPLACING = auto()  # it has programmed nothing yet; the configuration before can take its place
@@ -84,10 +84,10 @@ class ActiveMode:
     """One mode is open from `open` to `close`; `programmer`, `choice` and `config` are its own. One thread calls it.
 
     Args:
-        alone: called when other modes take no new flows any more, or are gone; from any thread.
-        drained: called with the name of a mode that was left when its last flow is over: `remove_drained`; as `alone`.
-        report: called with reason and note of an event about what drains; as `alone`.
-        names: returns the names of what is programmed here, by number, as they were written down last.
+        alone: called when former modes accept no new flows any more, or are removed; from any thread.
+        drained: called from any thread with the name of a former mode whose last flow is over: call `remove_drained`.
+        report: called from any thread with reason and note of an event about draining.
+        names: returns the names of service ports by their numbers in the maps, as written down last.
     """
 
     programmer: Programmer
@@ -113,7 +113,7 @@ class ActiveMode:
         self._alone = alone
         self._names = names
         self._previous = config
-        self._failed: dict[str, str] = {}  # modes that could not do what was asked of them, and why
+        self._failed: dict[str, str] = {}  # modes that could not serve the first table, and why
         self._unopened: set[str] = set()  # modes that were left here and are to drain, but could not be opened yet
         self._open_mode = contextlib.ExitStack()
         self._take_over: threading.Timer | None = None
@@ -141,15 +141,15 @@ class ActiveMode:
         return next((programmer for programmer in each if programmer.reports_packets), None)
 
     def close(self) -> None:
-        """Traffic goes on as programmed."""
+        """Close all modes; traffic continues as programmed."""
         self._open_mode.close()
         self.draining.close()
 
     def replace(self, config: Config) -> Exception | None:
-        """Open a mode for a changed configuration, which adopts or replaces what the one before has programmed.
+        """Open a mode for a changed configuration; it adopts or replaces what the former mode has programmed.
 
         Returns:
-            None, or why no mode of that configuration works: the one before is opened again.
+            None, or the reason why no mode of that configuration works: the former one is opened again.
 
         Raises:
             DataplaneError, OSError: neither works.
@@ -173,7 +173,7 @@ class ActiveMode:
         return error
 
     def try_next(self, error: Unsupported) -> Exception | None:
-        """Open the next fallback, because the open mode cannot do what the first table asks of it.
+        """Open the next fallback, because the open mode cannot serve the first table.
 
         Returns, raises: as `replace`.
         """
@@ -185,7 +185,7 @@ class ActiveMode:
         self._on(Input.PROGRAMMED)
 
     def remembered(self, table: ServiceTable) -> list[Remembered]:
-        """Where modes that were left send clients of services with session affinity; the last one knows best."""
+        """Returns where former modes send clients of services with session affinity; the last one knows best."""
         if not any(entry.affinity_seconds for entry in table.entries()):
             return []
         drains = {row.mode for row in self.draining.rows()}
@@ -193,7 +193,7 @@ class ActiveMode:
         return [client for name in names for client in remembered(name, table, self.config.options)]
 
     def take_over(self, table: ServiceTable) -> None:
-        """Let other modes take no new flows, and remove those of which no flow is left."""
+        """Let former modes accept no new flows, and remove those without open flows."""
         options, effective = self.config.options, self.choice.effective
         self.draining.timeout = self.config.drain_seconds
         for name in left_here(effective, options):
@@ -203,13 +203,13 @@ class ActiveMode:
         threading.Thread(target=collect, args=(options,), name="collect", daemon=True).start()
 
     def maintain(self, table: ServiceTable) -> None:
-        """What modes that were left need once a second."""
+        """Maintain former modes; called once a second."""
         for name in list(self._unopened):
             self._drain(name, table)
         self.draining.maintain(table)
 
     def _drain(self, name: str, table: ServiceTable) -> None:
-        """Of a mode that was left, begin to drain it if its flows would end with it; otherwise it need not be open."""
+        """Drain a former mode if its flows would end with it; otherwise close it."""
         self._unopened.discard(name)
         try:
             if not outlived(name, self.choice.effective):
@@ -226,7 +226,7 @@ class ActiveMode:
         self.draining.release(name)
 
     def remove_drained(self, name: str) -> None:
-        """Remove everything of a mode whose flows are over, unless it serves again."""
+        """Remove everything of a drained mode, unless it serves again."""
         if name not in self.draining.names:
             return
         self.draining.end(name)

@@ -1,4 +1,4 @@
-"""What a running agent answers at its admin socket and to scrapes.
+"""Answers requests to a running agent, at its admin socket and for scrapes.
 
 Other threads put a query into the loop's queue and wait (`ask`). The loop answers it (`Answers`), so that every answer
 is one consistent state.
@@ -61,7 +61,7 @@ def ask(put: Callable[[Query], None], request: p.LoopRequest) -> p.Answer:
 
 
 def ignored(source: Source, service: str) -> p.Answer:
-    """In the thread that asks: the loop does not wait for an API server."""
+    """Answers in the thread that asks: the loop does not wait for an API server."""
     try:
         return p.IgnoredAnswer(source.ignored(service))
     except ControllerError as error:
@@ -147,7 +147,7 @@ class Answers:
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
 
     def _missing_for(self, mode: str) -> str:
-        """Why it could not serve what is served now; empty: it could."""
+        """Returns why the mode could not serve the current table; empty: it could."""
         try:
             self.check_switch(mode)
             open_mode(mode).check_room(self.mode.config.options, self.syncer.builder.table)
@@ -169,14 +169,14 @@ class Answers:
         return self.mode.reporter
 
     def _starting(self) -> str:
-        """What the first table waits for."""
+        """Returns what the first table waits for."""
         if self.syncer.ready_seconds is not None:
             return ""
         awaited = ", ".join(f"{kind}s" for kind in self.syncer.cluster.awaited)
         return f"it waits for {awaited} from {self.source.describe()}" if awaited else "its first table is next"
 
     def _adopts(self) -> bool:
-        """Whether the mode that is to serve has what the agent before programmed."""
+        """True if the mode has adopted what the former agent programmed."""
         former = self.notebook.former
         return former is not None and former.mode.effective == self.mode.choice.effective
 
@@ -229,7 +229,7 @@ class Answers:
 
 
 def _of_table(table: ServiceTable, service: str | None, packets: Sequence[Packet]) -> p.TableAnswer:
-    """What a table says of a service, and of packets.
+    """Returns a service's ports in the table, and the verdicts for packets.
 
     Only services that may have to do with the packets are indexed: an index of all would stay for nothing.
     """
@@ -259,7 +259,7 @@ def _table_port(entry: Entry) -> p.TablePort:
 
 
 def _outer_addresses(table: ServiceTable) -> list[str]:
-    """Where clients beyond the cluster find Services: this node's addresses, external and load-balancer IPs."""
+    """Returns the addresses at which external clients reach Services: of this node, external and load-balancer IPs."""
     outer = {
         frontend.address
         for entry in table.entries()
@@ -270,7 +270,7 @@ def _outer_addresses(table: ServiceTable) -> list[str]:
 
 
 def _latency(seconds: Sequence[float]) -> p.ChangeLatency:
-    """What the last changes took, the latest last."""
+    """Summarizes how long the last changes took; the latest comes last."""
     if not seconds:
         return p.ChangeLatency(0, None, None, None)
     ordered, count = sorted(seconds), len(seconds)

@@ -16,10 +16,10 @@ from hybrid_proxy.dataplane.kernel import sysctl
 
 
 def cleanup(config: Config, drain: float | None = None) -> int:
-    """Remove what every mode may have left in this namespace, and put settings of the node back.
+    """Remove everything of every mode from this namespace, and restore settings of the node.
 
-    `drain` is for how many seconds open flows may go on before that, infinity: until they are over; None: as long as in
-    a change of modes where another proxy is here, which takes the new ones, and not at all where none is.
+    `drain` is how many seconds open flows may continue before that; infinity: until they are over. None: as long as in
+    a change of modes if another proxy is here, which accepts the new flows, and 0 otherwise.
     """
     from hybrid_proxy.controller.serving.admin import socket_path
 
@@ -46,7 +46,7 @@ def cleanup(config: Config, drain: float | None = None) -> int:
 
 
 def _put_settings_back(another: bool) -> None:
-    """As they were before us; another proxy wants the same settings as we, and does not look at them again."""
+    """Restore the former settings, unless another proxy is here, which needs the same ones."""
     if another and (names := sysctl.changed()):
         print(f"another proxy is here, so these settings stay: {printable(', '.join(names))}", file=sys.stderr)
         return

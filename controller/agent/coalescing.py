@@ -43,7 +43,7 @@ class PendingEvents:
         return len(self._events)
 
     def accepts(self, event: Event, capacity: int) -> bool:
-        """Whether this event can be queued before the events that are here were taken.
+        """True if this event can be queued before the events that are here were taken.
 
         A full queue accepts only what supersedes another event. A list that keeps objects which it does not contain
         never supersedes an earlier list: that one may hold their last good versions.

@@ -1,4 +1,4 @@
-"""The configuration file of a running agent: what of a change takes effect, what waits for the next start, and why."""
+"""Applies changes of the configuration file of a running agent: now, or at the next start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Followed(NamedTuple):
-    """A configuration file whose changes are applied: where, the flags beside it, and what it said at the start."""
+    """A configuration file whose changes are applied: its path, the flags given with it, and its former content."""
 
     path: Path
     flags: Mapping[str, Any]
@@ -27,13 +27,13 @@ class Followed(NamedTuple):
 
 
 class ConfigFollower:
-    """Of one agent, with a file or without.
+    """Applies changes of one agent's file, if it has one.
 
     `in_effect` is called by any thread, everything else by the loop.
 
     Args:
-        followed: None: the configuration are the flags alone, and nothing is followed.
-        flags: all of them.
+        followed: the file; None: there are only flags, and nothing changes.
+        flags: all flags.
     """
 
     def __init__(self, followed: Followed | None, flags: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class ConfigFollower:
         threading.Thread(target=follow, args=arguments, name="config", daemon=True).start()
 
     def propose(self, found: Loaded | ConfigError) -> Change | None:
-        """What the changed file comes to, None: it cannot be used, as is logged."""
+        """Returns what the changed file means; None: it cannot be used, and the reason is logged."""
         from hybrid_proxy.controller.settings.configfile import change
 
         assert self._followed is not None
@@ -81,7 +81,7 @@ class ConfigFollower:
         log.info("%s changed; applied: %s", self._followed.path, ", ".join(proposed.applied) or "nothing")
 
     def refuse(self, error: Exception) -> None:
-        """No mode serves with it."""
+        """Note that no mode can serve with the new configuration."""
         self._refused = f"it cannot serve: {error}"
 
     def in_effect(self) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ class ConfigFollower:
         return in_effect(self._followed.loaded if self._followed else of_flags(self._flags))
 
     def status(self, config: Config) -> ConfigurationStatus:
-        """What is in effect, what waits for the next start, and why the newest content is refused."""
+        """Returns what is in effect, what waits for the next start, and why the newest content is refused."""
         return ConfigurationStatus(
             file=str(self._followed.path) if self._followed else None,
             warnings=list(config.warnings),

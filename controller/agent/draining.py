@@ -1,4 +1,4 @@
-"""Modes that were left: each serves the flows that it knows, and takes no new ones, until the last of them is over.
+"""Drains former modes: each serves its existing flows, and accepts no new ones, until the last of them is over.
 
 The loop's thread calls everything; a thread of its own counts flows, because conntrack may have a million entries.
 """
@@ -25,7 +25,7 @@ COUNT_SHARE: Final = 20  # of a processor's time the counting thread takes one p
 
 @dataclass(slots=True)
 class _Left:
-    """A mode that was left, open."""
+    """A former mode, open."""
 
     programmer: Programmer
     since: float | None = None  # monotonic; None: it is kept in case that the next mode cannot serve
@@ -38,7 +38,7 @@ class _Left:
 
 
 class Draining:
-    """The modes that were left.
+    """Holds the former modes open, and counts their flows.
 
     Args:
         ended: called once with the name of a mode whose last flow is over, or whose time is; from another thread.
@@ -58,7 +58,7 @@ class Draining:
         self._report(reason, note)
 
     def keep(self, programmer: Programmer) -> None:
-        """Hold it open: it serves until the next mode does."""
+        """Hold a mode open: it serves until the next mode does."""
         with self._lock:
             self._left[programmer.name] = _Left(programmer)
 
@@ -69,11 +69,11 @@ class Draining:
 
     @property
     def programmers(self) -> list[Programmer]:
-        """Theirs."""
+        """The programmers of the modes that are held open."""
         return [left.programmer for left in self._left.values()]
 
     def start(self, name: str, table: ServiceTable) -> None:
-        """Let a mode that is held open take no new flows. A failure is logged, and `maintain` tries it again.
+        """Let a mode that is held open accept no new flows. A failure is logged, and `maintain` tries again.
 
         Raises:
             Unsupported: it cannot run here.
@@ -100,7 +100,7 @@ class Draining:
             log.info("mode %s takes no new flows, and serves those that it has until they are over", name)
 
     def maintain(self, table: ServiceTable) -> None:
-        """What an open mode needs once a second. A failure is logged and tried again."""
+        """Maintain all modes that drain; called once a second. A failure is logged and tried again."""
         for name, left in self._left.items():
             if left.since is None:
                 continue
@@ -120,7 +120,7 @@ class Draining:
                 log.warning("interfaces changed, and attaching mode %s, which drains, failed: %s", name, error)
 
     def end(self, name: str) -> None:
-        """Let others have what is left of a mode that is over, and close it. A failure is logged."""
+        """Give up the remaining flows of a drained mode, and close it. A failure is logged."""
         left = self._left[name]
         seconds = time.monotonic() - (left.since or time.monotonic())
         rest = f"; {described(left.flows)} end with it" if any(left.flows.values()) else ""
@@ -134,14 +134,14 @@ class Draining:
         self.release(name)
 
     def release(self, name: str) -> None:
-        """Close a mode, if it is held open: it is opened again, or everything of it goes."""
+        """Close a mode, if it is held open: it is about to be opened again, or removed."""
         with self._lock:
             left = self._left.pop(name, None)
         if left is not None:
             left.programmer.close()
 
     def rows(self) -> list[DrainingMode]:
-        """Each mode that drains."""
+        """Returns a row for each mode that drains."""
         now = time.monotonic()
         return [
             DrainingMode(
@@ -152,11 +152,11 @@ class Draining:
         ]
 
     def service_names(self) -> dict[int, str]:
-        """Service ports by the numbers that flows of these modes have."""
+        """Returns service ports by the numbers in flows of these modes."""
         return {number: name for left in self._left.values() for number, name in left.programmer.names().items()}
 
     def close(self) -> None:
-        """Flows go on as programmed; the next agent lets them drain."""
+        """Close all modes; flows continue as programmed, and the next agent drains them."""
         self._stop.set()
         for name in list(self._left):
             self.release(name)

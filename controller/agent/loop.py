@@ -71,7 +71,7 @@ class _LinksChanged:
 
 
 class _MayHaveDrifted:
-    """The kernel reports that others may have changed something of ours."""
+    """The kernel reports that another program may have changed our objects."""
 
 
 @dataclass(slots=True)
@@ -82,12 +82,12 @@ class _Stop:
 
 
 class _OtherModeStopped:
-    """Another mode takes no new flows any more, or is gone."""
+    """A former mode accepts no new flows any more, or was removed."""
 
 
 @dataclass(slots=True)
 class _Drained:
-    """The last flow of a mode that was left is over, or its time is."""
+    """The last flow of a former mode is over, or its time to drain."""
 
     mode: str
 
@@ -102,7 +102,7 @@ class _Fatal:
 
 @dataclass(slots=True)
 class _ConfigChanged:
-    """The configuration file is another, or cannot be used."""
+    """The configuration file was changed, and may be unusable."""
 
     found: Loaded | ConfigError
 

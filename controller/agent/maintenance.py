@@ -20,11 +20,11 @@ from hybrid_proxy.dataplane.mode import Programmer
 log = logging.getLogger(__name__)
 
 MAINTAIN_SECONDS: Final = 1.0
-CHECK_SECONDS: Final = 0.5  # between two glances at whether others removed something of ours
+CHECK_SECONDS: Final = 0.5  # between two checks for drift
 
 
 class Maintenance:
-    """Called by the loop, whenever it turns."""
+    """Maintains the open mode; the loop calls `run` at every turn."""
 
     def __init__(
         self, mode: ActiveMode, health: Health, events: Recorder, *, clock: Callable[[], float] = time.monotonic
@@ -39,18 +39,18 @@ class Maintenance:
 
     @property
     def due(self) -> float:
-        """When `run` has something to do, by the clock."""
+        """The time of the next work for `run`, by the clock."""
         return min(self._maintain_at, self._check_at)
 
     def mode_opened(self) -> None:
-        """Another mode counts its repairs from 0."""
+        """Start from 0: another mode was opened, with its own count of repairs."""
         self._repairs = 0
 
     def hurry(self) -> None:
         self._maintain_at = 0.0
 
     def run(self) -> bool:
-        """Do what is due, also before the first table, for what the mode adopted; whether the mode was maintained."""
+        """Do what is due, also before the first table, for adopted objects. Returns True if the mode was maintained."""
         if self._clock() >= self._check_at:
             self._check_at = self._clock() + CHECK_SECONDS
             if self._may_have_drifted():
@@ -86,7 +86,7 @@ class Maintenance:
         self._report_repairs(programmer)
 
     def _report_repairs(self, programmer: Programmer) -> None:
-        """To the cluster; the mode has logged what it was."""
+        """Report repairs to the cluster; the mode has logged the details."""
         repairs = programmer.audit_repairs
         if repairs > self._repairs:
             self._events.of_node(

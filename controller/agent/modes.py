@@ -1,4 +1,4 @@
-"""Which mode serves this node: the one that was asked for, or the next that works here, and why."""
+"""Chooses the mode that serves this node: the requested one, or the next that works here, and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 DRAIN_SECONDS: Final = 3.0
 POLL_SECONDS: Final = 0.2
 REPORT_SECONDS: Final = 10.0
-MAX_FLOWS: Final = 10_000  # looked at for those that are open
+MAX_FLOWS: Final = 10_000  # the most that are read to find those that are open
 
 # What is tried, in this order, for each mode that can be asked for. A node without conntrack has mode ebpf alone, one
 # without x_tables has no iptables.
@@ -71,7 +71,7 @@ def hold_namespace() -> Iterator[None]:
 
 
 def open_mode(name: str) -> Mode:
-    """What the mode's folder offers.
+    """Returns the `MODE` of a mode's folder.
 
     Raises:
         Unsupported: there is no such folder, or its code or a library that it needs cannot be loaded.
@@ -119,7 +119,7 @@ def open_first(
         options: for the mode.
         wake: for the mode.
         strict: refuse instead of falling back; `auto` is still free to choose.
-        failed: modes that opened here and then could not do what is asked of them, with the reason.
+        failed: modes that opened here and then could not serve the first table, with the reason.
         release: called with the name of each mode before it is opened.
 
     Raises:
@@ -158,21 +158,21 @@ def take_over(
     report: Callable[[str], None] = log.info,
     drained: Collection[str] = (),
 ) -> threading.Timer | None:
-    """Let the mode at work serve alone, without a connection that fails for it; called when it serves.
+    """Let the effective mode serve alone, without a failed connection; called when it serves.
 
-    Modes that rely on conntrack hand their flows to each other there, so what another left goes at once. Under a mode
-    without it flows of others get the time that short connections need to end, and so do those of a mode that has
-    its own (`Mode.drain`); what that leaves to do is done by a thread.
+    Between modes that translate by conntrack flows continue there, so former modes are removed at once. Under a mode
+    without conntrack, and for a mode with flows of its own (`Mode.drain`), a thread removes them after the time that
+    short connections need to end.
 
     Args:
-        effective: the mode at work.
+        effective: the mode that serves.
         options: for the modes.
-        alone: called each time that others take no new flows any more, or are gone; from a thread, the second time.
+        alone: called each time that former modes have stopped accepting flows; from a thread, the second time.
         report: called with a message for each mode that had something here.
-        drained: modes that are left alone, because they drain.
+        drained: modes that are not removed, because they drain.
 
     Returns:
-        What is left to do, to be cancelled when another mode takes over before it is done.
+        The timer of the removal, to be cancelled when another mode takes over before that.
     """
     others = tuple(name for name in left_here(effective, options) if name not in drained)
     later = others if not open_mode(effective).conntrack else tuple(name for name in others if _drained(name, options))
@@ -195,7 +195,7 @@ def take_over(
 
 
 def forget_connections(effective: str, *, closing: bool = False) -> None:
-    """Under a mode that does not translate by conntrack, let that forget connections that are over.
+    """Delete conntrack entries of closed connections, under a mode that does not translate by conntrack.
 
     New ones may have the same ports at both ends, and would be taken for these when conntrack is at work again.
     `closing`: those too that only wait for their last segment, because no rule translates it any more.
@@ -207,7 +207,7 @@ def forget_connections(effective: str, *, closing: bool = False) -> None:
 
 
 def left_here(effective: str, options: Options) -> tuple[str, ...]:
-    """Other modes that may have left something in this network namespace.
+    """Returns the other modes that may have left something in this network namespace.
 
     They are looked for by name: code of a mode that is not used here is 5 MB in an agent that has 150.
     """
@@ -215,7 +215,7 @@ def left_here(effective: str, options: Options) -> tuple[str, ...]:
 
 
 def remembered(name: str, table: ServiceTable, options: Options) -> list[Remembered]:
-    """Where a mode that was left sends clients of the table's services. A failure is logged: they get any backend."""
+    """Returns where a former mode sends clients of the table's services. A failure is logged: they get any backend."""
     try:
         view = open_mode(name).look(options, {})
         if view is None:
@@ -228,7 +228,7 @@ def remembered(name: str, table: ServiceTable, options: Options) -> list[Remembe
 
 
 def outlived(name: str, effective: str) -> bool:
-    """Whether flows of the mode `name` go on when everything of it is removed, and `effective` serves.
+    """True if flows of the mode `name` continue when everything of it is removed, and `effective` serves.
 
     They do where both translate by conntrack, and the mode has nothing else that its flows need.
     """
@@ -255,7 +255,7 @@ def collect(options: Options, report: Callable[[str], None] = log.info) -> None:
 
 
 def drain_modes(options: Options, seconds: float, report: Callable[[str], object] = log.info) -> float:
-    """Before everything of ours goes: who else serves here gets the new flows, and open ones may end.
+    """Drain all modes before their removal: another proxy gets the new flows, and open ones may end.
 
     Only modes that have flows of their own need it (`Mode.drain`); with others open flows go on in conntrack.
 
@@ -333,7 +333,7 @@ def _drained(name: str, options: Options) -> bool:
 
 
 def clean_others(effective: str, names: tuple[str, ...], options: Options) -> dict[str, int]:
-    """Remove what other modes of ours left here; how many things went, by mode.
+    """Remove everything of our other modes. Returns the number of removed objects, by mode.
 
     A failure is logged, and the next mode is cleaned all the same.
     """

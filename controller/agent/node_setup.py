@@ -1,4 +1,4 @@
-"""What kube-proxy does to a node when it starts, and so do we: connection tracking, and our place when memory is short.
+"""Sets what kube-proxy sets on a node at its start: connection tracking, and the agent's OOM score.
 
 Nothing here is needed to serve, so a setting that fails is only logged. kube-proxy ends where it cannot set
 connection tracking.
@@ -45,13 +45,13 @@ def conntrack_settings(conntrack: Conntrack) -> dict[str, str]:
 
 
 def prepare(config: Config) -> None:
-    """Set what the configuration wants, once a mode serves: what cannot start changes nothing.
+    """Apply the node settings of the configuration, once a mode serves: an agent that cannot start changes nothing.
 
     Where connection tracking is not loaded, nothing of it can be set; where a kube-proxy serves the other Services,
     it sets that.
     """
     if config.settings.proxy_name or read(PREFIX + "tcp_timeout_established") is None:
-        return  # beside a kube-proxy these settings are its own
+        return  # a kube-proxy alongside sets these
     wanted = conntrack_settings(config.conntrack)
     limit = conntrack_limit(config.conntrack, os.cpu_count() or 1)
     if limit and _is_whole_machine():
@@ -64,7 +64,7 @@ def prepare(config: Config) -> None:
 
 
 def set_oom_score(wanted: int) -> None:
-    """Of this process, if it stays: `--init-only` does not.
+    """Set the OOM score of this process, if it stays: `--init-only` does not.
 
     Lowering it needs a right that few agents have.
     """

@@ -38,7 +38,7 @@ MOST: Final = 200  # events, and rows of everything but names
 
 
 class Notebook:
-    """Of one agent, in its loop's thread.
+    """Writes the memory file of one agent, in its loop's thread.
 
     `why` will be the last words, `opened` is whether a mode was opened, `unprogrammed` what the last sync left out.
     """
@@ -66,7 +66,7 @@ class Notebook:
 
     @property
     def former(self) -> Memory | None:
-        """What the agent before this one knew: it holds until this one has programmed its first table."""
+        """The former agent's memory; None when this agent has programmed its first table."""
         self._recall()
         return self._known if self._syncer.ready_seconds is None else None
 
@@ -77,7 +77,7 @@ class Notebook:
         return self._known.names if self._known else {}
 
     def events_before(self) -> list[PacketEvent]:
-        """Those that the mode at work does not know, with numbers up to 0."""
+        """Returns the events of former agents and modes, with numbers up to 0."""
         self._recall()
         self._collect()
         return [replace(row, number=number) for number, row in enumerate(self._before, 1 - len(self._before))]

@@ -18,14 +18,14 @@ SECONDS: Final = 60.0
 
 
 class OtherProxiesWatcher:
-    """The result of the last look is in `warnings`; each new one is logged and reported once.
+    """Holds the result of the last search in `warnings`; each new warning is logged and reported once.
 
-    `settled` is set when the first table is programmed and what another mode of ours left is removed. Before that, such
-    a mode is not another proxy: it serves until then.
+    `settled` is set when the first table is programmed and former modes are removed. Before that, such a mode is not
+    another proxy: it serves until then.
 
-    `drains` returns the modes that were left and still have flows.
+    `drains` returns the former modes that still have flows.
     `report` is called with each new warning, from the thread.
-    `beside`: this agent serves only some Services, beside a kube-proxy.
+    `beside`: this agent serves only some Services, alongside a kube-proxy.
     """
 
     def __init__(

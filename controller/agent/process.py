@@ -82,7 +82,7 @@ def begin_fast() -> None:
 
 
 def settle_down() -> None:
-    """After the first table: the collector need not look at it again, and memory that decoding needed goes back."""
+    """After the first table: the collector need not scan it again, and memory that decoding needed goes back."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)

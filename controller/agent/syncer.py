@@ -1,4 +1,4 @@
-"""When a service table is built and programmed: a state machine.
+"""Builds service tables, and has each programmed when that is due: a state machine.
 
 Whether this node is up to date is decided in this file and nowhere else. `TRANSITIONS` has every state and what can
 happen in it. Something that is not in the table cannot happen; if it does, a KeyError shows the defect.
@@ -58,7 +58,7 @@ MAX_PENDING: Final = 10_000  # changes in one sync whose latency is measured
 
 
 class State(Enum):
-    """How the node stands to what is known of the cluster."""
+    """The node compared with the known state of the cluster."""
 
     LISTING = auto()  # some kind of objects was never listed, so nothing may be programmed
     PENDING = auto()  # something is known that is not programmed
@@ -140,12 +140,12 @@ class Syncer:
 
     @property
     def waits(self) -> bool:
-        """Whether the next sync is only a matter of time; until then more events make no difference."""
+        """True if the next sync is only a matter of time; until then more events make no difference."""
         return self.state in (State.PENDING, State.RETRYING)
 
     @property
     def due(self) -> float:
-        """When the next sync may begin, by the clock; infinity when nothing waits for one."""
+        """The earliest time of the next sync, by the clock; infinity when nothing waits for one."""
         match self.state:
             case State.PENDING:
                 return self._rested_at
@@ -180,7 +180,7 @@ class Syncer:
         self._health.node(here.eligible if here else True if self.cluster.unread("Node") else None)
 
     def hand_over(self) -> None:
-        """Leave new flows of Services that moved to the proxy beside us, when it has had the time to program them.
+        """Leave new flows of moved Services to the proxy alongside, when it has had the time to program them.
 
         Until then both serve them. So no client finds a moment in which nobody does.
         """

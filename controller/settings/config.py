@@ -85,7 +85,7 @@ class Config(msgspec.Struct, frozen=True):
 
 
 def needs_reopening(old: Config, new: Config) -> bool:
-    """Whether the mode must be opened anew. Other differences only change the table.
+    """True if the mode must be reopened. Other differences only change the table.
 
     How pods are recognized and the masquerade bit are built into programs and rules when a mode is opened. The
     settings that have an influence on these have the effect REOPENS in `controller.settings.documents`.
@@ -119,7 +119,7 @@ def from_flags(flags: Mapping[str, Any]) -> Config:
 
 
 def resolve(given: Given) -> Config:
-    """What the settings come to.
+    """Combine all settings into one configuration.
 
     Raises:
         ConfigError: names everything that is wrong: flag, or file and field, its value and what is possible.

@@ -29,7 +29,7 @@ from hybrid_proxy.controller.settings.given import Given, shown
 from hybrid_proxy.dataplane.errors import told
 from hybrid_proxy.dataplane.settings import RESTART
 
-LOOK: Final = 1.0  # seconds between two looks at the file where changes are not reported
+LOOK: Final = 1.0  # seconds between two reads of the file where changes are not reported
 SETTLE: Final = 0.03  # seconds
 _VERSION: Final = re.compile(r"(?P<group>[a-z0-9.]{1,63})/(?P<version>v[0-9]{1,3}((alpha|beta)[0-9]{1,3})?)")
 _MAX_FILE: Final = 1 << 20  # bytes; the API's limit for a ConfigMap
@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a changed file comes to.
+    """The consequences of a changed file.
 
     `now` takes effect at once, `applied` are the fields that are different in it, `waiting` those that wait for the
     next start.
@@ -59,7 +59,7 @@ class Change(NamedTuple):
 
 
 def load(path: Path, flags: Mapping[str, Any]) -> Loaded:
-    """The configuration of a file, and of the flags that count beside it.
+    """Load the configuration of a file, and of the flags that count with it.
 
     Raises:
         ConfigError: names file, field and value.
@@ -75,7 +75,7 @@ def load(path: Path, flags: Mapping[str, Any]) -> Loaded:
 
 
 def read(content: bytes, name: str, flags: Mapping[str, Any]) -> Loaded:
-    """The same, of a file's content; `name` stands in errors."""
+    """Load the configuration of a file's content; `name` stands in errors."""
     given = Given(name)
     for kind, value in _documents_of(content, given).items():
         _take(DOCUMENTS[kind], value, kind, given)
@@ -208,7 +208,7 @@ def _settled(path: Path, stop: threading.Event) -> bytes | None:
 
 
 def change(old: Loaded, new: Loaded) -> Change:
-    """What of a new configuration takes effect now, and what waits for a restart.
+    """Divide a new configuration into what takes effect now, and what waits for a restart.
 
     Raises:
         ConfigError: fields that wait and fields that do not are impossible together.

@@ -124,7 +124,7 @@ _ALL: Final = "Replace the source address of everything that is sent to a Cluste
 # Every setting has one shape: name and type, description, form, flag and effect, default.
 # fmt: off
 class ClientConnection(Section, frozen=True):
-    """How the API server is reached."""
+    """The connection to the API server."""
 
     kubeconfig: Annotated[str, define(
         "File with the API server's address and credentials; without it and `--master`: the pod's service account",
@@ -165,7 +165,7 @@ class LoggingOptions(Section, frozen=True):
 
 
 class Logging(Section, frozen=True):
-    """What is logged (component-base's LoggingConfiguration)."""
+    """The log (component-base's LoggingConfiguration)."""
 
     format: Annotated[str, define(
         "`text` for people, or `json`, one object per line", choice("text", "json"), "logging-format", group=LOG,
@@ -185,7 +185,7 @@ class Logging(Section, frozen=True):
 
 
 class IPTables(Section, frozen=True):
-    """Of the modes iptables, ebpf and userspace (and auto), and kube-proxy's for mode ipvs, too."""
+    """Settings of the modes iptables, ebpf and userspace (and auto), and kube-proxy's for mode ipvs, too."""
 
     masquerade_bit: Annotated[int, define(
         _BIT, integer(0, 31, "BIT"), "iptables-masquerade-bit", REOPENS, NODE
@@ -202,7 +202,7 @@ class IPTables(Section, frozen=True):
 
 
 class IPVS(IpvsOptions, frozen=True):
-    """Of mode ipvs."""
+    """Settings of mode ipvs."""
 
     sync_period: Annotated[float, of_ipvs(
         "As `iptables.syncPeriod`", seconds(positive=True), "ipvs-sync-period", zero=True,
@@ -215,7 +215,7 @@ class IPVS(IpvsOptions, frozen=True):
 
 
 class NFTables(Section, frozen=True):
-    """Of mode nftables; without a file the flags of the iptables section count."""
+    """Settings of mode nftables; without a file the flags of the iptables section count."""
 
     masquerade_bit: Annotated[int, of_nftables(
         "As `iptables.masqueradeBit`", integer(0, 31), "iptables-masquerade-bit", REOPENS
@@ -232,7 +232,7 @@ class NFTables(Section, frozen=True):
 
 
 class Winkernel(Section, frozen=True):
-    """Of kube-proxy for Windows."""
+    """Settings of kube-proxy for Windows."""
 
     network_name: Annotated[str, define("Windows", TEXT, unused=_WINDOWS)] = ""
     source_vip: Annotated[str, define("Windows", TEXT, unused=_WINDOWS)] = ""
@@ -285,7 +285,7 @@ class Conntrack(Section, frozen=True):
 
     @property
     def flow_timeouts(self) -> FlowTimeouts:
-        """The same for flows that programs of ours track: they have no value that 0 could leave as it is."""
+        """The timeouts of flows that a mode tracks itself: there 0 stands for the default."""
         return FlowTimeouts(
             self.tcp_established_timeout or _TIMEOUTS.tcp_established,
             self.tcp_close_wait_timeout or _TIMEOUTS.tcp_close_wait,
@@ -295,7 +295,7 @@ class Conntrack(Section, frozen=True):
 
 
 class KubeProxyConfiguration(Section, frozen=True):
-    """What kube-proxy reads: kubeproxy.config.k8s.io/v1alpha1."""
+    """The settings that kube-proxy reads: kubeproxy.config.k8s.io/v1alpha1."""
 
     api_version: str = "kubeproxy.config.k8s.io/v1alpha1"
     kind: str = KUBE_PROXY
@@ -375,7 +375,7 @@ class KubeProxyConfiguration(Section, frozen=True):
 
 
 class ExternalIPs(Section, frozen=True):
-    """Which external IPs of Services are served, where the gate AllowServiceExternalIPs leaves them on."""
+    """The external IPs of Services that are served, where the gate AllowServiceExternalIPs leaves them on."""
 
     allowed_cidrs: Annotated[tuple[str, ...], define(
         "Serve external IPs in these ranges only; a family without a range has none. Empty: all", CIDRS,

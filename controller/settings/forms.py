@@ -16,7 +16,7 @@ from hybrid_proxy.dataplane.table import family_of
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a server listens; port 0: at its usual one."""
+    """The address of a server; port 0: its usual one."""
 
     address: str
     port: int = 0

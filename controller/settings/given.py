@@ -1,4 +1,4 @@
-"""PURE. What the command line and a file set: values by setting, where each stands, and what is wrong with them."""
+"""PURE. The values that the command line and a file give to settings, their origins, and their problems."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Given:
         return self.values.get(row.key, row.default)
 
     def called(self, key: str) -> str:
-        """Where a setting is, or could be, set: file and field, or flag."""
+        """Returns the place where a setting is, or could be, set: file and field, or flag."""
         if key in self.origins:
             return self.origins[key][0]
         if self.file:
@@ -66,7 +66,7 @@ class Given:
         return " ".join(self.origins.get(key, (self.called(key),)))
 
     def with_values(self, values: Mapping[str, Any]) -> Given:
-        """The same settings with other values for some of them; warnings and problems stay behind."""
+        """Returns the same settings with other values for some of them, without warnings and problems."""
         made = Given(self.file)
         made.values, made.origins = {**self.values, **values}, self.origins
         return made
@@ -145,12 +145,12 @@ class Given:
         self._problems.append(_Problem("", message, ""))
 
     def excuse(self) -> None:
-        """What was wrong until now becomes a warning; the defaults are used."""
+        """Turn all problems into warnings; the defaults are used."""
         self.warnings += [f"{problem.message}; the default is used" for problem in self._problems if problem.key]
         self._problems = [problem for problem in self._problems if not problem.key]
 
     def problems(self, mode: str) -> list[str]:
-        """What is wrong in a mode; what only another mode needs becomes a warning, as kube-proxy has it."""
+        """Returns the problems of a mode; those that only another mode has become warnings, as in kube-proxy."""
         found: dict[str, None] = {}
         for problem in self._problems:
             if problem.mode in ("", mode):

@@ -28,11 +28,9 @@ NOT_YET = frozenset(
     {
         "bpf",
         "controller",
-        "controller/agent",
         "controller/commands",
         "controller/commands/doctor",
         "controller/kubernetes",
-        "controller/settings",
         "dataplane/kernel",
         "dataplane/modes/ebpf",
         "dataplane/modes/ebpf/ejection",
