@@ -29,12 +29,11 @@ import msgspec
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.terminal import encoded, print_value, say
 from hybrid_proxy.controller.commands.tools import run_tool
-from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events, without_agent
+from hybrid_proxy.controller.commands.views import Agent, agent_at
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.redact import redact
-from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask, socket_path
+from hybrid_proxy.controller.serving.admin import socket_path
 from hybrid_proxy.controller.serving.memory import memory_path, recall
-from hybrid_proxy.controller.serving.protocol import AgentStatus, EventsAnswer, GetEvents, GetStatus, StatusAnswer
 from hybrid_proxy.dataplane.errors import DataplaneError, told
 
 TOOL_SECONDS: Final = 5.0
@@ -84,7 +83,7 @@ SETTINGS: Final = (
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """What `bundle` wrote.
+    """The archive that `bundle` wrote.
 
     Attributes:
         file: The archive; only root may read it.
@@ -180,40 +179,34 @@ def _write(path: Path, contents: dict[str, bytes], missing: dict[str, str]) -> i
 # The parts
 
 
-class _Agent(NamedTuple):
-    """What one look told of the agent: its status, or why it gave none. The process may be gone."""
+class _Process(NamedTuple):
+    """The agent's process, which may be gone."""
 
-    status: AgentStatus | None
-    error: ControllerError | None
     pid: int
     argv: list[str]
 
 
-def _agent(args: argparse.Namespace) -> _Agent:
+def _process(args: argparse.Namespace) -> _Process:
     memory = recall(memory_path(args.admin_socket))
-    pid, argv = (memory.pid, memory.argv) if memory else (0, [])
     with contextlib.suppress(OSError):
         pid = _listener(args)
-        argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-    try:
-        status = ask(args.admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status
-    except ControllerError as error:
-        return _Agent(None, error, pid, argv)
-    return _Agent(status, None, pid, argv)
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        return _Process(pid, command.rstrip("\0").split("\0"))
+    return _Process(memory.pid, memory.argv) if memory else _Process(0, [])
 
 
 def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
-    agent = _agent(args)
+    process, agent = _process(args), agent_at(args.admin_socket, args.pin_root)
     yield "versions/hybrid-proxy.json", _versions
-    yield "agent/status.json", lambda: _json(_status(args, agent))
-    yield "agent/drops.json", lambda: _json(_drops(args, agent))
-    yield "agent/command-line.txt", lambda: " ".join(_known(agent.argv))
-    yield "agent/configuration.yaml", lambda: _configuration(agent.argv)
-    yield "agent/log.txt", lambda: _log(agent.pid)
+    yield "agent/status.json", lambda: _json(agent.known())
+    yield "agent/drops.json", lambda: _json({"events": agent.events()})
+    yield "agent/command-line.txt", lambda: " ".join(_known(process.argv))
+    yield "agent/configuration.yaml", lambda: _configuration(process.argv)
+    yield "agent/log.txt", lambda: _log(process.pid)
     yield "doctor.json", lambda: _doctor(args, agent)
-    yield "dataplane/services.json", lambda: _json(_listed(args, agent, "services"))
-    yield "dataplane/backends.json", lambda: _json(_listed(args, agent, "backends"))
-    yield "dataplane/flows.json", lambda: _flows(args, agent)
+    yield "dataplane/services.json", lambda: _json(_listed(agent, "services"))
+    yield "dataplane/backends.json", lambda: _json(_listed(agent, "backends"))
+    yield "dataplane/flows.json", lambda: _flows(agent)
     yield "kernel/settings.txt", _settings
     for name, path in FILES.items():
         yield name, partial(Path(path).read_text, errors="replace")
@@ -256,21 +249,6 @@ def _listener(args: argparse.Namespace) -> int:
     return int.from_bytes(peer[:4], sys.byteorder)
 
 
-def _status(args: argparse.Namespace, agent: _Agent) -> object:
-    """As `status -o json` has it, with an agent or without."""
-    if isinstance(agent.error, UnansweredError):
-        return without_agent(args.admin_socket, args.pin_root, agent.error)
-    if agent.error is not None:
-        raise agent.error
-    return agent.status
-
-
-def _drops(args: argparse.Namespace, agent: _Agent) -> object:
-    if isinstance(agent.error, UnansweredError):
-        return {"events": remembered_events(args.admin_socket, agent.error)[1]}
-    return ask(args.admin_socket, GetEvents(0), EventsAnswer)
-
-
 def _known(argv: Sequence[str]) -> Sequence[str]:
     if not argv:
         raise ControllerError("no agent runs here, and none has left its command line")
@@ -303,31 +281,25 @@ def _log(pid: int) -> str:
     return text
 
 
-def _doctor(args: argparse.Namespace, agent: _Agent) -> str:
+def _doctor(args: argparse.Namespace, agent: Agent) -> str:
     from hybrid_proxy.controller.commands.doctor.checks import diagnose, node_findings
-    from hybrid_proxy.controller.commands.doctor.look import Answered, at_node
+    from hybrid_proxy.controller.commands.doctor.node import at_node
 
     began = time.monotonic()
-    node = at_node(args, Answered(agent.status, agent.error))
+    node = at_node(agent, args.cgroup)
     if node.here is not None:
         node.here.close()
     return _json(diagnose("node", list(node_findings(node.facts)), seconds=time.monotonic() - began))
 
 
-def _programmed(args: argparse.Namespace, agent: _Agent, *, draining: bool = False) -> Programmed:
-    if agent.error is not None:
-        return as_left(args.admin_socket, args.pin_root, agent.error)
-    return programmed(args.admin_socket, args.pin_root, draining=draining)
-
-
-def _listed(args: argparse.Namespace, agent: _Agent, what: str) -> list[object]:
-    with contextlib.closing(_programmed(args, agent)) as here:
+def _listed(agent: Agent, what: str) -> list[object]:
+    with contextlib.closing(agent.programmed()) as here:
         return [*(here.services() if what == "services" else here.backends())]
 
 
-def _flows(args: argparse.Namespace, agent: _Agent) -> str:
+def _flows(agent: Agent) -> str:
     """How many there are, by service, backend and state: a list of clients is not needed to see what is wrong."""
-    with contextlib.closing(_programmed(args, agent, draining=True)) as here:
+    with contextlib.closing(agent.programmed(draining=True)) as here:
         rows, total = here.flows(MOST_FLOWS)
     counts = Counter((row.mode, row.service, row.protocol, row.backend, row.state) for row in rows)
     names = ("mode", "service", "protocol", "backend", "state")

@@ -27,7 +27,7 @@ CUT: Final = "…"
 
 
 class Tone(StrEnum):
-    """How a text judges what it says; the value selects the colour (SGR)."""
+    """A judgement that a text carries; the value selects the colour (SGR)."""
 
     PLAIN = ""
     GOOD = "32"
@@ -38,7 +38,7 @@ class Tone(StrEnum):
 
 
 class Screen(NamedTuple):
-    """Where a table is shown. Without a width (a pipe, a file) every row is one line of any length."""
+    """The place where a table is shown. Without a width (a pipe, a file) every row is one line of any length."""
 
     width: int | None = None
     colours: bool = False
@@ -139,7 +139,7 @@ def layout(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen, 
 
 
 def fits(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen) -> bool:
-    """Whether the columns that always stay have room."""
+    """Return whether the columns that always stay have room."""
     stay = [column for column in columns if not (column.wide or column.leave)]
     places = [place for column in stay if (place := _place(column, rows, screen)) is not None]
     return screen.width is None or _taken(places) <= screen.width
@@ -175,7 +175,7 @@ def _place(column: Column[Any], rows: Iterable[Any], screen: Screen) -> _Place |
 
 
 def _cells(value: Value, screen: Screen) -> list[Cell]:
-    """The lines of a value. No text of somebody else contains an escape sequence for the terminal after this."""
+    """The lines of a value. No foreign text contains an escape sequence for the terminal after this."""
     match value:
         case None:
             return [Cell(UNKNOWN)]

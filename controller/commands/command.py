@@ -1,4 +1,4 @@
-"""What the parsers of all commands share: the values of the registry, the parser class, and flags with one meaning.
+"""The parts that all commands share: the values of the registry, the parser class, and flags with one meaning.
 
 The registry has a command's name and its line of help. Its module, with the flags and the work, is imported when the
 command is typed: `explain` is run a hundred times in a script and must start at once.
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class Registry(NamedTuple):
-    """What a package adds to the command line. An entry of a later package replaces one with the same name."""
+    """Commands that a package adds to the command line. An entry of a later package replaces one with the same name."""
 
     entries: Sequence[Entry]
     pod_address: PodAddress | None = None  # resolves `--from pod/NAME`

@@ -228,7 +228,7 @@ def _lines(packet: Any, verdict: Any) -> list[str]:
 
 
 def _config_of(flags: dict[str, Any]) -> Config:
-    """Of flags, or of a file and the flags that count beside it."""
+    """Return the configuration of flags, or of a file and the flags that count with one."""
     if not flags["config"]:
         return from_flags(flags)
     from hybrid_proxy.controller.settings.configfile import load

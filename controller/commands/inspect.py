@@ -33,11 +33,9 @@ from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ExplainAnswers,
     GetNames,
-    GetStatus,
     NamesAnswer,
     RunExplain,
     StartingAnswer,
-    StatusAnswer,
 )  # fmt: skip
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
@@ -66,7 +64,7 @@ def _list(look: _Look, args: argparse.Namespace) -> int:
 
 
 class _Found(NamedTuple):
-    """What a look at the node found."""
+    """The rows that were read on the node, with their columns."""
 
     rows: Sequence[Any]
     columns: Sequence[Column[Any]]
@@ -164,19 +162,22 @@ def _show_modes(args: argparse.Namespace) -> int:
 def _show_status(args: argparse.Namespace) -> int:
     """The status; the exit code is 1 where no agent answers, and with --exit-code where the node is not in sync."""
     from hybrid_proxy.controller.commands import status as text
+    from hybrid_proxy.controller.commands.views import agent_at
 
-    try:
-        status = ask(args.admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status
-    except UnansweredError as error:
-        return _show_without_agent(args, error)
-    with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
-        status = _with_quiet_flows(args, status) if status.draining else status
-        status = _with_former(args, status) if status.starting else status
+    status = agent_at(args.admin_socket, args.pin_root).known()
+    if isinstance(status, AgentStatus):
+        with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
+            status = _with_quiet_flows(args, status) if status.draining else status
+            status = _with_former(args, status) if status.starting else status
     if args.output in ("json", "yaml"):
         print_value(args.output, status)
-    else:
+    elif isinstance(status, AgentStatus):
         print_lines(text.lines(status, screen(), time.time(), wide=args.output == "wide"))
-    return int(args.exit_code and text.verdict(status) is text.Verdict.NOT_IN_SYNC)
+    else:
+        print_lines(text.lines_without_agent(status, screen(), time.time()))
+    if isinstance(status, AgentStatus):
+        return int(args.exit_code and text.verdict(status) is text.Verdict.NOT_IN_SYNC)
+    return 1
 
 
 def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentStatus:
@@ -198,19 +199,6 @@ def _with_former(args: argparse.Namespace, status: AgentStatus) -> AgentStatus:
 
     starting = StartingError(StartingAnswer(status.pid, status.starting, status.uptime_seconds))
     return msgspec.structs.replace(status, former=without_agent(args.admin_socket, args.pin_root, starting))
-
-
-def _show_without_agent(args: argparse.Namespace, error: UnansweredError) -> int:
-    """No agent: what is programmed may still carry traffic."""
-    from hybrid_proxy.controller.commands import status as text
-    from hybrid_proxy.controller.commands.views import without_agent
-
-    status = without_agent(args.admin_socket, args.pin_root, error)
-    if args.output in ("json", "yaml"):
-        print_value(args.output, status)
-    else:
-        print_lines(text.lines_without_agent(status, screen(), time.time()))
-    return 1
 
 
 def _say(note: str) -> None:

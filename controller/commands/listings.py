@@ -30,7 +30,7 @@ Row = TypeVar("Row", bound=Listed)
 
 
 class Change(msgspec.Struct, Generic[Row], frozen=True):
-    """What `--watch` saw: a row that came (at first all that are there), that is not as it was, or that went."""
+    """A change that `--watch` saw: a row that is new (at first all are), that is not as it was, or that was removed."""
 
     event: Literal["added", "changed", "gone"]
     row: Row
@@ -103,7 +103,7 @@ def mode_columns() -> tuple[Column[ModeRow], ...]:
 
 
 def changes(before: Sequence[Row], now: Sequence[Row], columns: Sequence[Column[Row]]) -> Iterator[Change[Row]]:
-    """What is different now. Values of live columns and of hidden ones make no difference."""
+    """Return what is different now. Values of live columns and of hidden ones make no difference."""
     judged = [column for column in columns if not (column.live or column.wide)]
     former = {_key(row): row for row in before}
     for row in now:
@@ -126,7 +126,7 @@ def _key(row: Listed) -> tuple[object, ...]:
 
 
 def change_columns(columns: Sequence[Column[Row]]) -> tuple[Column[Change[Row]], ...]:
-    """The same columns for rows that change; the state of one that went is `gone`."""
+    """Return these columns for rows that change; the state of a row that was removed is `gone`."""
     return tuple(_of_change(column) for column in columns)
 
 
@@ -167,7 +167,7 @@ _COUNTS: Final[tuple[Column[ServiceRow | BackendRow], ...]] = (
 
 
 def service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
-    """Whether new connections are served, and where not, what happens to them."""
+    """Tell whether new connections are served, and where not, what happens to them."""
     if not row.backends and not row.local_backends:
         return Cell(f"no backends: {row.when_empty}s" if row.when_empty else "no backends", Tone.BAD)
     ipv6 = any(frontend.startswith("[") for frontend in row.frontends)

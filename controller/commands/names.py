@@ -1,4 +1,4 @@
-"""PURE. Which service somebody meant: names that were typed, against those that are known."""
+"""PURE. Finds the service that somebody meant: compares names that were typed with those that are known."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Asked(NamedTuple):
     namespace: str | None = None
 
     def has(self, name: str | None) -> bool:
-        """Whether a service port, by its name, is one that was asked for."""
+        """Return whether a service port, by its name, is one that was asked for."""
         if self.service is None and self.namespace is not None:
             return name is not None and name.startswith(f"{self.namespace}/")
         return belongs(name, self.service)
 
 
 def asked_for(service: str | None, namespace: str | None = None) -> Asked:
-    """What `NAME -n NAMESPACE` means: `default/web`, `web -n default` and `default/web -n default` mean the same.
+    """Resolve `NAME -n NAMESPACE`: `default/web`, `web -n default` and `default/web -n default` mean the same.
 
     Raises:
         ConfigError: the two name different namespaces.
@@ -58,7 +58,7 @@ def asked_for(service: str | None, namespace: str | None = None) -> Asked:
 
 
 def checked(asked: Asked, known: Iterable[str | None]) -> Asked:
-    """The same, if a known service port (`namespace/name:port`) belongs to it.
+    """Return it unchanged if a known service port (`namespace/name:port`) belongs to it.
 
     Raises:
         UnknownName: none does; it suggests what is similar.

@@ -27,7 +27,7 @@ EVENT: Final = 52
 
 
 def event_columns(screen: Screen, rows: Sequence[PacketEvent], now: float | None) -> list[Column[PacketEvent]]:
-    """For a list of what has happened until now, with ages; None: for what happens, with the times of day.
+    """Return columns for events of the past with their ages; `now` None: for those to come, with the times of day.
 
     Where the screen is too narrow for such rows, the packet is in a line of its own.
     """

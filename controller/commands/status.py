@@ -1,4 +1,4 @@
-"""PURE. What `status` tells people: a verdict first, then what is wrong, then what serves. `-o wide` adds the maps."""
+"""PURE. Writes the lines of `status`: a verdict, what is wrong, then what serves. `-o wide` adds the maps."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "ve
 NEARLY_FULL: Final = 0.9
 LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
 FIRST: Final = 3  # reasons in the first line, names in a list
-SEVERAL: Final = ("configuration", "last sync failed")  # errors of ours, which may have several lines
+SEVERAL: Final = ("configuration", "last sync failed")  # our own errors, which may have several lines
 
 
 class Verdict(Enum):
     """The first words of `status`, and how they are shown."""
 
     OK = "OK", Tone.GOOD
-    DRAINED = "DRAINED", Tone.WARN  # all is well, and load balancers are told to send nothing
+    DRAINED = "DRAINED", Tone.WARN  # all is well, and health checks keep load balancers away
     DEGRADED = "DEGRADED", Tone.WARN  # it serves what the cluster has, and something is wrong
     NOT_IN_SYNC = "NOT IN SYNC", Tone.BAD  # it does not serve what the cluster has
 
@@ -52,7 +52,7 @@ class Trouble(NamedTuple):
 
 
 def verdict(status: AgentStatus) -> Verdict:
-    """Whether everything is well."""
+    """Judge the whole status."""
     return _worst(troubles(status))
 
 
@@ -62,7 +62,7 @@ def _worst(found: Iterable[Trouble]) -> Verdict:
 
 
 def troubles(status: AgentStatus) -> list[Trouble]:
-    """What is wrong, the worst first, and at the end what is only remarkable."""
+    """List what is wrong, the worst first, and at the end what is only remarkable."""
     dataplane, mode = status.dataplane, status.mode
     found = [*_sync_troubles(status)]
     if status.leaving:
@@ -200,7 +200,7 @@ def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, w
 
 
 def lines_without_agent(status: NoAgentStatus, screen: Screen, now: float) -> Iterator[str]:
-    """What still serves while no agent answers, and what the last one knew."""
+    """Return the lines about what still serves while no agent answers, and what the last agent knew."""
     reason = status.gone.text(now) if status.gone and not status.starting else status.reason
     yield from _first_lines(Verdict.NOT_IN_SYNC, [reason], screen)
     for line in _lines_without_agent(status):

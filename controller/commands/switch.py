@@ -58,10 +58,10 @@ class Switched(msgspec.Struct, frozen=True):
 
 
 class Left(msgspec.Struct, frozen=True):
-    """What a node that is drained still carries.
+    """The flows that a drained node still has.
 
     Attributes:
-        leaving: Whether load balancers are told to send nothing to this node.
+        leaving: Whether the health checks keep load balancers away from this node.
         flows: The open flows of clients beyond the cluster, by protocol.
     """
 
@@ -118,7 +118,7 @@ def _served(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
 
 
 def _waited(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
-    """The status after the last flow of the mode before; how many are left is told whenever it changes."""
+    """The status after the last flow of the mode before; prints how many are left whenever that changes."""
     shown = ""
     while True:
         status = _status(admin_socket)

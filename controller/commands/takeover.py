@@ -1,7 +1,7 @@
 """`takeover`: what a kube-proxy left here goes, when the flows that it translated are over.
 
 The agent serves already and gets the new flows. Those that began at kube-proxy's rules are translated by conntrack.
-Beside a mode that translates by conntrack itself they go on without these rules; beside mode ebpf they need them. Those
+With a mode that translates by conntrack itself they go on without these rules; with mode ebpf they need them. Those
 that IPVS translates end with its virtual servers, whatever our mode is.
 """
 
@@ -40,7 +40,7 @@ ANY: Final = ("0.0.0.0", "::", "*")  # noqa: S104 (how listings show a node port
 
 
 class Takeover(msgspec.Struct, kw_only=True):
-    """What `takeover --dry-run -o json` prints.
+    """The answer of `takeover --dry-run -o json`.
 
     Attributes:
         working: Evidence that kube-proxy still works here.
@@ -127,7 +127,7 @@ def _need(agent: AgentStatus, services: Mapping[Key, None], servers: Collection[
 def _is_translated(agent: AgentStatus) -> bool:
     """Whether conntrack goes on translating what it knows when kube-proxy's rules are gone.
 
-    The kernel translates as long as anybody has a chain of type nat. A mode of ours that drains has one, and if its
+    The kernel translates as long as anybody has a chain of type nat. One of our modes that drains has one, and if its
     flows are conntrack's alone, it stays until the last that conntrack translates is over, kube-proxy's too.
     """
     draining = (open_mode(row.mode) for row in agent.draining)

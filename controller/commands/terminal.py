@@ -1,4 +1,4 @@
-"""What standard output is like, and what goes there: tables and lines for people, JSON and YAML for programs."""
+"""Prints on standard output, and knows what that is like: tables and lines for people, JSON and YAML for programs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def print_rows(args: argparse.Namespace, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> None:
-    """Print all rows as `-o` asks; without rows, people are told so on standard error."""
+    """Print all rows as `-o` asks; without rows, a line on standard error says so."""
     if args.output in ("json", "yaml"):
         print_value(args.output, rows)
     elif rows:

@@ -1,4 +1,4 @@
-"""What is programmed in this network namespace, read from the kernel with the names that a running agent has."""
+"""Reads what is programmed in this network namespace from the kernel, with the names that a running agent has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from hybrid_proxy.controller.serving.admin import (
 )
 from hybrid_proxy.controller.serving.memory import Memory, how_it_ended, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import (
+    AgentStatus,
+    EventsAnswer,
     FindIgnored,
+    GetEvents,
     GetNames,
     GetStatus,
     IgnoredAnswer,
@@ -84,9 +87,9 @@ class Programmed(NamedTuple):
         return checked(asked, names)
 
     def flows(self, limit: int, of: str | None = None) -> tuple[list[FlowRow], int]:
-        """At most `limit` flows of each mode, or of one alone, and how many there are; those of modes that drain first.
+        """Read at most `limit` flows of each mode, or of one, and how many there are; those of draining modes first.
 
-        In conntrack the mode that serves sees flows of others, too: they are listed once.
+        In conntrack the mode that serves sees flows of draining modes, too: they are listed once.
 
         Raises:
             ControllerError: the one mode has nothing here.
@@ -120,6 +123,57 @@ class Programmed(NamedTuple):
     def close(self) -> None:
         for _, view in self.views:
             view.close()
+
+
+class Agent(NamedTuple):
+    """The agent's first answer to a command, its status or why it gave none; and what can be read in either case."""
+
+    admin_socket: str
+    pin_root: str | None
+    status: AgentStatus | None
+    error: ControllerError | None
+
+    def known(self) -> AgentStatus | NoAgentStatus:
+        """The status, or what is known while no agent answers.
+
+        Raises:
+            ControllerError: the agent refused to answer.
+        """
+        if isinstance(self.error, UnansweredError):
+            return without_agent(self.admin_socket, self.pin_root, self.error)
+        if self.status is None:
+            raise self.error or ControllerError("the agent has no status")
+        return self.status
+
+    def programmed(self, *, draining: bool = False) -> Programmed:
+        """Read what is programmed; it may be nothing where no agent answers.
+
+        Raises:
+            ControllerError, DataplaneError: it cannot be read.
+        """
+        if self.error is not None:
+            return as_left(self.admin_socket, self.pin_root, self.error)
+        return programmed(self.admin_socket, self.pin_root, draining=draining)
+
+    def events(self) -> list[PacketEvent]:
+        """The packet events that the agent keeps; without one, what the last one wrote down, and what came since.
+
+        Raises:
+            ControllerError, DataplaneError: they cannot be read.
+        """
+        if isinstance(self.error, UnansweredError):
+            return remembered_events(self.admin_socket, self.error)[1]
+        if self.error is not None:
+            raise self.error
+        return ask(self.admin_socket, GetEvents(0), EventsAnswer).events
+
+
+def agent_at(admin_socket: str, pin_root: str | None) -> Agent:
+    """Ask the agent for its status; never raises."""
+    try:
+        return Agent(admin_socket, pin_root, ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status, None)
+    except ControllerError as error:
+        return Agent(admin_socket, pin_root, None, error)
 
 
 def note_lacks(rows: Iterable[ServiceRow], lacks: Iterable[Lack]) -> None:
@@ -158,7 +212,7 @@ def _frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
 
 
 def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool = False) -> Programmed:
-    """What the running agent's mode has programmed, or without an agent any mode.
+    """Read what the running agent's mode has programmed, or without an agent any mode.
 
     Args:
         admin_socket: where the agent listens, as `--admin-socket`.
@@ -185,7 +239,7 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
 
 
 def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
-    """The same error, or a better one: the agent and the source of its objects know Services that are not served."""
+    """Return this error or a better one: the agent and the source of its objects know Services that are not served."""
     name = unknown.name
     if unknown.what != "service" or ("/" not in name and unknown.suggestions):
         return unknown
@@ -201,7 +255,7 @@ def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
 
 
 def as_left(admin_socket: str, pin_root: str | None, error: ControllerError) -> Programmed:
-    """What is programmed, with the names that the agent wrote down, where none answers; it may be nothing.
+    """Read what is programmed where no agent answers, with the names that the last one wrote down; it may be nothing.
 
     Raises:
         DataplaneError: it cannot be read.
@@ -212,7 +266,7 @@ def as_left(admin_socket: str, pin_root: str | None, error: ControllerError) -> 
 
 
 def checked_service(args: argparse.Namespace) -> str | None:
-    """The service that a command is asked for by NAME and -n, with its namespace; it is programmed here.
+    """Return the service that NAME and -n of a command mean, with its namespace; it is programmed here.
 
     Raises:
         ControllerError, ConfigError: as `Programmed.asked`.
@@ -232,7 +286,7 @@ def left_here(pin_root: str | None, memory: Memory | None = None) -> Iterator[tu
 
 
 def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredError) -> NoAgentStatus:
-    """What is known while no agent answers: what is programmed, and what the last agent wrote down."""
+    """Collect what is known while no agent answers: what is programmed, and what the last agent wrote down."""
     path = memory_path(admin_socket)
     memory = recall(path)
     left = {}
@@ -267,7 +321,7 @@ def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[s
 
 
 def explained(admin_socket: str, error: UnansweredError) -> str:
-    """For people who asked for what only an agent can do: why none answers, since when, and what to do."""
+    """Tell people who need an agent why none answers, since when, and what to do."""
     if isinstance(error, StartingError):
         return f"{error}; try again when `hybrid-proxy status` says that it serves"
     if isinstance(error, BusyError):

@@ -331,7 +331,7 @@ def _remembered(findings: Iterable[Finding], node: NodeFacts) -> Iterator[Findin
 
 
 def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
-    """What a look at several services says of each one: its verdict, and what to do about that."""
+    """Summarize one of several services: its verdict, and what to do about it."""
     findings = list(service_findings(facts, node))
     found = diagnose(facts.asked, findings, facts.tried)
     if found.well and not found.cause:

@@ -1,4 +1,4 @@
-"""`hybrid-proxy doctor`: look, judge, print."""
+"""`hybrid-proxy doctor`: collect facts, judge them, print the findings."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ WIDTH: Final = 120  # of what is no terminal
 
 def run(args: argparse.Namespace) -> int:
     """Diagnose; the exit code: 0 all is well, 1 there is a problem."""
-    from hybrid_proxy.controller.commands.doctor import look
+    from hybrid_proxy.controller.commands.doctor.node import at_node, reverse_path_drops
+    from hybrid_proxy.controller.commands.doctor.service import at_namespace, at_service
+    from hybrid_proxy.controller.commands.views import agent_at
 
     began = time.monotonic()
     packet = _packet(args)
-    before = look.reverse_path_drops()
-    node = look.at_node(args)
+    before = reverse_path_drops()
+    node = at_node(agent_at(args.admin_socket, args.pin_root), args.cgroup)
     several = args.namespace is not None and args.service is None
     services = []
     if several:
-        services = look.at_namespace(args, node)
+        services = at_namespace(args, node)
     elif args.service or packet is not None:
-        services = [look.at_service(args, packet, node)]
-    after = look.reverse_path_drops()
+        services = [at_service(args, packet, node)]
+    after = reverse_path_drops()
     if before is not None and after is not None:
         node = node._replace(facts=msgspec.structs.replace(node.facts, reverse_path_drops=after - before))
     if node.here is not None:
@@ -93,7 +95,7 @@ def _packet(args: argparse.Namespace) -> Packet | None:
     if not args.target:
         return None
     if not args.source:
-        from hybrid_proxy.controller.commands.doctor.look import own_address
+        from hybrid_proxy.controller.commands.doctor.service import own_address
 
         six = named_target(args.target) is None and ":" in str(target(args.target)["dst"])
         args.source = own_address(6 if six else 4)
@@ -104,7 +106,7 @@ def _packet(args: argparse.Namespace) -> Packet | None:
 
 
 def lines(found: Diagnosis, screen: Screen) -> Iterator[str]:
-    """What people see: the verdict, a row for each finding, the time it took."""
+    """Return the lines for people: the verdict, a row for each finding, the time it took."""
     mark = "problem" if not found.well else "warning" if found.cause else "ok"
     likely = "" if found.certain else " (likely, not certain)"
     yield painted(f"{MARKS[mark]} {printable(found.verdict)}{likely}", TONES[mark], screen)

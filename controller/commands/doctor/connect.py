@@ -33,14 +33,14 @@ _KIND: Final = {"TCP": socket.SOCK_STREAM, "UDP": socket.SOCK_DGRAM, "SCTP": soc
 
 
 class Speech(NamedTuple):
-    """What a client says first, by which one can tell whether the server answers; without `waits` nobody can."""
+    """The first bytes of a client, which make a server answer; without `waits` nobody can tell whether it does."""
 
     data: bytes = b""
     waits: bool = False
 
 
 class Origin(NamedTuple):
-    """Where connections begin; `path` is that of a pod's network namespace, empty: the node's own."""
+    """A place where connections begin; `path` is that of a pod's network namespace, empty: the node's own."""
 
     place: Place
     path: str
@@ -63,7 +63,7 @@ class Attempt(NamedTuple):
 
 
 def speech_of(port_name: str, port: int, protocol: str, *, path: str | None = None, host: str = "") -> Speech:
-    """What to say at a port of this name and number; `path` (of HTTP) overrules both.
+    """Return what to say at a port of this name and number; `path` (of HTTP) overrules both.
 
     DNS is asked by UDP alone: what listens by TCP may be anything, and a wrong guess looks like a server that hangs.
     `port_name` is that of the Service's port: the application protocol begins it by custom (`http-admin`, `grpc`).

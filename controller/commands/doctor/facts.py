@@ -1,4 +1,4 @@
-"""PURE. What doctor found out, without any judgement, and what it reports."""
+"""PURE. The facts that doctor collects, without any judgement, and the findings that it reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A rule of somebody else's firewall that drops or rejects packets, or the policy of a base chain that does.
+    """A rule of a foreign firewall that drops or rejects packets, or the policy of a base chain that does.
 
     `hooks` are those of the kernel's that lead to it. `packets` is what its counter says; null: it has none.
     """
@@ -60,12 +60,12 @@ class Tried(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> tuple[str, str]:
-        """What was asked. Another protocol's port of the same number is another end, where others may listen."""
+        """The address and the protocol: at the same port of another protocol another program may listen."""
         return self.target, self.protocol
 
 
 class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
-    """What is known of the node. `now` is in seconds since 1970."""
+    """The facts of the node. `now` is in seconds since 1970."""
 
     now: float
     agent: AgentStatus | None = None
@@ -83,13 +83,13 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     conntrack: Fill | None = None
     empty: tuple[str, ...] = ()  # service ports that have no backend
     ejections: tuple[Ejection, ...] = ()
-    beside: tuple[str, ...] = ()  # hooks where others' programs run before or after ours
+    beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
-    events_unknown: str = ""  # why there are none to be had
+    events_unknown: str = ""  # why they could not be read
 
 
 class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
-    """What is known of the service or the packet that was asked about.
+    """The facts of the service or the packet that was asked about.
 
     `asked` is as it was typed, `name` the service (namespace/name) or one of its ports. `ports` are those of the
     agent's table; without an agent `rows` and `backends`, read from the kernel, must do.
@@ -159,11 +159,11 @@ Cause = Literal[
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        mark: `ok`, `warning`, `problem`, or `unknown` where it could not be looked at.
-        subject: What was looked at.
+        mark: `ok`, `warning`, `problem`, or `unknown` where the check was not possible.
+        subject: What was checked.
         text: What was found.
         todo: What to do about it.
         cause: The kind of problem, for programs; empty where all is well.
@@ -179,7 +179,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, kw_only=True, frozen=True):
-    """What doctor reports.
+    """The report of doctor.
 
     Attributes:
         target: What was asked about: `node`, a Service, or a packet.
@@ -188,7 +188,7 @@ class Diagnosis(msgspec.Struct, kw_only=True, frozen=True):
         cause: The kind of the problem that explains the others best; empty if there is none.
         certain: Whether the verdict is known, and not only the likeliest explanation.
         seconds: How long it took.
-        findings: Everything that was looked at.
+        findings: The result of each check.
         connections: The connections that were tried.
     """
 

@@ -127,7 +127,7 @@ def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:
 
 
 def counted(before: Iterable[Rule], after: Iterable[Rule]) -> Mapping[Rule, int]:
-    """How many packets each rule counted between two looks, of those that counted any; of equal rules their sum."""
+    """Return how many packets each rule counted between two readings, if any; of equal rules their sum."""
     first, last = _sums(before), _sums(after)
     found = {key: count - first.get(key, 0) for key, count in last.items()}
     return {rule: count for rule, count in found.items() if count > 0}

@@ -1,276 +1,57 @@
-"""Gathers facts: from the agent, the mode's view, the kernel, and real connections. It changes nothing on the node."""
+"""Collects the facts of a service or of a packet, with real connections to its backends. It changes nothing."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from ipaddress import ip_address, ip_network
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
-from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, Rule, ServiceFacts
-from hybrid_proxy.controller.commands.doctor.rules import Base, counted, of_iptables, of_nft
+from hybrid_proxy.controller.commands.doctor.facts import ServiceFacts
+from hybrid_proxy.controller.commands.doctor.firewall import read_rules
+from hybrid_proxy.controller.commands.doctor.node import Node, recent
+from hybrid_proxy.controller.commands.doctor.rules import counted
 from hybrid_proxy.controller.commands.names import Asked, checked
-from hybrid_proxy.controller.commands.tools import run_tool
-from hybrid_proxy.controller.commands.views import Programmed, as_left, programmed, remembered_events
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.serving.admin import (
-    FIRST_SECONDS,
-    BusyError,
-    NoAgentError,
-    StartingError,
-    UnansweredError,
     ask,
 )
 from hybrid_proxy.controller.serving.protocol import (
-    AgentStatus,
     EventsAnswer,
     ExplainAnswers,
     FindIgnored,
     GetEvents,
-    GetStatus,
     GetTable,
     IgnoredAnswer,
     RunExplain,
-    StatusAnswer,
     TableAnswer,
     TableFrontend,
     TablePort,
 )
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel import links, namespaces, sysctl
-from hybrid_proxy.dataplane.kernel.base_chains import base_chains
-from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
+from hybrid_proxy.dataplane.kernel import links, namespaces
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import ProbePacket, belongs
-from hybrid_proxy.dataplane.other_proxies import warnings
-from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, PacketEvent, ServiceRow
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, family_of, socket_text
 
-RECENT_SECONDS: Final = 300.0
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
-MOST_TABLES: Final = 32
 MOST_PODS: Final = 64  # of which one is chosen as a client
-TABLES: Final = frozenset({"raw", "mangle", "filter", "security"})  # iptables' own, without nat
-TOOL_SECONDS: Final = 3.0
-CONNTRACK: Final = "net/netfilter/nf_conntrack_"
-FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
-
-
-class Node(NamedTuple):
-    """What is known of the node, and what is programmed on it; `rows` are its service ports."""
-
-    facts: NodeFacts
-    here: Programmed | None
-    rows: list[ServiceRow]
-
-
-class Answered(NamedTuple):
-    """The agent's status, or why it gave none."""
-
-    status: AgentStatus | None
-    error: ControllerError | None
-
-
-def at_node(args: argparse.Namespace, asked: Answered | None = None) -> Node:
-    """What is known of the node; never raises for what cannot be found out. `asked`: if the agent was asked already."""
-    agent, error = asked or _asked(args.admin_socket)
-    denied = error is not None and os.geteuid() != 0
-    here, unread = (None, "permission denied") if denied else _programmed(args, error)
-    rows = _rows(here)
-    events: tuple[PacketEvent, ...] = ()
-    if denied:
-        events_unknown = unread
-    elif isinstance(error, UnansweredError):
-        events, events_unknown = _remembered(args.admin_socket, error)
-    elif error is not None:
-        events_unknown = str(error)
-    else:
-        events, events_unknown = _recent_events(args.admin_socket)
-    families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
-    facts = NodeFacts(
-        now=time.time(),
-        agent=agent,
-        no_agent=(here.note if here and here.note else str(error)) if error else "",
-        unasked=error is not None and not isinstance(error, NoAgentError),
-        denied=denied,
-        hung=error.who if isinstance(error, BusyError) else "",
-        unread=unread,
-        starting=error.part if isinstance(error, StartingError) else "",
-        programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
-        other_proxies=_other_proxies(agent, here),
-        forwarding={each: sysctl.read(FORWARDING[each]) != "0" for each in sorted(families)},
-        reverse_path=_reverse_path(),
-        conntrack=_conntrack(),
-        empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
-        ejections=tuple(here.agent.ejections) if here and here.agent else (),
-        beside=_beside(here, args.cgroup or _cgroup(agent)),
-        events=events,
-        events_unknown=events_unknown,
-    )
-    return Node(facts, here, rows)
-
-
-def reverse_path_drops() -> int | None:
-    """How many packets the kernel dropped here by rp_filter; None: it does not tell."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = iter(Path("/proc/thread-self/net/netstat").read_text().splitlines())
-        for names, values in zip(lines, lines, strict=False):
-            known = dict(zip(names.split(), values.split(), strict=False))
-            if "IPReversePathFilter" in known:
-                return int(known["IPReversePathFilter"])
-    return None
-
-
-def _asked(admin_socket: str) -> Answered:
-    try:
-        return Answered(ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status, None)
-    except ControllerError as error:
-        return Answered(None, error)
-
-
-def _programmed(args: argparse.Namespace, error: ControllerError | None) -> tuple[Programmed | None, str]:
-    """What is programmed, or why that is not known."""
-    try:
-        if error is not None:
-            return as_left(args.admin_socket, args.pin_root, error), ""
-        return programmed(args.admin_socket, args.pin_root), ""
-    except (ControllerError, DataplaneError, OSError) as reason:
-        return None, str(reason)
-
-
-def _rows(here: Programmed | None) -> list[ServiceRow]:
-    rows: list[ServiceRow] = []
-    for name, view in here.views if here else ():
-        with contextlib.suppress(DataplaneError, OSError):
-            for row in view.services():
-                row.mode = name
-                rows.append(row)
-    return rows
-
-
-def _cgroup(agent: AgentStatus | None) -> str | None:
-    """Where the agent serves the node's own sockets."""
-    ebpf = agent.dataplane.ebpf if agent else None
-    return ebpf.sockets.cgroup if ebpf else None
-
-
-def _beside(here: Programmed | None, cgroup: str | None) -> tuple[str, ...]:
-    views = [view for _, view in here.views] if here else []
-    with contextlib.suppress(DataplaneError):
-        return tuple(text for view in views for text in view.shared_hooks(cgroup))
-    return ()
-
-
-def _recent_events(admin_socket: str, after: int = 0) -> tuple[tuple[PacketEvent, ...], str]:
-    try:
-        events = ask(admin_socket, GetEvents(after), EventsAnswer).events
-    except ControllerError as error:
-        return (), str(error)
-    return _recent(events), ""
-
-
-def _remembered(admin_socket: str, error: UnansweredError) -> tuple[tuple[PacketEvent, ...], str]:
-    """What the agent wrote down, and what the programs have reported since; or why that is not known."""
-    try:
-        return _recent(remembered_events(admin_socket, error)[1]), ""
-    except (ControllerError, DataplaneError, OSError) as reason:
-        return (), str(reason)
-
-
-def _recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
-    since = time.time() - RECENT_SECONDS
-    return tuple(row for row in events if row.what in ("drop", "refuse", "fail") and row.time >= since)
-
-
-def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[str, ...]:
-    """The agent looks every minute; what came since then is found here."""
-    modes = [agent.mode.effective] if agent else []
-    if here and (agent is None or agent.starting):
-        modes = [name for name, _ in here.views]
-    modes = modes or [""]
-    drains = [left.mode for left in agent.draining] if agent else modes[1:]
-    found = find_other_proxies(modes[0], drains)
-    if len(found.agents) < 2:  # the one is that of this node
-        found = msgspec.structs.replace(found, agents=())
-    return warnings(found, beside=bool(agent and agent.configuration.service_proxy_name))
-
-
-def _reverse_path() -> dict[str, int]:
-    found = {}
-    with contextlib.suppress(DataplaneError, OSError):
-        for index, value in links.read_reverse_path_filters().items():
-            name = links.interface_name(index)
-            if name and name != "lo":
-                found[name] = value
-    return found
-
-
-def _conntrack() -> Fill | None:
-    used, limit = sysctl.read(f"{CONNTRACK}count"), sysctl.read(f"{CONNTRACK}max")
-    return Fill(int(used), int(limit)) if used and limit else None
-
-
-# The firewall
-
-
-def read_rules() -> tuple[tuple[Rule, ...], str]:
-    """Rules of other programs that drop, and why some could not be read (empty: all were)."""
-    rules: list[Rule] = []
-    unknown = []
-    filters = [chain for chain in base_chains() if chain.type == "filter" and not chain.is_of("hybrid-proxy")]
-    bases = {(chain.table, chain.name): Base(chain.hook, chain.drops, chain.packets) for chain in filters}
-    for table in list(dict.fromkeys(chain.table for chain in filters))[:MOST_TABLES]:
-        try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-            rules += of_nft(_run("nft", "-t", "list", "table", *table.split(" ", 1)), bases)
-        except OSError as error:
-            unknown.append(f"table {table} cannot be read: {error}")
-    for family, names, tool in (
-        ("ip", "ip_tables_names", "iptables-legacy-save"),
-        ("ip6", "ip6_tables_names", "ip6tables-legacy-save"),
-    ):
-        try:
-            tables_of_legacy = Path(f"/proc/thread-self/net/{names}").read_text().split()
-        except OSError:
-            continue
-        for table in sorted(TABLES & set(tables_of_legacy)):
-            try:
-                rules += of_iptables(_run(tool, "-c", "-t", table), family)
-            except OSError as error:
-                unknown.append(f"legacy rules cannot be read: {error}")
-    return tuple(rules), "; ".join(unknown)
-
-
-def _run(*argv: str) -> str:
-    """What a tool prints.
-
-    Raises:
-        OSError: it is not installed, failed, or took too long.
-    """
-    done = run_tool(argv, TOOL_SECONDS)
-    if done.returncode:
-        raise OSError(f"{argv[0]}: {done.stderr.strip().partition(chr(10))[0]}")
-    return done.stdout
-
-
-# A service, or a packet
 
 
 def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:
-    """What is known of the service or of the packet, with the connections that were tried."""
+    """Collect the facts of the service or of the packet, with real connections."""
     return _with_connections(args, [_objects(args, packet, node)], node)[0]
 
 
 def at_namespace(args: argparse.Namespace, node: Node) -> list[ServiceFacts]:
-    """The same of each service that is programmed in a namespace; all connections are tried at once.
+    """Collect the facts of each service that is programmed in a namespace; all connections are tried at once.
 
     Raises:
         ControllerError: there is none.
@@ -308,7 +89,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     rules, rules_unknown = read_rules() if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
     counters = counted(rules, read_rules()[0]) if any(rule.packets is not None for rule in rules) else {}
-    events = _recent_events(args.admin_socket, last)[0] if last is not None else ()
+    events = _events_since(args.admin_socket, last) if last is not None else ()
     found = []
     for facts, (mine, left_out) in zip(services, plans, strict=True):
         live, live_unknown = _live(args, facts, node, pods, own)
@@ -509,8 +290,15 @@ def _last_event(admin_socket: str) -> int | None:
         return None
 
 
+def _events_since(admin_socket: str, number: int) -> tuple[PacketEvent, ...]:
+    try:
+        return recent(ask(admin_socket, GetEvents(number), EventsAnswer).events)
+    except ControllerError:
+        return ()
+
+
 def is_about(row: PacketEvent, facts: ServiceFacts, attempts: Iterable[Attempt]) -> bool:
-    """Whether a packet event is one of these connections, or of the service."""
+    """Return whether a packet event is one of these connections, or of the service."""
     targets = {(socket_text(each.address, each.port), each.protocol) for each in attempts}
     return (row.destination, row.protocol) in targets or (facts.name is not None and belongs(row.service, facts.name))
 

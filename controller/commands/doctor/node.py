@@ -1,0 +1,157 @@
+"""Collects the facts of the node: from the agent, the view of the mode, and the kernel. It changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
+from hybrid_proxy.controller.commands.views import Agent, Programmed
+from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.serving.admin import (
+    BusyError,
+    NoAgentError,
+    StartingError,
+)
+from hybrid_proxy.controller.serving.protocol import (
+    AgentStatus,
+)
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel import links, sysctl
+from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
+
+from hybrid_proxy.dataplane.other_proxies import warnings
+from hybrid_proxy.dataplane.reports import Fill, PacketEvent, ServiceRow
+
+RECENT_SECONDS: Final = 300.0
+CONNTRACK: Final = "net/netfilter/nf_conntrack_"
+FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
+
+
+class Node(NamedTuple):
+    """The facts of the node, with what is programmed on it; `rows` are its service ports."""
+
+    facts: NodeFacts
+    here: Programmed | None
+    rows: list[ServiceRow]
+
+
+def at_node(asked: Agent, cgroup: str | None) -> Node:
+    """Collect the facts of the node; what cannot be found out is noted as such, and nothing is raised."""
+    agent, error = asked.status, asked.error
+    denied = error is not None and os.geteuid() != 0
+    here, unread = (None, "permission denied") if denied else _programmed(asked)
+    rows = _rows(here)
+    events, events_unknown = ((), unread) if denied else _events(asked)
+    families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
+    facts = NodeFacts(
+        now=time.time(),
+        agent=agent,
+        no_agent=(here.note if here and here.note else str(error)) if error else "",
+        unasked=error is not None and not isinstance(error, NoAgentError),
+        denied=denied,
+        hung=error.who if isinstance(error, BusyError) else "",
+        unread=unread,
+        starting=error.part if isinstance(error, StartingError) else "",
+        programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
+        other_proxies=_other_proxies(agent, here),
+        forwarding={each: sysctl.read(FORWARDING[each]) != "0" for each in sorted(families)},
+        reverse_path=_reverse_path(),
+        conntrack=_conntrack(),
+        empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
+        ejections=tuple(here.agent.ejections) if here and here.agent else (),
+        beside=_beside(here, cgroup or _cgroup(agent)),
+        events=events,
+        events_unknown=events_unknown,
+    )
+    return Node(facts, here, rows)
+
+
+def reverse_path_drops() -> int | None:
+    """Return how many packets the kernel dropped here by rp_filter; None: it does not tell."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = iter(Path("/proc/thread-self/net/netstat").read_text().splitlines())
+        for names, values in zip(lines, lines, strict=False):
+            known = dict(zip(names.split(), values.split(), strict=False))
+            if "IPReversePathFilter" in known:
+                return int(known["IPReversePathFilter"])
+    return None
+
+
+def _programmed(agent: Agent) -> tuple[Programmed | None, str]:
+    """What is programmed, or why that is not known."""
+    try:
+        return agent.programmed(), ""
+    except (ControllerError, DataplaneError, OSError) as reason:
+        return None, str(reason)
+
+
+def _events(agent: Agent) -> tuple[tuple[PacketEvent, ...], str]:
+    """The drops and failures of the last minutes, or why they are not known."""
+    try:
+        return recent(agent.events()), ""
+    except (ControllerError, DataplaneError, OSError) as reason:
+        return (), str(reason)
+
+
+def _rows(here: Programmed | None) -> list[ServiceRow]:
+    rows: list[ServiceRow] = []
+    for name, view in here.views if here else ():
+        with contextlib.suppress(DataplaneError, OSError):
+            for row in view.services():
+                row.mode = name
+                rows.append(row)
+    return rows
+
+
+def _cgroup(agent: AgentStatus | None) -> str | None:
+    """Where the agent serves the node's own sockets."""
+    ebpf = agent.dataplane.ebpf if agent else None
+    return ebpf.sockets.cgroup if ebpf else None
+
+
+def _beside(here: Programmed | None, cgroup: str | None) -> tuple[str, ...]:
+    views = [view for _, view in here.views] if here else []
+    with contextlib.suppress(DataplaneError):
+        return tuple(text for view in views for text in view.shared_hooks(cgroup))
+    return ()
+
+
+def recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
+    """The drops, refusals and failures of the last minutes."""
+    since = time.time() - RECENT_SECONDS
+    return tuple(row for row in events if row.what in ("drop", "refuse", "fail") and row.time >= since)
+
+
+def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[str, ...]:
+    """Warnings of this moment: the agent searches once a minute."""
+    modes = [agent.mode.effective] if agent else []
+    if here and (agent is None or agent.starting):
+        modes = [name for name, _ in here.views]
+    modes = modes or [""]
+    drains = [left.mode for left in agent.draining] if agent else modes[1:]
+    found = find_other_proxies(modes[0], drains)
+    if len(found.agents) < 2:  # the one is that of this node
+        found = msgspec.structs.replace(found, agents=())
+    return warnings(found, beside=bool(agent and agent.configuration.service_proxy_name))
+
+
+def _reverse_path() -> dict[str, int]:
+    found = {}
+    with contextlib.suppress(DataplaneError, OSError):
+        for index, value in links.read_reverse_path_filters().items():
+            name = links.interface_name(index)
+            if name and name != "lo":
+                found[name] = value
+    return found
+
+
+def _conntrack() -> Fill | None:
+    used, limit = sysctl.read(f"{CONNTRACK}count"), sysctl.read(f"{CONNTRACK}max")
+    return Fill(int(used), int(limit)) if used and limit else None
