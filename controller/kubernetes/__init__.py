@@ -1,8 +1,8 @@
-"""Where Services, EndpointSlices and Nodes come from. One interface, two implementations.
+"""Sources of Services, EndpointSlices and Nodes. One interface, two implementations.
 
 A source runs in threads of its own and calls `emit` from any of them. It first emits one `Replaced`
 for every kind in `kinds` (an empty one too), in any order; the loop programs nothing before all of
-them arrived. After that it emits changes, and a `Replaced` again whenever it had to list anew. Events of
+them arrived. After that it emits changes, and a `Replaced` again whenever it had to list again. Events of
 one call are one change: the loop takes all of them or none.
 """
 
@@ -40,10 +40,10 @@ class Source(Protocol):
 
     @property
     def connection(self) -> Connection | None:
-        """To the API server, where there is one: events are written there."""
+        """The connection to the API server, where there is one: events are written there."""
 
     def states(self) -> list[KindState]:
-        """How each kind is read, where that differs from kind to kind; for any thread."""
+        """Return how each kind is read, where that differs from kind to kind; for any thread."""
 
     def ignored(self, service: str) -> dict[str, str]:
         """Services of this name (namespace/name, or a name in any namespace) that are there and not emitted, and why.

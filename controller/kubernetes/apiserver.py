@@ -53,27 +53,22 @@ from hybrid_proxy.controller.kubernetes.connection import (
     message_of,
     shown,
 )
+from hybrid_proxy.controller.kubernetes.known import KnownObjects, PartialList, UnusableError
 from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
-    EndpointSlice,
     Event,
     Ignored,
     KindState,
     Object,
-    Problem,
-    Removed,
-    Replaced,
-    SourceState,
-    Upserted,
     key_of,
 )
-from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, UNNAMED, decode
+from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, decode
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
 from hybrid_proxy.controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy, honoured
+from hybrid_proxy.controller.kubernetes.source_health import CHECK_SECONDS, SourceHealth
 from hybrid_proxy.controller.kubernetes.watch import (
     ListPage,
     ObjectHead,
-    Versions,
     WatchEvent,
     decode_bookmark,
     decode_head,
@@ -90,11 +85,6 @@ _MAX_LINE: Final = 16 << 20  # bytes of one event; etcd allows objects of 1.5 MB
 _MAX_PAGE: Final = 32 << 20  # bytes of one page; pages that are larger are asked for with fewer objects
 _MAX_WHOLE: Final = 256 << 20  # bytes of a list in one piece, which is asked for when its pages expire
 _MAX_EMPTY: Final = 1000  # pages of a list with nothing in them, which the API allows
-# What all objects of a kind may take of our memory, about 1 KB for one and 150 bytes for each of its endpoints.
-# 150,000 pods and 10,000 Services, which Kubernetes is made for, take 50 MB.
-_MAX_KIND: Final = 512 << 20
-_OBJECT: Final = 1024
-_ENDPOINT: Final = 150
 _READ: Final = 1 << 18
 _STOP_SECONDS: Final = 0.8
 _LIST_SECONDS: Final = 60.0  # the API server's own limit for a request that is no watch
@@ -102,7 +92,6 @@ _OVERDUE: Final = 60.0  # seconds that a server may take to end a stream which h
 _LEAST: Final = 0.5  # seconds of a pause that news end
 _PATIENCE: Final = 4  # failures in a row, after which an agent does without a kind that it can do without
 _ASK_SECONDS: Final = 5.0  # for what a person asks: commands wait for ten
-_LOOK_SECONDS: Final = 1.0  # between two looks at the files with credentials, while nothing can be read
 # Servers refuse to begin a stream with all objects: with 422 where they know the option, or where they forbid
 # `resourceVersionMatch` in a watch, as all before 1.27 do. The others are what things between answer.
 _NO_INITIAL: Final = frozenset({400, 405, 406, 415, 422, 501})
@@ -174,13 +163,13 @@ class Kubernetes:
         self._policy = policy
         self._streams = streams
         self.connection = Connection(kubeconfig, master, rate_limit)
-        self._health = _Health(self.connection, self.kinds)
+        self._health = SourceHealth(self.connection, self.kinds)
 
     def describe(self) -> str:
         return f"Kubernetes API at {self.connection.where}"
 
     def ignored(self, service: str) -> dict[str, str]:
-        """Asked of the server: its selectors keep these Services from us.
+        """Ask the server for Services that its selectors keep from us.
 
         Raises:
             SourceError: it does not answer with a list.
@@ -206,7 +195,7 @@ class Kubernetes:
         return found
 
     def states(self) -> list[KindState]:
-        """How each kind is read; for any thread."""
+        """Return how each kind is read; for any thread."""
         return self._health.states()
 
     def run(self, emit: Emit, stop: threading.Event) -> None:
@@ -248,7 +237,7 @@ class Kubernetes:
         so an agent of a cluster in which nothing happens asks once or twice a minute.
         """
         failures = 0
-        while not stop.wait(min(_LOOK_SECONDS, self._policy.quiet)):
+        while not stop.wait(min(CHECK_SECONDS, self._policy.quiet)):
             if self._health.silence() >= self._policy.quiet:
                 try:
                     body_of(self.connection.get("/version", {}, _ASK_SECONDS), _MAX_PAGE)
@@ -275,195 +264,8 @@ class _EndedError(Exception):
     """A stream ended before its time."""
 
 
-class _UnusableError(Exception):
-    """The server answered with something that is not what was asked for; says what."""
-
-
 class _PagesError(Exception):
     """The server does not send the initial events as a stream, so the kind is listed by pages."""
-
-
-# ------------------------------------------------------------------------------------------- health
-
-
-class _Health:
-    """The state of the API server as all threads see it, reported when it changes; and the pauses that its news end.
-
-    `emit` is called in the order of the changes, and without the lock that `states` needs: the receiver may hold a lock
-    that a caller of `states` holds. It is set before any thread starts.
-    """
-
-    emit: Emit
-
-    def __init__(self, connection: Connection, kinds: tuple[str, ...]) -> None:
-        self._connection = connection
-        self._changed = threading.Condition()
-        self._emitting = threading.Lock()  # taken before `_changed`, and held while `emit` is called
-        self._states = {kind: KindState(kind, "waiting", time.time()) for kind in kinds}
-        self._heard = dict.fromkeys(kinds, 0.0)  # when something of this kind came; and of none (""), an answer
-        self._lost: dict[str, None] = {}  # kinds that cannot be read; the kind "" stands for a server that is silent
-        self._told: set[str] = set()  # sorts of reasons that were reported since the first of these was lost
-        self._since = 0.0
-        self._reported: bool | None = None
-        self._news = dict.fromkeys(kinds, 0)  # how often each kind had news for the others
-        self._asker = kinds[0]  # the kind that asks while the server refuses all, or nobody knows yet whether it does
-        self._closed = False
-
-    def states(self) -> list[KindState]:
-        with self._changed:
-            silent = f"nothing came since {_clock(self._since)}, and the server does not answer" * ("" in self._lost)
-            changes = {"state": "waiting", "since": self._since, "why": silent}
-            return [
-                msgspec.structs.replace(
-                    each, heard=self._heard[kind], **changes if silent and each.state == "read" else {}
-                )
-                for kind, each in self._states.items()
-            ]
-
-    def heard(self, kind: str) -> None:
-        """Something came from the server, for this kind or ("") an answer alone."""
-        self._heard[kind] = time.time()
-
-    def silence(self) -> float:
-        """For how many seconds nothing has come; 0 while a kind is tried again, which will tell."""
-        with self._changed:
-            tried = any(state.state == "waiting" for state in self._states.values())
-            return 0.0 if tried else abs(time.time() - max(self._heard.values()))
-
-    def see(self, trouble: str) -> None:
-        """Nothing comes, and the server does not answer because of this trouble; or (empty) there is none."""
-        with self._emitting:
-            with self._changed:
-                text = self._recovery() if not trouble and self._lost.pop("", "") is None else ""
-                if trouble and not self._lost:
-                    self._lost[""], self._told, self._since = None, {""}, max(self._heard.values())
-                    self._reported = False
-                    text = (
-                        f"{self._where()}: nothing came since {_clock(self._since)}, and there is no answer: {trouble}"
-                    )
-                    text += "; what is programmed stays"
-            if text:
-                self.emit(SourceState(not trouble, text))
-
-    def close(self) -> None:
-        """No pause lasts any longer."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def lost(self, kind: str, why: str, pause: float, sort: str | None = "") -> None:
-        """This kind cannot be read; it is tried again after `pause` seconds.
-
-        `sort` is what a person can do something about, empty: nothing. Each is reported once in an outage. None: the
-        others will tell whether it is one.
-        """
-        with self._emitting:
-            if text := self._lose(kind, why, pause, sort):
-                self.emit(SourceState(healthy=False, message=text))
-
-    def _lose(self, kind: str, why: str, pause: float, sort: str | None) -> str:
-        with self._changed:
-            now, before = time.time(), self._states[kind]
-            since = before.since if before.why and before.state == "waiting" else now
-            self._states[kind] = KindState(kind, "waiting", since, why, before.listed)
-            if sort is None:
-                return ""
-            if not self._lost:
-                self._since, self._told = now, set()
-            self._lost[kind] = None
-            if self._told and (not sort or sort in self._told):
-                return ""
-            self._told.add(sort)
-            stays = "what is programmed stays" if before.listed else "nothing is programmed before"
-            self._reported = False
-            what = f"{kind}s cannot" if sort else f"objects ({kind}s first) cannot"
-            text = f"{self._where()}: {what} be read since {_clock(since)}: {why}; {stays}, "
-            return f"{text}next try in {pause:.1f} s"
-
-    def found(self, kind: str, absent: str = "") -> None:
-        """This kind is read, or (`absent` says why) the service works without."""
-        with self._emitting:
-            if text := self._find(kind, absent):
-                self.emit(SourceState(healthy=True, message=text))
-
-    def _find(self, kind: str, absent: str) -> str:
-        with self._changed:
-            state, before = "not served" if absent else "read", self._states[kind]
-            if before.state != state or before.why != absent:
-                self._states[kind] = KindState(kind, state, time.time(), absent, listed=True)
-                self._changed.notify_all()
-            return self._recovery() if self._lost.pop(kind, "") is None or not before.listed else ""
-
-    def _recovery(self) -> str:
-        if self._lost or self._reported is True or not all(state.listed for state in self._states.values()):
-            return ""
-        after = "" if self._reported is None else f" again, after {time.time() - self._since:.1f} s"
-        self._reported = True
-        text = f"{self._where()}: all kinds are read{after}"
-        missing = [f"{state.kind}s" for state in self._states.values() if state.state == "not served"]
-        return text + (f", but {', '.join(missing)}: {self._where()} does not serve them" if missing else "")
-
-    def _where(self) -> str:
-        return f"API server {self._connection.where}"
-
-    # Pauses
-
-    def news(self, kind: str) -> int:
-        """A number that grows when another kind than this one has news."""
-        with self._changed:
-            return self._news_for(kind)
-
-    def _news_for(self, kind: str) -> int:
-        return sum(self._news.values()) - self._news[kind]
-
-    def ring(self, kind: str) -> None:
-        """What kept this kind away has ended."""
-        with self._changed:
-            self._news[kind] += 1
-            self._changed.notify_all()
-
-    def wait(self, kind: str, seconds: float, least: float, news: int) -> None:
-        """Pause; not for less than `least` seconds, and not longer than it takes that `news` is out of date.
-
-        New credentials end it at once.
-        """
-        now = time.monotonic()
-        earliest, end = now + min(least, seconds), now + seconds
-        while (left := end - time.monotonic()) > 0 and not self._connection.changed():
-            with self._changed:
-                early = self._news_for(kind) != news
-                to_earliest = earliest - time.monotonic()
-                if self._closed or (early and to_earliest <= 0):
-                    return
-                self._changed.wait(min(left, to_earliest if early else _LOOK_SECONDS, _LOOK_SECONDS))
-
-    def another_is_read(self, kind: str, within: float) -> bool:
-        """Whether any other kind is read, or comes to be within so many seconds."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closed or any(s.state == "read" for s in self._states.values() if s.kind != kind), within
-            )
-
-    def wait_for_asker(self, kind: str, longest: float) -> None:
-        """Before the first request: until the kind that asks for all is not refused, for `longest` seconds at most."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._asker in {"", kind}, longest)
-
-    def is_asker(self, kind: str, *, refused: bool) -> bool:
-        """Whether this kind goes on asking. While the server has `refused` us, one of all does."""
-        with self._changed:
-            if refused:
-                self._asker = self._asker or kind
-                return self._asker == kind
-            if self._asker == kind:
-                self._asker = ""
-                self._news[kind] += 1
-                self._changed.notify_all()
-            return True
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))
 
 
 # ------------------------------------------------------------------------------------------- list and watch
@@ -479,7 +281,7 @@ class _Reflector:
         emit: Emit,
         stop: threading.Event,
         *,
-        health: _Health,
+        health: SourceHealth,
         page_size: int,
         policy: RetryPolicy,
         streams: bool,
@@ -487,24 +289,19 @@ class _Reflector:
         self._resource = resource
         self._kind = resource.kind
         self._connection = connection
-        self._emit = emit
         self._stop = stop
         self._health = health
         self._page_size = page_size
         self._policy = policy
         self._version: str | None = None  # to go on from; None: list first
-        self._versions = Versions()
-        self._known: dict[str, Object] = {}  # what was emitted last; the cluster shares these values
-        self._weight = 0  # of these, in bytes
-        self._refused: dict[str, str] = {}  # keys with a Problem, and what it says
-        self._listed = False  # all of them were emitted; none if they are not served
+        self._objects = KnownObjects(resource.kind, connection, emit)
         self._was_read = False
         self._refused_since = 0.0  # monotonic; 0: the last answer was no refusal
         self._whole = False  # the next list comes in one piece
-        self._initial: _PartialList | None = None  # what a stream has sent so far of its initial events
+        self._initial: PartialList | None = None  # what a stream has sent so far of its initial events
         # A list that failed as a stream may work by pages.
         self._pages = False
-        self._pages_until = 0.0 if streams else float("inf")  # monotonic; lists are asked for by pages until then
+        self._pages_until = 0.0 if streams else float("inf")  # monotonic; lists are requested by pages until then
         self._retry = Backoff(policy)
 
     def run(self) -> None:
@@ -560,7 +357,7 @@ class _Reflector:
         return bool(self._was_read or away) and now - self._refused_since < self._policy.longest
 
     def _least(self, pause: float) -> float:
-        """Of a pause, in seconds: so that kinds which come and go do not drive each other."""
+        """Of a pause, in seconds: so that kinds that fail and recover in turn do not drive each other."""
         return min(pause, _LEAST * random.uniform(0.5, 1.0))
 
     def _count(self, error: Exception) -> float:
@@ -569,13 +366,13 @@ class _Reflector:
             self._version = None
             log.info("%ss are listed again: %s", self._kind, error)
             return self._retry.forgotten()
-        if isinstance(error, _UnusableError):
+        if isinstance(error, UnusableError):
             return self._retry.unusable()
         return self._retry.ended() if isinstance(error, _EndedError) else self._retry.failed()
 
     def _does_without(self, code: int) -> bool:
         """Whether the agent may do without a kind: where it is not served, or has not come for a while."""
-        lasts = code in {403, 404} or self._listed or self._retry.failures >= _PATIENCE
+        lasts = code in {403, 404} or self._objects.listed or self._retry.failures >= _PATIENCE
         return self._resource.optional and not self._was_read and lasts
 
     def _not_served(self, error: Exception, *, starts: bool) -> tuple[float, float]:
@@ -589,9 +386,8 @@ class _Reflector:
             if not self._health.another_is_read(self._kind, pause):
                 self._health.lost(self._kind, _hint(self._resource, error), pause, None)
             return 0.0, 0.0
-        if not self._listed:
-            self._listed = True
-            self._emit(Replaced(self._kind, (), absent=_hint(self._resource, error)))
+        if not self._objects.listed:
+            self._objects.absent(_hint(self._resource, error))
         pause = self._retry.absent() * random.uniform(0.5, 1.0)
         self._health.found(self._kind, absent=_hint(self._resource, error))
         return pause, self._least(pause)
@@ -619,7 +415,7 @@ class _Reflector:
         Without a resourceVersion: the newest state. Asking for any version (0) would be cheaper for the
         server, but could be older than what we already know.
         """
-        gathered = _PartialList(self._kind)
+        gathered = PartialList(self._kind)
         token, empty = "", 0
         while True:
             page = self._page(token)
@@ -634,8 +430,8 @@ class _Reflector:
                     continue
                 key = key_of(obj)
                 if key in gathered.objects or key in gathered.problems:
-                    raise _UnusableError(f"the list has the {self._kind} {key} twice")
-                gathered.put(key, self._anew(key, obj))
+                    raise UnusableError(f"the list has the {self._kind} {key} twice")
+                gathered.put(key, self._objects.renewed(key, obj))
             token = page.metadata.token or ""
             if self._stop.is_set():
                 return
@@ -643,12 +439,12 @@ class _Reflector:
                 break
             empty += not page.items
             if empty > _MAX_EMPTY:
-                raise _UnusableError(f"the list has {empty} pages with nothing in them, and goes on")
+                raise UnusableError(f"the list has {empty} pages with nothing in them, and goes on")
         self._whole = False
-        self._know(page.metadata.version, gathered)
+        self._complete(page.metadata.version, gathered)
 
     def _page(self, token: str) -> ListPage | None:
-        """What a list begins with, or goes on with after `token`; None: it is to begin anew, with smaller pages."""
+        """What a list begins with, or goes on with after `token`; None: it is to begin again, with smaller pages."""
         limit = "" if self._whole else str(self._page_size)
         query = self._resource.query(limit=limit, **{"continue": token})
         try:
@@ -661,67 +457,28 @@ class _Reflector:
         except TooLargeError as error:
             if self._whole or self._page_size == 1:
                 self._whole = False
-                raise _UnusableError(str(error)) from error
+                raise UnusableError(str(error)) from error
             self._page_size = max(1, self._page_size // 4)
             log.info("%ss are asked for by pages of %d: %s", self._kind, self._page_size, error)
             return None
         if page.kind != f"{self._kind}List":
-            raise _UnusableError(f"the answer is a {shown(page.kind)!r} and no {self._kind}List")
+            raise UnusableError(f"the answer is a {shown(page.kind)!r} and no {self._kind}List")
         return page
 
-    def _know(self, version: str | None, gathered: _PartialList) -> None:
-        """Tell of everything that there is at this version; it is gone on from there."""
+    def _complete(self, version: str | None, gathered: PartialList) -> None:
+        """Everything that there is at this version was read; the watch goes on from it."""
         if not version:
-            raise _UnusableError("the list has no resourceVersion")
-        objects, problems = gathered.objects, gathered.problems
+            raise UnusableError("the list has no resourceVersion")
         self._version = version
-        self._versions.listed(version)
-        self._listed, self._pages = True, False
-        for key in self._refused.keys() - problems.keys():
-            self._clear(key)
-        for key, message in problems.items():
-            self._refuse(key, message)
-        # One without a name may be any of those that are known.
-        kept = self._known if any(key.endswith(UNNAMED) for key in problems) else problems.keys() & self._known.keys()
-        self._known = {key: self._known[key] for key in kept} | objects
-        self._weight = sum(map(_weight, self._known.values()))
-        self._emit(Replaced(self._kind, tuple(objects.values()), frozenset(problems) | (self._known.keys() - objects)))
+        self._pages = False
+        self._objects.replace(version, gathered)
         self._reads()
-
-    def _anew(self, key: str, obj: Object) -> Object:
-        """An object of a list. A known one that has changed is reported at once.
-
-        Otherwise old and new objects, and the tables made of both, would be in memory together: 10 MB at 100,000
-        endpoints. What is not known waits until the list proves to be one.
-        """
-        obj = self._as_known(key, obj)
-        if self._known.get(key, obj) is not obj:
-            self._learn(key, obj)
-            self._emit(Upserted(obj))
-        return obj
-
-    def _as_known(self, key: str, obj: Object) -> Object:
-        """The value that is known, where it is the same; of a slice that changed, the endpoints that did not.
-
-        What is not made anew leaves no holes in memory.
-        """
-        known = self._known.get(key)
-        if known is None:
-            return obj
-        if known == obj:
-            return known
-        if not isinstance(known, EndpointSlice) or not isinstance(obj, EndpointSlice):
-            return obj
-        before = {endpoint.address: endpoint for endpoint in known.endpoints}
-        shared = (before.get(endpoint.address, endpoint) for endpoint in obj.endpoints)
-        endpoints = tuple(old if old == new else new for old, new in zip(shared, obj.endpoints, strict=True))
-        return msgspec.structs.replace(obj, endpoints=endpoints)
 
     # Watch
 
     def _watch_from_the_beginning(self) -> None:
         """One stream with everything first, then changes (API concepts, "streaming lists")."""
-        self._initial = _PartialList(self._kind)
+        self._initial = PartialList(self._kind)
         self._pages = True
         try:
             self._watch(sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
@@ -751,7 +508,7 @@ class _Reflector:
                 self._event(line, received)
                 if self._initial is None:
                     self._retry.received()
-        except (_GoneError, _PagesError, _UnusableError):
+        except (_GoneError, _PagesError, UnusableError):
             raise
         except Exception as error:
             if not _expected(error) or (isinstance(error, StatusError) and is_expired(error)):
@@ -786,15 +543,15 @@ class _Reflector:
             return
         key = head.key(self._kind)
         gone = event.type == "DELETED"
-        if not self._versions.is_news(key, version, gone):
+        if not self._objects.is_news(key, version, gone=gone):
             return
         if gone:
-            self._forget(key, received)
+            self._objects.forget(key, received)
         else:
             self._upsert(key, event.object, head, received)
         self._version = version or self._version
 
-    def _gather(self, event: WatchEvent, initial: _PartialList) -> None:
+    def _gather(self, event: WatchEvent, initial: PartialList) -> None:
         """An event of a stream whose initial events are not complete."""
         if event.type == "BOOKMARK":
             mark = decode_bookmark(event.object)
@@ -803,7 +560,7 @@ class _Reflector:
             if mark.kind != self._kind:
                 raise _PagesError(f"a stream has a {shown(mark.kind or '')!r} and not of {self._kind}s")
             self._initial = None
-            self._know(decode_head(event.object).metadata.version, initial)
+            self._complete(decode_head(event.object).metadata.version, initial)
             return
         obj = _decode_one(self._resource, event.object)
         if event.type == "DELETED" or isinstance(obj, Ignored):
@@ -812,54 +569,16 @@ class _Reflector:
             initial.refuse(obj)
         else:
             key = key_of(obj)
-            initial.put(key, self._anew(key, obj))
+            initial.put(key, self._objects.renewed(key, obj))
 
     def _upsert(self, key: str, raw: msgspec.Raw, head: ObjectHead, received: float) -> None:
         obj = _decode_one(self._resource, raw)
         if isinstance(obj, Refused):
-            self._bounded(_OBJECT)
-            self._refuse(key, str(obj))
-            return
-        if isinstance(obj, Ignored):
-            self._versions.add_tombstone(key)
-            self._forget(key, received)
-            return
-        obj = self._as_known(key, obj)
-        self._learn(key, obj)
-        self._emit(Upserted(obj, received, head.triggered if isinstance(obj, EndpointSlice) else 0.0))
-
-    def _learn(self, key: str, obj: Object) -> None:
-        before = self._known.get(key)
-        more = _weight(obj) - (_weight(before) if before is not None else 0)
-        self._bounded(more)
-        self._clear(key)
-        self._known[key] = obj
-        self._weight += more
-
-    def _forget(self, key: str, received: float) -> None:
-        self._clear(key)
-        before = self._known.pop(key, None)
-        if before is None:
-            return  # nobody heard of it: another proxy's, or one whose deletion came before its creation
-        self._weight -= _weight(before)
-        self._emit(Removed(self._kind, key, received))
-
-    def _bounded(self, more: int) -> None:
-        if self._weight + _OBJECT * len(self._refused) + more > _MAX_KIND and more > 0:
-            raise _too_many(self._kind, len(self._known))
-
-    # Problems
-
-    def _refuse(self, key: str, message: str) -> None:
-        if self._refused.get(key) == message:
-            return
-        self._refused[key] = message
-        self._emit(Problem(self._kind, key, message, self._connection.where))
-
-    def _clear(self, key: str) -> None:
-        if key in self._refused:
-            del self._refused[key]
-            self._emit(Problem(self._kind, key, "", self._connection.where))
+            self._objects.refuse(key, str(obj))
+        elif isinstance(obj, Ignored):
+            self._objects.ignore(key, received)
+        else:
+            self._objects.upsert(key, obj, received, head.triggered)
 
 
 # ------------------------------------------------------------------------------------------- small things
@@ -890,55 +609,8 @@ def _lines(response: BaseHTTPResponse, until: float) -> Iterator[tuple[bytes, fl
                 yield line, received
 
 
-class _PartialList:
-    """What came so far of all objects of one kind: those to use, and what is wrong with others; both by key."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._weight = 0
-        self.objects: dict[str, Object] = {}
-        self.problems: dict[str, str] = {}
-
-    def put(self, key: str, obj: Object) -> None:
-        """One more, or one anew.
-
-        Raises:
-            _UnusableError: these are too many.
-        """
-        self.drop(key)
-        self.objects[key] = obj
-        self._grow(_weight(obj))
-
-    def refuse(self, refused: Refused) -> None:
-        """The same of one that cannot be used."""
-        self.drop(refused.key)
-        self.problems[refused.key] = str(refused)
-        self._grow(_OBJECT)
-
-    def _grow(self, more: int) -> None:
-        self._weight += more
-        if self._weight > _MAX_KIND:
-            raise _too_many(self._kind, len(self.objects) + len(self.problems))
-
-    def drop(self, key: str) -> None:
-        obj = self.objects.pop(key, None)
-        if obj is not None:
-            self._weight -= _weight(obj)
-        elif self.problems.pop(key, None) is not None:
-            self._weight -= _OBJECT
-
-
-def _weight(obj: Object) -> int:
-    """About how many bytes this takes."""
-    return _OBJECT + _ENDPOINT * len(obj.endpoints) if isinstance(obj, EndpointSlice) else _OBJECT
-
-
-def _too_many(kind: str, count: int) -> _UnusableError:
-    return _UnusableError(f"more than {count} {kind}s, which would take more than {_MAX_KIND >> 20} MiB of memory")
-
-
 def _decode_one(resource: _Resource, raw: msgspec.Raw) -> Object | Ignored | Refused:
-    """One object, or why it cannot be used. An error of ours too costs this object alone, not its kind."""
+    """One object, or why it cannot be used. A defect of this program, too, costs this object alone, not its kind."""
     kind = resource.kind
     try:
         return decode(kind, raw, resource.proxy_name)
@@ -966,7 +638,7 @@ def _expected(error: Exception) -> bool:
         _GoneError,
         _EndedError,
         _PagesError,
-        _UnusableError,
+        UnusableError,
         UnicodeDecodeError,
         RecursionError,
         OSError,
@@ -981,14 +653,14 @@ def _sort(error: Exception) -> str:
     """The sort of a failure that a person can do something about; empty: there is nothing."""
     if isinstance(error, StatusError):
         return str(error.code) if error.code in {401, 403, 404} else ""
-    if isinstance(error, _UnusableError | msgspec.MsgspecError):
+    if isinstance(error, UnusableError | msgspec.MsgspecError):
         return "unusable"
     return "certificate" if is_untrusted(error) else ""
 
 
 def _hint(resource: _Resource, error: Exception) -> str:
     """The failure, and what a person can do about it where that is known."""
-    if isinstance(error, _UnusableError):
+    if isinstance(error, UnusableError):
         return f"{error}; is this the address of an API server?"
     if isinstance(error, RecursionError):
         return "the answer cannot be read (nested too deeply); is this the address of an API server?"

@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 # Seconds.
 STEP: Final = 0.02  # quiet time after which a burst of file events is over
-DEBOUNCE: Final = 0.1  # a burst is looked at after this time even if it goes on
-TICK: Final = 0.1  # how often `stop` and files that were not settled are looked at
+DEBOUNCE: Final = 0.1  # a burst is handled after this time even if it goes on
+TICK: Final = 0.1  # how often `stop` and files that were not settled are checked
 
 # linux/inotify.h
 _MODIFY, _ATTRIB, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO = 0x2, 0x4, 0x8, 0x40, 0x80
@@ -40,7 +40,7 @@ class Tick(NamedTuple):
 
 
 def ticks(path: Path, stop: threading.Event, tick: float = TICK) -> Iterator[Tick]:
-    """What happened, and that nothing did about every `tick` seconds; the latter first, once the watch stands.
+    """Yield what happened, and that nothing did about every `tick` seconds; the latter first, once the watch stands.
 
     A file that was finished or moved there is reported at once. What follows within `STEP` seconds, or while the caller
     looks, is reported together. Ends when the path is gone. Where inotify does not work, something

@@ -1,6 +1,6 @@
 """HTTP to an API server: who it is, who we are, and which sockets are open.
 
-Credentials change while a proxy runs. Every file that the configuration came from is looked at before each
+Credentials change while a proxy runs. Every file that the configuration came from is checked before each
 request (one `stat` each). What a program gave is asked for again when it expires. An answer of 401 reads everything
 again, and asks once more if that changed anything.
 
@@ -138,7 +138,7 @@ class Connection:
         return _split(self._master)[0] if self._master else self._kubeconfig or "this cluster"
 
     def changed(self) -> bool:
-        """Whether a file with credentials is not as it was when it was read; the next request reads it again."""
+        """Return whether a file with credentials is not as it was when it was read; the next request reads it again."""
         loaded = self._loaded
         return loaded is not None and bool(_changed(loaded.files))
 
@@ -303,7 +303,7 @@ class Connection:
 
 
 def refuse_placeholder(source: str, url: str) -> None:
-    """What `deploy/base` has where an address belongs: no name ends like this (RFC 6761)."""
+    """Refuse the address that `deploy/base` has where a real one belongs: no name ends like this (RFC 6761)."""
     if (urlsplit(url).hostname or "").endswith(".invalid"):
         what = "write the address of your control plane there (deploy/README.md)"
         raise SourceError(f"{source}: the server {url} is a placeholder: {what}")
@@ -394,7 +394,7 @@ def _changed(files: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """What differs when a file was written anew or its link points elsewhere; empty when it is missing."""
+    """What differs when a file was rewritten or its link points elsewhere; empty when it is missing."""
     try:
         found = os.stat(path)  # noqa: PTH116
     except OSError:
@@ -421,7 +421,7 @@ def body_of(response: BaseHTTPResponse, most: int) -> bytes:
 
 
 def shown(text: str) -> str:
-    """What a server says, in one line that fits into a log."""
+    """Return what a server says, in one line that fits into a log."""
     text = redact(text)
     line = "".join(letter if letter.isprintable() else " " for letter in text[: _SHOWN + 1])
     return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
@@ -442,7 +442,7 @@ def _status_error(response: BaseHTTPResponse) -> StatusError:
 
 
 def is_expired(error: StatusError) -> bool:
-    """Whether a watch cannot go on from its version: that expired, or a restored server has not reached it."""
+    """Return whether a watch cannot go on from its version: that expired, or a restored server has not reached it."""
     return error.code == 410 or error.reason in {"Expired", "Gone"} or "Too large resource version" in error.message
 
 
@@ -491,7 +491,7 @@ def _shut(sock: socket.socket) -> None:
 
 
 def message_of(error: BaseException) -> str:
-    """What went wrong on the way to the server, as a message without the library's class names."""
+    """Describe what went wrong on the way to the server, without the library's class names."""
     from urllib3 import exceptions
 
     if isinstance(error, StatusError):
@@ -512,7 +512,7 @@ def message_of(error: BaseException) -> str:
 
 
 def is_untrusted(error: BaseException) -> bool:
-    """Whether the certificate of the server is none that we trust."""
+    """Return whether the certificate of the server is none that we trust."""
     return any(isinstance(link, ssl.SSLCertVerificationError) for link in _chain(error))
 
 

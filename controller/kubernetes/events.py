@@ -120,7 +120,7 @@ class Recorder:
 
     @property
     def waiting(self) -> int:
-        """How many events have not been tried yet."""
+        """Return how many events have not been tried yet."""
         return self._queue.qsize()
 
     def event(

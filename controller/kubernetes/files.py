@@ -1,4 +1,4 @@
-"""Files that somebody else writes: regular ones alone, and no more of them than a limit. And our own, whole or not."""
+"""Reads files that another program writes, regular ones alone and up to a limit; and replaces our own as a whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read(path: Path, most: int) -> bytes:
 
 
 def head(path: Path, most: int) -> bytes:
-    """The same, and no more than its first bytes.
+    """Read the first bytes of a regular file.
 
     A named pipe would wait for a writer, a device may have no end, and neither does a file that somebody goes on
     writing.
@@ -37,7 +37,7 @@ def head(path: Path, most: int) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file of ours, which nobody else may read, at once.
+    """Replace one of our own files, which nobody else may read, at once.
 
     Raises:
         OSError: it cannot be written; the former content stays.

@@ -61,7 +61,7 @@ class Access(NamedTuple):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What is shown nowhere: the token, or the password and the header that has it; the key."""
+        """Texts that are shown nowhere: the token, or the password and the header that has it; the key."""
         scheme, _, value = self.authorization.partition(" ")
         password = b64decode(value).decode(errors="replace").partition(":")[2] if scheme == "Basic" else ""
         return value, password, self.certificate, self.key

@@ -74,7 +74,7 @@ _VERSIONS: Final = {
 _LOOK: Final = 2.0  # how often signatures are compared without any event
 _SETTLE: Final = 1.0  # a file that is written all the time is read after this time
 _EMPTY: Final = 0.3  # a file that had objects and is empty counts as emptied after this time
-_COSTLY: Final = 0.1  # a file that took longer rests ten times as long: one that grows for ever must not stop the rest
+_COSTLY: Final = 0.1  # a file that took longer rests ten times as long: one that grows must not stop the rest
 
 
 # --------------------------------------------------------------------------------- one file, to documents
@@ -122,7 +122,7 @@ def _documents(content: bytes, is_json: bool, shown: str, proxy_name: str | None
 
 
 def _is_ours(kind: str, version: str) -> bool:
-    """A kind of ours; `Service` and `Node` of another API group are something else."""
+    """A kind that is read here; `Service` and `Node` of another API group are something else."""
     group = version.rpartition("/")[0]
     return kind in _VERSIONS and group in ("", _VERSIONS[kind][0])
 
@@ -645,7 +645,7 @@ class Manifests:
         return []
 
     def ignored(self, service: str) -> dict[str, str]:
-        """Of the files as they were last read."""
+        """Return how the files were when they were last read."""
         found = {}
         for file in list(self._folder.files.values()):
             for (kind, key), result, _ in file.content.documents:

@@ -195,7 +195,7 @@ class SourceState(msgspec.Struct, frozen=True):
 
 
 class KindState(msgspec.Struct, frozen=True):
-    """How one kind of objects is read from its source.
+    """The state of one kind of objects at its source.
 
     Args:
         kind: as in a manifest.
@@ -215,7 +215,7 @@ class KindState(msgspec.Struct, frozen=True):
 
 
 class Superseded(msgspec.Struct, frozen=True, gc=False):
-    """A change that another one of the same object overtook before it was looked at; times as in `Upserted`.
+    """A change that another one of the same object overtook before it was handled; times as in `Upserted`.
 
     `family` is that of an EndpointSlice, 0 for other kinds and where the object is gone.
     """

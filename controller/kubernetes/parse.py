@@ -358,7 +358,7 @@ def _is_local(policy: str | None, field: str, said: _Complaints) -> bool:
     return local is True
 
 
-# First bytes of addresses that `why_special` must look at; all others are ordinary.
+# First bytes of addresses that `why_special` must examine; all others are ordinary.
 _ODD: Final = {4: frozenset({0, 127, 169, *range(224, 256)}), 6: frozenset({0, 0xFE, 0xFF})}
 _IN_DOUBT: Final = b"\0"
 

@@ -1,4 +1,4 @@
-"""How many requests the API server gets from this agent: so many a second, and some at once (a token bucket).
+"""Limits the requests that the API server gets from this agent: so many a second, and some at once (a token bucket).
 
 The same as client-go's flow control, with which kube-proxy obeys `clientConnection.qps` and `burst`.
 """

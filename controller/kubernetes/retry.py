@@ -1,4 +1,4 @@
-"""PURE. When one kind of objects is asked for again: how long to pause after what.
+"""PURE. Decides when one kind of objects is requested again: how long to pause after what.
 
 - An answer that leads nowhere is not a failure to answer. Only the latter doubles the pause from try to try.
 - A server that has just started refuses everybody until it has read its rules. It is there, so it is asked again as
@@ -21,7 +21,7 @@ _PASSING: Final = 2  # ended streams or 410s in a row that are everyday life
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
-    """How long to wait for what; all in seconds.
+    """The pauses and time-outs, in seconds.
 
     `silence` ends a stream on which not even a bookmark came; servers send these about every minute.
     `quiet` is how long nothing may come, on any stream, before the server is asked whether it is there.
@@ -105,7 +105,7 @@ class Backoff:
 
     @property
     def passing(self) -> bool:
-        """Whether what went wrong is everyday life so far: streams that end, versions that the server forgot."""
+        """Return whether what went wrong is everyday life so far: streams that end, versions that the server forgot."""
         return not (self.failures or self._unusable) and self._ended <= _PASSING and self._forgotten <= _PASSING
 
     def _doubled(self, times: int, longest: float) -> float:

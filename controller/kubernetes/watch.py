@@ -44,7 +44,7 @@ class _Meta(msgspec.Struct, frozen=True):
 
 
 class ObjectHead(msgspec.Struct):
-    """What every object has. Forgiving: a malformed object still has a name, most of the time."""
+    """The fields that every object has. Forgiving: a malformed object still has a name, most of the time."""
 
     metadata: _Meta = _Meta()
     kind: str | None = None
@@ -56,7 +56,7 @@ class ObjectHead(msgspec.Struct):
 
     @property
     def triggered(self) -> float:
-        """When what an EndpointSlice reports changed, as the slice controller writes it, in seconds since 1970.
+        """The moment of the change that an EndpointSlice reports, as its controller writes it, in seconds since 1970.
 
         0 when it does not say so, or not in RFC 3339.
         """
@@ -73,14 +73,14 @@ class _BookmarkMeta(msgspec.Struct):
 
 
 class Bookmark(msgspec.Struct):
-    """What a bookmark says beside its version: whether the initial events are complete."""
+    """The annotation of a bookmark that says whether the initial events are complete."""
 
     metadata: _BookmarkMeta = msgspec.field(default_factory=_BookmarkMeta)
     kind: str | None = None
 
     @property
     def ends_initial(self) -> bool:
-        """Whether everything that there was at the beginning has been sent (KEP-3157)."""
+        """Return whether everything that there was at the beginning has been sent (KEP-3157)."""
         return (self.metadata.annotations or {}).get(_INITIAL_END) == "true"
 
 
@@ -92,7 +92,7 @@ _decode_trigger = msgspec.json.Decoder(_Trigger | None).decode
 
 
 def decode_head(raw: msgspec.Raw) -> ObjectHead:
-    """Of any JSON; empty when it is no object with a name."""
+    """Decode the head of any JSON; it is empty when it is no object with a name."""
     try:
         return _decode_head(raw)
     except msgspec.MsgspecError:
@@ -107,7 +107,7 @@ def version_number(version: str | None) -> int | None:
 
 
 class Versions:
-    """What was seen of each object, so that none goes back in time.
+    """The versions that were seen of each object, so that none goes back in time.
 
     A complete list at version N has the state of all objects at N: whatever is older is old news, also
     about objects that are not in it. So only what changed since the list needs a note of its own.
@@ -128,7 +128,7 @@ class Versions:
         self._tombstones.clear()
 
     def is_news(self, key: str, version: str | None, gone: bool) -> bool:
-        """Whether an event is news; it is then noted."""
+        """Return whether an event is news; it is then noted."""
         number = version_number(version)
         if number is None or self._floor is None:
             return True
@@ -143,7 +143,7 @@ class Versions:
         return True
 
     def add_tombstone(self, key: str) -> None:
-        """This object is none of ours any more; what was seen of it is kept for a while."""
+        """Note that this object is not served here any more; what was seen of it is kept for a while."""
         if key not in self._seen:
             return
         self._tombstones[key] = None

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybrid_proxy.controller.kubernetes import apiserver
+from hybrid_proxy.controller.kubernetes import apiserver, known
 from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes, RetryPolicy
 from hybrid_proxy.controller.kubernetes.model import KINDS, Removed, SourceState
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
@@ -225,7 +225,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_MAX_WHOLE", 1 << 20),
         ("_MAX_LINE", 1 << 20),
     ):
-        monkeypatch.setattr(apiserver, name, bytes_)
+        monkeypatch.setattr(known if name == "_MAX_KIND" else apiserver, name, bytes_)
 
 
 def endless(kind: str) -> Iterator[dict[str, Any]]:
