@@ -25,7 +25,6 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import links, sysctl
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
-
 from hybrid_proxy.dataplane.other_proxies import warnings
 from hybrid_proxy.dataplane.reports import Fill, PacketEvent, ServiceRow
 
