@@ -28,14 +28,6 @@ NOT_YET = frozenset(
     {
         "bpf",
         "controller",
-<<<<<<< HEAD
-        "controller/commands",
-        "controller/commands/doctor",
-        "controller/kubernetes",
-=======
-        "controller/agent",
-        "controller/settings",
->>>>>>> 030bdb6 (words: the commands and the Kubernetes source are read)
         "dataplane/kernel",
         "dataplane/modes/ebpf",
         "dataplane/modes/ebpf/ejection",
