@@ -31,8 +31,7 @@ exit codes:
   2  the command cannot be used in this way: unknown flags and commands, values that are none, files with mistakes.
 """
 _LOGS: Final = (
-    "; the agent logs to standard error: `journalctl -u hybrid-proxy`, `kubectl -n kube-system logs ds/hybrid-proxy`. "
-    "The last lines are also in /run/hybrid-proxy/admin.log, and in what `hybrid-proxy bundle` writes"
+    "; the agent logs to standard error: `journalctl -u hybrid-proxy`, `kubectl -n kube-system logs ds/hybrid-proxy`"
 )
 INSTEAD: Final = {"version": "; did you mean --version?", "log": _LOGS, "logs": _LOGS}  # of words that are no command
 ENVIRONMENT: Final = """

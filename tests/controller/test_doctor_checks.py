@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 import msgspec
 import pytest
-from hybrid_proxy.controller.commands.doctor.look import is_about
 
 from hybrid_proxy.controller.commands.doctor.checks import ORDER, diagnose, in_short, node_findings, service_findings
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, speech_of
@@ -22,6 +21,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     ServiceFacts,
     Tried,
 )
+from hybrid_proxy.controller.commands.doctor.service import is_about
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.serving.protocol import SourceStatus, TableFrontend, TablePort
