@@ -779,14 +779,15 @@ def test_each_kind_says_how_it_is_read(api: ApiServer, begin: Start) -> None:
     api.faults("endpointslices").answers.append((503, {"Retry-After": "600"}))
     watcher = begin(policy=quick(longest=60.0))
     assert {state.state for state in watcher.source.states()} <= {"waiting", "read", "not served"}
-    watcher.until(lambda: len(watcher.of(Replaced)) == 3, "all kinds but one")
-    watcher.until(lambda: watcher.kind("EndpointSlice").why, "a reason")
-
-    states = {state.kind: (state.state, state.listed) for state in watcher.source.states()}
-    assert states == {
+    wanted = {
         "Service": ("read", True), "EndpointSlice": ("waiting", False), "Node": ("read", True),
         "ServiceCIDR": ("not served", True),
     }  # fmt: skip
+    watcher.until(lambda: watcher.kind("EndpointSlice").why, "a reason")
+    watcher.until(
+        lambda: {state.kind: (state.state, state.listed) for state in watcher.source.states()} == wanted, "their states"
+    )
+    assert len(watcher.of(Replaced)) == 3, "all kinds but one"
     assert "503" in watcher.kind("EndpointSlice").why
     assert "/apis/networking.k8s.io/v1/servicecidrs" in watcher.kind("ServiceCIDR").why
 

@@ -287,6 +287,7 @@ def test_a_restart_changes_nothing_of_what_is_served(tmp_path: Path, edit: Calla
         (folder / "new").rename(folder / "a.yaml")
         (folder / "z.yaml").write_text(service("z", "10.96.0.8"))
         first.until(lambda: first.addresses["z"] == "10.96.0.8")
+        first.until(lambda: not first.source._folder.unsettled, "an empty file counts as emptied")  # noqa: SLF001
         before = {name: one for name, one in first.objects.items() if name[1] != "default/z"}
     finally:
         first.stop()

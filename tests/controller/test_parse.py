@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_proxy.controller.errors import Refused
-from hybrid_proxy.controller.kubernetes import addresses, parse
+from hybrid_proxy.controller.kubernetes import parse
 from hybrid_proxy.controller.kubernetes.model import (
     Endpoint,
     EndpointPort,
@@ -27,6 +27,7 @@ from hybrid_proxy.controller.kubernetes.model import (
     ServicePort,
 )
 from hybrid_proxy.controller.kubernetes.model import ServiceCIDR as Range
+from hybrid_proxy.dataplane import addresses
 from hybrid_proxy.dataplane.table import Probe, Protocol
 
 TCP, UDP, SCTP = Protocol.TCP, Protocol.UDP, Protocol.SCTP

@@ -24,8 +24,7 @@ from hybrid_proxy.controller.kubernetes.model import (
     kind_of,
 )
 from hybrid_proxy.workshop.lab.apiserver import namespace_of, slice_name
-
-DEADLINE = 60.0  # of any wait; a passing run comes nowhere near
+from tests.waiting import bound
 
 
 class Listener:
@@ -63,7 +62,7 @@ class Listener:
 
     def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """Wait for a condition on what was reported."""
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + bound(10)
         with self._changed:
             while not (found := condition()):
                 left = deadline - time.monotonic()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import tarfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from hybrid_proxy.controller import cli
 from hybrid_proxy.controller.serving.memory import memory_path, recall
 from hybrid_proxy.controller.serving.protocol import GetStatus, SwitchMode, answer_seconds
 from hybrid_proxy.workshop.lab import examples
@@ -18,7 +22,8 @@ from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from tests.namespaces import new_lab
 from tests.waiting import until
 
-pytestmark = pytest.mark.root
+# What is read of a process in /proc is that of a command as a node runs it.
+pytestmark = [pytest.mark.root, pytest.mark.cold]
 
 PACKET = ("--from", "10.77.1.11", "--to", "default/web:80")
 # fmt: off
@@ -123,3 +128,16 @@ class TestADeadAgent:
         assert "killed, or crashed" in json.loads(found["agent/status.json"])["gone"]["why"]
         assert "default/web:http" in found["dataplane/services.json"]
         assert "events" in json.loads(found["agent/drops.json"])
+
+
+def test_status_says_that_an_agent_hangs_before_a_person_gives_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid_proxy.controller.commands.inspect.FIRST_SECONDS", 0.2)
+    path, begun = tmp_path / "hung.sock", time.monotonic()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        assert cli.main(["status", "--admin-socket", str(path), "--pin-root", str(tmp_path)]) == 1
+    assert f"the agent (PID {os.getpid()}) does not answer" in " ".join(capsys.readouterr().out.split())
+    assert time.monotonic() - begun < answer_seconds(GetStatus()), "it waited once, and no longer than it may"
