@@ -50,8 +50,14 @@ def test_a_wheel_has_no_benchmarks_and_no_fake_api_server(tmp_path: Path) -> Non
     names = zipfile.ZipFile(wheel).namelist()
     assert "hybrid_proxy/dataplane/modes/ebpf/objects/tc_datapath.bpf.o" in names
     assert {"hybrid_proxy/workshop/lab/demo.py", "hybrid_proxy/workshop/lab/manifests/web.yaml"} <= set(names)
-    checkout_alone = ("workshop/benchmarks", "workshop/lab/apiserver", "workshop/manual", "workshop/house")
-    assert [name for name in names if any(part in name for part in checkout_alone)] == []
+    checkout_alone = (
+        "workshop/benchmarks",
+        "workshop/lab/apiserver",
+        "workshop/measuring/nodes",
+        "workshop/manual",
+        "workshop/house",
+    )
+    assert [name for name in names if any(f"workshop/{part}" in name for part in checkout_alone)] == []
 
 
 def test_no_agent_imports_a_library_of_the_extra() -> None:

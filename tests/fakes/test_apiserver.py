@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import urllib3
 
-from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
 from hybrid_proxy.workshop.lab.apiserver import (
     ApiServer,
     endpoint_slice,
@@ -20,6 +19,7 @@ from hybrid_proxy.workshop.lab.apiserver import (
     service,
     slice_name,
 )
+from hybrid_proxy.workshop.measuring.apidata import ApiProcess
 
 SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
 

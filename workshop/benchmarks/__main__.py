@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from hybrid_proxy.workshop.benchmarks.kit import Result
+from hybrid_proxy.workshop.measuring.results import Result
 
 HERE = Path(__file__).parent
 VARIANTS = {  # benchmark -> module and what it is called with

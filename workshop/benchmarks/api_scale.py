@@ -22,20 +22,13 @@ from typing import Any
 import numpy as np
 
 from hybrid_proxy.controller.agent.event_queue import CAPACITY
-from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
-from hybrid_proxy.workshop.benchmarks.kit import (
-    HEALTH_CHECKS,
-    ApiAgent,
-    Kernel,
-    Result,
-    Scraper,
-    Target,
-    lab,
-    quantile,
-    say,
-)
+from hybrid_proxy.workshop.benchmarks.kit import say
 from hybrid_proxy.workshop.lab.apiserver import cluster_address, endpoint_slice
 from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.measuring.apidata import ApiProcess
+from hybrid_proxy.workshop.measuring.nodes import HEALTH_CHECKS, ApiAgent, Kernel, Scraper, lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
+from hybrid_proxy.workshop.measuring.stats import quantile
 
 SERVICES, ENDPOINTS = 10_000, 10
 RATE = 1_000  # changes a second

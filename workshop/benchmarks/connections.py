@@ -20,26 +20,15 @@ from typing import Any, NamedTuple
 
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ipvs.programmer import probe
-from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
-from hybrid_proxy.workshop.benchmarks.kit import (
-    GUEST,
-    NODE,
-    ROOT,
-    ApiAgent,
-    Result,
-    Target,
-    built,
-    in_a_guest,
-    lab,
-    median,
-    say,
-    take_turns,
-    working_modes,
-)
+from hybrid_proxy.workshop.benchmarks.kit import GUEST, ROOT, built, in_a_guest, median, say, take_turns, working_modes
 from hybrid_proxy.workshop.lab import kube_proxy_rules
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab, Place
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
+from hybrid_proxy.workshop.measuring.apidata import ApiProcess
+from hybrid_proxy.workshop.measuring.nodes import NODE, ApiAgent, lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
+from hybrid_proxy.workshop.measuring.stats import ratios
 
 SERVICES, ENDPOINTS = 10_000, 10
 PORT, VIP = 9000, "10.97.1.1"
@@ -79,10 +68,6 @@ class Arm:
         assert failed == "0", f"{failed} of {count} exchanges with {self.address} failed"
         self.rates.append(int(count) / float(seconds))
 
-    def rate(self) -> float:
-        """Returns the median of the rates without the first round, which warms up."""
-        return median(self.rates[1:])
-
 
 def measure(question: str = "settings") -> Result:
     """Answers one of the questions above."""
@@ -90,15 +75,17 @@ def measure(question: str = "settings") -> Result:
 
 
 class Pair(NamedTuple):
-    """Connections in a second, through the ClusterIP and of the control."""
+    """Connections in a second, through the ClusterIP and of the control, and the median of the rounds' ratios."""
 
     service: float
     plain: float
+    ratio: float
 
-    @property
-    def ratio(self) -> float:
-        """The rate relative to the control."""
-        return self.service / self.plain
+
+def _pair(service: Arm, plain: Arm) -> Pair:
+    """Compares two arms that were measured in turn; the first round warms up."""
+    rates, controls = service.rates[1:], plain.rates[1:]
+    return Pair(median(rates), median(controls), median(ratios(rates, controls)))
 
 
 def _settings() -> Result:
@@ -210,7 +197,7 @@ def _beside_a_bare_node(
                 service, plain = Arm("pod1", VIP), Arm("pod1", bare["pod2"].address4)
                 with _programmed(arm, made, api, size):
                     take_turns(rounds, partial(service.run, made, program), partial(plain.run, bare, program))
-            found[arm, size] = one = Pair(service.rate(), plain.rate())
+            found[arm, size] = one = _pair(service, plain)
             say(f"  {arm}, {size:,} services: {one.service:,.0f}/s, bare {one.plain:,.0f}/s, {one.ratio:.3f}")
     return found
 
@@ -259,7 +246,7 @@ def _compare(made: Lab, program: str, rounds: int, agent: Agent, prefix: tuple[s
         served = ebpf.pods.interfaces if ebpf else []
         assert sorted(served) == sorted(place.interface for place in made.pods()), served
         take_turns(rounds, *(partial(arm.run, made, program) for arm in (plain, service)))
-    found = Pair(service.rate(), plain.rate())
+    found = _pair(service, plain)
     say(f"  {' '.join(agent.flags)}: plain {found.plain:,.0f}/s, ClusterIP {found.service:,.0f}/s, {found.ratio:.3f}")
     return found
 

@@ -1,78 +1,31 @@
-"""Shared by the benchmarks: results and targets, and a node with the real agent and a cluster of any size."""
+"""Shared by the benchmarks: rounds, progress, compiled programs, and virtual machines."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
-import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final
 
-import numpy as np
-
-from hybrid_proxy.controller.agent.modes import open_mode
-from hybrid_proxy.controller.settings.config import available_modes
-from hybrid_proxy.dataplane.kernel.bpf import Map
-from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.maps import layout
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
-from hybrid_proxy.dataplane.options import EbpfOptions
-from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
-from hybrid_proxy.workshop.lab.agent import Agent, remove_forsaken, resident
-from hybrid_proxy.workshop.lab.machine import mitigations, processor
 from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.measuring.modes import missing_of_modes
+from hybrid_proxy.workshop.measuring.stats import rotated
 
-__all__ = [
-    "GUEST",
-    "HEALTH_CHECKS",
-    "NODE",
-    "ROOT",
-    "ApiAgent",
-    "Kernel",
-    "Result",
-    "Scraper",
-    "Target",
-    "beyond",
-    "built",
-    "entry",
-    "in_a_guest",
-    "lab",
-    "median",
-    "quantile",
-    "say",
-    "take_turns",
-    "working_modes",
-]
+__all__ = ["GUEST", "ROOT", "built", "in_a_guest", "median", "say", "take_turns", "working_modes"]
 
-ROOT = Path(__file__).resolve().parents[2]
-NODE = "node-0"  # the Node that the fake API server has
-GUEST = "6.1"  # the kernel of virtual machines: Debian 12's
-HEALTH_CHECKS = 10  # services with a health-check node port, where all servers of the agent are on
-METRICS, HEALTHZ = ("127.0.0.1", 10249), ("127.0.0.1", 10256)  # as kube-proxy's
+ROOT: Final = Path(__file__).resolve().parents[2]
+GUEST: Final = "6.1"  # the kernel of virtual machines: Debian 12's
 
 median = statistics.median
 
 
-def beyond(mine: Sequence[float], nothing: Sequence[float]) -> float:
-    """Returns the median of pairwise differences: a machine that changes its speed is as fast for both of a pair."""
-    return median([one - other for one, other in zip(mine, nothing, strict=True)])
-
-
 def take_turns(rounds: int, *turns: Callable[[], None]) -> None:
-    """Calls all turns in so many rounds and one to warm up, in reverse order in every second round."""
+    """Calls all turns in so many rounds and one to warm up; the order rotates as in `compare`."""
     for number in range(rounds + 1):
-        for turn in turns if number % 2 else reversed(turns):
+        for turn in rotated(turns, number):
             turn()
 
 
@@ -81,66 +34,13 @@ def say(*parts: object) -> None:
     print(*parts, file=sys.stderr, flush=True)
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Returns the smallest value that this share of all values does not exceed (nearest rank)."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-@dataclass(frozen=True)
-class Target:
-    """The limit of a figure, as a maximum or a minimum."""
-
-    what: str
-    limit: float
-    at_least: bool = False
-
-    def summary(self, found: float) -> str:
-        """Returns the figure, the target, and whether it is reached."""
-        reached = found >= self.limit if self.at_least else found <= self.limit
-        relation = ">=" if self.at_least else "<="
-        return f"{self.what} {found:.4g}, target {relation} {self.limit:g}: {'reached' if reached else 'MISSED'}"
-
-
-@dataclass(frozen=True)
-class Result:
-    """One benchmark's outcome. `value` is compared with `control`, measured in the same run: 0 gives no ratio."""
-
-    name: str
-    value: float
-    unit: str
-    what: str  # the control
-    control: float
-    targets: Sequence[tuple[Target, float]]
-    notes: Sequence[str] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def report(self) -> None:
-        """Print the notes and targets, the machine, and one JSON object as the last line."""
-        machine = _machine()
-        for note in self.notes:
-            print(note)
-        for target, found in self.targets:
-            print(f"{self.name}: {target.summary(found)}")
-        weak = "; ".join(f"{name}: {what}" for name, what in machine["mitigations"].items()) or "none"
-        cpus = f"{machine['cpus']} CPUs, load {machine['load']}"
-        print(f"{self.name}: {machine['processor']}, {cpus}, Linux {machine['kernel']}; mitigations: {weak}")
-        report = {
-            "name": self.name, "value": _short(self.value), "unit": self.unit,
-            "control": {"what": self.what, "value": _short(self.control)},
-            "ratio": _short(self.value / self.control) if self.control else None, **self.extra, "machine": machine,
-        }  # fmt: skip
-        print(json.dumps(report), flush=True)
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "processor": processor(), "kernel": platform.release(), "cpus": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 1), "mitigations": mitigations(),
-    }  # fmt: skip
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.4g}")
+def working_modes(made: Lab) -> list[str]:
+    """Returns the modes that work on the node of a lab, and logs what the others lack."""
+    missing = missing_of_modes(made)
+    for mode, reason in missing.items():
+        if reason:
+            say(f"  {mode} is skipped: {reason}")
+    return [mode for mode, reason in missing.items() if not reason]
 
 
 def built(target: str) -> Path:
@@ -169,191 +69,3 @@ def in_a_guest(module: str, *, counted: bool = False) -> dict[str, Any]:
         raise RuntimeError(f"{module} failed in the virtual machine:\n{done.stdout}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-@contextlib.contextmanager
-def lab(pods: int = 0, plain: int = 0, kind: str = "bench", remote: int = 0) -> Iterator[Lab]:
-    """Makes a lab of this process, one of each kind; those of killed benchmarks are removed first."""
-    remove_forsaken(kind)
-    with Lab(f"{kind}{os.getpid()}", pods, plain=plain, remote=remote) as made:
-        yield made
-
-
-def entry(
-    name: str,
-    address: str,
-    port: int,
-    backends: tuple[Backend, ...],
-    masquerade: Masquerade = Masquerade.NEVER,
-    protocol: Protocol = Protocol.TCP,
-) -> Entry:
-    """Returns a service port that has only a ClusterIP."""
-    frontend = Frontend(Kind.CLUSTER_IP, address, port, 0, 0, masquerade)
-    family = 6 if ":" in address else 4
-    return Entry(name, family, protocol, (frontend,), (BackendSet(backends, why="every endpoint"),), backends)
-
-
-class Scraper:
-    """Asks for /metrics and /healthz of an agent as Prometheus and the kubelet do, from a thread, until it is closed.
-
-    `metrics` and `healthz` have the seconds of each answer. An error of one is raised at the end.
-    """
-
-    def __init__(self, lab: Lab, metrics_every: float = 15.0, healthz_every: float = 1.0) -> None:
-        self.metrics: list[float] = []
-        self.healthz: list[float] = []
-        self.page = b""  # the last of the metrics
-        self._lab = lab
-        self._stop = threading.Event()
-        self._error: Exception | None = None
-        self._plan = (
-            (metrics_every, METRICS, "/metrics", self.metrics),
-            (healthz_every, HEALTHZ, "/healthz", self.healthz),
-        )
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(30)
-        if self._error is not None:
-            raise self._error
-
-    def summary(self) -> str:
-        """Returns the number of answers and their durations."""
-        return ", ".join(
-            f"{len(seconds)} of {name} ({1000 * median(seconds):.0f} ms, {1000 * max(seconds):.0f} ms at most)"
-            for name, seconds in (("/metrics", self.metrics), ("/healthz", self.healthz))
-        )
-
-    def _run(self) -> None:
-        due = [time.monotonic()] * len(self._plan)
-        try:
-            while not self._stop.wait(max(0.0, min(due) - time.monotonic())):
-                for number, (every, place, path, seconds) in enumerate(self._plan):
-                    if time.monotonic() >= due[number]:
-                        due[number] += every
-                        start = time.monotonic()
-                        page = get(self._lab, place, path)
-                        seconds.append(time.monotonic() - start)
-                        self.page = page if path == "/metrics" else self.page
-        except Exception as error:
-            self._error = error
-
-
-def get(lab: Lab, place: tuple[str, int], path: str) -> bytes:
-    """Fetches a page from the lab's node.
-
-    Raises:
-        RuntimeError: the answer is not 200.
-    """
-    connection = http.client.HTTPConnection(*place, timeout=20)
-    connection.sock = lab.socket("node")
-    connection.sock.settimeout(20)
-    try:
-        connection.sock.connect(place)
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        body = answer.read()
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise RuntimeError(f"{path} answered {answer.status}: {body[:200]!r}")
-    return body
-
-
-class ApiAgent(Agent):
-    """The agent on the lab's node, with the fake API server as its source.
-
-    It takes no part of the lab for the cluster's, unless `cluster_cidr` says so: the node and the pods are those of
-    the fake API server.
-    """
-
-    def __init__(
-        self,
-        lab: Lab,
-        kubeconfig: str,
-        mode: str = "ebpf",
-        flags: Sequence[str] = (),
-        cluster_cidr: str = "10.128.0.0/9",
-    ) -> None:
-        super().__init__(lab, lab.folder / "no-manifests", mode, ("--strict-mode", *flags))
-        self.kubeconfig = kubeconfig
-        self.cluster_cidr = cluster_cidr
-
-    @property
-    def argv(self) -> list[str]:
-        """The command that runs it."""
-        return [
-            sys.executable, "-m", "hybrid_proxy.controller", "run",
-            "--kubeconfig", self.kubeconfig,
-            "--proxy-mode", self.mode,
-            "--hostname-override", NODE,
-            "--cluster-cidr", self.cluster_cidr,
-            "--cgroup", str(self.lab.cgroup),
-            "--admin-socket", str(self.socket),
-            "--metrics-bind-address", f"{METRICS[0]}:{METRICS[1]}",
-            *self.flags,
-        ]  # fmt: skip
-
-    def processor_seconds(self) -> float:
-        """Returns the CPU seconds of all its threads, user and system."""
-        assert self.process is not None
-        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-    def memory(self) -> dict[str, float]:
-        """Returns VmRSS, RssAnon and RssFile in MB (10^6 bytes)."""
-        assert self.process is not None
-        return resident(self.process.pid)
-
-
-class Kernel:
-    """The maps of the agent in a lab, read by another process."""
-
-    def __init__(self, lab: Lab) -> None:
-        with lab.inside("node"):
-            self.maps: dict[str, Map] = open_pinned_maps(folder_of(Options()))
-        self.services = self.maps["services"].view(layout.dtype_of("service"))
-        self.slots = self.maps["slots"].view(layout.dtype_of("slot"))["backend"]
-        self.backends = self.maps["backends"].view(layout.dtype_of("backend"))
-
-    def ids(self) -> dict[str, int]:
-        """Service id by ClusterIP (IPv4)."""
-        keys, values = self.maps["frontends4"].items(layout.frontend_dtype(4), np.dtype(np.uint64))
-        real = keys["port"] != 0
-        texts = (layout.address_text(word.tobytes(), 4) for word in keys["address"][real])
-        return dict(zip(texts, (values[real] & np.uint64(0xFFFFFFFF)).tolist(), strict=True))
-
-    def backends_of(self, service: int) -> list[str]:
-        """Returns the backends of a service by every step of the programs, and checks each step."""
-        offset, count, _ = layout.split_range_word(int(self.services[service]["sets"][0]))
-        slots = self.slots[offset : offset + count]
-        assert all(slots >> np.uint64(32) == service), f"service {service} reads a foreign slot"
-        rows = self.backends[slots & np.uint64(0xFFFFFFFF)]
-        assert all(rows["service"] == service), f"service {service} leads to a foreign backend"
-        ports = layout.swap16(rows["port"]).tolist()
-        return [
-            f"{layout.address_text(row.tobytes(), 4)}:{port}" for row, port in zip(rows["address"], ports, strict=True)
-        ]
-
-    def close(self) -> None:
-        """Closes the maps."""
-        for known in self.maps.values():
-            known.close()
-
-
-def working_modes(made: Lab) -> list[str]:
-    """Returns the modes that work on the node of a lab, and logs what the others lack."""
-    works = []
-    for mode in available_modes():
-        with made.inside("node"):
-            missing = open_mode(mode).probe(Options(ebpf=EbpfOptions(cgroup=str(made.cgroup))))
-        if missing:
-            say(f"  {mode} is skipped: {missing}")
-        else:
-            works.append(mode)
-    return works

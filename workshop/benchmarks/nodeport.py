@@ -22,13 +22,15 @@ from cffi import FFI
 
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
 from hybrid_proxy.dataplane.kernel.bpf import Object, check, library, update_link
-from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, lab, median, say, take_turns
+from hybrid_proxy.workshop.benchmarks.kit import built, median, say, take_turns
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.examples import node_manifest
 from hybrid_proxy.workshop.lab.frames import Receiver, fill_in_checksums
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
 from hybrid_proxy.workshop.lab.traffic import ask_udp
+from hybrid_proxy.workshop.measuring.nodes import lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 UDP = 9053  # of the backend
 CLIENTS, FIRST_PORT, NODE_PORT = 64, 40_000, 30_053

@@ -16,19 +16,10 @@ from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables, offload_m
 from hybrid_proxy.dataplane.options import NftablesOptions
 from hybrid_proxy.dataplane.table import Backend, NodeNetwork, ServiceTable
 from hybrid_proxy.workshop.benchmarks.connections import PORT, VIP, serve
-from hybrid_proxy.workshop.benchmarks.kit import (
-    GUEST,
-    ROOT,
-    Result,
-    Target,
-    built,
-    entry,
-    in_a_guest,
-    lab,
-    median,
-    say,
-)
+from hybrid_proxy.workshop.benchmarks.kit import GUEST, ROOT, built, in_a_guest, median, say
 from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.measuring.nodes import entry, lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 SECONDS, ROUNDS = 0.3, 3
 PACKETS = 20

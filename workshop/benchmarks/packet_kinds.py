@@ -30,9 +30,12 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import pod_columns
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.table import Backend, Entry, Masquerade, NodeNetwork, PodMatch, Protocol
-from hybrid_proxy.workshop.benchmarks.kit import Result, beyond, built, entry, lab, say
+from hybrid_proxy.workshop.benchmarks.kit import built, say
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.pins import pin_folder
+from hybrid_proxy.workshop.measuring.nodes import entry, lab
+from hybrid_proxy.workshop.measuring.results import Result
+from hybrid_proxy.workshop.measuring.stats import beyond
 
 REPEAT, ROUNDS = 200_000, 5  # of packets that change nothing
 BATCH, BATCHES = 10_000, 100  # of packets that begin a flow: of so many clients, then the tables are emptied

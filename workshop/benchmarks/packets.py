@@ -17,8 +17,11 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import Backend, Protocol
-from hybrid_proxy.workshop.benchmarks.kit import Result, Target, beyond, built, entry
+from hybrid_proxy.workshop.benchmarks.kit import built
 from hybrid_proxy.workshop.lab.pins import pin_folder
+from hybrid_proxy.workshop.measuring.nodes import entry
+from hybrid_proxy.workshop.measuring.results import Result, Target
+from hybrid_proxy.workshop.measuring.stats import beyond
 
 FLOWS = 100_000  # connections, two entries each
 PACKETS, REPEAT, ROUNDS = 64, 2_000, 15  # in one run of a loop, runs in a round

@@ -10,8 +10,10 @@ import re
 import time
 from pathlib import Path
 
-from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
-from hybrid_proxy.workshop.benchmarks.kit import HEALTH_CHECKS, ApiAgent, Result, Scraper, Target, lab, say
+from hybrid_proxy.workshop.benchmarks.kit import say
+from hybrid_proxy.workshop.measuring.apidata import ApiProcess
+from hybrid_proxy.workshop.measuring.nodes import HEALTH_CHECKS, ApiAgent, Scraper, lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 SERVICES, ENDPOINTS = 10_000, 10
 RELISTS = 10

@@ -23,21 +23,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from hybrid_proxy.workshop.benchmarks import curves
-from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
-from hybrid_proxy.workshop.benchmarks.kit import (
-    METRICS,
-    ROOT,
-    ApiAgent,
-    Result,
-    Target,
-    get,
-    lab,
-    median,
-    quantile,
-    say,
-)
+from hybrid_proxy.workshop.benchmarks.kit import ROOT, median, say
 from hybrid_proxy.workshop.benchmarks.views import EbpfView, IptablesView, NftablesView, View, check
 from hybrid_proxy.workshop.lab.network import LabError
+from hybrid_proxy.workshop.measuring.apidata import ApiProcess
+from hybrid_proxy.workshop.measuring.nodes import METRICS, ApiAgent, get, lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
+from hybrid_proxy.workshop.measuring.stats import quantile
 
 
 class Size(NamedTuple):

@@ -19,8 +19,10 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import Backend, Entry, Protocol
-from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, entry, median, say
+from hybrid_proxy.workshop.benchmarks.kit import built, median, say
 from hybrid_proxy.workshop.lab.pins import pin_folder
+from hybrid_proxy.workshop.measuring.nodes import entry
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 SERVICES, BACKENDS = 16_384, 60
 TOTAL = SERVICES * BACKENDS

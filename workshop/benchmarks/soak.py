@@ -11,10 +11,12 @@ import subprocess
 import time
 from pathlib import Path
 
-from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
 from hybrid_proxy.workshop.benchmarks.connections import ALL_PODS, PORT, VIP, measured, serve
-from hybrid_proxy.workshop.benchmarks.kit import ApiAgent, Result, Target, built, lab, median, say
+from hybrid_proxy.workshop.benchmarks.kit import built, median, say
 from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.measuring.apidata import ApiProcess
+from hybrid_proxy.workshop.measuring.nodes import ApiAgent, lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 SECONDS = float(os.environ.get("HYBRID_PROXY_SOAK", "600"))
 SERVICES, ENDPOINTS = 1_000, 10

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hybrid_proxy.workshop.benchmarks.connections import PORT, VIP, agent_of, cluster, serve
-from hybrid_proxy.workshop.benchmarks.kit import Result, Target, built, lab, median, say
+from hybrid_proxy.workshop.benchmarks.kit import built, median, say
 from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.measuring.nodes import lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 SECONDS, ROUNDS = 1.0, 11
 TARGET = 0.99

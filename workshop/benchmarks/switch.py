@@ -18,9 +18,11 @@ import msgspec
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import SwitchAnswer, SwitchMode
 from hybrid_proxy.controller.settings.config import available_modes
-from hybrid_proxy.workshop.benchmarks.kit import Result, Target, lab, say, working_modes
+from hybrid_proxy.workshop.benchmarks.kit import say, working_modes
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.measuring.nodes import lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 MODES: Final = tuple(available_modes())
 SECONDS: Final = 4.0  # of the loads before and after a switch, each

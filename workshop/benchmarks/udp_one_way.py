@@ -6,10 +6,12 @@ import json
 from functools import partial
 
 from hybrid_proxy.workshop.benchmarks.connections import ONE_CPU, PODS_ONLY, PORT, VIP, serve
-from hybrid_proxy.workshop.benchmarks.kit import NODE, Result, Target, built, lab, median, say, take_turns
+from hybrid_proxy.workshop.benchmarks.kit import built, median, say, take_turns
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
+from hybrid_proxy.workshop.measuring.nodes import NODE, lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 ROUNDS, SECONDS = 21, 0.4
 SPORT = 40_000  # of all rounds: one flow, as of a client that sends for hours

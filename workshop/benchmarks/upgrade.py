@@ -22,13 +22,15 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
-from hybrid_proxy.workshop.benchmarks.kit import ROOT, Result, Target, lab, median, say
+from hybrid_proxy.workshop.benchmarks.kit import ROOT, median, say
 from hybrid_proxy.workshop.benchmarks.versions import FIELD_MORE, WIDER_KEYS, agent_of, tree
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.examples import node_manifest
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
+from hybrid_proxy.workshop.measuring.nodes import lab
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 FLOWS = 100_000
 SERVICE, VIP, PORT = "bench/web", "10.96.0.10", 8080

@@ -13,8 +13,9 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
-from hybrid_proxy.workshop.benchmarks.kit import Result, Target, median, say
+from hybrid_proxy.workshop.benchmarks.kit import median, say
 from hybrid_proxy.workshop.lab.pins import pin_folder
+from hybrid_proxy.workshop.measuring.results import Result, Target
 
 ROUNDS = 5
 AT_START: Final = frozenset({"tc_datapath", "hooks", "connect", "sockops", "inspect"})

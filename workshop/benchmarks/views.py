@@ -17,11 +17,11 @@ from hybrid_proxy.dataplane.nftables.codec import Codec
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Verdict
 from hybrid_proxy.dataplane.nftables.uapi import NFT_MSG_GETSETELEM
 from hybrid_proxy.dataplane.nftables.wire import Kernel
-from hybrid_proxy.workshop.benchmarks import kit
-from hybrid_proxy.workshop.benchmarks.apidata import ApiProcess
-from hybrid_proxy.workshop.benchmarks.kit import ApiAgent
 from hybrid_proxy.workshop.lab.apiserver import cluster_address, pod_address
 from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.measuring.apidata import ApiProcess
+from hybrid_proxy.workshop.measuring.nodes import ApiAgent
+from hybrid_proxy.workshop.measuring.nodes import Kernel as AgentMaps
 
 __all__ = ["EbpfView", "IptablesView", "NftablesView", "View", "check"]
 
@@ -83,7 +83,7 @@ class EbpfView(View):
 
     def open(self) -> None:
         """Maps the agent's maps into memory."""
-        self._kernel = kit.Kernel(self.lab)
+        self._kernel = AgentMaps(self.lab)
         self._ids = self._kernel.ids()
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class EbpfView(View):
 
     def backends(self) -> Backends:
         """Resolves each service by every step of the programs."""
-        with contextlib.closing(kit.Kernel(self.lab)) as kernel:
+        with contextlib.closing(AgentMaps(self.lab)) as kernel:
             return {address: set(kernel.backends_of(number)) for address, number in kernel.ids().items()}
 
     def rules(self, status: AgentStatus) -> int:

@@ -15,15 +15,10 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.agent.modes import probe_all
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.settings.documents import MODES
-from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.workshop.compare import objects
 from hybrid_proxy.workshop.compare.live import Live, look
-from hybrid_proxy.workshop.compare.loads import TOOLS
-from hybrid_proxy.workshop.compare.machine import describe, missing_tools
 from hybrid_proxy.workshop.compare.markdown import markdown
 from hybrid_proxy.workshop.compare.measure import carry_out
 from hybrid_proxy.workshop.compare.plan import Settings, steps
@@ -35,6 +30,9 @@ from hybrid_proxy.workshop.compare.state import State, opened
 from hybrid_proxy.workshop.lab.agent import remove_forsaken
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.libraries import needed
+from hybrid_proxy.workshop.measuring.loads import TOOLS
+from hybrid_proxy.workshop.measuring.machine import describe, missing_tools
+from hybrid_proxy.workshop.measuring.modes import missing_of_modes
 
 __all__ = ["main"]
 
@@ -198,10 +196,10 @@ def _new(settings: Settings) -> Run:
 def _tried(modes: tuple[str, ...]) -> list[ModeState]:
     """Probes each mode in a network namespace of its own."""
     remove_forsaken("cmp")
-    with Lab(f"cmp{os.getpid()}x0", 0) as lab, lab.inside("node"):
-        found = {trial.mode: trial.missing for trial in probe_all(Options(ebpf=EbpfOptions(cgroup=str(lab.cgroup))))}
-    missing_of = {mode: found.get(mode, "this installation does not have it") for mode in modes}
-    return [ModeState(mode, not missing, missing) for mode, missing in missing_of.items()]
+    with Lab(f"cmp{os.getpid()}x0", 0) as lab:
+        found = missing_of_modes(lab)
+    missing = {mode: found.get(mode, "this installation does not have it") for mode in modes}
+    return [ModeState(mode, not reason, reason) for mode, reason in missing.items()]
 
 
 def _go_on(run: Run, state: State, live: Live | None) -> Run:

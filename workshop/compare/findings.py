@@ -10,7 +10,7 @@ import msgspec
 
 from hybrid_proxy.workshop.compare.plan import METRICS, Metric
 from hybrid_proxy.workshop.compare.result import Cell, Run
-from hybrid_proxy.workshop.compare.stats import SURE, Estimate, Verdict, estimate, judge, ratios, spread
+from hybrid_proxy.workshop.measuring.stats import SURE, Estimate, Verdict, estimate, judge, ratios, spread
 
 __all__ = ["NOISY", "Findings", "Noise", "Row", "Standing", "findings", "shown"]
 

@@ -15,11 +15,12 @@ from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving.admin import ask, socket_path
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
 from hybrid_proxy.dataplane.table import family_of
-from hybrid_proxy.workshop.compare.loads import Found, argv
 from hybrid_proxy.workshop.compare.measure import traffic
 from hybrid_proxy.workshop.compare.plan import Settings, Step
 from hybrid_proxy.workshop.compare.result import Cell
-from hybrid_proxy.workshop.compare.stand import SCRIPT, measured
+from hybrid_proxy.workshop.compare.stand import SCRIPT
+from hybrid_proxy.workshop.measuring.loads import Found, argv
+from hybrid_proxy.workshop.measuring.running import measured
 
 __all__ = ["LOADS", "Live", "look"]
 

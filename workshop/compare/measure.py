@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.workshop.compare.counts import programmed
-from hybrid_proxy.workshop.compare.loads import NEEDS, Found, LoadFailed
 from hybrid_proxy.workshop.compare.plan import LOADS, METRICS, Settings, Step, control_first
 from hybrid_proxy.workshop.compare.result import Cell
 from hybrid_proxy.workshop.compare.stand import Stand
-from hybrid_proxy.workshop.compare.stats import estimate
+from hybrid_proxy.workshop.measuring.loads import NEEDS, Found, LoadFailed
+from hybrid_proxy.workshop.measuring.stats import estimate
 
 __all__ = ["carry_out", "traffic"]
 

@@ -11,6 +11,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from hybrid_proxy.workshop.measuring.stats import rotated
+
 __all__ = ["LOADS", "METRICS", "Kind", "Metric", "Settings", "Step", "control_first", "metric", "steps"]
 
 Kind = Literal["start", "traffic", "change", "live"]
@@ -118,7 +120,7 @@ def steps(settings: Settings, works: tuple[str, ...]) -> Iterator[Step]:
     for size in settings.sizes:
         for number in range(settings.rounds):
             for kind, turn in _parts(settings, number):
-                for mode in _turned(chosen, turn):
+                for mode in rotated(chosen, turn):
                     yield Step(kind, mode, size, turn)
 
 
@@ -131,15 +133,6 @@ def _parts(settings: Settings, number: int) -> Iterator[tuple[Kind, int]]:
     yield "start", number
     yield from (("traffic", turn) for turn in turns)
     yield "change", number
-
-
-def _turned(modes: list[str], number: int) -> list[str]:
-    """Rotates the modes, and reverses every second round."""
-    if not modes:
-        return []
-    first = number // 2 % len(modes)
-    order = modes[first:] + modes[:first]
-    return order[::-1] if number % 2 else order
 
 
 def control_first(step: Step, load: str) -> bool:

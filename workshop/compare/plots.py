@@ -13,7 +13,7 @@ from hybrid_proxy.workshop.compare.findings import Row, shown
 from hybrid_proxy.workshop.compare.plan import METRICS, Metric, metric
 from hybrid_proxy.workshop.compare.report import Report
 from hybrid_proxy.workshop.compare.result import BINS, Cell, Run
-from hybrid_proxy.workshop.compare.stats import Estimate, estimate
+from hybrid_proxy.workshop.measuring.stats import Estimate, estimate
 
 __all__ = ["Axis", "Bar", "Item", "Mark", "Panel", "Tick", "distributions", "forest"]
 

@@ -10,7 +10,7 @@ import msgspec
 from hybrid_proxy.workshop.compare.findings import Findings, Row, findings
 from hybrid_proxy.workshop.compare.plan import metric
 from hybrid_proxy.workshop.compare.result import Run
-from hybrid_proxy.workshop.compare.stats import SURE, Estimate
+from hybrid_proxy.workshop.measuring.stats import SURE, Estimate
 
 __all__ = ["Report", "report"]
 

@@ -8,36 +8,11 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.workshop.compare.plan import Settings, Step
+from hybrid_proxy.workshop.measuring.machine import Machine
 
-__all__ = ["BINS", "Cell", "Machine", "ModeState", "Run"]
+__all__ = ["BINS", "Cell", "ModeState", "Run"]
 
 BINS: Final = 16  # of a histogram, in an octave: bin n begins at 2 ** (n / BINS) µs
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """The machine of a run.
-
-    Args:
-        kernel: release.
-        system: the distribution.
-        processor: model.
-        cpus: that this process may use.
-        memory: in bytes.
-        virtual: the hypervisor, as the machine reports it: kvm, qemu, ...; "" if none.
-        emulated: the processor is software, so that times mean nothing.
-        load: mean number of running processes in the minute before the start.
-        tools: versions of the load generators.
-    """
-
-    kernel: str
-    system: str
-    processor: str
-    cpus: int
-    memory: int
-    virtual: str
-    emulated: bool
-    load: float
-    tools: Mapping[str, str] = {}
 
 
 class ModeState(msgspec.Struct, frozen=True):

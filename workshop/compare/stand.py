@@ -8,18 +8,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from hybrid_proxy.workshop.compare import objects
-from hybrid_proxy.workshop.compare.loads import Found, LoadFailed, argv, busy_seconds, found, interrupt_seconds
 from hybrid_proxy.workshop.compare.plan import Settings
 from hybrid_proxy.workshop.lab.agent import Agent, remove, resident
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab, LabError
 from hybrid_proxy.workshop.lab.objects import manifest
+from hybrid_proxy.workshop.measuring.loads import Found, LoadFailed, argv
+from hybrid_proxy.workshop.measuring.running import measured
 
-__all__ = ["PATIENCE", "SCRIPT", "Stand", "measured", "stand"]
+__all__ = ["PATIENCE", "SCRIPT", "Stand", "stand"]
 
 PATIENCE: Final = 900.0  # seconds for a start or a cleanup, also on an emulated processor
 SCRIPT: Final = Path(__file__).with_name("latency.lua")
@@ -202,47 +203,6 @@ class Stand:
         status = self.agent.status()
         last = status.change_seconds.last if status else None
         return None if last is None else 1000.0 * last
-
-
-def measured(
-    load: str, command: Sequence[str], seconds: int, used: Callable[[], float] | None = None, tries: int = 2
-) -> Found:
-    """Runs a load generator and parses its output; iperf3's server may need a moment after the last client.
-
-    Args:
-        load: the load.
-        command: its command.
-        seconds: its duration.
-        used: returns the CPU seconds of client, server and proxy so far.
-        tries: number of attempts.
-
-    Raises:
-        LoadFailed: nothing was measured.
-    """
-    ticks = os.sysconf("SC_CLK_TCK")
-    while True:
-        before = _clocks(ticks, used)
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds + 60, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise LoadFailed(f"{load}: no end after {seconds + 60} s") from error
-        busy, own = (now - then for now, then in zip(_clocks(ticks, used), before, strict=True))
-        try:
-            return found(load, done.stdout, busy, own if used else None)
-        except LoadFailed as error:
-            tries -= 1
-            if not tries:
-                errors = done.stderr.strip()
-                raise LoadFailed(f"{error} {errors[-200:]}".strip()) from error
-            time.sleep(0.5)
-
-
-def _clocks(ticks: int, used: Callable[[], float] | None) -> tuple[float, float]:
-    """Returns the CPU seconds of the machine, and those of client, server and proxy with the kernel's interrupts."""
-    stat = Path("/proc/stat").read_text()
-    return busy_seconds(stat, ticks), (used() + interrupt_seconds(stat, ticks)) if used else 0.0
 
 
 @contextlib.contextmanager

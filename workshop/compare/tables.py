@@ -10,7 +10,7 @@ import msgspec
 from hybrid_proxy.workshop.compare.findings import Findings, Row, shown
 from hybrid_proxy.workshop.compare.plan import METRICS, Metric
 from hybrid_proxy.workshop.compare.result import Run
-from hybrid_proxy.workshop.compare.stats import Estimate, Verdict
+from hybrid_proxy.workshop.measuring.stats import Estimate, Verdict
 
 __all__ = ["VERDICTS", "Line", "Table", "Text", "method", "place", "reasons", "tables"]
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from hybrid_proxy.workshop.compare.plan import METRICS, Settings, steps
-from hybrid_proxy.workshop.compare.result import BINS, Cell, Machine, ModeState, Run
+from hybrid_proxy.workshop.compare.result import BINS, Cell, ModeState, Run
+from hybrid_proxy.workshop.measuring.machine import Machine
 
 MACHINE = Machine("6.18.0", "Debian 12", "a <processor> & more", 2, 8 << 30, "kvm", False, 0.5, {"wrk": "4.1.0"})
 

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from hybrid_proxy.controller import cli
-from hybrid_proxy.workshop.compare.loads import DATAGRAM
 from hybrid_proxy.workshop.compare.plan import METRICS
 from hybrid_proxy.workshop.compare.report import Report
 from hybrid_proxy.workshop.compare.result import BINS
 from hybrid_proxy.workshop.lab import namespace
 from hybrid_proxy.workshop.lab.network import RUN
+from hybrid_proxy.workshop.measuring.loads import DATAGRAM
 
 pytestmark = pytest.mark.root
 MODES = ("ebpf", "nftables")

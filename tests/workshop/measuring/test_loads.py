@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_proxy.workshop.compare.loads import LoadFailed, argv, busy_seconds, found, interrupt_seconds
+from hybrid_proxy.workshop.measuring.loads import LoadFailed, argv, busy_seconds, found, interrupt_seconds
 
 SCRIPT = Path("latency.lua")
 LAST = {

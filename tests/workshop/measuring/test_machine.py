@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_proxy.workshop.lab.machine import mitigations, processor
+from hybrid_proxy.workshop.measuring.machine import mitigations, processor
 
 ROOT = Path(__file__).resolve().parents[3]
 ELSEWHERE = {"driver.h", "explaining.h", "target.h"}  # no part of the tc datapath

@@ -1,4 +1,4 @@
-"""Runs load generators and parses their output.
+"""PURE. The command of each load generator, and what its output says.
 
 wrk sends HTTP requests, each by a new connection, or over open connections. iperf3 sends one TCP
 stream, or small datagrams. nginx answers wrk. All are used as the distribution has them.
@@ -48,7 +48,7 @@ class Found(msgspec.Struct, frozen=True):
     Args:
         values: by the metric's name, in its unit.
         count: requests or connections made, 0 where CPU is not reported for each.
-        latency: the number of requests by bin of their latency (`result.BINS`).
+        latency: the number of requests by bin of their latency (`compare.result.BINS`).
         failed: requests without an answer.
     """
 

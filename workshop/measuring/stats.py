@@ -1,4 +1,4 @@
-"""Medians, their confidence intervals, and significant differences.
+"""PURE. Medians, their confidence intervals, significant differences, and the order of measurements.
 
 Nothing is assumed about the distribution of measurements. The interval around a median consists of two of the
 measurements: the true median lies between the k-th smallest and the k-th largest of n with probability
@@ -11,14 +11,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["SURE", "Estimate", "Verdict", "coverage", "estimate", "judge", "ratios", "spread"]
+__all__ = [
+    "SURE", "Estimate", "Verdict", "beyond", "coverage", "estimate", "judge", "quantile", "ratios", "rotated", "spread",
+]  # fmt: skip
 
 SURE: Final = 0.95
 
+Item = TypeVar("Item")
 Better = Literal["more", "less", "neither"]
 Verdict = Literal["ahead", "behind", "even", ""]
 
@@ -85,3 +88,22 @@ def spread(values: Sequence[float]) -> float:
         return 0.0
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
     return (upper - lower) / middle
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Returns the smallest value that this share of all values does not exceed (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def beyond(mine: Sequence[float], nothing: Sequence[float]) -> float:
+    """Returns the median of pairwise differences: a machine that changes its speed is as fast for both of a pair."""
+    return statistics.median([one - other for one, other in zip(mine, nothing, strict=True)])
+
+
+def rotated(items: Sequence[Item], number: int) -> list[Item]:
+    """Returns the order of a round: each item in turn is the first, and every second round is reversed."""
+    if not items:
+        return []
+    first = number // 2 % len(items)
+    order = [*items[first:], *items[:first]]
+    return order[::-1] if number % 2 else order

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hybrid_proxy.workshop.compare.stats import Estimate, coverage, estimate, judge, ratios, spread
+from hybrid_proxy.workshop.measuring.stats import Estimate, coverage, estimate, judge, ratios, spread
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,216 @@
+"""Nodes of a lab with the real agent and a fake API server, and its maps as another process reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Final, Self
+
+import numpy as np
+
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Frontend, Kind, Masquerade, Protocol
+from hybrid_proxy.workshop.lab.agent import Agent, remove_forsaken, resident
+from hybrid_proxy.workshop.lab.network import Lab
+
+__all__ = [
+    "HEALTH_CHECKS",
+    "METRICS",
+    "NODE",
+    "ApiAgent",
+    "Kernel",
+    "Scraper",
+    "entry",
+    "get",
+    "lab",
+]
+
+NODE: Final = "node-0"  # the Node that the fake API server has
+HEALTH_CHECKS: Final = 10  # services with a health-check node port, where all servers of the agent are on
+METRICS, HEALTHZ = ("127.0.0.1", 10249), ("127.0.0.1", 10256)  # as kube-proxy's
+
+
+@contextlib.contextmanager
+def lab(pods: int = 0, plain: int = 0, kind: str = "bench", remote: int = 0) -> Iterator[Lab]:
+    """Makes a lab of this process, one of each kind; those of killed benchmarks are removed first."""
+    remove_forsaken(kind)
+    with Lab(f"{kind}{os.getpid()}", pods, plain=plain, remote=remote) as made:
+        yield made
+
+
+def entry(
+    name: str,
+    address: str,
+    port: int,
+    backends: tuple[Backend, ...],
+    masquerade: Masquerade = Masquerade.NEVER,
+    protocol: Protocol = Protocol.TCP,
+) -> Entry:
+    """Returns a service port that has only a ClusterIP."""
+    frontend = Frontend(Kind.CLUSTER_IP, address, port, 0, 0, masquerade)
+    family = 6 if ":" in address else 4
+    return Entry(name, family, protocol, (frontend,), (BackendSet(backends, why="every endpoint"),), backends)
+
+
+class Scraper:
+    """Asks for /metrics and /healthz of an agent as Prometheus and the kubelet do, from a thread, until it is closed.
+
+    `metrics` and `healthz` have the seconds of each answer. An error of one is raised at the end.
+    """
+
+    def __init__(self, lab: Lab, metrics_every: float = 15.0, healthz_every: float = 1.0) -> None:
+        self.metrics: list[float] = []
+        self.healthz: list[float] = []
+        self.page = b""  # the last of the metrics
+        self._lab = lab
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._plan = (
+            (metrics_every, METRICS, "/metrics", self.metrics),
+            (healthz_every, HEALTHZ, "/healthz", self.healthz),
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        if self._error is not None:
+            raise self._error
+
+    def summary(self) -> str:
+        """Returns the number of answers and their durations."""
+        return ", ".join(
+            f"{len(seconds)} of {name} ({1000 * median(seconds):.0f} ms, {1000 * max(seconds):.0f} ms at most)"
+            for name, seconds in (("/metrics", self.metrics), ("/healthz", self.healthz))
+        )
+
+    def _run(self) -> None:
+        due = [time.monotonic()] * len(self._plan)
+        try:
+            while not self._stop.wait(max(0.0, min(due) - time.monotonic())):
+                for number, (every, place, path, seconds) in enumerate(self._plan):
+                    if time.monotonic() >= due[number]:
+                        due[number] += every
+                        start = time.monotonic()
+                        page = get(self._lab, place, path)
+                        seconds.append(time.monotonic() - start)
+                        self.page = page if path == "/metrics" else self.page
+        except Exception as error:
+            self._error = error
+
+
+def get(lab: Lab, place: tuple[str, int], path: str) -> bytes:
+    """Fetches a page from the lab's node.
+
+    Raises:
+        RuntimeError: the answer is not 200.
+    """
+    connection = http.client.HTTPConnection(*place, timeout=20)
+    connection.sock = lab.socket("node")
+    connection.sock.settimeout(20)
+    try:
+        connection.sock.connect(place)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise RuntimeError(f"{path} answered {answer.status}: {body[:200]!r}")
+    return body
+
+
+class ApiAgent(Agent):
+    """The agent on the lab's node, with the fake API server as its source.
+
+    It takes no part of the lab for the cluster's, unless `cluster_cidr` says so: the node and the pods are those of
+    the fake API server.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        kubeconfig: str,
+        mode: str = "ebpf",
+        flags: Sequence[str] = (),
+        cluster_cidr: str = "10.128.0.0/9",
+    ) -> None:
+        super().__init__(lab, lab.folder / "no-manifests", mode, ("--strict-mode", *flags))
+        self.kubeconfig = kubeconfig
+        self.cluster_cidr = cluster_cidr
+
+    @property
+    def argv(self) -> list[str]:
+        """The command that runs it."""
+        return [
+            sys.executable, "-m", "hybrid_proxy.controller", "run",
+            "--kubeconfig", self.kubeconfig,
+            "--proxy-mode", self.mode,
+            "--hostname-override", NODE,
+            "--cluster-cidr", self.cluster_cidr,
+            "--cgroup", str(self.lab.cgroup),
+            "--admin-socket", str(self.socket),
+            "--metrics-bind-address", f"{METRICS[0]}:{METRICS[1]}",
+            *self.flags,
+        ]  # fmt: skip
+
+    def processor_seconds(self) -> float:
+        """Returns the CPU seconds of all its threads, user and system."""
+        assert self.process is not None
+        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def memory(self) -> dict[str, float]:
+        """Returns VmRSS, RssAnon and RssFile in MB (10^6 bytes)."""
+        assert self.process is not None
+        return resident(self.process.pid)
+
+
+class Kernel:
+    """The maps of the agent in a lab, read by another process."""
+
+    def __init__(self, lab: Lab) -> None:
+        with lab.inside("node"):
+            self.maps: dict[str, Map] = open_pinned_maps(folder_of(Options()))
+        self.services = self.maps["services"].view(layout.dtype_of("service"))
+        self.slots = self.maps["slots"].view(layout.dtype_of("slot"))["backend"]
+        self.backends = self.maps["backends"].view(layout.dtype_of("backend"))
+
+    def ids(self) -> dict[str, int]:
+        """Service id by ClusterIP (IPv4)."""
+        keys, values = self.maps["frontends4"].items(layout.frontend_dtype(4), np.dtype(np.uint64))
+        real = keys["port"] != 0
+        texts = (layout.address_text(word.tobytes(), 4) for word in keys["address"][real])
+        return dict(zip(texts, (values[real] & np.uint64(0xFFFFFFFF)).tolist(), strict=True))
+
+    def backends_of(self, service: int) -> list[str]:
+        """Returns the backends of a service by every step of the programs, and checks each step."""
+        offset, count, _ = layout.split_range_word(int(self.services[service]["sets"][0]))
+        slots = self.slots[offset : offset + count]
+        assert all(slots >> np.uint64(32) == service), f"service {service} reads a foreign slot"
+        rows = self.backends[slots & np.uint64(0xFFFFFFFF)]
+        assert all(rows["service"] == service), f"service {service} leads to a foreign backend"
+        ports = layout.swap16(rows["port"]).tolist()
+        return [
+            f"{layout.address_text(row.tobytes(), 4)}:{port}" for row, port in zip(rows["address"], ports, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Closes the maps."""
+        for known in self.maps.values():
+            known.close()
