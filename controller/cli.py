@@ -117,14 +117,14 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _use_all_descriptors() -> None:
-    """Raise the soft limit of open files: it protects programs that use select(2), which none of ours does."""
+    """Raise the soft limit of open files: it protects programs that use select(2), which we never call."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _of_the_kernel(error: OSError | RuntimeError) -> str:
-    """What the kernel refused, and what to do about it. With -v 4 the log has the traceback."""
+    """Describes an error of the kernel, and what to do about it. With -v 4 the log has the traceback."""
     if isinstance(error, RuntimeError):
         if "start new thread" not in str(error):  # Python's words for what pthread_create(3) says by EAGAIN
             raise error
@@ -134,7 +134,7 @@ def _of_the_kernel(error: OSError | RuntimeError) -> str:
 
 
 def _explained(args: argparse.Namespace, error: Exception) -> str:
-    """What failed; why a Service is not served; since when no agent answers, and what to do."""
+    """Describes an error: why a Service is not served, or since when no agent answers, and what to do."""
     from hybrid_proxy.controller.commands.names import UnknownName
     from hybrid_proxy.controller.serving.admin import UnansweredError
 
@@ -176,5 +176,5 @@ def commands_of(root: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 
 def _say(text: str) -> None:
-    """Print an error of ours, which may have several lines, on standard error."""
+    """Print one of our errors, which may have several lines, on standard error."""
     print("\n".join(map(printable, redact(text).split("\n"))), file=sys.stderr)

@@ -1,6 +1,6 @@
-r"""PURE. Text that others wrote, such as names, labels and messages of servers, where people read it.
+r"""PURE. Makes foreign text, such as names, labels and messages of servers, safe to show.
 
-A terminal obeys escape sequences, and a line break in a name would begin a line that nobody of ours wrote. Characters
+A terminal obeys escape sequences, and a line break in a name would begin a line that we did not write. Characters
 that do not show are written as escapes (`\x1b`, `\n`, `\u202e`): control characters, line separators, those that
 turn or hide text, and combining ones, of which any number fits on one letter. Every line for a terminal or a log goes
 through `printable` once; JSON for programs through `printable_json`, which says the same values.
@@ -22,7 +22,7 @@ def printable(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """The same for JSON, which may have several lines; it means what it meant."""
+    """Does the same for JSON, which may have several lines and keeps its meaning."""
     return "\n".join(_with(line, lambda char: json.dumps(char)[1:-1]) for line in text.split("\n"))
 
 

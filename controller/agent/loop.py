@@ -387,7 +387,7 @@ class Agent:
         self.syncer.set_addresses(self.config.node_addresses or node.addresses, Routes(node.sources, node.networks))
 
     def _trim_memory(self) -> None:
-        """What a list needed while it was decoded goes back to the kernel, when it is programmed."""
+        """Return the memory of decoding a list to the kernel, when the list is programmed."""
         if self._relisted and self.syncer.state is State.SYNCED:
             trim_memory()
             self._relisted = False

@@ -87,7 +87,7 @@ class _Open:
         self.merged: list[dict[str, object]] = []
 
     def value(self) -> object:
-        """When it is complete. Its own keys go before merged ones, and of those the first."""
+        """Returns the value when it is complete. Its own keys precede merged ones, and of those the first."""
         if self.fields is None:
             return self.items
         if not self.merged:

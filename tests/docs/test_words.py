@@ -27,7 +27,6 @@ GENERATED = ("_abi.py", "_libbpf.py")
 NOT_YET = frozenset(
     {
         "bpf",
-        "controller",
         "dataplane/kernel",
         "dataplane/modes/ebpf",
         "dataplane/modes/ebpf/ejection",

@@ -233,7 +233,9 @@ class Nftables(TranslatingMode):
         deadline = time.monotonic() + RETURN_SECONDS
         while count := count_offloaded(services):
             if time.monotonic() > deadline:
-                log.warning("%d connections of services are in a flowtable of others, and cannot be handed over", count)
+                log.warning(
+                    "%d connections of services are in a foreign flowtable, and their entries cannot be deleted", count
+                )
                 return
             time.sleep(RETURN_POLL)
 
