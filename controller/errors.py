@@ -1,8 +1,9 @@
 """The errors between the cluster and a service table.
 
-ControllerError ├── ConfigError      a setting or flag cannot be used; names it and its value ├── Refused          one
-object is malformed; names object, field and value. The others go on └── SourceError      a source of objects cannot be
-read (file system, API server)
+ControllerError
+├── ConfigError      a setting or flag cannot be used; names it and its value
+├── Refused          one object is malformed; names object, field and value. The others go on
+└── SourceError      a source of objects cannot be read (file system, API server)
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The errors between a service table and a node.
 
-DataplaneError ├── Unsupported      this kernel, machine or privilege cannot do it; says what is missing ├── Occupied
-another instance holds the pins; says who └── SyncError        the table could not be programmed; the caller retries the
-current table
+DataplaneError
+├── Unsupported      this kernel, machine or privilege cannot do it; says what is missing
+├── Occupied         another instance holds the pins; says who
+└── SyncError        the table could not be programmed; the caller retries the current table
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ GONE: Final = frozenset({errno.ENOLINK, errno.ENODEV, errno.EINVAL})
 
 
 def is_link(descriptor: int) -> bool:
-    """Whether this is the descriptor of a link, and not of a program or a map."""
+    """True if this is the descriptor of a link, and not of a program or a map."""
     label = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 (no path: a label)
     return label.partition(":")[2] in {"bpf_link", "bpf-link"}  # of bpf_link_prime and of bpf_link_new_fd
 
@@ -171,7 +171,7 @@ class Attachment:
 
     @property
     def attached(self) -> bool:
-        """Whether the link is still where it was made."""
+        """True if the link is still where it was made."""
         return self._link >= 0 and _described(self._link, self._info)[1] == self._target
 
     def remove(self) -> None:

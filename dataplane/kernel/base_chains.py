@@ -50,7 +50,7 @@ class BaseChain(NamedTuple):
         return f"{self.table} {self.name}"
 
     def is_of(self, prefix: str) -> bool:
-        """Whether its table's name begins so."""
+        """True if its table's name begins so."""
         return self.table.partition(" ")[2].startswith(prefix)
 
 

@@ -1,4 +1,4 @@
-"""tc filters of ours at clsact qdiscs: attached to many interfaces at once, detached, and checked."""
+"""Our tc filters at clsact qdiscs: attached to many interfaces at once, detached, and checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TCA_BPF_CLASSID, TCA_BPF_FD, TCA_BPF_NAME, TCA_BPF_FLAGS, TCA_BPF_ID = 3, 6, 7, 
 DIRECT_ACTION = 1  # TCA_BPF_FLAG_ACT_DIRECT
 ALL_PROTOCOLS = 3  # ETH_P_ALL
 PRIORITY: Final = 1
-HANDLE: Final = 0x4850  # "HP": our filters have this handle and a name of ours
+HANDLE: Final = 0x4850  # "HP": our filters have this handle and one of our names
 NAME: Final = "hybrid_proxy_"
 _TCMSG: Final = struct.Struct("=B3xiIII")  # family, interface, handle, parent, info
 _INFO: Final = PRIORITY << 16 | socket.htons(ALL_PROTOCOLS)
@@ -163,7 +163,7 @@ class _Found(NamedTuple):
 
 
 def _ours(wire: Netlink, index: int, parent: int) -> Iterator[tuple[str, int]]:
-    """The name and the program's number of each filter of ours."""
+    """The name and the program's number of each of our filters."""
     for one in _filters(wire, index, parent):
         if one.ours:
             yield one.name.removeprefix(NAME), one.program
@@ -184,7 +184,7 @@ def _filters(wire: Netlink, index: int, parent: int) -> Iterator[_Found]:
 
 
 class FilterWatch:
-    """Finds filters of ours that are missing, in the network namespace of the calling thread.
+    """Finds our missing filters, in the network namespace of the calling thread.
 
     The filters of an interface are read again only after the kernel has reported a change of its filters or qdiscs.
     """

@@ -27,7 +27,6 @@ GENERATED = ("_abi.py", "_libbpf.py")
 NOT_YET = frozenset(
     {
         "bpf",
-        "dataplane/kernel",
         "dataplane/modes/ebpf",
         "dataplane/modes/ebpf/ejection",
         "dataplane/modes/ebpf/flows",
