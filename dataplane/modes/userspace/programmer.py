@@ -435,15 +435,17 @@ def drain(options: Options) -> bool:
         Occupied: an agent in this mode runs.
     """
     del options
-    client = connect(agent=False)
-    if client is None:
-        return False
-    with contextlib.closing(client):
-        agent = client.ask(m.Status(), m.Report).agent
-    if agent:
-        raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
-    _stop_redirecting()
-    return True
+    found = False
+    for address in (m.ADDRESS, *other_relays()):
+        if (client := connect(agent=False, address=address)) is not None:
+            found = True
+            with contextlib.closing(client):
+                agent = client.ask(m.Status(), m.Report).agent
+            if agent:
+                raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
+    if found:
+        _stop_redirecting()
+    return found
 
 
 def _stop_redirecting() -> None:

@@ -318,3 +318,13 @@ def test_agents_of_two_versions_exclude_each_other(node: Node, monkeypatch: pyte
     monkeypatch.setattr(m, "ADDRESS", OTHER_VERSION)
     with pytest.raises(Occupied, match=f"process {os.getpid()}"):
         programmer.Userspace(Options(), lambda: None)
+
+
+def test_the_relay_of_a_former_version_drains_without_an_agent(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node.client(WEB) as web:
+        ask_tcp(web)
+        node.mode.close()
+        monkeypatch.setattr(m, "ADDRESS", OTHER_VERSION)
+        assert programmer.drain(Options())
+        assert "internal-nat" not in nft("list", "chain", "ip", "hybrid-proxy-userspace", "nat-output")
+        assert ask_tcp(web).pod == "pod2"

@@ -204,14 +204,6 @@ def test_a_routing_rule_that_others_delete_is_seen_at_a_glance(node: Node) -> No
     assert node.ask() == ("pod2", node.lab["pod1"].address4)
 
 
-def test_a_lost_routing_rule_comes_back(node: Node) -> None:
-    policy.remove(4)
-    node.skipped += 2 * Options().sync_seconds
-    node.mode.maintain()
-    assert node.mode.status().audit_repairs == 1
-    assert node.ask() == ("pod2", node.lab["pod1"].address4)
-
-
 def test_addresses_are_kept_again_after_an_error_that_passes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(family: int, mark: int) -> bool:
         raise DataplaneError(f"no buffer space for IPv{family} and {mark}")
