@@ -1,5 +1,6 @@
 """For all tests: those that need another kernel find one; options must be known before folders are read."""
 
+import gc
 import os
 from collections.abc import Generator
 
@@ -15,6 +16,15 @@ settings.load_profile("beside-others")
 os.environ.setdefault("PYTEST_TIMEOUT", f"{300 * slowness():.0f}")
 
 pytest_plugins = ["vm.plugin", "skips", "workers"]
+
+
+def pytest_configure() -> None:
+    gc.disable()  # until all tests are collected: thousands of objects, none of which is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,6 +19,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -29,30 +30,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
+from hybrid_proxy.controller.settings.config import MODES
 from hybrid_proxy.workshop.lab import namespace
 from hybrid_proxy.workshop.lab.network import Lab, Place
 
 __all__ = ["warm"]
 
 FORKED: Final = frozenset({"hybrid_proxy.controller", "hybrid_proxy.workshop.lab.traffic"})
-MODULES: Final = (  # what an agent and its commands import, all of it or late
+# What an agent and its commands import, at once or late; all modules of these packages, too.
+MODULES: Final = (
     "numpy",
     "pyroute2",
     "hybrid_proxy.controller.cli",
-    "hybrid_proxy.controller.agent.answers",
     "hybrid_proxy.controller.agent.loop",
-    "hybrid_proxy.controller.agent.node_setup",
-    "hybrid_proxy.controller.commands.doctor",
-    "hybrid_proxy.controller.commands.inspect",
-    "hybrid_proxy.controller.commands.listings",
-    "hybrid_proxy.controller.commands.run",
-    "hybrid_proxy.controller.commands.status",
-    "hybrid_proxy.controller.commands.switch",
     "hybrid_proxy.controller.kubernetes.manifests",
-    "hybrid_proxy.controller.serving.http_handlers",
-    *(f"hybrid_proxy.dataplane.modes.{mode}.programmer" for mode in ("ebpf", "iptables", "ipvs", "nftables")),
-    "hybrid_proxy.dataplane.modes.userspace.programmer",
+    *(f"hybrid_proxy.dataplane.modes.{mode}.programmer" for mode in MODES),
     "hybrid_proxy.workshop.lab.traffic",
+)
+PACKAGES: Final = (
+    "hybrid_proxy.controller.agent",
+    "hybrid_proxy.controller.commands",
+    "hybrid_proxy.controller.serving",
 )
 PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -173,7 +171,9 @@ def warm() -> Iterator[None]:
 def main(descriptor: int) -> None:
     line = socket.socket(fileno=descriptor)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    for module in MODULES:
+    folders = [(package, importlib.import_module(package).__path__) for package in PACKAGES]
+    parts = (found.name for name, path in folders for found in pkgutil.walk_packages(path, f"{name}."))
+    for module in (*MODULES, *parts):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
