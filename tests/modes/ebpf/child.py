@@ -63,7 +63,7 @@ def numbered(n: int, version: int) -> dict[str, tuple[Entry, ...]]:
     return {name: (entry(f"{name}:http", Protocol.TCP, vip, 80, backends, 80),)}
 
 
-class MapResizer:
+class Commands:
     def __init__(self, setup: dict[str, Any]) -> None:
         sizes.FIRST.update(TINY)
         if setup["old_kernel"]:
@@ -98,21 +98,21 @@ class MapResizer:
                 return [left.reason for left in self.result.unprogrammed]
             case ["maintain"]:
                 self.notices += [notice.reason for notice in self.mode.maintain()]
-                return self.mode.resizer.growing
+                return self.mode.datapath.growing
             case ["notices"]:
                 return self.notices
             case ["status"]:
                 return msgspec.to_builtins(self.mode.status())
             case ["begin"]:
-                self.mode.resizer.start(self.mode.maps.make_larger({n: 2 * e for n, e in self.entries().items()}))
+                self.mode.datapath.grow({n: 2 * e for n, e in self.entries().items()})
             case ["grow"]:
-                return self.mode.resizer.make_room(TINY, self.mode.store.plan.used())
+                return self.mode.datapath.make_room(TINY, self.mode.store.plan.used())
             case ["traffic"]:
                 return msgspec.to_builtins(self.mode.traffic(by_backend=False))
             case ["refuse", number]:
                 refuse(Loader, "generation", int(number))
             case ["retry"]:
-                self.mode.resizer.retry_at = 0.0
+                self.mode.datapath.retry_at = 0.0
             case ["state", count, version]:
                 self.count, self.version = int(count), int(version)
                 self.sync()
@@ -130,7 +130,7 @@ class MapResizer:
         return True
 
     def entries(self) -> dict[str, int]:
-        return {name: entries for name, entries in self.mode.resizer.entries.items() if name in TINY}
+        return {name: entries for name, entries in self.mode.datapath.entries.items() if name in TINY}
 
 
 def refuse(owner: Any, name: str, count: int) -> None:
@@ -163,11 +163,11 @@ def die_after(owner: Any, name: str, count: int) -> None:
 
 
 def main() -> None:
-    resizer = MapResizer(json.loads(sys.argv[1]))
+    commands = Commands(json.loads(sys.argv[1]))
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        print(json.dumps(resizer.do(line.split())), flush=True)
-    resizer.mode.close()
+        print(json.dumps(commands.do(line.split())), flush=True)
+    commands.mode.close()
 
 
 if __name__ == "__main__":

@@ -1,101 +1,19 @@
-"""Which maps of another layout both versions can use, and how rows of others become ours."""
+"""How rows of another version's maps become ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.modes.ebpf.generations import convert
-from hybrid_proxy.dataplane.modes.ebpf.generations.convert import (
-    FLOWS,
-    TABLES,
-    Converter,
-    Fate,
-    Layout,
-    UnknownMeaningError,
-    plan,
-    types_of,
-)
+from hybrid_proxy.dataplane.modes.ebpf.generations.convert import Converter, types_of
+from hybrid_proxy.dataplane.modes.ebpf.generations.generation import UnknownMeaningError
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ours
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
-
-SHARED_BY_ALL = frozenset(ours().maps) - convert.OWN
-
-
-def changed(name: str, text: str, other: str, size: int = 0) -> Layout:
-    """Our layout, with something else in the rows of one map; `size`: of the value, where it is another."""
-    made = msgspec.json.decode(msgspec.json.encode(ours()), type=Layout)
-    shape = list(made.maps[name])
-    assert isinstance(shape[5], str)
-    assert text in shape[5], shape[5]
-    shape[3], shape[5] = size or shape[3], shape[5].replace(text, other)
-    made.maps[name] = tuple(shape)  # type: ignore[assignment]
-    return made
-
-
-def numbered(enum: str, name: str, number: int) -> Layout:
-    made = msgspec.json.decode(msgspec.json.encode(ours()), type=Layout)
-    made.enums[enum][name] = number
-    return made
-
-
-def fates(former: Layout, fate: Fate) -> set[str]:
-    return {name for name, found in plan(former, ours()).items() if found is fate}
-
-
-def test_maps_of_the_same_layout_are_shared() -> None:
-    assert fates(ours(), Fate.SHARED) == SHARED_BY_ALL
-
-
-def test_maps_are_shared_where_one_side_knows_a_flag_more() -> None:
-    assert fates(numbered("flow_flags", "FLOW_MORE", 1 << 16), Fate.SHARED) == SHARED_BY_ALL
-
-
-def test_flows_of_another_layout_are_carried_over_and_the_rest_is_shared() -> None:
-    former = changed("flows4", "672:challenged_at:1/4", "672:challenged_at:1/4,704:more:1/4", 92)
-    assert fates(former, Fate.CARRIED) == {*FLOWS}
-
-
-def test_the_service_table_is_carried_over_as_a_whole() -> None:
-    former = changed("backends", "224:failures:1/4", "224:failures:1/4,256:more:1/8", 40)
-    assert fates(former, Fate.CARRIED) == {*TABLES} - {"source_ranges4", "source_ranges6"}
-
-
-def test_flows_are_carried_over_where_two_fields_change_places() -> None:
-    former = changed("flows4", "448:ifindex:1/4,480:started_or_fin:1/4", "448:started_or_fin:1/4,480:ifindex:1/4")
-    assert fates(former, Fate.CARRIED) == {*FLOWS}
-
-
-OTHER_MEANINGS = {
-    "older": numbered("abi_limits", "ABI_VERSION", 2),
-    "newer": numbered("abi_limits", "ABI_VERSION", 99),
-    "unknown": msgspec.structs.replace(ours(), enums={}),
-}
-
-
-@pytest.mark.parametrize("former", OTHER_MEANINGS.values(), ids=OTHER_MEANINGS)
-def test_rows_of_another_meaning_are_refused(former: Layout) -> None:
-    with pytest.raises(UnknownMeaningError):
-        plan(former, ours())
-
-
-def test_hooks_that_call_the_datapath_otherwise_are_refused_only_where_flows_are_carried_over() -> None:
-    other = numbered("hook", "HOOK_XDP", 0)
-    assert fates(other, Fate.SHARED) == SHARED_BY_ALL
-    moved = changed("flows6", "challenged_at:1/4", "challenged_at:1/4,704:more:1/4", 92)
-    with pytest.raises(UnknownMeaningError, match="hooks"):
-        plan(msgspec.structs.replace(moved, enums=other.enums), ours())
-
-
-def test_buckets_that_are_counted_otherwise_are_not_copied() -> None:
-    assert plan(numbered("abi_limits", "TIMEWAIT_BITS", 17), ours())["timewait"] is Fate.NEW
-    more = changed("timewait", "struct 32{0:entries:1/8[4]}", "struct 64{0:entries:1/8[8]}", 64)
-    assert plan(more, ours())["timewait"] is Fate.CARRIED
 
 
 def test_a_record_describes_rows_as_python_reads_them() -> None:

@@ -101,7 +101,7 @@ class FlowGC:
         self._also = also
         self._hurry = False
         self._maps = maps
-        self._sweep, self._clock, self._hz = sweep, clock, hz
+        self._sweep, self._clock, self.hz = sweep, clock, hz
         self._resetting: set[resets.Endpoint] = set()
         self.reset = 0  # connections to endpoints that are gone
         self._lock = threading.Lock()
@@ -241,7 +241,7 @@ class FlowGC:
         Those of others go when conntrack has forgotten them (`OthersFlows`).
         """
         age = _age(self.clock(), values["seen"])
-        limits = idle_limits(keys, values, self._options) * self._hz
+        limits = idle_limits(keys, values, self._options) * self.hz
         ours = values["flags"] & abi_constants()["FLOW_OTHERS"] == 0
         old = np.flatnonzero((age >= limits) & ours)
         run_in_parts(self._sweep, family, keys[old], limits[old])

@@ -1,4 +1,4 @@
-"""PURE. From the layout of another version's maps to that of ours: which maps both can use, and how rows become ours.
+"""PURE. Converts rows of another version's maps into rows of ours.
 
 A field is known by its name. Fields that ours do not have are dropped, and those that are missing are 0.
 """
@@ -7,110 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from enum import Enum
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-Recorded = tuple[str, int, int, int, int, str | None]  # a `kernel.shape.Shape`
-Enums = Mapping[str, Mapping[str, int]]
-
-TABLES: Final = (
-    "services", "backends", "frontends4", "frontends6", "service_addresses", "backend_sockets", "node_ports",
-    "source_ranges4", "source_ranges6", "slots",
-)  # fmt: skip # of the service table: both versions use all of them, or ours has its own
-FLOWS: Final = ("flows4", "half_open4", "flows6", "half_open6")
-OWN: Final = frozenset({"datapaths", "links", "events"})  # never another version's
-CARRIED: Final = frozenset(
-    {*TABLES, *FLOWS, "affinity", "timewait", "node"} - {"source_ranges4", "source_ranges6"}
-)  # row by row; what is not here is written anew by the first sync, or is forgotten
-FLAGS: Final = {"flow": "flow_flags", "backends": "backend_flags", "services": "service_flags"}
-# Enums by which the rows of a map are read, and the beginnings of the names that count.
-READ_BY: Final = {
-    **dict.fromkeys(TABLES, (("backend_flags", ""), ("abi_limits", "RANGE_"), ("abi_limits", "BACKEND_SETS"))),
-    **dict.fromkeys(("frontends4", "frontends6"), (("frontend_flags", ""),)),
-    **dict.fromkeys(("service_addresses", "backend_sockets"), (("abi_limits", "PREFILTER_"),)),
-    **dict.fromkeys(FLOWS, (("flow_flags", ""), ("origin", ""))),
-    **dict.fromkeys(("traffic", "traffic_gone"), (("abi_limits", "TRAFFIC_"),)),
-    "services": (("service_flags", ""), ("abi_limits", "RANGE_"), ("abi_limits", "BACKEND_SETS")),
-    "timewait": (("abi_limits", "TIMEWAIT_"),),
-}  # fmt: skip
-CALLS: Final = ("hook", "datapath")  # by which one version's hooks call the other's datapath
-
-
-class Layout(msgspec.Struct, frozen=True):
-    """How a version's maps are laid out: enums of `abi.h` by name, and shapes of maps by name."""
-
-    enums: dict[str, dict[str, int]]
-    maps: dict[str, Recorded]
-
-
-class Fate(Enum):
-    """What becomes of one map."""
-
-    SHARED = "both versions use it"
-    CARRIED = "its rows are carried over into a new one"
-    NEW = "a new one is made"
-
-
-class UnknownMeaningError(Exception):
-    """Rows of that layout mean something that this version does not know."""
-
-
-def plan(former: Layout, ours: Layout) -> dict[str, Fate]:
-    """What becomes of each map of ours.
-
-    Raises:
-        UnknownMeaningError: nothing can be carried over.
-    """
-    version, known = (_version(one.enums) for one in (former, ours))
-    if version != known:
-        raise UnknownMeaningError(f"its rows have the meaning of ABI version {version}, and this version knows {known}")
-    fates = {name: _fate(name, former, ours) for name in ours.maps}
-    if any(fates[name] is not Fate.SHARED for name in TABLES):
-        if not _agree(former.enums, ours.enums, "abi_limits", "RANGE_"):
-            raise UnknownMeaningError("the slot ranges of its services are written in another way")
-        fates |= {name: Fate.CARRIED if _can_carry(name, former, ours) else Fate.NEW for name in TABLES}
-    if any(fates[name] is not Fate.SHARED for name in FLOWS):
-        if not all(_agree(former.enums, ours.enums, enum) for enum in CALLS):
-            raise UnknownMeaningError("its hooks call the datapath in another way")
-        if not _agree(former.enums, ours.enums, "origin"):
-            raise UnknownMeaningError("its flows name interfaces in another way")
-        fates |= dict.fromkeys(FLOWS, Fate.CARRIED)
-    return fates
-
-
-def _can_carry(name: str, former: Layout, ours: Layout) -> bool:
-    """Where the elements of bitmaps and buckets are counted otherwise, a row of them has no meaning of its own."""
-    counted = all(_agree(former.enums, ours.enums, *read) for read in READ_BY.get(name, ()) if read[0] == "abi_limits")
-    return name in CARRIED and name in former.maps and counted
-
-
-def _version(enums: Enums) -> int:
-    return enums.get("abi_limits", {}).get("ABI_VERSION", 0)
-
-
-def _agree(former: Enums, ours: Enums, enum: str, beginning: str = "") -> bool:
-    """Whether no name has two numbers, and no number two names."""
-    theirs, known = (
-        {name: number for name, number in one.get(enum, {}).items() if name.startswith(beginning)}
-        for one in (former, ours)
-    )
-    taken = set(known.values())
-    return all(known[name] == number if name in known else number not in taken for name, number in theirs.items())
-
-
-def _fate(name: str, former: Layout, ours: Layout) -> Fate:
-    theirs, known = former.maps.get(name), ours.maps[name]
-    if theirs is None or name in OWN:
-        return Fate.NEW
-    agree = all(_agree(former.enums, ours.enums, *read) for read in READ_BY.get(name, ()))
-    if agree and theirs == known:
-        return Fate.SHARED
-    return Fate.CARRIED if _can_carry(name, former, ours) else Fate.NEW
-
+from hybrid_proxy.dataplane.modes.ebpf.generations.generation import UnknownMeaningError
 
 # Types as `kernel.btf.spelled` writes them
 

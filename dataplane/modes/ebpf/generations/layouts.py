@@ -19,7 +19,7 @@ import msgspec
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.repairs import PinnedMap
 from hybrid_proxy.dataplane.kernel.shape import Shape, pinned
-from hybrid_proxy.dataplane.modes.ebpf.generations.convert import Layout
+from hybrid_proxy.dataplane.modes.ebpf.generations.generation import Layout
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import shapes
 

@@ -54,21 +54,21 @@ class Loader:
     """Loads objects on a set of maps."""
 
     def __init__(self, maps: MapSet, options: Options, hz: int) -> None:
-        self._maps, self._options, self._hz = maps, options, hz
+        self._maps, self._options, self.hz = maps, options, hz
 
     def _settings(self, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> bytes:
         options, maps = self._options, {**self._maps.maps, **(larger or {})}
         first, last = options.ebpf.masquerade_ports
         return layout.pack(
             "settings",
-            hz=self._hz,
+            hz=self.hz,
             reject_burst=options.ebpf.reject_rate,
             fast_path=layout.abi_constants()[f"FAST_PATH_{options.ebpf.fast_path.upper()}"],
             can_set_errno=int(can_set_errno),
             # A quarter of the ports of a backend's masqueraded clients: forged SYNs do not use them up.
             max_half_open=min((last - first + 1) // 4, *(maps[name].entries // 8 for name in FLOWS)),
-            udp_timeout=options.timeouts.udp * self._hz,
-            udp_timeout_stream=options.timeouts.udp_stream * self._hz,
+            udp_timeout=options.timeouts.udp * self.hz,
+            udp_timeout_stream=options.timeouts.udp_stream * self.hz,
             port_first=first,
             dsr=int(options.ebpf.dsr == "ipip"),
             port_count=last - first + 1,

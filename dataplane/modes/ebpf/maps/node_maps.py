@@ -89,6 +89,23 @@ def cidr_columns(cidrs: Iterable[str], family: int) -> tuple[dict[str, Any], tup
     return columns, tuple(map(str, networks[room:]))
 
 
+def node_columns(node: NodeNetwork) -> tuple[dict[str, int | NDArray[Any]], dict[int, tuple[str, ...]]]:
+    """The node's network as columns of struct node, in the order in which they are written.
+
+    And by family the service CIDRs for which there is no room.
+    """
+    primary = {family_of(address): address for address in node.primary}
+    columns: dict[str, int | NDArray[Any]] = {
+        "primary4": layout.address_words([primary[4]])[0, 0] if 4 in primary else 0,
+        "primary6": layout.address_words([primary[6]]) if 6 in primary else 0,
+    }
+    others = {}
+    for family in (4, 6):
+        cidrs, others[family] = cidr_columns(node.service_cidrs, family)
+        columns |= dict(reversed(cidrs.items()))  # the count comes last
+    return columns | pod_columns(node), others
+
+
 def pod_columns(node: NodeNetwork) -> dict[str, int | NDArray[Any]]:
     """The columns of struct node by which sources are recognized as pods."""
     columns: dict[str, int | NDArray[Any]] = {

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.pins import (
     describe_foreign,
     folder_of,
     foreign_pins,
+    former_folder,
     is_namespace_map,
     remove_pins,
 )
@@ -39,8 +41,13 @@ log = logging.getLogger(__name__)
 LOOPBACK: Final = (1).to_bytes(4, sys.byteorder)  # its index in every namespace
 
 
-def own_directory(options: Options) -> PinDirectory:
+def own_directory(options: Options, replaced: Callable[[Path], bool] = lambda _: False) -> PinDirectory:
     """Makes and locks the directory for our pins.
+
+    Args:
+        options: where it is.
+        replaced: whether the maps in the directory are to be replaced by others. Then it is renamed, and another one
+            made.
 
     Raises:
         Unsupported: there is no place for it, or foreign objects have names of ours.
@@ -57,8 +64,11 @@ def own_directory(options: Options) -> PinDirectory:
         try:
             if not is_gone(folder):
                 _refuse_foreign(folder)
-                return directory
-            remove_pins(folder)  # those of another namespace, which had the same number
+                if not replaced(folder):
+                    return directory
+                folder.rename(former_folder(folder))
+            else:
+                remove_pins(folder)  # those of another namespace, which had the same number
         except BpfError as error:
             directory.close()
             raise Unsupported("eBPF", str(error)) from error

@@ -65,6 +65,11 @@ def folder_of(options: Options, *, mount: bool = False) -> Path:
     return pin_folder(options.ebpf.pin_root, mount=mount) / _layout()
 
 
+def former_folder(folder: Path) -> Path:
+    """The directory of maps of this layout that are being replaced by others."""
+    return folder.with_name(f"{folder.name}-former")
+
+
 def former_layouts(folder: Path) -> list[Path]:
     """The directories of agents with other layouts, next to this one."""
     found = (known for known in folder.parent.glob("abi*") if known != folder)

@@ -56,6 +56,11 @@ def written(options: Options, cpus: int) -> dict[str, int]:
     return {**dict.fromkeys(FLOWS, flows), **dict.fromkeys(LRU, lru), "timewait": BUCKETS}
 
 
+def with_room(wanted: int, used: int, known: int) -> int:
+    """The size of a table of flows that becomes smaller: at least twice what is used, at most what it was."""
+    return min(known, max(wanted, 1 << max(0, 2 * used - 1).bit_length()))
+
+
 def fitting(name: str, need: int, upper: Sizes) -> int:
     """The size of a map that shall hold `need` entries: half as many again, in steps of the first size."""
     return min(upper[name], max(1, -(-need * 3 // (2 * FIRST[name]))) * FIRST[name])

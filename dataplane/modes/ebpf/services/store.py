@@ -5,8 +5,9 @@ The first change after a start is compared with what the maps hold, so that a re
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, InUse, Plan, 
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_rows
 from hybrid_proxy.dataplane.slow_start import Parts
 from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
+
+log = logging.getLogger(__name__)
 
 FIRST_FILL = 500  # services
 BEGUN = FIELDS.index("flows")  # in the figures of traffic
@@ -50,11 +53,16 @@ class Store:
         max_slots: int = 0,
     ) -> None:  # fmt: skip
         self.maps = maps
-        self.writer = MapWriter(maps, hz)
-        self._former = Former(maps, self.writer) if (maps.adopted if adopt is None else adopt) else None
+        self._hz, self._max_ring, self._max_slots = hz, max_ring, max_slots
+        self._begin(adopt=maps.adopted if adopt is None else adopt)
+
+    def _begin(self, *, adopt: bool) -> None:
+        maps = self.maps
+        self.writer = MapWriter(maps, self._hz)
+        self._former = Former(maps, self.writer) if adopt else None
         used = self._former.in_use() if self._former else InUse()
         claim = self._former.claim if self._former else None
-        self.plan = Plan(self._sizes(), used, claim, max_ring, max_slots)
+        self.plan = Plan(self._sizes(), used, claim, self._max_ring, self._max_slots)
         self.traffic = maps.traffic()
         if self._former is not None:
             self.traffic.only(used.services, used.backends)
@@ -64,6 +72,15 @@ class Store:
         self.graced_stamp = 0  # number of the last grace period that is over
         self._node_ports_at: frozenset[str] = frozenset()
         self._exact_after = 0  # once this grace period is over, prefilter bits of a former process go
+
+    def start_over(self) -> None:
+        """Forgets everything: the maps hold what this process did not write, and the next `apply` adopts them.
+
+        No program may still use what waits to be freed.
+        """
+        stamp = self.plan.stamp
+        self._begin(adopt=True)
+        self.plan.stamp = stamp
 
     def _sizes(self) -> dict[str, int]:
         return {name: known.entries for name, known in self.maps.maps.items()}
@@ -101,6 +118,17 @@ class Store:
             family for family, key in shown
             if self.maps.maps[f"frontends{family}"].lookup(frontend_rows([key], family)[0].tobytes()) is None
         ]  # fmt: skip
+
+    def damage(self) -> Iterator[str]:
+        """Yields a message for each family whose frontends another program removed."""
+        yield from (f"map frontends{family} is empty" for family in self.emptied())
+
+    def repair_ranges(self) -> int:
+        """Repairs slot ranges of services that another program changed; returns how many."""
+        repaired = self.writer.rows.repair()
+        if repaired:
+            log.warning("another program had changed %d slot ranges of services; they are repaired", repaired)
+        return repaired
 
     # Changes
 

@@ -12,8 +12,8 @@ import pytest
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.generations.carry import BRIDGE, MARK
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ARRAY, RECORD, recorded
+from hybrid_proxy.dataplane.modes.ebpf.generations.replacement import BRIDGE, MARK
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import dtype_of
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
 from hybrid_proxy.dataplane.table import ServiceTable
@@ -111,7 +111,7 @@ def test_this_kernel_takes_the_programs_that_choose_a_datapath(options: Options)
     with closing(Ebpf(options, lambda: None)) as agent, closing(Map.made(ARRAY, MARK, 4, size, 1)) as mark:
         agent.sync(ServiceTable(services={}))
         former = {name: agent.maps.maps[which] for name, which in BRIDGE.items()}
-        agent.loader.one("carry", former | {MARK: mark}).close()
+        agent.datapath.load_bridge(former | {MARK: mark}).close()
 
 
 def test_cleaning_up_removes_every_layout(options: Options) -> None:

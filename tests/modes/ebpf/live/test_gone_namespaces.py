@@ -126,6 +126,6 @@ def test_a_namespace_with_the_number_of_one_that_is_gone_adopts_nothing_of_it(la
     until(lambda: is_gone(former), "the namespace lives on", 60)
     with new_lab("z", 2) as later, later.inside("node"), closing(Ebpf(small(later, pins), lambda: None)) as agent:
         assert agent.folder == former
-        assert not agent.adopted
+        assert not agent.maps.adopted
         assert not is_gone(former)
     assert not list(pins.rglob("link_*"))

@@ -72,12 +72,12 @@ def test_what_was_loaded_ahead_is_used_where_its_maps_are_large_enough(
     table = table_of(services)
     with opened() as open_:
         programmer = open_()
-        assert programmer.resizer.growing
+        assert programmer.datapath.growing
         programmer.prewarm(services, services * 2)
         result = programmer.sync(table)
         assert (result.changed, len(loads)) == (services, times)
         assert programmer.maps.maps["services"].entries > services
-        assert programmer.resizer.growths == 0
+        assert programmer.datapath.growths == 0
 
 
 def test_with_few_processors_only_what_serves_already_is_loaded_ahead(
@@ -87,10 +87,10 @@ def test_with_few_processors_only_what_serves_already_is_loaded_ahead(
     monkeypatch.setattr(module, "SPARE_PROCESSORS", 1 << 20)
     with opened() as open_:
         programmer = open_()
-        assert not programmer.resizer.growing
+        assert not programmer.datapath.growing
         programmer.sync(table_of(3))
         programmer = open_()
-        assert programmer.resizer.growing
+        assert programmer.datapath.growing
         programmer.sync(table_of(3))
     assert len(loads) == 2
 
@@ -101,7 +101,7 @@ def test_nothing_is_loaded_ahead_where_another_mode_serves(
     monkeypatch.setattr(module, "SPARE_PROCESSORS", 1)
     with opened(all_or_nothing=True) as open_:
         programmer = open_()
-        assert not programmer.resizer.growing
+        assert not programmer.datapath.growing
         programmer.sync(table_of(3))
         assert len(loads) == 1
 
@@ -109,5 +109,5 @@ def test_nothing_is_loaded_ahead_where_another_mode_serves(
 def test_an_agent_that_ends_while_programs_load_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SPARE_PROCESSORS", 1)
     with opened() as open_:
-        assert open_().resizer.growing
+        assert open_().datapath.growing
     assert [each.name for each in threading.enumerate() if each.name.startswith(("growth", "load"))] == []

@@ -49,7 +49,7 @@ class Place:
         self.folder = self.agent.folder
 
     def interface(self) -> int:
-        return min(self.agent.pods.attached)
+        return min(self.agent.attachments.pods.attached)
 
     def attached(self) -> list[int]:
         """How many programs are at each hook."""
@@ -58,7 +58,7 @@ class Place:
             sockets = [len(programs_at(cgroup, kind)) for kind in ALL_HOOKS.values()]
         finally:
             os.close(cgroup)
-        served = (*self.agent.pods.attached, *self.agent.uplinks.attached)
+        served = (*self.agent.attachments.pods.attached, *self.agent.attachments.uplinks.attached)
         return sockets + [len(names(index, ingress=ingress)) for index in served for ingress in (True, False)]
 
     def close(self) -> None:

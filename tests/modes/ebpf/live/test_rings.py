@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
-from hybrid_proxy.dataplane.balancing import ALGORITHMS, KNOWN, ring_of
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
+from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES
-from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.views.reports import Reports
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable
-from hybrid_proxy.dataplane.unmet import Unmet
 from tests.tables import fronts_of
 
 from ..readback import check_books, programmed, settle
@@ -134,17 +135,17 @@ def test_rings_get_smaller_before_a_service_port_is_refused(open_maps: OpenMaps)
 
 
 def test_warnings_name_what_is_not_as_configured() -> None:
-    mode = Ebpf.__new__(Ebpf)
-    mode._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)  # noqa: SLF001
-    mode.table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
-    plan = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)})
+    table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
+    plan = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)}, used=dict)
     counted = SimpleNamespace(counting=True, backends=8192)
-    mode.store = SimpleNamespace(plan=plan, traffic=counted)  # type: ignore[assignment]
-    mode.maps = SimpleNamespace(maps={"backends": SimpleNamespace(entries=16_384)})  # type: ignore[assignment]
-    mode.skipped_rules = ["rules are skipped"]
-    mode.nearly_full = {"slots": "slots are nearly full"}
-    mode.resizer = SimpleNamespace(failure="no memory")  # type: ignore[assignment]
-    assert mode.warnings() == [
+    full = {"slots": "slots are nearly full"}
+    datapath: Any = SimpleNamespace(failure="no memory", nearly_full=lambda _: full)
+    store: Any = SimpleNamespace(plan=plan, traffic=counted)
+    maps: Any = SimpleNamespace(maps={"backends": SimpleNamespace(entries=16_384)})
+    unused: Any = SimpleNamespace(used={})
+    reports = Reports(Options(), maps, store, datapath, unused, unused, unused)
+    assert [event.note for event in reports.nearly_full()] == ["slots are nearly full"]
+    assert reports.warnings(table) == [
         "1 service ports ask for another algorithm than random, which they get instead",
         (
             f"1 service ports have smaller rings than their algorithm would fill ({one}:p80: 251 of 1021 slots): "
@@ -154,7 +155,6 @@ def test_warnings_name_what_is_not_as_configured() -> None:
             "the traffic of backends with numbers from 8192 on is not counted: rows for 16384 would take more than "
             f"{MOST_BYTES >> 20} MiB"
         ),
-        "rules are skipped",
         "slots are nearly full",
         "no memory",
     ]

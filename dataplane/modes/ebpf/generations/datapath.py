@@ -1,0 +1,279 @@
+"""The generation of programs and maps that this process uses, and its replacement by one with larger maps.
+
+Maps that only the agent writes are replaced by larger ones while traffic goes on (the steps `LARGER` of generation.py).
+Programs know their maps by file descriptor, so larger maps take a new generation of programs. A thread loads it, which
+takes about a second. While the maps are copied and links are updated, the agent writes nothing. So it does not matter
+which generation a packet meets: the maps that the agent writes are equal, and all others are the same ones.
+
+A process may end anywhere. Before the last step the next one finds the former maps, in the middle of it some of each,
+all with the same content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import Map, Object
+from hybrid_proxy.dataplane.modes.ebpf.generations.generation import Generation, Step, plan_replacement
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ours
+from hybrid_proxy.dataplane.modes.ebpf.generations.programs import (
+    Loader,
+    Programs,
+    missing_datapaths,
+    put_datapaths,
+)
+from hybrid_proxy.dataplane.modes.ebpf.generations.replacement import Runner
+from hybrid_proxy.dataplane.modes.ebpf.hooks.attachments import Attachments
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS
+from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes, crowded, fitting, grown
+from hybrid_proxy.dataplane.timings import START
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 30.0  # after a growth that failed
+
+
+class Datapath:
+    """The programs in use, and the maps that grow with the service table.
+
+    Args:
+        maps: the open set.
+        loader: loads programs on these maps.
+        attachments: where programs run.
+        upper: bounds of the maps that grow.
+        reading: held by threads that read maps, and here while maps are replaced.
+        replaced: called when maps have been replaced.
+        wake: called by the thread that loads when it is done: have `step` called.
+
+    Attributes:
+        programs: in use; None before the first table.
+        failure: why maps cannot grow at the moment, empty otherwise.
+        growths: since the start.
+    """
+
+    def __init__(
+        self, maps: MapSet, loader: Loader, attachments: Attachments, upper: Sizes,
+        reading: AbstractContextManager[object], replaced: Callable[[], None], wake: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.upper = upper
+        self.programs: Programs | None = None
+        self.failure = ""
+        self.growths = 0
+        self.retry_at = 0.0
+        self.loader = loader
+        self._maps, self._attachments, self._reading, self._replaced, self._wake = (
+            maps, attachments, reading, replaced, wake
+        )  # fmt: skip
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
+        self._larger: Larger = {}
+        self._loading: Future[Programs] | None = None
+        self._runner: Runner | None = None
+
+    @property
+    def tables(self) -> Mapping[str, Map]:
+        """The maps by name."""
+        return self._maps.maps
+
+    @property
+    def entries(self) -> dict[str, int]:
+        """The size of each map that may grow."""
+        return {name: self._maps.maps[name].entries for name in self.upper}
+
+    @property
+    def growing(self) -> bool:
+        """Whether a generation is being loaded."""
+        return self._runner is not None
+
+    # Growth
+
+    def prepare(self, need: Sizes) -> None:
+        """Begins the first generation, on maps for this many entries, unless one is loading whose maps suffice."""
+        if self._runner is not None and self._larger_than_now(need):
+            self._give_up()
+        if self._runner is None:
+            self._begin(self._larger_than_now(need), serves=False)
+
+    def load(self) -> None:
+        """Waits for the first generation.
+
+        Raises:
+            BpfError: the kernel refuses it.
+        """
+        if self._runner is not None:
+            self._finish()
+
+    def make_room(self, full: Collection[str], need: Sizes) -> bool:
+        """Lets these maps grow now, if they may; whether one did."""
+        before = self.entries
+        if time.monotonic() < self.retry_at:
+            return False
+        try:
+            self.load()
+            sizes = grown(full, self.entries, need, self.upper)
+            if sizes and self.entries == before:
+                self.grow(sizes)
+                self._finish()
+        except (DataplaneError, OSError) as error:
+            self._failed(error)
+        return self.entries != before
+
+    def step(self, used: Sizes) -> None:
+        """Begins a growth when a map is nearly full, or finishes the one whose programs are loaded by now."""
+        try:
+            if self._runner is not None:
+                if self._loading is not None and self._loading.done():
+                    self._finish()
+            elif time.monotonic() >= self.retry_at:
+                sizes = grown(crowded(self.entries, used), self.entries, used, self.upper)
+                if sizes:
+                    self.grow(sizes)
+        except (DataplaneError, OSError) as error:
+            self._failed(error)
+
+    def grow(self, sizes: Sizes) -> None:
+        """Begins a generation on maps of these sizes; `step` or `make_room` finishes it."""
+        self._begin(sizes, serves=True)
+
+    def nearly_full(self, used: Sizes) -> dict[str, str]:
+        """Map -> message, for those that may not become larger and are almost full."""
+        entries = {name: self._maps.maps[name].entries for name in used}
+        return {
+            name: f"map {name} is nearly full, with {used[name]} of {entries[name]} entries: raise {SETTINGS[name]}"
+            for name in crowded(entries, used)
+            if entries[name] >= self.upper.get(name, 0)
+        }
+
+    def _larger_than_now(self, need: Sizes) -> dict[str, int]:
+        entries = self.entries
+        fit = {name: fitting(name, count, self.upper) for name, count in need.items()}
+        return {name: size for name, size in fit.items() if size > entries[name]}
+
+    def _begin(self, sizes: Sizes, *, serves: bool) -> None:
+        now = self.entries
+        plan = plan_replacement(Generation(ours(), now, serves), Generation(ours(), now | dict(sizes)))
+        self._runner = Runner(plan.steps, {
+            Step.MAKE: lambda: self._make(sizes), Step.COPY: lambda: self._maps.copy_into(self._larger),
+            Step.RENAME: self._rename, Step.LOAD: self._start, Step.PUBLISH: self._publish,
+        })  # fmt: skip
+        try:
+            self._runner.run(Step.LOAD)
+        except (DataplaneError, OSError):
+            self._drop()
+            raise
+
+    def _finish(self) -> None:
+        assert self._runner is not None
+        started, larger = time.monotonic(), self._larger
+        with self._reading if larger else nullcontext():
+            try:
+                self._runner.run()
+            except (DataplaneError, OSError):
+                self._drop()
+                raise
+        self._runner, self.failure = None, ""
+        if larger:
+            self.growths += 1
+            sizes = ", ".join(f"{name} {made.entries}" for name, made in sorted(larger.items()))
+            log.info("maps have grown: %s entries, in %.0f ms", sizes, 1000 * (time.monotonic() - started))
+
+    # The steps
+
+    def _make(self, sizes: Sizes) -> None:
+        self._larger = self._maps.make_larger(sizes)
+
+    def _start(self) -> None:
+        """Begins to load, in a thread."""
+        larger = self._larger
+        self._loading = self._thread.submit(
+            lambda: self.loader.generation(larger, xdp=self._attachments.drivers.loaded)
+        )
+        self._loading.add_done_callback(lambda _: self._wake())
+
+    def _publish(self) -> None:
+        """Lets everything that is attached run the programs that were loaded."""
+        assert self._loading is not None
+        with START.part("wait for the verifier"):
+            programs, self._loading = self._loading.result(), None
+        for loaded in programs:
+            self._maps.pin_new(loaded)
+        put_datapaths(self._maps.maps["datapaths"], programs.datapaths)
+        self._attachments.use(programs.hooks, programs.connect, programs.sockops, programs.xdp)
+        former, self.programs = self.programs, programs
+        if former is not None:
+            former.close()
+
+    def _rename(self) -> None:
+        self._maps.replace(self._larger)
+        self._larger = {}
+        self._replaced()
+        drivers = self._attachments.drivers
+        if self.programs is not None and self.programs.xdp is None and drivers.loaded:
+            drivers.use(self.load_xdp())  # a device qualified meanwhile
+
+    def _drop(self) -> None:
+        """Forgets a generation that is not used."""
+        for made in self._larger.values():
+            made.close()
+        self._larger, self._loading, self._runner = {}, None, None
+
+    def _give_up(self) -> None:
+        if self._loading is not None and self._loading.exception() is None:
+            self._loading.result().close()
+        self._drop()
+
+    def _failed(self, error: Exception) -> None:
+        self.retry_at = time.monotonic() + RETRY_SECONDS
+        self.failure = f"maps cannot grow, next try in {RETRY_SECONDS:.0f} s: {error}"
+        log.warning("%s", self.failure)
+
+    # Attachment
+
+    def attach(self, bridge: Object | None) -> None:
+        """Attaches the programs, the bridge in place of those at tc hooks."""
+        assert self.programs is not None
+        self._attachments.attach(bridge or self.programs.hooks)
+
+    def load_bridge(self, others: Mapping[str, Map]) -> Object:
+        """Loads the programs that choose a datapath, on the maps in use and these.
+
+        Raises:
+            BpfError: the kernel refuses them.
+        """
+        return self.loader.one("carry", others)
+
+    def load_xdp(self) -> Object:
+        """Loads the programs for drivers, of which one qualified when the others were loaded already.
+
+        Raises:
+            BpfError: the kernel refuses them.
+        """
+        loaded = self.loader.one("xdp")
+        self._maps.pin_new(loaded)
+        return loaded
+
+    # Repairs
+
+    def damage(self) -> Iterator[str]:
+        """A message for each datapath that hooks do not call any more."""
+        if self.programs is not None:
+            yield from missing_datapaths(self._maps.maps["datapaths"], self.programs.datapaths)
+
+    def repair(self) -> None:
+        """Lets hooks call the datapaths again."""
+        if self.programs is not None:
+            put_datapaths(self._maps.maps["datapaths"], self.programs.datapaths)
+
+    def close(self) -> None:
+        """Gives up what is being loaded, and closes the programs. Traffic goes on."""
+        with contextlib.suppress(DataplaneError, OSError):
+            self._give_up()
+        self._thread.shutdown()
+        if self.programs is not None:
+            self.programs.close()

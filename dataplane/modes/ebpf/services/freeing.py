@@ -1,0 +1,26 @@
+"""Frees ids and slots that no program and no flow uses any more, by what the collector's thread has found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+
+
+def free(store: Store, gc: FlowGC, node: NDArray[Any]) -> None:
+    """Takes in what the collector found, and says what its next scan should look for. `node` is the row of the map."""
+    graced, scanned = gc.collect()
+    if gc.opening_flows is not None:
+        node["half_open"], gc.opening_flows = gc.opening_flows, None
+    store.graced(graced)
+    if scanned is not None:
+        store.scanned(*scanned)
+    plan = store.plan
+    gc.look_for(*plan.deferred.candidates)
+    gc.recounts = bool(plan.counts_flows)
+    if plan.recount:  # of a service port that is new to it: now, and not with the next scan
+        plan.recount = False
+        gc.hurry()

@@ -1,0 +1,159 @@
+"""What an open mode reports of itself: status, warnings, counters, traffic, and explanations of packets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+
+from hybrid_proxy.dataplane.balancing import KNOWN
+from hybrid_proxy.dataplane.kernel.bpf import Object
+from hybrid_proxy.dataplane.kernel.links import interface_name
+from hybrid_proxy.dataplane.mode import Event, Options, ProbePacket
+from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
+from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC
+from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
+from hybrid_proxy.dataplane.modes.ebpf.hooks.attachments import Attachments
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.views import explanation, listing
+from hybrid_proxy.dataplane.reports import EbpfStatus, ExplainAnswer, Fill, MapUsage, Status, TrafficRow
+from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
+from hybrid_proxy.dataplane.unmet import Unmet
+
+log = logging.getLogger(__name__)
+
+SHOWN = 5  # tables of rules in one line
+
+
+class Reports:
+    """Reads what the other parts know.
+
+    Args:
+        options: of the mode.
+        maps, store, datapath, attachments, gc, failover: the parts of the mode.
+    """
+
+    def __init__(
+        self, options: Options, maps: MapSet, store: Store, datapath: Datapath, attachments: Attachments, gc: FlowGC,
+        failover: Failover,
+    ) -> None:  # fmt: skip
+        self._options, self._maps, self._store, self._datapath = options, maps, store, datapath
+        self._attachments, self._gc, self._failover = attachments, gc, failover
+        self._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)
+        self._nearly_full: dict[str, str] = {}  # map -> message
+        self._explain: Object | None = None  # loaded when somebody asks
+        self._skipped_rules = list(_skipped_rules(options))
+        for message in self._skipped_rules:
+            log.warning("%s", message)
+
+    def names(self, table: ServiceTable) -> Mapping[int, str]:
+        """Service id -> name of the service port; until the first table, of what was adopted."""
+        return self._options.names() if table is EMPTY else self._store.names()
+
+    def warnings(self, table: ServiceTable) -> list[str]:
+        """What the table asks for and this mode does not do."""
+        messages = self._unmet.warnings(table)
+        cut = [(key[0], has, wanted) for key, (has, wanted) in self._store.plan.cut.items()]
+        if cut:
+            name, has, wanted = cut[0]
+            messages.append(
+                f"{len(cut)} service ports have smaller rings than their algorithm would fill ({name}: {has} of "
+                f"{wanted} slots): --max-slots is used up, and other nodes may choose other backends"
+            )
+        traffic, backends = self._store.traffic, self._maps.maps["backends"].entries
+        if traffic.counting and backends > traffic.backends:
+            messages.append(
+                f"the traffic of backends with numbers from {traffic.backends} on is not counted: rows for {backends} "
+                f"would take more than {MOST_BYTES >> 20} MiB"
+            )
+        failures = filter(None, [self._datapath.failure])
+        return [*messages, *self._skipped_rules, *self._nearly_full.values(), *failures]
+
+    def nearly_full(self) -> Iterable[Event]:
+        """An event for each map that is nearly full, once until it has room again."""
+        full = self._datapath.nearly_full(self._store.plan.used() | self._gc.used)
+        for name in full.keys() - self._nearly_full.keys():
+            log.warning("%s", full[name])
+            yield Event("", "Warning", "MapNearlyFull", "GrowMap", full[name])
+        self._nearly_full = full
+
+    def status(self, mode: str, table: ServiceTable, audit_repairs: int) -> Status:
+        """What is loaded, attached and filled."""
+        store, used, maps, attached = self._store, self._store.plan.used(), self._maps.maps, self._attachments
+        return Status(
+            mode=mode,
+            adopted=self._maps.adopted,
+            fill={
+                "services": Fill(used["services"], maps["services"].entries - 1),
+                "backends": Fill(used["backends"], maps["backends"].entries - 1),
+                "slots": Fill(used["slots"], maps["slots"].entries),
+                "flows": Fill(self._gc.known_flows, maps["flows4"].entries + maps["flows6"].entries),
+            },
+            unprogrammed=list(store.plan.unprogrammed.values()),
+            failing=listing.failing_ports(maps, lambda: self.names(table)),
+            slow_starts=len(self._failover.slow_start),
+            warnings=self.warnings(table),
+            audit_repairs=audit_repairs,
+            counters=self.counters(),
+            ebpf=EbpfStatus(
+                pins=str(self._maps.folder),
+                pods=attached.pods.status(),
+                uplinks=attached.uplinks.status(),
+                xdp=attached.drivers.status(),
+                sockets=attached.sockets.status(),
+                fast_path=self._options.ebpf.fast_path,
+                maps=self._map_usage(),
+                traffic_bytes=store.traffic.bytes if store.traffic.counting else 0,
+                deferred_frees=len(store.plan.deferred),
+                ejections=self._failover.rows(),
+                probes=self._failover.probes(),
+            ),
+        )
+
+    def _map_usage(self) -> dict[str, MapUsage]:
+        """By the name of each map."""
+        used, upper = self._store.plan.used() | self._gc.used, self._datapath.upper
+        rows = {}
+        for name, known in sorted(self._maps.maps.items()):
+            bound = max(upper.get(name, 0), known.entries) if name in used else None
+            rows[name] = MapUsage(known.entries, known.memory, used.get(name), bound)
+        return rows
+
+    def counters(self) -> dict[str, int]:
+        """Events by reason since the maps were made."""
+        return self._maps.counters() | {"connections_reset": self._gc.reset}
+
+    def traffic(self, table: ServiceTable, *, by_backend: bool) -> list[TrafficRow]:
+        """A row for each service port that had traffic, or for each backend of each."""
+        return listing.traffic(self._store.traffic, self._maps.maps, self.names(table), by_backend=by_backend)
+
+    def explain(self, packet: ProbePacket, table: ServiceTable) -> ExplainAnswer:
+        """What the loaded programs would do with a packet now."""
+        if self._explain is None:
+            self._explain = self._datapath.loader.one("explain", quiet=True)
+        around = explanation.ExplainContext(
+            self.names(table), self._store.backends, self._store.services, self._datapath.loader.hz, interface_name
+        )
+        return explanation.explain(self._explain, packet, *self._attachments.entrance(packet), around)
+
+    def forget_explain(self) -> None:
+        """Closes the programs that explain; they use maps that were replaced."""
+        if self._explain is not None:
+            self._explain.close()
+        self._explain = None
+
+
+def _skipped_rules(options: Options) -> Iterator[str]:
+    """A warning: which rules of the node do not see flows that are handed over from their first packet on."""
+    if options.ebpf.fast_path != "always":
+        return
+    from hybrid_proxy.dataplane.kernel.base_chains import passing_rules
+
+    found = passing_rules("hybrid-proxy")
+    if found:
+        more = ", ..." if len(found) > SHOWN else ""
+        yield (
+            f"rules do not see flows to Services between pods of this node, because fastPath is `always`: those of "
+            f"{', '.join(found[:SHOWN])}{more}. If they must, use --fast-path=established"
+        )

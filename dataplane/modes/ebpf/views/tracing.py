@@ -1,0 +1,72 @@
+"""Events of packets with the names of services: those that programs always report, and traces that are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.views.events import Journal, Reader
+from hybrid_proxy.dataplane.reports import PacketEvent
+
+
+class PacketLog:
+    """Reads events in a thread, and keeps the latest ones.
+
+    Args:
+        maps: the open set.
+        store: knows addresses and backends.
+    """
+
+    def __init__(self, maps: MapSet, store: Store) -> None:
+        self._maps, self._store = maps, store
+        self._journal = Journal()
+        self._traces_until = 0.0
+        maps.view("node")["trace"] = 0
+        self._reader = Reader(maps.maps["events"])
+        self._reader.start()
+
+    def rows(self, after: int, names: Mapping[int, str]) -> tuple[list[PacketEvent], int]:
+        """Events with larger numbers than `after`, and the number of the latest; `names` has the service of each id."""
+        self._take(names)
+        return self._journal.rows(after), self._journal.last
+
+    def maintain(self, names: Mapping[int, str]) -> None:
+        """Logs drops, and ends a trace whose time is over."""
+        self._take(names)
+        self._journal.log_drops()
+        if self._traces_until and time.monotonic() > self._traces_until:
+            self._maps.view("node")["trace"] = 0
+            self._traces_until = 0.0
+
+    def _take(self, names: Mapping[int, str]) -> None:
+        raw = self._reader.take()
+        if raw:
+            self._journal.add(raw, names, self._store.addresses, self._store.backends)
+
+    def trace(self, service: str | None, client: str | None, seconds: float, names: Mapping[int, str]) -> None:
+        """Has each packet of this service, and from or to this address, reported for so long.
+
+        Raises:
+            DataplaneError: there is no such service, or it has too many ports.
+        """
+        row = self._maps.view("node")
+        limit = row["trace_services"].shape[1]
+        wanted = [number for number, name in names.items() if service in {name, name.partition(":")[0]}]
+        if service and not wanted:
+            raise DataplaneError(f"{service}: no such service is programmed; NAMESPACE/NAME, or NAMESPACE/NAME:PORT")
+        if len(wanted) > limit:
+            raise DataplaneError(f"{service} has {len(wanted)} ports, and {limit} can be traced: name one of them")
+        row["trace"] = 0
+        row["trace_services"] = wanted + [0] * (limit - len(wanted))
+        row["trace_client"] = layout.address_words([client])[0] if client else 0
+        row["trace"] = int(seconds > 0)
+        self._traces_until = time.monotonic() + seconds
+
+    def close(self) -> None:
+        """Ends traces; programs go on reporting drops to the map."""
+        self._reader.stop()
+        self._maps.view("node")["trace"] = 0
