@@ -2,7 +2,8 @@
 
 Commands, each answered by one JSON line: `more N` serves N services more, `grow` lets all maps grow at once, `begin`
 loads programs for that and leaves it there, `maintain` lets the mode do what it does each second, `status`.
-`die links N` and `die pins N` end the process by SIGKILL when the N-th link or pin from then on has been replaced.
+`die steps N` and `die pins N` end the process by SIGKILL when the N-th step of a replacement from then on is done, or
+the N-th pin is renamed; with `dies` in the setup it ends so at its start.
 `notices` lists the notices of `maintain`. `state COUNT VERSION` serves so many services, each with backends
 of that version, some of which another version has too, and some services only in odd versions. `die store STEP N` ends
 the process when that step of writing a change was done N times from then on. `check` compares all maps with the table;
@@ -24,6 +25,7 @@ import msgspec
 
 from hybrid_proxy.dataplane.kernel import bpf, host_netns
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.generations import replacement
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
@@ -70,6 +72,8 @@ class Commands:
             host_netns.netns_cookie = lambda: None
         self.setup, self.count, self.version = setup, setup.get("count", 0), setup.get("version", 0)
         self.notices: list[str] = []
+        if setup.get("dies"):
+            die_after_steps(setup["dies"])
         self.mode = Ebpf(
             Options(ebpf=EbpfOptions(cgroup=setup["cgroup"], limits=Limits(**setup["limits"]))), lambda: None
         )
@@ -123,8 +127,8 @@ class Commands:
                 return not self.mode.store.settled
             case ["die", "store", step, number]:
                 die_after(STEPS[step], step, int(number))
-            case ["die", "links", number]:
-                die_after(bpf, "update_link", int(number))
+            case ["die", "steps", number]:
+                die_after_steps(int(number))
             case ["die", "pins", number]:
                 die_after(Path, "rename", int(number))
         return True
@@ -145,6 +149,10 @@ def refuse(owner: Any, name: str, count: int) -> None:
         return real(*args, **kwargs)
 
     setattr(owner, name, refused)
+
+
+def die_after_steps(count: int) -> None:
+    die_after(replacement, "reached", count)
 
 
 def die_after(owner: Any, name: str, count: int) -> None:

@@ -35,7 +35,7 @@ def options(pins: Path) -> Iterator[Options]:
 
 
 def links(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith("link_pod"))
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("link_"))
 
 
 def test_pins_of_another_layout_go_when_ours_serve(options: Options) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.generations.generation import BRIDGED, LARGER, RESTART
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import clean
 from hybrid_proxy.dataplane.options import EbpfOptions
@@ -34,15 +35,15 @@ CHILDREN: list[Child] = []
 
 
 class Child:
-    """See `resizer`."""
+    """See the module of this name."""
 
     def __init__(self, lab: Lab, *, old_kernel: bool = False, count: int = 0, version: int = 0,
-                 **limits: int) -> None:  # fmt: skip
+                 dies: int = 0, **limits: int) -> None:  # fmt: skip
         self.lab = lab
         pods = {f: [lab[name].address(f) for name in ("pod2", "pod3")] for f in FAMILIES}
         setup = {
             "cgroup": str(lab.cgroup), "old_kernel": old_kernel, "limits": limits,
-            "count": count, "version": version,
+            "count": count, "version": version, "dies": dies,
             "primary": [lab["node"].address(f) for f in FAMILIES],
             "web": [(WEB[f][0], pods[f]) for f in FAMILIES], "dns": [(DNS[f][0], pods[f]) for f in FAMILIES],
         }  # fmt: skip
@@ -51,7 +52,7 @@ class Child:
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=lab.environment()
         )
         CHILDREN.append(self)
-        assert self._read() == "ready"
+        assert self._read() == (None if dies else "ready")
 
     def do(self, command: str) -> Any:
         """None: it died of that."""
@@ -244,26 +245,30 @@ def test_a_resize_that_fails_is_reported_and_tried_again(lab: Lab) -> None:
     child.end()
 
 
-def kills(links: str, pins: str) -> list[tuple[str, ...]]:
-    """Commands whose last one it does not outlive, or is killed after."""
-    steps = [("die links " + n, "grow") for n in links] + [("die pins " + n, "grow") for n in pins]
-    return [("begin",), *steps, ("grow",)]
+def died(child: Child, *commands: str) -> bool:
+    """Whether it did not outlive the last of these commands."""
+    answers = [child.do(command) for command in commands]
+    child.kill()
+    return answers[-1] is None
+
+
+STEPS_OF_LARGER = [(f"die steps {n}", "grow") for n in range(1, len(LARGER) + 1)]
+PINS = [(f"die pins {n}", "grow") for n in range(1, 6)]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "steps", [kills("4", "2"), pytest.param(kills("147", "12345"), marks=pytest.mark.long)], ids=["some", "all"]
+    "kills",
+    [[("begin",), STEPS_OF_LARGER[3], PINS[1]], pytest.param([*STEPS_OF_LARGER, *PINS], marks=pytest.mark.long)],
+    ids=["some", "all"],
 )
-def test_the_agent_is_killed_at_every_step(lab: Lab, steps: list[tuple[str, ...]]) -> None:
+def test_the_agent_is_killed_while_maps_grow(lab: Lab, kills: list[tuple[str, ...]]) -> None:
     """The next one finds every flow and the same services, and grows on."""
     child = Child(lab)
     with traffic_of(lab) as traffic:
-        for commands in steps:
+        for commands in kills:
             traffic.open_streams(2)
-            for command in commands:
-                answer = child.do(command)
-            assert (answer is None) == commands[0].startswith("die"), f"{commands} ended with {answer}"
-            child.kill()
+            assert died(child, *commands) == commands[0].startswith("die"), commands
             traffic.open_streams(1)
             traffic.moves_on(3)
             child = Child(lab)
@@ -276,6 +281,63 @@ def test_the_agent_is_killed_at_every_step(lab: Lab, steps: list[tuple[str, ...]
         status = child.maintain_until(roomy)
         traffic.moves_on()
     assert status["counters"]["drop_no_port"] == status["counters"]["slot_lost"] == 0
+    child.end()
+
+
+# What differs between the agents that follow each other, and how many steps a start has then. Two of them load the
+# programs and make them ready; the others are those of the plan. Other layouts are in conformance/test_other_layouts.
+SAME, SIZES = ({},), ({"flows": 1 << 13}, {"flows": 1 << 14})
+STARTS = {"restart": (SAME, len(RESTART) + 2), "tables-of-flows": (SIZES, len(BRIDGED) + 2)}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("row", "steps"),
+    [
+        ("restart", (2,)),
+        ("tables-of-flows", (2, 8, 9, 11)),
+        *(
+            pytest.param(row, tuple(range(1, count + 1)), marks=pytest.mark.long, id=f"{row}-all")
+            for row, (_, count) in STARTS.items()
+        ),
+    ],
+)
+def test_an_agent_is_killed_after_a_step_of_its_start(lab: Lab, row: str, steps: tuple[int, ...]) -> None:
+    """The next one goes on from there, and no client notices."""
+    limits = itertools.cycle(STARTS[row][0])
+    child = Child(lab, **next(limits))
+    with traffic_of(lab) as traffic:
+        traffic.open_streams(3)
+        traffic.moves_on(3)
+        for step in steps:
+            child.kill()
+            wanted = next(limits)
+            Child(lab, dies=step, **wanted)
+            traffic.open_streams(1)
+            traffic.moves_on(3)
+            child = Child(lab, **wanted)
+            status = child.do("status")
+            assert status["adopted"]
+            pins = Path(status["ebpf"]["pins"])
+            assert [path.name for path in pins.parent.iterdir()] == [pins.name], f"after step {step}"
+            assert not (pins / "carrying").exists()
+            assert entries(status, "flows4") == wanted.get("flows", entries(status, "flows4"))
+            traffic.moves_on(3)
+    assert status["counters"]["drop_flow_lost"] == status["counters"]["drop_no_port"] == 0
+    child.end()
+
+
+def test_a_smaller_table_of_flows_keeps_all_that_are_open(lab: Lab) -> None:
+    """It has room for twice as many as there are, whatever the setting says."""
+    child = Child(lab, flows=1 << 13)
+    traffic = Traffic(lab)
+    traffic.open_streams(20)
+    child.end()
+    child = Child(lab, flows=16)
+    assert 80 <= entries(child.do("status"), "flows4") < 1 << 13
+    traffic.ask()
+    for stream in traffic.streams:
+        stream.connection.close()
     child.end()
 
 
