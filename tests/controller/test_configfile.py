@@ -222,7 +222,6 @@ USED = [
     (K, "conntrack.udpStreamTimeout", "1m", "conntrack.udp_stream_timeout", 60),
     (K, "conntrack.udpStreamTimeout", "1m", "options.timeouts.udp_stream", 60),
     (H, "mode", "userspace", "mode", "userspace"),
-    (H, "nftables.offloadPackets", 20, "options.nftables.offload_packets", 20),
     (H, "strictMode", True, "strict_mode", True),
     (H, "algorithm", "maglev", "settings.algorithm", "maglev"),
     (H, "manifests", "/m", "manifests", Path("/m")),
@@ -233,32 +232,18 @@ USED = [
     (H, "serveHealthz", False, "healthz_bind_address", None),
     (H, "serveMetrics", False, "metrics_bind_address", None),
     (H, "metricsPerBackend", True, "metrics_per_backend", True),
-    (H, "ebpf.podInterfaces", ["veth*", "cali*"], "options.ebpf.pod_interfaces", ("veth*", "cali*")),
-    (H, "ebpf.uplinkInterfaces", ["eth0"], "options.ebpf.uplink_interfaces", ("eth0",)),
-    (H, "ebpf.socketScope", "off", "options.ebpf.socket_scope", "off"),
-    (H, "ebpf.cgroup", "/c", "options.ebpf.cgroup", "/c"),
-    (H, "ebpf.pinRoot", "/p", "options.ebpf.pin_root", "/p"),
-    (H, "ebpf.fastPath", "always", "options.ebpf.fast_path", "always"),
-    (H, "ebpf.trafficCounters", False, "options.ebpf.traffic_counters", False),
-    (H, "ebpf.answerPing", True, "options.ebpf.answer_ping", True),
-    (H, "ebpf.sourceCheck", "strict", "options.ebpf.source_check", "strict"),
-    (H, "ebpf.xdp", "native", "options.ebpf.xdp", "native"),
-    (H, "ebpf.dsr", "ipip", "options.ebpf.dsr", "ipip"),
-    (H, "ebpf.masqueradePorts", "2000-2999", "options.ebpf.masquerade_ports", (2000, 2999)),
-    (H, "ebpf.eventRate", 7, "options.ebpf.event_rate", 7),
-    (H, "ebpf.rejectRate", 7, "options.ebpf.reject_rate", 7),
-    (H, "ebpf.failover.failures", 0, "options.ebpf.failover.failures", 0),
-    (H, "ebpf.failover.percentage", 0, "options.ebpf.failover.percentage", 0),
-    (H, "ebpf.failover.connections", 7, "options.ebpf.failover.connections", 7),
-    (H, "ebpf.probes.interval", "250ms", "options.ebpf.probes.interval", 0.25),
-    (H, "ebpf.probes.timeout", "2s", "options.ebpf.probes.timeout", 2.0),
-    (H, "ebpf.probes.failures", 2, "options.ebpf.probes.failures", 2),
-    (H, "ebpf.limits.services", 2000, "options.ebpf.limits.services", 2000),
-    (H, "ebpf.limits.backends", 9000, "options.ebpf.limits.backends", 9000),
-    (H, "ebpf.limits.slots", 9000, "options.ebpf.limits.slots", 9000),
-    (H, "ebpf.limits.ring", 65521, "options.ebpf.limits.ring", 65521),
-    (H, "ebpf.limits.flows", 8, "options.ebpf.limits.flows", 8),
 ]
+# The same of sections that modes take as they are: the value is where the document has it.
+TAKEN = {
+    "nftables.offloadPackets": 20, "ebpf.podInterfaces": ["veth*", "cali*"], "ebpf.uplinkInterfaces": ["eth0"],
+    "ebpf.socketScope": "off", "ebpf.cgroup": "/c", "ebpf.pinRoot": "/p", "ebpf.fastPath": "always",
+    "ebpf.trafficCounters": False, "ebpf.answerPing": True, "ebpf.sourceCheck": "strict", "ebpf.xdp": "native",
+    "ebpf.dsr": "ipip", "ebpf.masqueradePorts": "2000-2999", "ebpf.eventRate": 7, "ebpf.rejectRate": 7,
+    "ebpf.failover.failures": 0, "ebpf.failover.percentage": 0, "ebpf.failover.connections": 7,
+    "ebpf.probes.interval": "250ms", "ebpf.probes.timeout": "2s", "ebpf.probes.failures": 2,
+    "ebpf.limits.services": 2000, "ebpf.limits.backends": 9000, "ebpf.limits.slots": 9000, "ebpf.limits.ring": 65521,
+    "ebpf.limits.flows": 8,
+}
 # Field, a value that asks for something, a value (beside the default) that does not.
 TOLD = [
     ("clientConnection.acceptContentTypes", "text/html", "application/json"),
@@ -338,6 +323,13 @@ NEEDS: dict[str, tuple[dict[str, Any], list[str]]] = {
 ROWS = {row.key: row for row in rows()}
 
 
+def taken() -> list[tuple[str, str, Any, str, object]]:
+    """Rows as those of `USED`."""
+    snake = {path: re.sub("([A-Z])", r"_\1", path).lower() for path in TAKEN}
+    return [(H, path, value, f"options.{snake[path]}", ROWS[f"{H}.{path}"].setting.form.parse(value))
+            for path, value in TAKEN.items()]  # fmt: skip
+
+
 def beside(path: str) -> tuple[dict[str, Any], list[str]]:
     return next((needed for prefix, needed in NEEDS.items() if path.startswith(prefix)), ({}, []))
 
@@ -392,7 +384,7 @@ def of_json(fields: str) -> Config:
 
 class TestFields:
     def test_all_of_them_are_here(self):
-        used = {f"{document}.{path}" for document, path, *_ in USED}
+        used = {f"{document}.{path}" for document, path, *_ in [*USED, *taken()]}
         unused = {f"{K}.{path}" for path, *_ in TOLD}
         assert used | unused == {row.key for row in rows() if row.document in DOCUMENTS}
         assert unused == {row.key for row in rows() if row.setting.unused}
@@ -410,14 +402,14 @@ class TestFields:
             if row.setting.effect != RESTART:
                 assert needs_reopening(before, found) == (row.setting.effect == REOPENS)
 
-        each(USED, check)
+        each([*USED, *taken()], check)
 
     @pytest.mark.parametrize("part", [*(prefix for prefix in NEEDS), ""])
     def test_what_is_written_of_them_reads_as_the_same(self, part: str):
         """All that can be set together at once."""
         alone = {"mode", "manifests", *(("clientConnection.kubeconfig",) if not part else ())}
         chosen = {
-            (document, path): value for document, path, value, *_ in USED
+            (document, path): value for document, path, value, *_ in [*USED, *taken()]
             if path not in alone and (path.startswith(part) if part else not beside(path)[0])
         }  # fmt: skip
         made = of_fields(*((*key, value) for key, value in chosen.items()))
