@@ -43,13 +43,14 @@ demo: $(STAMPS)/agent bpf ## show the main job on this machine, in namespaces of
 	$(Q)$(VENV)/bin/hybrid-proxy lab demo
 
 # Most tests wait rather than compute: there are more workers than processors. Without IPVS in this kernel, its tests
-# run in a virtual machine, beside the others. Hundreds of processes begin from bytecode, the guest's too.
+# run in a virtual machine, beside the others. Most agents and commands are forked from a process that has imported them
+# (tests/nursery.py); the others begin from bytecode, the guest's too.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, 20 to 60 minutes on two processors (root: they make namespaces of their own); WORKERS=4
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, about a quarter of an hour on two processors (root: they make namespaces of their own); WORKERS=4
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
 
-test-quick: setup ## run the tests that touch nothing outside their own process, within a minute (no root)
+test-quick: setup ## run the tests that touch nothing outside their own process, within a minute of CPU (no root)
 	$(Q)$(PYTHON) -m pytest -n 2 --kernel none -m "not long" --ignore-glob='*/live' $(QUICK) $(ARGS)
 
 test-long: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests that only take long, and all examples of properties, before a release
