@@ -26,7 +26,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
 from hybrid_proxy.dataplane.kernel.attachment import Attachment, target_of
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, pinned_link
 from hybrid_proxy.dataplane.kernel.host_netns import teach_namespace, write_namespace
-from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, pin_folder, pin_folders
+from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, pin_folder, pin_folders, remove_empty_folders
 from hybrid_proxy.dataplane.kernel.repairs import PinDirectory, Repairs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, Protocol, ServiceTable, family_of
@@ -214,10 +214,7 @@ def _remove(folder: Path) -> int:
             continue
         path.unlink()
         removed += 1
-    for emptied in (folder, folder.parent, folder.parent.parent):
-        if emptied.name == "bpf" or any(emptied.iterdir()):
-            break
-        emptied.rmdir()
+    remove_empty_folders(folder)
     return removed
 
 

@@ -232,3 +232,11 @@ def pin_folders(pattern: str) -> list[Path]:
     parent = pin_folder(None, mount=False).parent
     # Not the method of a path, which raises an error when a folder that it has found is gone.
     return sorted(parent / name for name in glob(f"netns-*/{pattern}", root_dir=parent))  # noqa: PTH207
+
+
+def remove_empty_folders(folder: Path) -> None:
+    """Removes a folder of pins and the ones above it, up to the BPF file system, as far as they are empty."""
+    for emptied in (folder, folder.parent, folder.parent.parent):
+        if emptied.name == "bpf" or any(emptied.iterdir()):
+            break
+        emptied.rmdir()

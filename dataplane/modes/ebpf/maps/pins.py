@@ -18,7 +18,7 @@ from typing import Final
 
 from hybrid_proxy.dataplane.kernel.attachment import is_link
 from hybrid_proxy.dataplane.kernel.bpf import Object, pinned_link
-from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
+from hybrid_proxy.dataplane.kernel.host_paths import pin_folder, remove_empty_folders
 from hybrid_proxy.dataplane.kernel.shape import Shape, declared, is_pin, name_in_kernel, pinned
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
@@ -134,10 +134,7 @@ def remove_pins(folder: Path) -> int:
             removed += 1
         else:
             log.warning("%s stays: it is foreign", path)
-    for emptied in (folder, folder.parent, folder.parent.parent):
-        if emptied.name == "bpf" or any(emptied.iterdir()):
-            break
-        emptied.rmdir()
+    remove_empty_folders(folder)
     return removed
 
 
