@@ -40,7 +40,6 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "offload": {"offload": {**ROUNDS, "SECONDS": 0.05}},
     "packet_kinds": {"packet_kinds": {**ROUNDS, "REPEAT": 20, "BATCH": 5, "BATCHES": 1}},
     "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
-    "relists": {"relists": {**CLUSTER, "RELISTS": 1, "RATE": 50.0, "AWAY": 1, "SETTLED": 0.2}},
     "scale": {
         "scale": {
             "SIZES": (Size(20, 3),), "CHANGES": 3, "SETTLED": 0.1, "PAUSE": 0.0, "MODES": ("ebpf",),
