@@ -36,6 +36,12 @@ class OtherProxies(msgspec.Struct, frozen=True):
     ours: tuple[str, ...] = ()
     agents: tuple[Process, ...] = ()
 
+    @property
+    def evidence(self) -> list[str]:
+        """The signs that a kube-proxy works here, and has not only left something."""
+        found = [f"process {process.pid}" for process in self.kube_proxy_processes]
+        return [*found, f"its health port {HEALTH_PORT} answers"] if self.health else found
+
 
 def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
     """One message for each other proxy: which one, the evidence, what to do.
@@ -43,9 +49,7 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
     `beside`: a kube-proxy is expected to work, because the agent serves only the Services that name it.
     """
     messages = []
-    evidence = [f"process {process.pid}" for process in found.kube_proxy_processes]
-    if found.health:
-        evidence.append(f"its health port {HEALTH_PORT} answers")
+    evidence = found.evidence
     if beside:
         if found.kube_proxy and not evidence:
             messages.append(

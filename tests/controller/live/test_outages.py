@@ -15,7 +15,6 @@ from hybrid_proxy.controller.kubernetes import apiserver, connection
 from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes, RetryPolicy
 from hybrid_proxy.controller.kubernetes.model import SourceState
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
-from hybrid_proxy.controller.kubernetes.retry import Backoff
 from hybrid_proxy.workshop.lab.apiserver import ApiServer, service
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.controller.watching import Watcher
@@ -136,24 +135,6 @@ def test_who_was_never_let_in_is_told_at_once(api: ApiServer, gate: Gate) -> Non
     watcher.until(lambda: said(watcher), "the advice")
     assert "grant list and watch" in said(watcher)[0]
     watcher.stop()
-
-
-# fmt: off
-PAUSES = [
-    pytest.param(["failed"] * 6 + ["refused"] * 5, [1, 2, 4, 8, 16, 32, 1, 2, 4, 4, 4], False, id="a server is back"),
-    pytest.param(["refused", "failed", "failed"],  [1, 2, 4],                           False, id="and gone again"),
-    pytest.param(["ended"] * 3 + ["forgotten"],    [1, 2, 4, 0],                        True,  id="410 after streams"),
-    pytest.param(["failed"] * 3 + ["forgotten"],   [1, 2, 4, 0],                        True,  id="410 after failures"),
-    pytest.param(["forgotten"] * 3,                [0, 1, 2],                           False, id="410 for ever"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("what", "pauses", "passing"), PAUSES)
-def test_pauses_of_a_server_that_starts(what: list[str], pauses: list[float], passing: bool) -> None:
-    retry = Backoff(RetryPolicy(first=1.0, longest=32.0))
-    assert [getattr(retry, name)() for name in what] == pauses
-    assert retry.passing is passing
 
 
 # ------------------------------------------------------------------------------------------- silence
