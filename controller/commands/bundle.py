@@ -187,11 +187,13 @@ class _Process(NamedTuple):
 
 
 def _process(args: argparse.Namespace) -> _Process:
+    """The process that listens, with the command line that it wrote down; or that of the last agent."""
     memory = recall(memory_path(args.admin_socket))
     with contextlib.suppress(OSError):
         pid = _listener(args)
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-        return _Process(pid, command.rstrip("\0").split("\0"))
+        if memory is None or memory.pid != pid:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            return _Process(pid, command.rstrip("\0").split("\0"))
     return _Process(memory.pid, memory.argv) if memory else _Process(0, [])
 
 
