@@ -37,7 +37,6 @@ from hybrid_proxy.dataplane.mode import Event, Mode, Options, ProbePacket, Progr
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
 from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC, forget_half_open, open_flows
 from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import take_datagrams
-from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
 from hybrid_proxy.dataplane.modes.ebpf.flows.stale import ForeignFlows
 from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import layout_record
@@ -203,7 +202,7 @@ class Ebpf(Programmer):
         self.gc = FlowGC(
             self.maps.maps, inspect.program("sweep"), inspect.program("read_clock"), hz, options, self.foreign.scan
         )
-        self.datapath = Datapath(self.maps, loader, self.attachments, upper, self.gc.reading, self._replaced, wake)
+        self.datapath = Datapath(self.maps, loader, self.attachments, upper, self.gc.reading, self.store.grown, wake)
         self.failover = Failover(options)
         self.reports = Reports(options, self.maps, self.store, self.datapath, self.attachments, self.gc, self.failover)
         self.packets = PacketLog(self.maps, self.store)
@@ -234,7 +233,7 @@ class Ebpf(Programmer):
         try:
             if change.first or self.options.shares_node:
                 change = self._plan(change)
-            with START.part("lowering and maps"):
+            with START.part("lowering and maps") if change.first else contextlib.nullcontext():
                 changed, removed = self._write(change)
             self._publish(change)
         except Unsupported:
@@ -269,8 +268,8 @@ class Ebpf(Programmer):
             # Programs that drain find no frontend yet, and would drop what goes to addresses of services.
             drains = change.first and bool(self.maps.view("node")["draining"])
             self._write_node(_without_cidrs(table.node) if drains else table.node)
-        if self.gc.graced > store.graced_stamp:
-            store.graced(self.gc.graced)  # `maintain` does the rest
+        if self.gc.grace.over > store.graced_stamp:
+            store.graced(self.gc.grace.over)  # `maintain` does the rest
         self.failover.follow(store, change.before, table, names)
         changed, removed = store.apply(change.services(names - change.moving))
         if change.moving:  # last, because it takes a dump of conntrack
@@ -289,18 +288,19 @@ class Ebpf(Programmer):
         """Lets what is written serve: the first time, programs are attached."""
         table, names = change.table, change.names
         if self.state is not State.LEFT:
-            self._reset_connections(change)
+            gone = gone_endpoints(change.before, table, names)  # where their service wants their connections reset
+            self.gc.resets.add(self.store.endpoints(gone))
         self.table = table
         self._unprogrammed, self._failed = frozenset(self.store.plan.unfit), frozenset()
         self.attachments.node = table.node
-        if table.clients:
-            self._remember(table)
+        if table.clients:  # before the first packet
+            affinity.remember(self.maps.maps["affinity"], table.clients, self.store, self.gc.clock())
         if change.first:
             self._attach(table)
+            self._on(Input.PROGRAMMED)
         elif table.node.primary != change.before.node.primary:
             self._write_node(table.node)
             self.attachments.refresh()
-        self._on(Input.PROGRAMMED)
         self.foreign.programmed(change.before, table, names, change.moving, first=change.first)
 
     def _attach(self, table: ServiceTable) -> None:
@@ -327,29 +327,11 @@ class Ebpf(Programmer):
         self.attachments.node_maps.write_row(columns)
         self.store.serve_node_ports_at(node.node_port_addresses, node.loopback)
 
-    def _reset_connections(self, change: Change) -> None:
-        """Resets connections to endpoints that are gone, where their service wants that."""
-        find = self.store.plan.find
-        gone = [
-            Endpoint(port.service, entry.family, address, number)
-            for entry, address, number in gone_endpoints(change.before, change.table, change.names)
-            if (port := find(entry.key)) is not None
-        ]
-        if gone:
-            self.gc.reset_connections(gone)
-
-    def _remember(self, table: ServiceTable) -> None:
-        """Writes where clients with affinity went so far: this is before the first packet."""
-        plan = self.store.plan
-        ports = {entry: port for entry in {one.entry for one in table.clients} if (port := plan.find(entry))}
-        ids = {entry: (port.service, self.store.numbers(entry)) for entry, port in ports.items()}
-        affinity.remember(self.maps.maps["affinity"], table.clients, ids, self.gc.clock())
-
     def _make_room(self, change: Change) -> int:
         """Lets maps grow for which something did not fit; returns how many service ports fit then."""
         plan, changed = self.store.plan, 0
         while plan.full:
-            if not self._free_slots():
+            if not self.store.free_slots():
                 entries = (entry for name in plan.unfit for entry in change.table.services.get(name, ()))
                 need = Counter(plan.used()) + Counter(sizes.needs(entries))
                 if not self.datapath.make_room(plan.full, need):
@@ -361,22 +343,6 @@ class Ebpf(Programmer):
         plan.full.clear()
         plan.max_slots = self.options.ebpf.limits.slots
         return changed
-
-    def _free_slots(self) -> bool:
-        """Waits for programs where slots lack, and some only wait for programs that may still read them.
-
-        A change of most services at once takes their new slots before it gives the old ones back.
-        """
-        if "slots" not in self.store.plan.full or not self.store.plan.deferred.has_slots:
-            return False
-        wait_for_programs()
-        self.store.graced(self.store.plan.stamp)
-        return True
-
-    def _replaced(self) -> None:
-        """Maps have been replaced by larger ones; no thread reads them at the moment."""
-        self.store.grown()
-        self.reports.forget_explain()
 
     def _start_over(self) -> None:
         """The maps hold what this process did not write: the next sync adopts them, and removes the rest."""
@@ -438,20 +404,16 @@ class Ebpf(Programmer):
         if self._unprogrammed and not self._failed:
             self.sync(self.table)
         self.datapath.step(self.store.plan.used())
-        if self.state is State.OPENED and self.maps.adopted and self.succession.former is None:
-            self._serve_adopted()
+        adopted = self.maps.adopted and self.succession.former is None and self.datapath.programs is not None
+        if self.state is State.OPENED and adopted:
+            self.attachments.attach_adopted()
+            self._on(Input.ADOPTED)
         self.attachments.maintain()
         self.repairs.count += self.store.repair_ranges()
         self.packets.maintain(self.names())
         notices = self.failover.look(self.store)
         self.gc.want_grace(self.store.plan.stamp)
         return [*notices, *self.reports.nearly_full()]
-
-    def _serve_adopted(self) -> None:
-        """Attaches programs, as soon as they are loaded, for the maps that were adopted."""
-        if self.datapath.programs is not None:
-            self.attachments.attach_adopted()
-            self._on(Input.ADOPTED)
 
     def names(self) -> Mapping[int, str]:
         return self.reports.names(self.table)
@@ -482,7 +444,7 @@ class Ebpf(Programmer):
         self.failover.close()
         self.packets.close()
         self.datapath.close()
-        self.reports.forget_explain()
+        self.reports.close()
         self.attachments.close()
         unused = not self.maps.adopted if self.succession.former is None else not self.succession.begun
         if unused and not self.attachments.attached:

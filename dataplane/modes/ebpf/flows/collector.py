@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.flows import resets
+from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Resets
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays, run_in_parts
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, is_over
 from hybrid_proxy.dataplane.modes.ebpf.maps.open_counts import Recount
@@ -87,34 +87,74 @@ def open_flows(maps: Mapping[str, Map]) -> Counter[str]:
     return found
 
 
-class FlowGC:
-    """Waits for grace periods and sweeps flows.
+class GracePeriods:
+    """Waits for the programs that may have read what a commit removed.
 
-    `sweep` and `clock` are descriptors of programs; `clock` returns the time of time stamps, `hz` are its ticks per
-    second. `also` is called with each scan.
+    Attributes:
+        over: the number of the last grace period that is over.
+    """
+
+    def __init__(self) -> None:
+        self.over = self._wanted = 0
+
+    def want(self, stamp: int) -> None:
+        """A commit with this stamp is written."""
+        self._wanted = max(self._wanted, stamp)
+
+    def run(self) -> None:
+        """Waits, if a commit was written since the last grace period."""
+        wanted = self._wanted
+        if wanted > self.over:
+            wait_for_programs()
+            self.over = wanted
+
+
+class Scanned(NamedTuple):
+    """Which ids of deferred frees were looked for in all flows, and which are still named by one."""
+
+    services: frozenset[int]
+    backends: frozenset[int]
+    named_services: frozenset[int]
+    named_backends: frozenset[int]
+
+
+class FlowGC:
+    """A thread that waits for grace periods, resets connections and scans flows, in this order whenever it wakes.
+
+    Args:
+        maps: by name.
+        sweep: descriptor of the program that deletes idle flows.
+        clock: descriptor of the program that returns the time of time stamps.
+        hz: ticks of that time per second.
+        options: idle times.
+        also: called with each scan.
+
+    Attributes:
+        reading: held by a thread that reads maps, or replaces them.
+        grace: the grace periods.
+        resets: the connections to endpoints that are gone.
+        used: entries of tables of flows, by map, when they were read last.
+        opening_flows: a new count of flows that are not established, for the programs' own.
+        recounts: some services have their open flows counted by backend.
     """
 
     def __init__(
         self, maps: dict[str, Map], sweep: int, clock: int, hz: int, options: Options, also: Callable[[], None]
     ) -> None:
-        self._options = options
-        self._also = also
-        self._hurry = False
-        self._maps = maps
-        self._sweep, self._clock, self.hz = sweep, clock, hz
-        self._resetting: set[resets.Endpoint] = set()
-        self.reset = 0  # connections to endpoints that are gone
-        self._lock = threading.Lock()
-        self.reading = threading.Lock()  # held by whoever reads tables of flows, or replaces them
-        self._wake = threading.Event()
-        self._stop = threading.Event()
-        self._wanted_stamp = 0
-        self.graced = 0  # number of the last grace period that is over
+        self.hz = hz
+        self.reading = threading.Lock()
+        self.grace = GracePeriods()
+        self.resets = Resets(maps, self._delete, self._wake_up)
+        self.used = {"flows4": 0, "flows6": 0}
+        self.opening_flows: int | None = None
+        self.recounts = False
+        self._maps, self._options, self._also = maps, options, also
+        self._sweep, self._clock = sweep, clock
         self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
-        self._result: tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None = None
-        self.used = {"flows4": 0, "flows6": 0}  # entries, by map
-        self.opening_flows: int | None = None  # a new count, for the programs' own
-        self.recounts = False  # some services have their open flows counted by backend
+        self._result: Scanned | None = None
+        self._lock = threading.Lock()  # of these two
+        self._hurry = False
+        self._wake, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
 
     @property
@@ -122,22 +162,19 @@ class FlowGC:
         """Entries of both families when they were read last."""
         return sum(self.used.values())
 
+    # For other threads
+
     def start(self) -> None:
         """Begin; from then on this object's thread reads the flow tables."""
         self._thread.start()
 
-    def want_grace(self, stamp: int) -> None:
-        """A commit with this stamp is done: wait for the programs that may have seen what it removed."""
-        with self._lock:
-            self._wanted_stamp = max(self._wanted_stamp, stamp)
+    def _wake_up(self) -> None:
         self._wake.set()
 
-    def reset_connections(self, gone: Collection[resets.Endpoint]) -> None:
-        """Reset the TCP connections to these endpoints."""
-        if gone:
-            with self._lock:
-                self._resetting.update(gone)
-            self._wake.set()
+    def want_grace(self, stamp: int) -> None:
+        """A commit with this stamp is done: wait for the programs that may have seen what it removed."""
+        self.grace.want(stamp)
+        self._wake.set()
 
     def look_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
         """Let the next scan find which of these flows still name."""
@@ -150,24 +187,28 @@ class FlowGC:
         self._hurry = True
         self._wake.set()
 
-    def collect(self) -> tuple[int, tuple[frozenset[int], frozenset[int], frozenset[int], frozenset[int]] | None]:
-        """The last grace period that is over; (looked for services, backends, found services, backends) or None."""
+    def collect(self) -> tuple[int, Scanned | None]:
+        """The last grace period that is over, and what the last scan found since the last call."""
         with self._lock:
             result, self._result = self._result, None
-            return self.graced, result
+        return self.grace.over, result
 
     def stop(self) -> None:
         self._stop.set()
         self._wake.set()
         self._thread.join(timeout=5)
 
+    # The thread
+
     def _run(self) -> None:
         next_scan = time.monotonic() + SCAN_SECONDS
         while not self._stop.is_set():
             self._wake.wait(timeout=max(0.05, next_scan - time.monotonic()))
             self._wake.clear()
-            self._end_connections()
-            self._pass_grace()
+            if self.resets.waiting:
+                with self.reading:
+                    self.resets.run()
+            self.grace.run()
             if self._hurry or time.monotonic() >= next_scan:
                 self._hurry = False
                 try:
@@ -178,30 +219,8 @@ class FlowGC:
                     log.warning("reading flows failed, trying again in %d s: %s", SCAN_SECONDS, error)
                 next_scan = time.monotonic() + SCAN_SECONDS
 
-    def _end_connections(self) -> None:
-        with self._lock:
-            gone, self._resetting = self._resetting, set()
-        if not gone:
-            return
-        try:
-            with self.reading:
-                self.reset += resets.reset(self._maps, gone, self._read_flows, self._forget)
-        except (DataplaneError, OSError) as error:
-            log.warning("connections to endpoints that are gone could not be reset: %s", error)
-
-    def _read_flows(self, table: str, family: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        return flow_arrays(self._maps[f"{table}{family}"], family)
-
-    def _forget(self, family: int, keys: NDArray[Any]) -> None:
+    def _delete(self, family: int, keys: NDArray[Any]) -> None:
         run_in_parts(self._sweep, family, keys, np.zeros(len(keys), dtype=np.int64))
-
-    def _pass_grace(self) -> None:
-        with self._lock:
-            wanted = self._wanted_stamp
-        if wanted > self.graced:
-            wait_for_programs()
-            with self._lock:
-                self.graced = wanted
 
     def scan(self) -> None:
         """Read all flows once: forget idle ones, look for ids of deferred frees."""
@@ -228,7 +247,7 @@ class FlowGC:
             log.info("counts of open flows are corrected for %d backends", wrong)
         with self._lock:
             if services or backends:
-                self._result = (services, backends, frozenset(found_services), frozenset(found_backends))
+                self._result = Scanned(services, backends, frozenset(found_services), frozenset(found_backends))
             self._candidates = (frozenset(), frozenset())
 
     def clock(self) -> int:

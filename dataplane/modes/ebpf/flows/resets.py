@@ -12,6 +12,7 @@ import itertools
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +24,7 @@ from hybrid_proxy.dataplane.kernel import tcp_segments
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.diag import end_connections
 from hybrid_proxy.dataplane.kernel.tcp_segments import Segment
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, is_over, swap16
 from hybrid_proxy.dataplane.table import Protocol
 
@@ -53,6 +55,46 @@ class Endpoint(NamedTuple):
     def wire_port(self) -> int:
         """The port as the maps have it."""
         return int(swap16([self.port])[0])
+
+
+class Resets:
+    """Connections that are to be reset, because their endpoint is gone.
+
+    Args:
+        maps: by name.
+        forget: deletes flows.
+        wake: has the collector's thread call `run`.
+
+    Attributes:
+        count: of the connections that were reset.
+    """
+
+    def __init__(self, maps: Mapping[str, Map], forget: Forget, wake: Callable[[], None]) -> None:
+        self.count = 0
+        self._maps, self._forget, self._wake = maps, forget, wake
+        self._gone = deque[Endpoint]()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self._gone)
+
+    def add(self, gone: Collection[Endpoint]) -> None:
+        """Have the connections to these endpoints reset. For any thread."""
+        if gone:
+            self._gone.extend(gone)
+            self._wake()
+
+    def run(self) -> None:
+        """Resets the connections to the endpoints that were added; what fails is logged, and not tried again."""
+        gone = {self._gone.popleft() for _ in range(len(self._gone))}
+        try:
+            self.count += reset(self._maps, gone, self._read, self._forget)
+        except (DataplaneError, OSError) as error:
+            log.warning("connections to endpoints that are gone could not be reset: %s", error)
+
+    def _read(self, table: str, family: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        return flow_arrays(self._maps[f"{table}{family}"], family)
 
 
 def reset(maps: Mapping[str, Map], gone: Collection[Endpoint], read: Read, forget: Forget) -> int:

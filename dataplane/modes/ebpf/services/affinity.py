@@ -8,9 +8,10 @@ import numpy as np
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
-from hybrid_proxy.dataplane.modes.ebpf.services.lower import ANY, Socket
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import ANY
+from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import frontend_rows
-from hybrid_proxy.dataplane.table import Entry, EntryKey, Remembered, ServiceTable
+from hybrid_proxy.dataplane.table import Entry, Remembered, ServiceTable
 
 
 def remembered(maps: Mapping[str, Map], table: ServiceTable, now: int, hz: int) -> list[Remembered]:
@@ -40,10 +41,10 @@ def _id(maps: Mapping[str, Map], entry: Entry) -> int:
     return 0
 
 
-def remember(
-    known: Map, clients: Collection[Remembered], ids: Mapping[EntryKey, tuple[int, Mapping[Socket, int]]], now: int
-) -> None:
-    """Write rows for clients that the map does not have; `ids` has the ids of service ports and of their backends."""
+def remember(known: Map, clients: Collection[Remembered], store: Store, now: int) -> None:
+    """Write rows for clients that the map does not have."""
+    installed = {entry: found for entry in {one.entry for one in clients} if (found := store.plan.find(entry))}
+    ids = {entry: (found.service, store.numbers(entry)) for entry, found in installed.items()}
     dtype = layout.dtype_of("affinity_key")
     have = {row.tobytes() for row in known.items(dtype, np.dtype(np.uint64))[0]}
     rows: dict[bytes, int] = {}

@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NO_SERVICE
@@ -129,6 +131,24 @@ class Store:
         if repaired:
             log.warning("another program had changed %d slot ranges of services; they are repaired", repaired)
         return repaired
+
+    def free_slots(self) -> bool:
+        """Waits for programs where slots lack, and some only wait for programs that may still read them.
+
+        A change of most services at once takes their new slots before it gives the old ones back.
+        """
+        if "slots" not in self.plan.full or not self.plan.deferred.has_slots:
+            return False
+        wait_for_programs()
+        self.graced(self.plan.stamp)
+        return True
+
+    def endpoints(self, gone: Iterable[tuple[Entry, str, int]]) -> list[Endpoint]:
+        """These addresses and ports, each with the id of the service port that they are, or were, endpoints of."""
+        return [
+            Endpoint(port.service, entry.family, address, number)
+            for entry, address, number in gone if (port := self.plan.find(entry.key)) is not None
+        ]  # fmt: skip
 
     # Changes
 

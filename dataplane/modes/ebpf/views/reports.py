@@ -43,6 +43,7 @@ class Reports:
         self._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)
         self._nearly_full: dict[str, str] = {}  # map -> message
         self._explain: Object | None = None  # loaded when somebody asks
+        self._growths = 0  # of maps, when they were loaded
         self._skipped_rules = list(_skipped_rules(options))
         for message in self._skipped_rules:
             log.warning("%s", message)
@@ -122,7 +123,7 @@ class Reports:
 
     def counters(self) -> dict[str, int]:
         """Events by reason since the maps were made."""
-        return self._maps.counters() | {"connections_reset": self._gc.reset}
+        return self._maps.counters() | {"connections_reset": self._gc.resets.count}
 
     def traffic(self, table: ServiceTable, *, by_backend: bool) -> list[TrafficRow]:
         """A row for each service port that had traffic, or for each backend of each."""
@@ -130,15 +131,17 @@ class Reports:
 
     def explain(self, packet: ProbePacket, table: ServiceTable) -> ExplainAnswer:
         """What the loaded programs would do with a packet now."""
+        if self._growths != self._datapath.growths:  # the programs use maps that were replaced
+            self.close()
         if self._explain is None:
-            self._explain = self._datapath.loader.one("explain", quiet=True)
+            self._explain, self._growths = self._datapath.loader.one("explain", quiet=True), self._datapath.growths
         around = explanation.ExplainContext(
             self.names(table), self._store.backends, self._store.services, self._datapath.loader.hz, interface_name
         )
         return explanation.explain(self._explain, packet, *self._attachments.entrance(packet), around)
 
-    def forget_explain(self) -> None:
-        """Closes the programs that explain; they use maps that were replaced."""
+    def close(self) -> None:
+        """Closes the programs that explain."""
         if self._explain is not None:
             self._explain.close()
         self._explain = None
