@@ -73,8 +73,8 @@ With `--watch`, a listing prints an object a line: `event` is `added`, `changed`
 def page() -> str:
     """docs/output.md: the commands, then the keys of each type they print."""
     _, definitions = msgspec.json.schema_components(_TYPES)
-    lines = [_HEAD, "| command | prints | type |", "|---|---|---|"]
-    lines += [f"| `{c.name}` | {c.prints} | {_link(_name_of(c.type, definitions))} |" for c in COMMANDS]
+    lines = [_HEAD]
+    lines += [f"- `{c.name}`: {c.prints}, {_link(_name_of(c.type, definitions))}" for c in COMMANDS]
     for name, definition in sorted(definitions.items()):
         lines += ["", *_section(name, definition)]
     for key, values in sorted(_enumerations(definitions).items()):

@@ -16,6 +16,7 @@ __all__ = ["Matrix"]
 MARKS: Final = {"passed": "yes", "xfailed": "not yet", "skipped": "skipped", "failed": "**no**"}
 _WORST: Final = list(MARKS.values())
 PROPERTY: Final = "row"  # of a report: (number, words, mode) and, where its test has several rows, the outcome of one
+BETWEEN: Final = " / "  # cases of one row
 
 
 class Matrix(Grid):
@@ -47,10 +48,7 @@ class Matrix(Grid):
         for key in cls.order(rows):
             groups.setdefault(_verdicts(rows[key]), []).append(key)
         most_first = sorted(groups, key=lambda verdicts: -len(groups[verdicts]))
-        return "\n\n".join(
-            f"### {verdicts}\n\n" + "\n".join(f"- {row} {case}" for row, case in groups[verdicts])
-            for verdicts in most_first
-        )
+        return "\n\n".join(f"### {verdicts}\n\n{_listed(groups[verdicts])}" for verdicts in most_first)
 
     @classmethod
     def read(cls, text: str) -> Rows:
@@ -62,14 +60,21 @@ class Matrix(Grid):
                 parts = [part.partition(": ") for part in line.removeprefix("### ").split("; ")]
                 cells = {mode: mark for mark, _, modes in parts for mode in modes.split(", ")}
             elif line.startswith("- "):
-                row, _, case = line.removeprefix("- ").partition(" ")
-                rows[row, case] = dict(cells)
+                row, _, text = line.removeprefix("- ").partition(" ")
+                rows.update({(row, case): dict(cells) for case in text.split(BETWEEN)})
         return rows
 
     @classmethod
     def order(cls, rows: Rows) -> list[Key]:
         """By number."""
         return sorted(rows, key=_order)
+
+
+def _listed(keys: list[Key]) -> str:
+    cases: dict[str, list[str]] = {}
+    for row, case in keys:
+        cases.setdefault(row, []).append(case)
+    return "\n".join(f"- {row} {BETWEEN.join(some)}" for row, some in cases.items())
 
 
 def _verdicts(cells: dict[str, str]) -> str:
