@@ -28,12 +28,9 @@ NOT_YET = frozenset(
     {
         "bpf",
         "dataplane/modes/ebpf",
-        "dataplane/modes/ebpf/ejection",
         "dataplane/modes/ebpf/flows",
         "dataplane/modes/ebpf/generations",
-        "dataplane/modes/ebpf/hooks",
         "dataplane/modes/ebpf/maps",
-        "dataplane/modes/ebpf/views",
     }
 )
 

@@ -26,7 +26,7 @@ from hybrid_proxy.dataplane.table import socket_text
 log = logging.getLogger(__name__)
 
 AT_ONCE: Final = 64
-STATUS_LINE: Final = 1024  # bytes of an answer that are looked at
+STATUS_LINE: Final = 1024  # bytes of an answer that are read
 IMPATIENT: Final = struct.pack("ii", 1, 0)  # SO_LINGER: the connection is reset, no TIME_WAIT is left behind
 
 

@@ -76,7 +76,7 @@ def forget_half_open(maps: Mapping[str, Map], options: Options, now: int, hz: in
 
 
 def open_flows(maps: Mapping[str, Map]) -> Counter[str]:
-    """How many flows are not over, by the name of their protocol."""
+    """Counts open flows by the name of their protocol."""
     names, found = abi_constants(), Counter[str]()
     for table, family in itertools.product(("flows", "half_open"), (4, 6)):
         keys, values = flow_arrays(maps[f"{table}{family}"], family)

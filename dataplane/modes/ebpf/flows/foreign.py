@@ -122,7 +122,7 @@ class OthersFlows:
     def _change(self, new: Collection[FlowKey], gone: Collection[FlowKey]) -> None:
         for family, flows in self._flows.items():
             run_in_parts(self._leave, family, _rows([key for key in new if key.family == family], family))
-            if lost := {key for key in gone if key.family == family}:  # a flow of ours was not left, and is not theirs
+            if lost := {key for key in gone if key.family == family}:  # an own flow was not left to others
                 flows.delete_batch(_rows(lost.intersection(_left_to_others(flows, family)), family))
 
     def _half_open(self, services: Mapping[Key, None]) -> frozenset[FlowKey]:

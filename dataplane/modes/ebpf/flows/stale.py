@@ -13,7 +13,7 @@ from hybrid_proxy.dataplane.netfilter import relays
 from hybrid_proxy.dataplane.stale import Judge
 from hybrid_proxy.dataplane.table import ServiceTable
 
-FIRST_SCANS = 2  # after the first table: flows of others that began while our programs were attached
+FIRST_SCANS = 2  # after the first table: foreign flows that began while our programs were attached
 
 
 class ForeignFlows:
@@ -35,7 +35,7 @@ class ForeignFlows:
         return OthersFlows({family: self._maps[f"flows{family}"] for family in (4, 6)}, self._leave)
 
     def before_first(self, before: ServiceTable, table: ServiceTable) -> None:
-        """Enters the flows of others before the first packet could begin one in place of theirs.
+        """Enters foreign flows before the first packet could begin one in place of theirs.
 
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
@@ -44,7 +44,7 @@ class ForeignFlows:
         self.flows.look()
 
     def reopen(self) -> None:
-        """Reads our tables again: flows of others were carried over."""
+        """Reads our tables again: foreign flows were carried over."""
         self.flows = self._open()
 
     def programmed(
@@ -69,7 +69,7 @@ class ForeignFlows:
         self.flows.known = frozenset()
 
     def scan(self) -> None:
-        """Reads conntrack as long as there are flows of others, or may be some that were not seen yet.
+        """Reads conntrack as long as there are foreign flows, or may be some that were not seen yet.
 
         Raises:
             DataplaneError, OSError: conntrack cannot be read.

@@ -105,7 +105,7 @@ class SocketPrograms:
             link.close()
 
     def status(self) -> SocketHooks:
-        """Where programs are attached, or why they are not."""
+        """The cgroup to which programs are attached, or why they are not."""
         return SocketHooks(str(self.cgroup) if self.cgroup else None, self.reason)
 
 

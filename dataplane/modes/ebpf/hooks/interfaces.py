@@ -211,7 +211,7 @@ class InterfacePrograms:
                     path.unlink(missing_ok=True)
 
     def status(self) -> InterfaceHooks:
-        """Where programs are attached, and where attaching them failed."""
+        """The interfaces to which programs are attached, and those where that failed."""
         names = sorted(interface.name for interface in self.attached.values())
         kinds = ["tcx"] * bool(self._links) + ["clsact"] * bool(self._filtered())
         return InterfaceHooks(" and ".join(kinds) or "clsact", names, dict(self.failed))

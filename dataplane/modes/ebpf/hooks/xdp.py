@@ -61,7 +61,7 @@ class XdpPrograms:
 
     @property
     def loaded(self) -> bool:
-        """Whether a device qualified, so that the object is loaded."""
+        """True if a device qualified, so that the object is loaded."""
         return self._programs is not None
 
     def use(self, programs: Object) -> None:
@@ -171,7 +171,7 @@ class XdpPrograms:
         )
 
     def status(self) -> XdpHooks:
-        """Where the program is attached, and why it is not elsewhere."""
+        """The interfaces to which the program is attached, and why not to others."""
         return XdpHooks(
             self.setting, sorted(interface.name for interface in self.attached.values()), dict(self.left_to_tc)
         )

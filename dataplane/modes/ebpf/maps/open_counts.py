@@ -48,7 +48,7 @@ def corrections(before: NDArray[Any], after: NDArray[Any], seen: Numbers) -> Num
     """PURE. Returns the correction that each row should have, if the flows were read between two readings of it.
 
     A flow that began or ended meanwhile may have been seen or not. As long as that explains the difference, the
-    correction stays what it is: so where flows come and go all the time, nothing is made worse, and where none does,
+    correction stays what it is: so where flows begin and end all the time, nothing is made worse, and where none does,
     the count is exact.
     """
     opened, closed = (_since(after[name], before[name]) for name in ("opened", "closed"))

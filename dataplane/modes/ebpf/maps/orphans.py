@@ -102,7 +102,7 @@ def namespace_map(folder: Path) -> PinnedMap:
 
 
 def is_gone(folder: Path) -> bool:
-    """Whether the network namespace of a directory of pins is gone; False also where that is not certain."""
+    """True if the network namespace of a directory of pins is certainly gone."""
     path = folder / NAMESPACE
     if not path.exists() or not is_namespace_map(pinned(path)):
         return False

@@ -85,7 +85,7 @@ def links_in(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
 
 
 def foreign_pins(folder: Path) -> dict[str, str]:
-    """What is wrong with the files that have names of our pins and are something else, by name."""
+    """Describes the files that have names of our pins and are something else, by name."""
     wrong = {}
     for path in folder.glob("*"):
         wanted = shapes().get(path.name.removeprefix(NEXT))
@@ -102,7 +102,7 @@ def foreign_pins(folder: Path) -> dict[str, str]:
 
 
 def is_namespace_map(found: Shape | None) -> bool:
-    """Whether a pinned map is the one that shows whether the network namespace exists."""
+    """True if a pinned map is the one that shows whether the network namespace exists."""
     return found is not None and (found.kind, found.name) == (DEVICES, NAMESPACE)
 
 
@@ -139,7 +139,7 @@ def remove_pins(folder: Path) -> int:
 
 
 def is_link_pin(path: Path) -> bool:
-    """Whether a link is pinned at a path."""
+    """True if a link is pinned at a path."""
     if not is_pin(path):
         return False
     found = pinned_link(path)

@@ -49,7 +49,7 @@ class Traffic:
     """The two maps of traffic.
 
     Args:
-        counted: maps the rows that programs write; done anew for each reading, because the pages of what stays mapped
+        counted: maps the rows that programs write; called for each reading, because the pages of what stays mapped
             count as the agent's memory, 20 MB of them.
         gone: the sums of each service's former backends.
         cpus: as in the programs' settings; 0: nothing is counted, and all figures are 0.

@@ -35,7 +35,7 @@ ARRIVES = {
 
 
 class ExplainContext(NamedTuple):
-    """What the messages need in addition to the notes."""
+    """The facts that messages need in addition to the notes."""
 
     names: Mapping[int, str]  # service id -> name
     backends: NDArray[Any]  # rows of the maps

@@ -1,4 +1,4 @@
-"""What an open mode reports of itself: status, warnings, counters, traffic, and explanations of packets."""
+"""The reports of an open mode: status, warnings, counters, traffic, and explanations of packets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Reports:
         return self._options.names() if table is EMPTY else self._store.names()
 
     def warnings(self, table: ServiceTable) -> list[str]:
-        """What the table asks for and this mode does not do."""
+        """Returns what the table asks for and this mode does not do."""
         messages = self._unmet.warnings(table)
         cut = [(key[0], has, wanted) for key, (has, wanted) in self._store.plan.cut.items()]
         if cut:
@@ -80,7 +80,7 @@ class Reports:
         self._nearly_full = full
 
     def status(self, mode: str, table: ServiceTable, audit_repairs: int) -> Status:
-        """What is loaded, attached and filled."""
+        """Returns what is loaded, attached and filled."""
         store, used, maps, attached = self._store, self._store.plan.used(), self._maps.maps, self._attachments
         return Status(
             mode=mode,
@@ -130,7 +130,7 @@ class Reports:
         return listing.traffic(self._store.traffic, self._maps.maps, self.names(table), by_backend=by_backend)
 
     def explain(self, packet: ProbePacket, table: ServiceTable) -> ExplainAnswer:
-        """What the loaded programs would do with a packet now."""
+        """Runs a probe packet through the loaded programs."""
         if self._growths != self._datapath.growths:  # the programs use maps that were replaced
             self.close()
         if self._explain is None:
