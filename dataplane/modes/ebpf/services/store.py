@@ -144,7 +144,7 @@ class Store:
         return True
 
     def endpoints(self, gone: Iterable[tuple[Entry, str, int]]) -> list[Endpoint]:
-        """These addresses and ports, each with the id of the service port that they are, or were, endpoints of."""
+        """Returns these endpoints, each with the id of the service port that it belongs, or belonged, to."""
         return [
             Endpoint(port.service, entry.family, address, number)
             for entry, address, number in gone if (port := self.plan.find(entry.key)) is not None
