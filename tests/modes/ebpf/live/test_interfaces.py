@@ -85,7 +85,7 @@ def test_filters_serve_all_interfaces_and_a_restart_replaces_their_programs(opti
     for _ in range(2):
         with closing(Ebpf(options, lambda: None)) as agent:
             agent.sync(TABLE)
-            assert (agent.pods.status().kind, len(agent.pods.attached)) == ("clsact", 3)
+            assert (agent.attachments.pods.status().kind, len(agent.attachments.pods.attached)) == ("clsact", 3)
             assert [at(f"many{number}") for number in range(3)] == [BY_FILTERS] * 3
             assert not agent.may_have_drifted()
         assert at("many0") == BY_FILTERS, "filters stay when the process ends"
@@ -100,7 +100,7 @@ def test_an_interface_that_is_removed_is_no_damage_and_a_renamed_one_keeps_its_p
         change("link del many0", "link set many1 name many7")
         assert not agent.may_have_drifted()
         agent.links_changed()
-        assert (agent.pods.status().interfaces, at("many7")) == (["many7"], BY_FILTERS)
+        assert (agent.attachments.pods.status().interfaces, at("many7")) == (["many7"], BY_FILTERS)
         agent.maintain()
         assert agent.audit_repairs == 0
 
@@ -114,7 +114,11 @@ def test_a_foreign_tcx_program_that_comes_later_stays_behind_ours(options: Optio
             agent.maintain()
             assert at("many0") == (["ours", "ours", "foreign"], [])
             assert at("many1") == BY_FILTERS
-            assert (agent.audit_repairs, agent.unrepaired, agent.pods.status().kind) == (1, (), "tcx and clsact")
+            assert (agent.audit_repairs, agent.unrepaired, agent.attachments.pods.status().kind) == (
+                1,
+                (),
+                "tcx and clsact",
+            )
             assert not agent.may_have_drifted()
         assert not agent.may_have_drifted()
     for _ in range(2):  # what is linked stays so until the interface is removed
@@ -137,6 +141,6 @@ def test_an_interface_whose_qdisc_excludes_filters_gets_links(options: Options) 
     subprocess.run(["tc", "qdisc", "add", "dev", "many0", "ingress"], check=True)
     with closing(Ebpf(options, lambda: None)) as agent:
         agent.sync(TABLE)
-        assert agent.pods.failed == {}
+        assert agent.attachments.pods.failed == {}
         assert (at("many0"), at("many1")) == (BY_LINKS, BY_FILTERS)
         assert not agent.may_have_drifted()
