@@ -21,7 +21,7 @@ def git(*words: str) -> list[str]:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="needs the repository's history")
 def test_subjects_fit_into_a_line() -> None:
-    added = git("--diff-filter=A", "--max-count=1", "--format=%H", "--", RULE)
+    added = git("--no-renames", "--diff-filter=A", "--max-count=1", "--format=%H", "--", RULE)
     since = [f"{added[0]}..HEAD"] if added else ["--max-count=1"]
     long = [line for line in git("--no-merges", "--format=%h %s", *since) if len(line.partition(" ")[2]) > LONGEST]
     assert long == [], f"subjects have at most {LONGEST} characters"
