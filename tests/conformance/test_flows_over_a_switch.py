@@ -26,8 +26,8 @@ from .kit import PATIENCE, Bench, Service, eventually, forget_connections, rules
 from .open_flows import Flow, Scene, answer_late, forget_rules, hold_back, lose_repeated, open_flows, services_of
 from .switches import CANNOT_BE, GOES_ON, PROPERTY
 
-# Agents are real processes: one that is forked starts half a second sooner, and mode ebpf then loses a datagram of flows
-# that iptables has.
+# Agents are real processes: one that is forked starts half a second sooner, and then mode ebpf loses a datagram of
+# flows that mode iptables has.
 pytestmark = [pytest.mark.timeout(300 * PATIENCE * slowness()), pytest.mark.cold]
 SOON = f"{6 * PATIENCE * slowness():.0f}s"  # longer than the machine takes from one question to the next
 UDP_ENDS_SOON = ("--conntrack-udp-timeout", SOON, "--conntrack-udp-timeout-stream", SOON)
