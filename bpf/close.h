@@ -8,7 +8,7 @@
 #include "timewait.h"
 
 /* Delete the pair of the packet and of `space->flow`, and remember the tuple of its replies. `table`: where it is. */
-INLINE int close_flow(struct __sk_buff *skb, struct scratch *space, __u32 table, const bool v6)
+INLINE int close_flow(struct __sk_buff *skb, struct scratch *space, enum flow_table table, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
 	struct tuple *pair = &space->reply; /* not on the stack, of which the callers have most */
@@ -20,10 +20,10 @@ INLINE int close_flow(struct __sk_buff *skb, struct scratch *space, __u32 table,
 		timewait_put(own, other);
 	else if (key->protocol == IPPROTO_TCP)
 		timewait_put(other, own);
-	delete_both(key, pair, &space->flow, (enum flow_table)table, v6);
+	delete_both(key, pair, &space->flow, table, v6);
 	return 0;
 }
 
-GLOBAL_VERB(int, close_flow, 0)
+GLOBAL_VERB_WITH(enum flow_table, int, close_flow, 0)
 
 #endif

@@ -25,42 +25,42 @@
 INLINE enum step begin_or_follow(struct __sk_buff *skb, enum step step, const enum hook hook, const bool v6)
 {
 	if (step == STEP_STORE)
-		step = CALL(store_flow, skb, hook);
+		step = CALL(store_flow, v6, skb, hook);
 	if (step == STEP_RESERVE)
-		step = CALL(reserve_tuple, skb, 0);
+		step = CALL(reserve_tuple, v6, skb);
 	if (step == STEP_CONTINUE)
-		step = CALL(store_flow, skb, hook | PORT_RESERVED);
-	return step == STEP_FOLLOW ? CALL(follow_again, skb, hook) : step;
+		step = CALL(store_flow, v6, skb, hook);
+	return step == STEP_FOLLOW ? CALL(follow_again, v6, skb, hook) : step;
 }
 
 /* To a frontend, perhaps. */
 INLINE enum step to_service(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	enum step step = CALL(serve, skb, hook);
+	enum step step = CALL(serve, v6, skb, hook);
 
 	if (step == STEP_CHOOSE)
-		step = CALL(choose, skb, hook);
+		step = CALL(choose, v6, skb, hook);
 	if (step == STEP_CREATE)
-		step = CALL(prepare_flow, skb, hook);
+		step = CALL(prepare_flow, v6, skb, hook);
 	if (step == STEP_CREATE_DSR)
-		step = CALL(create_dsr_flow, skb, 0);
+		step = CALL(create_dsr_flow, v6, skb);
 	return begin_or_follow(skb, step, hook, v6);
 }
 
 /* From a backend, or to one directly, or neither. */
 INLINE enum step beside_services(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	enum step step = CALL(from_backend, skb, hook);
+	enum step step = CALL(from_backend, v6, skb, hook);
 
 	if (step == STEP_CONTINUE)
-		step = CALL(to_backend, skb, hook);
+		step = CALL(to_backend, v6, skb, hook);
 	return begin_or_follow(skb, step, hook, v6);
 }
 
 /* Encapsulated, from the node that a client sent it to. */
 INLINE enum step from_other_node(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	return begin_or_follow(skb, CALL(decap, skb, hook), hook, v6);
+	return begin_or_follow(skb, CALL(decap, v6, skb), hook, v6);
 }
 
 /* Send out what does not go through the stack. */
@@ -68,15 +68,15 @@ INLINE enum step transmit(struct __sk_buff *skb, const struct scratch *space, en
 			  const bool v6)
 {
 	if (step == STEP_FORWARD)
-		return CALL(forward, skb, 0);
+		return CALL(forward, v6, skb);
 	if (step == STEP_ENCAP)
-		return CALL(encap, skb, 0);
+		return CALL(encap, v6, skb);
 	if (step == STEP_ECHO)
-		return CALL(send_echo_reply, skb, 0);
+		return CALL(send_echo_reply, v6, skb);
 	if (step == STEP_REJECT) {
-		step = CALL(send_reject, skb, 0);
+		step = CALL(send_reject, v6, skb);
 		if (step != STEP_DROP)
-			EMIT_EVENT(skb, space->reason, hook);
+			report_event(skb, space->reason, hook, v6);
 	}
 	return step;
 }
@@ -88,7 +88,7 @@ INLINE enum step from_pod(struct __sk_buff *skb, struct scratch *space, const bo
 	enum step step = classify_ingress(skb, space, hook, v6);
 
 	if (step == STEP_ICMP_ERROR)
-		return CALL(translate_error_ingress, skb, hook);
+		return CALL(translate_error_ingress, v6, skb, hook);
 	if (step == STEP_SERVE)
 		step = to_service(skb, hook, v6);
 	if (step == STEP_NOT_SERVICE)
@@ -103,11 +103,11 @@ INLINE enum step to_pod(struct __sk_buff *skb, struct scratch *space, const bool
 	enum step step = classify_egress(skb, space, hook, v6);
 
 	if (step == STEP_ICMP_ERROR)
-		return CALL(translate_error_egress, skb, hook);
+		return CALL(translate_error_egress, v6, skb, hook);
 	if (step == STEP_SERVE) /* the node sends it, wherever the route to a backend that is gone leads */
 		step = to_service(skb, HOOK_UPLINK_EGRESS, v6);
 	if (step == STEP_NOT_SERVICE)
-		step = CALL(egress, skb, hook);
+		step = CALL(egress, v6, skb, hook);
 	return transmit(skb, space, step, hook, v6);
 }
 
@@ -118,7 +118,7 @@ INLINE enum step from_uplink(struct __sk_buff *skb, struct scratch *space, const
 	enum step step = classify_ingress(skb, space, hook, v6);
 
 	if (step == STEP_ICMP_ERROR)
-		return CALL(translate_error_ingress, skb, hook);
+		return CALL(translate_error_ingress, v6, skb, hook);
 	if (step == STEP_DECAP)
 		step = from_other_node(skb, hook, v6);
 	if (step == STEP_SERVE)
@@ -135,11 +135,11 @@ INLINE enum step to_uplink(struct __sk_buff *skb, struct scratch *space, const b
 	enum step step = classify_egress(skb, space, hook, v6);
 
 	if (step == STEP_ICMP_ERROR)
-		return CALL(translate_error_egress, skb, hook);
+		return CALL(translate_error_egress, v6, skb, hook);
 	if (step == STEP_SERVE)
 		step = to_service(skb, hook, v6);
 	if (step == STEP_NOT_SERVICE)
-		step = CALL(egress, skb, hook);
+		step = CALL(egress, v6, skb, hook);
 	return transmit(skb, space, step, hook, v6);
 }
 
@@ -148,7 +148,7 @@ INLINE int to_tc_action(struct __sk_buff *skb, const struct scratch *space, enum
 			const bool v6)
 {
 	if (step == STEP_DROP)
-		EMIT_EVENT(skb, space->reason, hook);
+		report_event(skb, space->reason, hook, v6);
 	if (step == STEP_DROP || step == STEP_QUEUED)
 		return TC_ACT_SHOT;
 	return step == STEP_REDIRECT ? TC_ACT_REDIRECT : TC_ACT_UNSPEC;

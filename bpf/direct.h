@@ -25,7 +25,7 @@ INLINE enum step begin_direct(struct __sk_buff *skb, struct scratch *space, cons
 	if ((p->tuple.protocol == IPPROTO_TCP && !is_syn(p)) || p->fragment.part == LATER_FRAGMENT)
 		return STEP_PASS;
 	space->result = p->tuple;
-	if (!CALL(may_create_direct, skb, 0))
+	if (!CALL(may_create_direct, v6, skb))
 		return STEP_PASS;
 	space->flow.flags = FLOW_DIRECT;
 	space->flow.service = space->flow.backend = 0;
@@ -40,7 +40,7 @@ INLINE bool is_unallocated(const __u32 *address, const bool v6)
 }
 
 /* The destination may be a backend, addressed directly. */
-INLINE enum step to_backend(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step to_backend(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
 	const struct tuple *t = &p->tuple;
@@ -67,7 +67,7 @@ INLINE enum step to_backend(struct __sk_buff *skb, struct scratch *space, __u32 
 	return STEP_PASS;
 }
 
-GLOBAL_VERB(enum step, to_backend, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, to_backend, STEP_DROP)
 
 /* Did the flow begin past the stack, so that its answers go past it, too? */
 INLINE bool answers_past_stack(struct __sk_buff *skb, const struct packet *p, const struct flow *reply, enum hook hook,
@@ -135,7 +135,7 @@ INLINE bool was_evicted(struct __sk_buff *skb, const struct packet *p, const boo
  * it is put back here, before the answer is routed. Otherwise the first answer goes through the stack, so that
  * firewalls see the flow open, and is translated at the client's interface (egress.h).
  */
-INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
 	bool direct = false;
@@ -162,6 +162,6 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, __u3
 	return follow(skb, space, &found, hook, direct, false, v6);
 }
 
-GLOBAL_VERB(enum step, from_backend, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, from_backend, STEP_DROP)
 
 #endif

@@ -27,7 +27,7 @@
 #define IP_DF bpf_htons(0x4000)
 
 /* Store the client's direction, which is all that this node will see. STEP_FOLLOW: another CPU has begun the flow. */
-INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
 	enum flow_table table = initial_table(&space->packet);
@@ -104,7 +104,7 @@ INLINE bool push_outer(struct __sk_buff *skb, const struct tuple *outer, __be16 
 }
 
 /* Encapsulate the packet, to `space->result`, and send it on. */
-INLINE enum step encap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE enum step encap(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	const __u32 head = v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
 	struct packet *p = &space->packet;
@@ -117,11 +117,12 @@ INLINE enum step encap(struct __sk_buff *skb, struct scratch *space, __u32 unuse
 		return drop(space, COUNT_DROP_NO_ADDRESS);
 	result = fib_lookup_skb(skb, hop, p, outer, head, v6);
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
-		return CALL(send_icmp_error, skb, hop->tot_len < length + head ? hop->tot_len - head : SMALLEST_MTU);
+		return CALL(send_icmp_error, v6, skb,
+			    hop->tot_len < length + head ? hop->tot_len - head : SMALLEST_MTU);
 	if (!has_next_hop(result))
 		return drop(space, COUNT_DROP_NO_ROUTE);
 	if (p->ttl <= 1)
-		return CALL(send_icmp_error, skb, TTL_EXPIRED);
+		return CALL(send_icmp_error, v6, skb, TTL_EXPIRED);
 	store_dec_ttl(skb, p, v6);
 	if (!push_outer(skb, outer, space->result.dport, v6))
 		return drop(space, COUNT_DROP_ENCAP);
@@ -164,7 +165,7 @@ INLINE bool pop_outer(struct __sk_buff *skb, struct scratch *space, const bool v
 
 	if (bpf_skb_adjust_room(skb, -head, BPF_ADJ_ROOM_MAC, BPF_F_ADJ_ROOM_FIXED_GSO))
 		return false;
-	if (CALL(load_packet, skb, HOOK_UPLINK_INGRESS) != PACKET_TRANSPORT)
+	if (CALL(load_packet, v6, skb, HOOK_UPLINK_INGRESS) != PACKET_TRANSPORT)
 		return false;
 	copy_address(space->result.saddr, inner->saddr);
 	space->result.sport = inner->sport;
@@ -178,12 +179,12 @@ INLINE bool pop_outer(struct __sk_buff *skb, struct scratch *space, const bool v
 INLINE enum step prepare_decapped(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	const struct tuple *t = &space->packet.tuple;
-	enum step checked = CALL(check_source, skb, 0);
+	enum step checked = CALL(check_source, v6, skb, 0);
 
 	if (checked != STEP_CONTINUE)
 		return checked;
 	reverse_tuple(&space->reply, &space->result);
-	if (has_link(CALL(origin_by_route, skb, 0) | 1u << LINK_POD_BIT))
+	if (has_link(CALL(origin_by_route, v6, skb) | 1u << LINK_POD_BIT))
 		return drop(space, COUNT_DROP_REVERSE_PATH);
 	__builtin_memset(&space->choice, 0, sizeof(space->choice));
 	space->flow.flags = space->flow.backend = 0;
@@ -192,7 +193,7 @@ INLINE enum step prepare_decapped(struct __sk_buff *skb, struct scratch *space, 
 }
 
 /* The inner packet is the client's, and goes to the backend that the outer header names. */
-INLINE enum step decap(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE enum step decap(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	struct packet *p = &space->packet;
 	struct found found;

@@ -46,7 +46,7 @@ INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const stru
 	if (found->entry->flags & FLOW_ESTABLISHED) {
 		if (refresh(p, found->entry, found->table, v6)) {
 			space->flow = *found->entry;
-			CALL(close_flow, skb, found->table);
+			CALL(close_flow, v6, skb, found->table);
 		}
 		return true;
 	}
@@ -103,7 +103,7 @@ INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, e
 		return STEP_PASS;
 	count_inline(COUNT_REPLY);
 	account(skb, space->backend, true, 0);
-	TRACE_EVENT(skb, COUNT_REPLY, hook);
+	trace_event(skb, COUNT_REPLY, hook, v6);
 	rewrite(skb, p, to, v6);
 	return hook == HOOK_UPLINK_EGRESS ? leave_as_node(skb, space, to, v6) : STEP_PASS;
 }
@@ -130,7 +130,7 @@ INLINE void note_delivery(struct __sk_buff *skb, struct scratch *space, const bo
 }
 
 /* The packet may be an answer. One that is still to a service CIDR has no service, and does not leave the node. */
-INLINE enum step egress(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step egress(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
 
@@ -144,6 +144,6 @@ INLINE enum step egress(struct __sk_buff *skb, struct scratch *space, __u32 hook
 	return translate_reply(skb, space, hook, v6);
 }
 
-GLOBAL_VERB(enum step, egress, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, egress, STEP_DROP)
 
 #endif

@@ -15,8 +15,7 @@
 #include "traffic.h"
 
 #define PORT_TRIES 16
-#define PORT_STEP 9973		/* a prime: so many ports lie between two that are tried */
-#define PORT_RESERVED (1u << 8) /* beside the hook: `reserve_tuple` has found the port */
+#define PORT_STEP 9973 /* a prime: so many ports lie between two that are tried */
 
 /* The source of masqueraded packets, and of a pod that talks to itself: this node, so that answers come back here. */
 INLINE bool node_address(__u32 *address, const bool v6)
@@ -114,7 +113,7 @@ INLINE bool keeps_port(const struct scratch *space, const bool v6)
 }
 
 /* A first packet to the chosen backend: what it becomes, and the key of its answers. */
-INLINE enum step prepare_flow(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step prepare_flow(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	struct tuple *result = &space->result;
 
@@ -128,10 +127,11 @@ INLINE enum step prepare_flow(struct __sk_buff *skb, struct scratch *space, __u3
 	if (!set_source(skb, space, hook, v6))
 		return drop(space, COUNT_DROP_NO_ADDRESS);
 	reverse_tuple(&space->reply, result);
+	space->port_reserved = false;
 	return keeps_port(space, v6) ? STEP_STORE : STEP_RESERVE;
 }
 
-GLOBAL_VERB(enum step, prepare_flow, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, prepare_flow, STEP_DROP)
 
 /* Is the flow abandoned? It ended, was reset, or was not used for long. */
 INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
@@ -196,20 +196,20 @@ INLINE enum port_state try_port(struct __sk_buff *skb, struct scratch *space, __
 	return forward->protocol == IPPROTO_TCP && in_timewait(&space->reply, forward, v6) ? PORT_TIMEWAIT : PORT_FREE;
 }
 
-GLOBAL_VERB(enum port_state, try_port, PORT_TAKEN)
+GLOBAL_VERB_WITH(__u32, enum port_state, try_port, PORT_TAKEN)
 
 /* Choose the source port that the backend sees, so that its answers belong to one flow only: the client's own, if that
  * is free and its address stays; the node gives away ports, but not those of its own sockets. A client's port leads to
  * the same first candidate every time, so that a conversation that comes again meets its own tuple. A port that another
  * conversation had a minute ago is the second best.
  */
-INLINE enum step reserve_tuple(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE enum step reserve_tuple(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	bool same_source = same_address(space->reply.daddr, space->packet.tuple.saddr, v6);
 	bool own = !(space->flow.flags & FLOW_AS_NODE) || (space->flow.flags & FLOW_NODE && same_source);
 	__be16 port = space->reply.dport, second_best = 0;
 	__u32 start = own ? bpf_ntohs(port) : hash_tuple(&space->packet.tuple, v6) * 0x9e3779b1u >> 16;
-	enum port_state found = own ? CALL(try_port, skb, port) : PORT_TAKEN;
+	enum port_state found = own ? CALL(try_port, v6, skb, port) : PORT_TAKEN;
 
 	if (own && found != PORT_FREE)
 		count(COUNT_TUPLE_COLLISION);
@@ -217,13 +217,14 @@ INLINE enum step reserve_tuple(struct __sk_buff *skb, struct scratch *space, __u
 	for (int i = 0; i < PORT_TRIES && found != PORT_FREE; i++) {
 		second_best = found == PORT_TIMEWAIT && !second_best ? port : second_best;
 		port = bpf_htons(settings.port_first + (start + i * PORT_STEP) % settings.port_count);
-		found = CALL(try_port, skb, port);
+		found = CALL(try_port, v6, skb, port);
 	}
 	if (found == PORT_TAKEN && !second_best)
 		return drop(space, COUNT_DROP_NO_PORT);
 	if (found == PORT_TAKEN)
 		port = second_best;
 	space->result.sport = space->reply.dport = port;
+	space->port_reserved = true;
 	return STEP_CONTINUE;
 }
 
@@ -338,7 +339,7 @@ INLINE bool skips_stack_at_once(struct __sk_buff *skb, struct scratch *space, en
 
 	if (settings.fast_path != FAST_PATH_ALWAYS || hook != HOOK_POD_INGRESS || space->flow.flags)
 		return false;
-	if (CALL(origin_by_route, skb, 0) != skb->ifindex)
+	if (CALL(origin_by_route, v6, skb) != skb->ifindex)
 		return false;
 	return fib_lookup_skb(skb, hop, &space->packet, &space->result, 0, v6) == BPF_FIB_LKUP_RET_SUCCESS &&
 	       has_link(hop->ifindex | 1u << LINK_POD_BIT) && !neighbour_needs_refresh(hop, v6);
@@ -374,7 +375,7 @@ INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reser
 		if (!error || error == -EEXIST || error == -EALREADY)
 			return error;
 		count(COUNT_FLOW_FULL);
-		EMIT_EVENT(skb, COUNT_FLOW_FULL, hook);
+		report_event(skb, COUNT_FLOW_FULL, hook, v6);
 		note_overflow();
 	} else if (!reserved) {
 		return -EEXIST;
@@ -394,20 +395,19 @@ INLINE void note_new_flow(struct __sk_buff *skb, const struct scratch *space, en
 {
 	count_inline(COUNT_NEW_FLOW);
 	account(skb, space->flow.backend, false, 1);
-	TRACE_EVENT(skb, COUNT_NEW_FLOW, hook);
+	trace_event(skb, COUNT_NEW_FLOW, hook, v6);
 }
 
 /* Store both directions of the flow, then rewrite its first packet. STEP_RESERVE: another flow has its tuple.
  * STEP_FOLLOW: another CPU has begun the flow, with another packet of it. Of a direct TCP connection with the client's
  * own port nothing needs to be stored, because segments that open a connection are always looked at.
  */
-INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, __u32 detail, const bool v6)
+INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
-	const enum hook hook = detail & ~PORT_RESERVED;
 	const struct tuple *key = &space->packet.tuple;
 	__u32 flags = space->flow.flags;
 	bool untouched = flags & FLOW_DIRECT && space->result.sport == key->sport;
-	bool reserved = detail & PORT_RESERVED;
+	bool reserved = space->port_reserved;
 	long error;
 
 	if (untouched && key->protocol == IPPROTO_TCP) {
@@ -437,6 +437,6 @@ INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, __u32 
 	return space->flow.ifindex ? give_to_pod(skb, &space->flow) : STEP_PASS;
 }
 
-GLOBAL_VERB(enum step, store_flow, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, store_flow, STEP_DROP)
 
 #endif

@@ -71,7 +71,7 @@ INLINE bool can_hand_over(struct __sk_buff *skb, const struct packet *p, const s
 }
 
 /* Forget the packet's flow, in whichever table it is. */
-INLINE int forget_flow(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE int forget_flow(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	struct found found;
 
@@ -93,7 +93,7 @@ INLINE enum step give_to_node(struct __sk_buff *skb, const struct tuple *key, co
 		return STEP_PASS;
 	if (!has_pod_link(flow)) {
 		if (key->protocol == IPPROTO_UDP)
-			CALL(forget_flow, skb, 0);
+			CALL(forget_flow, v6, skb);
 		return STEP_PASS;
 	}
 	set_macs(skb, flow->mac); /* or the stack takes the frame for another machine's */
@@ -132,7 +132,7 @@ INLINE enum step dispatch(struct __sk_buff *skb, struct scratch *space, enum hoo
 	if (!direct && hook == HOOK_POD_INGRESS && lasts_one_way(flow, p->tuple.protocol))
 		await_delivery(&space->result, v6);
 	account(skb, flow->backend, flow->flags & FLOW_REPLY, 0);
-	TRACE_EVENT(skb, what, hook);
+	trace_event(skb, what, hook, v6);
 	if (flow->flags & FLOW_MASQUERADE && !direct && !to_node) {
 		count_inline(what);
 		return STEP_FORWARD;
@@ -191,12 +191,12 @@ INLINE enum step follow(struct __sk_buff *skb, struct scratch *space, struct fou
 	if (!at_end)
 		note_packet(p, found->entry, found->table, v6);
 	else if (refresh(p, found->entry, found->table, v6))
-		CALL(close_flow, skb, found->table);
+		CALL(close_flow, v6, skb, found->table);
 	return dispatch(skb, space, hook, direct, v6);
 }
 
 /* Look the flow up once more, and follow it: for packets that are rare. */
-INLINE enum step follow_again(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step follow_again(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	struct found found;
 
@@ -204,6 +204,6 @@ INLINE enum step follow_again(struct __sk_buff *skb, struct scratch *space, __u3
 	return found.entry ? follow(skb, space, &found, hook, false, true, v6) : drop(space, COUNT_DROP_FLOW_LOST);
 }
 
-GLOBAL_VERB(enum step, follow_again, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, follow_again, STEP_DROP)
 
 #endif

@@ -131,7 +131,7 @@ INLINE __u32 size_that_fits(const struct bpf_fib_lookup *hop, __u32 length)
 }
 
 /* Rewrite the packet to `space->result` and send it on. */
-INLINE enum step forward(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE enum step forward(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	struct bpf_fib_lookup *hop = &space->hop;
 	struct packet *p = &space->packet;
@@ -141,7 +141,7 @@ INLINE enum step forward(struct __sk_buff *skb, struct scratch *space, __u32 unu
 	result = fib_lookup_skb(skb, hop, p, &space->reply, 0, v6);
 	NOTE(NOTE_HOP, hop->ifindex, result);
 	if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED)
-		return CALL(send_icmp_error, skb, size_that_fits(hop, packet_length(skb, p, v6)));
+		return CALL(send_icmp_error, v6, skb, size_that_fits(hop, packet_length(skb, p, v6)));
 	if (is_local_delivery(result)) {
 		rewrite(skb, p, &space->result, v6);
 		return STEP_PASS;
@@ -149,7 +149,7 @@ INLINE enum step forward(struct __sk_buff *skb, struct scratch *space, __u32 unu
 	if (!has_next_hop(result))
 		return drop(space, COUNT_DROP_NO_ROUTE);
 	if (p->ttl <= 1)
-		return CALL(send_icmp_error, skb, TTL_EXPIRED);
+		return CALL(send_icmp_error, v6, skb, TTL_EXPIRED);
 	dec_ttl(skb, p, v6);
 	if (result == BPF_FIB_LKUP_RET_SUCCESS && !neighbour_needs_refresh(hop, v6))
 		return rewrite_and_redirect(skb, p, &space->result, hop, v6);

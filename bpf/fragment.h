@@ -137,7 +137,7 @@ INLINE int reinject_fragment(struct __sk_buff *skb, struct scratch *space, __u32
 	return 1;
 }
 
-GLOBAL_VERB(int, reinject_fragment, 0)
+GLOBAL_VERB_WITH(__u32, int, reinject_fragment, 0)
 
 /* Reinject the fragments that waited for this first one. False: the packet could not be restored. */
 INLINE bool reinject_fragments(struct __sk_buff *skb, struct scratch *space, struct fragments *datagram, const bool v6)
@@ -150,7 +150,7 @@ INLINE bool reinject_fragments(struct __sk_buff *skb, struct scratch *space, str
 	}
 #pragma clang loop unroll(disable)
 	for (int i = 0; i < FRAG_QUEUE_EACH && i < waiting; i++)
-		CALL(reinject_fragment, skb, datagram->places[i]);
+		CALL(reinject_fragment, v6, skb, datagram->places[i]);
 	return load_frame(skb, &space->first);
 }
 
@@ -198,7 +198,7 @@ INLINE enum step track_later(struct __sk_buff *skb, struct scratch *space, enum 
 }
 
 /* Make the fragment a PACKET_TRANSPORT, with the ports of its datagram. */
-INLINE enum step track_fragment(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step track_fragment(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	write_datagram_key(&space->datagram, &space->packet);
 	if (space->packet.fragment.part == FIRST_FRAGMENT)
@@ -206,6 +206,6 @@ INLINE enum step track_fragment(struct __sk_buff *skb, struct scratch *space, __
 	return track_later(skb, space, hook, v6);
 }
 
-GLOBAL_VERB(enum step, track_fragment, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, track_fragment, STEP_DROP)
 
 #endif

@@ -29,7 +29,7 @@ INLINE long promote(const struct tuple *key, struct flow *f, const struct tuple 
 /* Both directions of the packet's flow have spoken: from now on nothing evicts the pair. When `flows` is full, the pair
  * stays where it is. `table`: where that is.
  */
-INLINE int establish(struct __sk_buff *skb, struct scratch *space, __u32 table, const bool v6)
+INLINE int establish(struct __sk_buff *skb, struct scratch *space, enum flow_table table, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
 	struct tuple *pair = &space->reply;
@@ -56,7 +56,7 @@ INLINE int establish(struct __sk_buff *skb, struct scratch *space, __u32 table, 
 	return 0;
 }
 
-GLOBAL_VERB(int, establish, 0)
+GLOBAL_VERB_WITH(enum flow_table, int, establish, 0)
 
 /* How long the backend took to accept. Ignore impossibly long times: the flow was created by an older program with
  * another clock.
@@ -70,7 +70,7 @@ INLINE void note_connect_time(const struct flow *f)
 }
 
 /* The backend replies to a SYN with something else than a SYN/ACK. True: it is a reset, a failure of the backend's. */
-INLINE int note_refusal(struct __sk_buff *skb, struct scratch *space, __u32 table, const bool v6)
+INLINE int note_refusal(struct __sk_buff *skb, struct scratch *space, enum flow_table table, const bool v6)
 {
 	const struct packet *p = &space->packet;
 	struct flow *reply = flow_in(&p->tuple, table, v6);
@@ -85,7 +85,7 @@ INLINE int note_refusal(struct __sk_buff *skb, struct scratch *space, __u32 tabl
 	return refused;
 }
 
-GLOBAL_VERB(int, note_refusal, false)
+GLOBAL_VERB_WITH(enum flow_table, int, note_refusal, false)
 
 /* Is this the client's segment that follows the backend's SYN/ACK? It may acknowledge first data, too. Or, of a flow
  * that was evicted, the backend's that goes on where the client's did (`create_pair`).
@@ -106,17 +106,17 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 
 	if (p->tuple.protocol != IPPROTO_TCP) {
 		if (is_assured(reply))
-			CALL(establish, skb, found->table);
+			CALL(establish, v6, skb, found->table);
 		else
 			note_packet(p, reply, found->table, v6);
 		return false;
 	}
 	if (completes_handshake(p, found)) {
-		CALL(establish, skb, found->table);
+		CALL(establish, v6, skb, found->table);
 		return false;
 	}
 	if (!(p->tcp_flags & TCP_SYN))
-		return CALL(note_refusal, skb, found->table);
+		return CALL(note_refusal, v6, skb, found->table);
 	if (!answers_syn(p, reply)) {
 		count(COUNT_OUT_OF_WINDOW);
 		return false;
@@ -136,7 +136,7 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 /* The client's segment after the backend's SYN/ACK establishes the pair. False: the pair is gone meanwhile. */
 INLINE bool complete_handshake(struct __sk_buff *skb, const struct packet *p, struct found *found, const bool v6)
 {
-	CALL(establish, skb, found->table);
+	CALL(establish, v6, skb, found->table);
 	if (found->table == TABLE_HALF_OPEN) /* it is in the other table now */
 		find_flow(found, &p->tuple, v6);
 	return found->entry;

@@ -111,14 +111,14 @@ INLINE bool is_plain_reply(const struct inner_packet *inner)
 }
 
 /* Behind routing, to a client: an error from a backend, or from a router on the way to it. */
-INLINE enum step translate_error_egress(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step translate_error_egress(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	if (read_inner(skb, space, hook, v6) == STEP_CONTINUE && is_plain_reply(&space->inner))
 		translate_icmp_error(skb, space, v6);
 	return STEP_PASS;
 }
 
-GLOBAL_VERB(enum step, translate_error_egress, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, translate_error_egress, STEP_DROP)
 
 /* Send on the error about a flow that is masqueraded, as the flow's packets are. */
 INLINE enum step forward_error(struct __sk_buff *skb, struct scratch *space, const bool v6)
@@ -140,7 +140,7 @@ INLINE enum step forward_error(struct __sk_buff *skb, struct scratch *space, con
 /* Before routing: an error to a service's address, about its answers, or to this node, about a packet whose source it
  * gave.
  */
-INLINE enum step translate_error_ingress(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step translate_error_ingress(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	enum step checked = read_inner(skb, space, hook, v6);
 
@@ -155,6 +155,6 @@ INLINE enum step translate_error_ingress(struct __sk_buff *skb, struct scratch *
 	return forward_error(skb, space, v6);
 }
 
-GLOBAL_VERB(enum step, translate_error_ingress, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, translate_error_ingress, STEP_DROP)
 
 #endif

@@ -10,7 +10,7 @@
 /* Parse the packet into scratch space. Only packets that come in are checked for being well formed: those that go out
  * came through the stack.
  */
-INLINE enum packet_kind load_packet(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum packet_kind load_packet(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	struct packet *p = &space->packet;
 
@@ -22,14 +22,14 @@ INLINE enum packet_kind load_packet(struct __sk_buff *skb, struct scratch *space
 	return p->kind;
 }
 
-GLOBAL_VERB(enum packet_kind, load_packet, PACKET_OTHER)
+GLOBAL_VERB_WITH(enum hook, enum packet_kind, load_packet, PACKET_OTHER)
 
 /* Parse the packet; a fragment gets the ports of its datagram, or waits for them. */
 INLINE enum step load_whole(struct __sk_buff *skb, enum hook hook, const bool v6)
 {
-	if (CALL(load_packet, skb, hook) != PACKET_FRAGMENT)
+	if (CALL(load_packet, v6, skb, hook) != PACKET_FRAGMENT)
 		return STEP_CONTINUE;
-	return CALL(track_fragment, skb, hook);
+	return CALL(track_fragment, v6, skb, hook);
 }
 
 #endif

@@ -34,7 +34,7 @@ INLINE bool origin_is_gone(__u32 origin)
 }
 
 /* Where packets of a sender would come in that lives where the stack would send `space->reply`. */
-INLINE __u32 origin_by_route(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE __u32 origin_by_route(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	struct bpf_fib_lookup *hop = &space->hop;
 	long result = fib_lookup_as_host(skb, hop, &space->reply, v6);
@@ -63,7 +63,7 @@ INLINE bool comes_from_origin(struct __sk_buff *skb, struct scratch *space, cons
 	if (f->origin == here)
 		return true;
 	reverse_tuple(&space->reply, key);
-	way = CALL(origin_by_route, skb, 0);
+	way = CALL(origin_by_route, v6, skb);
 	NOTE(NOTE_FOREIGN, f->origin, way);
 	if (way == ORIGIN_ELSEWHERE)
 		return origin_is_gone(f->origin) || f->origin == ORIGIN_NODE ||
@@ -124,22 +124,19 @@ INLINE void confirm_route(struct __sk_buff *skb, struct scratch *space, struct f
 	if (!reply->ifindex || reply->flags & (FLOW_HAIRPIN | FLOW_NODE))
 		return;
 	translated_tuple(&space->reply, reply, protocol);
-	if (CALL(origin_by_route, skb, 0) != reply->ifindex)
+	if (CALL(origin_by_route, v6, skb) != reply->ifindex)
 		WRITE_ONCE(reply->ifindex, 0);
 }
-
-#define TABLE_SHIFT 8 /* beside the hook: the flow's table */
 
 /* Is it the sender of the flow's packets whose packet comes in elsewhere than those before it, or is the first one?
  * Then the flow lives here from now on, if the packet proves it.
  */
-INLINE int admit_elsewhere(struct __sk_buff *skb, struct scratch *space, __u32 detail, const bool v6)
+INLINE int admit_elsewhere(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
-	const enum hook hook = detail & ((1 << TABLE_SHIFT) - 1);
 	const struct packet *p = &space->packet;
-	struct found found = {.table = detail >> TABLE_SHIFT};
+	struct found found;
 
-	found.entry = flow_in(&p->tuple, found.table, v6);
+	find_flow(&found, &p->tuple, v6);
 	if (!found.entry)
 		return true; /* it is gone meanwhile: `take_flow` notices */
 	if (!comes_from_origin(skb, space, &p->tuple, found.entry, hook, v6))
@@ -150,7 +147,7 @@ INLINE int admit_elsewhere(struct __sk_buff *skb, struct scratch *space, __u32 d
 	return true;
 }
 
-GLOBAL_VERB(int, admit_elsewhere, false)
+GLOBAL_VERB_WITH(enum hook, int, admit_elsewhere, false)
 
 /* Does the packet come in where its flow lives, perhaps by now? */
 INLINE bool admit(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
@@ -158,7 +155,7 @@ INLINE bool admit(struct __sk_buff *skb, struct scratch *space, const struct fou
 {
 	if (found->entry->origin == origin_here(skb, hook))
 		return true;
-	return CALL(admit_elsewhere, skb, hook | found->table << TABLE_SHIFT);
+	return CALL(admit_elsewhere, v6, skb, hook);
 }
 
 #endif

@@ -142,7 +142,7 @@ INLINE enum step send_back(struct __sk_buff *skb)
 }
 
 /* Turn the echo request into its reply. */
-INLINE enum step send_echo_reply(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE enum step send_echo_reply(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	const struct packet *p = &space->packet;
 	__u8 type = v6 ? ICMPV6_ECHO_REPLY : ICMP_ECHO_REPLY, asked = v6 ? ICMPV6_ECHO_REQUEST : ICMP_ECHO_REQUEST;
@@ -229,15 +229,15 @@ INLINE enum step send_icmp_error(struct __sk_buff *skb, struct scratch *space, _
 	return send_back(skb);
 }
 
-GLOBAL_VERB(enum step, send_icmp_error, STEP_DROP)
+GLOBAL_VERB_WITH(__u32, enum step, send_icmp_error, STEP_DROP)
 
 /* Nobody is there: a connection gets a reset, all else an ICMP error. */
-INLINE enum step send_reject(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE enum step send_reject(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	const struct packet *p = &space->packet;
 
 	if (p->kind != PACKET_TRANSPORT || p->tuple.protocol != IPPROTO_TCP)
-		return CALL(send_icmp_error, skb, PORT_UNREACHABLE);
+		return CALL(send_icmp_error, v6, skb, PORT_UNREACHABLE);
 	return reject_allowed() ? send_reset(skb, space, v6) : drop(space, COUNT_DROP_REJECT_LIMITED);
 }
 

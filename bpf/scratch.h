@@ -90,6 +90,7 @@ struct scratch {
 	struct flow flow;
 	struct tuple result; /* what the packet becomes */
 	struct tuple reply;  /* the key of its answers */
+	bool port_reserved;  /* `reserve_tuple` has chosen the ports of `result` and `reply` */
 	struct inner_packet inner;
 	struct bpf_fib_lookup hop;
 	struct fragment_key datagram;
@@ -122,28 +123,39 @@ INLINE enum step reject(struct scratch *space, enum counter why)
 	return STEP_REJECT;
 }
 
-/* Global functions NAME4 and NAME6 of an inlined NAME that takes scratch space and `v6`, too. OTHERWISE is what they
- * return without scratch space, which is never, but the verifier does not know that.
+/* GLOBAL_VERB defines global functions NAME4 and NAME6 of an inlined NAME, which also takes scratch space and `v6`.
+ * GLOBAL_VERB_WITH does it for a verb with an argument of type ARGUMENT. CALL calls the one for the packet's family.
+ * Both return OTHERWISE without scratch space: that never happens, but the verifier does not know that.
  *
- * The barrier uses both arguments. An argument that the compiler sees unused in a function it leaves unset in the
- * callers, and the verifier refuses to read a register that nobody has set.
+ * The barrier uses the arguments. The compiler does not set an argument in the callers if the function does not use it,
+ * and the verifier refuses to read a register that nobody has set.
  */
 #define GLOBAL_VERB(TYPE, NAME, OTHERWISE)                                                                             \
-	__noinline TYPE NAME##4(struct __sk_buff * skb, __u32 detail)                                                  \
+	DEFINE_VERB(TYPE, NAME, 4, false, OTHERWISE)                                                                   \
+	DEFINE_VERB(TYPE, NAME, 6, true, OTHERWISE)
+
+#define GLOBAL_VERB_WITH(ARGUMENT, TYPE, NAME, OTHERWISE)                                                              \
+	DEFINE_VERB_WITH(ARGUMENT, TYPE, NAME, 4, false, OTHERWISE)                                                    \
+	DEFINE_VERB_WITH(ARGUMENT, TYPE, NAME, 6, true, OTHERWISE)
+
+#define CALL(NAME, v6, ...) ((v6) ? NAME##6(__VA_ARGS__) : NAME##4(__VA_ARGS__))
+
+#define DEFINE_VERB(TYPE, NAME, FAMILY, v6, OTHERWISE)                                                                 \
+	__noinline TYPE NAME##FAMILY(struct __sk_buff *skb)                                                            \
 	{                                                                                                              \
 		struct scratch *space = scratch_space();                                                               \
                                                                                                                        \
-		asm volatile("" : "+r"(detail) : "r"(skb));                                                            \
-		return space ? NAME(skb, space, detail, false) : OTHERWISE;                                            \
-	}                                                                                                              \
-	__noinline TYPE NAME##6(struct __sk_buff * skb, __u32 detail)                                                  \
-	{                                                                                                              \
-		struct scratch *space = scratch_space();                                                               \
-                                                                                                                       \
-		asm volatile("" : "+r"(detail) : "r"(skb));                                                            \
-		return space ? NAME(skb, space, detail, true) : OTHERWISE;                                             \
+		asm volatile("" ::"r"(skb));                                                                           \
+		return space ? NAME(skb, space, v6) : OTHERWISE;                                                       \
 	}
 
-#define CALL(NAME, skb, detail) (v6 ? NAME##6(skb, detail) : NAME##4(skb, detail))
+#define DEFINE_VERB_WITH(ARGUMENT, TYPE, NAME, FAMILY, v6, OTHERWISE)                                                  \
+	__noinline TYPE NAME##FAMILY(struct __sk_buff *skb, ARGUMENT argument)                                         \
+	{                                                                                                              \
+		struct scratch *space = scratch_space();                                                               \
+                                                                                                                       \
+		asm volatile("" : "+r"(argument) : "r"(skb));                                                          \
+		return space ? NAME(skb, space, argument, v6) : OTHERWISE;                                             \
+	}
 
 #endif

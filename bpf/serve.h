@@ -82,7 +82,7 @@ INLINE bool has_lost_answers(const struct packet *p, const struct found *found, 
 /* Follow the packet's flow, or say that a backend is to be chosen. A flow that began at the uplink stays there when its
  * pod's interface has programs: conntrack knows it by now.
  */
-INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
 	struct found found;
@@ -116,7 +116,7 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, __u32 hook,
 	return STEP_CHOOSE;
 }
 
-GLOBAL_VERB(enum step, serve, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, serve, STEP_DROP)
 
 /* Whose packet leaves by an uplink: this node's own, also where others' rules replaced the source by the node's
  * address, or a pod's at an interface without programs, of which `pod_links` does not know.
@@ -144,7 +144,7 @@ INLINE void settle_lost_peer(struct choice *c, struct socket_peer *lost, const s
 }
 
 /* Choose a backend for the packet, or another verdict. */
-INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct tuple *t = &space->packet.tuple;
 	enum client from =
@@ -168,7 +168,7 @@ INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *spa
 	return space->choice.verdict;
 }
 
-GLOBAL_VERB(enum verdict, choose_for_packet, VERDICT_DROP)
+GLOBAL_VERB_WITH(enum hook, enum verdict, choose_for_packet, VERDICT_DROP)
 
 /* Is the chosen backend this node itself? What is on its way out cannot be brought back to the stack, which takes no
  * packet from an interface with a source of its own.
@@ -184,14 +184,14 @@ INLINE bool is_self(const struct choice *c, const bool v6)
 /* Choose another backend than one that did not answer, or that cannot be reached from here, if there is one. */
 INLINE enum verdict choose_reachable(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
-	enum verdict verdict = CALL(choose_for_packet, skb, hook);
+	enum verdict verdict = CALL(choose_for_packet, v6, skb, hook);
 
 	if (space->avoid && verdict == VERDICT_DNAT && space->choice.backend != space->avoid)
 		count(COUNT_FAILOVER);
 	if (hook != HOOK_UPLINK_EGRESS || !is_self(&space->choice, v6))
 		return verdict;
 	space->avoid = space->choice.backend;
-	return CALL(choose_for_packet, skb, hook);
+	return CALL(choose_for_packet, v6, skb, hook);
 }
 
 /* May the packet's source have what was chosen for it? */
@@ -212,7 +212,7 @@ INLINE bool may_begin(const struct packet *p, enum verdict verdict)
 }
 
 /* No flow is known: choose a backend. */
-INLINE enum step choose(struct __sk_buff *skb, struct scratch *space, __u32 hook, const bool v6)
+INLINE enum step choose(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	enum verdict verdict = choose_reachable(skb, space, hook, v6);
 	enum step checked;
@@ -229,6 +229,6 @@ INLINE enum step choose(struct __sk_buff *skb, struct scratch *space, __u32 hook
 	return verdict == VERDICT_REJECT ? reject(space, space->choice.why) : STEP_CREATE;
 }
 
-GLOBAL_VERB(enum step, choose, STEP_DROP)
+GLOBAL_VERB_WITH(enum hook, enum step, choose, STEP_DROP)
 
 #endif

@@ -157,12 +157,12 @@ INLINE enum step check_source(struct __sk_buff *skb, struct scratch *space, __u3
 	return STEP_CONTINUE;
 }
 
-GLOBAL_VERB(enum step, check_source, STEP_DROP)
+GLOBAL_VERB_WITH(__u32, enum step, check_source, STEP_DROP)
 
 /* May the packet's source talk to a backend directly, and have a tuple reserved for that? If not, the packet is left to
  * the stack, which refuses it.
  */
-INLINE bool may_create_direct(struct __sk_buff *skb, struct scratch *space, __u32 unused, const bool v6)
+INLINE bool may_create_direct(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	const __u32 *source = space->packet.tuple.saddr;
 
@@ -176,7 +176,7 @@ GLOBAL_VERB(int, may_create_direct, false)
 INLINE enum step check_source_towards(struct __sk_buff *skb, struct scratch *space, const __u32 *target, const bool v6)
 {
 	copy_address(space->result.daddr, target);
-	return CALL(check_source, skb, skb->ifindex);
+	return CALL(check_source, v6, skb, skb->ifindex);
 }
 
 #endif

@@ -103,7 +103,7 @@ struct prefilter_map {
 #include "../../bpf/scratch.h"
 
 #undef CALL
-#define CALL(NAME, skb, detail)                                                \
-  TALLY(TALLY_FUNCTION, v6 ? NAME##6(skb, detail) : NAME##4(skb, detail))
+#define CALL(NAME, v6, ...)                                                    \
+  TALLY(TALLY_FUNCTION, v6 ? NAME##6(__VA_ARGS__) : NAME##4(__VA_ARGS__))
 
 #endif
