@@ -190,8 +190,8 @@ enum flow_flags {
 	FLOW_NODE = 1 << 11,	   /* the client is this node */
 	FLOW_DSR = 1 << 12,	   /* its packets are encapsulated for the backend's node; answers do not come here */
 	FLOW_CHALLENGED = 1 << 13, /* a SYN asks the backend whether the connection still lives, and has no reply yet */
-	FLOW_OTHERS = 1 << 15,	   /* another mode or proxy translates it: of its entry only the key and `seen` count */
 	FLOW_DOUBTED = 1 << 14,	   /* reset with a number ahead of what was acknowledged: over if nobody goes on */
+	FLOW_OTHERS = 1 << 15,	   /* another mode or proxy translates it: of its entry only the key and `seen` count */
 };
 
 /* Where the packets of a flow come in: the index of a pod's interface, or one of these. */
@@ -225,20 +225,26 @@ struct flow {
 	__u32 seen;    /* the last packet of either direction, to a second */
 	__u32 tag;     /* hash of the key, which proves the entry: see flow.h */
 	__u32 ifindex; /* hand established packets to this pod's interface; 0: they go through the stack */
-	/* When the flow began: in jiffies, of TCP in ticks of ktime(). Of TCP after its FIN: the sequence number that
-	 * acknowledges that.
-	 */
-	__u32 started_or_fin;
+	union {
+		__u32 started; /* when the flow began: jiffies, of TCP ticks of ktime() */
+		__u32 fin_end; /* of TCP once this direction has sent a FIN: the number that acknowledges it */
+	};
 	__u8 mac[12]; /* destination and source of frames to that pod */
 	__u32 origin; /* enum origin */
-	/* Of TCP: what this direction acknowledged last, 0: that is not known; before its first segment, what that must
-	 * acknowledge. Of FLOW_DSR: the client's last sequence number.
-	 */
-	__u32 ack;
-	/* Until the flow is established, when it was last found that the stack is not needed, in jiffies, 0: never; of
-	 * the client's direction alone it comes to an end (follow.h). Of TCP after that: the last SYN that asked.
-	 */
-	__u32 challenged_at;
+	union {
+		/* Of TCP: the next sequence number of the other direction, as this one acknowledged it last, 0:
+		 * unknown. Before this direction's first segment, what that must acknowledge.
+		 */
+		__u32 ack;
+		__u32 client_seq; /* of FLOW_DSR: the client's last sequence number */
+	};
+	union {
+		/* Until the flow is established: when packets last proved that they may bypass the stack, in jiffies,
+		 * 0: never. For the client's direction this expires (fast_path.h).
+		 */
+		__u32 bypassed_at;
+		__u32 challenged_at; /* of established TCP: when the last SYN challenged the backend, in jiffies */
+	};
 };
 
 /* What is asked of packets that come in at an interface (map `interfaces`); of one that is not there, nothing. */
@@ -247,8 +253,8 @@ enum interface_flags {
 	INTERFACE_LOOSE4 = 1 << 1,  /* there is a way back to the source */
 	INTERFACE_STRICT6 = 1 << 2,
 	INTERFACE_IN_VRF = 1 << 3,  /* its packets have a table of routes of their own */
-	INTERFACE_BRIDGE_SHIFT = 8, /* the bits from here on: index of the bridge that it is a port of, 0: of none */
 	INTERFACE_SHARED = 1 << 4,  /* frames for others come here, too: it is a bridge's port, or below a macvlan */
+	INTERFACE_BRIDGE_SHIFT = 8, /* the bits from here on: index of the bridge that it is a port of, 0: of none */
 };
 
 /* Destinations of routes that have several next hops, by longest prefix; `bits` counts from `family` on. */

@@ -73,7 +73,7 @@ GLOBAL_VERB_WITH(enum hook, enum step, to_backend, STEP_DROP)
 INLINE bool answers_past_stack(struct __sk_buff *skb, const struct packet *p, const struct flow *reply, enum hook hook,
 			       const bool v6)
 {
-	return settings.fast_path == FAST_PATH_ALWAYS && reply->challenged_at && !is_collision(p, reply) &&
+	return settings.fast_path == FAST_PATH_ALWAYS && reply->bypassed_at && !is_collision(p, reply) &&
 	       can_hand_over(skb, p, reply, hook, v6);
 }
 

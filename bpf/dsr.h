@@ -35,11 +35,11 @@ INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, c
 	long error;
 
 	fill_flow(f, key, &space->result, v6);
-	f->started_or_fin = start_time(key->protocol);
+	f->started = start_time(key->protocol);
 	f->flags = FLOW_DSR;
 	f->ifindex = f->challenges = 0;
 	f->origin = ORIGIN_UPLINKS;
-	f->ack = space->packet.seq;
+	f->client_seq = space->packet.seq;
 	error = flow_update(key, f, table, BPF_NOEXIST, v6);
 	if (error == -EEXIST)
 		return STEP_FOLLOW;

@@ -126,7 +126,7 @@ INLINE void note_delivery(struct __sk_buff *skb, struct scratch *space, const bo
 		return;
 	get_macs(skb, forward->mac);
 	WRITE_ONCE(forward->ifindex, skb->ifindex);
-	WRITE_ONCE(forward->challenged_at, moment());
+	WRITE_ONCE(forward->bypassed_at, moment());
 }
 
 /* The packet may be an answer. One that is still to a service CIDR has no service, and does not leave the node. */

@@ -205,7 +205,7 @@ INLINE void fill_flow(struct flow *f, const struct tuple *key, const struct tupl
 	f->seen = now();
 }
 
-/* When a flow begins, as `started_or_fin` has it. */
+/* When a flow begins, as `started` has it. */
 INLINE __u32 start_time(__u8 protocol)
 {
 	return protocol == IPPROTO_TCP ? ktime() : now();

@@ -310,9 +310,9 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 	__u32 direction = f->flags;
 	long error;
 
-	f->started_or_fin = start_time(key->protocol);
+	f->started = start_time(key->protocol);
 	f->challenges = 0;
-	f->challenged_at = from->past_stack ? moment() : 0;
+	f->bypassed_at = from->past_stack ? moment() : 0;
 	fill_reply(f, key, reply, from, &space->hop, v6);
 	error = store_reply(space, table, from->reserved, v6);
 	f->flags = direction;

@@ -19,7 +19,7 @@
  */
 INLINE bool is_assured(const struct flow *f)
 {
-	return now() - f->started_or_fin >= DATAGRAM_SECONDS * settings.hz;
+	return now() - f->started >= DATAGRAM_SECONDS * settings.hz;
 }
 
 INLINE bool is_syn(const struct packet *p)
@@ -111,7 +111,7 @@ INLINE void note_fin(const struct packet *p, struct flow *f, struct flow *other)
 		count(COUNT_OUT_OF_WINDOW);
 		return;
 	}
-	WRITE_ONCE(f->started_or_fin, p->fin_end);
+	WRITE_ONCE(f->fin_end, p->fin_end);
 	other->flags |= FLOW_PEER_FIN;
 }
 
@@ -137,7 +137,7 @@ INLINE void note_alive(struct flow *f, struct flow *other)
  */
 INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
 {
-	bool acked = p->tcp_flags & TCP_ACK && p->ack == other->started_or_fin;
+	bool acked = p->tcp_flags & TCP_ACK && p->ack == other->fin_end;
 
 	if (!(f->flags & FLOW_PEER_FIN))
 		return false;
@@ -232,15 +232,15 @@ INLINE void refresh_dsr(const struct packet *p, struct flow *f, const enum flow_
 		return;
 	if (is_syn(p)) {
 		if (!(f->flags & FLOW_ESTABLISHED))
-			f->ack = p->seq;
+			f->client_seq = p->seq;
 		return;
 	}
-	if (!is_ahead(p->seq, f->ack, DSR_WINDOW)) {
+	if (!is_ahead(p->seq, f->client_seq, DSR_WINDOW)) {
 		if (p->tcp_flags & (TCP_FIN | TCP_RST))
 			count(COUNT_OUT_OF_WINDOW);
 		return;
 	}
-	f->ack = p->seq;
+	f->client_seq = p->seq;
 	f->flags &= ~FLOW_CHALLENGED;
 	f->challenges = 0;
 	if (!(f->flags & FLOW_ESTABLISHED) && (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK) {

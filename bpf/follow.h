@@ -21,7 +21,7 @@
  */
 INLINE bool needs_no_stack(const struct flow *f)
 {
-	__u32 passed = READ_ONCE(f->challenged_at);
+	__u32 passed = READ_ONCE(f->bypassed_at);
 
 	return passed && (settings.fast_path == FAST_PATH_ALWAYS || now() - passed < settings.udp_timeout / 6);
 }
@@ -113,8 +113,7 @@ INLINE enum step give_to_pod(struct __sk_buff *skb, const struct flow *flow)
 INLINE bool lasts_one_way(const struct flow *f, __u8 protocol)
 {
 	return settings.fast_path && protocol == IPPROTO_UDP &&
-	       !(f->flags & (FLOW_REPLY | FLOW_AS_NODE | FLOW_ESTABLISHED)) &&
-	       now() - f->started_or_fin >= settings.hz / 4;
+	       !(f->flags & (FLOW_REPLY | FLOW_AS_NODE | FLOW_ESTABLISHED)) && now() - f->started >= settings.hz / 4;
 }
 
 /* Translate the packet of an established flow, and send it the way of its flow. `direct`: it is known that it can be

@@ -63,7 +63,7 @@ GLOBAL_VERB_WITH(enum flow_table, int, establish, 0)
  */
 INLINE void note_connect_time(const struct flow *f)
 {
-	__u32 took = ktime() - f->started_or_fin;
+	__u32 took = ktime() - f->started;
 
 	if (took < LONGEST_CONNECT)
 		account_answer(f->backend, (__u64)took << KTIME_SHIFT);

@@ -30,7 +30,7 @@ INLINE void evict(const struct tuple *key, const struct found *found, const bool
  */
 INLINE bool is_unanswered(const struct flow *f)
 {
-	return !(f->flags & (FLOW_REPLIED | FLOW_ESTABLISHED)) && ktime() - f->started_or_fin >= SYN_REPEAT_TIME;
+	return !(f->flags & (FLOW_REPLIED | FLOW_ESTABLISHED)) && ktime() - f->started >= SYN_REPEAT_TIME;
 }
 
 /* A SYN on a connection that lives goes to its backend, which answers it whatever it is about: with a challenge ACK, a
@@ -69,7 +69,7 @@ INLINE bool leaves_silent(struct flow *f, __u32 *avoid)
 {
 	note_failure(f->backend, f->service, COUNT_BACKEND_UNANSWERED);
 	if (f->flags & FLOW_DSR) { /* answers do not come here: it may be one of them that was lost */
-		f->started_or_fin = ktime();
+		f->started = ktime();
 		return false;
 	}
 	*avoid = f->backend;

@@ -6,6 +6,7 @@ Programs that are compiled against another kernel's headers read kernel memory b
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -64,13 +65,20 @@ def spelled(types: Any, number: int) -> str:
         array = _members(entry, "btf_array")[0]
         return f"{spelled(types, array.type)}[{int(array.nelems)}]"
     if kind in (_STRUCT, _UNION):
-        members = _members(entry, "btf_member")
-        fields = ",".join(
-            f"{int(member.offset)}:{_name(types, member.name_off)}:{spelled(types, member.type)}"
-            for member in (members[index] for index in range(_count(entry)))
-        )
+        fields = ",".join(_spelled_fields(types, entry))
         return f"{'struct' if kind == _STRUCT else 'union'} {int(entry.size_or_type)}{{{fields}}}"
     return f"{kind}/{int(entry.size_or_type)}"
+
+
+def _spelled_fields(types: Any, entry: Any, start: int = 0) -> Iterator[str]:
+    """Fields of a struct that begins at bit `start`; an anonymous union in it is spelled as its first member."""
+    members = _members(entry, "btf_member")
+    for member in (members[index] for index in range(1 if _kind(entry) == _UNION else _count(entry))):
+        name, place, inner = _name(types, member.name_off), start + int(member.offset), _resolved(types, member.type)
+        if name or _kind(inner) not in (_STRUCT, _UNION):
+            yield f"{place}:{name}:{spelled(types, member.type)}"
+        else:
+            yield from _spelled_fields(types, inner, place)
 
 
 def _field(entry: Any, name: str) -> tuple[int, Any] | None:

@@ -482,7 +482,7 @@ class Bench:
             aged = value.copy()
             aged["seen"] = (int(value["seen"]) - jiffies) & 0xFFFFFFFF
             if key["protocol"] != Protocol.TCP:  # there the mark is a sequence number
-                aged["started_or_fin"] = (int(value["started_or_fin"]) - jiffies) & 0xFFFFFFFF
+                aged["started"] = (int(value["started"]) - jiffies) & 0xFFFFFFFF
             known.update(key.tobytes(), aged.tobytes())
 
     def age_marks(self, jiffies: int) -> None:

@@ -292,7 +292,7 @@ def reset(bench: Bench, net: Net, there: Seen, sport: int) -> None:
 def fail_over(bench: Bench, net: Net, there: Seen, sport: int) -> None:
     """A SYN without an answer, and again after a second."""
     bench.ingress(frame(net, net.client, net.vip, syn(sport + 500)))
-    bench.age(net.family, started_or_fin=moments(HZ))
+    bench.age(net.family, started=moments(HZ))
     bench.ingress(frame(net, net.client, net.vip, syn(sport + 500)))
 
 
@@ -386,7 +386,7 @@ def test_a_backend_that_did_not_answer_is_avoided(bench: Bench, net: Net) -> Non
         bench.open_tcp(net, net.vip, sport=sport)
     bench.maps.view("loads")["closed"][ids_of(bench, net)[net.backends[0]]] += 5
     assert open_once(bench, net, 40_000) == net.backends[0]
-    bench.age(net.family, started_or_fin=moments(HZ))
+    bench.age(net.family, started=moments(HZ))
     assert open_once(bench, net, 40_000) == net.backends[1]
 
 

@@ -225,7 +225,7 @@ def test_a_repeated_syn_stays_and_is_counted(pair: Pair, protocol: Protocol) -> 
     there = {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]]}
     for count in range(1, 4):
         assert int(bench.maps.view("backends")["failures"].sum()) == count - 1
-        bench.age(net.family, started_or_fin=moments(HZ))
+        bench.age(net.family, started=moments(HZ))
         there |= {pair.asked.ask(net.primary, first(protocol, NODE_PORT))[1][14:][: HEAD[net.family]] for _ in range(2)}
     assert len(there) == 1, "one outer header: one backend"
     assert int(bench.maps.view("backends")["failures"].sum()) == 3

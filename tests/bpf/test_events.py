@@ -96,7 +96,7 @@ def test_a_backend_that_refuses_causes_an_event(events: EventReader, net: Net) -
 def test_a_backend_that_does_not_answer_causes_an_event(events: EventReader, net: Net) -> None:
     events.bench.serve(service(net.vip, 80, [(address, 8080) for address in net.backends[:2]]))
     first = read(events.bench.ingress(frame(net, net.client, net.vip, syn()))[1])
-    events.bench.age(net.family, seen=HZ, started_or_fin=moments(HZ))
+    events.bench.age(net.family, seen=HZ, started=moments(HZ))
     events.bench.ingress(frame(net, net.client, net.vip, syn()))
     (row,) = events.rows()
     assert (row.what, row.reason, row.service) == ("fail", "backend_unanswered", "default/web:http")

@@ -35,7 +35,7 @@ FLAGS = layout.abi_constants()
 
 def wait(bench: Bench, net: Net, jiffies: int = HZ) -> None:
     """Make all flows look as if they had begun so long ago."""
-    bench.age(net.family, seen=jiffies, started_or_fin=moments(jiffies))
+    bench.age(net.family, seen=jiffies, started=moments(jiffies))
 
 
 def web(net: Net, count: int, **more: object):

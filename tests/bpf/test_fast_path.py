@@ -268,9 +268,9 @@ def test_datagrams_without_an_answer_are_handed_over_after_the_stack_has_deliver
 def test_the_stack_is_asked_again_before_conntrack_forgets_the_flow(pods: Pods) -> None:
     pods.deliver(one_way(pods))
     seconds = SMALL.timeouts.udp // 6
-    pods.bench.age(pods.net.family, challenged_at=(seconds - 1) * HZ)
+    pods.bench.age(pods.net.family, bypassed_at=(seconds - 1) * HZ)
     assert pods.first(Protocol.UDP)[0] == REDIRECT
-    pods.bench.age(pods.net.family, challenged_at=2 * HZ)
+    pods.bench.age(pods.net.family, bypassed_at=2 * HZ)
     verdict, seen = pods.first(Protocol.UDP)
     assert verdict == PASS
     assert pods.first(Protocol.UDP)[0] == PASS, "until one is delivered again"

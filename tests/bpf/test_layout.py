@@ -62,14 +62,19 @@ def size_of(types: list[dict[str, Any]], number: int) -> int:
 def compiled_structs(objects: str) -> dict[str, tuple[int, dict[str, tuple[int, int]]]]:
     """Size and {field: (offset, size)} of each struct."""
     types = btf(objects)
-    return {
-        kind["name"]: (
-            kind["size"],
-            {m["name"]: (m["bits_offset"] // 8, size_of(types, m["type_id"])) for m in kind["members"]},
-        )
-        for kind in types
-        if kind["kind"] == "STRUCT"
-    }
+    return {kind["name"]: (kind["size"], fields_of(types, kind)) for kind in types if kind["kind"] == "STRUCT"}
+
+
+def fields_of(types: list[dict[str, Any]], kind: dict[str, Any], start: int = 0) -> dict[str, tuple[int, int]]:
+    """Offset and size by name; an anonymous union has the name of its first member."""
+    found: dict[str, tuple[int, int]] = {}
+    for member in kind["members"][: 1 if kind["kind"] == "UNION" else None]:
+        place, inner = start + member["bits_offset"] // 8, resolve(types, member["type_id"])
+        if member["name"] == "(anon)" and inner["kind"] in ("STRUCT", "UNION"):
+            found |= fields_of(types, inner, place)
+        else:
+            found[member["name"]] = (place, size_of(types, member["type_id"]))
+    return found
 
 
 def check_struct(objects: list[str], name: str) -> None:

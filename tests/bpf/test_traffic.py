@@ -178,7 +178,7 @@ def test_a_start_that_cannot_be_is_no_time(bench: Bench, net: Net, seconds: int)
     """Programs of another version, with another clock, may have begun the connection."""
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     bench.ingress(frame(net, net.client, net.vip, syn(40000)))
-    bench.age(net.family, started_or_fin=moments(seconds * HZ))
+    bench.age(net.family, started=moments(seconds * HZ))
     answer(bench, net, 40000)
     assert connects(bench) == (0, 0)
 

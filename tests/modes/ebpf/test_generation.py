@@ -64,7 +64,7 @@ def test_maps_are_shared_where_one_side_knows_a_flag_more() -> None:
 
 
 def test_flows_of_another_layout_are_carried_over_and_the_rest_is_shared() -> None:
-    former = changed("flows4", "672:challenged_at:1/4", "672:challenged_at:1/4,704:more:1/4", 92)
+    former = changed("flows4", "672:bypassed_at:1/4", "672:bypassed_at:1/4,704:more:1/4", 92)
     assert fates(former, Fate.CARRIED) == {*FLOWS}
 
 
@@ -74,7 +74,7 @@ def test_the_service_table_is_carried_over_as_a_whole() -> None:
 
 
 def test_flows_are_carried_over_where_two_fields_change_places() -> None:
-    former = changed("flows4", "448:ifindex:1/4,480:started_or_fin:1/4", "448:started_or_fin:1/4,480:ifindex:1/4")
+    former = changed("flows4", "448:ifindex:1/4,480:started:1/4", "448:started:1/4,480:ifindex:1/4")
     assert fates(former, Fate.CARRIED) == {*FLOWS}
 
 
@@ -94,7 +94,7 @@ def test_rows_of_another_meaning_are_refused(former: Layout) -> None:
 def test_hooks_that_call_the_datapath_otherwise_are_refused_only_where_flows_are_carried_over() -> None:
     other = numbered("hook", "HOOK_XDP", 0)
     assert fates(other, Fate.SHARED) == SHARED_BY_ALL
-    moved = changed("flows6", "challenged_at:1/4", "challenged_at:1/4,704:more:1/4", 92)
+    moved = changed("flows6", "bypassed_at:1/4", "bypassed_at:1/4,704:more:1/4", 92)
     with pytest.raises(UnknownMeaningError, match="hooks"):
         plan(msgspec.structs.replace(moved, enums=other.enums))
 
@@ -107,8 +107,8 @@ def test_buckets_that_are_counted_otherwise_are_not_copied() -> None:
 
 # Steps
 
-FIELD_MORE = changed("flows4", "672:challenged_at:1/4", "672:challenged_at:1/4,704:more:1/4", 92)
-FIELD_LESS = changed("flows4", ",672:challenged_at:1/4", "", 84)
+FIELD_MORE = changed("flows4", "672:bypassed_at:1/4", "672:bypassed_at:1/4,704:more:1/4", 92)
+FIELD_LESS = changed("flows4", ",672:bypassed_at:1/4", "", 84)
 KEY_WIDER = changed("affinity", "struct 20", "struct 24")
 MORE_BACKENDS = changed("backends", "224:failures:1/4", "224:failures:1/4,256:more:1/8", 40)
 BRIDGED = "MAKE COPY LOAD LINK BRIDGE COPY_FLOWS NEW_FLOWS COPY_FLOWS ALL_FLOWS MERGE PUBLISH REMOVE"

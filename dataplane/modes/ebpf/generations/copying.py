@@ -200,8 +200,8 @@ def _merged(row: NDArray[Any], theirs: NDArray[Any], copied: NDArray[Any]) -> ND
     """Our row, with what the former one says more than when it was copied; theirs, where it is another flow."""
     if not all(np.array_equal(row[name], theirs[name]) for name in ("saddr", "daddr", "sport", "dport")):
         return theirs
-    if len(copied) and copied["started_or_fin"] != theirs["started_or_fin"]:  # a FIN
-        row["started_or_fin"] = theirs["started_or_fin"]
+    if len(copied) and copied["started"] != theirs["started"]:  # a FIN: it is `fin_end` now
+        row["started"] = theirs["started"]
     row["flags"] |= theirs["flags"]
     for name in ("seen", "ack"):
         later = (theirs[name] - row[name]).astype(np.int32) > 0

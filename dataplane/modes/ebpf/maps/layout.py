@@ -58,10 +58,15 @@ def stored_enums() -> dict[str, dict[str, int]]:
 
 @lru_cache(maxsize=32)
 def dtype_of(struct: str) -> np.dtype[Any]:
-    """Returns a numpy type with the struct's fields, offsets and size."""
+    """Returns a numpy type with the struct's fields, offsets and size. A union has the name of its first member.
+
+    numpy accepts overlapping fields, but its promotion (`np.concatenate`) lays them out one after the other.
+    """
     kind = abi.typeof(f"struct {struct}")
     names, formats, offsets = [], [], []
     for name, field in kind.fields:
+        if field.offset in offsets:
+            continue
         names.append(name)
         formats.append(_format(field.type))
         offsets.append(field.offset)
