@@ -12,8 +12,13 @@
 #include "maps.h"
 #include "packet.h"
 
-#define HOOK_BARE (1u << 8) /* beside the hook: the packet has its Ethernet header from here */
-#define BARE_DONE 0x4850    /* "HP" */
+#define BARE_DONE 0x4850 /* "HP" */
+
+/* How the programs at interfaces call the datapath, in skb->cb[0]. */
+enum datapath_call {
+	CALL_HOOK_MASK = 0xff, /* enum hook */
+	CALL_BARE = 1 << 8,    /* the packet got its Ethernet header here */
+};
 
 /* Let the packet go on from its hook: to the stack, or out of the device without the header. */
 INLINE int leave_bare(struct __sk_buff *skb, const enum hook hook, int action)
@@ -35,12 +40,12 @@ INLINE long push_ethernet(struct __sk_buff *skb, const enum hook hook)
 				   is_ingress(hook) ? 0 : BPF_F_RECOMPUTE_CSUM);
 }
 
-/* On to the datapath, which finds the flag beside the hook. */
+/* On to the datapath, which finds CALL_BARE. */
 INLINE int call_bare_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
 	if (push_ethernet(skb, hook))
 		return TC_ACT_SHOT; /* no memory: untranslated it would only do harm */
-	skb->cb[0] = hook | HOOK_BARE;
+	skb->cb[0] = hook | CALL_BARE;
 	bpf_tail_call(skb, &datapaths, v6 ? DATAPATH6 : DATAPATH4);
 	return leave_bare(skb, hook, pass_without_datapath(skb));
 }

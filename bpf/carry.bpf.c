@@ -8,6 +8,7 @@
  */
 #include "flow.h"
 #include "fragment.h"
+#include "hooks.h"
 #include "icmp_error.h"
 #include "packet.h"
 #include "prefilter.h"
@@ -120,44 +121,16 @@ INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool
 	return pass_without_datapath(skb);
 }
 
-/* Every packet is looked at: the two generations have bitmaps of their own for the prefilter. */
-INLINE int carry(struct __sk_buff *skb, const enum hook hook)
+/* The prefilter's bitmaps are not asked: each of the two generations has its own. */
+INLINE int enter(struct __sk_buff *skb, const enum hook hook)
 {
-	if (is_tagged(skb, hook))
-		return TC_ACT_UNSPEC;
-	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return call_datapath(skb, hook, false);
-	return skb->protocol == bpf_htons(ETH_P_IPV6) ? call_datapath(skb, hook, true) : TC_ACT_UNSPEC;
-}
-
-SEC("tc")
-int pod_ingress(struct __sk_buff *skb)
-{
-	return carry(skb, HOOK_POD_INGRESS);
-}
-
-SEC("tc")
-int pod_egress(struct __sk_buff *skb)
-{
-	return carry(skb, HOOK_POD_EGRESS);
-}
-
-SEC("tc")
-int uplink_ingress(struct __sk_buff *skb)
-{
-	return carry(skb, HOOK_UPLINK_INGRESS);
-}
-
-SEC("tc")
-int uplink_egress(struct __sk_buff *skb)
-{
-	return carry(skb, HOOK_UPLINK_EGRESS);
+	return enter_wanted(skb, hook, ALL_PACKETS);
 }
 
 /* No former datapath is asked: those before this one were at no interfaces without Ethernet headers, and would leave
  * the packet the header that it was given.
  */
-INLINE int carry_bare(struct __sk_buff *skb, const enum hook hook)
+INLINE int enter_bare(struct __sk_buff *skb, const enum hook hook)
 {
 	struct carrying *self;
 	__u32 first = 0;
@@ -166,18 +139,6 @@ INLINE int carry_bare(struct __sk_buff *skb, const enum hook hook)
 	if (!self || READ_ONCE(self->state) == CARRY_ALL_FORMER)
 		return TC_ACT_UNSPEC;
 	return prefilter_bare(skb, hook);
-}
-
-SEC("tc")
-int bare_ingress(struct __sk_buff *skb)
-{
-	return carry_bare(skb, HOOK_UPLINK_INGRESS);
-}
-
-SEC("tc")
-int bare_egress(struct __sk_buff *skb)
-{
-	return carry_bare(skb, HOOK_UPLINK_EGRESS);
 }
 
 char LICENSE[] SEC("license") = "GPL";

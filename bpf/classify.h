@@ -1,13 +1,38 @@
-/* What packet it is, and what is to be done with it. */
+/* Reads a packet, and decides what kind it is and which verb comes next. */
 #ifndef HYBRID_PROXY_CLASSIFY_H
 #define HYBRID_PROXY_CLASSIFY_H
 
 #include "form.h"
+#include "fragment.h"
 #include "hash.h"
-#include "load.h"
 #include "scratch.h"
 #include "serve.h"
-#include "sockets.h"
+#include "socket_storage.h"
+
+/* Parse the packet into scratch space. Only packets that come in are checked for being well formed: those that go out
+ * came through the stack.
+ */
+INLINE enum packet_kind load_packet(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
+{
+	struct packet *p = &space->packet;
+
+	__builtin_memset(p, 0, sizeof(*p));
+	space->service = space->backend = 0;
+	parse_packet(skb, p, v6);
+	if (is_ingress(hook) && p->l4 && !is_well_formed(skb, p, v6))
+		p->kind = PACKET_MALFORMED;
+	return p->kind;
+}
+
+GLOBAL_VERB_WITH(enum hook, enum packet_kind, load_packet, PACKET_OTHER)
+
+/* Parse the packet; a fragment gets the ports of its datagram, or waits for them. */
+INLINE enum step load_whole(struct __sk_buff *skb, enum hook hook, const bool v6)
+{
+	if (CALL(load_packet, v6, skb, hook) != PACKET_FRAGMENT)
+		return STEP_CONTINUE;
+	return CALL(track_fragment, v6, skb, hook);
+}
 
 /* A packet whose headers are wrong: drop it if it is a service's, and leave any other to the stack. */
 INLINE enum step refuse_malformed(struct scratch *space, const bool v6)

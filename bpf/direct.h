@@ -138,7 +138,7 @@ INLINE bool was_evicted(struct __sk_buff *skb, const struct packet *p, const boo
 INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
-	bool direct = false;
+	enum follow_how how = FOLLOW_PLAIN;
 	struct found found;
 
 	if (p->kind != PACKET_TRANSPORT || !may_be_backend(p->tuple.saddr, p->tuple.sport, p->tuple.protocol, v6))
@@ -155,11 +155,11 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, enum
 	if (!(found.entry->flags & FLOW_ESTABLISHED))
 		return first_reply(skb, space, &found, hook, v6);
 	if (!(found.entry->flags & FLOW_AS_NODE)) {
-		direct = can_hand_over(skb, p, found.entry, hook, v6);
-		if (!direct)
+		if (!can_hand_over(skb, p, found.entry, hook, v6))
 			return STEP_PASS;
+		how = FOLLOW_TO_POD;
 	}
-	return follow(skb, space, &found, hook, direct, false, v6);
+	return follow(skb, space, &found, hook, how, v6);
 }
 
 GLOBAL_VERB_WITH(enum hook, enum step, from_backend, STEP_DROP)

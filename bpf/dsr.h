@@ -10,11 +10,11 @@
 #ifndef HYBRID_PROXY_DSR_H
 #define HYBRID_PROXY_DSR_H
 
+#include "classify.h"
 #include "flow.h"
 #include "flow_state.h"
 #include "flow_create.h"
 #include "forward.h"
-#include "load.h"
 #include "nat.h"
 #include "node.h"
 #include "origin.h"

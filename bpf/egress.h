@@ -2,10 +2,10 @@
 #ifndef HYBRID_PROXY_EGRESS_H
 #define HYBRID_PROXY_EGRESS_H
 
-#include "close.h"
 #include "delivery.h"
 #include "flow.h"
 #include "flow_state.h"
+#include "follow.h"
 #include "forward.h"
 #include "handshake.h"
 #include "nat.h"

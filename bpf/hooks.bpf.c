@@ -11,6 +11,7 @@
  * Ethernet header are uplinks with programs of their own (bare.h).
  */
 #include "config.h"
+#include "hooks.h"
 #include "maps.h"
 #include "prefilter.h"
 
@@ -22,40 +23,14 @@ INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool
 	return pass_without_datapath(skb);
 }
 
-SEC("tc")
-int pod_ingress(struct __sk_buff *skb)
+INLINE int enter(struct __sk_buff *skb, const enum hook hook)
 {
-	return prefilter(skb, HOOK_POD_INGRESS);
+	return prefilter(skb, hook);
 }
 
-SEC("tc")
-int pod_egress(struct __sk_buff *skb)
+INLINE int enter_bare(struct __sk_buff *skb, const enum hook hook)
 {
-	return prefilter(skb, HOOK_POD_EGRESS);
-}
-
-SEC("tc")
-int uplink_ingress(struct __sk_buff *skb)
-{
-	return prefilter(skb, HOOK_UPLINK_INGRESS);
-}
-
-SEC("tc")
-int uplink_egress(struct __sk_buff *skb)
-{
-	return prefilter(skb, HOOK_UPLINK_EGRESS);
-}
-
-SEC("tc")
-int bare_ingress(struct __sk_buff *skb)
-{
-	return prefilter_bare(skb, HOOK_UPLINK_INGRESS);
-}
-
-SEC("tc")
-int bare_egress(struct __sk_buff *skb)
-{
-	return prefilter_bare(skb, HOOK_UPLINK_EGRESS);
+	return prefilter_bare(skb, hook);
 }
 
 char LICENSE[] SEC("license") = "GPL";

@@ -6,7 +6,6 @@
 
 #include "maps.h"
 #include "packet.h"
-#include "ranges.h"
 
 /* This node's primary address, zeros where it has none of the family. */
 INLINE void primary_address(__u32 *address, const bool v6)
@@ -33,6 +32,23 @@ INLINE enum client classify_client(const __u32 *a, __u32 ifindex, const bool v6)
 	    (a[3] & self->pod6_mask[3]) == self->pod6[3])
 		return CLIENT_POD;
 	return CLIENT_EXTERNAL;
+}
+
+/* Is the address in one of the service's ranges? Those of service 0, which is none, are the service CIDRs that have no
+ * room in map `node`.
+ */
+INLINE bool in_ranges(__u32 service, const __u32 *address, const bool v6)
+{
+	if (v6) {
+		struct source_range6_key key = {.bits = 160, .service = service};
+
+		copy_address(key.address, address);
+		return bpf_map_lookup_elem(&source_ranges6, &key);
+	} else {
+		struct source_range4_key key = {.bits = 64, .service = service, .address = address[0]};
+
+		return bpf_map_lookup_elem(&source_ranges4, &key);
+	}
 }
 
 /* Is the address in a range that services get theirs from? */

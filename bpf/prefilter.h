@@ -9,7 +9,7 @@
 #include "hash.h"
 #include "node.h"
 #include "packet.h"
-#include "sockets.h"
+#include "socket_storage.h"
 
 #define VLAN_NUMBER 0x0fff /* of a tag */
 #define PRIORITY_TAGS 4	   /* that are taken off */
@@ -76,19 +76,32 @@ INLINE bool is_tagged(struct __sk_buff *skb, const enum hook hook)
 	return skb->vlan_tci & VLAN_NUMBER;
 }
 
-INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const bool v6)
+/* Which packets go on to the datapath. */
+enum wanted {
+	MAYBE_SERVICES, /* those that the bitmaps do not rule out */
+	ALL_PACKETS,	/* all of IPv4 and IPv6 */
+};
+
+INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const enum wanted wanted, const bool v6)
 {
-	return is_irrelevant(skb, hook, L3_OFFSET, v6) ? TC_ACT_UNSPEC : call_datapath(skb, hook, v6);
+	if (wanted == MAYBE_SERVICES && is_irrelevant(skb, hook, L3_OFFSET, v6))
+		return TC_ACT_UNSPEC;
+	return call_datapath(skb, hook, v6);
 }
 
-/* A packet at one of the hooks of an interface. */
-INLINE int prefilter(struct __sk_buff *skb, const enum hook hook)
+INLINE int enter_wanted(struct __sk_buff *skb, const enum hook hook, const enum wanted wanted)
 {
 	if (is_tagged(skb, hook))
 		return TC_ACT_UNSPEC;
 	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return enter_family(skb, hook, false);
-	return skb->protocol == bpf_htons(ETH_P_IPV6) ? enter_family(skb, hook, true) : TC_ACT_UNSPEC;
+		return enter_family(skb, hook, wanted, false);
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? enter_family(skb, hook, wanted, true) : TC_ACT_UNSPEC;
+}
+
+/* Handles a packet at one of the hooks of an interface. */
+INLINE int prefilter(struct __sk_buff *skb, const enum hook hook)
+{
+	return enter_wanted(skb, hook, MAYBE_SERVICES);
 }
 
 INLINE int enter_bare_family(struct __sk_buff *skb, const enum hook hook, const bool v6)

@@ -6,7 +6,7 @@
 #include "node.h"
 #include "pick.h"
 #include "renew.h"
-#include "sockets.h"
+#include "socket_storage.h"
 #include "source.h"
 
 INLINE bool may_be_frontend(const struct packet *p, const bool v6)
@@ -108,7 +108,7 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, enum hook h
 	if (found.entry->flags & FLOW_NODE ? is_ingress(hook) : is_judged(skb, hook))
 		return STEP_PASS;
 	if (!needs_new_flow(p, &found, &space->avoid, v6))
-		return follow(skb, space, &found, hook, false, false, v6);
+		return follow(skb, space, &found, hook, FOLLOW_PLAIN, v6);
 	NOTE(NOTE_RENEWAL, 0, 0);
 	if (space->avoid)
 		report_failure(skb, space, found.entry, COUNT_BACKEND_UNANSWERED, hook, v6);

@@ -4,7 +4,7 @@
  */
 #include "config.h"
 #include "service.h"
-#include "sockets.h"
+#include "socket_storage.h"
 #include "traffic.h"
 
 #define PROCEED 1

@@ -14,10 +14,10 @@ INLINE __u32 take_hook(struct __sk_buff *skb)
 INLINE int carry_through(struct __sk_buff *skb, const bool v6)
 {
 	__u32 taken = take_hook(skb);
-	enum hook hook = (enum hook)(taken & ~HOOK_BARE);
+	enum hook hook = taken & CALL_HOOK_MASK;
 	int action = datapath(skb, hook, v6);
 
-	return taken & HOOK_BARE ? leave_bare(skb, hook, action) : action;
+	return taken & CALL_BARE ? leave_bare(skb, hook, action) : action;
 }
 
 SEC("tc")

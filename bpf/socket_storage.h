@@ -1,6 +1,6 @@
 /* The service addresses that a socket of the node talks to, kept with the socket. */
-#ifndef HYBRID_PROXY_SOCKETS_H
-#define HYBRID_PROXY_SOCKETS_H
+#ifndef HYBRID_PROXY_SOCKET_STORAGE_H
+#define HYBRID_PROXY_SOCKET_STORAGE_H
 
 #include "packet.h"
 #include "service.h"

@@ -1,0 +1,100 @@
+/* Which packets are handed to a pod of this node directly, and bypass the stack between two interfaces. */
+#ifndef HYBRID_PROXY_FAST_PATH_H
+#define HYBRID_PROXY_FAST_PATH_H
+
+#include "count.h"
+#include "flow.h"
+#include "forward.h"
+#include "nat.h"
+#include "origin.h"
+#include "packet.h"
+#include "route.h"
+#include "scratch.h"
+
+/* May a packet of a flow that is not established be handed over? Of one that began past the stack it may
+ * (flow_create.h). Otherwise a client's datagram may for a while after the stack has let one like it pass (egress.h): a
+ * sixth of the time for which conntrack remembers a flow without answers, so that it goes on to know it, and asks its
+ * rules again.
+ */
+INLINE bool needs_no_stack(const struct flow *f)
+{
+	__u32 passed = READ_ONCE(f->bypassed_at);
+
+	return passed && (settings.fast_path == FAST_PATH_ALWAYS || now() - passed < settings.udp_timeout / 6);
+}
+
+/* May packets of the flow be handed to a pod past the stack? Only where the other direction goes past it, too:
+ * conntrack that sees one half of a connection calls the rest invalid. So both ends are pods of this node, or the flow
+ * is masqueraded.
+ */
+INLINE bool skips_stack(const struct flow *f, enum hook hook)
+{
+	if (!is_ingress(hook) || !settings.fast_path || !f->ifindex)
+		return false;
+	if (!(f->flags & FLOW_ESTABLISHED) && !needs_no_stack(f))
+		return false;
+	return hook == HOOK_POD_INGRESS || f->flags & FLOW_MASQUERADE;
+}
+
+/* Does the packet, or each of those that it stands for, pass through the interface? bpf_redirect_peer() would not ask.
+ * Longer packets go through the stack, which sends the ICMP error. Packets of the smallest MTU always pass.
+ * bpf_check_mtu() reports the MTU; its own comparison would count the extra header of BIG TCP.
+ */
+INLINE bool fits(struct __sk_buff *skb, const struct packet *p, __u32 ifindex, const bool v6)
+{
+	__u32 mtu = 0;
+
+	if (skb->len <= L3_OFFSET + SMALLEST_MTU || !settings.can_check_mtu)
+		return true;
+	return bpf_check_mtu(skb, ifindex, &mtu, 0, 0) < 0 || packet_length(skb, p, v6) <= mtu;
+}
+
+/* Is the pod's interface still there? A pod that was recreated has another one: until the flow has learned which, its
+ * packets go through the stack.
+ */
+INLINE bool has_pod_link(const struct flow *f)
+{
+	if (has_link(f->ifindex))
+		return true;
+	count(COUNT_LINK_GONE);
+	return false;
+}
+
+/* May this packet be handed to the pod of its flow directly? */
+INLINE bool can_hand_over(struct __sk_buff *skb, const struct packet *p, const struct flow *f, enum hook hook,
+			  const bool v6)
+{
+	return skips_stack(f, hook) && has_pod_link(f) && fits(skb, p, f->ifindex, v6);
+}
+
+/* Do a client's datagrams keep coming for a quarter of a second, and no answer shows where their pod is? */
+INLINE bool lasts_one_way(const struct flow *f, __u8 protocol)
+{
+	return settings.fast_path && protocol == IPPROTO_UDP &&
+	       !(f->flags & (FLOW_REPLY | FLOW_AS_NODE | FLOW_ESTABLISHED)) && now() - f->started >= settings.hz / 4;
+}
+
+/* FAST_PATH_ALWAYS: do the routes to the backend and back to the client lead to pods' interfaces, and would the stack
+ * send the packet there at once? `space->hop` is the way to the backend then.
+ */
+INLINE bool skips_stack_at_once(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
+{
+	struct bpf_fib_lookup *hop = &space->hop;
+
+	if (settings.fast_path != FAST_PATH_ALWAYS || hook != HOOK_POD_INGRESS || space->flow.flags)
+		return false;
+	if (CALL(origin_by_route, v6, skb) != skb->ifindex)
+		return false;
+	return fib_lookup_skb(skb, hop, &space->packet, &space->result, 0, v6) == BPF_FIB_LKUP_RET_SUCCESS &&
+	       has_link(hop->ifindex | 1u << LINK_POD_BIT) && !neighbour_needs_refresh(hop, v6);
+}
+
+INLINE enum step give_to_pod(struct __sk_buff *skb, const struct flow *flow)
+{
+	set_macs(skb, flow->mac);
+	count_inline(COUNT_FAST);
+	bpf_redirect_peer(flow->ifindex, 0);
+	return STEP_REDIRECT;
+}
+
+#endif
