@@ -1,15 +1,14 @@
 /* Everything that C and Python share: rows of maps, enums and limits.
  *
- * It is written once: the build preprocesses this file with ABI_FOR_PYTHON, Python reads the result through cffi, and a
+ * It is written once. The build preprocesses this file with ABI_FOR_PYTHON, Python reads the result through cffi, and a
  * test compares sizes and offsets with BTF. There are enums instead of macros, because cffi keeps enums.
  *
  * Addresses and ports are in network byte order. An IPv4 address is the first of four words, the others are 0. Times
- * are in jiffies, cut to 32 bits, unless something else is said.
+ * are in jiffies, cut to 32 bits, unless the field says otherwise.
  *
- * Names, types and offsets of all rows that outlive a process, and the numbers of their flags, are recorded beside the
- * pins (layouts.py). An agent of another version carries the rows over field by field, by name (convert.py). A field
- * that has another name at the same place counts as renamed. So a field that takes the place of another one, and every
- * field that gets another meaning, raises ABI_VERSION.
+ * Names, types and offsets of all rows that outlive a process, and the numbers of their flags, are recorded next to the
+ * pins (layouts.py). An agent of another version carries the rows over field by field, by name (convert.py). An
+ * anonymous union has the name of its first member there. A field that gets another meaning raises ABI_VERSION.
  */
 #ifndef HYBRID_PROXY_ABI_H
 #define HYBRID_PROXY_ABI_H
@@ -33,8 +32,8 @@ enum abi_limits {
 	TRAFFIC_GROUP = 8,    /* backends whose rows in map `traffic` lie together, for one CPU after the other */
 };
 
-/* A frontend's value is one u64 that never changes: service | flags << 32 | tag << 40. The tag is a hash of the key: an
- * element that the kernel reused for another key while a program looked at it does not match.
+/* A frontend's value is one u64 that never changes: service | flags << 32 | tag << 40. The tag is a hash of the key.
+ * The kernel may reuse an element for another key while a program reads it; then the tag does not match.
  */
 enum frontend_flags {
 	FRONTEND_INTERNAL_SET = 1 << 0, /* pods and this node get the service's backend set 1 instead of 0 */
@@ -78,10 +77,10 @@ struct source_range6_key {
 enum service_flags {
 	SERVICE_DROP_SET0 = 1 << 0, /* an empty set 0 drops; otherwise it rejects */
 	SERVICE_DROP_SET1 = 1 << 1,
-	SERVICE_BY_TUPLE = 1 << 4, /* what chooses the slot; none of these: chance */
+	SERVICE_BY_TUPLE = 1 << 4, /* how the slot is chosen; none of these: at random */
 	SERVICE_BY_CLIENT = 1 << 5,
 	SERVICE_ROUND_ROBIN = 1 << 6,
-	SERVICE_FEWEST = 1 << 7, /* of several slots by chance that of the backend with the fewest open flows */
+	SERVICE_FEWEST = 1 << 7, /* the backend with the fewest open flows, among several random slots */
 };
 
 struct service {
@@ -91,9 +90,9 @@ struct service {
 	__u64 turn;	/* counts connections where SERVICE_ROUND_ROBIN */
 };
 
-/* One slot of a slot range. Both words carry the service's id, so that a program whose slot range was given to another
- * service meanwhile finds out. The address of an IPv4 backend is here, too, which saves a cache miss; that of an IPv6
- * backend is in its row.
+/* One slot of a slot range. Both words carry the service's id. If the slot range was given to another service while a
+ * program reads it, the program notices. The address of an IPv4 backend is here, which saves a cache miss; that of an
+ * IPv6 backend is in its row.
  */
 struct slot {
 	__u64 backend;	/* id | service << 32 */
@@ -104,8 +103,8 @@ enum backend_flags {
 	BACKEND_SERVING = 1 << 0, /* established flows may stay */
 	BACKEND_SET0 = 1 << 1,	  /* a member of the service's set 0 */
 	BACKEND_SET1 = 1 << 2,
-	BACKEND_EJECTED = 1 << 3,      /* not in a set it belongs to, because it keeps failing */
-	BACKEND_PROBE_FAILED = 1 << 4, /* beside that: it is the agent's probes that failed */
+	BACKEND_EJECTED = 1 << 3,      /* removed from its sets, because it keeps failing */
+	BACKEND_PROBE_FAILED = 1 << 4, /* in addition to BACKEND_EJECTED: the agent's probes failed */
 	BACKEND_LOCAL = 1 << 5,	       /* it runs on this node */
 	BACKEND_COUNTED = 1 << 6,      /* its open flows are counted (map `loads`) */
 };
@@ -120,21 +119,21 @@ struct backend {
 	__u32 failures; /* connections one after the other that it did not answer, or reset */
 };
 
-/* How many flows a backend has open: opened - closed + correction (map `loads`). Programs write the first two alone,
- * user space the others.
+/* The number of a backend's open flows is opened - closed + correction (map `loads`). Programs alone write the first
+ * two, user space the others.
  */
 struct load {
 	__u32 opened;
 	__u32 closed;
-	__u32 correction; /* may be less than none */
+	__u32 correction; /* may be negative */
 	__u32 weight;
 };
 
-/* How connections to a backend failed (map `failures`). Counts begin anew after ten minutes without such a failure.
- * Times are nanoseconds, CLOCK_MONOTONIC; 0: never.
+/* Counts how connections to a backend failed (map `failures`). A count starts again from 0 after ten minutes without
+ * such a failure. Times are nanoseconds of CLOCK_MONOTONIC; 0: never.
  */
 struct failures {
-	__u32 address[4]; /* whose they are, because ids of backends are used again */
+	__u32 address[4]; /* the backend's address, because ids of backends are reused */
 	__u16 port;
 	__u16 pad;
 	__u32 service;
@@ -144,8 +143,8 @@ struct failures {
 	__u64 unanswered_at;
 };
 
-/* What a backend's flows came to on one CPU (map `traffic`). Bytes are those of IP packets; of a packet that stands for
- * several segments (GSO) all are counted, their headers once.
+/* Sums over a backend's flows on one CPU (map `traffic`). Bytes are those of IP packets. A packet that stands for
+ * several segments (GSO) counts all of them, and their headers once.
  */
 struct traffic {
 	__u64 flows; /* begun */
@@ -178,23 +177,23 @@ struct flow6_key {
 enum flow_flags {
 	FLOW_REPLY = 1 << 0,	   /* the backend's direction */
 	FLOW_HAIRPIN = 1 << 1,	   /* client and backend are one pod: back out of the interface it came from */
-	FLOW_DIRECT = 1 << 2,	   /* not to a service: keeps a reply tuple apart from that of a service's flow */
-	FLOW_FIN = 1 << 3,	   /* this direction has ended, and the other one has sent a packet since */
-	FLOW_FIN_ACKED = 1 << 4,   /* and the other end knows; a pair of which both halves are so is deleted */
+	FLOW_DIRECT = 1 << 2,	   /* to a backend directly: keeps a reply tuple apart from that of a service's flow */
+	FLOW_FIN = 1 << 3,	   /* this direction has ended, and the other one has sent a packet since then */
+	FLOW_FIN_ACKED = 1 << 4,   /* the other end has acknowledged it; a pair of two such halves is deleted */
 	FLOW_RESET = 1 << 5,	   /* a reset ended the connection */
 	FLOW_COLLISION = 1 << 6,   /* the reply tuple turned out to be a direct connection's: choose another port */
-	FLOW_PEER_FIN = 1 << 7,	   /* the other direction has ended: acknowledgements are looked at */
+	FLOW_PEER_FIN = 1 << 7,	   /* the other direction has ended: acknowledgements are checked */
 	FLOW_REPLIED = 1 << 8,	   /* the backend accepted: the client's next segment establishes the pair */
 	FLOW_ESTABLISHED = 1 << 9, /* both directions have spoken */
 	FLOW_MASQUERADE = 1 << 10, /* the source is the node's: the packet goes on by our own route lookup */
 	FLOW_NODE = 1 << 11,	   /* the client is this node */
 	FLOW_DSR = 1 << 12,	   /* its packets are encapsulated for the backend's node; answers do not come here */
 	FLOW_CHALLENGED = 1 << 13, /* a SYN asks the backend whether the connection still lives, and has no reply yet */
-	FLOW_DOUBTED = 1 << 14,	   /* reset with a number ahead of what was acknowledged: over if nobody goes on */
-	FLOW_OTHERS = 1 << 15,	   /* another mode or proxy translates it: of its entry only the key and `seen` count */
+	FLOW_DOUBTED = 1 << 14, /* reset with a number ahead of what was acknowledged: over unless an end continues */
+	FLOW_OTHERS = 1 << 15,	/* another mode or proxy translates it: only the key and `seen` have a meaning */
 };
 
-/* Where the packets of a flow come in: the index of a pod's interface, or one of these. */
+/* Where packets of a flow arrive: the index of a pod's interface, or one of these. */
 enum origin {
 	ORIGIN_UPLINKS = 0,	     /* any uplink: all of them are one origin */
 	ORIGIN_NODE = 0x7ffffffd,    /* this node itself */
@@ -204,14 +203,14 @@ enum origin {
 	ORIGIN_NONE = 0x7ffffff1,      /* no route */
 };
 
-/* Map `links` has the index of each interface that programs are at, and once more with the bit of what it is. */
+/* Map `links` has the index of each interface with programs, and once more with one of these bits. */
 enum link_kind {
 	LINK_POD_BIT = 30,
-	LINK_OUTER_BIT = 31, /* an uplink that no pod of this node is behind, as pods may be behind a bridge */
+	LINK_OUTER_BIT = 31, /* an uplink without pods of this node behind it; a bridge, for example, has them */
 };
 
-/* What a packet with the key's tuple becomes, and what is known of its flow's direction. The other direction's key is
- * this tuple reversed.
+/* One direction of a flow: what packets with the key's tuple are translated to, and the direction's state. The key of
+ * the other direction is the translated tuple reversed.
  */
 struct flow {
 	__u32 saddr[4];
@@ -219,12 +218,12 @@ struct flow {
 	__u16 sport;
 	__u16 dport;
 	__u16 flags;	  /* enum flow_flags */
-	__u16 challenges; /* while FLOW_CHALLENGED: SYNs since the other direction spoke */
+	__u16 challenges; /* while FLOW_CHALLENGED: SYNs since the other direction sent its last packet */
 	__u32 service;
 	__u32 backend;
 	__u32 seen;    /* the last packet of either direction, to a second */
-	__u32 tag;     /* hash of the key, which proves the entry: see flow.h */
-	__u32 ifindex; /* hand established packets to this pod's interface; 0: they go through the stack */
+	__u32 tag;     /* hash of the key, by which a program recognizes a reused entry: see flow.h */
+	__u32 ifindex; /* established packets are handed to this pod's interface; 0: they go through the stack */
 	union {
 		__u32 started; /* when the flow began: jiffies, of TCP ticks of ktime() */
 		__u32 fin_end; /* of TCP once this direction has sent a FIN: the number that acknowledges it */
@@ -247,14 +246,15 @@ struct flow {
 	};
 };
 
-/* What is asked of packets that come in at an interface (map `interfaces`); of one that is not there, nothing. */
+/* Reverse-path checks for packets received on an interface (map `interfaces`). No entry means no check. */
 enum interface_flags {
-	INTERFACE_STRICT4 = 1 << 0, /* the way back to the source is by this interface */
-	INTERFACE_LOOSE4 = 1 << 1,  /* there is a way back to the source */
+	INTERFACE_STRICT4 = 1 << 0, /* the route back to the source must lead out of this interface */
+	INTERFACE_LOOSE4 = 1 << 1,  /* there must be a route back to the source */
 	INTERFACE_STRICT6 = 1 << 2,
-	INTERFACE_IN_VRF = 1 << 3,  /* its packets have a table of routes of their own */
-	INTERFACE_SHARED = 1 << 4,  /* frames for others come here, too: it is a bridge's port, or below a macvlan */
-	INTERFACE_BRIDGE_SHIFT = 8, /* the bits from here on: index of the bridge that it is a port of, 0: of none */
+	INTERFACE_IN_VRF = 1 << 3, /* its packets are routed by a table of their own */
+	INTERFACE_SHARED =
+		1 << 4, /* it also receives frames for other hosts: it is a bridge's port, or below a macvlan */
+	INTERFACE_BRIDGE_SHIFT = 8, /* from this bit on: index of the bridge that it is a port of, 0: none */
 };
 
 /* Destinations of routes that have several next hops, by longest prefix; `bits` counts from `family` on. */
@@ -274,13 +274,13 @@ struct equal_path {
 	__u32 gateway[4]; /* zeros: the interface alone */
 };
 
-/* An address of this node, or one to all hosts of a network of its own. */
+/* An address of this node, or the broadcast address of one of its networks. */
 struct own_address {
 	__u32 address[4];
 	__u32 family; /* 4 or 6 */
 };
 
-/* Each mark: hash of the tuple << 40 | hash of whom it belonged to << 16 | time in ticks of 256 jiffies. */
+/* Each entry is hash of the tuple << 40 | hash of its owner << 16 | time in ticks of 256 jiffies. */
 struct timewait_bucket {
 	__u64 entries[4];
 };
@@ -300,7 +300,7 @@ struct node {
 	__u32 mask4[4];
 	__u32 cidr6[4][4];
 	__u32 mask6[4][4];
-	__u32 pods_by_link; /* pods are known by their interface (map `pod_links`), not by these: */
+	__u32 pods_by_link; /* pods are recognized by their interface (map `pod_links`), not by these addresses: */
 	__u32 pod4_known;
 	__u32 pod6_known;
 	__u32 pod4;
@@ -312,22 +312,23 @@ struct node {
 	__u32 trace;		 /* emit an event for each packet of these services from or to this client: */
 	__u32 trace_services[4]; /* zeros: any */
 	__u32 trace_client[4];	 /* zeros: any */
-	__s32 half_open; /* pairs in `flows` that are not established; user space counts them again now and then */
-	__u32 draining;	 /* non-zero while no new flow may begin: there are no frontends then */
+	__s32 half_open;	 /* pairs in `flows` that are not established; user space corrects the count */
+	__u32 draining;		 /* non-zero while no new flow may begin (there are no frontends then) */
 	__u32 pad;
 };
 
-/* An interface's own addresses, zeros where it has none: the sources of what is masqueraded and leaves by it. */
+/* An interface's own addresses, zeros where it has none. Masqueraded packets that leave by it get them as their source.
+ */
 struct interface_address {
 	__u32 address4;
 	__u32 address6[4];
 };
 
-/* Which packets between pods of this node are handed over past the stack. */
+/* Which packets between pods of this node bypass the stack. */
 enum fast_path {
 	FAST_PATH_OFF,
-	FAST_PATH_ESTABLISHED, /* of flows that the stack has let open, or datagrams it has let pass */
-	FAST_PATH_ALWAYS,      /* all that have a way, the first of a flow too */
+	FAST_PATH_ESTABLISHED, /* those of flows that the stack has let open, and datagrams that it has let pass */
+	FAST_PATH_ALWAYS,      /* all that can be delivered, the first of a flow included */
 };
 
 /* Settings that are constants of the loaded programs (.rodata). One struct, because the compiler does not keep the
@@ -357,14 +358,14 @@ enum datapath {
 	DATAPATHS,
 };
 
-/* Who serves while flows are carried over from maps of another layout (carry.bpf.c). */
+/* Which datapath serves while flows are carried over from maps of another layout (carry.bpf.c). */
 enum carry_state {
 	CARRY_ALL_FORMER,     /* the former datapath serves all */
-	CARRY_NEW_FLOWS_OURS, /* it serves the flows that it knows, and ours the rest */
+	CARRY_NEW_FLOWS_OURS, /* the former one serves the flows that it knows, and ours the rest */
 	CARRY_ALL_OURS,	      /* ours serves all */
 };
 
-/* Where the keys of the former tables of flows have their fields, in bytes. */
+/* Offsets, in bytes, of the fields in keys of the former flow tables. */
 struct flow_key_places {
 	__u32 saddr;
 	__u32 daddr;
@@ -380,8 +381,8 @@ struct carrying {
 	__u32 pad;
 };
 
-/* Before Linux 5.14 user space cannot read its namespace's cookie (map `host_netns`, one element): when the socket with
- * cookie `teaching_socket` connects, a program writes down in which namespace that is.
+/* Before Linux 5.14 user space cannot read its namespace's cookie (map `host_netns`, one element). When the socket with
+ * cookie `teaching_socket` connects, a program writes down its namespace.
  */
 struct host_netns {
 	__u64 teaching_socket;
@@ -394,7 +395,7 @@ enum connected {
 	CONNECTED_FREE, /* the kernel chose one on the way to the backend */
 };
 
-/* A socket's memory of the service addresses it talks to. */
+/* The service addresses that a socket talks to. */
 struct socket_peer {
 	__u32 frontend[4];
 	__u32 backend[4];
@@ -411,7 +412,7 @@ struct socket_state {
 	__u32 connected; /* peers[0] is the peer of a connected socket: enum connected */
 };
 
-/* Who asks: which backend set it gets, and whether its address is replaced. */
+/* The kind of client: it decides the backend set, and whether the address is replaced. */
 enum client {
 	CLIENT_POD,
 	CLIENT_NODE,
@@ -425,11 +426,11 @@ enum verdict {
 	VERDICT_DROP = 3,
 };
 
-/* What verbs note that explain themselves (explaining.h): each of these with two numbers. */
+/* The decisions that the explaining programs record (explaining.h), each with two numbers. */
 enum note_kind {
 	NOTE_NONE,
 	NOTE_COUNT,	     /* an event that is counted: enum counter */
-	NOTE_MAY_BE_SERVICE, /* the prefilters have a bit for the destination */
+	NOTE_MAY_BE_SERVICE, /* the prefilters do not rule the destination out */
 	NOTE_FLOW,	     /* a flow is known: its flags, jiffies since its last packet */
 	NOTE_FLOW_OWNER,     /* its service, its backend */
 	NOTE_RENEWAL,	     /* the known flow is not followed: a new one takes its place */
@@ -455,7 +456,7 @@ struct note {
 	__u32 b;
 };
 
-/* What was noted about one packet (map `explanation` of the explaining programs, one element). */
+/* The decisions about one packet (map `explanation` of the explaining programs, one element). */
 struct explanation {
 	__u32 count;
 	__u32 copied;
@@ -472,7 +473,7 @@ enum hook {
 	HOOK_XDP,
 };
 
-/* What happened to a packet (ring buffer `events`): it was dropped or rejected, a backend failed, or it is traced. */
+/* An event of a packet (ring buffer `events`): it was dropped or rejected, a backend failed, or it is traced. */
 struct event {
 	__u64 time; /* nanoseconds, CLOCK_MONOTONIC */
 	__u32 service;
@@ -491,7 +492,7 @@ struct event {
 	__u16 pad;
 };
 
-/* Flows that user space names: the packet of the programs `sweep` and `leave`, after its Ethernet header. */
+/* Flows that user space names: the payload of the packet that it runs `sweep` and `leave` with. */
 struct sweep {
 	__u32 count;
 	__u32 family;

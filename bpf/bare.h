@@ -1,9 +1,9 @@
 /* Interfaces whose packets begin with the IP header: tunnels such as IPIP, GRE, WireGuard and TUN devices.
  *
- * The datapath expects an Ethernet header. So a packet that may be a service's gets an empty one, which does not
- * disturb the stack: it looks for the IP header where skb->network_header says. A redirect takes it away, or fills it
- * in, as the target needs. Only a packet that goes on to the device itself must not have it. No helper removes it, but
- * a redirect to the same device does. Then the packet comes to the same hook again, with BARE_DONE in tc_index, a field
+ * The datapath expects an Ethernet header. So a packet that may be a service's gets an empty one. It does not disturb
+ * the stack, which finds the IP header by skb->network_header. A redirect removes the header, or fills it in, as its
+ * target needs. Only a packet that continues to the device itself must not have it. No helper removes it, but a
+ * redirect to the same device does. Then the packet reaches the same hook again, with BARE_DONE in tc_index, a field
  * that belongs to tc alone.
  */
 #ifndef HYBRID_PROXY_BARE_H

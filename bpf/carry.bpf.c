@@ -1,10 +1,10 @@
-/* tc at all hooks, for the moments in which flows are carried over from maps of another layout (carry.py).
+/* tc at all hooks, while flows are carried over from maps of another layout (carry.py).
  *
- * Two datapaths stand beside each other: the former one with its maps, and ours. A packet goes to the one that knows
- * its flow, and neither sees a packet of the other's. So both directions of a flow, and all its packets, meet the same
- * entries, whatever hook they are at, and a store to map `carrying` moves all hooks to the next state at once.
+ * Two datapaths are loaded: the former one with its maps, and ours. Each packet goes to the one that knows its flow,
+ * and neither sees the other's packets. So both directions of a flow, and all its packets, meet the same entries at
+ * every hook. One store to map `carrying` moves all hooks to the next state at once.
  *
- * The former maps' keys are another struct. `carrying` says where their fields are; what else is in them is 0.
+ * The former maps' keys are another struct. `carrying` has the offsets of their fields; the rest of a key is 0.
  */
 #include "flow.h"
 #include "fragment.h"
@@ -20,7 +20,7 @@ struct former_key {
 	__u8 bytes[FORMER_KEY_MASK + 1 + 16];
 };
 
-/* The former tables of flows and the former datapath, in place of these before the load. */
+/* Stand for the former flow tables and the former datapath, which replace them before the load. */
 HASH_MAP(former_flows4, struct former_key, __u32, 1);
 HASH_MAP(former_flows6, struct former_key, __u32, 1);
 HASH_MAP(former_half4, struct former_key, __u32, 1);
@@ -68,7 +68,9 @@ INLINE bool is_former(const struct carrying *self, const struct tuple *t, const 
 	return bpf_map_lookup_elem(&former_flows4, key) || bpf_map_lookup_elem(&former_half4, key);
 }
 
-/* The tuple by which the packet's flow is known. False: the packet does not say, as a fragment before its first. */
+/* Reads the tuple by which the packet's flow is known. False: the packet has none, like a fragment before its first
+ * one.
+ */
 INLINE bool read_tuple(struct __sk_buff *skb, struct tuple *t, const bool v6)
 {
 	struct fragments *datagram;
@@ -96,7 +98,7 @@ INLINE bool read_tuple(struct __sk_buff *skb, struct tuple *t, const bool v6)
 	return true;
 }
 
-/* Is it the former datapath that serves this packet? What has no tuple stays there as long as flows do. */
+/* Does the former datapath serve this packet? It also keeps packets without a tuple, as long as it has flows. */
 INLINE bool serves_former(struct __sk_buff *skb, const bool v6)
 {
 	struct carrying *self;
@@ -127,8 +129,8 @@ INLINE int enter(struct __sk_buff *skb, const enum hook hook)
 	return enter_wanted(skb, hook, ALL_PACKETS);
 }
 
-/* No former datapath is asked: those before this one were at no interfaces without Ethernet headers, and would leave
- * the packet the header that it was given.
+/* The former datapath gets none of these packets. Older versions had no programs at interfaces without Ethernet
+ * headers, and would leave the added header on the packet.
  */
 INLINE int enter_bare(struct __sk_buff *skb, const enum hook hook)
 {

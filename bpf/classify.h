@@ -9,8 +9,8 @@
 #include "serve.h"
 #include "socket_storage.h"
 
-/* Parse the packet into scratch space. Only packets that come in are checked for being well formed: those that go out
- * came through the stack.
+/* Parses the packet into scratch space. Only incoming packets are checked for their form; outgoing ones come from the
+ * stack.
  */
 INLINE enum packet_kind load_packet(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
@@ -26,7 +26,7 @@ INLINE enum packet_kind load_packet(struct __sk_buff *skb, struct scratch *space
 
 GLOBAL_VERB_WITH(enum hook, enum packet_kind, load_packet, PACKET_OTHER)
 
-/* Parse the packet; a fragment gets the ports of its datagram, or waits for them. */
+/* Parses the packet. A fragment gets the ports of its datagram, or waits for them. */
 INLINE enum step load_whole(struct __sk_buff *skb, enum hook hook, const bool v6)
 {
 	if (CALL(load_packet, v6, skb, hook) != PACKET_FRAGMENT)
@@ -34,7 +34,7 @@ INLINE enum step load_whole(struct __sk_buff *skb, enum hook hook, const bool v6
 	return CALL(track_fragment, v6, skb, hook);
 }
 
-/* A packet whose headers are wrong: drop it if it is a service's, and leave any other to the stack. */
+/* Drops a packet with wrong headers if it is a service's, and leaves any other to the stack. */
 INLINE enum step refuse_malformed(struct scratch *space, const bool v6)
 {
 	const struct tuple *t = &space->packet.tuple;
@@ -49,7 +49,7 @@ INLINE bool may_be_encapsulated(const struct packet *p, const enum hook hook, co
 	return settings.dsr && hook == HOOK_UPLINK_INGRESS && p->tuple.protocol == (v6 ? IPPROTO_IPV6 : IPPROTO_IPIP);
 }
 
-/* A packet from a pod or from beyond the node, before it is routed. */
+/* Classifies a packet from a pod or from beyond the node, before it is routed. */
 INLINE enum step classify_ingress(struct __sk_buff *skb, struct scratch *space, const enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
@@ -74,9 +74,9 @@ INLINE enum step classify_ingress(struct __sk_buff *skb, struct scratch *space, 
 	return STEP_SERVE;
 }
 
-/* A packet behind routing. It may still be to a service. At an uplink, because this node itself sends packets past the
- * hooks of its sockets, from raw sockets and from the kernel, and a pod that started while no agent ran has an
- * interface without programs; anywhere, from a socket whose backend is gone.
+/* Classifies a packet after routing. It may still be to a service. At an uplink: this node itself sends such packets
+ * when they bypass the socket hooks (raw sockets, the kernel), and so does a pod that started while no agent ran, whose
+ * interface has no programs. At any hook: a socket whose backend is gone sends them.
  */
 INLINE enum step classify_egress(struct __sk_buff *skb, struct scratch *space, const enum hook hook, const bool v6)
 {

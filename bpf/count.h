@@ -1,4 +1,4 @@
-/* Counting, and the two macros by which programs that explain themselves (explaining.h) follow what verbs decide. */
+/* Counters, and the two macros by which the explaining programs (explaining.h) record decisions. */
 #ifndef HYBRID_PROXY_COUNT_H
 #define HYBRID_PROXY_COUNT_H
 

@@ -1,7 +1,7 @@
-/* SCTP's checksum after a change of ports, without a look at the data: a CRC is linear, so that of a packet whose first
- * word changed differs by the CRC of the change, moved as far as there are bytes behind it.
+/* SCTP's checksum after a change of ports, computed without reading the data. A CRC is linear: the CRC of a packet
+ * whose first word changed differs by the CRC of the change, shifted by the length of the rest.
  *
- * Polynomials are as in RFC 9260, appendix A: of 32 bits, reflected, x^0 is the highest bit.
+ * Polynomials are as in RFC 9260, appendix A: 32 bits, reflected, x^0 is the highest bit.
  */
 #ifndef HYBRID_PROXY_CRC_H
 #define HYBRID_PROXY_CRC_H
@@ -11,7 +11,7 @@
 #define CRC32C 0x82f63b78u /* Castagnoli's, without x^32 */
 #define LENGTH_BITS 16	   /* of the number of bytes behind the ports */
 
-/* The product of two polynomials, modulo CRC32C. Global: the verifier looks at these loops once. */
+/* Multiplies two polynomials modulo CRC32C. The function is global, so the verifier checks these loops once. */
 __noinline __u32 crc_product(__u32 a, __u32 b)
 {
 	__u32 product = 0;

@@ -1,6 +1,6 @@
-/* Datagrams to a backend that never answers: that the stack delivers them shows where the backend is, and that no rule
- * drops them. The ingress says for which backends it wants to know (follow.h); the egress of the backend's interface
- * looks at datagrams to these alone (egress.h).
+/* Finds the interface of a backend that never answers datagrams. A datagram that the stack delivers shows where the
+ * backend is, and that no rule drops it. The ingress marks the backends in question (follow.h); the egress of the
+ * backend's interface checks datagrams to these alone (egress.h).
  */
 #ifndef HYBRID_PROXY_DELIVERY_H
 #define HYBRID_PROXY_DELIVERY_H
@@ -16,7 +16,9 @@ INLINE __u64 *awaited_at(const __u32 *address, __be16 port, const bool v6)
 	return bpf_map_lookup_elem(&awaited, &key);
 }
 
-/* Look for the delivery of this packet, or of the next like it. Every eighth of a second is often enough to write. */
+/* Requests a report of the delivery of this packet, or of the next one like it. It writes at most every eighth of a
+ * second.
+ */
 INLINE void await_delivery(const struct tuple *to, const bool v6)
 {
 	__u64 *at = awaited_at(to->daddr, to->dport, v6);

@@ -1,4 +1,4 @@
-/* Packets before routing that are to no frontend: from a backend, to one, or neither. */
+/* Packets before routing that are not to a frontend: from a backend, to one directly, or neither. */
 #ifndef HYBRID_PROXY_DIRECT_H
 #define HYBRID_PROXY_DIRECT_H
 
@@ -9,15 +9,16 @@
 #include "node.h"
 #include "renew.h"
 
-/* May a client that talks to a backend directly do without a flow? TCP is looked at when it opens. Datagrams always
- * leave a flow, because nothing distinguishes a reply to them from a reply to a service's flow.
+/* May a client talk to a backend directly without a flow? TCP is checked when it opens. Datagrams always leave a flow,
+ * because nothing distinguishes a reply to them from a reply to a service's flow.
  */
 INLINE bool needs_no_flow(const struct packet *p)
 {
 	return p->tuple.protocol == IPPROTO_TCP && !is_syn(p) && !READ_ONCE(own_node.direct_flows);
 }
 
-/* Reserve the tuple of a client that talks to a backend directly, so that its answers are not taken for a service's. */
+/* Reserves the tuple of a client that talks to a backend directly, so that the answers are not taken for a service's.
+ */
 INLINE enum step begin_direct(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	const struct packet *p = &space->packet;
@@ -39,7 +40,7 @@ INLINE bool is_unallocated(const __u32 *address, const bool v6)
 	return is_nobodys(address, v6) && !may_be_service(address, v6);
 }
 
-/* The destination may be a backend, addressed directly. */
+/* Handles a packet whose destination may be a backend, addressed directly. */
 INLINE enum step to_backend(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
@@ -69,7 +70,7 @@ INLINE enum step to_backend(struct __sk_buff *skb, struct scratch *space, enum h
 
 GLOBAL_VERB_WITH(enum hook, enum step, to_backend, STEP_DROP)
 
-/* Did the flow begin past the stack, so that its answers go past it, too? */
+/* Did the flow begin by bypassing the stack, so that its answers bypass it, too? */
 INLINE bool answers_past_stack(struct __sk_buff *skb, const struct packet *p, const struct flow *reply, enum hook hook,
 			       const bool v6)
 {
@@ -77,8 +78,8 @@ INLINE bool answers_past_stack(struct __sk_buff *skb, const struct packet *p, co
 	       can_hand_over(skb, p, reply, hook, v6);
 }
 
-/* The backend answers on a flow that is half-open. Where answers are translated before routing, follow the flow; it may
- * be in the other table now.
+/* Handles a backend's answer on a half-open flow. Where answers are translated before routing, the flow is followed; it
+ * may be in the other table by now.
  */
 INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
 			     const bool v6)
@@ -117,9 +118,9 @@ INLINE bool has_socket(struct __sk_buff *skb, const struct tuple *t, const bool 
 	return true;
 }
 
-/* A backend's segment to this node that is of no flow: of one that was evicted? The stack would reset the connection,
- * which its client can still go on with. A backend that repeats a SYN/ACK has waited in vain for so long that nobody
- * may get this tuple soon: it would take another SYN for a segment of the connection that it remembers.
+/* Does a backend's segment to this node belong to a flow that was evicted? The stack would reset the connection, which
+ * its client can still continue. A backend that repeats a SYN/ACK has waited so long that no other client may get this
+ * tuple soon: the backend would take another SYN for a segment of the connection that it remembers.
  */
 INLINE bool was_evicted(struct __sk_buff *skb, const struct packet *p, const bool v6)
 {
@@ -131,9 +132,9 @@ INLINE bool was_evicted(struct __sk_buff *skb, const struct packet *p, const boo
 	return true;
 }
 
-/* The source may be a backend that answers; STEP_CONTINUE: it is none. Where the client's address is the node's by now,
- * it is put back here, before the answer is routed. Otherwise the first answer goes through the stack, so that
- * firewalls see the flow open, and is translated at the client's interface (egress.h).
+/* Handles a packet whose source may be a backend; STEP_CONTINUE: it is none. Where the client's address was replaced by
+ * the node's, it is restored here, before the answer is routed. Otherwise the first answer goes through the stack, so
+ * that firewalls see the flow open, and is translated at the client's interface (egress.h).
  */
 INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {

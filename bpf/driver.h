@@ -1,7 +1,7 @@
-/* A packet of a known flow, sent on in the driver's hands: before the kernel has made anything of the frame.
+/* Forwards packets of known flows in the driver (XDP), before the kernel has allocated an skb.
  *
- * This is a short cut and decides nothing: tc begins, establishes and ends flows. What it does not do here it leaves to
- * tc, untouched, and tc does it as if there were no short cut.
+ * This is a shortcut and decides nothing: tc creates, establishes and ends flows. Whatever this code does not handle,
+ * it leaves to tc untouched, and tc handles it as if there were no shortcut.
  */
 #ifndef HYBRID_PROXY_DRIVER_H
 #define HYBRID_PROXY_DRIVER_H
@@ -20,7 +20,7 @@
 
 #define MULTICAST_BIT 1 /* of a frame's first byte */
 
-/* Interfaces that take frames from XDP, and the addresses of their own; a frame redirected to another one is lost. */
+/* Interfaces that accept frames from XDP, with their own addresses. A frame redirected to any other is lost. */
 struct xdp_link {
 	__u8 mac[6];
 	__u8 pad[2];
@@ -35,7 +35,9 @@ INLINE int leave_to_tc(enum counter why)
 	return XDP_PASS;
 }
 
-/* A frame for one receiver, TCP in the midst of a connection or UDP, nothing between the headers, a hop to spend. */
+/* Is the packet simple? It is a unicast frame, UDP or TCP in the midst of a connection, without options or extension
+ * headers, and its TTL does not expire here.
+ */
 INLINE bool is_plain(const struct ethhdr *frame, const struct packet *p, const bool v6)
 {
 	if (p->kind != PACKET_TRANSPORT || frame->h_dest[0] & MULTICAST_BIT || p->ttl <= 1)
@@ -173,8 +175,8 @@ INLINE bool is_for_this_device(struct xdp_md *ctx, const struct bpf_fib_lookup *
 	return link && same_mac(frame->h_dest, link->mac);
 }
 
-/* Where the packet goes on; false: not from here. An MTU that is too small, a neighbour that must be resolved, a route
- * that ends at this node or at a pod: tc knows what to do.
+/* Finds the next hop; false: tc forwards the packet. The MTU may be too small, the neighbour unresolved, or the route
+ * may end at this node or a pod.
  */
 INLINE bool fib_lookup_xdp(struct xdp_md *ctx, struct bpf_fib_lookup *hop, const struct tuple *to, __u32 length,
 			   const bool v6)
@@ -195,7 +197,7 @@ INLINE int transmit(struct xdp_md *ctx, const struct bpf_fib_lookup *hop, __u32 
 	return hop->ifindex == ctx->ingress_ifindex ? XDP_TX : bpf_redirect(hop->ifindex, 0);
 }
 
-/* The packet's flow, as it is now, into `flow`; false: nothing of ours, or nothing for here. */
+/* Copies the packet's flow into `flow`; false: it has none, or one that tc handles. */
 INLINE bool find_transit_flow(struct found *found, struct flow *flow, const struct packet *p, const bool v6)
 {
 	find_flow(found, &p->tuple, v6);

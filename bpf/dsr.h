@@ -26,7 +26,7 @@
 
 #define IP_DF bpf_htons(0x4000)
 
-/* Store the client's direction, which is all that this node will see. STEP_FOLLOW: another CPU has begun the flow. */
+/* Stores the client's direction; this node sees no other. STEP_FOLLOW: another CPU has begun the flow. */
 INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
@@ -144,7 +144,8 @@ INLINE __be16 encap_port(struct __sk_buff *skb, const bool v6)
 	return (void *)(ip4 + 1) <= end ? ip4->id : 0;
 }
 
-/* Is the outer packet to an address and port of a backend? Any other packet in a packet is somebody's tunnel. */
+/* Is the outer packet to an address and port of a backend? Any other encapsulated packet belongs to a foreign tunnel.
+ */
 INLINE bool is_encapsulated(const struct packet *outer, __be16 port, const bool v6)
 {
 	const __u32 *address = outer->tuple.daddr;
@@ -155,8 +156,8 @@ INLINE bool is_encapsulated(const struct packet *outer, __be16 port, const bool 
 	       may_be_backend(address, port, IPPROTO_SCTP, v6);
 }
 
-/* Take the inner packet out: `space->result` is then its tuple from the client to the backend. False: what is inside is
- * no sound packet.
+/* Takes the inner packet out; `space->result` is then its tuple from the client to the backend. False: the inner packet
+ * is malformed.
  */
 INLINE bool pop_outer(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {

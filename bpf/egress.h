@@ -1,4 +1,4 @@
-/* Packets to a client, behind routing: an answer of a backend becomes the service's. */
+/* Packets to a client, after routing: a backend's answer becomes the service's. */
 #ifndef HYBRID_PROXY_EGRESS_H
 #define HYBRID_PROXY_EGRESS_H
 
@@ -14,8 +14,8 @@
 #include "packet_events.h"
 #include "scratch.h"
 
-/* A segment that answers no SYN, on a flow that is half-open: the tuple is a direct connection's, which was there
- * first. Leave the packet alone; the service's flow takes another port when its SYN is repeated.
+/* Does the segment not answer our SYN, on a half-open flow? Then the tuple belongs to a direct connection, which was
+ * there first. The packet is left alone, and the service's flow takes another port when its SYN is repeated.
  */
 INLINE bool is_collision(const struct packet *p, const struct flow *f)
 {
@@ -37,7 +37,7 @@ INLINE void mark_collision(const struct packet *p, const struct found *reply, co
 	count(COUNT_TUPLE_COLLISION);
 }
 
-/* Note what the answer says of its flow; false: it does not belong to the flow. */
+/* Updates the flow by the backend's answer; false: the answer does not belong to the flow. */
 INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
 			const bool v6)
 {
@@ -61,7 +61,7 @@ INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const stru
 	return true;
 }
 
-/* Does the interface have this address? Only of its first ones is it known. */
+/* Does the interface have this address? Only its first address of each family is known. */
 INLINE bool is_at_interface(const __u32 *address, __u32 ifindex, const bool v6)
 {
 	struct interface_address *own = bpf_map_lookup_elem(&interface_addresses, &ifindex);
@@ -69,9 +69,9 @@ INLINE bool is_at_interface(const __u32 *address, __u32 ifindex, const bool v6)
 	return own && same_address(address, v6 ? own->address6 : &own->address4, v6);
 }
 
-/* Send an answer from an address of the node the way that the node's own packets take. Policies send what a pod sends
- * by other interfaces, where networks do not take the node's address. With netfilter a mark says that a connection was
- * to the node (AWS' plugin sets it); but here its packets are to the pod before netfilter sees them.
+/* Sends an answer from the node's address as the node's own packets are routed. Policy routes may send a pod's packets
+ * out of other interfaces, where networks do not accept the node's address. With netfilter a mark remembers that a
+ * connection was to the node (AWS' plugin sets it), but here its packets are to the pod before netfilter sees them.
  */
 INLINE enum step leave_as_node(struct __sk_buff *skb, struct scratch *space, const struct tuple *to, const bool v6)
 {
@@ -84,7 +84,7 @@ INLINE enum step leave_as_node(struct __sk_buff *skb, struct scratch *space, con
 	return has_link(hop->ifindex | 1u << LINK_OUTER_BIT) ? redirect_neigh(hop, true) : STEP_PASS;
 }
 
-/* The source may be a backend whose answer the client expects from the service's address. */
+/* Translates an answer whose source may be a backend, and which the client expects from the service's address. */
 INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
@@ -108,7 +108,8 @@ INLINE enum step translate_reply(struct __sk_buff *skb, struct scratch *space, e
 	return hook == HOOK_UPLINK_EGRESS ? leave_as_node(skb, space, to, v6) : STEP_PASS;
 }
 
-/* The stack delivers a client's datagram to the pod behind this interface: for a while the next ones are handed over.
+/* Notes that the stack delivered a client's datagram to the pod behind this interface: for a while the next ones bypass
+ * it.
  */
 INLINE void note_delivery(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
@@ -129,7 +130,9 @@ INLINE void note_delivery(struct __sk_buff *skb, struct scratch *space, const bo
 	WRITE_ONCE(forward->bypassed_at, moment());
 }
 
-/* The packet may be an answer. One that is still to a service CIDR has no service, and does not leave the node. */
+/* Handles a packet that may be an answer. A packet that is still to a service CIDR has no service, and does not leave
+ * the node.
+ */
 INLINE enum step egress(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;

@@ -1,5 +1,5 @@
-/* Events for user space (ring buffer `events`): a few a second and CPU, of packets that are dropped or rejected and of
- * those that are traced. Counters count all of them.
+/* Events for user space (ring buffer `events`): dropped, rejected and traced packets, a limited number per second and
+ * CPU. Counters count all of them.
  */
 #ifndef HYBRID_PROXY_EVENTS_H
 #define HYBRID_PROXY_EVENTS_H
@@ -24,7 +24,7 @@ INLINE bool is_tracing(void)
 	return READ_ONCE(own_node.trace);
 }
 
-/* Is this what is traced? `client` is one end of the packet, `other` another, or the same. */
+/* Does `trace` select this? `client` is one end of the packet, `other` another, or the same. */
 INLINE bool is_traced(__u32 service, const __u32 *client, const __u32 *other)
 {
 	const struct node *self = &own_node;

@@ -1,5 +1,5 @@
-/* In place of count.h, before the verbs. Compiled with this they decide as ever, note each decision, and change
- * nothing: what would be written into a map is not, flows are looked at in copies, and what would be counted is noted.
+/* Replaces count.h in programs that explain. Verbs compiled with it decide as usual and record each decision, but
+ * change nothing: updates of maps do nothing, flows are read as copies, and counts are recorded as notes.
  */
 #ifndef HYBRID_PROXY_EXPLAINING_H
 #define HYBRID_PROXY_EXPLAINING_H
@@ -8,7 +8,7 @@
 
 #include "maps.h"
 
-#define COPIES 8 /* of flows; no program looks at more of them for one packet */
+#define COPIES 8 /* of flows; no program reads more of them for one packet */
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);

@@ -11,10 +11,10 @@
 #include "route.h"
 #include "scratch.h"
 
-/* May a packet of a flow that is not established be handed over? Of one that began past the stack it may
- * (flow_create.h). Otherwise a client's datagram may for a while after the stack has let one like it pass (egress.h): a
- * sixth of the time for which conntrack remembers a flow without answers, so that it goes on to know it, and asks its
- * rules again.
+/* May a packet of a half-open flow bypass the stack? It may if the flow began that way (FAST_PATH_ALWAYS). Otherwise a
+ * client's datagrams may, for a while after the stack has delivered one like it (egress.h). The while is a sixth of the
+ * time for which conntrack remembers a flow without answers: conntrack continues to know the flow, and its rules are
+ * checked again.
  */
 INLINE bool needs_no_stack(const struct flow *f)
 {
@@ -23,9 +23,8 @@ INLINE bool needs_no_stack(const struct flow *f)
 	return passed && (settings.fast_path == FAST_PATH_ALWAYS || now() - passed < settings.udp_timeout / 6);
 }
 
-/* May packets of the flow be handed to a pod past the stack? Only where the other direction goes past it, too:
- * conntrack that sees one half of a connection calls the rest invalid. So both ends are pods of this node, or the flow
- * is masqueraded.
+/* May packets of the flow bypass the stack? Only where the other direction does, too: conntrack that sees one half of a
+ * connection calls the rest invalid. So both ends are pods of this node, or the flow is masqueraded.
  */
 INLINE bool skips_stack(const struct flow *f, enum hook hook)
 {
@@ -36,8 +35,8 @@ INLINE bool skips_stack(const struct flow *f, enum hook hook)
 	return hook == HOOK_POD_INGRESS || f->flags & FLOW_MASQUERADE;
 }
 
-/* Does the packet, or each of those that it stands for, pass through the interface? bpf_redirect_peer() would not ask.
- * Longer packets go through the stack, which sends the ICMP error. Packets of the smallest MTU always pass.
+/* Does the packet, or each segment that it stands for, fit the interface's MTU? bpf_redirect_peer() does not check
+ * that. Longer packets go through the stack, which sends the ICMP error. Packets of the smallest MTU always fit.
  * bpf_check_mtu() reports the MTU; its own comparison would count the extra header of BIG TCP.
  */
 INLINE bool fits(struct __sk_buff *skb, const struct packet *p, __u32 ifindex, const bool v6)
@@ -74,8 +73,9 @@ INLINE bool lasts_one_way(const struct flow *f, __u8 protocol)
 	       !(f->flags & (FLOW_REPLY | FLOW_AS_NODE | FLOW_ESTABLISHED)) && now() - f->started >= settings.hz / 4;
 }
 
-/* FAST_PATH_ALWAYS: do the routes to the backend and back to the client lead to pods' interfaces, and would the stack
- * send the packet there at once? `space->hop` is the way to the backend then.
+/* May the first packet of a flow bypass the stack (FAST_PATH_ALWAYS)? It may if the routes to the backend and back to
+ * the client lead to pods' interfaces, and the stack would send the packet there at once. `space->hop` is then the next
+ * hop to the backend.
  */
 INLINE bool skips_stack_at_once(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {

@@ -1,13 +1,13 @@
-/* The tables of flows. A flow is a pair of entries, one for each direction, and each is complete, so that a packet of a
- * known flow costs one lookup.
+/* The flow tables. A flow is a pair of entries, one for each direction. Each is complete, so that a packet of a known
+ * flow costs one lookup.
  *
- * A TCP connection's pair begins in `flows`, which forgets nothing, as long as few pairs there are half-open. Beyond
- * that, in a flood of SYNs, it begins in `half_open` (LRU), as all flows of datagrams do, and moves when both sides
- * have spoken (flow_state.h). What a flood evicts from there is found again without memory (`is_forgettable`).
+ * A TCP connection's pair begins in `flows`, which evicts nothing, as long as few pairs there are half-open. Beyond
+ * that, in a SYN flood, it begins in `half_open` (LRU), as all flows of datagrams do, and moves when both sides have
+ * sent packets (flow_state.h). Flows that a flood evicts are found again without memory (`is_forgettable`).
  *
- * The kernel reuses an element of a hash table for another key as soon as it is deleted, even while a program reads it:
- * within the RCU read section memory stays valid, but not what is in it. So an entry carries a hash of its key (`tag`),
- * and a program that acts on an entry copies it first and compares the tag afterwards.
+ * The kernel reuses an element of a hash table for another key as soon as it is deleted, even while a program reads it.
+ * Within the RCU read section the memory stays valid, but its content does not. So an entry carries a hash of its key
+ * (`tag`). A program that acts on an entry copies it first and compares the tag afterwards.
  */
 #ifndef HYBRID_PROXY_FLOW_H
 #define HYBRID_PROXY_FLOW_H
@@ -100,7 +100,7 @@ INLINE long flow_delete(const struct tuple *t, const enum flow_table table, cons
 	}
 }
 
-/* A flow that was found: the live entry, NULL where there is none, and the table that it is in. */
+/* A flow that was found: the live entry, or NULL, and its table. */
 struct found {
 	struct flow *entry;
 	enum flow_table table;
@@ -145,8 +145,8 @@ INLINE bool is_crowded(void)
 	return READ_ONCE(own_node.half_open) >= settings.max_half_open;
 }
 
-/* So many more pairs in `flows` are half-open. User space counts them again now and then: a pair that is evicted or
- * swept between two packets is missed here.
+/* Adds to the number of half-open pairs in `flows`. User space corrects it from time to time, because pairs that are
+ * evicted or swept between two packets are missed here.
  */
 INLINE void count_half_open(__s32 change)
 {
@@ -163,9 +163,9 @@ INLINE void translated_tuple(struct tuple *to, const struct flow *f, __u8 protoc
 	to->protocol = protocol;
 }
 
-/* The tuple by which a packet of a flow with these flags is routed, which becomes `to`. The kernel asks its tables
- * before it masquerades: policies see the client's address, and so does the choice among equal paths. As `set_source`
- * asks.
+/* Writes the tuple by which a packet of a flow with these flags is routed, before it becomes `to`. The kernel routes
+ * before it masquerades: policies and the choice among equal paths see the client's address. `set_source` does the
+ * same.
  */
 INLINE void routed_tuple(struct tuple *way, const struct tuple *from, const struct tuple *to, __u32 flags)
 {

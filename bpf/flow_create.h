@@ -1,4 +1,4 @@
-/* New flows: find the tuples, reserve the one of the answers, store both directions, rewrite the first packet. */
+/* New flows: reserve the reply tuple, store both directions, rewrite the first packet. */
 #ifndef HYBRID_PROXY_FLOW_CREATE_H
 #define HYBRID_PROXY_FLOW_CREATE_H
 
@@ -18,8 +18,8 @@
 #define PORT_TRIES 16
 #define PORT_STEP 9973 /* a prime: so many ports lie between two that are tried */
 
-/* May this client's packets to the chosen backend be encapsulated (dsr.h)? Link-local sources do not leave their link:
- * as the kernel does not forward them, `set_source` leaves them to it.
+/* May this client's packets to the chosen backend be encapsulated (dsr.h)? Link-local sources do not leave their link,
+ * so `set_source` leaves them to the kernel, which does not forward them.
  */
 INLINE bool may_encap(const struct choice *c, const struct tuple *t, enum hook hook, const bool v6)
 {
@@ -31,8 +31,9 @@ INLINE bool may_encap(const struct choice *c, const struct tuple *t, enum hook h
 	return row && !(READ_ONCE(row->flags) & BACKEND_LOCAL);
 }
 
-/* May the flow be stored at once, and a look at who has its tuple be spared? Two connections with one reply tuple are
- * rare, and the tables tell when there is one: where there is one table, nobody is in TIME_WAIT, and the port stays.
+/* May the flow be stored at once, without checking who has its reply tuple? Two connections with one reply tuple are
+ * rare, and the store fails if there is one. This holds if there is only one table, nobody is in TIME_WAIT, and the
+ * port stays.
  */
 INLINE bool keeps_port(const struct scratch *space, const bool v6)
 {
@@ -42,7 +43,7 @@ INLINE bool keeps_port(const struct scratch *space, const bool v6)
 	       !in_timewait(&space->reply, key, v6);
 }
 
-/* A first packet to the chosen backend: what it becomes, and the key of its answers. */
+/* Computes the translated tuple of a first packet to the chosen backend, and the key of its answers. */
 INLINE enum step prepare_flow(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	struct tuple *result = &space->result;
@@ -63,7 +64,7 @@ INLINE enum step prepare_flow(struct __sk_buff *skb, struct scratch *space, enum
 
 GLOBAL_VERB_WITH(enum hook, enum step, prepare_flow, STEP_DROP)
 
-/* Is the flow abandoned? It ended, was reset, or was not used for long. */
+/* Is the flow abandoned: has it ended, was it reset, or was it idle for too long? */
 INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 {
 	if (f->flags & FLOW_RESET || (f->flags & FLOW_FIN_ACKED && f->flags & FLOW_PEER_FIN))
@@ -72,9 +73,9 @@ INLINE bool is_abandoned(const struct flow *f, __u8 protocol)
 	       now() - f->seen > (f->flags & FLOW_ESTABLISHED ? settings.udp_timeout_stream : settings.udp_timeout);
 }
 
-/* May the packet's flow take the port that this node gave another connection? In a flood nearly every port is a forged
- * SYN's, and a client that got the next one would get another when its own entry is evicted, too. The backend has
- * answered a SYN long before its client has acknowledged that, and a client that has takes the port back.
+/* May the packet's flow take a port that this node gave to another connection? In a flood nearly every port belongs to
+ * a forged SYN. If a client got another port instead, its entry would be evicted, too, and it would get a third one.
+ * The backend answers a SYN long before the client acknowledges that, and a client that does takes the port back.
  */
 INLINE bool makes_way(const struct found *found, const struct packet *p)
 {
@@ -82,9 +83,9 @@ INLINE bool makes_way(const struct found *found, const struct packet *p)
 	       (found->entry->flags & (FLOW_MASQUERADE | FLOW_NODE | FLOW_ESTABLISHED)) == FLOW_MASQUERADE;
 }
 
-/* May `key` (backend -> client) become the reply entry of the packet's flow? An abandoned entry makes way, and so does
- * this flow's own whose other half was evicted, or is about to be stored by another CPU. The backend may remember a
- * connection that ended in good order.
+/* May `key` (backend -> client) become the reply entry of the packet's flow? It may replace an abandoned entry, and one
+ * of this flow whose other half was evicted, or is about to be stored by another CPU. The backend may remember a
+ * connection that ended properly (TIME_WAIT).
  */
 INLINE bool is_free(const struct tuple *key, const struct packet *p, const bool v6)
 {
@@ -115,7 +116,7 @@ enum port_state {
 	PORT_FREE,
 };
 
-/* May the packet's flow have this source port towards the backend? Then `space->reply` is its own. */
+/* Tries this source port towards the backend for the packet's flow; `space->reply` then has it. */
 INLINE enum port_state try_port(struct __sk_buff *skb, struct scratch *space, __u32 port, const bool v6)
 {
 	const struct tuple *forward = &space->packet.tuple;
@@ -128,10 +129,10 @@ INLINE enum port_state try_port(struct __sk_buff *skb, struct scratch *space, __
 
 GLOBAL_VERB_WITH(__u32, enum port_state, try_port, PORT_TAKEN)
 
-/* Choose the source port that the backend sees, so that its answers belong to one flow only: the client's own, if that
- * is free and its address stays; the node gives away ports, but not those of its own sockets. A client's port leads to
- * the same first candidate every time, so that a conversation that comes again meets its own tuple. A port that another
- * conversation had a minute ago is the second best.
+/* Chooses the source port that the backend sees, so that its answers belong to one flow only. It is the client's own
+ * port if that is free and the client's address stays. The node gives away ports, but not those of its own sockets. A
+ * client's port always leads to the same first candidate, so a repeated conversation meets its own tuple. A port that
+ * another conversation had within the last minute is the second best.
  */
 INLINE enum step reserve_tuple(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
@@ -160,7 +161,7 @@ INLINE enum step reserve_tuple(struct __sk_buff *skb, struct scratch *space, con
 
 GLOBAL_VERB(enum step, reserve_tuple, STEP_DROP)
 
-/* What is known of a flow's client by its first packet. */
+/* What the first packet of a flow shows about its client. */
 struct first_packet {
 	__u32 ifindex; /* where to hand answers over, to a pod, or to this node; 0: they go through the stack */
 	__u32 origin;
@@ -172,7 +173,7 @@ struct first_packet {
 	bool resumes;	 /* a connection whose flow was evicted: its backend has accepted it */
 };
 
-/* The backend's half of a new pair: its answers become the service's. */
+/* Fills the backend's half of a new pair, by which its answers become the service's. */
 INLINE void fill_reply(struct flow *f, const struct tuple *key, const struct tuple *reply,
 		       const struct first_packet *from, const struct bpf_fib_lookup *hop, const bool v6)
 {
@@ -200,8 +201,8 @@ INLINE bool leads_to(const struct tuple *key, const struct tuple *result, const 
 	return same_tuple(&to, result, v6);
 }
 
-/* Store the half of a pair that its answers use. It must be new; but where it was free a moment ago, it may be this
- * flow's by now, which another CPU is about to begin with the same backend and port.
+/* Stores the half of a pair that the answers use. It must be new. If it was free a moment ago, it may belong to this
+ * same flow by now, begun by another CPU with the same backend and port.
  */
 INLINE long store_reply(struct scratch *space, const enum flow_table table, bool reserved, const bool v6)
 {
@@ -214,8 +215,8 @@ INLINE long store_reply(struct scratch *space, const enum flow_table table, bool
 	return leads_to(&space->reply, &back, table, v6) ? 0 : error;
 }
 
-/* Store the packet's half of a pair. Two CPUs may have a packet of a new flow at once, and choose for it: the flow is
- * what comes first, and the other packet follows it (-EALREADY), unless both have chosen the same.
+/* Stores the packet's half of a pair. Two CPUs may process packets of one new flow at once, and each chooses a backend.
+ * The first one stored is the flow, and the other packet follows it (-EALREADY), unless both chose the same.
  */
 INLINE long store_forward(struct scratch *space, const enum flow_table table, const bool v6)
 {
@@ -228,9 +229,9 @@ INLINE long store_forward(struct scratch *space, const enum flow_table table, co
 	return error == -EEXIST ? -EALREADY : error;
 }
 
-/* Store both directions in one table: the packet's tuple becomes `result`, and its answers, whose tuple is `reply`,
- * the client's again. The answers' half comes first and must be new: of two packets that reserve a tuple at once, one
- * gets -EEXIST. 0 or a negative errno; -EALREADY: the packet has a flow by now.
+/* Stores both directions in one table: the packet's tuple becomes `result`, and answers with the tuple `reply` become
+ * the client's again. The reply half is stored first and must be new: of two packets that reserve a tuple at once, one
+ * gets -EEXIST. Returns 0 or a negative errno; -EALREADY: the packet has a flow by now.
  */
 INLINE long store_pair(struct scratch *space, const struct first_packet *from, const enum flow_table table,
 		       const bool v6)
@@ -260,9 +261,9 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 	return store_forward(space, table, v6);
 }
 
-/* Store the pair where new ones begin. When `flows` has no room, the LRU table keeps the service going. 0 or a negative
- * errno: -EALREADY if the packet has a flow by now; -EEXIST if another flow has the tuple, or, of one that is not
- * `reserved`, may have it in the other table.
+/* Stores the pair in the table where new ones begin. When `flows` is full, the LRU table keeps the service running.
+ * Returns 0 or a negative errno: -EALREADY if the packet has a flow by now; -EEXIST if another flow has the tuple or,
+ * without `reserved`, may have it in the other table.
  */
 INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reserved, enum hook hook, const bool v6)
 {
@@ -298,8 +299,8 @@ INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reser
 	return store_pair(space, &from, TABLE_HALF_OPEN, v6);
 }
 
-/* A direct connection took another port than its client's: from now on segments in the midst of connections are looked
- * at, too.
+/* Notes that a direct connection got another port than its client's: from now on all segments to backends are checked,
+ * not only those that open a connection.
  */
 INLINE void note_direct_flow(void)
 {
@@ -313,9 +314,9 @@ INLINE void note_new_flow(struct __sk_buff *skb, const struct scratch *space, en
 	trace_event(skb, COUNT_NEW_FLOW, hook, v6);
 }
 
-/* Store both directions of the flow, then rewrite its first packet. STEP_RESERVE: another flow has its tuple.
- * STEP_FOLLOW: another CPU has begun the flow, with another packet of it. Of a direct TCP connection with the client's
- * own port nothing needs to be stored, because segments that open a connection are always looked at.
+/* Stores both directions of the flow, then rewrites its first packet. STEP_RESERVE: another flow has its tuple.
+ * STEP_FOLLOW: another CPU has begun the flow, with another packet of it. A direct TCP connection with the client's own
+ * port needs no entry, because segments that open a connection are always checked.
  */
 INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
@@ -336,7 +337,7 @@ INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, enum h
 		return STEP_RESERVE;
 	if (error)
 		return drop(space, COUNT_DROP_FLOW_FULL);
-	if (!is_forgettable(&space->packet)) /* or a flood's would be remembered in place of connections */
+	if (!is_forgettable(&space->packet)) /* otherwise a flood would evict the entries of real connections */
 		timewait_add(&space->reply, key, v6);
 	if (untouched)
 		return STEP_PASS;

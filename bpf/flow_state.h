@@ -1,4 +1,4 @@
-/* What packets say of the flow that they belong to: it is established, it ends, it was reset. */
+/* Updates flows by their packets: a flow is established, ends, or was reset. */
 #ifndef HYBRID_PROXY_FLOW_STATE_H
 #define HYBRID_PROXY_FLOW_STATE_H
 
@@ -14,8 +14,8 @@
 #define FIN_WINDOW (1u << 26)	   /* the same for what may follow all data that is under way: a FIN */
 #define DSR_WINDOW (1u << 20)	   /* by how much a client's segment may be ahead of its last, with DSR */
 
-/* A flow of datagrams counts as established when it lasts, as in nf_conntrack: a question with one answer, which is
- * most of DNS, stays in the table where it costs nothing to forget it.
+/* Has the flow of datagrams lasted long enough to count as established, as in nf_conntrack? A question with one answer,
+ * which is most of DNS, stays in the table from which it may be evicted.
  */
 INLINE bool is_assured(const struct flow *f)
 {
@@ -27,9 +27,9 @@ INLINE bool is_syn(const struct packet *p)
 	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
 }
 
-/* May the flow that begins with this packet be evicted before both sides have spoken? Then nothing about it is left to
- * chance: backend and port follow from the tuple, so that the client's next packet leads to the same ones. Of a TCP
- * segment in the midst of a connection that is such a flow's, nothing proves that there is a connection.
+/* May the flow that begins with this packet be evicted before both sides have sent packets? Then nothing about it is
+ * random: backend and port follow from the tuple, so the client's next packet leads to the same ones. A TCP segment in
+ * the midst of such a connection does not prove that the connection exists.
  */
 INLINE bool is_forgettable(const struct packet *p)
 {
@@ -58,16 +58,16 @@ INLINE bool answers_syn(const struct packet *p, const struct flow *reply)
 	return p->tcp_flags & TCP_ACK && p->tcp_flags & (TCP_SYN | TCP_RST) && p->ack == reply->ack;
 }
 
-/* Is it known what this direction has acknowledged? Not of a connection that another mode had so far, until its next
- * segment.
+/* Is this direction's last acknowledgement known? For a connection that another mode served before, only from its next
+ * segment on.
  */
 INLINE bool knows_progress(const struct flow *f)
 {
 	return f->ack;
 }
 
-/* By how much may this reset of `f`'s direction be ahead? One that acknowledges what its sender has received was not
- * guessed: it may follow all data that is under way.
+/* Returns how far this reset of `f`'s direction may be ahead. A reset that acknowledges what its sender received was
+ * not guessed, and may follow all data in flight.
  */
 INLINE __u32 reset_window(const struct packet *p, const struct flow *f)
 {
@@ -102,8 +102,8 @@ INLINE void note_reset(const struct packet *p, struct flow *f, struct flow *othe
 	other->flags |= meaning;
 }
 
-/* Both ends may close at once, on two processors. So each direction notes its FIN, and what it acknowledges, in the
- * other half's flags alone: there no note of the other direction's is lost.
+/* Notes the FIN. Both ends may close at once, on two processors. So each direction notes its FIN, and its
+ * acknowledgements, in the flags of the other half alone, where no packet of the other direction writes.
  */
 INLINE void note_fin(const struct packet *p, struct flow *f, struct flow *other)
 {
@@ -115,15 +115,17 @@ INLINE void note_fin(const struct packet *p, struct flow *f, struct flow *other)
 	other->flags |= FLOW_PEER_FIN;
 }
 
-/* The backend accepted a SYN on a connection that had begun to end: that one was over, and this is the next one. */
+/* Notes that the backend accepted a SYN on a connection that had begun to end: the old one is over, and this is the
+ * next one.
+ */
 INLINE void reopen(struct flow *f, struct flow *other)
 {
 	f->flags &= ~(FLOW_FIN | FLOW_FIN_ACKED | FLOW_PEER_FIN);
 	other->flags &= ~(FLOW_FIN | FLOW_FIN_ACKED | FLOW_PEER_FIN);
 }
 
-/* The connection lives: a backend that was challenged by a SYN has replied, or an end that seemed to begin anew or to
- * be reset goes on.
+/* Notes that the connection is alive: a backend that a SYN challenged has replied, or an end that seemed to restart or
+ * to be reset continues.
  */
 INLINE void note_alive(struct flow *f, struct flow *other)
 {
@@ -132,8 +134,8 @@ INLINE void note_alive(struct flow *f, struct flow *other)
 	f->challenges = other->challenges = 0;
 }
 
-/* Note it if this packet, of `f`'s direction, acknowledges the other direction's FIN. True: both FINs are acknowledged,
- * and the pair is finished.
+/* Notes whether this packet, of `f`'s direction, acknowledges the other direction's FIN. True: both FINs are
+ * acknowledged, and the pair is finished.
  */
 INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
 {
@@ -145,14 +147,14 @@ INLINE bool note_ack(const struct packet *p, struct flow *f, struct flow *other)
 	return acked && f->flags & FLOW_FIN_ACKED;
 }
 
-/* What the sender has received: resets of the other side are judged by it. */
+/* Notes what the sender has received. Resets of the other side are checked against it. */
 INLINE void note_progress(const struct packet *p, struct flow *f)
 {
 	if ((p->tcp_flags & (TCP_SYN | TCP_RST | TCP_ACK)) == TCP_ACK && f->flags & FLOW_ESTABLISHED)
 		WRITE_ONCE(f->ack, p->ack);
 }
 
-/* What this segment says of the end of its connection; true when the pair is finished. */
+/* Notes what this segment means for the end of its connection; true when the pair is finished. */
 INLINE bool note_end(const struct packet *p, struct flow *f, struct flow *other)
 {
 	if (p->tcp_flags & TCP_RST)
@@ -173,8 +175,8 @@ INLINE bool is_at_end(const struct packet *p, const struct flow *f)
 	       f->flags & (FLOW_PEER_FIN | FLOW_CHALLENGED | FLOW_DOUBTED);
 }
 
-/* Note a packet in the midst of its flow: time stamps of both directions at most once a second, so that CPUs do not
- * fight for the cache line.
+/* Notes a packet in the midst of its flow. Both directions' time stamps are written at most once a second, so that CPUs
+ * do not fight for the cache line.
  */
 INLINE void note_packet(const struct packet *p, struct flow *f, const enum flow_table table, const bool v6)
 {
@@ -190,7 +192,7 @@ INLINE void note_packet(const struct packet *p, struct flow *f, const enum flow_
 		WRITE_ONCE(other->seen, time);
 }
 
-/* Note any packet. True: the pair is finished and may be deleted after this packet. */
+/* Notes any packet. True: the pair is finished and may be deleted after this packet. */
 INLINE bool refresh(const struct packet *p, struct flow *f, const enum flow_table table, const bool v6)
 {
 	__u32 time = now();
@@ -209,7 +211,8 @@ INLINE bool refresh(const struct packet *p, struct flow *f, const enum flow_tabl
 	return note_end(p, f, other);
 }
 
-/* A client that has no connection yet may begin anew with the same ports and another sequence number. */
+/* Notes a repeated SYN. A client without a connection may start again from the same port with another sequence number.
+ */
 INLINE void note_repeated_syn(const struct packet *p, const struct found *found, const bool v6)
 {
 	struct flow *reply;
@@ -221,9 +224,8 @@ INLINE void note_repeated_syn(const struct packet *p, const struct found *found,
 		reply->ack = p->seq + 1;
 }
 
-/* Note what is seen of a connection with direct server return: the client goes on after its SYN, or ends the
- * connection. A segment's sequence number is judged by that of the last one, because nothing of the backend's comes
- * here.
+/* Updates a connection with direct server return: the client continues after its SYN, or ends the connection. A
+ * segment's sequence number is compared with the client's last one, because the backend's packets do not pass here.
  */
 INLINE void refresh_dsr(const struct packet *p, struct flow *f, const enum flow_table table)
 {

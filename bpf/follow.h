@@ -15,7 +15,7 @@
 #include "timewait.h"
 #include "traffic.h"
 
-/* Delete the pair of the packet and of `space->flow`, and remember the tuple of its replies. `table`: where it is. */
+/* Deletes the pair of the packet and of `space->flow` from `table`, and remembers the tuple of its replies. */
 INLINE int close_flow(struct __sk_buff *skb, struct scratch *space, enum flow_table table, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
@@ -34,7 +34,7 @@ INLINE int close_flow(struct __sk_buff *skb, struct scratch *space, enum flow_ta
 
 GLOBAL_VERB_WITH(enum flow_table, int, close_flow, 0)
 
-/* Forget the packet's flow, in whichever table it is. */
+/* Deletes the packet's flow, from either table. */
 INLINE int forget_flow(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	struct found found;
@@ -47,8 +47,9 @@ INLINE int forget_flow(struct __sk_buff *skb, struct scratch *space, const bool 
 
 GLOBAL_VERB(int, forget_flow, 0)
 
-/* Give the answer to this node's own stack, as from the interface that the node sent the request by. Is that gone, then
- * the way to what the node asked is another one by now, and a datagram that it sends next begins the flow anew there.
+/* Passes the answer to this node's own stack, as if it came from the interface by which the node sent the request. If
+ * that interface is gone, the route to the service has changed, and the next datagram of the node begins the flow again
+ * there.
  */
 INLINE enum step give_to_node(struct __sk_buff *skb, const struct tuple *key, const struct flow *flow, const bool v6)
 {
@@ -60,7 +61,7 @@ INLINE enum step give_to_node(struct __sk_buff *skb, const struct tuple *key, co
 			CALL(forget_flow, v6, skb);
 		return STEP_PASS;
 	}
-	set_macs(skb, flow->mac); /* or the stack takes the frame for another machine's */
+	set_macs(skb, flow->mac); /* otherwise the stack would take the frame for another machine's */
 	bpf_redirect(flow->ifindex, BPF_F_INGRESS);
 	return STEP_REDIRECT;
 }
@@ -103,10 +104,10 @@ INLINE enum step dispatch(struct __sk_buff *skb, struct scratch *space, enum hoo
 	return STEP_PASS;
 }
 
-/* Copy the packet's entry to `space->flow`, and what it says to where verbs look for it.
+/* Copies the packet's entry to `space->flow`, and its translation and owner to the fields that verbs read.
  *
- * The entry is copied before it is used and proved by its tag afterwards. The kernel reuses an element of a hash
- * table for another key as soon as it is deleted, even while a program reads it. False: it is another's by now.
+ * The entry is copied before it is used and checked by its tag afterwards: the kernel reuses an element of a hash table
+ * for another key as soon as it is deleted, even while a program reads it. False: it is another flow's by now.
  */
 INLINE bool take_flow(struct scratch *space, const struct flow *entry, const bool v6)
 {
@@ -122,8 +123,8 @@ INLINE bool take_flow(struct scratch *space, const struct flow *entry, const boo
 	return true;
 }
 
-/* Follow the packet's flow: note what the packet says of the connection, then translate it and send it on. Packets at
- * the end of a connection are left to `follow_again`, so that the verifier meets their rules in one place.
+/* Handles a packet of a known flow: updates the flow's state, then translates the packet and sends it. `follow_again`
+ * handles packets at the end of a connection, so that the verifier checks their rules in one place.
  */
 INLINE enum step follow(struct __sk_buff *skb, struct scratch *space, struct found *found, enum hook hook,
 			const enum follow_how how, const bool v6)
@@ -150,7 +151,7 @@ INLINE enum step follow(struct __sk_buff *skb, struct scratch *space, struct fou
 	return dispatch(skb, space, hook, how, v6);
 }
 
-/* Look the flow up once more, and follow it: for packets that are rare. */
+/* Looks the flow up again and handles a packet at the end of its connection. */
 INLINE enum step follow_again(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	struct found found;

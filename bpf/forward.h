@@ -1,9 +1,9 @@
-/* Send a translated packet on by our own route lookup.
+/* Forwards a translated packet by a route lookup of the program's own.
  *
- * A packet whose source became the node's cannot go through the stack: it came in at an interface, and the stack takes
- * nothing from outside with an address of its own as the source. So the kernel's tables are asked for the next hop, the
- * kernel resolves the neighbour, and ICMP errors that the stack would send to the sender (too big, expired) are sent
- * here.
+ * A packet whose source became the node's cannot go through the stack: it came in at an interface, and the stack
+ * accepts no packet from outside with an address of its own as the source. So the program asks the kernel's tables for
+ * the next hop, the kernel resolves the neighbour, and the program sends the ICMP errors that the stack would send (too
+ * big, expired).
  */
 #ifndef HYBRID_PROXY_FORWARD_H
 #define HYBRID_PROXY_FORWARD_H

@@ -173,7 +173,7 @@ INLINE enum step track_first(struct __sk_buff *skb, struct scratch *space, const
 	return STEP_CONTINUE;
 }
 
-/* Take the ports that are remembered, or wait for them. */
+/* Uses the remembered ports, or waits for them. */
 INLINE enum step track_later(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	struct packet *p = &space->packet;

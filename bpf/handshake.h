@@ -1,4 +1,4 @@
-/* A flow that begins: the backend answers, or refuses, and the client completes the handshake. */
+/* The handshake of a flow: the backend answers or refuses, and the client completes it. */
 #ifndef HYBRID_PROXY_HANDSHAKE_H
 #define HYBRID_PROXY_HANDSHAKE_H
 
@@ -6,8 +6,8 @@
 #include "flow_state.h"
 #include "scratch.h"
 
-/* Store a pair that was half-open in `flows`, where it counts as open. Two processors may do that at once. 0, or a
- * negative errno: there is no room.
+/* Moves a half-open pair to `flows`, where it counts as open. Two processors may do that at once. Returns 0, or a
+ * negative errno if there is no room.
  */
 INLINE long promote(const struct tuple *key, struct flow *f, const struct tuple *reply_key, struct flow *reply,
 		    const bool v6)
@@ -26,8 +26,8 @@ INLINE long promote(const struct tuple *key, struct flow *f, const struct tuple 
 	return error;
 }
 
-/* Both directions of the packet's flow have spoken: from now on nothing evicts the pair. When `flows` is full, the pair
- * stays where it is. `table`: where that is.
+/* Marks the packet's flow, which is in `table`, as established: from now on nothing evicts the pair. When `flows` is
+ * full, the pair stays where it is.
  */
 INLINE int establish(struct __sk_buff *skb, struct scratch *space, enum flow_table table, const bool v6)
 {
@@ -58,8 +58,8 @@ INLINE int establish(struct __sk_buff *skb, struct scratch *space, enum flow_tab
 
 GLOBAL_VERB_WITH(enum flow_table, int, establish, 0)
 
-/* How long the backend took to accept. Ignore impossibly long times: the flow was created by an older program with
- * another clock.
+/* Accounts how long the backend took to accept. Ignores impossibly long times: the flow was created by an older program
+ * with another clock.
  */
 INLINE void note_connect_time(const struct flow *f)
 {
@@ -69,7 +69,7 @@ INLINE void note_connect_time(const struct flow *f)
 		account_answer(f->backend, (__u64)took << KTIME_SHIFT);
 }
 
-/* The backend replies to a SYN with something else than a SYN/ACK. True: it is a reset, a failure of the backend's. */
+/* Notes a reply to a SYN that is no SYN/ACK. True: it is a reset, so the backend refused. */
 INLINE int note_refusal(struct __sk_buff *skb, struct scratch *space, enum flow_table table, const bool v6)
 {
 	const struct packet *p = &space->packet;
@@ -87,8 +87,8 @@ INLINE int note_refusal(struct __sk_buff *skb, struct scratch *space, enum flow_
 
 GLOBAL_VERB_WITH(enum flow_table, int, note_refusal, false)
 
-/* Is this the client's segment that follows the backend's SYN/ACK? It may acknowledge first data, too. Or, of a flow
- * that was evicted, the backend's that goes on where the client's did (`create_pair`).
+/* Is this the client's segment after the backend's SYN/ACK? It may also acknowledge first data. For a flow that was
+ * evicted (`create_pair`), it is the backend's next segment.
  */
 INLINE bool completes_handshake(const struct packet *p, const struct found *found)
 {
@@ -97,8 +97,8 @@ INLINE bool completes_handshake(const struct packet *p, const struct found *foun
 	       is_ahead(p->ack, found->entry->ack, RESET_WINDOW);
 }
 
-/* The backend replies on a flow that is half-open. A connection that it accepts is established by the client's next
- * segment only, so that a flood of SYNs, each of them answered, fills nothing but the LRU table. True: it refuses.
+/* Notes the backend's reply on a half-open flow. An accepted connection is established only by the client's next
+ * segment, so that a flood of SYNs, each of them answered, fills only the LRU table. True: the backend refuses.
  */
 INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const struct found *found, const bool v6)
 {
@@ -133,7 +133,7 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 	return false;
 }
 
-/* The client's segment after the backend's SYN/ACK establishes the pair. False: the pair is gone meanwhile. */
+/* Establishes the pair by the client's segment after the backend's SYN/ACK. False: the pair is gone. */
 INLINE bool complete_handshake(struct __sk_buff *skb, const struct packet *p, struct found *found, const bool v6)
 {
 	CALL(establish, v6, skb, found->table);

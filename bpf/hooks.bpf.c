@@ -1,14 +1,15 @@
-/* tc at the host side of pods' interfaces and at uplinks: packets that may be a service's go on to tc_datapath.bpf.c.
+/* tc at the host side of pods' interfaces and at uplinks: packets that may be a service's continue to
+ * tc_datapath.bpf.c.
  *
- * Ingress of a pod's interface (from the pod) is where a service address becomes a backend's, egress (to the pod) where
- * a backend's reply becomes the service's again: between the two, routing, rp_filter, conntrack and policies see one
- * plain, symmetric flow from client to backend. Once that flow is established both ends are handed over directly.
+ * Ingress of a pod's interface (from the pod) translates a service address into a backend's, and egress (to the pod) a
+ * backend's reply into the service's. Between the two, routing, rp_filter, conntrack and policies see one plain,
+ * symmetric flow from client to backend. Once that flow is established, both ends are handed over directly.
  *
- * At an uplink are clients beyond the node, other nodes' pods, and what this node sends past its sockets' hooks.
- * Ingress translates what they send to a service, and puts back clients' addresses where the node's replaced them.
- * Egress turns backends' answers into the service's, translates what kernel clients and raw sockets of this node send
- * to a service, and keeps packets for addresses that no service has from leaving. Tunnels whose packets have no
- * Ethernet header are uplinks with programs of their own (bare.h).
+ * Behind an uplink are clients beyond the node, and other nodes' pods. This node's own packets that bypass its socket
+ * hooks leave there. Ingress translates packets to a service, and restores clients' addresses where the node's replaced
+ * them. Egress translates backends' answers, and the packets of kernel clients and raw sockets of this node, and drops
+ * packets to addresses that no service has. Tunnels whose packets have no Ethernet header are uplinks with programs of
+ * their own (bare.h).
  */
 #include "config.h"
 #include "hooks.h"

@@ -10,7 +10,7 @@
 #include "scratch.h"
 #include "source.h"
 
-/* Read the inner packet's tuple; its transport's offset, 0: nothing of ours. */
+/* Reads the inner packet's tuple. Returns its transport's offset; 0: it is no service's. */
 INLINE __u32 parse_inner(struct __sk_buff *skb, __u32 offset, struct tuple *inner, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;

@@ -1,6 +1,4 @@
-/* Programs that the agent runs by BPF_PROG_TEST_RUN, attached nowhere: the same verbs on the same maps. See also
- * explain.bpf.c.
- */
+/* Programs that the agent runs by BPF_PROG_TEST_RUN and that are attached nowhere. See also explain.bpf.c. */
 #include "abi.h"
 #include "config.h"
 #include "flow.h"
@@ -69,8 +67,8 @@ INLINE int for_each_named(struct __sk_buff *skb, const bool leaves)
 	return 0;
 }
 
-/* Delete the flows named in the packet that are still idle: user space proposes, here it is checked again
- * beside the programs that refresh them.
+/* Deletes those flows named in the packet that are still idle. User space proposes them, and the check is repeated here
+ * because packets may have refreshed them since.
  */
 SEC("tc")
 int sweep(struct __sk_buff *skb)
@@ -78,7 +76,7 @@ int sweep(struct __sk_buff *skb)
 	return for_each_named(skb, false);
 }
 
-/* Leave the flows named in the packet to others, unless one is known here already. */
+/* Marks the flows named in the packet as another mode's (FLOW_OTHERS), unless a flow is known here already. */
 SEC("tc")
 int leave(struct __sk_buff *skb)
 {

@@ -1,8 +1,8 @@
-/* The maps that several programs share. Elements of an array never move, so what changes lives in arrays; values of a
- * hash table are written once.
+/* The maps that several programs share. Elements of an array never move, so arrays hold what changes; values of a hash
+ * table are written once.
  *
- * A map that belongs to one header or program is beside it: scratch.h, route.h, driver.h, sockets.h, connect.bpf.c,
- * explaining.h.
+ * A map that belongs to one header or program is defined there: scratch.h, route.h, driver.h, socket_storage.h,
+ * target.h, explaining.h.
  */
 #ifndef HYBRID_PROXY_MAPS_H
 #define HYBRID_PROXY_MAPS_H
@@ -43,11 +43,11 @@ struct queued_fragment {
 	__u8 frame[FRAG_BYTES];
 };
 
-/* Is this address possibly a service's? One bit each, by hash: a false hit costs a lookup. */
+/* Bits of addresses that may be a service's, by hash. A false hit costs a lookup. */
 ARRAY_MAP(service_addresses, __u64, (1 << PREFILTER_BITS) / 64);
 /* Is this port a node port, of TCP, UDP or SCTP? 2^16 bits for each. */
 ARRAY_MAP(node_ports, __u64, 3 * 65536 / 64);
-/* Is this address and port possibly a backend's? */
+/* Bits of addresses and ports that may be a backend's. */
 ARRAY_MAP(backend_sockets, __u64, (1 << PREFILTER_BITS) / 64);
 /* (address, port, protocol) -> service, flags, tag. */
 GROWING_MAP(frontends4, struct frontend4_key, __u64, 65536);
@@ -63,7 +63,7 @@ GROWING_MAP(pod_links, __u32, __u32, 4096);
 GROWING_MAP(own_addresses, struct own_address, __u32, 16384);
 /* How packets are checked, by the index of the interface that they come in at: enum interface_flags. */
 GROWING_MAP(interfaces, __u32, __u32, 8192);
-/* What packets that leave by an interface are masqueraded as, by its index. */
+/* The addresses that masqueraded packets get when they leave by an interface, by its index. */
 GROWING_MAP(interface_addresses, __u32, struct interface_address, 4096);
 /* Routes with several next hops, by number, and these by twos. */
 PREFIX_MAP(equal_routes, struct equal_route, 4096);
@@ -87,11 +87,11 @@ ARRAY_MAP(backends, struct backend, 262144);
 ARRAY_MAP(loads, struct load, 262144);
 /* Backend id -> how connections to it failed; only of backends that did fail. */
 GROWING_MAP(failures, __u32, struct failures, 8192);
-/* Both directions of flows; nothing evicts them. */
+/* Both directions of flows. Nothing evicts them. */
 GROWING_MAP(flows4, struct flow4_key, struct flow, 262144);
 GROWING_MAP(flows6, struct flow6_key, struct flow, 262144);
-/* Datagrams until they prove to be a conversation, and connections that begin while too many others do: a flood of
- * these evicts only its like.
+/* Datagrams until they prove to be a conversation, and connections that begin while too many others do. A flood evicts
+ * only entries of this table.
  */
 LRU_MAP(half_open4, struct flow4_key, struct flow, 65536);
 LRU_MAP(half_open6, struct flow6_key, struct flow, 65536);
@@ -110,7 +110,7 @@ ARRAY_MAP(frag_queue, struct queued_fragment, FRAG_QUEUE);
 ARRAY_MAP(node, struct node, 1);
 struct node own_node SEC(".data.node");
 
-/* What each backend's flows came to: rows of TRAFFIC_GROUP backends for one CPU, then for the next, so that no two CPUs
+/* Sums over each backend's flows: rows of TRAFFIC_GROUP backends for one CPU, then for the next, so that no two CPUs
  * write to one cache line and user space reads all of it as one array.
  */
 ARRAY_MAP(traffic, struct traffic, 524288);
@@ -126,7 +126,7 @@ MAP(datapaths, BPF_MAP_TYPE_PROG_ARRAY, 0, __u32, __u32, DATAPATHS);
 /* Events by reason, per CPU. */
 CPU_MAP(counters, __u64, COUNTERS);
 
-/* What happened to packets, for user space: some of what the counters count. */
+/* Events of packets, for user space; counters count more. */
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
 	__uint(max_entries, 1 << 18);

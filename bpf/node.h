@@ -1,5 +1,5 @@
-/* This node's own settings, which may change while programs run: its addresses, how pods are recognized, and the
- * ranges of services (map `node`).
+/* This node's own settings, which may change while programs run: its addresses, how pods are recognized (map `node`),
+ * and ranges of addresses.
  */
 #ifndef HYBRID_PROXY_NODE_H
 #define HYBRID_PROXY_NODE_H
@@ -18,7 +18,7 @@ INLINE void primary_address(__u32 *address, const bool v6)
 		address[0] = self->primary4;
 }
 
-/* What the source of a packet is, by its address or by the interface that it came in at. */
+/* Classifies the source of a packet, by its address or by the interface at which it came in. */
 INLINE enum client classify_client(const __u32 *a, __u32 ifindex, const bool v6)
 {
 	const struct node *self = &own_node;

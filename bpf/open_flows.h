@@ -1,12 +1,12 @@
-/* How many flows each backend has open, for services whose algorithm asks for that (SERVICE_FEWEST).
+/* Counts each backend's open flows, for services whose algorithm needs that (SERVICE_FEWEST).
  *
- * A flow counts while the reply's half of its pair is in `flows`. That half is stored as a new one, or not at all
- * (BPF_NOEXIST), and the kernel tells one of several that delete it that it was there. So whoever ends a flow, and
- * whoever else does at the same moment, it is counted off once. What begins in `half_open`, datagrams above all, counts
- * when it moves to `flows`: the kernel evicts entries there and tells nobody.
+ * A flow counts while the reply half of its pair is in `flows`. That half is stored as a new one, or not at all
+ * (BPF_NOEXIST), and the kernel reports to one of several deleters that it was there. So a flow is counted off once,
+ * whoever ends it. Flows that begin in `half_open`, mostly datagrams, count when they move to `flows`: the kernel
+ * evicts entries there without a report.
  *
- * User space compares the counts with the flows every few seconds and writes what they lack into `correction`
- * (loads.py). So it never writes to a word that programs add to.
+ * User space compares the counts with the flows every few seconds and writes the difference into `correction`
+ * (open_counts.py). So it never writes to a word that programs add to.
  */
 #ifndef HYBRID_PROXY_OPEN_FLOWS_H
 #define HYBRID_PROXY_OPEN_FLOWS_H

@@ -1,7 +1,7 @@
-/* Where the packets of a flow come in. Each direction lives at one place: at a pod's interface, or at the uplinks,
- * which are one place, because routes between them change. A packet that comes in elsewhere is a forgery, and dropped:
- * its receiver, who would get it untranslated, would answer with a reset, which the flow's other end accepts. Only a
- * sender that has moved is followed: then the route to it, by which the stack sends it packets, leads here.
+/* The place at which packets of a flow arrive. Each direction has one place: a pod's interface, or the uplinks, which
+ * are one place, because routes between them change. A packet that arrives elsewhere is a forgery and dropped: its
+ * receiver would get it untranslated and answer with a reset, which the flow's other end accepts. Only a sender that
+ * has moved is followed: then the route by which the stack sends it packets leads here.
  */
 #ifndef HYBRID_PROXY_ORIGIN_H
 #define HYBRID_PROXY_ORIGIN_H
@@ -33,7 +33,7 @@ INLINE bool origin_is_gone(__u32 origin)
 	return origin == ORIGIN_UNKNOWN || (origin != ORIGIN_UPLINKS && origin != ORIGIN_NODE && !has_link(origin));
 }
 
-/* Where packets of a sender would come in that lives where the stack would send `space->reply`. */
+/* Returns where packets of a sender would arrive, if it is where the stack would send `space->reply`. */
 INLINE __u32 origin_by_route(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
 	struct bpf_fib_lookup *hop = &space->hop;
@@ -51,9 +51,9 @@ INLINE __u32 origin_by_route(struct __sk_buff *skb, struct scratch *space, const
 
 GLOBAL_VERB(__u32, origin_by_route, ORIGIN_NONE)
 
-/* Does the sender of the flow's packets, whose key is `key`, live here? Behind an interface without programs, where
- * the route does not say which of its ports, it does unless another origin is known. The origin of a client that is
- * not established is not settled yet: otherwise a forged first packet of the flow would lock the real client out.
+/* Is this the place of the sender of the flow's packets, whose key is `key`? Behind an interface without programs the
+ * route does not show which port the sender is at; then it is, unless another origin is known. The origin of a client
+ * is not final until the flow is established: otherwise a forged first packet would lock the real client out.
  */
 INLINE bool comes_from_origin(struct __sk_buff *skb, struct scratch *space, const struct tuple *key,
 			      const struct flow *f, enum hook hook, const bool v6)
@@ -78,8 +78,8 @@ INLINE bool proves_origin(const struct packet *p, const struct flow *f)
 	       answers_syn(p, f);
 }
 
-/* From now on the flow's packets come in here, and those of the other direction are handed over here: to a pod that is
- * not its own peer.
+/* Moves the flow's origin here. Packets of the other direction are handed over here from now on, if this is a pod's
+ * interface and the pod is not its own peer.
  */
 INLINE void move_origin(struct __sk_buff *skb, const struct packet *p, const struct found *found, enum hook hook,
 			const bool v6)
@@ -103,9 +103,9 @@ INLINE void move_origin(struct __sk_buff *skb, const struct packet *p, const str
 	WRITE_ONCE(other->ifindex, here);
 }
 
-/* An answer goes to a client through the stack: to where the client's packets come in? If not these are forged, or take
- * another way than they are answered, and the answers stay the stack's: of a connection by what is noted here, of
- * datagrams because the caller does not let the flow establish.
+/* Does the answer leave by the interface at which the client's packets arrive? If not, they are forged, or routed
+ * asymmetrically, and the stack must deliver all answers. For a connection that is noted here; for datagrams the caller
+ * does not let the flow establish.
  */
 INLINE bool confirm_path(struct __sk_buff *skb, struct flow *reply, enum hook hook, __u8 protocol)
 {
@@ -117,7 +117,7 @@ INLINE bool confirm_path(struct __sk_buff *skb, struct flow *reply, enum hook ho
 	return true;
 }
 
-/* The same where the flow's answers never go through the stack: ask where it would send them. */
+/* Does the same where the flow's answers bypass the stack: the route decides. */
 INLINE void confirm_route(struct __sk_buff *skb, struct scratch *space, struct flow *reply, __u8 protocol,
 			  const bool v6)
 {
@@ -128,8 +128,8 @@ INLINE void confirm_route(struct __sk_buff *skb, struct scratch *space, struct f
 		WRITE_ONCE(reply->ifindex, 0);
 }
 
-/* Is it the sender of the flow's packets whose packet comes in elsewhere than those before it, or is the first one?
- * Then the flow lives here from now on, if the packet proves it.
+/* Does a packet that arrives elsewhere than those before it, or is the first one, come from the flow's sender? Then the
+ * flow's origin moves here, if the packet proves it.
  */
 INLINE int admit_elsewhere(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
@@ -149,7 +149,7 @@ INLINE int admit_elsewhere(struct __sk_buff *skb, struct scratch *space, enum ho
 
 GLOBAL_VERB_WITH(enum hook, int, admit_elsewhere, false)
 
-/* Does the packet come in where its flow lives, perhaps by now? */
+/* Does the packet arrive at its flow's origin, or has the sender moved here? */
 INLINE bool admit(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
 		  const bool v6)
 {

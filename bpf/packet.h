@@ -13,7 +13,7 @@
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 #define IPV6_EXTENSIONS 8
-#define HEADERS_MASK 0x3ff /* headers behind it are not looked at; the verifier wants a mask */
+#define HEADERS_MASK 0x3ff /* headers behind it are not parsed; the verifier wants a mask */
 #define ICMP_HEADER 8
 #define L3_OFFSET ETH_HLEN
 #define PULL_LENGTH 256 /* all headers lie in so many bytes, those that an ICMP error quotes, too */
@@ -27,7 +27,7 @@ struct tuple {
 };
 
 enum packet_kind {
-	PACKET_OTHER, /* nothing for us: not IP, too short, an unknown transport */
+	PACKET_OTHER, /* not IP, too short, or an unknown transport */
 	PACKET_TRANSPORT,
 	PACKET_FRAGMENT, /* of a transport: what fragment.h makes a PACKET_TRANSPORT, with the ports of its first */
 	PACKET_ICMP_ERROR,
@@ -62,7 +62,7 @@ struct packet {
 	__u32 ack;
 };
 
-/* Without branches: the verifier would follow each of them, and so look at all that comes after it five times. */
+/* Compares without branches. The verifier would follow each branch, and check everything after it five times. */
 INLINE bool same_address(const __u32 *a, const __u32 *b, const bool v6)
 {
 	if (!v6)
@@ -329,7 +329,7 @@ INLINE void parse_bytes(void *data, void *end, __u32 whole, struct packet *p, co
 	}
 }
 
-/* Returns how many bytes could be looked at (64 bits: as 32, the compiler cuts the pointers that it subtracts). */
+/* Returns how many bytes could be read (64 bits: with 32, the compiler truncates the pointers that it subtracts). */
 INLINE __u64 parse_linear(struct __sk_buff *skb, struct packet *p, const bool v6)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;

@@ -1,6 +1,6 @@
-/* Choose a backend for a new connection: the one that affinity remembers, else one slot of the service's slot range.
+/* Chooses a backend for a new connection: the one that affinity remembers, else one slot of the service's slot range.
  *
- * Algorithms live in user space: they fill slot ranges, and say by which number a slot is found (select.h).
+ * Algorithms live in user space. They fill slot ranges, and name the number by which a slot is found (select.h).
  */
 #ifndef HYBRID_PROXY_PICK_H
 #define HYBRID_PROXY_PICK_H
@@ -19,7 +19,9 @@ INLINE bool is_member(__u32 backend, __u32 service, __u32 set)
 	return row && READ_ONCE(row->flags) & (set ? BACKEND_SET1 : BACKEND_SET0);
 }
 
-/* The backend that this client had before, if it is not too long ago and still a member; otherwise 0. */
+/* Returns the backend that this client had before, if affinity has not expired and the backend is still a member;
+ * otherwise 0.
+ */
 INLINE __u32 affinity_lookup(const struct affinity_key *key, __u32 timeout, __u32 set)
 {
 	__u64 *memory = bpf_map_lookup_elem(&affinity, key), value;
@@ -39,8 +41,8 @@ INLINE long affinity_store(const struct affinity_key *key, __u32 backend, __u64 
 	return bpf_map_update_elem(&affinity, key, &value, flags);
 }
 
-/* Remember the backend that was chosen for a client of which nothing was known; the one that it has. Another CPU may
- * have chosen for it at the same time: what is remembered first counts for both.
+/* Remembers the backend chosen for a new client, and returns the client's backend. Another CPU may choose for the same
+ * client at the same time: the first one remembered counts for both.
  */
 INLINE __u32 affinity_begin(const struct affinity_key *key, __u32 backend, __u32 timeout, __u32 set)
 {
@@ -67,8 +69,8 @@ INLINE bool read_backend(struct choice *c)
 	return true;
 }
 
-/* A backend for a new connection; false: the set is empty. Slots are read in one place, because the verifier would look
- * at a second one as often again.
+/* Picks a backend for a new connection; false: the set is empty. Slots are read in one place, because the verifier
+ * would check a second one just as often.
  */
 INLINE bool pick_backend(struct choice *c, struct service *service, const struct tuple *t, const bool v6,
 			 const bool remember)
@@ -91,12 +93,13 @@ INLINE bool pick_backend(struct choice *c, struct service *service, const struct
 		return !v6 || read_backend(c);
 	if (remember && known)
 		affinity_store(&key, c->backend, BPF_ANY);
-	else if (remember && !c->crowded) /* clients that were forged would be remembered in place of others */
+	else if (remember && !c->crowded) /* forged clients would evict real ones */
 		c->backend = affinity_begin(&key, c->backend, timeout, c->set);
 	return read_backend(c);
 }
 
-/* No backend. A set that has some after all was changing while this program looked: drop, and the client tries again.
+/* Decides the verdict when no backend was found. A set that is not empty was changing while this program read it: the
+ * packet is dropped, and the client tries again.
  */
 INLINE void choose_none(struct choice *c, struct service *service)
 {
@@ -120,8 +123,8 @@ INLINE __u64 node_port_at(__be16 port, __u8 protocol, const bool v6)
 	return found;
 }
 
-/* The frontend at this address and port. Node ports have address 0, and are served at addresses that say so; at other
- * addresses of services a port without a frontend is rejected.
+/* Finds the frontend at this address and port. Node ports have address 0, and are served at addresses whose row has
+ * FRONTEND_NODE_PORTS. At other addresses of services a port without a frontend is rejected.
  */
 INLINE __u64 frontend_at(struct choice *c, const __u32 *address, __be16 port, __u8 protocol, const bool v6)
 {
@@ -169,7 +172,7 @@ INLINE bool is_excluded(struct choice *c, __u32 flags, const __u32 *client, cons
 	return true;
 }
 
-/* Choose among the backends of a frontend. */
+/* Chooses among the backends of a frontend. */
 INLINE void choose_at(struct choice *c, __u64 frontend, const enum client from, const struct tuple *t, const bool v6,
 		      const bool remember)
 {
@@ -193,9 +196,9 @@ INLINE void choose_at(struct choice *c, __u64 frontend, const enum client from, 
 		choose_none(c, service);
 }
 
-/* Choose for the tuple of a client's packet, or of a socket that has no port yet. Only a socket of this node finds node
- * ports at a loopback address: to packets of others, a neighbour's perhaps, nothing is served there. `remember` false:
- * without side effects.
+/* Chooses for the tuple of a client's packet, or of a socket that has no port yet. Only a socket of this node finds
+ * node ports at a loopback address; a packet to such an address, which may be a neighbour's, is not served. `remember`
+ * false: without side effects.
  */
 INLINE void choose_backend(struct choice *c, const enum client from, const struct tuple *t, const bool v6,
 			   const bool remember)

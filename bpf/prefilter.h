@@ -1,5 +1,5 @@
-/* Where packets come in: what is no service's leaves at once, after a few bits of the prefilters. The rest goes on to
- * the datapath, by a function that the file which includes this defines.
+/* The entry of the tc programs: packets that are certainly no service's leave here, after a few bits of the prefilters.
+ * The others continue to the datapath, by a function that the including file defines.
  */
 #ifndef HYBRID_PROXY_PREFILTER_H
 #define HYBRID_PROXY_PREFILTER_H
@@ -16,8 +16,8 @@
 
 INLINE int call_datapath(struct __sk_buff *skb, const enum hook hook, const bool v6);
 
-/* Addresses and ports of a packet with the common headers, of which IP's is at `offset`; false: it takes a closer look
- * (packet.h).
+/* Reads addresses and ports of a packet with the common headers, of which IP's is at `offset`; false: it needs the full
+ * parser (packet.h).
  */
 INLINE bool parse_fast(struct __sk_buff *skb, struct tuple *t, const __u32 offset, const bool v6)
 {
@@ -44,7 +44,7 @@ INLINE bool parse_fast(struct __sk_buff *skb, struct tuple *t, const __u32 offse
 	return t->protocol == IPPROTO_TCP || t->protocol == IPPROTO_UDP || t->protocol == IPPROTO_SCTP;
 }
 
-/* Is the packet certainly no service's? Most are not. The datapath asks the same of those that stay. */
+/* Is the packet certainly no service's? Most are not. The datapath repeats these checks for the others. */
 INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const __u32 offset, const bool v6)
 {
 	struct tuple t = {};
@@ -60,8 +60,9 @@ INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const __u
 	return !(is_ingress(hook) && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !in_service_cidr(t.daddr, v6);
 }
 
-/* A VLAN's packets are its own device's, whose programs see them without the tag. Number 0 only gives a priority: the
- * stack takes off such tags, as many as there are, but shows the packet to no program again (__netif_receive_skb_core).
+/* Does the packet have a VLAN tag? Then it belongs to the VLAN's own device, whose programs see it without the tag.
+ * Number 0 only carries a priority. The stack removes such tags, as many as there are, but does not run the programs
+ * again (__netif_receive_skb_core).
  */
 INLINE bool is_tagged(struct __sk_buff *skb, const enum hook hook)
 {

@@ -4,8 +4,8 @@
 
 #include "config.h"
 
-/* Take one of the `burst` tokens of this second, but leave `kept` of them; false: there are no more. The upper half of
- * a bucket is when it was filled (jiffies), the lower half the tokens that are left.
+/* Takes one of the `burst` tokens of this second, but leaves `kept` of them; false: there are no more. The upper half
+ * of a bucket is the time at which it was filled (jiffies), the lower half the tokens left.
  */
 INLINE bool ratelimit_allow(__u64 *bucket, const __u32 burst, const __u32 kept)
 {

@@ -1,4 +1,4 @@
-/* Answer a packet that is not served, out of the interface that it came from: TCP by a reset, all else by an ICMP
+/* Answers a packet that is not served, out of the interface that it came from: TCP by a reset, all else by an ICMP
  * error.
  *
  * TCP could be rejected by ICMP too. But the error would arrive while connect() still holds the socket, and then the

@@ -1,4 +1,4 @@
-/* When a packet of a known flow begins another one: its connection is over, or its backend does not answer. */
+/* Decides when a packet of a known flow begins a new flow: the connection is over, or the backend does not answer. */
 #ifndef HYBRID_PROXY_RENEW_H
 #define HYBRID_PROXY_RENEW_H
 
@@ -7,15 +7,16 @@
 
 #define SYN_REPEAT_TIME (500000000u >> KTIME_SHIFT) /* half a second */
 
-/* May a SYN begin anew with this flow's ports? After a FIN that is for the backend to say, as with conntrack: the other
- * half may still be open. A pair of which both halves have ended is gone.
+/* May a SYN begin a new connection with this flow's ports? After a FIN the backend decides that, as with conntrack: the
+ * other half may still be open. A pair of which both halves have ended is gone.
  */
 INLINE bool has_ended(const struct flow *f)
 {
 	return f->flags & (FLOW_RESET | FLOW_COLLISION);
 }
 
-/* Forget a flow that is about to begin anew. After a collision the other half stays: it shows that the tuple is taken.
+/* Deletes a flow that is about to be replaced. After a collision the other half stays: it shows that the tuple is
+ * taken.
  */
 INLINE void evict(const struct tuple *key, const struct found *found, const bool v6)
 {
@@ -25,17 +26,17 @@ INLINE void evict(const struct tuple *key, const struct found *found, const bool
 		delete_pair(key, found->entry, found->table, v6);
 }
 
-/* Has the backend of a flow been silent for so long that its client's SYN comes again? Clients wait a second before
- * they repeat one (RFC 6298); what comes sooner is a copy of the first.
+/* Has the backend been silent for so long that its client repeats the SYN? Clients wait a second before that (RFC
+ * 6298); an earlier copy is a duplicate of the first.
  */
 INLINE bool is_unanswered(const struct flow *f)
 {
 	return !(f->flags & (FLOW_REPLIED | FLOW_ESTABLISHED)) && ktime() - f->started >= SYN_REPEAT_TIME;
 }
 
-/* A SYN on a connection that lives goes to its backend, which answers it whatever it is about: with a challenge ACK, a
- * reset or a SYN/ACK (RFC 9293, 3.10.7.4). Is there nobody left to do that? Linux leaves one of two SYNs unanswered
- * that come within half a second (tcp_invalid_ratelimit), so three are needed, with that time between.
+/* Does the backend of an established connection ignore its client's SYNs? A SYN on such a connection goes to the
+ * backend, which answers it with a challenge ACK, a reset or a SYN/ACK (RFC 9293, 3.10.7.4). Linux leaves one of two
+ * SYNs within half a second unanswered (tcp_invalid_ratelimit), so three are needed, with that time between them.
  */
 INLINE bool ignores_syns(const struct packet *p, const struct found *found, const bool v6)
 {
@@ -55,7 +56,9 @@ INLINE bool ignores_syns(const struct packet *p, const struct found *found, cons
 	return f->challenges > 2;
 }
 
-/* May the packet leave a backend that serves no longer? An established connection stays, as long as it lives. */
+/* May the packet's flow leave a backend that serves no longer? An established connection stays as long as the backend
+ * answers.
+ */
 INLINE bool leaves_backend(const struct packet *p, const struct found *found, const bool v6)
 {
 	if (p->tuple.protocol == IPPROTO_TCP && found->entry->flags & FLOW_ESTABLISHED && !ignores_syns(p, found, v6))
@@ -64,11 +67,11 @@ INLINE bool leaves_backend(const struct packet *p, const struct found *found, co
 	return true;
 }
 
-/* A client repeats its SYN because its backend is silent: `avoid` that one. */
+/* Handles a client that repeats its SYN because its backend is silent: true with the backend to `avoid`. */
 INLINE bool leaves_silent(struct flow *f, __u32 *avoid)
 {
 	note_failure(f->backend, f->service, COUNT_BACKEND_UNANSWERED);
-	if (f->flags & FLOW_DSR) { /* answers do not come here: it may be one of them that was lost */
+	if (f->flags & FLOW_DSR) { /* answers do not pass here: the SYN/ACK may have been lost */
 		f->started = ktime();
 		return false;
 	}

@@ -1,14 +1,14 @@
-/* Memory that verbs share, and what one leaves for the next to do.
+/* Memory that verbs share, and the steps between them.
  *
  * The large verbs are global functions. The verifier checks a global function once, for any arguments, and not again
- * on every path that leads to it; inlined, all of them together are more than the million instructions that it is
- * willing to look at. In return a global function takes a context and numbers alone (Linux 5.10 knows no pointers to
- * other memory there). So what a verb needs beside the packet is here: memory of this CPU that no other program uses
- * meanwhile, because tc programs run with bottom halves off, one at a time.
+ * on every path that leads to it. Inlined, all of them together are more than the million instructions that it checks.
+ * In return a global function has only a context and numbers as arguments (Linux 5.10 accepts no pointers to other
+ * memory there). So what a verb needs in addition to the packet is here: memory of this CPU that no other program uses
+ * at the same time, because tc programs run with bottom halves off, one at a time.
  *
- * A verb does not call the verb that comes after it. It returns an `enum step`, and the program (datapath.h) calls the
- * next one. The frames of a function and of all its callers share 512 bytes of stack; those of verbs that are called
- * one after the other do not add up.
+ * A verb does not call the next verb. It returns an `enum step`, and the program (datapath.h) calls the next one. The
+ * frames of a function and of all its callers share 512 bytes of stack; those of verbs that are called one after the
+ * other do not add up.
  *
  * Which verb reads (r) and writes (w) which fields. `owner` stands for `service` and `backend`:
  *
@@ -35,7 +35,8 @@
  *   translate_error_*        r                            w      w     w     w    w
  *   emit_event               r     r                      r
  *
- * fragment.h alone uses `datagram`, `fragments`, `first` and `next_place`.
+ * fragment.h alone uses `datagram`, `fragments`, `first` and `next_place`. `prepare_flow` and `reserve_tuple` write
+ * `port_reserved`, and `store_flow` reads it.
  */
 #ifndef HYBRID_PROXY_SCRATCH_H
 #define HYBRID_PROXY_SCRATCH_H
@@ -45,8 +46,7 @@
 #include "packet.h"
 #include "service.h"
 
-/* What is left to do with a packet after a verb. The type is not that of a tc action: to_tc_action() makes one of it.
- */
+/* What remains to be done with a packet after a verb. This is no tc action: to_tc_action() returns that. */
 enum step {
 	/* Nothing: the packet's way is decided. */
 	STEP_PASS,     /* to whatever comes next: other programs, netfilter, the stack */
@@ -71,7 +71,7 @@ enum step {
 	STEP_REJECT,	  /* send a reset or an ICMP error, for `reason`: there is no backend, or no such port */
 };
 
-/* The packet that an ICMP error quotes, where it is of a flow of ours. */
+/* The packet that an ICMP error quotes, if it belongs to a known flow. */
 struct inner_packet {
 	struct tuple tuple;  /* as the error has it: sent by the receiver of the error */
 	struct tuple before; /* as it was before translation */

@@ -1,5 +1,5 @@
-/* The number by which a new connection finds its slot: an algorithm is the way in which a slot range is filled, and one
- * of these numbers.
+/* The number by which a new connection finds its slot. An algorithm is the way in which a slot range is filled, plus
+ * one of these numbers.
  */
 #ifndef HYBRID_PROXY_SELECT_H
 #define HYBRID_PROXY_SELECT_H
@@ -9,7 +9,7 @@
 #include "packet.h"
 #include "service.h"
 
-/* Multiply and fold. There is no seed: every node computes the same number. */
+/* Multiplies and folds. There is no seed, so every node computes the same number. */
 INLINE __u32 mix(__u32 h, __u32 word)
 {
 	h = (h ^ word) * 0x85ebca6bu;
@@ -38,7 +38,7 @@ INLINE __u32 hash_client(const __u32 *client, const bool v6)
 	return finalize(mix_address(0, client, v6));
 }
 
-/* A socket that connects has no port yet (0): any number stands for it. */
+/* Hashes a tuple. A socket that connects has no port yet (0); a random number replaces it. */
 INLINE __u32 hash_tuple(const struct tuple *t, const bool v6)
 {
 	__u32 h = mix_address(mix_address(t->protocol, t->saddr, v6), t->daddr, v6);
@@ -46,8 +46,8 @@ INLINE __u32 hash_tuple(const struct tuple *t, const bool v6)
 	return finalize(mix(h, (__u32)t->dport << 16 | (t->sport ? t->sport : bpf_get_prandom_u32() & 0xffff)));
 }
 
-/* One slot after the other. Two connections at the same moment on two CPUs may get the same one, and the next is
- * skipped: an exact count would have every CPU wait for the others'.
+/* Selects one slot after the other. Two connections at the same moment on two CPUs may get the same one, and the next
+ * is skipped: an exact count would make the CPUs wait for each other.
  */
 INLINE __u32 round_robin(struct service *service, __u32 set, const bool remember)
 {
@@ -59,8 +59,8 @@ INLINE __u32 round_robin(struct service *service, __u32 set, const bool remember
 	return size ? ((turn % size << 32) + size - 1) / size : 0; /* read_slot() makes the index of it again */
 }
 
-/* The backend whose slot a number leads to; 0: the range is empty. A function of its own, as those that call it, so
- * that the verifier checks it once.
+/* Returns the backend whose slot a number leads to; 0: the range is empty. It is a function of its own, like its
+ * callers, so that the verifier checks it once.
  */
 __noinline __u32 backend_at(__u32 id, __u32 set, __u32 number)
 {
@@ -73,8 +73,8 @@ __noinline __u32 backend_at(__u32 id, __u32 set, __u32 number)
 #define AVOID_TRIES 16
 #define AVOID_STEP 0x9e3779b9u /* steps of the golden ratio: they come to every part of the range soon */
 
-/* A number that leads to another backend than the one to avoid: `number`, or the next of some that does. One that leads
- * to it after all, when no other is met.
+/* Returns a number that leads to another backend than `avoid`: `number`, or one of the next. After AVOID_TRIES it may
+ * lead there after all.
  */
 __noinline __u32 number_beside(__u32 id, __u32 set, __u32 avoid, __u32 number)
 {
@@ -86,10 +86,10 @@ __noinline __u32 number_beside(__u32 id, __u32 set, __u32 avoid, __u32 number)
 
 #define SAMPLES 4
 
-/* The number that leads to the backend with the fewest open flows for its weight, of four slots by chance: not the
- * first one of all, which every processor would find at the same moment. The slots are steps of the golden ratio apart,
- * so both of two backends are among them, and nearly always all of three. With as many flows everywhere it is the first
- * slot that was looked at, so weights count.
+/* Returns the number that leads to the backend with the fewest open flows for its weight, among four random slots. It
+ * is not the minimum of all backends, which every processor would find at the same moment. The slots are steps of the
+ * golden ratio apart, so both of two backends are among them, and nearly always all of three. If the counts are equal,
+ * the first slot wins, so that weights count.
  */
 __noinline __u32 number_of_fewest(__u32 id, __u32 set, __u32 avoid)
 {

@@ -21,7 +21,7 @@ INLINE enum step no_frontend(struct scratch *space, const bool v6)
 	return is_nobodys(space->packet.tuple.daddr, v6) ? drop(space, COUNT_DROP_UNALLOCATED) : STEP_NOT_SERVICE;
 }
 
-/* A ping, say, to a service's address: no port answers there. */
+/* Handles a packet other than TCP, UDP and SCTP, such as a ping, to a service's address: no port answers there. */
 INLINE enum step serve_other(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct packet *p = &space->packet;
@@ -38,17 +38,17 @@ INLINE enum step serve_other(struct __sk_buff *skb, struct scratch *space, enum 
 	return settings.answer_ping && p->kind == PACKET_ECHO ? STEP_ECHO : reject(space, COUNT_REJECT_NO_PORT);
 }
 
-/* Is the packet on its way out, and came in where programs are? These have judged it, and what they translated is not
- * translated again.
+/* Does the packet leave the node, after it came in at an interface with programs? These have handled it, and it is not
+ * translated a second time.
  */
 INLINE bool is_judged(struct __sk_buff *skb, enum hook hook)
 {
 	return hook == HOOK_UPLINK_EGRESS && skb->ingress_ifindex && has_link(skb->ingress_ifindex);
 }
 
-/* May a flow begin with the packet? A segment in the midst of a connection that is not known belongs to another
- * translation, netfilter's perhaps; of datagrams such flows are known (FLOW_OTHERS). But once connections had to begin
- * where they are evicted, it may be one of these: at worst its backend resets it.
+/* May a flow begin with the packet? An unknown segment in the midst of a connection belongs to another translation,
+ * netfilter's perhaps; for datagrams such flows are known (FLOW_OTHERS). But once connections began in the LRU table,
+ * it may belong to an evicted one: at worst its backend resets it.
  */
 INLINE bool may_begin_flow(struct __sk_buff *skb, const struct packet *p, enum hook hook)
 {
@@ -59,8 +59,8 @@ INLINE bool may_begin_flow(struct __sk_buff *skb, const struct packet *p, enum h
 	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK && may_be_half_open(IPPROTO_TCP);
 }
 
-/* Was the half of the packet's flow evicted that answers use? Halves are evicted one by one, and what a client repeats
- * would keep the other one alive. Datagrams look for it as often as 16 times a second.
+/* Was the reply half of the packet's flow evicted? Halves are evicted one by one, and packets that a client repeats
+ * would keep the other one alive. For datagrams the check runs at most 16 times a second.
  */
 INLINE bool has_lost_answers(const struct packet *p, const struct found *found, const bool v6)
 {
@@ -79,8 +79,8 @@ INLINE bool has_lost_answers(const struct packet *p, const struct found *found, 
 	return false;
 }
 
-/* Follow the packet's flow, or say that a backend is to be chosen. A flow that began at the uplink stays there when its
- * pod's interface has programs: conntrack knows it by now.
+/* Follows the packet's flow, or returns STEP_CHOOSE. A flow that began at the uplink stays there when its pod's
+ * interface gets programs, because conntrack knows it by then.
  */
 INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
@@ -118,8 +118,8 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, enum hook h
 
 GLOBAL_VERB_WITH(enum hook, enum step, serve, STEP_DROP)
 
-/* Whose packet leaves by an uplink: this node's own, also where others' rules replaced the source by the node's
- * address, or a pod's at an interface without programs, of which `pod_links` does not know.
+/* Classifies the sender of a packet that leaves by an uplink. It is this node, also where foreign rules replaced the
+ * source by the node's address, or a pod at an interface without programs, which `pod_links` does not have.
  */
 INLINE enum client classify_sender(struct __sk_buff *skb, const struct tuple *t, const bool v6)
 {
@@ -128,8 +128,9 @@ INLINE enum client classify_sender(struct __sk_buff *skb, const struct tuple *t,
 	return own_node.pods_by_link ? CLIENT_POD : classify_client(t->saddr, 0, v6);
 }
 
-/* What was chosen for a socket whose backend was gone. Is it that one, as it is again, then the socket is connected to
- * it as before. Is the service gone, then the backend's address may be another pod's by now.
+/* Adapts the choice for a socket whose backend is gone. If the choice is that same backend, which serves again, the
+ * socket stays connected to it as before. If the service is gone, the packet is dropped: the backend's address may be
+ * another pod's by now.
  */
 INLINE void settle_lost_peer(struct choice *c, struct socket_peer *lost, const struct tuple *t, const bool v6)
 {
@@ -143,7 +144,7 @@ INLINE void settle_lost_peer(struct choice *c, struct socket_peer *lost, const s
 	}
 }
 
-/* Choose a backend for the packet, or another verdict. */
+/* Chooses a backend for the packet, or another verdict. */
 INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	const struct tuple *t = &space->packet.tuple;
@@ -170,8 +171,8 @@ INLINE enum verdict choose_for_packet(struct __sk_buff *skb, struct scratch *spa
 
 GLOBAL_VERB_WITH(enum hook, enum verdict, choose_for_packet, VERDICT_DROP)
 
-/* Is the chosen backend this node itself? What is on its way out cannot be brought back to the stack, which takes no
- * packet from an interface with a source of its own.
+/* Is the chosen backend this node itself? An outgoing packet cannot be returned to the stack, which accepts none from
+ * an interface with the node's own address as its source.
  */
 INLINE bool is_self(const struct choice *c, const bool v6)
 {
@@ -181,7 +182,7 @@ INLINE bool is_self(const struct choice *c, const bool v6)
 	return c->verdict == VERDICT_DNAT && same_address(c->address, own, v6);
 }
 
-/* Choose another backend than one that did not answer, or that cannot be reached from here, if there is one. */
+/* Chooses another backend than one that did not answer, or that cannot be reached from here, if there is one. */
 INLINE enum verdict choose_reachable(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	enum verdict verdict = CALL(choose_for_packet, v6, skb, hook);
@@ -203,15 +204,16 @@ INLINE enum step check_client(struct __sk_buff *skb, struct scratch *space, enum
 	return is_ingress(hook) ? check_source_towards(skb, space, target, v6) : STEP_CONTINUE;
 }
 
-/* A later fragment of a datagram whose first began no flow goes as its first did, unless another CPU can be about to
- * begin one with it. Of other protocols than UDP the first fragment has more to say than its ports.
+/* May a flow begin with this fragment? A later fragment of a datagram whose first one began no flow is treated as the
+ * first one was, unless another CPU may be about to begin a flow with it. For protocols other than UDP, the first
+ * fragment has more than its ports to check.
  */
 INLINE bool may_begin(const struct packet *p, enum verdict verdict)
 {
 	return p->fragment.part != LATER_FRAGMENT || (p->tuple.protocol == IPPROTO_UDP && verdict == VERDICT_DNAT);
 }
 
-/* No flow is known: choose a backend. */
+/* Chooses a backend for a packet without a flow. */
 INLINE enum step choose(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	enum verdict verdict = choose_reachable(skb, space, hook, v6);

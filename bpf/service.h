@@ -8,7 +8,7 @@
 #include "node.h"
 #include "packet.h"
 
-/* Where a packet or socket goes of which nothing is remembered yet. */
+/* A backend, or another verdict, for a new flow or socket. */
 struct choice {
 	enum verdict verdict;
 	__u32 service;
@@ -19,8 +19,8 @@ struct choice {
 	__be16 port;
 	bool masquerade;
 	bool counted;	  /* the service's open flows are */
-	bool forgettable; /* it may have to be made again, for the same tuple */
-	bool crowded;	  /* and will be, in a flood: whatever the algorithm is */
+	bool forgettable; /* the choice must be repeatable for the same tuple, because the flow may be evicted */
+	bool crowded;	  /* a flood is under way: the algorithm is ignored, and the tuple or client is hashed */
 	enum counter why; /* of a drop, or of a rejection */
 };
 
@@ -72,7 +72,7 @@ INLINE struct backend *find_backend(__u32 id, __u32 service)
 	return row && READ_ONCE(row->service) == service ? row : NULL;
 }
 
-/* Does the backend that a flow remembers still serve? Its id may be another one's by now, so the address decides. */
+/* Does the backend that a flow remembers still serve? Its id may have been reused, so the address decides. */
 INLINE bool is_serving(__u32 id, __u32 service, const __u32 *address, __be16 port)
 {
 	struct backend *row = find_backend(id, service);
@@ -86,11 +86,11 @@ INLINE __u32 range_size(__u64 word)
 	return word >> RANGE_OFFSET_BITS & ((1 << RANGE_COUNT_BITS) - 1);
 }
 
-/* The slot that `number` leads to in the set's slot range, into `c`; false: the range is empty.
+/* Reads the slot that `number` leads to in the set's slot range into `c`; false: the range is empty.
  *
- * One load reads offset and count of the range together, so that a program sees the old set or the new one. But the
- * slots themselves may be given to another service between that load and the next. They carry the id of the service
- * that they are for: where that is another's, look again.
+ * One load reads offset and count of the range together, so a program sees the old set or the new one. But the slots
+ * themselves may be given to another service between that load and the next. Slots carry the id of their service; on a
+ * mismatch the read is repeated.
  */
 INLINE bool read_slot(struct choice *c, struct service *service, __u32 number)
 {
@@ -130,7 +130,7 @@ INLINE bool is_history_of(const struct failures *known, const struct backend *ro
 	       same_address(known->address, row->address, true);
 }
 
-/* What is known of the backend's failures, empty if there were none; NULL: there is no room. */
+/* Returns the backend's failure row, an empty one at first; NULL: there is no room. */
 INLINE struct failures *failure_history(__u32 id, const struct backend *row)
 {
 	struct failures *known = bpf_map_lookup_elem(&failures, &id);
@@ -153,7 +153,9 @@ INLINE void extend_series(__u32 *count, __u64 *last)
 	__sync_fetch_and_add(count, 1);
 }
 
-/* Remember when and how a connection to the backend failed, for people. A function of its own: it is rarely called. */
+/* Remembers when and how a connection to the backend failed, for people. It is a function of its own, because it is
+ * rarely called.
+ */
 __noinline int remember_failure(__u32 id, __u32 how)
 {
 	struct backend *row = bpf_map_lookup_elem(&backends, &id);
@@ -168,8 +170,8 @@ __noinline int remember_failure(__u32 id, __u32 how)
 	return 0;
 }
 
-/* A connection to the backend failed: COUNT_BACKEND_REFUSED or COUNT_BACKEND_UNANSWERED. User space ejects backends
- * whose connections keep failing (outliers.py).
+/* Notes that a connection to the backend failed: COUNT_BACKEND_REFUSED or COUNT_BACKEND_UNANSWERED. User space ejects
+ * backends whose connections keep failing (outliers.py).
  */
 INLINE void note_failure(__u32 backend, __u32 service, enum counter how)
 {

@@ -1,5 +1,5 @@
-/* What sockets of the node itself get when they connect, send, receive, or ask for their peer. A backend is chosen by
- * connect() or sendmsg(), and no packet is translated. The socket's storage keeps what the socket asked for.
+/* The hooks of the node's own sockets: they choose a backend when a socket connects or sends, and show the service
+ * where the socket asks for its peer. No packet is translated. The socket's storage keeps what the socket asked for.
  */
 #ifndef HYBRID_PROXY_SOCKET_H
 #define HYBRID_PROXY_SOCKET_H
@@ -36,15 +36,15 @@ INLINE void write_target(struct bpf_sock_addr *ctx, const struct target *t, cons
 	}
 }
 
-/* The context's fields are read once, at the start: the verifier refuses a context pointer that the compiler moved to a
- * field.
+/* Returns the socket's storage. The context's fields are read once, at the start: the verifier refuses a context
+ * pointer that the compiler moved to a field.
  */
 INLINE struct socket_state *state_of(struct bpf_sock *sk, __u64 flags)
 {
 	return sk ? bpf_sk_storage_get(&sockets, sk, NULL, flags) : NULL;
 }
 
-/* What the socket asked for, as an event: the packet that it would have sent. */
+/* Reports what the socket asked for, as an event of the packet that it would have sent. */
 INLINE void emit_socket_event(const struct target *t, const struct choice *c, __u8 protocol, enum counter reason,
 			      const bool traced)
 {
@@ -79,7 +79,9 @@ INLINE void trace_socket(const struct target *t, const struct choice *c, __u8 pr
 		emit_socket_event(t, c, protocol, COUNT_SOCKET_CONNECT, true);
 }
 
-/* Without bpf_set_retval the caller would see EPERM: its packets find out at the uplink instead, as a pod's do. */
+/* Refuses the call. Without bpf_set_retval the caller would see EPERM; then the call proceeds, and its packets are
+ * rejected at the uplink, like a pod's.
+ */
 INLINE int refuse_socket(const struct target *t, const struct choice *c, __u8 protocol)
 {
 	enum counter why = c->service ? COUNT_SOCKET_REFUSED : COUNT_SOCKET_REFUSED_NO_PORT;
@@ -93,7 +95,7 @@ INLINE int refuse_socket(const struct target *t, const struct choice *c, __u8 pr
 	return REFUSE;
 }
 
-/* The socket goes where it asked to, whatever it was connected to before. */
+/* Lets the socket proceed to the address that it asked for, and forgets an earlier connection. */
 INLINE int proceed_untranslated(struct bpf_sock_addr *ctx, struct bpf_sock *sk)
 {
 	struct socket_state *state = state_of(sk, 0);
@@ -103,8 +105,7 @@ INLINE int proceed_untranslated(struct bpf_sock_addr *ctx, struct bpf_sock *sk)
 	return PROCEED;
 }
 
-/* A datagram socket that connects again still has the address that the kernel chose the last time: it counts as free.
- */
+/* Treats the source of a datagram socket as free if the kernel chose it at an earlier connect(). */
 INLINE void forget_chosen(struct bpf_sock *sk, __u32 *source)
 {
 	struct socket_state *state = is_zero_address(source) ? NULL : state_of(sk, 0);
@@ -113,8 +114,8 @@ INLINE void forget_chosen(struct bpf_sock *sk, __u32 *source)
 		source[0] = source[1] = source[2] = source[3] = 0;
 }
 
-/* Choose for a socket with this source address. One that is bound to none gets the node's on its way, and is looked at
- * as if it had that already. Its port is not known yet.
+/* Chooses for a socket with this source address. A socket without one is treated as if it had the node's primary
+ * address. Its port is not known yet.
  */
 INLINE void choose_for(struct choice *c, const __u32 *source, const struct target *t, __u8 protocol)
 {
@@ -138,8 +139,8 @@ INLINE bool serves_node_ports(const struct target *t)
 	return found >> 32 & FRONTEND_NODE_PORTS;
 }
 
-/* Does the packet need another source than the socket is bound to? A socket cannot be given one, the program at the
- * uplink can. Answers of a backend on this node find any address of the node's.
+/* Does the packet need another source than the socket is bound to? A hook cannot change the source of a socket, but the
+ * program at the uplink can. Answers of a backend on this node find any address of the node.
  */
 INLINE bool needs_other_source(const struct choice *c, const __u32 *source, const struct target *t)
 {
@@ -176,7 +177,7 @@ INLINE void remember_peer(struct socket_peer *peer, const struct target *t, cons
 	peer->backend_id = c->backend;
 }
 
-/* Keep what a socket connects to: for getpeername, and for its datagrams when the backend goes (`lost_peer`). */
+/* Remembers what a socket connects to: for getpeername, and for its datagrams when the backend goes (`lost_peer`). */
 INLINE void remember_connected(struct bpf_sock *sk, const struct target *t, const struct choice *c, enum connected how)
 {
 	struct socket_state *state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
@@ -222,7 +223,7 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 	return PROCEED;
 }
 
-/* The backend that this socket's datagrams to the service went to before, as long as it serves. */
+/* Returns the backend of this socket's earlier datagrams to the service, as long as it serves. */
 INLINE struct socket_peer *known_peer(struct socket_state *state, const struct target *t)
 {
 	for (int i = 0; i < SOCKET_PEERS; i++) {
@@ -235,7 +236,7 @@ INLINE struct socket_peer *known_peer(struct socket_state *state, const struct t
 	return NULL;
 }
 
-/* The place of a peer: its own, or that of the one that was sent to least lately. */
+/* Returns the row for a peer: its own, or the least recently used one. */
 INLINE struct socket_peer *new_peer(struct socket_state *state, const struct target *t)
 {
 	__u32 chosen = 0, age = 0;
@@ -253,7 +254,7 @@ INLINE struct socket_peer *new_peer(struct socket_state *state, const struct tar
 	return &state->peers[chosen & (SOCKET_PEERS - 1)];
 }
 
-/* Keep where this datagram goes, for the next one and for the answer. */
+/* Remembers where this datagram goes, for the next one and for the answer. */
 INLINE void remember_sent(struct bpf_sock *sk, const struct target *t, const struct choice *c)
 {
 	struct socket_state *state = state_of(sk, BPF_SK_STORAGE_GET_F_CREATE);
@@ -319,7 +320,9 @@ INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)
 	return PROCEED;
 }
 
-/* A datagram came from a backend: show the service that the socket sent to, of several with this backend the last. */
+/* Shows the service that the socket sent to when a datagram comes from a backend. If several services led to this
+ * backend, it is the last one.
+ */
 INLINE int receive_datagram(struct bpf_sock_addr *ctx, const bool v6)
 {
 	struct bpf_sock *sk = READ_ONCE(ctx->sk);

@@ -1,4 +1,4 @@
-/* The service addresses that a socket of the node talks to, kept with the socket. */
+/* The storage of the node's sockets: the service addresses that each of them talks to. */
 #ifndef HYBRID_PROXY_SOCKET_STORAGE_H
 #define HYBRID_PROXY_SOCKET_STORAGE_H
 
@@ -12,10 +12,10 @@ struct {
 	__type(value, struct socket_state);
 } sockets SEC(".maps");
 
-/* Of a datagram that a connected socket of the node sends: the service that the socket asked for, if its backend serves
- * no longer. The kernel asks no program where a connected socket sends to (udp_sendmsg), and a socket whose connection
- * is taken away can never send again without an address. So it goes on to send to the backend that it has, and its
- * datagrams find another one where they leave. NULL for any other packet.
+/* Returns the service that a connected UDP socket of the node asked for, if this packet is its datagram and its backend
+ * serves no longer; NULL for any other packet. The kernel calls no program when a connected socket sends (udp_sendmsg),
+ * and a socket whose connection is taken away can never send again without an address. So it keeps sending to its old
+ * backend, and its datagrams get another one where they leave.
  */
 INLINE struct socket_peer *lost_peer(struct __sk_buff *skb, const struct tuple *t, const bool v6)
 {

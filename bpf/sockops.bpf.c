@@ -11,7 +11,7 @@
 #define SYN_SENT 2 /* TCP_SYN_SENT, net/tcp_states.h */
 #define CLOSE 7
 
-/* The service that this socket connects to, and its backend; NULL: it is none of ours. */
+/* Returns the service that this socket connects to, and its backend; NULL: it connects to none. */
 INLINE struct socket_peer *peer_of(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock *sk = ctx->sk;

@@ -53,8 +53,8 @@ INLINE bool is_local_address(const __u32 *a, const bool v6)
 	return bpf_map_lookup_elem(&own_addresses, &key);
 }
 
-/* Nobody is at addresses of the services' ranges that no service has, unless an interface of this node has one, as with
- * NodeLocal DNSCache.
+/* Is the address in a service range, and nobody's? No service has it, unless the caller finds one, and no interface of
+ * this node (as with NodeLocal DNSCache).
  */
 INLINE bool is_nobodys(const __u32 *a, const bool v6)
 {
@@ -145,8 +145,8 @@ INLINE bool passes_reverse_path(struct __sk_buff *skb, struct scratch *space, __
 	return has_path_back(skb, space, v6 || *flags & INTERFACE_STRICT4, *flags >> INTERFACE_BRIDGE_SHIFT, v6);
 }
 
-/* May the packet's source begin a flow, or be answered? `ifindex`: where it came in, on its way to
- * `space->result.daddr`; 0: its way is not asked for. STEP_CONTINUE, or a drop.
+/* Checks whether the packet's source may begin a flow, or be answered. `ifindex` is where it came in, on its way to
+ * `space->result.daddr`; 0: the reverse path is not checked. Returns STEP_CONTINUE, or a drop.
  */
 INLINE enum step check_source(struct __sk_buff *skb, struct scratch *space, __u32 ifindex, const bool v6)
 {
@@ -160,7 +160,7 @@ INLINE enum step check_source(struct __sk_buff *skb, struct scratch *space, __u3
 GLOBAL_VERB_WITH(__u32, enum step, check_source, STEP_DROP)
 
 /* May the packet's source talk to a backend directly, and have a tuple reserved for that? If not, the packet is left to
- * the stack, which refuses it.
+ * the stack, which drops it.
  */
 INLINE bool may_create_direct(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {

@@ -1,8 +1,8 @@
-/* What becomes of a packet that may be a service's: hooks.bpf.c calls these programs, one for each family. */
+/* The datapath, one program for each family: hooks.bpf.c calls them for packets that may be a service's. */
 #include "bare.h"
 #include "datapath.h"
 
-/* At which hook the packet is. The field is everybody's: the program that sees the packet next finds it empty. */
+/* Reads and clears the call's argument. Other programs use the field, too, and must find it empty. */
 INLINE __u32 take_hook(struct __sk_buff *skb)
 {
 	__u32 hook = skb->cb[0];

@@ -14,7 +14,7 @@ INLINE struct traffic *traffic_of(__u32 backend)
 	return settings.traffic_cpus && backend ? bpf_map_lookup_elem(&traffic, &index) : NULL;
 }
 
-/* So many packets of a flow, and the bytes of their IP packets; `begun`: 1 if the flow begins with them. */
+/* Accounts packets of a flow and the bytes of their IP packets; `begun`: 1 if the flow begins with them. */
 INLINE void account_bytes(__u32 backend, bool reply, __u32 packets, __u32 bytes, const __u64 begun)
 {
 	struct traffic *row = traffic_of(backend);

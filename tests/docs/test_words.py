@@ -26,7 +26,6 @@ GENERATED = ("_abi.py", "_libbpf.py")
 # those below it.
 NOT_YET = frozenset(
     {
-        "bpf",
         "dataplane/modes/ebpf",
         "dataplane/modes/ebpf/flows",
         "dataplane/modes/ebpf/generations",
