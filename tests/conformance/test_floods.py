@@ -196,7 +196,7 @@ def test_datagrams_of_one_port_keep_their_backend_during_a_flood(
     many = 400 if (mode, protocol) == ("userspace", "UDP") else MANY  # a relay has a socket for each client
 
     def answered(one: Client, _: Read, frame: bytes) -> bool:
-        pods[one.ports[0]].add(json.loads(frame[frame.index(b'{"') :].rstrip(b"\0"))["pod"])
+        pods[one.ports[0]].add(json.loads(frame[frame.index(b'{"pod"') :].rstrip(b"\0"))["pod"])
         return True
 
     with wire(bench, family) as wired:
