@@ -154,7 +154,8 @@ def is_written_down(bench: Bench, name: str, empty: str) -> bool:
         return False
     if bench.agent.mode != "ebpf":
         return True
-    return f"{name}:main" in memory.names.values() and name in {row.service for row in memory.events}
+    rejected = any(row.service == name and row.destination.endswith(":4444") for row in memory.events)
+    return f"{name}:main" in memory.names.values() and rejected
 
 
 def test_a_killed_agent_forgets_nothing(bench: Bench, mode: str) -> None:
