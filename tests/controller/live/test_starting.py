@@ -31,6 +31,7 @@ def until(agent: Served, reached: Callable[[dict[str, Any]], bool]) -> dict[str,
 
 SLOW = """
 import time
+from dataclasses import replace
 
 def wait_for(name):
     while not (Path(__file__).parent / name).exists():
@@ -43,7 +44,7 @@ class Slow(Fragile):
         wait_for("sync")
         return super().sync(table)
 
-MODE = MODE._replace(open=Slow)
+MODE = replace(MODE, open=Slow)
 """
 
 
