@@ -12,7 +12,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from hybrid_proxy.dataplane.kernel.bpf import programs_at
 from hybrid_proxy.dataplane.kernel.clsact import names
+from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import TCX_INGRESS
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, ask_tcp, download
@@ -127,7 +129,7 @@ def go_on(made: list[Stream]) -> None:
 def attached(bench: Bench, pod: str) -> bool:
     with bench.lab.inside("node"):
         (index,) = bench.lab.netlink("node").link_lookup(ifname=bench.lab[pod].interface)
-        return any(ours for _, ours in names(index, ingress=True))
+        return any(ours for _, ours in names(index, ingress=True)) or bool(programs_at(index, TCX_INGRESS))
 
 
 @pytest.mark.row("6.7", "an agent that waits for its API server serves new pods; open connections go on")

@@ -1,9 +1,15 @@
 """Programs at the interfaces of pods and at uplinks.
 
-The programs are filters of a clsact qdisc. At an interface that has a foreign TCX program they are TCX links: TCX
-programs run before all filters, and none of these runs after a program that ends with TCX_PASS. A link keeps the place
-that ours have in the order of attachment: behind the programs that were there first, before those that came later.
-The same links serve an interface where a foreign qdisc or filter excludes ours.
+The programs are filters of a clsact qdisc, or TCX links where filters would do harm:
+
+- Adding a qdisc stops an interface for a moment, and the packets of this moment are lost (qdisc_graft in
+  net/sched/sch_api.c calls dev_deactivate). So the interfaces that an agent finds when it starts, which may carry
+  traffic, get links. A link loses nothing, but waits for a grace period under RTNL: if there are more than MOST_LINKS
+  such interfaces of a kind, all get filters. Interfaces that appear later carry nothing yet, and get filters.
+- TCX programs run before all filters, and none of these runs after a program that ends with TCX_PASS. So an interface
+  that has a foreign TCX program gets links. A link keeps the place that ours have in the order of attachment: behind
+  the programs that were there first, before those that came later.
+- A foreign qdisc or filter may exclude ours.
 
 Filters and pinned links stay attached when the process ends. A new process replaces the programs in place.
 """
@@ -29,6 +35,8 @@ log = logging.getLogger(__name__)
 TCX_INGRESS, TCX_EGRESS, BEFORE_ALL = 46, 47, 1 << 3  # BPF_F_BEFORE without a program that it is relative to
 # Egress is attached first: replies to what ingress translates may come at once.
 HOOKS = (("egress", TCX_EGRESS, False), ("ingress", TCX_INGRESS, True))
+MOST_LINKS = 8  # that a start waits for: a third of a second
+NO_TCX = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})  # the kernel has no such links (Linux 6.6)
 BARE = "bare"  # the programs at interfaces whose packets have no Ethernet header
 
 Hook = tuple[str, int, bool]  # program, type of attachment, whether it is at ingress
@@ -58,6 +66,7 @@ class InterfacePrograms:
         self._programs: Object | None = None
         self._links: dict[int, list[Attachment]] = {}  # by the index of the interface; the others have filters
         self._filters = clsact.FilterWatch()
+        self._starts = True
 
     def use(self, programs: Object) -> None:
         """Replaces the programs everywhere, and attaches these from now on: `KIND_ingress`, `KIND_egress`."""
@@ -76,6 +85,7 @@ class InterfacePrograms:
                 kind = "TCX links" if interface.index in self._links else "filters"
                 log.info("serving %s interface %s by %s", self.kind, interface.name, kind)
         self._remove_stale_pins(wanted)
+        self._starts = False
 
     def _name(self, index: int) -> str | None:
         known = self.attached.get(index)
@@ -99,6 +109,8 @@ class InterfacePrograms:
                 self._attach_links(interface)
             else:
                 filtered.append(interface)
+        if self._starts and len(filtered) <= MOST_LINKS:
+            filtered = [one for one in filtered if _has_filter(one.index) or not self._attach_links(one)]
         if filtered:
             self._attach_filters(filtered)
 
@@ -119,13 +131,13 @@ class InterfacePrograms:
             elif error.code != errno.ENODEV:
                 self._attach_links(interface, error)
 
-    def _attach_links(self, interface: Interface, excluded: BpfError | None = None) -> None:
-        """Attaches links. `excluded` is why there are no filters."""
+    def _attach_links(self, interface: Interface, excluded: BpfError | None = None) -> bool:
+        """Attaches links. `excluded` is why there are no filters. Returns False if the kernel has no such links."""
         assert self._programs is not None
         index, hooks = interface.index, self._hooks_at(interface)
         if index not in self._links:
             # Programs that came after our filters stay behind us.
-            flags = BEFORE_ALL if any(own for _, own in clsact.names(index, ingress=True)) else 0
+            flags = BEFORE_ALL if _has_filter(index) else 0
             self._links[index] = [
                 Attachment(self._link_path(name, index), attach_type, index, name, interface.name, flags)
                 for name, attach_type, _ in hooks
@@ -140,10 +152,13 @@ class InterfacePrograms:
         except BpfError as error:
             for link in self._links.pop(index):
                 link.close()
+            if error.code in NO_TCX and excluded is None:
+                return False
             if error.code != errno.ENODEV:
                 self._note_failure(interface, str(excluded or error))
-            return
+            return True
         self._note_attached(interface)
+        return True
 
     def _hooks_at(self, interface: Interface) -> tuple[Hook, ...]:
         return self._hooks if interface.ethernet else _hooks(BARE)
@@ -220,6 +235,11 @@ class InterfacePrograms:
 def _foreign_tcx(index: int) -> list[int]:
     """The TCX programs at an interface where ours are filters."""
     return programs_at(index, TCX_INGRESS) + programs_at(index, TCX_EGRESS)
+
+
+def _has_filter(index: int) -> bool:
+    """True if a filter of ours is at the interface."""
+    return any(own for _, own in clsact.names(index, ingress=True))
 
 
 def detach_everything(folder: Path) -> int:

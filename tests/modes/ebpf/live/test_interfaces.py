@@ -1,4 +1,4 @@
-"""Interfaces are served by filters, and by TCX links where a foreign program would run before these."""
+"""Interfaces are served by filters, and by TCX links where filters would lose packets or not see them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vm.features import missing
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, create_link, program_name, programs_at
 from hybrid_proxy.dataplane.kernel.clsact import names
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.hooks import interfaces
 from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import HOOKS, TCX_INGRESS
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
@@ -80,6 +81,39 @@ def at(interface: str) -> tuple[list[str], list[str]]:
     )
 
 
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start finds so many interfaces that filters serve them."""
+    monkeypatch.setattr(interfaces, "MOST_LINKS", -1)
+
+
+def test_what_a_start_finds_gets_links_and_what_comes_later_filters(options: Options) -> None:
+    """Adding a qdisc to an interface that carries traffic loses packets."""
+    add(2)
+    for _ in range(2):
+        with closing(Ebpf(options, lambda: None)) as agent:
+            agent.sync(TABLE)
+            if not at("many0")[0]:
+                missing("TCX link")
+            if not _there("many2"):
+                change("link add many2 type veth peer name far2")
+            agent.links_changed()
+            assert [at(f"many{number}") for number in range(3)] == [BY_LINKS, BY_LINKS, BY_FILTERS]
+            assert not agent.may_have_drifted()
+
+
+def _there(name: str) -> bool:
+    return name in {known for _, known in socket.if_nameindex()}
+
+
+def test_a_start_that_finds_many_interfaces_does_not_wait_for_links(options: Options) -> None:
+    add(interfaces.MOST_LINKS + 1)
+    with closing(Ebpf(options, lambda: None)) as agent:
+        agent.sync(TABLE)
+        assert at("many0") == BY_FILTERS
+
+
+@pytest.mark.usefixtures("many")
 def test_filters_serve_all_interfaces_and_a_restart_replaces_their_programs(options: Options) -> None:
     add(3)
     for _ in range(2):
@@ -93,6 +127,7 @@ def test_filters_serve_all_interfaces_and_a_restart_replaces_their_programs(opti
     assert at("many0") == ([], [])
 
 
+@pytest.mark.usefixtures("many")
 def test_an_interface_that_is_removed_is_no_damage_and_a_renamed_one_keeps_its_programs(options: Options) -> None:
     add(2)
     with closing(Ebpf(options, lambda: None)) as agent:
@@ -105,6 +140,7 @@ def test_an_interface_that_is_removed_is_no_damage_and_a_renamed_one_keeps_its_p
         assert agent.audit_repairs == 0
 
 
+@pytest.mark.usefixtures("many")
 def test_a_foreign_tcx_program_that_comes_later_stays_behind_ours(options: Options) -> None:
     add(2)
     with closing(Ebpf(options, lambda: None)) as agent:
@@ -127,6 +163,7 @@ def test_a_foreign_tcx_program_that_comes_later_stays_behind_ours(options: Optio
             assert (at("many0"), at("many1")) == (BY_LINKS, BY_FILTERS)
 
 
+@pytest.mark.usefixtures("many")
 def test_a_foreign_tcx_program_that_came_while_no_agent_ran_stays_behind_ours(options: Options) -> None:
     add(1)
     with closing(Ebpf(options, lambda: None)) as agent:
@@ -136,6 +173,7 @@ def test_a_foreign_tcx_program_that_came_while_no_agent_ran_stays_behind_ours(op
         assert at("many0") == (["ours", "ours", "foreign"], [])
 
 
+@pytest.mark.usefixtures("many")
 def test_an_interface_whose_qdisc_excludes_filters_gets_links(options: Options) -> None:
     add(2)
     subprocess.run(["tc", "qdisc", "add", "dev", "many0", "ingress"], check=True)

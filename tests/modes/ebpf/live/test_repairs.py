@@ -14,6 +14,7 @@ from pyroute2 import IPRoute
 
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, library, pinned_link, programs_at, update_link
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY, names
+from hybrid_proxy.dataplane.modes.ebpf.hooks import interfaces
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import ALL_HOOKS
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import elements_of
@@ -39,13 +40,15 @@ TABLE = ServiceTable(
 
 
 class Place:
-    """An agent on a lab's node, which a test disturbs."""
+    """An agent on a lab's node, which a test disturbs. Filters serve its interfaces, and links its cgroup."""
 
     def __init__(self, lab: Lab, root: Path) -> None:
         self.lab, self.root = lab, root
         self.options = small(lab, root)
         self.agent = Ebpf(self.options, lambda: None)
-        self.agent.sync(TABLE)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(interfaces, "MOST_LINKS", -1)
+            self.agent.sync(TABLE)
         self.folder = self.agent.folder
 
     def interface(self) -> int:
