@@ -238,7 +238,7 @@ def _foreign_tcx(index: int) -> list[int]:
 
 
 def _has_filter(index: int) -> bool:
-    """True if a filter of ours is at the interface."""
+    """True if one of our filters is at the interface."""
     return any(own for _, own in clsact.names(index, ingress=True))
 
 
