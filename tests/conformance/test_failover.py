@@ -398,7 +398,7 @@ def test_a_malformed_probe_refuses_that_service_alone(probing: Bench) -> None:
     bench = probing
     web = bench.service("pod2", "pod3", annotations={"probe": "http:/"})
     assert bench.agent.running_status().dataplane.ebpf.probes.targets >= 4
-    assert bench.seen("pod1", web, V4, 8) == {"pod2", "pod3"}
+    assert bench.seen("pod1", web, V4, 24) == {"pod2", "pod3"}
     web.write(annotations={"probe": "udp"})
     status = bench.agent.wait(lambda status: any(web.name in p.key for p in status.problems), what="refusing it")
     assert any("is not tcp or http:/PATH" in problem.message for problem in status.problems)
