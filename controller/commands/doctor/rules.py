@@ -63,7 +63,7 @@ def of_nft(text: str, bases: Mapping[tuple[str, str], Base]) -> tuple[Rule, ...]
             chains.append(chain)
         elif line == "}":
             chain = None
-        elif chain is not None and not line.startswith("type "):  # the kernel has told what stands there
+        elif chain is not None and not line.startswith("type "):  # base chains come from the kernel
             _read_nft(chain, line)
     for each in chains:
         base = bases.get((each.table, each.name))
