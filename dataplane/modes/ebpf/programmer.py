@@ -93,8 +93,7 @@ TRANSITIONS: Final[dict[State, dict[Input, State]]] = {
         Input.DRAINED: State.DRAINING, Input.ABANDONED: State.LEFT,
     },
     State.LOADED: {
-        Input.REPLACED: State.LOADED, Input.PROGRAMMED: State.ATTACHED, Input.DRAINED: State.DRAINING,
-        Input.ABANDONED: State.LEFT,
+        Input.PROGRAMMED: State.ATTACHED, Input.DRAINED: State.DRAINING, Input.ABANDONED: State.LEFT,
     },
     State.REPLACING: {
         Input.REPLACED: State.REPLACING, Input.PROGRAMMED: State.ATTACHED, Input.DRAINED: State.DRAINING,
@@ -205,7 +204,7 @@ class Ebpf(Programmer):
         self.datapath = Datapath(self.maps, loader, self.attachments, upper, self.gc.reading, self.store.grown, wake)
         self.failover = Failover(options)
         self.reports = Reports(options, self.maps, self.store, self.datapath, self.attachments, self.gc, self.failover)
-        self.packets = PacketLog(self.maps, self.store)
+        self.packets = PacketLog(self.maps, self.store, self.names)
         attached = self.attachments
         # What carries traffic comes first.
         self.repairs = Repairs(directory, (
@@ -410,7 +409,7 @@ class Ebpf(Programmer):
             self._on(Input.ADOPTED)
         self.attachments.maintain()
         self.repairs.count += self.store.repair_ranges()
-        self.packets.maintain(self.names())
+        self.packets.maintain()
         notices = self.failover.look(self.store)
         self.gc.want_grace(self.store.plan.stamp)
         return [*notices, *self.reports.nearly_full()]
@@ -434,10 +433,10 @@ class Ebpf(Programmer):
         return self.reports.explain(packet, self.table)
 
     def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
-        return self.packets.rows(after, self.names())
+        return self.packets.rows(after)
 
     def trace(self, service: str | None, client: str | None, seconds: float) -> None:
-        self.packets.trace(service, client, seconds, self.names())
+        self.packets.trace(service, client, seconds)
 
     def close(self) -> None:
         self.gc.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
@@ -19,35 +19,36 @@ class PacketLog:
     Args:
         maps: the open set.
         store: knows addresses and backends.
+        names: returns the service of each id; called when there are events, because it lists all services.
     """
 
-    def __init__(self, maps: MapSet, store: Store) -> None:
-        self._maps, self._store = maps, store
+    def __init__(self, maps: MapSet, store: Store, names: Callable[[], Mapping[int, str]]) -> None:
+        self._maps, self._store, self._names = maps, store, names
         self._journal = Journal()
         self._traces_until = 0.0
         maps.view("node")["trace"] = 0
         self._reader = Reader(maps.maps["events"])
         self._reader.start()
 
-    def rows(self, after: int, names: Mapping[int, str]) -> tuple[list[PacketEvent], int]:
-        """Events with larger numbers than `after`, and the number of the latest; `names` has the service of each id."""
-        self._take(names)
+    def rows(self, after: int) -> tuple[list[PacketEvent], int]:
+        """Events with larger numbers than `after`, and the number of the latest."""
+        self._take()
         return self._journal.rows(after), self._journal.last
 
-    def maintain(self, names: Mapping[int, str]) -> None:
+    def maintain(self) -> None:
         """Logs drops, and ends a trace whose time is over."""
-        self._take(names)
+        self._take()
         self._journal.log_drops()
         if self._traces_until and time.monotonic() > self._traces_until:
             self._maps.view("node")["trace"] = 0
             self._traces_until = 0.0
 
-    def _take(self, names: Mapping[int, str]) -> None:
+    def _take(self) -> None:
         raw = self._reader.take()
         if raw:
-            self._journal.add(raw, names, self._store.addresses, self._store.backends)
+            self._journal.add(raw, self._names(), self._store.addresses, self._store.backends)
 
-    def trace(self, service: str | None, client: str | None, seconds: float, names: Mapping[int, str]) -> None:
+    def trace(self, service: str | None, client: str | None, seconds: float) -> None:
         """Has each packet of this service, and from or to this address, reported for so long.
 
         Raises:
@@ -55,7 +56,7 @@ class PacketLog:
         """
         row = self._maps.view("node")
         limit = row["trace_services"].shape[1]
-        wanted = [number for number, name in names.items() if service in {name, name.partition(":")[0]}]
+        wanted = [number for number, name in self._names().items() if service in {name, name.partition(":")[0]}]
         if service and not wanted:
             raise DataplaneError(f"{service}: no such service is programmed; NAMESPACE/NAME, or NAMESPACE/NAME:PORT")
         if len(wanted) > limit:
