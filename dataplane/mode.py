@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,7 +42,6 @@ class SyncResult(msgspec.Struct, frozen=True):
 
     changed: int = 0  # service ports written
     removed: int = 0
-    unprogrammed: tuple[Unprogrammed, ...] = ()
 
 
 class ProbePacket(msgspec.Struct, frozen=True):
@@ -74,6 +73,11 @@ class Programmer(ABC):
     def audit_repairs(self) -> int:
         """The number of objects that were repaired after foreign changes."""
         return 0
+
+    @property
+    def unprogrammed(self) -> Collection[Unprogrammed]:
+        """The service ports of the last table that are not served; `maintain` may program them later."""
+        return ()
 
     @property
     def unrepaired(self) -> tuple[str, ...]:

@@ -129,6 +129,10 @@ class NetfilterMode(Programmer):
             self._reset_connections(gone)
         return result
 
+    @property
+    def unprogrammed(self) -> Collection[Unprogrammed]:
+        return self._unprogrammed.values()
+
     def _reset_connections(self, gone: Collection[Gone]) -> None:
         """Reset the clients of endpoints that are gone; called when the rules lead elsewhere."""
 
@@ -152,7 +156,7 @@ class NetfilterMode(Programmer):
         changed = sum(
             1 for key, entry in new.items() if key not in self._unprogrammed and (whole or old.get(key) != entry)
         )
-        return SyncResult(changed, len(old.keys() - new.keys()), tuple(self._unprogrammed.values()))
+        return SyncResult(changed, len(old.keys() - new.keys()))
 
     def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
         """True if more than these services must be written."""
@@ -273,6 +277,10 @@ class TranslatingMode(NetfilterMode):
         self._judges = False
         node = msgspec.structs.replace(table.node, node_port_addresses=(), loopback=(), service_cidrs=())
         self.sync(ServiceTable({}, node))
+
+    @property
+    def unprogrammed(self) -> Collection[Unprogrammed]:
+        return self._unprogrammed.values()
 
     def _reset_connections(self, gone: Collection[Gone]) -> None:
         """Delete their entries and make each client send a segment, which meets the rules as a new connection would.

@@ -296,6 +296,7 @@ class Agent:
             if self.maintenance.run() and self.syncer.ready_seconds is not None:
                 self.syncer.hand_over()
                 self.mode.maintain(self.syncer.builder.table)
+                self._report_unprogrammed()
                 self.syncer.flush_log()
                 self._trim_memory()
                 self.notebook.look()
@@ -345,10 +346,14 @@ class Agent:
         self.mode.programmed()
         if first:
             self._first_sync_done(at_start=at_start)
-        self.notebook.unprogrammed = list(result.unprogrammed)
-        self._announcements.unprogrammed(result.unprogrammed)
+        self._report_unprogrammed()
         self._announcements.external_ips(self.syncer.builder.external_ips)
         self._announcements.left_out(self.syncer.cluster.complaints.values())
+
+    def _report_unprogrammed(self) -> None:
+        """Say what is not served: a sync leaves it out, and the mode's maintenance may program it later."""
+        self.notebook.unprogrammed = list(self.mode.programmer.unprogrammed)
+        self._announcements.unprogrammed(self.notebook.unprogrammed)
 
     def _first_sync_done(self, *, at_start: bool) -> None:
         """The mode has programmed its first table, and serves."""

@@ -40,7 +40,7 @@ MOST: Final = 200  # events, and rows of everything but names
 class Notebook:
     """Writes the memory file of one agent, in its loop's thread.
 
-    `why` will be the last words, `opened` is whether a mode was opened, `unprogrammed` what the last sync left out.
+    `why` will be the last words, `opened` is whether a mode was opened, `unprogrammed` what is not served.
     """
 
     def __init__(self, path: Path, mode: ActiveMode, syncer: Syncer) -> None:
@@ -54,7 +54,7 @@ class Notebook:
         self._write_at = 0.0
         self._names: dict[int, str] = {}
         self._lacks: list[Lack] = []
-        self._named: tuple[int, int] | None = None  # the table of which these are: its builder, its generation
+        self._named: object = None  # what these are of: the builder, the table's generation, how much is programmed
         self._known: Memory | None = None  # what the file says, or is to say next
         self._written = b""
         self._writer: threading.Thread | None = None
@@ -147,7 +147,7 @@ class Notebook:
         self._recall()
         self._collect()
         mode, builder = self._mode, self._syncer.builder
-        table = (id(builder), builder.table.generation)
+        table = (id(builder), builder.table.generation, self._syncer.error, len(self.unprogrammed))
         if self._named != table:
             self._named, self._names = table, {**mode.draining.service_names(), **mode.programmer.names()}
             self._lacks = list(islice(lacks(builder.table.entries()), MOST))

@@ -179,6 +179,8 @@ def test_doctor_names_the_incident(
 def new(clinic: Clinic) -> Iterator[Clinic]:
     """With an agent that never saw the API server, beside one more Service, without endpoints."""
     clinic.put(name=FIRST)
+    # After "a map is full", ids of the Services that were removed are free when no flow can have them any more.
+    clinic.agent.wait(lambda status: not status.dataplane.unprogrammed)
     with waiting(clinic):
         yield clinic
     clinic.remove(FIRST)

@@ -243,7 +243,7 @@ class Ebpf(Programmer):
                 self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
         self.gc.want_grace(self.store.plan.stamp)  # last: it wakes a thread, which takes the interpreter
-        return SyncResult(changed, removed, tuple(self.store.plan.unprogrammed.values()))
+        return SyncResult(changed, removed)
 
     def _plan(self, change: Change) -> Change:
         """Looks for flows of others, which must be known before a row could lead their packets elsewhere."""
@@ -387,6 +387,10 @@ class Ebpf(Programmer):
 
     def may_have_drifted(self) -> bool:
         return self.attachments.serves and any(True for _ in self.repairs.damage())
+
+    @property
+    def unprogrammed(self) -> Collection[Unprogrammed]:
+        return self.store.plan.unprogrammed.values()
 
     @property
     def unrepaired(self) -> tuple[str, ...]:

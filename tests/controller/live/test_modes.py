@@ -18,6 +18,7 @@ import pytest
 import hybrid_proxy.dataplane.modes
 from hybrid_proxy.controller.agent import modes
 from hybrid_proxy.controller.agent.modes import FALLBACK, clean_others, open_first, open_mode, probe_all, take_over
+from hybrid_proxy.controller.serving.memory import memory_path, recall
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.mode import Options
@@ -274,7 +275,7 @@ class TestAgent:
         # Once: its descriptors and mappings are somebody else's after that.
         assert ended.stderr.count("later is closed") == (mode == "later")
 
-    def test_an_unprogrammed_service_gets_an_event(self, start, api):
+    def test_an_unprogrammed_service_gets_an_event_and_is_served_when_there_is_room(self, start, api):
         for number in range(1030):
             api.put(service(number))
         api.put(endpoint_slice(0, range(1), 1))
@@ -288,6 +289,19 @@ class TestAgent:
             ("Service", m.entry.partition(":")[0], f"{m.entry} is not served on this node: {m.reason}")
             for m in unprogrammed
         }
+        # Ids of Services that are gone are free later, without a change of the table.
+        missed = {one.entry for one in unprogrammed}
+        names = [f"{one['metadata']['namespace']}/{one['metadata']['name']}" for one in map(service, range(1030))]
+        for name in [name for name in names if f"{name}:http" not in missed][: len(missed)]:
+            api.delete("services", name)
+        until(lambda: not agent.status().dataplane.unprogrammed, "what had no room is served")
+        until(lambda: agent.tail(100).count(" is programmed now") == len(missed), "the log says so")
+        agent.terminate()
+        with agent.lab.inside("node"):
+            memory = recall(memory_path(str(agent.socket)))
+        assert memory is not None
+        assert missed <= set(memory.names.values())
+        assert not memory.unprogrammed
 
     def test_a_repair_is_reported(self, start, api):
         start("drifts", kubeconfig=api.kubeconfig())

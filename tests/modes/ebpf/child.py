@@ -92,14 +92,14 @@ class Commands:
         for n in range(self.count):
             services |= numbered(n, self.version)
         self.services = services
-        self.result = self.mode.sync(ServiceTable(services, node))
+        self.mode.sync(ServiceTable(services, node))
 
     def do(self, words: list[str]) -> Any:
         match words:
             case ["more", number]:
                 self.count += int(number)
                 self.sync()
-                return [left.reason for left in self.result.unprogrammed]
+                return [left.reason for left in self.mode.unprogrammed]
             case ["maintain"]:
                 self.notices += [notice.reason for notice in self.mode.maintain()]
                 return self.mode.datapath.growing
@@ -120,7 +120,7 @@ class Commands:
             case ["state", count, version]:
                 self.count, self.version = int(count), int(version)
                 self.sync()
-                return [left.reason for left in self.result.unprogrammed]
+                return [left.reason for left in self.mode.unprogrammed]
             case ["check", *how]:
                 readback.check(self.mode.store, self.services, settled=bool(how))
             case ["waiting"]:

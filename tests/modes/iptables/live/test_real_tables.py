@@ -290,7 +290,7 @@ def test_a_family_that_is_missing_does_not_stop_the_other(variant: str) -> None:
     programmer = Iptables(Options(), lambda: None, found)
     result = programmer.sync(table(1, 2))
     programmer.close()
-    assert [left.entry for left in result.unprogrammed] == ["ns/s1:p", "ns/s2:p"]
-    assert all("IPv6 does not work here" in left.reason for left in result.unprogrammed)
+    assert [left.entry for left in programmer.unprogrammed] == ["ns/s1:p", "ns/s2:p"]
+    assert all("IPv6 does not work here" in left.reason for left in programmer.unprogrammed)
     assert result.changed == 2
     assert any(chain.startswith("HP-SVC-") for chain in rules(variant)[4, "nat"])
