@@ -294,7 +294,7 @@ class Agent:
             if time.monotonic() >= self.syncer.due:
                 self._sync()
             if self.maintenance.run() and self.syncer.ready_seconds is not None:
-                self.syncer.hand_over()
+                self.syncer.cede_moved_services()
                 self.mode.maintain(self.syncer.builder.table)
                 self._report_unprogrammed()
                 self.syncer.flush_log()

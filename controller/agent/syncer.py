@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 MIN_REST: Final = 0.005  # seconds after a sync: changes that come close together are programmed together
 FIRST_RETRY, LONGEST_RETRY = 0.5, 30.0
-HAND_OVER: Final = 3.0  # seconds after which a kube-proxy has programmed a Service: its minSyncPeriod is one
+CEDE_SECONDS: Final = 3.0  # seconds after which a kube-proxy has programmed a Service: its minSyncPeriod is one
 LOG_SECONDS: Final = 1.0  # between two lines of the log about syncs
 LATENCIES: Final = 1000  # kept for `status`
 MAX_PENDING: Final = 10_000  # changes in one sync whose latency is measured
@@ -172,21 +172,21 @@ class Syncer:
             self._received += times[: MAX_PENDING - len(self._received)]
             self._health.queued(self._clock(), _family_of(event))
             self._on(Input.CHANGED)
-        if self.state is State.LISTING and self.cluster.complete:
+        if self.state is State.LISTING and not self.cluster.awaited:
             self._on(Input.LISTED)
             START.end("list and decode")
         self._health.awaited = self.cluster.awaited
         here = self.cluster.reported
         self._health.node(here.eligible if here else True if self.cluster.unread("Node") else None)
 
-    def hand_over(self) -> None:
+    def cede_moved_services(self) -> None:
         """Leave new flows of moved Services to the proxy alongside, when it has had the time to program them.
 
         Until then both serve them. So no client finds a moment in which nobody does.
         """
         now = self._clock()
         self._moved = {name: self._moved.get(name, now) for name in self.cluster.moved}
-        if self.cluster.hand_over([name for name, since in self._moved.items() if now - since >= HAND_OVER]):
+        if self.cluster.cede([name for name, since in self._moved.items() if now - since >= CEDE_SECONDS]):
             self._on(Input.CHANGED)
 
     def set_addresses(self, addresses: tuple[str, ...], routes: Routes = NO_ROUTES) -> None:

@@ -1,6 +1,6 @@
 """Events for the cluster: what `kubectl describe node` and `kubectl events` show of this proxy.
 
-The loop hands over a note and goes on; a thread writes to the API server (events.k8s.io/v1, KEP-383). What
+The loop queues an event and goes on; a thread writes to the API server (events.k8s.io/v1, KEP-383). What
 repeats becomes a series of one event, as client-go's recorder does it: the first repeat and the end of the series
 are written, the rest is counted. RBAC: create and patch of `events` in the API group `events.k8s.io`.
 """
@@ -60,7 +60,7 @@ _Key = tuple[Regarding, str, str, str, str]
 
 
 class _Occurrence(NamedTuple):
-    """One event as it was handed over; without its note it is the key of its series, as in client-go."""
+    """One event as it was reported; without its note it is the key of its series, as in client-go."""
 
     regarding: Regarding
     kind: str

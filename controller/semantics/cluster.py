@@ -57,7 +57,7 @@ class Cluster:
         self._node_name = node_name
         self._shares = shares
         self._moved: dict[str, Service] = {}
-        self._handed_over: set[str] = set()
+        self._ceded: set[str] = set()  # of these
         self._awaited = set(kinds)
         self._services: dict[str, Service] = {}
         self._slices: dict[str, EndpointSlice] = {}
@@ -83,20 +83,17 @@ class Cluster:
                 return self._drop(event.kind, event.key)
             case Replaced():
                 return self._replace(event)
-            case Problem():
-                self._note(event)
+            case Problem(kind, key, message) if message:
+                self._problems[kind, key] = event
+            case Problem(kind, key):
+                self._problems.pop((kind, key), None)
             case SourceState():
                 self.source_state = event
         return False
 
     @property
-    def complete(self) -> bool:
-        """True if every announced kind was listed once: nothing may be programmed before."""
-        return not self._awaited
-
-    @property
     def awaited(self) -> tuple[str, ...]:
-        """The kinds that were announced and not listed yet, sorted."""
+        """The kinds that were announced and not listed yet, sorted. Nothing may be programmed while there are some."""
         return tuple(sorted(self._awaited))
 
     def take_dirty(self) -> Dirty:
@@ -131,14 +128,14 @@ class Cluster:
         """Returns the Service of this name, or its last state if it moved."""
         return self._services.get(name) or self._moved.get(name)
 
-    def is_handed_over(self, service: str) -> bool:
-        """True if a Service that moved gets no new flows here any more."""
-        return service in self._handed_over
+    def is_ceded(self, service: str) -> bool:
+        """True if new flows of a Service that moved are the other proxy's alone."""
+        return service in self._ceded
 
-    def hand_over(self, services: Iterable[str]) -> bool:
-        """Leave the new flows of these to the other proxy, which has had its time. True: the table may differ."""
-        new = {name for name in services if name in self._moved} - self._handed_over
-        self._handed_over |= new
+    def cede(self, services: Iterable[str]) -> bool:
+        """Serve no new flows of these Services any more, if they moved. True: the table may differ."""
+        new = {name for name in services if name in self._moved} - self._ceded
+        self._ceded |= new
         for name in new:
             self._mark_dirty(name)
         return bool(new)
@@ -221,7 +218,7 @@ class Cluster:
             self._of_service[one.service] = {key: one}
         else:
             siblings[key] = one
-        return self._mark_dirty_if_known(one.service) or changed
+        return self._mark_dirty(one.service) or changed
 
     def _complain(self, kind: str, key: str, complaints: Collection[str] = ()) -> None:
         """Note complaints about parts of an object, or clear them."""
@@ -260,19 +257,19 @@ class Cluster:
         return old is not None
 
     def _drop_service(self, key: str) -> bool:
-        service = self._services.pop(key, None)
-        if service is None:
+        if key not in self._services:
             return False
+        self._mark_dirty(key)
+        service = self._services.pop(key)
         if self._shares and key in self._of_service:
             self._moved[key] = service
-        self._mark_dirty(key)
         return True
 
     def _unlink(self, key: str, one: EndpointSlice) -> bool:
         """Remove a slice from the service that it belonged to."""
         siblings = self._of_service[one.service]
         del siblings[key]
-        changed = self._mark_dirty_if_known(one.service)
+        changed = self._mark_dirty(one.service)
         if not siblings:
             del self._of_service[one.service]
             self._forget_moved(one.service)
@@ -280,18 +277,14 @@ class Cluster:
 
     def _forget_moved(self, service: str) -> None:
         self._moved.pop(service, None)
-        self._handed_over.discard(service)
+        self._ceded.discard(service)
 
-    def _mark_dirty(self, service: str) -> None:
-        if self._dirty is not None:
+    def _mark_dirty(self, service: str) -> bool:
+        """Mark a Service dirty if it is known: a slice without its Service means nothing until that arrives."""
+        is_known = service in self._services or service in self._moved
+        if is_known and self._dirty is not None:
             self._dirty.add(service)
-
-    def _mark_dirty_if_known(self, service: str) -> bool:
-        """Mark a known Service dirty. A slice without its Service means nothing until that arrives."""
-        if service not in self._services and service not in self._moved:
-            return False
-        self._mark_dirty(service)
-        return True
+        return is_known
 
     # Lists and problems
 
@@ -321,13 +314,6 @@ class Cluster:
             "Service": self._services, "EndpointSlice": self._slices, "Node": self._nodes, "ServiceCIDR": self._cidrs,
         }  # fmt: skip
         return held.get(kind, {})
-
-    def _note(self, problem: Problem) -> None:
-        key = (problem.kind, problem.key)
-        if problem.message:
-            self._problems[key] = problem
-        else:
-            self._problems.pop(key, None)
 
 
 _NO_SLICES: Final[dict[str, EndpointSlice]] = {}

@@ -164,7 +164,7 @@ class Builder:
         found = entries(
             service, cluster.slices_of(name), self._settings, cluster.node, network, self._claims.wanted.get(name, ())
         )
-        return _for_old_flows(found) if cluster.is_handed_over(name) else found
+        return _for_old_flows(found) if cluster.is_ceded(name) else found
 
     def _next(self, wanted: Mapping[str, Entries], network: NodeNetwork) -> ServiceTable:
         last = self._table

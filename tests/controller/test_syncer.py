@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.controller.agent.syncer import (
+    CEDE_SECONDS,
     FIRST_RETRY,
-    HAND_OVER,
     LONGEST_RETRY,
     MIN_REST,
     TRANSITIONS,
@@ -251,7 +251,7 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
     assert [record.args[0] for record in caplog.records if record.args] == [1, 2]  # type: ignore[index]
 
 
-def test_a_service_that_moved_is_handed_over_when_a_kube_proxy_has_had_time_to_serve_it() -> None:
+def test_a_service_that_moved_is_ceded_when_a_kube_proxy_has_had_time_to_serve_it() -> None:
     world = World()
     world.syncer.cluster = Cluster("me", ("Service", "Node"), shares=True)
     world.change()
@@ -260,16 +260,16 @@ def test_a_service_that_moved_is_handed_over_when_a_kube_proxy_has_had_time_to_s
     world.sync(first=True)
     world.syncer.observe(Removed("Service", "d/web-1"))
     world.sync()
-    world.syncer.hand_over()
-    world.now += HAND_OVER - 0.1
-    world.syncer.hand_over()
+    world.syncer.cede_moved_services()
+    world.now += CEDE_SECONDS - 0.1
+    world.syncer.cede_moved_services()
     assert world.syncer.state is State.SYNCED
     world.now += 0.2
-    world.syncer.hand_over()
+    world.syncer.cede_moved_services()
     assert world.syncer.state is State.PENDING
     world.sync()
     assert [len(entry.frontends) for entry in world.mode.tables[-1].entries()] == [0]
-    world.syncer.hand_over()
+    world.syncer.cede_moved_services()
     assert world.syncer.state is State.SYNCED, "once"
 
 

@@ -10,9 +10,11 @@ from make import ME, NODE, SERVICE_RANGE, Node, ServiceCIDR, away, cluster, endp
 
 from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
+    Event,
     Problem,
     Removed,
     Replaced,
+    Service,
     SourceState,
     Upserted,
     key_of,
@@ -91,16 +93,16 @@ def test_everything_is_dirty_at_first():
     assert state.take_dirty() == dirty()
 
 
-def test_complete_once_every_announced_kind_was_listed():
+def test_a_kind_is_awaited_until_it_was_listed():
     state = Cluster(ME, ("Service", "EndpointSlice"))
-    assert not state.complete
-    state.apply(Upserted(WEB))
-    state.apply(Replaced("EndpointSlice", ()))
-    assert not state.complete
-    state.apply(Replaced("Service", ()))
-    assert state.complete
-    assert Cluster(ME, ()).complete
-    assert not Cluster(ME).complete
+    for event, awaited in (
+        (Upserted(WEB), ("EndpointSlice", "Service")),
+        (Replaced("EndpointSlice", ()), ("Service",)),
+        (Replaced("Service", ()), ()),
+    ):
+        state.apply(event)
+        assert state.awaited == awaited
+    assert Cluster(ME).awaited == tuple(sorted(KINDS))
 
 
 def test_a_service_deleted_and_made_again_between_two_looks():
@@ -226,59 +228,43 @@ def test_the_extent_counts_ports_of_both_families_and_endpoints_of_all_slices():
     )
 
 
-def beside() -> Cluster:
-    """Beside another proxy."""
-    state = Cluster(ME, shares=True)
-    for event in listing((NODE, WEB, API, SLICE)):
-        state.apply(event)
-    state.take_dirty()
-    return state
+class TestAServiceThatMovesToAnotherProxy:
+    """Its label names another proxy now: it is removed, and its slices stay."""
 
-
-class TestAServiceThatMoves:
-    """Its label names another proxy now: it goes, and its slices stay."""
-
-    def test_it_is_handed_over_once(self):
-        state = beside()
+    @pytest.fixture
+    def state(self) -> Cluster:
+        """Serves alongside another proxy, to which one of its Services has moved."""
+        state = Cluster(ME, shares=True)
+        for event in listing((NODE, WEB, API, SLICE)):
+            state.apply(event)
+        state.take_dirty()
         assert state.apply(Removed("Service", "default/web"))
+        assert state.take_dirty() == dirty("web")
+        return state
+
+    def test_it_is_ceded_once(self, state: Cluster):
         assert dict(state.moved) == {"default/web": WEB}
+        assert not state.is_ceded("default/web")
+        assert state.cede(["default/web", "default/api", "default/nobody"])
+        assert state.is_ceded("default/web")
         assert state.take_dirty() == dirty("web")
-        assert not state.is_handed_over("default/web")
-        assert state.hand_over(["default/web", "default/api", "default/nobody"])
-        assert state.is_handed_over("default/web")
-        assert state.take_dirty() == dirty("web")
-        assert not state.hand_over(["default/web"])
-        assert not state.is_handed_over("default/api"), "it has not moved"
+        assert not state.cede(["default/web"])
+        assert not state.is_ceded("default/api"), "it has not moved"
 
-    def test_its_endpoints_are_followed(self):
-        state = beside()
-        state.apply(Removed("Service", "default/web"))
+    @pytest.mark.parametrize(("event", "moved"), [
+        pytest.param(Upserted(endpoint_slice(here("10.1.0.2"))), {"default/web": WEB}, id="its endpoints change"),
+        pytest.param(Removed("EndpointSlice", "default/web-1"),  {},                   id="it is deleted: its slices, too"),
+        pytest.param(Upserted(WEB),                              {},                   id="it comes back"),
+    ])  # fmt: skip
+    def test_what_happens_to_it_makes_it_dirty(self, state: Cluster, event: Event, moved: dict[str, Service]):
+        state.cede(["default/web"])
         state.take_dirty()
-        assert state.apply(Upserted(endpoint_slice(here("10.1.0.2"))))
+        assert state.apply(event)
+        assert (dict(state.moved), state.is_ceded("default/web")) == (moved, bool(moved))
         assert state.take_dirty() == dirty("web")
 
-    def test_one_that_is_deleted_loses_its_slices_too(self):
-        state = beside()
-        state.apply(Removed("Service", "default/web"))
-        state.hand_over(["default/web"])
-        state.take_dirty()
-        assert state.apply(Removed("EndpointSlice", "default/web-1"))
-        assert (dict(state.moved), state.is_handed_over("default/web")) == ({}, False)
-        assert state.take_dirty() == dirty("web")
-
-    def test_one_without_slices_is_gone(self):
-        state = beside()
-        assert state.apply(Removed("Service", "default/api"))
-        assert dict(state.moved) == {}
-
-    def test_it_comes_back(self):
-        state = beside()
-        state.apply(Removed("Service", "default/web"))
-        state.hand_over(["default/web"])
-        state.apply(Upserted(WEB))
-        assert (dict(state.moved), state.is_handed_over("default/web")) == ({}, False)
-
-    def test_it_is_deleted_where_no_other_proxy_is(self):
-        state = cluster(NODE, WEB, SLICE)
-        state.apply(Removed("Service", "default/web"))
-        assert dict(state.moved) == {}
+    def test_one_without_slices_is_deleted_and_so_is_each_where_no_other_proxy_is(self, state: Cluster):
+        alone = cluster(NODE, WEB, SLICE)
+        for known, name in ((state, "api"), (alone, "web")):
+            assert known.apply(Removed("Service", f"default/{name}"))
+            assert f"default/{name}" not in known.moved

@@ -163,14 +163,14 @@ def test_node_cidrs_that_come_late_turn_masquerade_on():
     assert after.changed == {"default/web"}
 
 
-def test_a_service_that_moves_is_served_until_it_is_handed_over_and_its_flows_after_that():
+def test_a_service_that_moves_is_served_until_it_is_ceded_and_its_flows_after_that():
     state, builder = Cluster(ME, shares=True), Builder(replace(SETTINGS, proxy_name="lab"))
     for event in listing((NODE, SERVICE_RANGE, WEB, SLICE)):
         state.apply(event)
     before = builder.build(state, ADDRESSES).services["default/web"]
     state.apply(Removed("Service", "default/web"))
     assert builder.build(state, ADDRESSES).services["default/web"] is before
-    state.hand_over(["default/web"])
+    state.cede(["default/web"])
     (after,) = builder.build(state, ADDRESSES).services["default/web"]
     assert (after.frontends, after.backend_sets) == ((), ())
     assert [backend.address for backend in after.serving] == ["10.1.0.1"]
