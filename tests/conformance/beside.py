@@ -5,24 +5,24 @@ Its rules have its shapes, and lead to another endpoint than ours: so an answer 
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from hybrid_proxy.workshop.lab import kube_proxy_rules
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS
-from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load
+from hybrid_proxy.workshop.lab.traffic import Tally, load
 
-from .kit import PATIENCE, V4, Bench, Service, eventually
+from .conversations import Flow, Scene
+from .kit import PATIENCE, V4, Bench, Service
 
 OURS, KUBE_PROXYS = "pod2", "pod3"  # who answers the flows of whom; both serve, so flows to either go on
 PLACES = ("pod1", "node", "client")
-EACH = 0.02 * PATIENCE**2  # seconds between two questions of a flow; an emulated processor needs what is left
+EACH = 0.05 * PATIENCE  # seconds between two questions of a flow; an emulated processor needs what is left
+ANSWERS = max(2, int(20 / PATIENCE))  # of each flow, after which the next step is taken
 
 
 HOLDS_ITS_PORTS = """
@@ -116,51 +116,22 @@ class Node:
         return all(self.bench.ask(place, service, V4, timeout=1.0).pod == pod for place in PLACES for _ in range(3))
 
 
-@dataclass
-class Flow:
-    """An open conversation that asks on and on, and remembers every question without the right answer."""
-
-    name: str
-    ask: Callable[[], str]
-    pod: str = ""
-    asked: int = 0
-    failed: list[str] = field(default_factory=list)
-
-    def go_on(self, stop: threading.Event) -> None:
-        self.pod = self.ask()
-        while not stop.wait(EACH):
-            self.asked += 1
-            try:
-                pod = self.ask()
-            except OSError as error:
-                self.failed.append(repr(error))
-                return
-            if pod != self.pod:
-                self.failed.append(f"{pod} answers, not {self.pod}")
-                return
-
-
 def flows(node: Node, stack: ExitStack) -> list[Flow]:
     """To both Services that may move, from everywhere.
 
     Beside mode ipvs also by the node port, and from the node by a socket that is not connected.
     """
+    services = {"tcp": node.tcp, "udp": node.udp}
+    scene = Scene(node.bench, dict[str, Service](services), "", stack, timeout=5.0, outside="cluster")
     made = []
     for place in PLACES:
-        stream = stack.enter_context(node.bench.connect(place, node.tcp.vip(V4), V4, timeout=5.0))
-        made.append(Flow(f"TCP from {place}", lambda stream=stream: ask_tcp(stream).pod))
-        sender = stack.enter_context(node.bench.socket(place, V4, socket.SOCK_DGRAM, timeout=5.0))
-        sender.connect(node.udp.vip(V4))
-        made.append(Flow(f"UDP from {place}", lambda sender=sender: ask_udp(sender)[0].pod))
+        made.append(scene.flow(place, "TCP", scene.ask_tcp(place, "tcp"), EACH))
+        made.append(scene.flow(place, "UDP", scene.ask_udp(place, "udp", connected=True), EACH))
     if node.kube_proxy.mode == "ipvs":
-        port = node.bench.lab["node"].address4, node.tcp.node_port
-        by_port = stack.enter_context(node.bench.connect("client", port, V4, timeout=5.0))
-        made.append(Flow("TCP from client by the node port", lambda: ask_tcp(by_port).pod))
-        loose, vip = (
-            stack.enter_context(node.bench.socket("node", V4, socket.SOCK_DGRAM, timeout=5.0)),
-            node.udp.vip(V4),
-        )
-        made.append(Flow("UDP from node, not connected", lambda: ask_udp(loose, vip)[0].pod))
+        made.append(scene.flow("client", "TCP by the node port", scene.ask_tcp("client", "tcp", "nodeport"), EACH))
+        made.append(scene.flow("node", "unconnected", scene.ask_udp("node", "udp"), EACH))
+    for flow in made:
+        flow.once()
     return made
 
 
@@ -176,12 +147,3 @@ def new_flows(node: Node) -> tuple[dict[str, Tally], list[Callable[..., object]]
                         timeout=5 * PATIENCE, open_socket=partial(node.bench.lab.socket, place))
             )  # fmt: skip
     return tallies, clients
-
-
-def wait_for_answers(opened: list[Flow]) -> None:
-    """Until each flow has had many more, or has failed."""
-    goals = [flow.asked + 50 / PATIENCE for flow in opened]
-    eventually(
-        lambda: all(flow.asked > goal or flow.failed for flow, goal in zip(opened, goals, strict=True)),
-        30, "open flows do not go on",
-    )  # fmt: skip

@@ -87,6 +87,12 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
+def every_mode_but(*modes: str) -> pytest.MarkDecorator:
+    """A test of every mode; in these, which do the same as another one, only `make test-long` runs it."""
+    made = [pytest.param(mode, marks=[pytest.mark.long] * (mode in modes)) for mode in MODES]
+    return pytest.mark.parametrize("mode", made, indirect=True, scope="session")
+
+
 def bench_of(lab: Lab, mode: str, flags: Sequence[str] = (), *, pod_cidrs: bool = True) -> Bench:
     """The lab with a folder of manifests, and an agent that nobody has started."""
     manifests = lab.folder / "manifests"

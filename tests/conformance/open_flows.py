@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import itertools
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, ask_udp
+from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp
+from tests.waiting import bound
 
 from .associations import associate
 from .conftest import serve
-from .kit import PATIENCE, UDP, V4, V6, Bench, Service
+from .conversations import FAMILIES, OFTEN, Flow, Scene, after_the_switch, again_and_again
+from .kit import PATIENCE, UDP, Bench, Service
 from .test_fragments import ECHO, echo, returned
-from .test_rows import target_of
 
-EACH = 0.3  # seconds from one turn of a flow to the next
-OFTEN = 0.1
-ENOUGH = 3  # failures, after which a flow has shown what it can
-FAMILIES = {V4: "IPv4", V6: "IPv6"}
 QUIET, SILENT, MUTE, LATE, ONE_WAY = 8123, 8124, 8125, 8126, 8127  # ports of servers of these flows alone
 LOCAL = {"externalTrafficPolicy": "Local"}
 STICKY = {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 600}}}
@@ -80,138 +75,6 @@ def services_of(bench: Bench) -> dict[str, Service]:
     return made
 
 
-class Turn(NamedTuple):
-    """One question and its answer, or an attempt of them."""
-
-    start: float  # monotonic
-    seconds: float
-    failed: str
-
-
-@dataclass
-class Flow:
-    """One open conversation; the body takes turns until `stop`."""
-
-    name: str
-    body: Callable[[Flow], object]
-    switched: threading.Event  # another mode serves
-    stop: threading.Event = field(default_factory=threading.Event)
-    turns: list[Turn] = field(default_factory=list)
-
-    def go_on(self, stop: threading.Event) -> None:
-        self.stop = stop
-        self.body(self)
-
-    def take(self, turn: Callable[[], object]) -> bool:
-        """Whether it is worth while to go on."""
-        start, failed = time.monotonic(), ""
-        try:
-            turn()
-        except OSError as error:
-            failed = repr(error)
-        self.turns.append(Turn(start, time.monotonic() - start, failed))
-        return len(self.failures()) < ENOUGH
-
-    @property
-    def is_unbound_of_node(self) -> bool:
-        """Whether a socket of the node takes its source anew for each datagram."""
-        return self.name.endswith(("node, unconnected", "node, one way"))
-
-    def failures(self) -> list[Turn]:
-        return [turn for turn in self.turns if turn.failed]
-
-
-def again_and_again(turn: Callable[[], object], each: float = EACH) -> Callable[[Flow], None]:
-    def body(flow: Flow) -> None:
-        while not flow.stop.wait(each * PATIENCE) and flow.take(turn):
-            pass
-
-    return body
-
-
-def after_the_switch(turn: Callable[[], object]) -> Callable[[Flow], None]:
-    """Not a byte before and during the switch."""
-
-    def body(flow: Flow) -> None:
-        while not flow.switched.wait(0.1) and not flow.stop.is_set():
-            pass
-        again_and_again(turn)(flow)
-
-    return body
-
-
-@dataclass
-class Scene:
-    """Where flows are opened: what they use is closed with the stack."""
-
-    bench: Bench
-    services: dict[str, Service]
-    former: str
-    stack: ExitStack
-    family: int = V4
-    switched: threading.Event = field(default_factory=threading.Event)
-
-    def flow(self, place: str, what: str, body: Callable[[Flow], object]) -> Flow:
-        return Flow(f"{FAMILIES[self.family]}, {place}, {what}", body, self.switched)
-
-    def target(self, place: str, name: str) -> tuple[str, int]:
-        """A client outside uses the node port, which masquerades it unless the service's policy is Local."""
-        return target_of(self.bench, self.services[name], "nodeport" if place == "client" else "cluster", self.family)
-
-    def ask_tcp(self, place: str, name: str, *, reset: bool = False) -> Callable[[], Reply]:
-        """Open a connection, which ends by a reset if wanted; what this returns asks on it."""
-        connection = self.stack.enter_context(self.bench.connect(place, self.target(place, name), self.family))
-        if reset:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return of_one_backend(partial(ask_tcp, connection))
-
-    def ask_udp(self, place: str, name: str, *, connected: bool = False) -> Callable[[], Reply]:
-        """A socket of datagrams; each question has a length of its own, which its answer repeats."""
-        client, target = self.socket(place, socket.SOCK_DGRAM), self.target(place, name)
-        lengths = itertools.cycle(range(1, 1000))
-        if connected:
-            client.connect(target)
-
-        def ask() -> Reply:
-            length = next(lengths)
-            reply, source = ask_udp(client, None if connected else target, text="." * length)
-            if (reply.received, source) != (length, target):
-                raise ConnectionError(f"asked {length}, and {source} answers {reply}")
-            return reply
-
-        return of_one_backend(ask)
-
-    def socket(self, place: str, kind: int, port: int = 0) -> socket.socket:
-        return self.stack.enter_context(self.bench.socket(place, self.family, kind, port))
-
-    def listener(self) -> socket.socket:
-        """Of service `quiet`."""
-        made = self.socket("pod2", socket.SOCK_STREAM, QUIET)
-        made.listen()
-        return made
-
-    def pair(self, place: str, listener: socket.socket) -> tuple[socket.socket, socket.socket]:
-        """Both ends of a connection to service `quiet`."""
-        client = self.stack.enter_context(self.bench.connect(place, self.target(place, "quiet"), self.family))
-        server = self.stack.enter_context(listener.accept()[0])
-        server.settimeout(2.0 * PATIENCE)
-        return client, server
-
-
-def of_one_backend(ask: Callable[[], Reply]) -> Callable[[], Reply]:
-    """The same question, which fails as soon as another backend answers than the first, or sees another client."""
-    first: list[Reply] = []
-
-    def same() -> Reply:
-        reply = ask()
-        first.append(reply)
-        if (reply.pod, reply.peer) != (first[0].pod, first[0].peer):
-            raise ConnectionError(f"{reply.pod} answers {reply.peer}, not {first[0].pod} {first[0].peer}")
-        return reply
-
-    return same
-
-
 def pass_on(sender: socket.socket, receiver: socket.socket, data: bytes = b"still here") -> None:
     """The other end gets exactly this."""
     sender.sendall(data)
@@ -233,6 +96,21 @@ def ask_once(connection: socket.socket) -> Reply:
     return reply
 
 
+def listener_of(scene: Scene) -> socket.socket:
+    """Of service `quiet`."""
+    made = scene.socket("pod2", socket.SOCK_STREAM, QUIET)
+    made.listen()
+    return made
+
+
+def pair(scene: Scene, place: str, listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection to service `quiet`."""
+    client = scene.stack.enter_context(scene.bench.connect(place, scene.target(place, "quiet"), scene.family))
+    server = scene.stack.enter_context(listener.accept()[0])
+    server.settimeout(2.0 * PATIENCE)
+    return client, server
+
+
 # Kinds
 
 Kind = Callable[[Scene], Iterator[Flow]]
@@ -240,40 +118,41 @@ Kind = Callable[[Scene], Iterator[Flow]]
 
 def tcp(scene: Scene) -> Iterator[Flow]:
     for place, name in (("pod1", "tcp"), ("pod1", "far"), ("node", "tcp"), ("node", "far")):
-        yield scene.flow(place, name, again_and_again(scene.ask_tcp(place, name)))
+        yield scene.flow(place, name, scene.ask_tcp(place, name))
 
 
 def masqueraded(scene: Scene) -> Iterator[Flow]:
     """The node port's clients are seen as the node."""
-    yield scene.flow("client", "TCP", again_and_again(scene.ask_tcp("client", "tcp")))
-    yield scene.flow("client", "UDP", again_and_again(scene.ask_udp("client", "udp"), OFTEN))
+    yield scene.flow("client", "TCP", scene.ask_tcp("client", "tcp"))
+    yield scene.flow("client", "UDP", scene.ask_udp("client", "udp"), OFTEN)
 
 
 def policy_local(scene: Scene) -> Iterator[Flow]:
     ask, own = scene.ask_tcp("client", "local"), scene.bench.lab["client"].address(scene.family)
-    yield scene.flow("client", "policy Local", again_and_again(lambda: seen_as(own, ask())))
+    yield scene.flow("client", "policy Local", lambda: seen_as(own, ask()))
 
 
-def seen_as(address: str, reply: Reply) -> None:
+def seen_as(address: str, reply: Reply) -> Reply:
     if reply.peer[0] != address:
         raise ConnectionError(f"{reply.pod} sees {reply.peer[0]}, not {address}")
+    return reply
 
 
 def hairpin(scene: Scene) -> Iterator[Flow]:
-    yield scene.flow("pod1", "TCP to itself", again_and_again(scene.ask_tcp("pod1", "itself")))
-    yield scene.flow("pod1", "UDP to itself", again_and_again(scene.ask_udp("pod1", "its datagrams")))
+    yield scene.flow("pod1", "TCP to itself", scene.ask_tcp("pod1", "itself"))
+    yield scene.flow("pod1", "UDP to itself", scene.ask_udp("pod1", "its datagrams"))
 
 
 def idle(scene: Scene) -> Iterator[Flow]:
-    with scene.listener() as listener:
+    with listener_of(scene) as listener:
         for place in ("pod1", "node", "client"):
-            client, server = scene.pair(place, listener)
+            client, server = pair(scene, place, listener)
             pass_on(client, server)
             pass_on(server, client)
-            yield scene.flow(place, "client speaks first", after_the_switch(partial(pass_on, client, server)))
-            client, server = scene.pair(place, listener)
+            yield scene.flow(place, "client speaks first", partial(pass_on, client, server), body=after_the_switch)
+            client, server = pair(scene, place, listener)
             pass_on(client, server)
-            yield scene.flow(place, "backend speaks first", after_the_switch(partial(pass_on, server, client)))
+            yield scene.flow(place, "backend speaks first", partial(pass_on, server, client), body=after_the_switch)
 
 
 def both_ways(scene: Scene) -> Iterator[Flow]:
@@ -281,20 +160,19 @@ def both_ways(scene: Scene) -> Iterator[Flow]:
         pass_on(client, server, CHUNK)
         pass_on(server, client, CHUNK)
 
-    with scene.listener() as listener:
+    with listener_of(scene) as listener:
         for place in ("pod1", "node", "client"):
-            body = again_and_again(partial(exchange, *scene.pair(place, listener)), OFTEN)
-            yield scene.flow(place, "streams", body)
+            yield scene.flow(place, "streams", partial(exchange, *pair(scene, place, listener)), OFTEN)
 
 
 def half_closed(scene: Scene) -> Iterator[Flow]:
-    with scene.listener() as listener:
+    with listener_of(scene) as listener:
         for place, closed in itertools.product(("pod1", "node", "client"), (0, 1)):
-            ends = scene.pair(place, listener)
+            ends = pair(scene, place, listener)
             ends[closed].shutdown(socket.SHUT_WR)
             assert ends[1 - closed].recv(1) == b""
-            body = again_and_again(partial(pass_on, ends[1 - closed], ends[closed]))
-            yield scene.flow(place, f"{('client', 'backend')[closed]} has closed", body)
+            name = f"{('client', 'backend')[closed]} has closed"
+            yield scene.flow(place, name, partial(pass_on, ends[1 - closed], ends[closed]))
 
 
 def half_open(scene: Scene) -> Iterator[Flow]:
@@ -311,12 +189,12 @@ def half_open(scene: Scene) -> Iterator[Flow]:
         client.settimeout(200.0 * PATIENCE)  # longer than any of these tests waits with the switch
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 9)  # an emulated processor switches for a minute
 
-        def body(flow: Flow, client: socket.socket = client, target: tuple[str, int] = target) -> None:
-            if flow.take(partial(client.connect, target)):
+        def body(flow: Flow, client: socket.socket = client) -> None:
+            if flow.once():
                 for _ in range(3):
                     flow.take(partial(ask_tcp, client))
 
-        yield scene.flow(place, f"backends are {name}", body)
+        yield scene.flow(place, f"backends are {name}", partial(client.connect, target), body=body)
 
 
 def hold_back(scene: Scene) -> None:
@@ -356,14 +234,13 @@ def _program(scene: Scene, places: Iterable[str], table: str) -> None:
 
 def udp(scene: Scene) -> Iterator[Flow]:
     for place in ("pod1", "node", "client"):
-        yield scene.flow(place, "unconnected", again_and_again(scene.ask_udp(place, "udp"), OFTEN))
-    yield scene.flow("pod1", "to another node", again_and_again(scene.ask_udp("pod1", "far datagrams"), OFTEN))
+        yield scene.flow(place, "unconnected", scene.ask_udp(place, "udp"), OFTEN)
+    yield scene.flow("pod1", "to another node", scene.ask_udp("pod1", "far datagrams"), OFTEN)
 
 
 def udp_connected(scene: Scene) -> Iterator[Flow]:
     for place in ("pod1", "node", "client"):
-        body = again_and_again(scene.ask_udp(place, "udp", connected=True), OFTEN)
-        yield scene.flow(place, "connected", body)
+        yield scene.flow(place, "connected", scene.ask_udp(place, "udp", connected=True), OFTEN)
 
 
 def udp_one_way(scene: Scene) -> Iterator[Flow]:
@@ -373,18 +250,18 @@ def udp_one_way(scene: Scene) -> Iterator[Flow]:
     for number, place in enumerate(("pod1", "node", "client")):
         client, target = scene.socket(place, socket.SOCK_DGRAM), scene.target(place, "one way")
 
-        def body(flow: Flow, number: int = number, client: socket.socket = client, target=target) -> None:
-            sent = itertools.count()
+        sent = itertools.count()
 
-            def send() -> None:
-                client.sendto(b"%d %d" % (number, next(sent)), target)
-                inbox.read()  # it holds 128 of them
+        def send(number: int = number, client: socket.socket = client, target=target, sent=sent) -> None:
+            client.sendto(b"%d %d" % (number, next(sent)), target)
+            inbox.read()  # it holds 128 of them
 
-            again_and_again(send, OFTEN)(flow)
+        def body(flow: Flow, number: int = number, sent: Iterator[int] = sent) -> None:
+            again_and_again(flow)
             time.sleep(0.3 * PATIENCE)  # what comes twice comes soon
             flow.take(partial(inbox.verify, number, next(sent)))
 
-        yield scene.flow(place, "one way", body)
+        yield scene.flow(place, "one way", send, OFTEN, body)
 
 
 class Inbox:
@@ -406,7 +283,7 @@ class Inbox:
                         self.got.setdefault(whose, []).append((datagram, backend))
 
     def verify(self, flow: int, sent: int) -> None:
-        deadline = time.monotonic() + 5 * PATIENCE
+        deadline = time.monotonic() + bound(5)
         self.read()
         while len(self.got.get(flow, [])) < sent and time.monotonic() < deadline:
             time.sleep(0.05)  # a relay that waits for a processor has what was sent last
@@ -432,13 +309,12 @@ def udp_fragments(scene: Scene) -> Iterator[Flow]:
             if not returned(client, LARGE, target):
                 raise ConnectionError("something else comes back")
 
-        yield scene.flow(place, "fragments", again_and_again(turn))
+        yield scene.flow(place, "fragments", turn)
 
 
 def sctp(scene: Scene) -> Iterator[Flow]:
     if scene.former != "userspace":  # a relay has an association of its own, which these packets are none of
-        ask = associate(scene.bench, scene.stack, scene.services["sctp"], scene.family)
-        yield scene.flow("pod1", "SCTP", again_and_again(ask))
+        yield scene.flow("pod1", "SCTP", associate(scene.bench, scene.stack, scene.services["sctp"], scene.family))
 
 
 def dsr(scene: Scene) -> Iterator[Flow]:
@@ -448,7 +324,7 @@ def dsr(scene: Scene) -> Iterator[Flow]:
         for what, ask in (
             ("TCP", scene.ask_tcp("client", "far", reset=True)), ("UDP", scene.ask_udp("client", "far datagrams"))
         ):  # fmt: skip
-            yield scene.flow("client", what, again_and_again(lambda ask=ask: seen_as(own, ask())))
+            yield scene.flow("client", what, lambda ask=ask: seen_as(own, ask()))
 
 
 def affinity(scene: Scene) -> Iterator[Flow]:
@@ -462,7 +338,7 @@ def affinity(scene: Scene) -> Iterator[Flow]:
             if first[-1] != first[0]:
                 raise ConnectionError(f"{first[-1]} answers, not {first[0]}")
 
-        yield scene.flow(place, "affinity", again_and_again(turn))
+        yield scene.flow(place, "affinity", turn)
 
 
 def new(scene: Scene) -> Iterator[Flow]:
@@ -474,7 +350,7 @@ def new(scene: Scene) -> Iterator[Flow]:
             with scene.bench.connect(place, target, scene.family, timeout=10.0) as connection:
                 ask_once(connection)
 
-        yield scene.flow(place, "new connections", again_and_again(turn, OFTEN))
+        yield scene.flow(place, "new connections", turn, OFTEN)
 
 
 KINDS: dict[str, Kind] = {

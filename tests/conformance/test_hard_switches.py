@@ -10,10 +10,9 @@ import json
 import re
 import signal
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,11 +38,12 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
-from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, ask_udp, load, meanwhile
+from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, load, meanwhile
 from tests.loads import goes_on
 from tests.waiting import slowness
 
 from .conftest import FOREVER, IFA_F_NODAD, bench_of, routed_lab
+from .conversations import Flow, Scene, failures_of, wait_for_answers
 from .kit import (
     HTTP,
     PATIENCE,
@@ -69,7 +69,6 @@ UDP_ENDS_SOON = (
     "--conntrack-udp-timeout-stream",
     f"{5 * PATIENCE * slowness():.0f}s",
 )
-PAUSE = 0.1  # seconds between two questions on each open flow
 SIX = ("nftables", "ebpf", "iptables", "userspace", "iptables", "ebpf")
 # Every ordered pair of four modes, and eight of them again: A > B > A, A > B > C > A.
 TWENTY = (
@@ -110,110 +109,53 @@ def node(lab: Lab) -> Iterator[Node]:
 # Flows
 
 
-@dataclass
-class Flow:
-    """A conversation; `ask` is a question and its answer, and returns who gave it."""
-
-    name: str
-    ask: Callable[[], str]
-    backend: str = ""
-    asked: int = 0
-    failed: str = ""
-
-    def once(self) -> None:
-        self.asked += 1
-        began = time.monotonic()
-        try:
-            backend = self.ask()
-        except OSError as error:
-            self.failed = f"{error!r} at question {self.asked}, {time.monotonic() - began:.2f} s after it"
-            return
-        if self.backend not in {"", backend}:
-            self.failed = f"{backend} answers question {self.asked}, not {self.backend}"
-        self.backend = backend
+def scene_of(node: Node, stack: ExitStack, family: int) -> Scene:
+    return Scene(node.bench, {"web": node.web, "dns": node.dns}, "", stack, family, timeout=5.0)
 
 
-def tcp_flow(bench: Bench, stack: ExitStack, place: str, target: tuple[str, int], family: int) -> Flow:
-    connection = stack.enter_context(bench.connect(place, target, family, timeout=5))
-    return Flow(f"TCP from {place} to {target}", lambda: ask_tcp(connection).pod)
-
-
-def udp_flow(
-    bench: Bench, stack: ExitStack, place: str, target: tuple[str, int], family: int, *, connected: bool
-) -> Flow:
-    client = stack.enter_context(bench.socket(place, family, socket.SOCK_DGRAM, timeout=5))
-    if connected:
-        client.connect(target)
-
-    def ask() -> str:
-        answer, source = ask_udp(client, None if connected else target)
-        if source != target:
-            raise ConnectionError(f"an answer from {source}")
-        return answer.pod
-
-    return Flow(f"{'connected' if connected else 'unconnected'} UDP from {place} to {target}", ask)
-
-
-def cohort(node: Node, stack: ExitStack, family: int, title: str) -> list[Flow]:
+def cohort(scene: Scene, title: str) -> list[Flow]:
     """Flows that begin now: of a pod, of the node, from outside."""
-    bench, made = node.bench, []
-    for place, kind in (("pod1", "cluster"), ("node", "cluster"), ("client", "nodeport")):
-        made.append(tcp_flow(bench, stack, place, target_of(bench, node.web, kind, family), family))
+    made = []
+    for place in ("pod1", "node", "client"):
+        made.append(scene.flow(place, f"TCP since {title}", scene.ask_tcp(place, "web")))
         for connected in (True, False):
-            target = target_of(bench, node.dns, kind, family)
-            made.append(udp_flow(bench, stack, place, target, family, connected=connected))
-    for flow in made:
-        flow.name = f"{flow.name}, since {title}"
+            what = f"{'connected' if connected else 'unconnected'} UDP since {title}"
+            made.append(scene.flow(place, what, scene.ask_udp(place, "dns", connected=connected)))
     return made
 
 
 @dataclass
 class Traffic:
-    """Flows that go on, each set in a thread of its own, and new connections."""
+    """Flows that go on, and new connections."""
 
     node: Node
-    stack: ExitStack
+    stack: ExitStack  # what flows use; closed when they have ended
     tallies: dict[str, Tally]
     flows: list[Flow] = field(default_factory=list)
-    stop: threading.Event = field(default_factory=threading.Event)
-    threads: list[threading.Thread] = field(default_factory=list)
+    cohorts: int = 0
 
     def begin(self, title: str) -> None:
         """Open flows more. They have their first answers."""
-        family = (V4, V6)[len(self.threads) % 2]
-        made = cohort(self.node, self.stack, family, title)
-        for flow in made:
-            flow.once()
-        self.flows += made
-        self.threads.append(threading.Thread(target=self._go_on, args=(made,)))
-        self.threads[-1].start()
+        self.cohorts += 1
+        self.keep(cohort(scene_of(self.node, self.stack, (V4, V6)[self.cohorts % 2]), title))
 
-    def _go_on(self, flows: Sequence[Flow]) -> None:
-        while not self.stop.wait(PAUSE * PATIENCE):
-            for flow in flows:
-                if not flow.failed:
-                    flow.once()
+    def keep(self, flows: Sequence[Flow]) -> None:
+        """These go on, too, from their first answers on."""
+        for flow in flows:
+            flow.once()
+        self.flows += flows
+        self.stack.enter_context(meanwhile(flow.go_on for flow in flows))
 
     def goes_on(self, answers: int = 3) -> None:
         """Wait until each flow has had so many answers more, and each load of new connections."""
-        goals = [flow.asked + answers + 1 for flow in self.flows]
         goes_on(self.tallies, answers)
-        eventually(
-            lambda: all(flow.failed or flow.asked >= goal for flow, goal in zip(self.flows, goals, strict=True)),
-            30, "flows wait for answers",
-        )  # fmt: skip
+        wait_for_answers(self.flows, answers + 1)
         self.check()
 
     def check(self) -> None:
         """Nothing has failed up to now."""
-        failed = [f"{flow.name}: {flow.failed}" for flow in self.flows if flow.failed]
-        assert not failed, "\n".join(failed)
+        assert failures_of(self.flows) == []
         assert {name: tally.report() for name, tally in self.tallies.items() if tally.failed} == {}
-
-    def end(self) -> None:
-        self.stop.set()
-        for thread in self.threads:
-            thread.join()
 
 
 @contextmanager
@@ -229,10 +171,7 @@ def traffic(node: Node, places: Sequence[str] = ("pod1", "node", "client")) -> I
         )  # fmt: skip
     with ExitStack() as stack, meanwhile(clients):
         made = Traffic(node, stack, tallies)
-        try:
-            yield made
-        finally:
-            made.end()
+        yield made
     made.check()
 
 
@@ -623,11 +562,10 @@ def test_the_node_changes_while_a_mode_drains(node: Node, former: str, mode: str
         clients.begin("the start")
         clients.begin("the start, too")
         clients.goes_on()
-        leaving = [tcp_flow(bench, stack, "pod1", web.vip(family), family) for family in (V4, V6)]
-        moving = [udp_flow(bench, stack, "pod1", dns.vip(V4), V4, connected=connected) for connected in (True, False)]
-        for flow in (*leaving, *moving):
-            flow.once()
-            assert flow.backend == "pod2"
+        scenes = [Scene(bench, {"web": web, "dns": dns}, "", stack, family, timeout=5.0) for family in (V4, V6)]
+        leaving = [scene.ask_tcp("pod1", "web") for scene in scenes]
+        moving = [scenes[0].ask_udp("pod1", "dns", connected=connected) for connected in (True, False)]
+        assert {ask().pod for ask in (*leaving, *moving)} == {"pod2"}
         switch(bench, mode)
         link = bench.lab.netlink("node")
         index = link.link_lookup(ifname="eth0")[0]
@@ -641,32 +579,11 @@ def test_the_node_changes_while_a_mode_drains(node: Node, former: str, mode: str
             service.write(added)
         for family in (V4, V6):
             bench.settle(web, {added.name}, family)
-        for flow in moving:
-            eventually(lambda flow=flow: flow.ask() == added.name, 10, f"{flow.name}: the backend is gone")
-        for flow in leaving:
-            flow.once()
-            assert (flow.failed, flow.backend) == ("", "pod2")
+        for ask in moving:
+            eventually(lambda ask=ask: ask().pod == added.name, 10, "datagrams: the backend is gone")
+        assert [ask().pod for ask in leaving] == ["pod2", "pod2"]
         clients.goes_on()
         assert [row.mode for row in bench.agent.running_status().draining] == [former]
-
-
-@contextmanager
-def kept_alive(flows: Sequence[Flow]) -> Iterator[None]:
-    """Datagram flows among these are asked each second: what takes long here takes longer than an idle one lives."""
-    over, idle = threading.Event(), [flow for flow in flows if "UDP" in flow.name]
-
-    def ask() -> None:
-        while not over.wait(1):
-            for flow in idle:
-                flow.once()
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @contextmanager
@@ -708,31 +625,26 @@ def test_the_primary_address_of_the_node_changes_while_a_mode_drains(node: Node,
     bench = node.bench
     settled(bench, former)
     local = bench.service("pod2", outside=True, settle=False, spec={"externalTrafficPolicy": "Local"})
-    with traffic(node, ("pod1",)) as clients, ExitStack() as stack:
-        flows = list[Flow]()
+    services = {"web": node.web, "dns": node.dns, "local": local}
 
-        def begin() -> None:
-            for family in (V4, V6):
-                flows.append(tcp_flow(bench, stack, "pod1", node.web.vip(family), family))
-                flows.append(tcp_flow(bench, stack, "client", target_of(bench, local, "external", family), family))
-                flows.append(
-                    udp_flow(bench, stack, "pod1", node.dns.vip(family), family, connected=len(flows) % 2 == 1)
-                )
+    def begin(clients: Traffic, *, connected: bool) -> None:
+        for family in (V4, V6):
+            scene = Scene(bench, services, "", clients.stack, family, timeout=5.0)
+            clients.keep([
+                scene.flow("pod1", "TCP", scene.ask_tcp("pod1", "web")),
+                scene.flow("client", "policy Local", scene.ask_tcp("client", "local", "external")),
+                scene.flow("pod1", f"UDP, {connected=}", scene.ask_udp("pod1", "dns", connected=connected)),
+            ])  # fmt: skip
 
-        def all_go_on() -> None:
-            for flow in flows:
-                flow.once()
-            assert [f"{flow.name}: {flow.failed}" for flow in flows if flow.failed] == []
-
-        eventually(lambda: bench.seen("client", local, V4, 1) is not None, 10, "the Service is not served yet")
-        begin()
-        all_go_on()
-        with kept_alive(flows):
-            switch(bench, mode)
-        begin()
-        all_go_on()
+    eventually(lambda: bench.seen("client", local, V4, 1) is not None, 10, "the Service is not served yet")
+    with traffic(node, ("pod1",)) as clients:
+        begin(clients, connected=True)
+        clients.goes_on()
+        switch(bench, mode)
+        begin(clients, connected=False)
+        clients.goes_on()
         with readdressed(bench) as now:
-            all_go_on()
+            clients.goes_on()
             for family in (V4, V6):
                 target = now[family], node.web.node_port
 
@@ -742,8 +654,6 @@ def test_the_primary_address_of_the_node_changes_while_a_mode_drains(node: Node,
 
                 eventually(answered, 10, f"node port {target} does not answer")
             clients.goes_on()
-            all_go_on()
             assert [row.mode for row in bench.agent.running_status().draining] == [former]
         clients.goes_on()
-        all_go_on()
     settled(bench, mode)

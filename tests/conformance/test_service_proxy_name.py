@@ -16,8 +16,9 @@ from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS
 from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.loads import goes_on
 
-from .beside import KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows, wait_for_answers
+from .beside import ANSWERS, KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows
 from .conftest import bench_of, new_lab, route_services, serve
+from .conversations import failures_of, wait_for_answers
 from .kit import PATIENCE, UDP, as_terminating, eventually
 
 NAME = "lab.example"
@@ -97,10 +98,9 @@ def test_a_service_moves_by_its_label_and_back(node: Node) -> None:
             with meanwhile(flow.go_on for flow in opened):
                 move(node, label)
                 wait_until_served(node, after)
-                wait_for_answers(opened)
-            for flow in opened:
-                assert not flow.failed, f"{flow.name}, label {label}, {flow.asked} questions: {flow.failed}"
-                assert flow.pod == before, flow.name
+                wait_for_answers(opened, ANSWERS)
+            assert failures_of(opened) == [], label
+            assert {flow.pod for flow in opened} == {before}
             goes_on(tallies, 5)
     for name, tally in tallies.items():
         assert not tally.failures, f"{name}: {tally.report()}"
@@ -112,28 +112,26 @@ def test_flows_stay_where_they_began_however_often_their_service_moves(node: Nod
     move(node, None)
     wait_until_served(node, KUBE_PROXYS)
     with ExitStack() as stack:
-        opened = [flow for _ in range(8) for flow in flows(node, stack)]
+        opened = [flow for _ in range(3) for flow in flows(node, stack)]
         with meanwhile(flow.go_on for flow in opened):
             for label, after in ((NAME, OURS), (None, KUBE_PROXYS), (NAME, OURS)):
                 move(node, label)
                 wait_until_served(node, after)
-                wait_for_answers(opened)
-    for flow in opened:
-        assert not flow.failed, f"{flow.name}, {flow.asked} questions: {flow.failed}"
-        assert flow.pod == KUBE_PROXYS, flow.name
+                wait_for_answers(opened, ANSWERS)
+    assert failures_of(opened) == []
+    assert {flow.pod for flow in opened} == {KUBE_PROXYS}
 
 
 @pytest.mark.row("1.4", "a connection to a Service that moved to kube-proxy goes on when the agent starts anew")
 def test_a_connection_outlives_the_agent_that_knew_its_service(node: Node) -> None:
     with ExitStack() as stack:
-        opened = [flow for flow in flows(node, stack) if flow.name.startswith("TCP")]
+        opened = [flow for flow in flows(node, stack) if flow.name.endswith("TCP")]
         with meanwhile(flow.go_on for flow in opened):
             move(node, None)
             wait_until_served(node, KUBE_PROXYS)
             node.bench.agent.terminate()
             node.bench.agent.start()
-            wait_for_answers(opened)
-    for flow in opened:
-        assert not flow.failed, f"{flow.name}, {flow.asked} questions: {flow.failed}"
+            wait_for_answers(opened, ANSWERS)
+    assert failures_of(opened) == []
     move(node, NAME)
     wait_until_served(node, OURS)
