@@ -23,6 +23,7 @@ from vm.plugin import is_away, mode_of
 _FOLDER: Final = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 _COSTS: Final = pytest.StashKey["Costs"]()
 AWAY: Final = "(a virtual machine)"  # among files
+COLLECTING: Final = "(imports and collection, in each worker)"
 
 
 def unit_of(item: pytest.Item) -> Unit:
@@ -74,7 +75,11 @@ class Costs:
         self.spent: Counter[str] = Counter()
         self.lasted: Counter[str] = Counter()
         self.before = _spent()
-        self.away = 0.0  # not reported yet
+        self.away = self.collected = 0.0  # not reported yet
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self) -> None:
+        self.collected = self._since()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, bool | None, bool | None]:
@@ -88,6 +93,7 @@ class Costs:
         report = yield
         report.cpu = self._since()
         report.away, self.away = self.away, 0.0
+        report.collected, self.collected = self.collected, 0.0
         return report
 
     def _since(self) -> float:
@@ -99,8 +105,9 @@ class Costs:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0]
         self.spent[file] += getattr(report, "cpu", 0.0)
-        if away := getattr(report, "away", 0.0):
-            self.spent[AWAY] += away
+        for name, of in ((AWAY, "away"), (COLLECTING, "collected")):
+            if spent := getattr(report, of, 0.0):
+                self.spent[name] += spent
         self.lasted[file] += report.duration
 
 
