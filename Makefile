@@ -18,7 +18,7 @@ IPVS      = $(wildcard /proc/net/ip_vs)$(shell modprobe -nq ip_vs 2>/dev/null &&
 
 # Folders of tests that run in their own process; those that need root, processes or the kernel are in `live` folders.
 QUICK    := tests/balancing tests/controller tests/docs tests/fakes tests/modes tests/semantics tests/workshop
-WORKERS  ?= 4
+WORKERS  ?= 5
 CLANG    ?= clang
 INCLUDES := -I/usr/include/$(shell uname -m)-linux-gnu
 CFLAGS_BPF := -O2 -g -target bpf -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare $(INCLUDES)
@@ -46,7 +46,7 @@ demo: $(STAMPS)/agent bpf ## show the main job on this machine, in namespaces of
 # run in a virtual machine, beside the others. Most agents and commands are forked from a process that has imported them
 # (tests/nursery.py); the others begin from bytecode, the guest's too.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, about a quarter of an hour on two processors (root: they make namespaces of their own); WORKERS=4
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, about a quarter of an hour on two processors (root: they make namespaces of their own); WORKERS=5
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
 
