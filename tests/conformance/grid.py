@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import pytest
 
@@ -43,6 +43,16 @@ class Grid:
         if found is not None:
             row, mode, cell = map(str, found)
             self.rows.setdefault((row,), {})[mode] = cell if report.passed else "**no**"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec") and self.is_long(item.callspec.params):
+                item.add_marker(pytest.mark.long)
+
+    def is_long(self, asked: Mapping[str, Any]) -> bool:
+        """Whether the test with these parameters shows nothing of its mode that another one does not show."""
+        return False
 
     @classmethod
     def columns(cls, rows: Rows) -> list[str]:

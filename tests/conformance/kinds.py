@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
-import pytest
+from hybrid_proxy.controller.settings.config import MODES
 
 from .grid import Grouped, Key, Rows
 
@@ -20,18 +21,14 @@ class Kinds(Grouped):
     marks = "<!-- networks: begin -->", "<!-- networks: end -->"
     recorded = PROPERTY
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """A kind that a mode serves like any other is asked in that mode before a release; in mode ebpf always."""
+    def is_long(self, asked: Mapping[str, Any]) -> bool:
+        """A kind is asked in mode ebpf, and in the first mode of those for which the same checks fail."""
+        if "kind" not in asked or asked.get("mode") in (None, "ebpf"):
+            return False
         from .topologies import KINDS
 
-        for item in items:
-            asked = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-            if "kind" not in asked or asked.get("mode") in (None, "ebpf"):
-                continue
-            known = KINDS.get(asked["kind"])
-            if known is not None and asked["mode"] not in known.instead:
-                item.add_marker(pytest.mark.long)
+        known = KINDS.get(asked["kind"])
+        return known is not None and asked["mode"] not in _first_of_those_that_fail(known.instead)
 
     @classmethod
     def order(cls, rows: Rows) -> list[Key]:
@@ -42,6 +39,12 @@ class Kinds(Grouped):
     def joined(cls, before: Rows, rows: Rows) -> Rows:
         """Every kind has a row, if nothing ran in it, too."""
         return {key: {} for key in _known()} | super().joined(before, rows)
+
+
+def _first_of_those_that_fail(instead: Mapping[str, Mapping[str, str]]) -> set[str]:
+    """Modes that stand for those after them in which a network fails the same checks for the same reasons."""
+    modes = [mode for mode in MODES if mode in instead]
+    return {mode for mode in modes if mode == next(one for one in modes if instead[one] == instead[mode])}
 
 
 def _known() -> list[Key]:

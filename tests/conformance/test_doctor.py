@@ -118,23 +118,24 @@ class Incident(NamedTuple):
     cause: Cause
     certain: bool = True
     modes: tuple[str, ...] = ()  # where it can happen, empty: in all; in others it harms nobody
+    own: bool = False  # what doctor looks at is the mode's own, so it is asked in every mode in `make test`, too
 
 
 OUTSIDER = (NAME, "--from", "203.0.113.7")
 CLIENT = ("--from", "192.168.77.1", "--to", f"192.168.77.2:{NODE_PORT}")
 # A row: what happened, how it is provoked, what is typed, and the cause that doctor must name.
 INCIDENTS = [
-    Incident("nothing is wrong", lambda _: nullcontext(), (NAME,), ""),
+    Incident("nothing is wrong", lambda _: nullcontext(), (NAME,), "", own=True),
     Incident("no endpoint is ready", put(), (NAME,), "no-endpoint"),
     Incident("`targetPort` is wrong", put(*PODS, target=NOBODY), (NAME,), "backend-refuses"),
     Incident("nobody listens at the UDP port", put(*PODS, twin="UDP"), (NAME,), "backend-refuses"),
     Incident("a pod drops what comes in", rules("pod1", DEAF), (NAME,), "backend-silent"),
     Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
     Incident("the firewall drops in FORWARD, and counts", rules("node", COUNTING), (NAME,), "firewall"),
-    Incident("the policy of FORWARD is drop", rules("node", CLOSED), (NAME,), "firewall", certain=False),
+    Incident("the policy of FORWARD is drop", rules("node", CLOSED), (NAME,), "firewall", certain=False, own=True),
     Incident("the client is not in `loadBalancerSourceRanges`", put(*PODS, **GUARDED), OUTSIDER, "source-not-allowed"),
     Incident("policy `Local`, and no endpoint on this node", put("remote1", **LOCAL), CLIENT, "no-local-endpoint"),
-    Incident("kube-proxy left its rules", rules("node", "table ip kube-proxy { }"), (), "other-proxy"),
+    Incident("kube-proxy left its rules", rules("node", "table ip kube-proxy { }"), (), "other-proxy", own=True),
     Incident("a map is full", full_map, (MANY,), "not-programmed", modes=("ebpf",)),
     Incident("the name is mistyped", lambda _: nullcontext(), ("shop/wbe",), "no-such-service"),
     Incident("the port is mistyped", lambda _: nullcontext(), (f"{NAME}:https",), "no-such-port"),
@@ -142,7 +143,7 @@ INCIDENTS = [
     Incident("the API server is unreachable", no_api, (), "api-unreachable"),
     Incident("the agent is new, and the API server is unreachable", waiting, (), "api-unreachable"),
     Incident("the agent is dead", no_agent, (), "no-agent"),
-    Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent"),
+    Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent", own=True),
 ]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, failure
+from tests.waiting import bound
 
 from .conftest import MODES
 from .forgeries import (
@@ -38,7 +39,7 @@ from .forgeries import (
     Form,
 )
 from .forging import XDP, Ears, End, Injector, Numbers, Stage, Talk, stage
-from .kit import PATIENCE, V4, V6
+from .kit import V4, V6
 from .packets import ACK, PUSH, RST, SYN, Header, Read, datagram, ether, fragments, icmp_error, packet, read, segment
 from .test_rows import target_of
 
@@ -74,7 +75,7 @@ class Attack:
                 for frame in self._frames(number, case, injectors[case.sender]):
                     injectors[case.sender].send(frame)
             waiting = {case for case in self.cases if case.must_arrive}
-            deadline = time.monotonic() + 5 * PATIENCE
+            deadline = time.monotonic() + bound(5)
             while True:
                 for place, inward, frame in ears.captured():
                     if inward:

@@ -26,6 +26,7 @@ from hybrid_proxy.dataplane.table import ServiceTable
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import LabError
 from hybrid_proxy.workshop.lab.traffic import Reply
+from tests.properties import examples
 
 from .conftest import bench_of, new_lab, route_services, serve
 from .kit import HTTP, PATIENCE, UDP, V4, V6, Bench, End, Service, eventually
@@ -221,7 +222,11 @@ def tidy(agent: Agent) -> None:
 
 @pytest.mark.timeout(900)
 @settings(
-    max_examples=24, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=examples(48),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 @given(first=beginning, rest=st.lists(later, min_size=1, max_size=STEPS - 1))
 def test_every_mode_behaves_as_explained(

@@ -162,7 +162,7 @@ WENT: dict[str, tuple[list[tuple[str, str]], dict[str, object] | None]] = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.core(long=True)
 @pytest.mark.row("5.3", "datagrams that nobody answers do not reach a former endpoint")
 def test_one_way_datagrams_do_not_reach_a_former_endpoint(bench: Bench, mode: str) -> None:
     """Clients that only send, from one port each (kubernetes #139629, #141371); each datagram keeps an entry alive.
