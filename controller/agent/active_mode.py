@@ -128,7 +128,7 @@ class ActiveMode:
         config = self.config
         options = replace(config.options, all_or_nothing=self.phase is Phase.REPLACING, names=self._names)
         self.programmer, self.choice = open_first(
-            config.mode, options, self._request_maintenance, strict=config.strict_mode, failed=self._failed,
+            config.mode, options, self._request_maintenance, strict=config.hybrid.strict_mode, failed=self._failed,
             release=self.draining.release,
         )  # fmt: skip
         self._open_mode.callback(self.programmer.close)
@@ -195,7 +195,7 @@ class ActiveMode:
     def take_over(self, table: ServiceTable) -> None:
         """Let former modes accept no new flows, and remove those without open flows."""
         options, effective = self.config.options, self.choice.effective
-        self.draining.timeout = self.config.drain_seconds
+        self.draining.timeout = self.config.hybrid.drain_timeout
         for name in left_here(effective, options):
             self._drain(name, table)
         drained = self.draining.names | self._unopened

@@ -116,7 +116,7 @@ class Answers:
                 )
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
-                by_backend = config.metrics_per_backend
+                by_backend = config.hybrid.metrics_per_backend
                 return p.TrafficAnswer([row for one in each for row in one.traffic(by_backend=by_backend)])
             case p.GetTable(service, packets):
                 return _of_table(self.syncer.builder.table, service, packets)

@@ -30,18 +30,18 @@ def cleanup(config: Config, drain: float | None = None) -> int:
         if drain > 0:
             end = "go on until they end" if drain == math.inf else f"get {drain:g} s to end"
             print(f"new flows are left to others; open ones {end}", file=sys.stderr)
-            memory = recall(memory_path(config.admin_socket))
+            memory = recall(memory_path(config.hybrid.admin_socket))
             options = replace(config.options, names=lambda: memory.names if memory else {})
             drain_modes(options, drain, partial(print, file=sys.stderr, flush=True))
         removed = clean_others("", available_modes(), config.options)
         _put_settings_back(another)
-        socket_path(config.admin_socket).unlink(missing_ok=True)  # of an agent that was killed
+        socket_path(config.hybrid.admin_socket).unlink(missing_ok=True)  # of an agent that was killed
         collect(config.options, print)
     for name, count in removed.items():
         print(f"removed {count} things of mode {name} from this network namespace")
     if not removed:
         print("nothing of ours is here")
-    forget(config.admin_socket)
+    forget(config.hybrid.admin_socket)
     return 0
 
 

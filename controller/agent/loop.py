@@ -130,18 +130,22 @@ def prepare_node(config: Config) -> int:
 
 
 def _source_of(config: Config) -> Source:
-    if config.manifests is not None:
+    if config.hybrid.manifests:
         from hybrid_proxy.controller.kubernetes.manifests import Manifests
 
-        return Manifests(config.manifests, config.settings.proxy_name or None, kept_path(config.admin_socket))
+        path, keep = Path(config.hybrid.manifests), kept_path(config.hybrid.admin_socket)
+        return Manifests(path, config.settings.proxy_name or None, keep)
     from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
     from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
 
     rate_limit = RateLimit(config.api_rate, config.api_burst)
     return Kubernetes(
-        config.settings.node_name, kubeconfig=config.kubeconfig, master=config.master, rate_limit=rate_limit,
+        config.settings.node_name,
+        kubeconfig=config.kube_proxy.client_connection.kubeconfig or None,
+        master=config.master,
+        rate_limit=rate_limit,
         proxy_name=config.settings.proxy_name or None,
-    )  # fmt: skip
+    )
 
 
 class _Signal:
@@ -171,11 +175,11 @@ class Agent:
         self.events = Recorder(self.source.connection, node_name)
         self.health = Health(2 * config.options.sync_seconds, families, needs_node=self.source.connection is not None)
         self.follower = ConfigFollower(followed, flags)
-        former, counters = recall(memory_path(config.admin_socket)), Counters(time.time(), families)
+        former, counters = recall(memory_path(config.hybrid.admin_socket)), Counters(time.time(), families)
         cluster = Cluster(
             node_name, self.source.kinds, shares=bool(config.settings.proxy_name), last=former.node if former else None
         )
-        self.syncer = Syncer(cluster, config.settings, counters, self.health, config.node_addresses)
+        self.syncer = Syncer(cluster, config.settings, counters, self.health, config.hybrid.node_addresses)
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
         self._links = _Signal(self.queue.put, _LinksChanged())
         self._drift = _Signal(self.queue.put, _MayHaveDrifted())
@@ -185,7 +189,7 @@ class Agent:
             report=partial(self._report_of_node, "Normal", "SwitchMode"), names=self._known_names,
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
-        self.notebook = Notebook(memory_path(config.admin_socket), self.mode, self.syncer)
+        self.notebook = Notebook(memory_path(config.hybrid.admin_socket), self.mode, self.syncer)
         self.other_proxies = OtherProxiesWatcher(
             config.mode,
             partial(self._report_of_node, "Warning", "FindOtherProxies", "OtherProxyFound"),
@@ -267,7 +271,7 @@ class Agent:
     def _serve_admin(self, stack: contextlib.ExitStack) -> None:
         from hybrid_proxy.controller.serving.admin import Server, socket_path
 
-        server = Server(socket_path(self.config.admin_socket), self._ask)
+        server = Server(socket_path(self.config.hybrid.admin_socket), self._ask)
         stack.callback(server.close)
 
     def _ask(self, request: Request) -> Answer:
@@ -359,7 +363,7 @@ class Agent:
         """The mode has programmed its first table, and serves."""
         with START.part("settings of the node"):
             prepare(self.config)
-            set_oom_score(self.config.oom_score_adj)
+            set_oom_score(self.config.kube_proxy.oom_score_adj)
         services = len(self.syncer.builder.table.services)
         if at_start:
             self._report_timings()
@@ -389,7 +393,8 @@ class Agent:
         from hybrid_proxy.dataplane.kernel.links import read_node
 
         node = read_node()
-        self.syncer.set_addresses(self.config.node_addresses or node.addresses, Routes(node.sources, node.networks))
+        addresses = self.config.hybrid.node_addresses or node.addresses
+        self.syncer.set_addresses(addresses, Routes(node.sources, node.networks))
 
     def _trim_memory(self) -> None:
         """Return the memory of decoding a list to the kernel, when the list is programmed."""
@@ -472,7 +477,7 @@ class Agent:
             return error
         self.mode.config = config
         prepare(config)
-        set_oom_score(config.oom_score_adj)
+        set_oom_score(config.kube_proxy.oom_score_adj)
         if old.settings != config.settings:
             self.syncer.set_settings(config.settings)
         return None

@@ -52,8 +52,8 @@ def prepare(config: Config) -> None:
     """
     if config.settings.proxy_name or read(PREFIX + "tcp_timeout_established") is None:
         return  # a kube-proxy alongside sets these
-    wanted = conntrack_settings(config.conntrack)
-    limit = conntrack_limit(config.conntrack, os.cpu_count() or 1)
+    wanted = conntrack_settings(config.kube_proxy.conntrack)
+    limit = conntrack_limit(config.kube_proxy.conntrack, os.cpu_count() or 1)
     if limit and _is_whole_machine():
         wanted[PREFIX + "max"] = str(limit)
         if (size := read(HASH_SIZE)) is not None and int(size) < limit // 4:

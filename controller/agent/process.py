@@ -45,14 +45,14 @@ class _Lines(logging.Formatter):
 def start_logging(config: Config) -> None:
     """Log to stderr, as the configuration says."""
     handler = logging.StreamHandler(sys.stderr)
-    if config.log_format == "json":
+    if config.kube_proxy.logging.format == "json":
         from pythonjsonlogger.json import JsonFormatter
 
         form: logging.Formatter = JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     else:
         form = _Lines("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
     handler.setFormatter(_Redacted(form))
-    level = logging.DEBUG if config.verbosity >= 4 else logging.INFO
+    level = logging.DEBUG if config.kube_proxy.logging.verbosity >= 4 else logging.INFO
     logging.getLogger("hybrid_proxy").setLevel(level)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     sys.excepthook = lambda *found: _log_crash(found[1])

@@ -189,7 +189,7 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace) -> int:
     if cluster.node is None:
         _say(f"note: no Node named {name!r} in {manifests}: its addresses, pod ranges and zone are unknown")
     builder = Builder(config.settings)
-    table = builder.build(cluster, config.node_addresses)
+    table = builder.build(cluster, config.hybrid.node_addresses)
     for service, messages in builder.conflicts.items():
         for message in messages:
             _say(f"conflict: {service}: {message}")

@@ -127,7 +127,7 @@ class HttpHandlers:
                 "/configz": Handler(lambda *_: Answer(OK, self._configz()), slow=True),
                 "/flagz": Handler(lambda _, accept: self._flagz(accept), slow=True),
             }
-            if self._config.enable_profiling:
+            if self._config.kube_proxy.enable_profiling:
                 pages["/debug/threads"] = Handler(lambda *_: _text(_threads()))
             paths = sorted((*pages, "/statusz"))
             pages["/statusz"] = Handler(
@@ -142,7 +142,7 @@ class HttpHandlers:
             self._events.event(service(key), "Warning", "FailedToStartServiceHealthcheck", "Listen", note)
             return
         about = node(self._config.settings.node_name)
-        if self._config.bind_address_hard_fail:
+        if self._config.kube_proxy.bind_address_hard_fail:
             self._events.event(about, "Warning", _REASONS[key], "StartProxy", trouble)
             self._end(ConfigError(f"{key}: {trouble}; --bind-address-hard-fail says to end then"))
         elif key == HEALTH:

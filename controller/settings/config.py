@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -24,7 +23,6 @@ from hybrid_proxy.controller.settings.documents import (
     KUBE_PROXYS_MODES,
     MODES,
     CommandLine,
-    Conntrack,
     HybridProxyConfiguration,
     KubeProxyConfiguration,
     rows,
@@ -45,41 +43,35 @@ BESIDE_KUBE_PROXY: Final = {HEALTHZ.port: 10356, METRICS.port: 10349}
 
 
 class Config(msgspec.Struct, frozen=True):
-    """Everything that `run` needs.
+    """Everything that `run` needs: the documents as they were given, and what several settings come to together.
 
-    `manifests` is a file or folder; None: objects come from the API server, found by `kubeconfig` and
-    `master`, or by the pod's service account when both are None. `node_addresses` are the addresses on the
-    node's interfaces; empty: they are read from the interfaces. `healthz_bind_address` and `metrics_bind_address`
-    are where health and metrics are served, None: nowhere; with `bind_address_hard_fail` the agent ends when it
-    cannot listen there. `enable_profiling` adds pages for debugging to those of the metrics. `min_sync_seconds` is
-    the rest after a sync. `api_rate` requests per second go to the API server, `api_burst` of them at once.
-    `oom_score_adj` has the range of proc_pid_oom_score_adj(5). `warnings` are messages about settings that have no
-    effect. `drain_seconds` bounds how long a mode that was left serves its flows, 0: until they are over. `task` is
-    serve, cleanup or prepare (--cleanup, --init-only).
+    Attributes:
+        settings: What the semantics need.
+        options: What the modes need.
+        kube_proxy: The document of kube-proxy, with the defaults of what is not given.
+        hybrid: Our document, likewise.
+        mode: A mode, or `auto`.
+        master: The address of the API server, in place of the kubeconfig's; None: there is none.
+        healthz_bind_address: Where health is served, None: nowhere.
+        metrics_bind_address: Where metrics are served, None: nowhere.
+        min_sync_seconds: The rest after a sync.
+        api_rate: Requests per second to the API server.
+        api_burst: Requests to it at once.
+        warnings: Messages about settings that have no effect.
+        task: `serve`, `cleanup` or `prepare` (--cleanup, --init-only).
     """
 
     settings: Settings
     options: Options = Options()
+    kube_proxy: KubeProxyConfiguration = _KUBE
+    hybrid: HybridProxyConfiguration = _OURS
     mode: str = AUTO
-    strict_mode: bool = _OURS.strict_mode
-    manifests: Path | None = None
-    kubeconfig: str | None = None
     master: str | None = None
-    node_addresses: tuple[str, ...] = _OURS.node_addresses
     healthz_bind_address: Endpoint | None = HEALTHZ
     metrics_bind_address: Endpoint | None = METRICS
-    bind_address_hard_fail: bool = _KUBE.bind_address_hard_fail
-    enable_profiling: bool = _KUBE.enable_profiling
-    metrics_per_backend: bool = _OURS.metrics_per_backend
-    admin_socket: str = ADMIN_SOCKET
-    log_format: str = _KUBE.logging.format
-    verbosity: int = _KUBE.logging.verbosity
     min_sync_seconds: float = 0.0
-    drain_seconds: float = 0.0
     api_rate: float = _KUBE.client_connection.qps
     api_burst: int = _KUBE.client_connection.burst
-    oom_score_adj: int = _KUBE.oom_score_adj
-    conntrack: Conntrack = _KUBE.conntrack
     warnings: tuple[str, ...] = ()
     task: str = "serve"
 
@@ -94,7 +86,7 @@ def needs_reopening(old: Config, new: Config) -> bool:
     def built_in(config: Config) -> tuple[object, ...]:
         settings = config.settings
         pods = settings.detect, settings.pod_interface
-        return config.mode, config.strict_mode, config.options, pods, settings.masquerade_bit
+        return config.mode, config.hybrid.strict_mode, config.options, pods, settings.masquerade_bit
 
     return built_in(old) != built_in(new)
 
@@ -133,7 +125,6 @@ def resolve(given: Given) -> Config:
     six = any(family_of(address) == 6 for address in primary)
     healthz = Endpoint("::", HEALTHZ.port) if six else HEALTHZ
     metrics = Endpoint("::1", METRICS.port) if six else METRICS
-    connection, logging = kube.client_connection, kube.logging
     moved = BESIDE_KUBE_PROXY if ours.service_proxy_name else {}
     config = Config(
         settings=Settings(
@@ -163,34 +154,23 @@ def resolve(given: Given) -> Config:
             sync_seconds=_section(kube, mode).sync_period,
             shares_node=bool(ours.service_proxy_name),
         ),
+        kube_proxy=kube,
+        hybrid=ours,
         mode=mode,
-        strict_mode=ours.strict_mode,
-        manifests=Path(ours.manifests) if ours.manifests else None,
-        kubeconfig=connection.kubeconfig or None,
         master=command.master or None,
-        node_addresses=ours.node_addresses,
         healthz_bind_address=_listen(
             ours.serve_healthz, kube.healthz_bind_address, command.healthz_port, healthz, moved
         ),
         metrics_bind_address=_listen(
             ours.serve_metrics, kube.metrics_bind_address, command.metrics_port, metrics, moved
         ),
-        bind_address_hard_fail=kube.bind_address_hard_fail,
-        enable_profiling=kube.enable_profiling,
-        metrics_per_backend=ours.metrics_per_backend,
-        admin_socket=ours.admin_socket,
-        log_format=logging.format,
-        verbosity=logging.verbosity,
         min_sync_seconds=_rest(given, kube, mode),
-        drain_seconds=ours.drain_timeout,
         # 0 is what is not given, as in client-go.
-        api_rate=connection.qps or _KUBE.client_connection.qps,
-        api_burst=connection.burst or _KUBE.client_connection.burst,
-        oom_score_adj=kube.oom_score_adj,
-        conntrack=kube.conntrack,
+        api_rate=kube.client_connection.qps or _KUBE.client_connection.qps,
+        api_burst=kube.client_connection.burst or _KUBE.client_connection.burst,
         task="cleanup" if command.cleanup else "prepare" if command.init_only else "serve",
     )  # fmt: skip
-    if config.manifests:
+    if ours.manifests:
         for key in (f"{KUBE_PROXY}.clientConnection.kubeconfig", "CommandLine.master"):
             if given.values.get(key):
                 given.fail(f"cannot be used together with {given.called(key)}: there is one source of objects",

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from hybrid_proxy.controller.cli import parser
 from hybrid_proxy.controller.errors import SourceError
@@ -63,7 +63,7 @@ def validate(version: str, *files: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_role_has_what_the_agent_asks_for_and_nothing_else() -> None:
-    asked: dict[tuple[str, str], set[str]] = {("events.k8s.io", "events"): {"create", "patch"}}
+    asked: dict[tuple[str, str], set[str]] = {("events.k8s.io", "events"): {"create"}}
     for resource in _resources("node-1"):
         group = match[1] if (match := re.match(r"/apis/([^/]+)/", resource.path)) else ""
         asked[group, resource.path.rpartition("/")[2]] = {"list", "watch"}
@@ -132,7 +132,8 @@ def loaded(folder: str, tmp_path: Path) -> Config:
 
 def test_the_overlay_of_a_mode_selects_it(tmp_path: Path) -> None:
     base = loaded("base", tmp_path)
-    assert (base.mode, base.strict_mode, base.settings.node_name, base.log_format) == ("auto", False, "node-1", "json")
+    assert (base.mode, base.hybrid.strict_mode, base.settings.node_name) == ("auto", False, "node-1")
+    assert base.kube_proxy.logging.format == "json"
     assert not base.warnings
     probes = agent_of("base")
     assert base.healthz_bind_address is not None
@@ -141,16 +142,21 @@ def test_the_overlay_of_a_mode_selects_it(tmp_path: Path) -> None:
         assert probes[name]["httpGet"]["port"] == base.healthz_bind_address.port
     for mode in MODES:
         config = loaded(f"overlays/{mode}", tmp_path)
-        assert config == msgspec.structs.replace(base, mode=mode, strict_mode=True)
+        hybrid = replace(base.hybrid, mode=config.hybrid.mode, strict_mode=True)
+        kube_proxy = replace(base.kube_proxy, mode=config.kube_proxy.mode)
+        assert config == replace(base, mode=mode, hybrid=hybrid, kube_proxy=kube_proxy)
         if mode != "ipvs":  # which is privileged
             assert set(capabilities(mode)) <= {*capabilities("ebpf"), "NET_RAW"}
 
 
 def test_overlays_change_what_they_say_and_no_other_setting(tmp_path: Path) -> None:
     base, debug = loaded("base", tmp_path), loaded("overlays/debug", tmp_path)
-    assert debug == msgspec.structs.replace(base, verbosity=6)
+    logging = replace(base.kube_proxy.logging, verbosity=6)
+    assert debug == replace(base, kube_proxy=replace(base.kube_proxy, logging=logging))
     monitored = loaded("overlays/servicemonitor", tmp_path)
-    assert monitored == msgspec.structs.replace(base, metrics_bind_address=Endpoint("0.0.0.0", 10249))
+    everywhere = Endpoint("0.0.0.0", 10249)
+    kube_proxy = replace(base.kube_proxy, metrics_bind_address=everywhere)
+    assert monitored == replace(base, metrics_bind_address=everywhere, kube_proxy=kube_proxy)
 
 
 def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
@@ -239,7 +245,7 @@ def test_the_overlay_for_kubeadm_keeps_kube_proxys_mode(of_kube_proxy: str, ours
     agent = agent_of("overlays/kubeadm")
     args = parser().parse_args([word.replace("$(NODE_NAME)", "node-1") for word in agent["args"]])
     config = configfile.load(file, vars(args)).config
-    assert (config.mode, config.strict_mode) == (ours, False)
+    assert (config.mode, config.hybrid.strict_mode) == (ours, False)
     assert not agent["securityContext"].get("privileged")
 
 
