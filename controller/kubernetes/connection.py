@@ -163,8 +163,8 @@ class Connection:
             self._reads.wait()
         return self._authorized("GET", f"{path}?{urlencode(query)}", read_seconds)
 
-    def write(self, method: str, path: str, body: bytes, content_type: str) -> None:
-        """Create (`POST`) or change (`PATCH`) an object; what the server answers is not read further.
+    def create(self, path: str, body: bytes) -> None:
+        """Create an object (`POST`) from its JSON; what the server answers is not read further.
 
         Waits until the connection is open.
 
@@ -175,7 +175,7 @@ class Connection:
         """
         self._usable.wait()
         self._writes.wait()
-        self._authorized(method, path, _WRITE_SECONDS, body, content_type).close()
+        self._authorized("POST", path, _WRITE_SECONDS, body).close()
 
     def close(self) -> None:
         """End every request that is under way, also those that wait for an answer; later ones fail."""
@@ -183,27 +183,24 @@ class Connection:
         self._usable.set()
         self._sockets.close()
 
-    def _authorized(
-        self, method: str, target: str, read_seconds: float, body: bytes | None = None, content_type: str | None = None
-    ) -> BaseHTTPResponse:
+    def _authorized(self, method: str, target: str, read_seconds: float, body: bytes | None = None) -> BaseHTTPResponse:
         """Ask; once more with what the files say by then when our credentials were not accepted."""
         loaded = self._current()
         try:
-            return self._ask(loaded, method, target, read_seconds, body, content_type)
+            return self._ask(loaded, method, target, read_seconds, body)
         except StatusError as error:
             if error.code != 401 or not self._renewed(loaded):
                 raise
-        return self._ask(self._current(), method, target, read_seconds, body, content_type)
+        return self._ask(self._current(), method, target, read_seconds, body)
 
     def _ask(
-        self, loaded: _Loaded, method: str, target: str, read_seconds: float, body: bytes | None,
-        content_type: str | None,
-    ) -> BaseHTTPResponse:  # fmt: skip
+        self, loaded: _Loaded, method: str, target: str, read_seconds: float, body: bytes | None
+    ) -> BaseHTTPResponse:
         import urllib3
 
         headers = {"accept": "application/json", "user-agent": "hybrid-proxy", **loaded.headers}
-        if content_type:
-            headers["content-type"] = content_type
+        if body is not None:
+            headers["content-type"] = "application/json"
         hold(*loaded.access.secrets)  # again: what is held longest goes first
         # Retries are ours: urllib3 would sleep through a stop.
         code = "<error>"

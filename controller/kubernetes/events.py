@@ -1,8 +1,8 @@
 """Events for the cluster: what `kubectl describe node` and `kubectl events` show of this proxy.
 
-The loop queues an event and goes on; a thread writes to the API server (events.k8s.io/v1, KEP-383). What
-repeats becomes a series of one event, as client-go's recorder does it: the first repeat and the end of the series
-are written, the rest is counted. RBAC: create and patch of `events` in the API group `events.k8s.io`.
+The loop queues an event and goes on; a thread writes to the API server (events.k8s.io/v1, KEP-383). A
+repeat is written when half an hour is over, or a silence of some minutes; until then the server has the one before.
+RBAC: create of `events` in the API group `events.k8s.io`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ log = logging.getLogger(__name__)
 
 CONTROLLER: Final = "hybrid-proxy"
 QUEUE: Final = 256
-SERIES_SECONDS: Final = 360.0  # silence after which a series is over (client-go: finishTime)
-REFRESH_SECONDS: Final = 1800.0  # how often a series that goes on is written (refreshTime)
+SILENCE_SECONDS: Final = 360.0  # after which what comes again is no repeat (client-go: finishTime)
+REPEAT_SECONDS: Final = 1800.0  # after which a repeat is written (refreshTime); servers keep an event for an hour
 RETRY_SECONDS: Final = 10.0
 TRIES: Final = 12
 NOTE_BYTES: Final = 1024  # the API's limit
-JSON: Final = "application/json"
-MERGE: Final = "application/merge-patch+json"
 
 
 class Regarding(NamedTuple):
@@ -60,7 +58,7 @@ _Key = tuple[Regarding, str, str, str, str]
 
 
 class _Occurrence(NamedTuple):
-    """One event as it was reported; without its note it is the key of its series, as in client-go."""
+    """One event as it was reported; without its note it is the key by which repeats are known."""
 
     regarding: Regarding
     kind: str
@@ -73,17 +71,6 @@ class _Occurrence(NamedTuple):
     @property
     def key(self) -> _Key:
         return self.regarding, self.kind, self.reason, self.action, self.note if self.once else ""
-
-
-class _Series:
-    """An event that was written, and how often it came again."""
-
-    def __init__(self, path: str, at: datetime, clock: float) -> None:
-        self.path = path
-        self.count = 1
-        self.written = 1
-        self.last = at
-        self.seen = self.refreshed = clock
 
 
 class Recorder:
@@ -105,7 +92,7 @@ class Recorder:
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._queue: queue.Queue[_Occurrence] = queue.Queue(QUEUE)
-        self._series: dict[_Key, _Series] = {}
+        self._recent: dict[_Key, tuple[float, float]] = {}  # when it was written and when it came last, by the clock
         self._stop = threading.Event()
         self._dropping = False
         self._last_name = 0
@@ -154,7 +141,6 @@ class Recorder:
             try:
                 occurrence = self._queue.get(timeout=1.0)
             except queue.Empty:
-                self._finish(writer)
                 continue
             try:
                 self._record(writer, occurrence)
@@ -163,31 +149,18 @@ class Recorder:
             self._dropping = self._dropping and self._queue.full()
 
     def _record(self, writer: Connection, occurrence: _Occurrence) -> None:
-        series = self._series.get(occurrence.key)
-        if series is None:
-            path = self._create(writer, occurrence)
-            if path:
-                self._series[occurrence.key] = _Series(path, occurrence.at, self._clock())
-            return
-        series.last, series.seen = occurrence.at, self._clock()
-        if occurrence.once:
-            return
-        series.count += 1
-        if series.written == 1:
-            self._write_series(writer, series)
-
-    def _finish(self, writer: Connection) -> None:
-        """End series that are silent; write those that go on from time to time."""
         now = self._clock()
-        for key, series in list(self._series.items()):
-            over = now - series.seen >= SERIES_SECONDS
-            if series.count > series.written and (over or now - series.refreshed >= REFRESH_SECONDS):
-                self._write_series(writer, series)
-            if over:
-                del self._series[key]
+        self._recent = {
+            key: (written, last)
+            for key, (written, last) in self._recent.items()
+            if now - written < REPEAT_SECONDS and now - last < SILENCE_SECONDS
+        }
+        written, _ = self._recent.get(occurrence.key, (now, now))
+        if occurrence.key in self._recent or self._create(writer, occurrence):
+            self._recent[occurrence.key] = written, now
 
-    def _create(self, writer: Connection, occurrence: _Occurrence) -> str | None:
-        """The path of the new event, None when it was not taken."""
+    def _create(self, writer: Connection, occurrence: _Occurrence) -> bool:
+        """Writes an event. True: the server has it."""
         namespace = occurrence.regarding.namespace or "default"
         self._last_name = max(time.time_ns(), self._last_name + 1)
         name = f"{occurrence.regarding.name}.{_digest(occurrence) if occurrence.once else f'{self._last_name:x}'}"
@@ -205,22 +178,17 @@ class Recorder:
             "note": _shortened(printable(occurrence.note)),
             "regarding": _reference(occurrence.regarding),
         }
-        return f"{place}/{name}" if self._write(writer, "POST", place, body, JSON) else None
+        return self._write(writer, place, body)
 
-    def _write_series(self, writer: Connection, series: _Series) -> None:
-        body = {"series": {"count": series.count, "lastObservedTime": _micro_time(series.last)}}
-        if self._write(writer, "PATCH", series.path, body, MERGE):
-            series.written, series.refreshed = series.count, self._clock()
-
-    def _write(self, writer: Connection, method: str, path: str, body: dict[str, Any], content_type: str) -> bool:
+    def _write(self, writer: Connection, path: str, body: dict[str, Any]) -> bool:
         """Whether the server took it. One that does not answer is asked again for two minutes, as client-go does."""
         from hybrid_proxy.controller.kubernetes.connection import StatusError, message_of
 
         for attempt in range(TRIES):
             try:
-                writer.write(method, path, msgspec.json.encode(body), content_type)
+                writer.create(path, msgspec.json.encode(body))
             except StatusError as error:
-                if error.code == 409 and method == "POST":
+                if error.code == 409:
                     return True  # another node was first
                 if error.code < 500 and error.code != 429:
                     log.warning("the API server refused an event (%s): %s", path, error)

@@ -1,4 +1,4 @@
-"""Events reach the API server over TLS, repeats become a series, and nothing of it ever holds up the loop."""
+"""Events reach the API server over TLS, repeats are not written, and nothing of it ever holds up the loop."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ def test_an_event_about_the_node(api):
     assert (event["reportingController"], event["reportingInstance"]) == ("hybrid-proxy", ME)
     assert event["note"] == "mode iptables serves instead of ipvs"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", event["eventTime"])
-    assert "series" not in event
 
 
 def test_an_event_about_a_service_is_in_its_namespace(api):
@@ -83,21 +82,16 @@ def test_an_event_about_a_service_is_in_its_namespace(api):
     assert event["metadata"]["namespace"] == "shop"
 
 
-def test_repeats_become_a_series(api):
+@pytest.mark.parametrize("step", [pytest.param(400, id="after a silence"), pytest.param(300, id="after half an hour")])
+def test_repeats_are_written_again_some_time(api, step):
     clock = Clock()
     with recording(api, clock) as recorder:
-        for _ in range(2):
+        for number in range(7):
             degraded(recorder)
-        until(lambda: api.events() and "series" in api.events()[0], "the first repeat, written at once")
-        for _ in range(5):
-            degraded(recorder)
-        recorder.event(node(ME), "Normal", "Starting", "StartProxy", "after these")
-        until(lambda: api.events("Starting"), "what came behind the repeats")
-        assert api.events("ModeDegraded")[0]["series"]["count"] == 2, "the others are counted, not written"
-        clock.now += 400
-        until(lambda: api.events("ModeDegraded")[0]["series"]["count"] == 7, "the end of the series")
-        degraded(recorder)
-        until(lambda: len(api.events("ModeDegraded")) == 2, "a new event after the silence")
+            recorder.event(node(f"{ME}-{number}"), "Normal", "Starting", "StartProxy", "after it")
+            until(lambda number=number: len(api.events("Starting")) == number + 1, "the event after it")
+            assert len(api.events("ModeDegraded")) == (number + 1 if step == 400 else 1 + number // 6)
+            clock.now += step
 
 
 def test_what_differs_is_no_repeat(api):
@@ -114,10 +108,9 @@ def test_what_every_node_finds_is_one_event(api, caplog):
     with recording(api) as first, recording(api) as second:
         for recorder in (first, second, first):
             tell(recorder, "192.0.2.1 is refused")
-            recorder.event(node(ME), "Normal", "Starting", "StartProxy", "behind it")
-        until(lambda: sorted("series" in one for one in api.events("Starting")) == [False, True], "what came behind")
+            recorder.event(node(ME), "Normal", "Starting", "StartProxy", "after it")
+        until(lambda: len(api.events("Starting")) == 2, "the event after it")
         assert len(api.events("ExternalIPsRefused")) == 1, "two nodes say the same"
-        assert "series" not in api.events("ExternalIPsRefused")[0]
         tell(second, "192.0.2.2 is refused")
         until(lambda: len(api.events("ExternalIPsRefused")) == 2, "another fact")
     assert "refused an event" not in caplog.text

@@ -590,7 +590,6 @@ class ApiServer:
                 app.router.add_get(f"{resource.base}/namespaces/{{namespace}}/{resource.plural}", handle)
         events = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
         app.router.add_post(events, self._create_event)
-        app.router.add_patch(events + "/{name}", self._patch_event)
         return app
 
     def _refusal(self, request: web.Request, faults: Faults) -> web.Response | None:
@@ -633,20 +632,6 @@ class ApiServer:
             meta["resourceVersion"] = str(self._version)
             self._events[key] = event
         return web.json_response(event, status=201)
-
-    async def _patch_event(self, request: web.Request) -> web.Response:
-        refused = self._refusal(request, self.event_faults)
-        if refused is not None:
-            return refused
-        if request.content_type != "application/merge-patch+json":
-            return status(415, "UnsupportedMediaType", request.content_type)
-        key = f"{request.match_info['namespace']}/{request.match_info['name']}"
-        patch = await request.json()
-        with self._lock:
-            if key not in self._events:
-                return status(404, "NotFound", f"events {key} not found")
-            self._events[key] |= patch
-            return web.json_response(self._events[key])
 
     def events(self, reason: str | None = None) -> list[Json]:
         """The events that clients wrote, oldest first."""
