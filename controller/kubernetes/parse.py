@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from sys import intern
 from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -83,27 +83,39 @@ class _Wire(Struct, rename="camel", gc=False):
     """Base of the wire structs: camelCase names; unknown fields are skipped."""
 
 
-class _ServiceLabels(_Wire):
+class _Labels(_Wire):
+    """The labels that are read: the first of a Service, the next two of an EndpointSlice, the last of a Node."""
+
     proxy_name: object = json_field(default=UNSET, name="service.kubernetes.io/service-proxy-name")
+    service: str | None = json_field(default=None, name="kubernetes.io/service-name")
+    headless: object = json_field(default=UNSET, name="service.kubernetes.io/headless")
+    zone: str | None = json_field(default=None, name="topology.kubernetes.io/zone")
 
 
-class _ServiceAnnotations(_Wire):
+class _Annotations(_Wire):
+    """The annotations that are read: the last two of an EndpointSlice, the others of a Service."""
+
     algorithm: object = json_field(default=UNSET, name=ALGORITHM)
     weights: object = json_field(default=UNSET, name=WEIGHTS)
     probe: object = json_field(default=UNSET, name=PROBE)
     slow_start: object = json_field(default=UNSET, name=SLOW_START)
     reset_gone: object = json_field(default=UNSET, name=RESET_GONE)
+    weight: object = json_field(default=UNSET, name=WEIGHT)
+    cilium_weight: object = json_field(default=UNSET, name=CILIUM_WEIGHT)
 
 
-class _ServiceMeta(_Wire):
+class _Meta(_Wire):
     name: str | None = None
     namespace: str | None = None
     creation_timestamp: str | None = None
-    labels: _ServiceLabels | None = None
-    annotations: _ServiceAnnotations | None = None
+    deletion_timestamp: str | None = None
+    labels: _Labels | None = None
+    annotations: _Annotations | None = None
 
 
-class _ServicePort(_Wire):
+class _Port(_Wire):
+    """A port of a Service, or without `node_port` one of an EndpointSlice."""
+
     name: str | None = None
     protocol: str | None = None
     port: int | None = None
@@ -124,7 +136,7 @@ class _ServiceSpec(_Wire):
     cluster_ips: list[str | None] | None = json_field(default=None, name="clusterIPs")
     external_ips: list[str | None] | None = json_field(default=None, name="externalIPs")
     load_balancer_source_ranges: list[str | None] | None = None
-    ports: list[_ServicePort | None] | None = None
+    ports: list[_Port | None] | None = None
     external_traffic_policy: str | None = None
     internal_traffic_policy: str | None = None
     session_affinity: str | None = None
@@ -146,32 +158,9 @@ class _ServiceStatus(_Wire):
 
 
 class _Service(_Wire):
-    metadata: _ServiceMeta | None = None
+    metadata: _Meta | None = None
     spec: _ServiceSpec | None = None
     status: _ServiceStatus | None = None
-
-
-class _SliceLabels(_Wire):
-    service: str | None = json_field(default=None, name="kubernetes.io/service-name")
-    headless: object = json_field(default=UNSET, name="service.kubernetes.io/headless")
-
-
-class _SliceAnnotations(_Wire):
-    weight: object = json_field(default=UNSET, name=WEIGHT)
-    cilium_weight: object = json_field(default=UNSET, name=CILIUM_WEIGHT)
-
-
-class _SliceMeta(_Wire):
-    name: str | None = None
-    namespace: str | None = None
-    labels: _SliceLabels | None = None
-    annotations: _SliceAnnotations | None = None
-
-
-class _SlicePort(_Wire):
-    name: str | None = None
-    protocol: str | None = None
-    port: int | None = None
 
 
 class _Conditions(_Wire):
@@ -197,20 +186,10 @@ class _Endpoint(_Wire):
 
 
 class _EndpointSlice(_Wire):
-    metadata: _SliceMeta | None = None
+    metadata: _Meta | None = None
     address_type: str | None = None
-    ports: list[_SlicePort | None] | None = None
+    ports: list[_Port | None] | None = None
     endpoints: list[_Endpoint | None] | None = None
-
-
-class _NodeLabels(_Wire):
-    zone: str | None = json_field(default=None, name="topology.kubernetes.io/zone")
-
-
-class _NodeMeta(_Wire):
-    name: str | None = None
-    deletion_timestamp: str | None = None
-    labels: _NodeLabels | None = None
 
 
 class _Taint(_Wire):
@@ -233,13 +212,9 @@ class _NodeStatus(_Wire):
 
 
 class _Node(_Wire):
-    metadata: _NodeMeta | None = None
+    metadata: _Meta | None = None
     spec: _NodeSpec | None = None
     status: _NodeStatus | None = None
-
-
-class _PlainMeta(_Wire):
-    name: str | None = None
 
 
 class _ServiceCIDRSpec(_Wire):
@@ -247,15 +222,13 @@ class _ServiceCIDRSpec(_Wire):
 
 
 class _ServiceCIDR(_Wire):
-    metadata: _PlainMeta | None = None
+    metadata: _Meta | None = None
     spec: _ServiceCIDRSpec | None = None
 
 
 # Stand-ins for what is absent, so that each rule is written once.
-_NO_SERVICE_META, _NO_SPEC, _NO_SERVICE_PORT = _ServiceMeta(), _ServiceSpec(), _ServicePort()
-_NO_ANNOTATIONS = _ServiceAnnotations()
-_NO_SLICE_META, _NO_SLICE_PORT = _SliceMeta(), _SlicePort()
-_NO_NODE_META, _NO_NODE_SPEC = _NodeMeta(), _NodeSpec()
+_NO_META, _NO_ANNOTATIONS, _NO_PORT = _Meta(), _Annotations(), _Port()
+_NO_SPEC, _NO_NODE_SPEC = _ServiceSpec(), _NodeSpec()
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -405,19 +378,19 @@ def _shared(items: _T) -> _T:
 # -------------------------------------------------------------------------------------------- the kinds
 
 
-def _namespaced(metadata: _ServiceMeta | _SliceMeta) -> tuple[str, str]:
+def _namespaced(metadata: _Meta) -> tuple[str, str]:
     """Namespace and name."""
     namespace = intern(_checked_name(metadata.namespace or "default", "metadata.namespace"))
     return namespace, _checked_name(metadata.name, "metadata.name")
 
 
-def _ignored(kind: str, metadata: _ServiceMeta | _SliceMeta, why: str) -> Ignored:
+def _ignored(kind: str, metadata: _Meta, why: str) -> Ignored:
     return Ignored(kind, "/".join(_namespaced(metadata)), why)
 
 
 def _of_another_proxy(wire: _Service, proxy_name: str | None) -> Ignored | None:
     """Kube-proxy's rule for a proxy without a name is DoesNotExist: any value counts, an empty one too."""
-    metadata = wire.metadata or _NO_SERVICE_META
+    metadata = wire.metadata or _NO_META
     label = metadata.labels.proxy_name if metadata.labels else UNSET
     if label == (UNSET if proxy_name is None else proxy_name):
         return None
@@ -426,7 +399,7 @@ def _of_another_proxy(wire: _Service, proxy_name: str | None) -> Ignored | None:
 
 
 def _service(wire: _Service) -> Service | Ignored:
-    metadata = wire.metadata or _NO_SERVICE_META
+    metadata = wire.metadata or _NO_META
     spec = wire.spec or _NO_SPEC
     namespace, name = _namespaced(metadata)
     kind = spec.type or "ClusterIP"
@@ -464,7 +437,7 @@ def _service(wire: _Service) -> Service | Ignored:
     )
 
 
-def _annotated(ours: _ServiceAnnotations, said: _Complaints) -> dict[str, Any]:
+def _annotated(ours: _Annotations, said: _Complaints) -> dict[str, Any]:
     """The fields that annotations decide."""
     return {
         "algorithm": said.part("", _annotation, ours.algorithm, ALGORITHM),
@@ -523,8 +496,8 @@ def _load_balancer_ips(status: _ServiceStatus | None, said: _Complaints) -> tupl
 _Ports = tuple[tuple[ServicePort, ...], tuple[str, ...]]  # with complaints
 
 
-def _service_ports(wire: list[_ServicePort | None]) -> _Ports:
-    ports = [item or _NO_SERVICE_PORT for item in wire]
+def _service_ports(wire: list[_Port | None]) -> _Ports:
+    ports = [item or _NO_PORT for item in wire]
     check = _known_ports if len(ports) <= _FEW_PORTS else _checked_ports
     return check(tuple([(port.name, port.protocol, port.port, port.node_port) for port in ports]))
 
@@ -535,7 +508,7 @@ def _checked_ports(wire: tuple[tuple[str | None, str | None, int | None, int | N
     numbers: set[tuple[str, int, int]] = set()
     ports = []
     for index, (name, protocol, port, node_port) in enumerate(wire):
-        made = said.part(None, _checked_port, name, protocol, port, f"spec.ports[{index}]")
+        made = said.part(None, _checked_port, ServicePort, name, protocol, port, f"spec.ports[{index}]")
         if made is None:
             continue
         if made.name in names:
@@ -555,8 +528,13 @@ def _checked_ports(wire: tuple[tuple[str | None, str | None, int | None, int | N
     return tuple(ports), said.texts()
 
 
-def _checked_port(name: str | None, protocol: str | None, port: int | None, field: str) -> ServicePort | None:
-    return ServicePort(
+_AnyPort = TypeVar("_AnyPort", ServicePort, EndpointPort)
+
+
+def _checked_port(
+    make: type[_AnyPort], name: str | None, protocol: str | None, port: int | None, field: str
+) -> _AnyPort | None:
+    return make(
         _optional_name(name, f"{field}.name"), _protocol(protocol, f"{field}.protocol"), _port(port, f"{field}.port")
     )
 
@@ -639,7 +617,7 @@ def _truth(value: object, name: str) -> bool | None:
     _fail(f"metadata.annotations[{name}]", f"{shown(value)} is not true or false")
 
 
-def _slice_weight(wire: _SliceAnnotations) -> int | None:
+def _slice_weight(wire: _Annotations) -> int | None:
     """The weight of a slice's endpoints, None where none is given."""
     name, text = (WEIGHT, wire.weight) if wire.weight is not UNSET else (CILIUM_WEIGHT, wire.cilium_weight)
     if text is UNSET or text is None:
@@ -651,7 +629,7 @@ def _slice_weight(wire: _SliceAnnotations) -> int | None:
 
 
 def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
-    metadata = wire.metadata or _NO_SLICE_META
+    metadata = wire.metadata or _NO_META
     namespace, name = _namespaced(metadata)
     labels = metadata.labels
     if labels is None or not labels.service:
@@ -686,9 +664,9 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
 _SlicePorts = tuple[tuple[EndpointPort, ...], tuple[str, ...]]  # with complaints
 
 
-def _slice_ports(wire: list[_SlicePort | None]) -> _SlicePorts:
+def _slice_ports(wire: list[_Port | None]) -> _SlicePorts:
     """The ports that have a number; one without means "all ports", which no proxy can join to a service port."""
-    ports = [item or _NO_SLICE_PORT for item in wire]
+    ports = [item or _NO_PORT for item in wire]
     check = _known_slice_ports if len(ports) <= _FEW_PORTS else _checked_slice_ports
     return check(tuple([(port.name, port.protocol, port.port) for port in ports]))
 
@@ -696,17 +674,11 @@ def _slice_ports(wire: list[_SlicePort | None]) -> _SlicePorts:
 def _checked_slice_ports(wire: tuple[tuple[str | None, str | None, int | None], ...]) -> _SlicePorts:
     said = _Complaints()
     ports = [
-        said.part(None, _checked_slice_port, name, protocol, number, f"ports[{index}]")
+        said.part(None, _checked_port, EndpointPort, name, protocol, number, f"ports[{index}]")
         for index, (name, protocol, number) in enumerate(wire)
         if number is not None
     ]
     return tuple([port for port in ports if port is not None]), said.texts()
-
-
-def _checked_slice_port(name: str | None, protocol: str | None, port: int | None, field: str) -> EndpointPort | None:
-    return EndpointPort(
-        _optional_name(name, f"{field}.name"), _protocol(protocol, f"{field}.protocol"), _port(port, f"{field}.port")
-    )
 
 
 # Most objects of a cluster have one of a few sets of ports: each of these is checked, and kept, once.
@@ -771,7 +743,7 @@ def _hint_names(hints: list[_Hint | None] | None) -> tuple[str, ...]:
 
 
 def _node(wire: _Node) -> Node:
-    metadata = wire.metadata or _NO_NODE_META
+    metadata = wire.metadata or _NO_META
     spec = wire.spec or _NO_NODE_SPEC
     name = _checked_name(metadata.name, "metadata.name")
     said = _Complaints()
@@ -811,13 +783,13 @@ def _service_cidr(wire: _ServiceCIDR) -> ServiceCIDR:
 
 
 class _Kind(NamedTuple):
-    wire: type[Any]
-    decoder: msgspec.json.Decoder[Any]
+    decode: Callable[[Any], Any]  # from JSON
+    convert: Callable[[Any], Any]  # from plain values
     build: Callable[[Any], Object | Ignored]
 
 
 _KINDS: Final = {
-    kind: _Kind(wire, msgspec.json.Decoder(wire), build)
+    kind: _Kind(msgspec.json.Decoder(wire).decode, partial(msgspec.convert, type=wire), build)
     for kind, wire, build in (
         ("Service", _Service, _service),
         ("EndpointSlice", _EndpointSlice, _slice),
@@ -827,13 +799,8 @@ _KINDS: Final = {
 }
 
 
-def _build(kind: str, wire: Any, proxy_name: str | None) -> Object | Ignored:
-    left = _of_another_proxy(wire, proxy_name) if kind == "Service" else None
-    return _KINDS[kind].build(wire) if left is None else left
-
-
 def decode(kind: str, raw: bytes | msgspec.Raw, proxy_name: str | None = None) -> Object | Ignored:
-    """One object from its JSON.
+    """Reads one object from its JSON.
 
     Args:
         kind: one of `controller.kubernetes.model.KINDS`; the API leaves it out of the items of a list.
@@ -843,36 +810,30 @@ def decode(kind: str, raw: bytes | msgspec.Raw, proxy_name: str | None = None) -
     Raises:
         Refused: it is malformed; names object, field and value.
     """
-    handler = _KINDS[kind]
-    try:
-        wire = handler.decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _refusal(kind, error, _leniently(raw)) from error
-    try:
-        return _build(kind, wire, proxy_name)
-    except _BadError as error:
-        raise Refused(kind, _key_of(kind, _leniently(raw)), error.field, error.problem) from None
+    return _read(kind, _KINDS[kind].decode, raw, _leniently, proxy_name)
 
 
 def convert(kind: str, value: object, proxy_name: str | None = None) -> Object | Ignored:
-    """One object from plain dicts and lists, as YAML gives it; `proxy_name` as of `decode`.
+    """Reads one object from plain dicts and lists, as YAML gives it; arguments and errors as of `decode`."""
+    return _read(kind, _KINDS[kind].convert, value, lambda value: value, proxy_name)
 
-    Raises:
-        Refused: it is malformed; names object, field and value.
-    """
-    handler = _KINDS[kind]
+
+def _read(
+    kind: str, to_wire: Callable[[Any], Any], given: Any, document_of: Callable[[Any], object], proxy_name: str | None
+) -> Object | Ignored:
+    """Checks and reads one object; `document_of` is the object without any types, for messages."""
     try:
-        wire = msgspec.convert(value, handler.wire)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise _refusal(kind, error, value) from error
-    try:
-        return _build(kind, wire, proxy_name)
+        wire = to_wire(given)
+        other = _of_another_proxy(wire, proxy_name) if kind == "Service" else None
+        return _KINDS[kind].build(wire) if other is None else other
     except _BadError as error:
-        raise Refused(kind, _key_of(kind, value), error.field, error.problem) from None
+        raise Refused(kind, _key_of(kind, document_of(given)), error.field, error.problem) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _refusal(kind, error, document_of(given)) from error
 
 
 def _leniently(raw: bytes | msgspec.Raw) -> object:
-    """The document without any types, for messages; UNSET when it is not JSON at all."""
+    """The document without any types; UNSET when it is not JSON at all."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
