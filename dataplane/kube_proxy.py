@@ -20,7 +20,7 @@ from hybrid_proxy.dataplane.kernel.ipvs import Ipvs, connections
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.other_proxies import IPVS_DEVICE, tables_named
 from hybrid_proxy.dataplane.nftables.wire import remove_tables
-from hybrid_proxy.dataplane.other_proxies import KubeProxyRules, kube_proxy_rules
+from hybrid_proxy.dataplane.saved_rules import Removal, parse, removal, target
 from hybrid_proxy.dataplane.table import Protocol
 from hybrid_proxy.dataplane.virtual_servers import Change, Server, Verb
 
@@ -28,6 +28,9 @@ TABLE: Final = "kube-proxy"
 TABLES: Final = ("filter", "mangle", "nat")
 SETS: Final = "KUBE-"
 OUR_SETS: Final = "HPV-"  # of mode ipvs, whose addresses are on the same device
+# The kubelet's, which needs them or makes them again (pkg/kubelet/kubelet_network_linux.go).
+KUBELETS: Final = frozenset({"KUBE-FIREWALL", "KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY", "KUBE-MARK-DROP"})
+_BUILT_IN: Final = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"})
 _FAMILY: Final = {4: "ip", 6: "ip6"}
 
 
@@ -39,6 +42,31 @@ class Leftovers(NamedTuple):
     servers: tuple[Server, ...] = ()  # of IPVS; their connections end with them
 
 
+class Rules(NamedTuple):
+    """The removal of kube-proxy's part of one iptables table. `kept` are its chains that foreign rules still need."""
+
+    removal: Removal
+    kept: tuple[str, ...]
+
+
+def rules_of(table: str, text: str) -> Rules:
+    """Finds kube-proxy's part of a table, as `iptables-save` prints it."""
+    saved = parse(text)
+    names = {name for name in saved if name.startswith("KUBE-")} - KUBELETS
+    leads = [(name, rule, to) for name, rules in saved.items() for rule in rules if (to := target(rule)) in names]
+    # What a built-in chain leads to is kube-proxy's own entrance, whoever wrote that rule.
+    needed = {to for name, _, to in leads if name not in names and name not in _BUILT_IN}
+    kept: set[str] = set()
+    while needed - kept:
+        kept |= needed
+        needed = {to for name, _, to in leads if name in kept}
+    gone = names - kept
+    return Rules(
+        removal(table, gone, [(name, rule) for name, rule, to in leads if to in gone and name not in names]),
+        tuple(sorted(kept)),
+    )
+
+
 def find() -> Leftovers:
     """Find what `remove` would remove.
 
@@ -48,8 +76,10 @@ def find() -> Leftovers:
     things, stays = [], []
     for tables, family, table, rules in _rules():
         where = f"in {_FAMILY[family]} {table} ({tables.variant})"
-        if rules.chains or rules.jumps:
-            things.append(f"{len(rules.chains)} chains KUBE-* and {len(rules.jumps)} jumps to them {where}")
+        if rules.removal:
+            things.append(
+                f"{len(rules.removal.chains)} chains KUBE-* and {len(rules.removal.jumps)} jumps to them {where}"
+            )
         if rules.kept:
             stays.append(f"{', '.join(rules.kept)} {where}: rules of others lead there")
     things += [f"table {family} {TABLE}" for family in tables_named(TABLE)]
@@ -85,8 +115,8 @@ def remove() -> None:
         DataplaneError, OSError: an object stayed; those before it are removed, and another call can remove the rest.
     """
     for tables, family, _, rules in _rules():
-        if rules.chains or rules.jumps:
-            tables.restore(family, rules.removal)
+        if rules.removal:
+            tables.restore(family, rules.removal.text)
     remove_tables(TABLE)
     servers, addresses, sets = _ipvs()
     if servers:
@@ -103,14 +133,14 @@ def remove() -> None:
                 known.destroy(name)
 
 
-def _rules() -> Iterator[tuple[xtables.Xtables, int, str, KubeProxyRules]]:
+def _rules() -> Iterator[tuple[xtables.Xtables, int, str, Rules]]:
     for tables in xtables.present():
         for family in tables.families:
             for table in TABLES:
                 with contextlib.suppress(xtables.XtablesError):  # a variant that this kernel does not have
                     saved = tables.save(family, table)
                     if f"\n:{SETS}" in saved:
-                        yield tables, family, table, kube_proxy_rules(table, saved)
+                        yield tables, family, table, rules_of(table, saved)
 
 
 def _ipvs() -> tuple[list[Server], set[str] | None, list[str]]:

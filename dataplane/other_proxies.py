@@ -6,9 +6,6 @@ hooks decides which one wins. So each finding becomes a warning that says what t
 
 from __future__ import annotations
 
-import re
-from typing import Final, NamedTuple
-
 import msgspec
 
 HEALTH_PORT = 10256  # kube-proxy's --healthz-bind-address
@@ -76,49 +73,6 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
             "`hybrid-proxy cleanup` without one, removes them."
         )
     return tuple(messages)
-
-
-# The kubelet's, which needs them or makes them again (pkg/kubelet/kubelet_network_linux.go).
-KUBELETS: Final = frozenset({"KUBE-FIREWALL", "KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY", "KUBE-MARK-DROP"})
-_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
-_TARGET: Final = re.compile(r" -[jg] (\S+)")
-
-
-class KubeProxyRules(NamedTuple):
-    """The part of one iptables table that is kube-proxy's, and the text of a restore that removes it.
-
-    `jumps` are the rules by which other chains lead there. `kept` are chains that foreign rules still need.
-    """
-
-    chains: tuple[str, ...]
-    jumps: tuple[str, ...]
-    kept: tuple[str, ...]
-    removal: str
-
-
-def kube_proxy_rules(table: str, saved: str) -> KubeProxyRules:
-    """Splits a table, as `iptables-save` prints it, into kube-proxy's part and the rest."""
-    declared = {line[1:].split()[0]: line.split()[1] for line in saved.splitlines() if line.startswith(":")}
-    names = {name for name in declared if name.startswith("KUBE-")} - KUBELETS
-    rules = [line for line in saved.splitlines() if line.startswith("-A ")]
-    leads = [(rule, rule.split()[1], target[1]) for rule in rules if (target := _TARGET.search(_QUOTED.sub("", rule)))]
-    # A built-in chain has a policy. What it leads to is kube-proxy's own entrance, whoever wrote that rule.
-    needed = {to for _, chain, to in leads if to in names and chain not in names and declared.get(chain) == "-"}
-    reached: set[str] = set()
-    while needed - reached:
-        reached |= needed
-        needed = {to for _, chain, to in leads if chain in reached and to in names}
-    gone = tuple(sorted(names - reached))
-    jumps = tuple(rule for rule, chain, to in leads if to in gone and chain not in names)
-    lines = (
-        f"*{table}",
-        *(rule.replace("-A", "-D", 1) for rule in jumps),
-        *(f":{name} - [0:0]" for name in gone),
-        *(f"-X {name}" for name in gone),
-        "COMMIT",
-        "",
-    )
-    return KubeProxyRules(gone, jumps, tuple(sorted(reached)), "\n".join(lines))
 
 
 def _joined(objects: tuple[str, ...]) -> str:

@@ -77,11 +77,11 @@ class Xtables:
         if done.returncode:
             raise XtablesError(f"{argv[0]} failed: {_explained(done.stderr, text)}")
 
-    def save(self, family: int, table: str) -> str:
-        """Returns the table as `iptables-save` prints it, without counters; empty: there is no such table."""
+    def save(self, family: int, table: str, *, counters: bool = False) -> str:
+        """Returns the table as `iptables-save` prints it; empty: there is no such table."""
         if self.variant == "legacy" and table not in _legacy_tables(family):
             return ""  # to read it would make it
-        argv = [_tool(self.variant, family, "save"), "-t", table]
+        argv = [_tool(self.variant, family, "save"), "-t", table, *("-c" for _ in range(counters))]
         done = _call(argv)
         if done.returncode:
             raise XtablesError(f"{' '.join(argv)} failed: {_joined(done.stderr)}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hybrid_proxy.controller.commands.doctor.facts import Rule
-from hybrid_proxy.controller.commands.doctor.rules import Base, counted, of_iptables, of_nft
+from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft
+from hybrid_proxy.dataplane.base_chains import BaseChain
 
 NFT = """
 table inet fw {
@@ -45,11 +46,11 @@ table ip filter {
 	}
 }
 """
-BASES = {
-    ("inet fw", "f"): Base("forward", drops=True),
-    ("ip hybrid-proxy", "drops"): Base("forward", drops=True),
-    ("ip filter", "FORWARD"): Base("forward"),
-}
+FILTERS = [
+    BaseChain("inet fw", "f", "filter", "forward", rules=5, drops=True, packets=None),
+    BaseChain("ip hybrid-proxy", "drops", "filter", "forward", rules=1, drops=True, packets=None),
+    BaseChain("ip filter", "FORWARD", "filter", "forward", rules=1, drops=False, packets=None),
+]
 LEGACY = """*filter
 :INPUT ACCEPT [0:0]
 :FORWARD DROP [7:420]
@@ -63,7 +64,7 @@ COMMIT
 
 
 def test_nftables_rules_that_packets_get_to_and_that_drop_them() -> None:
-    assert of_nft(NFT, BASES) == (
+    assert of_nft(NFT, FILTERS) == (
         Rule("inet fw", "f", ("forward",), "policy drop", None),
         Rule("inet fw", "f", ("forward",), "ct state invalid counter drop", 5),
         Rule("inet fw", "f", ("forward",), "tcp dport 9 reject with tcp reset", None),
@@ -83,17 +84,16 @@ def test_legacy_rules_with_their_counters() -> None:
 
 def test_what_a_rule_counted_between_two_looks() -> None:
     after = NFT.replace("packets 5", "packets 8").replace("packets 9", "packets 99")
-    found = counted(of_nft(NFT, BASES), of_nft(after, BASES))
+    found = counted(of_nft(NFT, FILTERS), of_nft(after, FILTERS))
     assert {rule.text: count for rule, count in found.items()} == {"ct state invalid counter drop": 3}
 
 
 def test_a_rule_at_the_end_that_only_counts_counts_for_the_policy() -> None:
     closed = NFT.replace("\t\tjump other\n", '\t\tjump other\n\t\tcounter packets 8 bytes 400 comment "rest"\n')
-    assert of_nft(closed, BASES)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 8)
+    assert of_nft(closed, FILTERS)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 8)
     early = NFT.replace("\t\tjump other\n", "\t\tcounter packets 8 bytes 400\n\t\tjump other\n")
-    assert of_nft(early, BASES)[0].packets is None
+    assert of_nft(early, FILTERS)[0].packets is None
 
 
 def test_a_policy_counts_as_the_kernel_says() -> None:
-    bases = BASES | {("inet fw", "f"): Base("forward", drops=True, packets=7)}
-    assert of_nft(NFT, bases)[0] == Rule("inet fw", "f", ("forward",), "policy drop", 7)
+    assert of_nft(NFT, [FILTERS[0]._replace(packets=7)])[0] == Rule("inet fw", "f", ("forward",), "policy drop", 7)

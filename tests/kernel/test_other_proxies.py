@@ -21,7 +21,7 @@ from hybrid_proxy.dataplane import kube_proxy
 from hybrid_proxy.dataplane.kernel import ipvs
 from hybrid_proxy.dataplane.kernel.ipset import Ipsets
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
-from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, kube_proxy_rules, warnings
+from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, warnings
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Server, Verb
 from hybrid_proxy.workshop.lab.kube_proxy_rules import Row, Rows, put, traces_of_ipvs, virtual_servers
 from tests import namespaces
@@ -224,24 +224,25 @@ COMMIT
 
 class TestRulesOfKubeProxy:
     def test_its_chains_and_what_leads_there_go(self):
-        found = kube_proxy_rules("nat", SAVED)
-        assert found.chains == ("KUBE-MARK-MASQ", "KUBE-POSTROUTING", "KUBE-SERVICES", "KUBE-SVC-WEB")
-        assert len(found.jumps) == 3
+        found = kube_proxy.rules_of("nat", SAVED)
+        assert sorted(found.removal.chains) == ["KUBE-MARK-MASQ", "KUBE-POSTROUTING", "KUBE-SERVICES", "KUBE-SVC-WEB"]
+        assert len(found.removal.jumps) == 3
         assert found.kept == ()
-        lines = found.removal.splitlines()
+        lines = found.removal.text.splitlines()
         assert (lines[0], lines[-1]) == ("*nat", "COMMIT")
         assert lines[1] == '-D PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES'
         assert not any("HP-SERVICES" in line or "CANARY" in line or "OTHERS" in line for line in lines)
 
     def test_chains_that_others_lead_to_stay_with_all_that_they_lead_to(self):
         saved = SAVED.replace("-A OTHERS -d 192.0.2.1/32 -j ACCEPT", "-A OTHERS -d 192.0.2.1/32 -g KUBE-SVC-WEB")
-        found = kube_proxy_rules("nat", saved)
+        found = kube_proxy.rules_of("nat", saved)
         assert found.kept == ("KUBE-MARK-MASQ", "KUBE-SVC-WEB")
-        assert found.chains == ("KUBE-POSTROUTING", "KUBE-SERVICES")
+        assert sorted(found.removal.chains) == ["KUBE-POSTROUTING", "KUBE-SERVICES"]
 
     def test_nothing_of_it(self):
-        found = kube_proxy_rules("filter", "*filter\n:INPUT ACCEPT [0:0]\n:KUBE-FIREWALL - [0:0]\nCOMMIT\n")
-        assert (found.chains, found.jumps, found.kept) == ((), (), ())
+        found = kube_proxy.rules_of("filter", "*filter\n:INPUT ACCEPT [0:0]\n:KUBE-FIREWALL - [0:0]\nCOMMIT\n")
+        assert not found.removal
+        assert not found.kept
 
 
 CONNECTIONS = """Pro FromIP   FPrt ToIP     TPrt DestIP   DPrt State       Expires PEName PEData

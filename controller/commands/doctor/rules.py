@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import Rule
+from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
+from hybrid_proxy.dataplane.saved_rules import target
 
-OURS: Final = re.compile(
-    r"hybrid-proxy\b|HPV?-|kube-proxy$"
-)  # tables and chains of our modes; kube-proxy's are another finding
 HOOKS: Final = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"})  # iptables' own chains
 
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -21,16 +20,7 @@ _COUNTER: Final = re.compile(r"counter packets (\d+) bytes \d+")
 _ALL: Final = re.compile(r"counter packets (\d+) bytes \d+(?: comment .*)?")  # a rule that only counts
 _JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
 _SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
-_TARGET: Final = re.compile(r" -[jg] (\S+)")
 _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
-
-
-class Base(NamedTuple):
-    """A base chain as the kernel has it: its hook, whether its policy drops, and how many packets that got."""
-
-    hook: str
-    drops: bool = False
-    packets: int | None = None
 
 
 class _Chain(msgspec.Struct):
@@ -45,11 +35,12 @@ class _Chain(msgspec.Struct):
     left: int | None = None  # packets that the last rule counted, if it does nothing else: what the policy gets
 
 
-def of_nft(text: str, bases: Mapping[tuple[str, str], Base]) -> tuple[Rule, ...]:
+def of_nft(text: str, filters: Iterable[BaseChain]) -> tuple[Rule, ...]:
     """Find rules that drop in the tables that `nft -t list table ...` prints, without ours.
 
-    `bases` are the base chains whose rules may drop, by table (`inet firewall`) and name.
+    `filters` are the base chains whose rules may drop.
     """
+    bases = {(base.table, base.name): base for base in filters}
     chains: list[_Chain] = []
     table, chain = "", None
     for raw in text.splitlines():
@@ -83,11 +74,11 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
             chain = chains[found[1]] = _Chain(table, found[1], found[1].lower() if found[1] in HOOKS else "")
             if found[2] == "DROP":
                 chain.policy, chain.left = "policy DROP", int(found[3]) if found[3] else None
-        elif (found := _SAVED.match(line)) and (target := _TARGET.search(_QUOTED.sub("", found[3]))):
+        elif (found := _SAVED.match(line)) and (to := target(found[3])):
             chain = chains.setdefault(found[2], _Chain(table, found[2]))
-            if target[1] in ("DROP", "REJECT"):
+            if to in ("DROP", "REJECT"):
                 chain.drops.append((found[3].strip(), int(found[1]) if found[1] else None))
-            chain.leads_to.add(target[1])
+            chain.leads_to.add(to)
     return tuple(_rules(chains.values()))
 
 
@@ -103,7 +94,7 @@ def _read_nft(chain: _Chain, line: str) -> None:
 
 def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
     """The rules that packets can get to, with the hooks by which they do."""
-    known = [chain for chain in chains if not OURS.search(chain.table) and not OURS.match(chain.name)]
+    known = [chain for chain in chains if is_foreign(chain.table.partition(" ")[2]) and is_foreign(chain.name)]
     hooks: dict[tuple[str, str], set[str]] = {}
     for chain in known:
         if chain.hook:

@@ -5,14 +5,15 @@ A table that cannot be read or written is an `XtablesError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from hybrid_proxy.dataplane import saved_rules
 from hybrid_proxy.dataplane.kernel.xtables import PROBE_CHAIN
 from hybrid_proxy.dataplane.modes.iptables.names import MINE
 from hybrid_proxy.dataplane.modes.iptables.plan import Delta
-from hybrid_proxy.dataplane.modes.iptables.readback import Saved, parse, shape
-from hybrid_proxy.dataplane.modes.iptables.restore import ENTRANCES, PART, WHOLE, jumps, leads_to_us, parts, table_text
+from hybrid_proxy.dataplane.modes.iptables.restore import ENTRANCES, PART, WHOLE, jumps, parts
+from hybrid_proxy.dataplane.saved_rules import Saved, parse, removal_of, table_text
 
 if TYPE_CHECKING:
     from hybrid_proxy.dataplane.kernel.xtables import Xtables
@@ -152,33 +153,38 @@ def _entrances(saved: Saved) -> set[tuple[str, str]]:
 def _odd_entrances(table: str, saved: Saved) -> list[str]:
     """Returns lines that delete wrong or repeated rules that lead from built-in and foreign chains to ours."""
     lines, kept = [], set()
-    for name, rules in saved.items():
-        if name.startswith(MINE):
-            continue
-        for rule in rules:
-            if not leads_to_us(rule):
-                continue
-            if (name, rule) in ENTRANCES[table] and (name, rule) not in kept:
-                kept.add((name, rule))
-            else:
-                lines.append(f"-D {name} {rule}")
+    for jump in saved_rules.jumps(saved, MINE):
+        if jump in ENTRANCES[table] and jump not in kept:
+            kept.add(jump)
+        else:
+            lines.append("-D {} {}".format(*jump))
     return lines
+
+
+def shape(rules: Iterable[str]) -> int:
+    """Summarizes the effect of rules as a number: how many they are, where they lead, what they translate to.
+
+    Versions of iptables print matches differently from how they were written, so that texts cannot be compared; these
+    parts they all print alike.
+    """
+    return hash(tuple(_end(rule) for rule in rules))
+
+
+def _end(rule: str) -> str:
+    place = rule.rfind("-j ")
+    if place < 0:
+        place = rule.rfind("-g ")
+    target = rule[place:].split(" ", 3)
+    if target[1] == "DNAT":
+        return " ".join(target[:4]).partition(" --random")[0]
+    return " ".join(target[:2])
 
 
 def remove(xtables: Xtables, family: int) -> int:
     """Remove our chains and the rules that lead to them, in one transaction for each table. Returns how many."""
     removed = 0
     for table in TABLES:
-        saved = parse(xtables.save(family, table))
-        mine = [name for name in saved if name.startswith(MINE)]
-        entrances = [
-            f"-D {name} {rule}"
-            for name, rules in saved.items()
-            if not name.startswith(MINE)
-            for rule in rules
-            if leads_to_us(rule)
-        ]
-        if mine or entrances:
-            xtables.restore(family, table_text(table, [*entrances, *next(parts({}, sorted(mine, reverse=True)), [])]))
-        removed += len(mine)
+        if found := removal_of(MINE, table, xtables.save(family, table)):
+            xtables.restore(family, found.text)
+            removed += len(found.chains)
     return removed

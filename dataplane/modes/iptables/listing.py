@@ -10,8 +10,8 @@ from hybrid_proxy.dataplane.kernel.conntrack import Key, flows
 from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.iptables import affinity
 from hybrid_proxy.dataplane.modes.iptables.names import MINE
-from hybrid_proxy.dataplane.modes.iptables.readback import Saved, parse
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
+from hybrid_proxy.dataplane.saved_rules import Saved, parse
 from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, frontend_text
 
 _FRONTEND: Final = re.compile(

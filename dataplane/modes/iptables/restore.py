@@ -8,7 +8,6 @@ written in parts, in an order in which nothing leads to a chain that does not ex
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
@@ -22,8 +21,6 @@ _LEVELS: Final = tuple(
 )  # each leads to those before it alone
 
 _TREES: Final = tuple(f"{MINE}{kind}-" for kind in ("C", "E", *(protocol.name for protocol in Protocol)))
-_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
-_LEADS: Final = re.compile(rf"(?:^|\s)-[jg] {MINE}")
 
 # Table and built-in chain -> our chain that it leads to, in the order of the rules there.
 ENTRANCES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
@@ -48,16 +45,6 @@ def jumps(table: str, there: Collection[tuple[str, str]]) -> list[str]:
     """
     missing = [pair for pair in ENTRANCES[table] if pair not in there]
     return [f"-I {chain} {rule}" for chain, rule in reversed(missing)]
-
-
-def leads_to_us(rule: str) -> bool:
-    """True if a rule, as save prints it, leads to one of our chains; comments are ignored."""
-    return _LEADS.search(_QUOTED.sub("", rule)) is not None
-
-
-def table_text(table: str, lines: Iterable[str]) -> str:
-    """Formats one table of a restore."""
-    return "\n".join((f"*{table}", *lines, "COMMIT", ""))
 
 
 def parts(

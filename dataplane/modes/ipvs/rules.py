@@ -13,13 +13,13 @@ filter   refusals. Where IPVS would come before them (a connection of this node 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from ipaddress import ip_network
 from typing import Final
 
 from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, set_name
+from hybrid_proxy.dataplane.saved_rules import jumps, parse, table_text
 from hybrid_proxy.dataplane.table import LOOPBACK, NodeNetwork, family_of
 
 COMMENT: Final = '-m comment --comment "hybrid-proxy ipvs"'
@@ -28,8 +28,6 @@ JUMPS: Final = {
     "nat": ("PREROUTING", "OUTPUT", "POSTROUTING"),
     "filter": ("INPUT", "FORWARD", "OUTPUT"),
 }
-_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
-_LEADS: Final = re.compile(rf"\s-[jg] {PREFIX}")
 _NEW: Final = "-m conntrack --ctstate NEW"
 _REFUSED: Final = {4: "127.0.0.1", 6: "::1"}
 _REFUSED_PORT: Final = 1  # tcpmux: the packet does not get there, the rule comes first
@@ -71,46 +69,22 @@ def restore_text(
 
 def _table(table: str, rules: list[tuple[str, str]], saved: str) -> str:
     chains = list(dict.fromkeys([*(f"{PREFIX}{hook}" for hook in JUMPS[table]), *(chain for chain, _ in rules)]))
-    lines = [f"*{table}", *(f":{chain} - [0:0]" for chain in chains)]
-    lines += [f"-D {line[3:]}" for line in saved.splitlines() if _is_jump(line)]
+    there = parse(saved)
+    lines = [f":{chain} - [0:0]" for chain in chains]
+    lines += [f"-D {chain} {rule}" for chain, rule in jumps(there, PREFIX)]
     lines += [f"-I {hook} 1 {COMMENT} -j {PREFIX}{hook}" for hook in JUMPS[table]]
     lines += [f"-A {chain} {rule}" for chain, rule in rules]
-    gone = [chain for chain in _chains(saved) if chain not in chains]
-    lines += [*(f"-F {chain}" for chain in gone), *(f"-X {chain}" for chain in gone)]
-    return "\n".join([*lines, "COMMIT", ""])
-
-
-def removal(table: str, saved: str) -> tuple[str, int]:
-    """Returns a restore that removes our chains and all jumps to them, and how many these are."""
-    lines = saved.splitlines()
-    chains = _chains(saved)
-    jumps = [f"-D {line[3:]}" for line in lines if _is_jump(line)]
-    if not chains and not jumps:
-        return "", 0
-    body = [*jumps, *(f"-F {chain}" for chain in chains), *(f"-X {chain}" for chain in chains)]
-    return "\n".join([f"*{table}", *body, "COMMIT", ""]), len(body) - len(chains)
-
-
-def _chains(saved: str) -> list[str]:
-    return [line[1:].split()[0] for line in saved.splitlines() if line.startswith(f":{PREFIX}")]
+    gone = [chain for chain in there if chain.startswith(PREFIX) and chain not in chains]
+    lines += [*(f":{chain} - [0:0]" for chain in gone), *(f"-X {chain}" for chain in gone)]
+    return table_text(table, lines)
 
 
 def ours(saved: str) -> tuple[str, ...]:
-    """Returns our lines of a save, to find foreign changes."""
-    found = []
-    for line in saved.splitlines():
-        if line.startswith(f":{PREFIX}"):
-            found.append(line.split()[0])  # counters of packets follow
-        elif line.startswith(f"-A {PREFIX}") or _is_jump(line):
-            found.append(line)
-    return tuple(found)
-
-
-def _is_jump(line: str) -> bool:
-    """True if a rule of a foreign chain leads to one of our chains; comments are ignored."""
-    if not line.startswith("-A ") or line.startswith(f"-A {PREFIX}"):
-        return False
-    return _LEADS.search(_QUOTED.sub("", line)) is not None
+    """Returns our chains and rules of a saved table, and the jumps to them, to find foreign changes."""
+    there = parse(saved)
+    mine = {chain: rules for chain, rules in there.items() if chain.startswith(PREFIX)}
+    rules = [(chain, rule) for chain, held in mine.items() for rule in held]
+    return (*(f":{chain}" for chain in mine), *(f"-A {chain} {rule}" for chain, rule in rules + jumps(there, PREFIX)))
 
 
 def samples(family: int, probe_set: str, mark_set: str) -> dict[str, list[str]]:

@@ -24,6 +24,7 @@ from hybrid_proxy.dataplane.modes.ipvs import rules
 from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, SETS, set_name
 from hybrid_proxy.dataplane.modes.ipvs.marks import is_nearly_ours, is_ours_by_mark
 from hybrid_proxy.dataplane.modes.ipvs.plan import Actual, ServerState, Steps
+from hybrid_proxy.dataplane.saved_rules import removal_of
 from hybrid_proxy.dataplane.table import NodeNetwork
 from hybrid_proxy.dataplane.virtual_servers import Change, Connection, Edit, Element, Server, Value, Verb
 
@@ -271,10 +272,9 @@ def _clean_rules() -> int:
         for family in tables.families:
             for table in rules.JUMPS:
                 with contextlib.suppress(xtables.XtablesError):  # a variant that this kernel does not have
-                    text, count = rules.removal(table, tables.save(family, table))
-                    if count:
-                        tables.restore(family, text)
-                        removed += count
+                    if found := removal_of(PREFIX, table, tables.save(family, table)):
+                        tables.restore(family, found.text)
+                        removed += len(found.chains) + len(found.jumps)
     return removed
 
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from hybrid_proxy.dataplane.modes.ipvs.lower import SETS, set_name
-from hybrid_proxy.dataplane.modes.ipvs.rules import JUMPS, ours, pod_match, removal, restore_text
+from hybrid_proxy.dataplane.modes.ipvs.rules import JUMPS, ours, pod_match, restore_text
+from hybrid_proxy.dataplane.saved_rules import removal_of
 from hybrid_proxy.dataplane.table import NodeNetwork, PodMatch
 from tests.fakes.xtables import FakeXtables
 
@@ -59,29 +60,29 @@ def test_rules_of_others_survive_removal() -> None:
     tables.restore(4, f"*filter\n:KUBE-SERVICES - [0:0]\n-A INPUT {foreign}\n-A KUBE-SERVICES -j RETURN\nCOMMIT\n")
     written(tables=tables)
     for table in JUMPS:
-        text, count = removal(table, tables.save(4, table))
-        assert count
-        tables.restore(4, text)
+        found = removal_of("HPV-", table, tables.save(4, table))
+        assert found
+        tables.restore(4, found.text)
     assert tables.chain(4, "filter", "INPUT") == [foreign]
     assert tables.chains(4, "filter", "KUBE") == ["KUBE-SERVICES"]
     assert not any(tables.chains(4, table, "HPV") for table in JUMPS)
-    assert all(removal(table, tables.save(4, table)) == ("", 0) for table in JUMPS)
+    assert not any(removal_of("HPV-", table, tables.save(4, table)) for table in JUMPS)
 
 
 def test_what_a_comment_says_leads_nowhere() -> None:
     tables = FakeXtables()
     foreign = '-m comment --comment "before -j HPV-INPUT, after -g HPV-INPUT" -j ACCEPT'
-    saved = f"*filter\n-A INPUT {foreign}\nCOMMIT\n"
+    saved = f"*filter\n:INPUT ACCEPT [0:0]\n-A INPUT {foreign}\nCOMMIT\n"
     tables.restore(4, saved)
     assert ours(saved) == ()
-    assert removal("filter", saved) == ("", 0)
+    assert not removal_of("HPV-", "filter", saved)
     assert foreign not in restore_text(4, NETWORK, {"filter": saved})
 
 
 def test_a_jump_that_somebody_else_wrote_to_a_chain_of_ours_does_not_stop_the_removal() -> None:
     tables = written()
     tables.restore(4, "*filter\n:MINE - [0:0]\n-A MINE -j HPV-REJECT\nCOMMIT\n")
-    tables.restore(4, removal("filter", tables.save(4, "filter"))[0])
+    tables.restore(4, removal_of("HPV-", "filter", tables.save(4, "filter")).text)
     assert tables.chains(4, "filter", "MINE") == ["MINE"]
 
 

@@ -27,12 +27,12 @@ from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
 from hybrid_proxy.dataplane.kernel.xtables import VARIANTS, Xtables, XtablesError, find
 from hybrid_proxy.dataplane.mode import Mode, Options, Programmer
 from hybrid_proxy.dataplane.modes.iptables import programmer as iptables
-from hybrid_proxy.dataplane.modes.iptables.readback import parse
 from hybrid_proxy.dataplane.modes.ipvs import programmer as ipvs
 from hybrid_proxy.dataplane.modes.ipvs.rules import JUMPS
 from hybrid_proxy.dataplane.modes.nftables import programmer as nftables
 from hybrid_proxy.dataplane.modes.userspace import programmer as userspace
 from hybrid_proxy.dataplane.nftables.wire import Kernel
+from hybrid_proxy.dataplane.saved_rules import parse
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, ServiceTable
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Edit, Server, Verb
 from tests import namespaces

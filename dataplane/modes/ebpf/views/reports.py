@@ -151,9 +151,9 @@ def _skipped_rules(options: Options) -> Iterator[str]:
     """A warning: which rules of the node do not see flows that are handed over from their first packet on."""
     if options.ebpf.fast_path != "always":
         return
-    from hybrid_proxy.dataplane.kernel.base_chains import passing_rules
+    from hybrid_proxy.dataplane.kernel.foreign_rules import passing_rules
 
-    found = passing_rules("hybrid-proxy")
+    found = passing_rules()
     if found:
         more = ", ..." if len(found) > SHOWN else ""
         yield (

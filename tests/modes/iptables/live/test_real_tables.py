@@ -15,8 +15,8 @@ import pytest
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, find
 from hybrid_proxy.dataplane.mode import Options, SyncResult
 from hybrid_proxy.dataplane.modes.iptables.programmer import Iptables, clean, look, needs
-from hybrid_proxy.dataplane.modes.iptables.readback import parse
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
+from hybrid_proxy.dataplane.saved_rules import parse
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable
 from tests.modes.make import NETWORK, service, table
 from tests.tables import fronts_of, with_fronts

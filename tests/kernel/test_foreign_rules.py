@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from hybrid_proxy.dataplane.kernel.base_chains import base_chains, passing_rules
+from hybrid_proxy.dataplane.kernel.foreign_rules import foreign_chains, passing_rules
 from tests.namespaces import fresh
 
 FORWARD = "add table inet wall; add chain inet wall forward { type filter hook forward priority 0; }"
@@ -16,6 +16,10 @@ RULE = "add rule inet wall forward ct state invalid drop"
 POLICY = "add table ip6 raw6; add chain ip6 raw6 pre { type filter hook prerouting priority -300; policy drop; }"
 OURS = (
     "add table ip hybrid-proxy-x; add chain ip hybrid-proxy-x c { type nat hook prerouting priority 0; policy drop; }"
+)
+KUBE_PROXYS = (
+    "add table ip kube-proxy; add chain ip kube-proxy c { type filter hook forward priority 0; }; "
+    "add rule ip kube-proxy c drop"
 )
 
 
@@ -27,14 +31,14 @@ OURS = (
         pytest.param([FORWARD, INPUT], [], id="no rules, and what is for the node itself"),
         pytest.param([FORWARD, RULE], ["inet wall forward"], id="a rule"),
         pytest.param([POLICY], ["ip6 raw6 pre"], id="a policy"),
-        pytest.param([OURS], [], id="ours"),
+        pytest.param([OURS, KUBE_PROXYS], [], id="ours, and kube-proxy's"),
     ],
 )
 def test_chains_with_rules_or_a_policy_are_found(commands: list[str], found: list[str]) -> None:
     with fresh():
         for command in commands:
             subprocess.run(["nft", command], check=True, capture_output=True)
-        assert passing_rules("hybrid-proxy") == found
+        assert passing_rules() == found
 
 
 @pytest.mark.root
@@ -44,7 +48,7 @@ def test_a_policy_of_iptables_has_a_counter() -> None:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client, pytest.raises(PermissionError):
             client.sendto(b"x", ("127.0.0.1", 9))
-        (output,) = (chain for chain in base_chains() if chain.hook == "output")
+        (output,) = (chain for chain in foreign_chains() if chain.hook == "output")
     assert (str(output), output.type, output.drops, output.rules) == ("ip filter OUTPUT", "filter", True, 0)
     assert output.packets
 
@@ -56,4 +60,4 @@ def test_rules_of_iptables_legacy_are_found() -> None:
             done = subprocess.run(["iptables-legacy", *command], capture_output=True, text=True, check=False)
             if done.returncode:
                 pytest.skip(f"iptables-legacy does not work here: {done.stderr}")
-        assert passing_rules("hybrid-proxy") == ["ip filter (legacy)"]
+        assert passing_rules() == ["ip filter (legacy)"]

@@ -1,15 +1,15 @@
-"""Lists the base chains of nf_tables in the calling thread's network namespace: where netfilter calls rules.
+"""Finds the rules of other programs in the calling thread's network namespace, where netfilter calls them.
 
-`passing_rules` says which of them see packets that pass the node: the agent asks before it takes packets past them,
-and `doctor` reads the rules of the same chains.
+The agent asks for `passing_rules` before it takes packets past them; `doctor` reads the rules of `foreign_chains`.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
+from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
 from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
 from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes
 from hybrid_proxy.dataplane.kernel.xtables import legacy_tables_with_rules
@@ -25,60 +25,27 @@ _FAMILIES: Final = {1: "inet", 2: "ip", 10: "ip6", 7: "bridge", 5: "netdev"}
 _PASSING: Final = frozenset({"prerouting", "forward", "postrouting"})
 
 
-class BaseChain(NamedTuple):
-    """A base chain.
-
-    Attributes:
-        table: Its family and its table, as nft writes them: `inet firewall`.
-        name: Its own.
-        type: `filter`, `nat` or `route`.
-        hook: Where netfilter calls it.
-        rules: How many it has.
-        drops: Whether its policy drops.
-        packets: How many the policy decided about, where that is counted.
-    """
-
-    table: str
-    name: str
-    type: str
-    hook: str
-    rules: int
-    drops: bool
-    packets: int | None
-
-    def __str__(self) -> str:
-        return f"{self.table} {self.name}"
-
-    def is_of(self, prefix: str) -> bool:
-        """True if its table's name begins so."""
-        return self.table.partition(" ")[2].startswith(prefix)
-
-
-def base_chains() -> list[BaseChain]:
-    """All base chains; none where the kernel has no nf_tables."""
+def foreign_chains() -> list[BaseChain]:
+    """Returns the base chains of foreign tables; none where the kernel has no nf_tables."""
     try:
         with Nfnetlink() as wire:
             return [
                 chain
                 for number, family in _FAMILIES.items()
                 for chain in _chains(wire.dump(_GET_CHAIN, number), family)
+                if is_foreign(chain.table.partition(" ")[2])
             ]
     except (NetlinkFailed, OSError):
         return []
 
 
-def passing_rules(ours: str) -> list[str]:
-    """Chains that have rules, or drop by default, for packets that pass the node; then tables of iptables-legacy.
-
-    Args:
-        ours: how the names of tables begin that are left out.
-    """
+def passing_rules() -> list[str]:
+    """Chains that have rules, or drop by default, for packets that pass the node; then tables of iptables-legacy."""
     found = [
         str(chain)
-        for chain in base_chains()
+        for chain in foreign_chains()
         if chain.hook in _PASSING
         and not chain.table.startswith(("bridge ", "netdev "))
-        and not chain.is_of(ours)
         and (chain.rules or chain.drops)
     ]
     return found + legacy_tables_with_rules()
