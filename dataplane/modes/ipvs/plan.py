@@ -36,6 +36,14 @@ class Actual:
     addresses: set[str] = field(default_factory=set)
     held: dict[str, str] = field(default_factory=dict)  # addresses that are local by a route, and its source
 
+    def leaving(self) -> list[tuple[Server, list[Destination]]]:
+        """Returns the virtual servers that have real servers of weight 0, with these."""
+        return [
+            (server, [destination for destination, weight in state.weights.items() if weight == 0])
+            for server, state in self.servers.items()
+            if 0 in state.weights.values()
+        ]
+
 
 class Steps(NamedTuple):
     """The operations, in this order."""

@@ -170,7 +170,7 @@ def perform(kernel: Kernel, steps: Steps, actual: Actual, ready: Callable[[], No
         NetlinkFailed: the kernel refused; `actual` is no longer true.
     """
     _edit(kernel, steps.before, actual)
-    _serve(kernel, steps.servers, actual)
+    serve(kernel, steps.servers, actual)
     _edit(kernel, steps.opened, actual)
     if ready is not None:
         ready()
@@ -179,7 +179,7 @@ def perform(kernel: Kernel, steps: Steps, actual: Actual, ready: Callable[[], No
         kernel.device.change(steps.bind, steps.unbind)
         actual.addresses.update(steps.bind)
     _edit(kernel, steps.closed, actual)
-    _serve(kernel, steps.removed, actual)
+    serve(kernel, steps.removed, actual)
     _edit(kernel, steps.forgotten, actual)
 
 
@@ -195,15 +195,16 @@ def _edit(kernel: Kernel, edits: list[Edit], actual: Actual) -> None:
                 actual.members.pop((edit.name, element), None)
 
 
-def _serve(kernel: Kernel, changes: list[Change], actual: Actual) -> None:
+def serve(kernel: Kernel, changes: list[Change], actual: Actual) -> None:
+    """Change virtual servers and real servers, and record the result in `actual`."""
     if not changes:
         return
     kernel.ipvs.change(changes)
     for change in changes:
-        note(actual, change)
+        _note(actual, change)
 
 
-def note(actual: Actual, change: Change) -> None:
+def _note(actual: Actual, change: Change) -> None:
     """Record the effect of one change of a virtual server."""
     if change.verb is Verb.DELETE_SERVER:
         actual.servers.pop(change.server, None)
