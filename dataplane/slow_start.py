@@ -35,12 +35,15 @@ class SlowStart:
         """Returns how many backends did not have their whole share at the last call of `parts`."""
         return sum(map(len, self._begun.values()))
 
-    def follow(self, now: float, before: ServiceTable, after: ServiceTable, names: Iterable[str]) -> None:
-        """Apply the next table, in which these services differ. A second call changes nothing."""
+    def follow(
+        self, now: float, before: ServiceTable, after: ServiceTable, names: Iterable[str]
+    ) -> Mapping[EntryKey, Parts]:
+        """Apply the next table, in which these services differ; returns `parts`. A second call changes nothing."""
         for name in names:
             old, new = before.services.get(name, ()), after.services.get(name, ())
             if any(entry.slow_start for entry in (*old, *new)):
                 self._follow(now, {entry.key: entry for entry in old}, {entry.key: entry for entry in new})
+        return self.parts(now) if self._begun else {}
 
     def _follow(self, now: float, old: Mapping[EntryKey, Entry], new: Mapping[EntryKey, Entry]) -> None:
         for key in {*old, *new}:

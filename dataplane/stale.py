@@ -105,10 +105,15 @@ def gone_endpoints(before: ServiceTable, after: ServiceTable, names: Iterable[st
         known = {entry.key: entry for entry in before.services.get(name, ())}
         for entry in after.services.get(name, ()):
             old = known.get(entry.key)
-            if entry.present is None or old is None or old.present is None or old.present is entry.present:
-                continue
-            found += [Gone(entry, *place) for place in old.present if place not in {*entry.present}]
+            found += [] if old is None else removed_endpoints(old, entry)
     return found
+
+
+def removed_endpoints(old: Entry, entry: Entry) -> list[Gone]:
+    """Returns the removed endpoints of one service port; none if it does not ask for resets."""
+    if entry.present is None or old.present is None or old.present is entry.present:
+        return []
+    return [Gone(entry, *place) for place in old.present if place not in {*entry.present}]
 
 
 def _places(table: ServiceTable, names: Iterable[str]) -> Iterator[tuple[Place, Entry]]:

@@ -301,8 +301,8 @@ class Bench:
     def settle(self) -> None:
         """Grace period and scan, as the agent does them in the background."""
         wait_for_programs()
-        self.store.graced(self.store.plan.stamp)
-        self.gc.look_for(*self.store.plan.deferred.candidates)
+        self.store.graced(self.store.plan.pools.stamp)
+        self.gc.look_for(*self.store.plan.pools.candidates)
         self.gc.scan()
         _, result = self.gc.collect()
         if result is not None:

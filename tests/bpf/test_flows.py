@@ -363,9 +363,8 @@ def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
     known = {ours, theirs}
     monkeypatch.setattr(module, "translated_keys", lambda _, __: frozenset(known))
     monkeypatch.setattr(module, "half_open_keys", lambda _: frozenset())
-    flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
-    others = module.OthersFlows(flows, bench.inspect.program("leave"))
-    others.look()
+    foreign = foreign_flows(bench)
+    foreign.read()
     assert bench.flow_count(net.family) == (3, 0)
     bench.age_flows(net.family, 1000 * HZ)
     bench.open_udp(net, net.vip)
@@ -373,7 +372,7 @@ def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
     assert bench.flow_count(net.family) == (3, 0)
     assert bench.ingress(frame(net, net.client, net.vip, datagram(40001)))[0] == PASS
     known.clear()
-    others.look()
+    foreign.read()
     assert bench.flow_count(net.family) == (2, 0)
     assert not any(value["flags"] & FLAGS["FLOW_OTHERS"] for value in bench.flows(net.family).values())
 
@@ -383,25 +382,23 @@ def test_a_look_that_began_before_a_service_came_does_not_forget_its_flows(
 ) -> None:
     """Conntrack is read beside the syncs; what a look finds may be older than what it compares with."""
     theirs = client_side(net, 40001)
-    flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
-    others = module.OthersFlows(flows, bench.inspect.program("leave"))
+    foreign = foreign_flows(bench)
 
     def come(*_: object) -> frozenset[FlowKey]:
         """While a look reads; what it has read is without the service."""
         monkeypatch.setattr(module, "translated_keys", lambda *_: frozenset({theirs}))
-        others.expect(EMPTY, EMPTY)
-        others.come(["kube-system/dns"])
+        foreign.begin_move(EMPTY, EMPTY)
+        foreign.enter_datagrams(["kube-system/dns"])
         return frozenset()
 
     for name in ("half_open_keys", "answer_keys"):
         monkeypatch.setattr(module, name, lambda _: frozenset())
     monkeypatch.setattr(module, "translated_keys", come)
-    others.expect(EMPTY)
-    others.look()
-    assert others.known == {theirs}
+    foreign.read()
+    assert foreign.known == {theirs}
     assert bench.flow_count(net.family) == (1, 0)
     monkeypatch.setattr(module, "translated_keys", lambda *_: frozenset())
-    others.look()
+    foreign.read()
     assert bench.flow_count(net.family) == (0, 0)
 
 
@@ -416,31 +413,34 @@ def test_a_port_that_conntrack_gave_away_for_a_backend_is_not_given_away_again(
     for name in ("translated_keys", "half_open_keys"):
         monkeypatch.setattr(module, name, lambda *_: frozenset())
     monkeypatch.setattr(module, "answer_keys", lambda _: answers)
-    flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
-    others = module.OthersFlows(flows, bench.inspect.program("leave"))
-    others.look()
+    foreign = foreign_flows(bench)
+    foreign.read()
     there = bench.open_tcp(net, net.vip)
     assert there.sport != 40000
     answer = frame(net, net.backends[0], net.client, segment(8080, 40000, "PA", payload=b"theirs"), from_backend=True)
     assert bench.ingress(answer)[0] == PASS
     answers = frozenset()
-    others.look()
+    foreign.read()
     assert bench.flow_count(net.family) == (2, 0)
 
 
 def test_half_open_connections_of_others_do_not_fill_the_table(
     bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flows = {family: bench.maps.maps[f"flows{family}"] for family in (4, 6)}
+    flows = bench.maps.flows()
     keys = [FlowKey(net.family, Protocol.TCP, number.to_bytes(4, "big") * (1 if net.family == 4 else 4), b"12",
                     *client_side(net, 1)[4:]) for number in range(flows[4].entries // 8 + 1)]  # fmt: skip
     monkeypatch.setattr(module, "translated_keys", lambda _, __: frozenset())
-    others = module.OthersFlows(flows, bench.inspect.program("leave"))
+    foreign = foreign_flows(bench)
     for count in (len(keys), len(keys) - 1):
         monkeypatch.setattr(module, "half_open_keys", lambda _, count=count: frozenset(keys[:count]))
-        others.look()
+        foreign.read()
         assert bench.flow_count(net.family) == (0 if count == len(keys) else count, 0)
-        others.check_room()
+        foreign.check_room()
+
+
+def foreign_flows(bench: Bench) -> module.ForeignFlows:
+    return module.ForeignFlows(bench.maps.flows(), bench.inspect.program("leave"), lambda: EMPTY, lambda: None)
 
 
 def client_side(net: Net, port: int) -> FlowKey:
@@ -479,19 +479,27 @@ def test_tcp_stays_with_a_backend_that_is_gone(bench: Bench, net: Net, deleted: 
 
 def test_what_waited_for_flows_returns_when_they_end(bench: Bench, net: Net) -> None:
     bench.settle()
-    ids = bench.store.plan.backend_ids.left, bench.store.plan.service_ids.left, bench.store.plan.slots.in_use
+    ids = (
+        bench.store.plan.pools.backends.left,
+        bench.store.plan.pools.services.left,
+        bench.store.plan.pools.slots.in_use,
+    )
     bench.serve(web(net, 0))
     there = bench.open_tcp(net, net.vip)
     bench.serve()
     for _ in range(3):
         bench.settle()
-    assert len(bench.store.plan.deferred) == 2
+    assert len(bench.store.plan.pools) == 2
     bench.talk(net, there, net.vip, 80, 40000, "R", up=True, seq=1001, ack=1)
     bench.age_flows(net.family, 11 * HZ)
     for _ in range(3):
         bench.settle()
-    assert len(bench.store.plan.deferred) == 0
-    assert ids == (bench.store.plan.backend_ids.left, bench.store.plan.service_ids.left, bench.store.plan.slots.in_use)
+    assert len(bench.store.plan.pools) == 0
+    assert ids == (
+        bench.store.plan.pools.backends.left,
+        bench.store.plan.pools.services.left,
+        bench.store.plan.pools.slots.in_use,
+    )
     assert not bench.maps.view("service_addresses").any()
     assert not bench.maps.view("backend_sockets").any()
 

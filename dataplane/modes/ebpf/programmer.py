@@ -18,6 +18,7 @@ import contextlib
 import errno
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -36,8 +37,8 @@ from hybrid_proxy.dataplane.kernel.repairs import Contents, Repairs
 from hybrid_proxy.dataplane.mode import Event, Mode, Options, ProbePacket, Programmer, RequestMaintenance, SyncResult
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
 from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC, forget_half_open, open_flows
-from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import take_datagrams
-from hybrid_proxy.dataplane.modes.ebpf.flows.stale import ForeignFlows
+from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import ForeignFlows, newly_receiving
+from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
 from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import layout_record
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
@@ -57,8 +58,7 @@ from hybrid_proxy.dataplane.modes.ebpf.views import listing
 from hybrid_proxy.dataplane.modes.ebpf.views.reports import Reports
 from hybrid_proxy.dataplane.modes.ebpf.views.tracing import PacketLog
 from hybrid_proxy.dataplane.reports import Ejection, ExplainAnswer, PacketEvent, Status, TrafficRow, Unprogrammed
-from hybrid_proxy.dataplane.stale import gone_endpoints
-from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, ServiceTable
+from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
 SPARE_PROCESSORS = 4  # from so many on, loading programs in vain slows nothing down
@@ -151,10 +151,6 @@ class Change(NamedTuple):
     moving: frozenset[str] = frozenset()  # of these, services that another proxy served until now
     first: bool = False  # nothing is attached yet
 
-    def services(self, names: Collection[str]) -> dict[str, tuple[Entry, ...]]:
-        """The entries of these services, none of one that is removed."""
-        return {name: self.table.services.get(name, ()) for name in names}
-
 
 class Ebpf(Programmer):
     """Mode ebpf, open on this node.
@@ -197,7 +193,9 @@ class Ebpf(Programmer):
             )  # fmt: skip
         self.store = Store(self.maps, hz, max_ring=options.ebpf.limits.ring, max_slots=options.ebpf.limits.slots)
         self.attachments = Attachments(self.folder, options, self.maps, lambda: self.datapath.load_xdp())  # noqa: PLW0108 (bound later)
-        self.foreign = ForeignFlows(self.maps.maps, inspect.program("leave"), lambda: self.gc.hurry())  # noqa: PLW0108 (bound later)
+        self.foreign = ForeignFlows(
+            self.maps.flows(), inspect.program("leave"), lambda: self.table, lambda: self.gc.hurry()  # noqa: PLW0108
+        )  # fmt: skip
         self.gc = FlowGC(
             self.maps.maps, inspect.program("sweep"), inspect.program("read_clock"), hz, options, self.foreign.scan
         )
@@ -242,22 +240,22 @@ class Ebpf(Programmer):
             if isinstance(error, ForeignEntries):
                 self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
-        self.gc.want_grace(self.store.plan.stamp)  # last: it wakes a thread, which takes the interpreter
+        self.gc.grace.want(self.store.plan.pools.stamp)  # last: it wakes a thread, which takes the interpreter
         return SyncResult(changed, removed)
 
     def _plan(self, change: Change) -> Change:
         """Looks for flows of others, which must be known before a row could lead their packets elsewhere."""
         first, table = change.first, change.table
         if self.options.shares_node:
-            change = change._replace(moving=take_datagrams(change.before, table, change.names))
+            change = change._replace(moving=newly_receiving(change.before, table, change.names))
         if first and self.datapath.programs is None and not self.datapath.growing:
             self.datapath.prepare(sizes.needs(table.entries()))
         if first:
             self.foreign.before_first(change.before, table)
             if self.options.all_or_nothing or not self.maps.adopted:
-                self.foreign.flows.check_room()
+                self.foreign.check_room()
         elif change.moving:
-            self.foreign.flows.expect(change.before, table)
+            self.foreign.begin_move(change.before, table)
         return change
 
     def _write(self, change: Change) -> tuple[int, int]:
@@ -269,11 +267,11 @@ class Ebpf(Programmer):
             self._write_node(_without_cidrs(table.node) if drains else table.node)
         if self.gc.grace.over > store.graced_stamp:
             store.graced(self.gc.grace.over)  # `maintain` does the rest
-        self.failover.follow(store, change.before, table, names)
-        changed, removed = store.apply(change.services(names - change.moving))
+        parts = self.failover.slow_start.follow(time.monotonic(), change.before, table, names)
+        changed, removed = store.apply(table.services, names - change.moving, parts)
         if change.moving:  # last, because it takes a dump of conntrack
-            self.foreign.flows.come(change.moving)
-            more = store.apply(change.services(change.moving))
+            self.foreign.enter_datagrams(change.moving)
+            more = store.apply(table.services, change.moving)
             changed, removed = changed + more[0], removed + more[1]
         if plan.full:
             changed += self._make_room(change)
@@ -285,12 +283,12 @@ class Ebpf(Programmer):
 
     def _publish(self, change: Change) -> None:
         """Lets what is written serve: the first time, programs are attached."""
-        table, names = change.table, change.names
-        if self.state is not State.LEFT:
-            gone = gone_endpoints(change.before, table, names)  # where their service wants their connections reset
-            self.gc.resets.add(self.store.endpoints(gone))
+        table, plan = change.table, self.store.plan
+        if plan.removed_endpoints:
+            self.gc.resets.add([Endpoint.of(*gone) for gone in plan.removed_endpoints])
+            plan.removed_endpoints.clear()
         self.table = table
-        self._unprogrammed, self._failed = frozenset(self.store.plan.unfit), frozenset()
+        self._unprogrammed, self._failed = frozenset(plan.unfit), frozenset()
         self.attachments.node = table.node
         if table.clients:  # before the first packet
             affinity.remember(self.maps.maps["affinity"], table.clients, self.store, self.gc.clock())
@@ -300,7 +298,8 @@ class Ebpf(Programmer):
         elif table.node.primary != change.before.node.primary:
             self._write_node(table.node)
             self.attachments.refresh()
-        self.foreign.programmed(change.before, table, names, change.moving, first=change.first)
+        if change.first or change.moving or self.foreign.known:
+            self.foreign.programmed(change.before, table, change.names, change.moving, first=change.first)
 
     def _attach(self, table: ServiceTable) -> None:
         """Attaches programs, and replaces those of a former generation."""
@@ -315,7 +314,7 @@ class Ebpf(Programmer):
                 raise Unsupported("eBPF", f"the kernel refused the programs: {error}") from error
             raise
         if self.succession.plan.bridged:
-            self.foreign.reopen()
+            self.foreign.reopen(self.maps.flows())
 
     def _write_node(self, node: NodeNetwork) -> None:
         columns, others = node_columns(node)
@@ -328,19 +327,18 @@ class Ebpf(Programmer):
 
     def _make_room(self, change: Change) -> int:
         """Lets maps grow for which something did not fit; returns how many service ports fit then."""
-        plan, changed = self.store.plan, 0
+        plan, changed, cut_rings = self.store.plan, 0, False
         while plan.full:
             if not self.store.free_slots():
                 entries = (entry for name in plan.unfit for entry in change.table.services.get(name, ()))
-                need = Counter(plan.used()) + Counter(sizes.needs(entries))
+                need = Counter(plan.pools.used()) + Counter(sizes.needs(entries))
                 if not self.datapath.make_room(plan.full, need):
-                    if "slots" not in plan.full or plan.slots.limit >= plan.max_slots:
+                    if "slots" not in plan.full or cut_rings or plan.pools.slots.limit >= plan.max_slots:
                         break
-                    plan.max_slots = 0  # they cannot be more at the moment: rings are cut
-            plan.full.clear()
-            changed += self.store.apply(change.services(plan.unfit.keys() & change.names))[0]
-        plan.full.clear()
-        plan.max_slots = self.options.ebpf.limits.slots
+                    cut_rings = True  # slots cannot be more at the moment
+            plan.retry(cut_rings=cut_rings)
+            changed += self.store.apply(change.table.services, plan.unfit.keys() & change.names)[0]
+        plan.retry()
         return changed
 
     def _start_over(self) -> None:
@@ -406,7 +404,7 @@ class Ebpf(Programmer):
         free(self.store, self.gc, self.maps.view("node"))
         if self._unprogrammed and not self._failed:
             self.sync(self.table)
-        self.datapath.step(self.store.plan.used())
+        self.datapath.step(self.store.plan.pools.used())
         adopted = self.maps.adopted and self.succession.former is None and self.datapath.programs is not None
         if self.state is State.OPENED and adopted:
             self.attachments.attach_adopted()
@@ -415,7 +413,7 @@ class Ebpf(Programmer):
         self.repairs.count += self.store.repair_ranges()
         self.packets.maintain()
         notices = self.failover.look(self.store)
-        self.gc.want_grace(self.store.plan.stamp)
+        self.gc.grace.want(self.store.plan.pools.stamp)
         return [*notices, *self.reports.nearly_full()]
 
     def names(self) -> Mapping[int, str]:

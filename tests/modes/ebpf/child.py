@@ -28,8 +28,8 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.generations import replacement
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes
+from hybrid_proxy.dataplane.modes.ebpf.maps.pools import Pools
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
-from hybrid_proxy.dataplane.modes.ebpf.services.plan import Plan
 from hybrid_proxy.dataplane.modes.ebpf.services.rows import RowWriter
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import CountingFilter, MapWriter
 from hybrid_proxy.dataplane.options import EbpfOptions, Limits
@@ -39,8 +39,8 @@ from tests.tables import Front, entry_of
 from . import readback
 
 STEPS: dict[str, Any] = {
-    "write_backends": RowWriter, "add": CountingFilter, "write_rings": RowWriter, "publish": RowWriter,
-    "insert": MapWriter, "write_flags": RowWriter, "write": MapWriter, "commit": Plan,
+    "write": RowWriter, "add": CountingFilter, "publish": RowWriter,
+    "insert": MapWriter, "write_flags": RowWriter, "defer": Pools,
 }  # fmt: skip
 
 TINY = {"services": 8, "backends": 16, "slots": 16}
@@ -110,7 +110,7 @@ class Commands:
             case ["begin"]:
                 self.mode.datapath.grow({n: 2 * e for n, e in self.entries().items()})
             case ["grow"]:
-                return self.mode.datapath.make_room(TINY, self.mode.store.plan.used())
+                return self.mode.datapath.make_room(TINY, self.mode.store.plan.pools.used())
             case ["traffic"]:
                 return msgspec.to_builtins(self.mode.traffic(by_backend=False))
             case ["refuse", number]:

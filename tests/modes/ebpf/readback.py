@@ -159,10 +159,10 @@ def check_books(store: Store, number: int, entries: list[Entry], *, settled: boo
     assert len({known.service for known in installed}) == len(installed)
     if not settled:
         return
-    assert len(store.plan.deferred) == 0
-    assert store.plan.slots.in_use == sum(size for _, size in pieces)
-    assert store.plan.service_ids.limit - 1 - store.plan.service_ids.left == len(installed)
-    assert store.plan.backend_ids.limit - 1 - store.plan.backend_ids.left == len(ids)
+    assert len(store.plan.pools) == 0
+    assert store.plan.pools.slots.in_use == sum(size for _, size in pieces)
+    assert store.plan.pools.services.used == len(installed)
+    assert store.plan.pools.backends.used == len(ids)
     check_prefilters(store, entries)
 
 
@@ -188,5 +188,5 @@ def check_prefilters(store: Store, entries: list[Entry]) -> None:
 
 def settle(store: Store) -> None:
     """A grace period and a scan that finds no flow."""
-    store.graced(store.plan.stamp)
-    store.scanned(*store.plan.deferred.candidates, [], [])
+    store.graced(store.plan.pools.stamp)
+    store.scanned(*store.plan.pools.candidates, [], [])

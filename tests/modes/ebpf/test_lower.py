@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hybrid_proxy.dataplane.balancing import ALGORITHMS
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Ejection
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import Rows, Settings, lower
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Masquerade, WhenEmpty
@@ -107,7 +107,9 @@ CASES = [
 @pytest.mark.parametrize(("entry", "wanted"), CASES)
 def test_a_service_port_becomes_rows(entry: Entry, wanted: Rows) -> None:
     found = lower(entry)
-    assert msgspec.structs.replace(found, sets=tuple(map(tuple, found.sets))) == wanted
+    assert msgspec.structs.replace(found, sets=tuple(map(tuple, found.sets)), plain=False) == wanted
+    if found.plain:
+        assert [ring_of(found.settings.algorithm, found.members, 100)] == [[*ids] for ids in found.sets]
 
 
 MASQUERADES = [(Masquerade.NEVER, 0), (Masquerade.POD, 8), (Masquerade.NODE, 16), (Masquerade.EXTERNAL, 32),

@@ -39,7 +39,7 @@ def change(plan: Plan, *entries: Entry, name: str = WEB) -> Batch:
     """The batch that makes these the ports of a service."""
     batch = Batch()
     plan.change(batch, name, entries)
-    plan.commit(batch)
+    plan.pools.defer(batch.gone)
     return batch
 
 
@@ -51,8 +51,8 @@ def entry_at(number: int) -> Entry:
 
 def free(plan: Plan) -> None:
     """No program and no flow uses what is gone."""
-    plan.deferred.graced(plan.stamp)
-    plan.deferred.scanned(*plan.deferred.candidates, [], [])
+    plan.pools.graced(plan.pools.stamp)
+    plan.pools.scanned(*plan.pools.candidates, [], [])
 
 
 def key(vip: str = V1, number: int = 80) -> tuple[int, str, int, int]:
@@ -110,8 +110,8 @@ def test_a_change_writes_what_differs(
     assert batch.flags == flags
     assert [ring for _, _, ring in rings(batch)] == slots
     assert [word for word in batch.words if any(word[2:])] == words
-    assert batch.gone_backends == gone
-    assert batch.gone_ranges == ([(0, 4)] if words else [])
+    assert batch.gone.backends == gone
+    assert batch.gone.ranges == ([(0, 4)] if words else [])
     assert not batch.new_frontends
     assert batch.services == ([(1, 0, 60)] if after.affinity_seconds else [])
 
@@ -125,7 +125,7 @@ def test_nothing_is_used_again_before_it_is_free() -> None:
     assert other.rings[0][0] == 8
     free(plan)
     change(plan, name=DNS)
-    plan.deferred.graced(plan.stamp)
+    plan.pools.graced(plan.pools.stamp)
     third = change(plan, port([6], V2, DNS), name=DNS)
     assert third.rings[0][0] == 8, "slots are free after a grace period"
     assert written(third).keys().isdisjoint({4}), "ids only when no flow names them"
@@ -136,8 +136,8 @@ def test_a_name_at_another_address_is_another_service() -> None:
     plan = Plan(SIZES)
     change(plan, port([1]))
     batch = change(plan, port([1], V2))
-    assert batch.gone_services == [1]
-    assert {*batch.gone_frontends} == {(key(), 1), (key(number=0), 1)}
+    assert batch.gone.services == [1]
+    assert {*batch.gone.frontends} == {(key(), 1), (key(number=0), 1)}
     assert batch.frontends[key(V2)] == (2, 0)
 
 
@@ -150,7 +150,7 @@ def test_a_frontend_goes_from_one_service_to_another(names: tuple[str, str]) -> 
         plan.change(batch, name, after[name])
     assert batch.frontends[key()] == (2, 0)
     assert plan.owners == {key(): 2}
-    assert {gone for gone, _ in batch.gone_frontends} <= batch.frontends.keys(), "nothing that is written is deleted"
+    assert {gone for gone, _ in batch.gone.frontends} <= batch.frontends.keys(), "nothing that is written is deleted"
 
 
 FULL = [
@@ -168,10 +168,10 @@ def test_what_does_not_fit_leaves_nothing_half_planned(sizes: dict[str, int], wh
     first = port([1, 2], ranges=("192.0.2.0/24",))
     second = port([3, 4], V2, DNS, ranges=("198.51.100.0/24",))
     change(plan, first)
-    before = plan.used()
+    before = plan.pools.used()
     batch = change(plan, second, name=DNS)
     assert batch == Batch()
-    assert plan.used() == before
+    assert plan.pools.used() == before
     assert plan.unprogrammed[second.key].reason.startswith(f"map {what} ")
     assert plan.full == ({what} if what != "source_ranges4" else set()), "that one does not grow"
     change(plan)
@@ -208,11 +208,11 @@ def test_an_entry_that_cannot_be_lowered_changes_nothing() -> None:
     change(plan, port([1]))
     sets = tuple(BackendSet((Backend(f"10.1.0.{number}", 80),)) for number in range(3))
     bad = entry_of("default/web:more", 4, Protocol.TCP, [Front(Kind.CLUSTER_IP, V2, 80, s, s) for s in sets])
-    batch, before = Batch(), plan.used()
+    batch, before = Batch(), plan.pools.used()
     with pytest.raises(ValueError, match="default/web:more"):
         plan.change(batch, WEB, (port([1, 2]), bad))
     assert batch == Batch()
-    assert plan.used() == before
+    assert plan.pools.used() == before
 
 
 def test_rings_are_cut_only_when_maps_cannot_grow() -> None:
@@ -222,7 +222,7 @@ def test_rings_are_cut_only_when_maps_cannot_grow() -> None:
         change(plan, entry, name=entry.name.partition(":")[0])
     assert plan.full == {"slots"}
     assert not plan.cut
-    plan.max_slots = 0
+    plan.retry(cut_rings=True)
     change(plan, wanted[1], name="default/s2")
     assert plan.cut == {wanted[1].key: (509, 1021)}
     change(plan, name="default/s1")
@@ -233,18 +233,18 @@ def test_rings_are_cut_only_when_maps_cannot_grow() -> None:
 
 def test_what_is_in_use_is_counted_by_map_and_again_when_it_goes() -> None:
     plan, batch = Plan(SIZES), Batch()
-    before = plan.used()
+    before = plan.pools.used()
     for step in range(5):
         ranges = (f"192.0.2.{step}/32", f"192.0.2.{16 + step}/32")
         assert plan.change(batch, WEB, (port([1, 2], ranges=ranges),)) == (1, 0)
-        plan.commit(batch)
+        plan.pools.defer(batch.gone)
         batch = Batch()
         assert not plan.unprogrammed, "the ranges of the former step make room"
-    assert plan.used() == {"services": 1, "backends": 2, "slots": 4, "frontends4": 2, "frontends6": 0}
+    assert plan.pools.used() == {"services": 1, "backends": 2, "slots": 4, "frontends4": 2, "frontends6": 0}
     assert plan.change(batch, WEB, ()) == (0, 1)
-    plan.commit(batch)
+    plan.pools.defer(batch.gone)
     free(plan)
-    assert plan.used() == before
+    assert plan.pools.used() == before
 
 
 def test_an_address_rejects_other_ports_until_its_last_port_goes() -> None:
@@ -252,8 +252,8 @@ def test_an_address_rejects_other_ports_until_its_last_port_goes() -> None:
     change(plan, port([1]))
     other = change(plan, entry_at(81), name=DNS)
     assert key(number=0) not in other.frontends
-    assert [gone for gone, _ in change(plan).gone_frontends] == [key()]
-    assert {gone for gone, _ in change(plan, name=DNS).gone_frontends} == {(4, V1, 81, 6), key(number=0)}
+    assert [gone for gone, _ in change(plan).gone.frontends] == [key()]
+    assert {gone for gone, _ in change(plan, name=DNS).gone.frontends} == {(4, V1, 81, 6), key(number=0)}
 
 
 @pytest.mark.parametrize("after", [(), (port([1]),)], ids=["goes", "is-asked-no-more"])
@@ -275,7 +275,7 @@ def test_an_ejected_backend_keeps_its_row() -> None:
     plan.adjust(batch, {(entry.key, ("10.1.0.2", 8080)): Ejection(None, "no answer")}, {})
     assert batch.flags == [(2, 1 | 8 | 16)]
     assert rings(batch) == [(4, 1, [1, 3])]
-    assert batch.gone_backends == []
+    assert batch.gone.backends == []
     back = Batch()
     plan.adjust(back, {}, {})
     assert back.flags == [(2, 3)]
@@ -289,7 +289,7 @@ def test_what_a_former_process_installed_keeps_its_numbers_and_is_written_anew()
     plan = Plan(SIZES, adopt=lambda entry, rows: former)
     batch = change(plan, entry)
     assert written(batch).keys() == {7, 8}
-    assert (batch.rings, batch.words, batch.gone_ranges) == ([], [], []), "the slots are right as they are"
+    assert (batch.rings, batch.words, batch.gone.ranges) == ([], [], []), "the slots are right as they are"
     assert batch.frontends[key()] == (3, 0)
 
 
@@ -299,12 +299,12 @@ def test_a_port_that_loses_its_frontends_keeps_its_rows_and_its_bits_as_long_as_
     change(plan, full)
     bare = msgspec.structs.replace(full, frontends=(), backend_sets=())
     batch = change(plan, bare)
-    assert (batch.gone_services, batch.gone_backends) == ([], [])
-    assert {key for key, _ in batch.gone_frontends} == {key(), key(number=0)}
-    assert plan.deferred.graced(plan.stamp).frontends == []
+    assert (batch.gone.services, batch.gone.backends) == ([], [])
+    assert {key for key, _ in batch.gone.frontends} == {key(), key(number=0)}
+    assert plan.pools.graced(plan.pools.stamp).frontends == []
     assert set(change(plan, full).new_frontends) == {key(), key(number=0)}
     change(plan, bare)
     change(plan)
-    plan.deferred.graced(plan.stamp)
-    freed = plan.deferred.scanned(*plan.deferred.candidates, [], [])
+    plan.pools.graced(plan.pools.stamp)
+    freed = plan.pools.scanned(*plan.pools.candidates, [], [])
     assert sorted(freed.frontends) == sorted([key(), key(number=0)] * 2)

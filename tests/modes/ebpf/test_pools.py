@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import (
-    DeferredFree,
     Freed,
     FullError,
     IdPool,
+    Pools,
+    Removed,
     SlotAllocator,
     size_class,
 )
@@ -134,57 +135,58 @@ TestStretches = Stretches.TestCase
 TestStretches.settings = FEW
 
 
-def pools() -> tuple[IdPool, IdPool, SlotAllocator, DeferredFree]:
-    services, backends, slices = IdPool(8, "services"), IdPool(8, "backends"), SlotAllocator(32, "slots")
-    return services, backends, slices, DeferredFree(services, backends, slices)
+SIZES = {"services": 8, "backends": 8, "slots": 32}
 
 
 def test_slices_return_after_the_grace_period_and_ids_after_a_scan() -> None:
-    services, backends, slices, deferred = pools()
-    (service,), (first, second), piece = services.take(1), backends.take(2), slices.take(3)
-    deferred.put(5, [service], [first, second], [piece])
-    assert len(deferred) == 4
-    assert deferred.graced(4) == Freed()
-    assert slices.in_use == 4
-    assert deferred.graced(5) == Freed([service], [first, second])
-    assert slices.in_use == 0
+    pools = Pools(SIZES)
+    services, backends, slots = pools.services, pools.backends, pools.slots
+    (service,), (first, second), piece = services.take(1), backends.take(2), slots.take(3)
+    pools.defer(Removed([service], [first, second], [piece]))
+    assert len(pools) == 4
+    assert pools.graced(0) == Freed()
+    assert slots.in_use == 4
+    assert pools.graced(1) == Freed([service], [first, second])
+    assert slots.in_use == 0
     assert services.left == 6
-    assert deferred.candidates == ({service}, {first, second})
-    assert deferred.scanned([service], [first, second], [service], [second]) == Freed([], [first])
+    assert pools.candidates == ({service}, {first, second})
+    assert pools.scanned([service], [first, second], [service], [second]) == Freed([], [first])
     assert (services.left, backends.left) == (6, 6)
-    assert deferred.candidates == ({service}, {second})
-    assert deferred.scanned([service], [second], [], []) == Freed([service], [second])
-    assert (services.left, backends.left, len(deferred)) == (7, 7, 0)
+    assert pools.candidates == ({service}, {second})
+    assert pools.scanned([service], [second], [], []) == Freed([service], [second])
+    assert (services.left, backends.left, len(pools)) == (7, 7, 0)
 
 
 def test_a_scan_frees_only_what_it_looked_for() -> None:
-    services, backends, _, deferred = pools()
+    pools = Pools(SIZES)
+    services, backends = pools.services, pools.backends
     early, late = backends.take(2)
-    deferred.put(1, [], [early], [])
-    deferred.graced(1)
-    asked = deferred.candidates
-    deferred.put(2, [], [late], [])
-    deferred.graced(2)
-    assert deferred.scanned(*asked, [], []) == Freed([], [early])
-    assert deferred.candidates == (frozenset(), {late})
+    pools.defer(Removed(backends=[early]))
+    pools.graced(1)
+    asked = pools.candidates
+    pools.defer(Removed(backends=[late]))
+    pools.graced(2)
+    assert pools.scanned(*asked, [], []) == Freed([], [early])
+    assert pools.candidates == (frozenset(), {late})
     assert services.left == 7
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=30))
 def test_everything_that_is_released_comes_back_once(steps: list[tuple[int, bool]]) -> None:
-    services, backends, slices, deferred = pools()
-    for stamp, (count, named) in enumerate(steps, 1):
+    pools = Pools(SIZES)
+    services, backends, slots = pools.services, pools.backends, pools.slots
+    for count, named in steps:
         try:
-            numbers, piece = backends.take(count), slices.take(count)
+            numbers, piece = backends.take(count), slots.take(count)
         except FullError:
-            deferred.graced(stamp - 1)
-            deferred.scanned(*deferred.candidates, [], [])
+            pools.graced(pools.stamp)
+            pools.scanned(*pools.candidates, [], [])
             continue
-        deferred.put(stamp, [], numbers, [piece])
+        pools.defer(Removed(backends=numbers, ranges=[piece]))
         if named:
-            deferred.graced(stamp)
-            deferred.scanned(*deferred.candidates, [], numbers)
-    deferred.graced(len(steps))
-    deferred.scanned(*deferred.candidates, [], [])
-    if len(deferred) == 0:
-        assert (services.left, slices.in_use) == (7, 0)
+            pools.graced(pools.stamp)
+            pools.scanned(*pools.candidates, [], numbers)
+    pools.graced(pools.stamp)
+    pools.scanned(*pools.candidates, [], [])
+    if len(pools) == 0:
+        assert (services.left, slots.in_use) == (7, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
 from typing import Any, Final
 
 from hybrid_proxy.dataplane.mode import Event, Options
@@ -16,7 +15,7 @@ from hybrid_proxy.dataplane.modes.ebpf.services.plan import Subject
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.reports import Ejection, HealthProbes
 from hybrid_proxy.dataplane.slow_start import SlowStart
-from hybrid_proxy.dataplane.table import EntryKey, ServiceTable, socket_text
+from hybrid_proxy.dataplane.table import EntryKey, socket_text
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +47,10 @@ class Failover:
         self._probed.clear()
         self._prober.watch(())
 
-    def follow(self, store: Store, before: ServiceTable, after: ServiceTable, names: Collection[str]) -> None:
-        """Begin slow starts for new backends of a table that is about to be programmed."""
-        now = time.monotonic()
-        self.slow_start.follow(now, before, after, names)
-        store.plan.parts = self.slow_start.parts(now)
-
     def services_changed(self, store: Store) -> None:
         """Probe the present backends of services whose probes may have changed."""
-        names, changed = store.plan.probes_changed, False
+        names, changed = {*store.plan.probes_changed}, False
+        store.plan.probes_changed.clear()
         for name in names:
             before = self._probed.pop(name, {})
             after = {
@@ -69,7 +63,6 @@ class Failover:
             if after:
                 self._probed[name] = after
             changed = changed or before != after
-        names.clear()
         if changed:
             self._prober.watch({target for targets in self._probed.values() for target in targets.values()})
 

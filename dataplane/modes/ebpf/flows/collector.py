@@ -90,16 +90,21 @@ def open_flows(maps: Mapping[str, Map]) -> Counter[str]:
 class GracePeriods:
     """Waits for the programs that may have read what a commit removed.
 
+    Args:
+        wake: has the collector's thread call `run`.
+
     Attributes:
         over: the number of the last grace period that is over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         self.over = self._wanted = 0
+        self._wake = wake
 
     def want(self, stamp: int) -> None:
-        """A commit with this stamp is written."""
+        """A change with this stamp is written: wait for the programs that may have read what it removed."""
         self._wanted = max(self._wanted, stamp)
+        self._wake()
 
     def run(self) -> None:
         """Waits, if a commit was written since the last grace period."""
@@ -143,8 +148,9 @@ class FlowGC:
     ) -> None:
         self.hz = hz
         self.reading = threading.Lock()
-        self.grace = GracePeriods()
-        self.resets = Resets(maps, self._delete, self._wake_up)
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self.grace = GracePeriods(self._wake.set)
+        self.resets = Resets(maps, self._delete, self._wake.set)
         self.used = {"flows4": 0, "flows6": 0}
         self.opening_flows: int | None = None
         self.recounts = False
@@ -154,7 +160,6 @@ class FlowGC:
         self._result: Scanned | None = None
         self._lock = threading.Lock()  # of these two
         self._hurry = False
-        self._wake, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
 
     @property
@@ -167,14 +172,6 @@ class FlowGC:
     def start(self) -> None:
         """Begin; from then on this object's thread reads the flow tables."""
         self._thread.start()
-
-    def _wake_up(self) -> None:
-        self._wake.set()
-
-    def want_grace(self, stamp: int) -> None:
-        """A commit with this stamp is done: wait for the programs that may have seen what it removed."""
-        self.grace.want(stamp)
-        self._wake.set()
 
     def look_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
         """Let the next scan find which of these flows still name."""
@@ -257,7 +254,7 @@ class FlowGC:
     def forget_idle(self, family: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Delete those of these flows that are idle for too long; the program that does it looks at each once more.
 
-        Those of others go when conntrack has forgotten them (`OthersFlows`).
+        Foreign flows are deleted when conntrack has forgotten them (`ForeignFlows`).
         """
         age = _age(self.clock(), values["seen"])
         limits = idle_limits(keys, values, self._options) * self.hz

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from ipaddress import ip_address
 
 import numpy as np
@@ -20,17 +20,26 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.bpf import Map
-from hybrid_proxy.dataplane.kernel.conntrack import FlowKey, Key, answer_keys, half_open_keys, translated_keys
+from hybrid_proxy.dataplane.kernel.conntrack import (
+    FlowKey,
+    Key,
+    answer_keys,
+    delete_stale,
+    half_open_keys,
+    translated_keys,
+)
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays, run_in_parts
-from hybrid_proxy.dataplane.netfilter import frontends
+from hybrid_proxy.dataplane.netfilter import frontends, relays
+from hybrid_proxy.dataplane.stale import Judge
 from hybrid_proxy.dataplane.table import Protocol, ServiceTable
 
 DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that they are the first
+FIRST_SCANS = 2  # after the first table: foreign flows may have begun while our programs were attached
 ANSWERS_SECONDS = 60.0  # after which all connections are read again, to forget the answers to those that are over
 
 
-def take_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> frozenset[str]:
+def newly_receiving(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -> frozenset[str]:
     """Returns the services that newly receive UDP or SCTP at some address."""
     return frozenset(
         name
@@ -39,8 +48,8 @@ def take_datagrams(old: ServiceTable, new: ServiceTable, names: Iterable[str]) -
     )
 
 
-class Lazily(Mapping[Key, None]):
-    """Frontends that are listed at the first question: often conntrack has no flows, and services are many."""
+class ListedLater(Mapping[Key, None]):
+    """Frontends that are listed when one is asked for: often conntrack has no flows, and services are many."""
 
     def __init__(self, make: Callable[[], Mapping[Key, None]]) -> None:
         self._make = make
@@ -62,40 +71,89 @@ class Lazily(Mapping[Key, None]):
         return len(self._made)
 
 
-class OthersFlows:
-    """Keeps the entries of foreign flows in our tables in step with conntrack.
+class ForeignFlows:
+    """Keeps the entries of foreign flows in our tables in step with conntrack, and deletes its stale entries.
 
     Args:
         flows: the tables of flows, by family.
-        leave: descriptor of the program that writes entries.
+        leave: descriptor of the program that writes entries of foreign flows.
+        table: returns the table that is programmed.
+        wake: has the collector's thread call `scan` soon.
+
+    Attributes:
+        known: the foreign flows that have entries in our tables.
     """
 
-    def __init__(self, flows: Mapping[int, Map], leave: int) -> None:
-        self._flows, self._leave = flows, leave
+    def __init__(
+        self, flows: Mapping[int, Map], leave: int, table: Callable[[], ServiceTable], wake: Callable[[], None]
+    ) -> None:
+        self._flows, self._leave, self._table, self._wake = flows, leave, table, wake
         self._lock = threading.Lock()
-        self._tables: tuple[ServiceTable, ...] = ()
-        self._expected = 0  # how often
+        self._replaced: tuple[ServiceTable, ...] = ()  # tables before and after a change in which services move
+        self._moves = 0
         self._answers = frozenset[FlowKey]()
         self._answers_at = 0.0
-        self.known = frozenset[FlowKey]().union(*(_left_to_others(known, family) for family, known in flows.items()))
+        self._judges = deque[Judge]()
+        self._scans = 0
+        self.known = self._entered()
 
-    def expect(self, *tables: ServiceTable) -> None:
-        """Find foreign flows to the services of these tables from now on; with one table, no service is moving."""
-        with self._lock:
-            self._tables = tables
-            self._expected += len(tables) > 1
+    def _entered(self) -> frozenset[FlowKey]:
+        """Returns the foreign flows that have entries in our tables."""
+        return frozenset[FlowKey]().union(*(_foreign(flows, family) for family, flows in self._flows.items()))
 
-    def come(self, names: Collection[str]) -> None:
-        """Enter the foreign datagram flows of these services, which are served here next; `look` does the rest.
+    # Changes of the table
 
-        Raises: as `look`.
+    def before_first(self, before: ServiceTable, table: ServiceTable) -> None:
+        """Enters foreign flows before the first packet could begin one in their place.
+
+        Raises:
+            DataplaneError, OSError: conntrack cannot be read.
         """
-        found = _datagram_flows(*self._tables[-1:], names=names)
+        self.begin_move(before, table)
+        self.read()
+
+    def begin_move(self, before: ServiceTable, table: ServiceTable) -> None:
+        """Finds foreign flows to the services of both tables from now on, until `programmed` is called."""
+        with self._lock:
+            self._replaced = before, table
+            self._moves += 1
+
+    def enter_datagrams(self, names: Collection[str]) -> None:
+        """Enters the foreign datagram flows of these services, which are served here next; `read` does the rest.
+
+        Raises:
+            DataplaneError, OSError: conntrack cannot be read.
+        """
+        found = _datagram_flows(*self._replaced[-1:], names=names)
         with self._lock:
             self._change(found - self.known, ())
             self.known |= found
 
-    def look(self, *, connections: bool = True) -> None:
+    def programmed(
+        self, before: ServiceTable, table: ServiceTable, names: Collection[str], moving: Collection[str], *, first: bool
+    ) -> None:
+        """A table is programmed in which `names` may differ, and in which `moving` were served by another proxy."""
+        with self._lock:
+            self._replaced = ()
+        if first:
+            self._wake()
+        if moving:
+            self._scans = 0
+        if self.known or moving:
+            self.judge(before, table, names)
+
+    def reopen(self, flows: Mapping[int, Map]) -> None:
+        """Keep entries in these tables from now on, into which foreign flows were copied."""
+        self._flows = flows
+        self.known = self._entered()
+
+    def forget(self) -> None:
+        """Regard no flow as foreign any more."""
+        self.known = frozenset()
+
+    # The entries in our tables
+
+    def read(self, *, connections: bool = True) -> None:
         """Read conntrack: enter new foreign flows, delete ended ones. Any thread may call it.
 
         A dump takes tens of milliseconds if conntrack has many buckets; no change waits for it.
@@ -105,29 +163,25 @@ class OthersFlows:
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
         """
-        expected, tables = self._expected, self._tables
-        services = Lazily(lambda: {key: None for table in tables for key in frontends(table)})
+        moves, tables = self._moves, self._replaced or (self._table(),)
+        services = ListedLater(lambda: {key: None for table in tables for key in frontends(table)})
         found = _datagram_flows(*tables)
         if connections or any(key.protocol == Protocol.TCP for key in self.known):
-            found |= self._half_open(services)
+            found |= self._bounded(half_open_keys(services))  # during a flood of SYNs none: it would fill the tables
         if connections or (self._answers and time.monotonic() - self._answers_at > ANSWERS_SECONDS):
             self._answers = self._bounded(answer_keys(services))
             self._answers_at = time.monotonic()
         found |= self._answers
         with self._lock:
-            if expected == self._expected:  # else services came meanwhile that these tables may not have
+            if moves == self._moves:  # otherwise these tables may not have services that moved meanwhile
                 self._change(found - self.known, self.known - found)
                 self.known = found
 
     def _change(self, new: Collection[FlowKey], gone: Collection[FlowKey]) -> None:
         for family, flows in self._flows.items():
             run_in_parts(self._leave, family, _rows([key for key in new if key.family == family], family))
-            if lost := {key for key in gone if key.family == family}:  # an own flow was not left to others
-                flows.delete_batch(_rows(lost.intersection(_left_to_others(flows, family)), family))
-
-    def _half_open(self, services: Mapping[Key, None]) -> frozenset[FlowKey]:
-        """Returns half-open connections; none during a flood of SYNs, which must not fill the tables."""
-        return self._bounded(half_open_keys(services))
+            if lost := {key for key in gone if key.family == family}:  # an own flow may have the same key
+                flows.delete_batch(_rows(lost.intersection(_foreign(flows, family)), family))
 
     def _bounded(self, found: frozenset[FlowKey]) -> frozenset[FlowKey]:
         """Returns the flows; none if there are so many that they would fill the tables."""
@@ -142,18 +196,37 @@ class OthersFlows:
         """
         refuse_crowd(self.known - self._answers, {family: flows.entries for family, flows in self._flows.items()})
 
+    # Conntrack's entries
 
-def refuse_crowd(theirs: Iterable[FlowKey], room: Mapping[int, int]) -> None:
+    def judge(self, before: ServiceTable, table: ServiceTable, names: Collection[str]) -> None:
+        """Has the collector's thread delete conntrack's entries that lead to backends which no longer serve."""
+        self._judges.append(Judge(before, table, names, partial(relays, table.node)))
+        self._wake()
+
+    def scan(self) -> None:
+        """Judges conntrack's entries, and reads its flows while some are foreign, or may be that are not known yet.
+
+        Raises:
+            DataplaneError, OSError: conntrack cannot be read.
+        """
+        while self._judges:
+            delete_stale(self._judges.popleft())
+        if self.known or self._scans < FIRST_SCANS:
+            self._scans += 1
+            self.read(connections=self._scans <= FIRST_SCANS)
+
+
+def refuse_crowd(foreign: Iterable[FlowKey], room: Mapping[int, int]) -> None:
     """Check that the table of flows of each family has `room` for foreign datagram flows.
 
     Raises:
         Unsupported: it has not.
     """
-    counts = Counter(key.family for key in theirs if key.protocol in DATAGRAMS)
+    counts = Counter(key.family for key in foreign if key.protocol in DATAGRAMS)
     for family, entries in room.items():
         if counts[family] > entries:
             raise Unsupported(
-                "room for the datagram flows of others",
+                "room for the datagram flows of other proxies",
                 f"{counts[family]} of IPv{family} are open, and the table of flows has room for {entries}: "
                 "raise --max-flows",
             )
@@ -169,9 +242,9 @@ def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
 
 
 def _datagram_flows(*tables: ServiceTable, names: Collection[str] | None = None) -> frozenset[FlowKey]:
-    services = Lazily(lambda: {key: None for table in tables for key in frontends(table, DATAGRAMS, names)})
+    services = ListedLater(lambda: {key: None for table in tables for key in frontends(table, DATAGRAMS, names)})
     entries = [entry for table in tables for entry in table.entries(names) if entry.protocol in DATAGRAMS]
-    kinds = {(entry.family, int(entry.protocol)) for entry in entries}  # to dump no others
+    kinds = {(entry.family, int(entry.protocol)) for entry in entries}  # of the flows to dump
     own = {address for table in tables for address in table.node.addresses}
     return _with_unbound(translated_keys(services, sorted(kinds)), own)
 
@@ -189,7 +262,7 @@ def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[Flo
     }
 
 
-def _left_to_others(flows: Map, family: int) -> Iterator[FlowKey]:
+def _foreign(flows: Map, family: int) -> Iterator[FlowKey]:
     """Returns the foreign flows that are in the table."""
     keys, values = flow_arrays(flows, family)
     for row in keys[values["flags"] & layout.abi_constants()["FLOW_OTHERS"] != 0]:

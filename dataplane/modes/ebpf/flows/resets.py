@@ -26,6 +26,7 @@ from hybrid_proxy.dataplane.kernel.diag import end_connections
 from hybrid_proxy.dataplane.kernel.tcp_segments import Segment
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, is_over, swap16
+from hybrid_proxy.dataplane.stale import Gone
 from hybrid_proxy.dataplane.table import Protocol
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,11 @@ class Endpoint(NamedTuple):
     family: int
     address: str
     port: int
+
+    @classmethod
+    def of(cls, service: int, gone: Gone) -> Endpoint:
+        """Returns an endpoint of this service port."""
+        return cls(service, gone.entry.family, gone.address, gone.port)
 
     @property
     def words(self) -> NDArray[np.uint32]:

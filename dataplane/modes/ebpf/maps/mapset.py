@@ -177,6 +177,10 @@ class MapSet:
             self._views[name] = self.maps[name].view(dtype)
         return self._views[name]
 
+    def flows(self) -> dict[int, Map]:
+        """Returns the tables of flows by family."""
+        return {family: self.maps[f"flows{family}"] for family in (4, 6)}
+
     def traffic(self) -> Traffic:
         """What backends and services came to."""
         counted, kind = self.maps["traffic"], dtype_of("traffic")

@@ -6,10 +6,11 @@ period (every program that ran at the time has ended), and ids of backends and s
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 # What bounds each map that grows.
 SETTINGS = {
@@ -70,6 +71,7 @@ class IdPool:
         self._free.extend(numbers)
 
 
+@cache
 def size_class(count: int) -> int:
     """Returns the slots that a ring of `count` occupies: the next power of two, at least 4."""
     return 0 if count == 0 else max(4, 1 << (count - 1).bit_length())
@@ -148,6 +150,17 @@ class SlotAllocator:
             self.in_use -= size
 
 
+class InUse(NamedTuple):
+    """The ids and slot ranges that the previous agent's maps name. They are not free until claimed or released."""
+
+    services: Iterable[int] = ()
+    backends: Iterable[int] = ()
+    ranges: Iterable[tuple[int, int]] = ()
+
+
+NONE_IN_USE = InUse()
+
+
 @dataclass(slots=True)
 class Freed:
     """The ids, slots and frontends that are free now. Frontends are named by the caller's own keys."""
@@ -157,55 +170,104 @@ class Freed:
     frontends: list[Any] = field(default_factory=list)
 
 
-class DeferredFree:
-    """Holds what is out of use but not free yet. Stamps are numbers of grace periods, counted by the caller.
+@dataclass(slots=True)
+class Removed:
+    """What one change removes: it is out of use when the change is written, but not free yet.
+
+    Each frontend comes with the service that had it. `bare` are services that stay, without frontends.
+    """
+
+    services: list[int] = field(default_factory=list)
+    backends: list[int] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    frontends: list[tuple[Any, int]] = field(default_factory=list)
+    bare: list[int] = field(default_factory=list)
+    source_ranges: Counter[int] = field(default_factory=Counter)  # how many, by family
+
+
+class Pools:
+    """Hands out ids and slots, counts the entries of the other maps, and holds what is out of use but not free yet.
 
     Flows go on when their service is removed or loses its frontends, so the prefilter must still pass their packets
     on: the frontends of such a service are free when its id is. Other frontends only wait for the grace period.
+
+    Attributes:
+        stamp: number of the grace period that covers all that was removed until now.
     """
 
-    def __init__(self, services: IdPool, backends: IdPool, slots: SlotAllocator) -> None:
-        self._services, self._backends, self._slots = services, backends, slots
-        self._waiting: deque[tuple[int, Sequence[int], Sequence[int], Sequence[tuple[int, int]], list[Any]]] = deque()
+    def __init__(self, sizes: Mapping[str, int], used: InUse = NONE_IN_USE, stamp: int = 0) -> None:
+        self.services = IdPool(sizes["services"], "services", used.services)
+        self.backends = IdPool(sizes["backends"], "backends", used.backends)
+        self.slots = SlotAllocator(sizes["slots"], "slots", used.ranges)
+        self.frontends, self.source_ranges = Counter[int](), Counter[int]()  # entries by family
+        self.stamp = stamp
+        self._sizes = sizes
+        self._waiting: deque[tuple[int, Removed, list[Any]]] = deque()  # with frontends of services that go on
         self._frontends: dict[int, list[Any]] = {}  # of services that are gone, or have no others
         self._unnamed_services: set[int] = set()
         self._unnamed_backends: set[int] = set()
 
     def __len__(self) -> int:
-        waiting = sum(len(services) + len(backends) + len(ranges) for _, services, backends, ranges, _ in self._waiting)
+        """Returns how many ids and ranges wait."""
+        waiting = sum(len(gone.services) + len(gone.backends) + len(gone.ranges) for _, gone, _ in self._waiting)
         return waiting + len(self._unnamed_services) + len(self._unnamed_backends)
 
     @property
     def has_slots(self) -> bool:
         """True if slots wait for a grace period."""
-        return any(ranges for _, _, _, ranges, _ in self._waiting)
+        return any(gone.ranges for _, gone, _ in self._waiting)
 
-    def put(
-        self, stamp: int, services: Sequence[int], backends: Sequence[int], ranges: Sequence[tuple[int, int]],
-        frontends: Iterable[tuple[Any, int]] = (), bare: Iterable[int] = (),
-    ) -> None:  # fmt: skip
-        """Free these once grace period `stamp` is over; each frontend comes with the service that had it.
+    def resize(self, sizes: Mapping[str, int]) -> None:
+        """Hand out numbers for maps of other sizes from now on."""
+        self._sizes = sizes
+        for pool in (self.services, self.backends, self.slots):
+            pool.limit = sizes[pool.name]
 
-        `bare` are services that stay, without frontends.
+    def used(self) -> dict[str, int]:
+        """Returns, by map, the entries in use or waiting to be freed."""
+        return {
+            "services": self.services.used, "backends": self.backends.used, "slots": self.slots.in_use,
+            "frontends4": self.frontends[4], "frontends6": self.frontends[6],
+        }  # fmt: skip
+
+    def check_room(self, family: int, frontends: int, source_ranges: int) -> None:
+        """Check that the maps of the family have room for so many entries more.
+
+        Raises:
+            FullError: one of them has not.
         """
-        others, gone = [], frozenset((*services, *bare))
-        for frontend, service in frontends:
-            if service in gone:
+        for name, counts, more in (
+            ("frontends", self.frontends, frontends), ("source_ranges", self.source_ranges, source_ranges)
+        ):  # fmt: skip
+            limit = self._sizes[f"{name}{family}"]
+            if more and counts[family] + more > limit:
+                raise FullError(f"{name}{family}", limit)
+
+    # Freeing
+
+    def defer(self, gone: Removed) -> None:
+        """Free this, which is removed from the maps now, once no program can use it."""
+        self.source_ranges.subtract(gone.source_ranges)
+        if not (gone.services or gone.backends or gone.ranges or gone.frontends):
+            return
+        self.stamp += 1
+        free_with_id, free_after_grace = frozenset((*gone.services, *gone.bare)), []
+        for frontend, service in gone.frontends:
+            if service in free_with_id:
                 self._frontends.setdefault(service, []).append(frontend)
             else:
-                others.append(frontend)
-        if services or backends or ranges or others:
-            self._waiting.append((stamp, services, backends, ranges, others))
+                free_after_grace.append(frontend)
+        self._waiting.append((self.stamp, gone, free_after_grace))
 
     def graced(self, stamp: int) -> Freed:
         """Free slots and frontends: grace period `stamp` is over. The returned ids wait for their flows."""
         freed = Freed()
         while self._waiting and self._waiting[0][0] <= stamp:
-            _, services, backends, ranges, frontends = self._waiting.popleft()
-            for offset, size in ranges:
-                self._slots.give(offset, size)
-            freed.services += services
-            freed.backends += backends
+            _, gone, frontends = self._waiting.popleft()
+            for offset, size in gone.ranges:
+                self.slots.give(offset, size)
+            freed.services += gone.services
+            freed.backends += gone.backends
             freed.frontends += frontends
         self._unnamed_services.update(freed.services)
         self._unnamed_backends.update(freed.backends)
@@ -226,8 +288,8 @@ class DeferredFree:
         self._unnamed_services -= free_services
         self._unnamed_backends -= free_backends
         freed = Freed(sorted(free_services), sorted(free_backends))
-        self._services.give(freed.services)
-        self._backends.give(freed.backends)
+        self.services.give(freed.services)
+        self.backends.give(freed.backends)
         for service in freed.services:
             freed.frontends += self._frontends.pop(service, ())
         return freed

@@ -11,9 +11,9 @@ import numpy as np
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.maps.pools import size_class
+from hybrid_proxy.dataplane.modes.ebpf.maps.pools import InUse, Removed, size_class
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import Key, Rows, Settings
-from hybrid_proxy.dataplane.modes.ebpf.services.plan import Installed, InUse, Plan
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Installed, Plan
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_rows
 from hybrid_proxy.dataplane.table import Backend, Entry
 
@@ -107,7 +107,7 @@ class Former:
         unclaimed = {piece for service in services for piece in self._ranges(service) if piece[1]} - claimed
         frontends = self._frontends_of_flows(services)
         self._writer.look_at([key for key, _ in frontends])
-        plan.release(services, gone, sorted(unclaimed), frontends)
+        plan.pools.defer(Removed(services, gone, sorted(unclaimed), frontends))
 
     def _frontends_of_flows(self, services: Collection[int]) -> list[tuple[Key, int]]:
         """Returns the frontends of open flows to these services, which were removed or moved to another proxy.

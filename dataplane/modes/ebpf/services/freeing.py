@@ -19,8 +19,7 @@ def free(store: Store, gc: FlowGC, node: NDArray[Any]) -> None:
     if scanned is not None:
         store.scanned(*scanned)
     plan = store.plan
-    gc.look_for(*plan.deferred.candidates)
+    gc.look_for(*plan.pools.candidates)
     gc.recounts = bool(plan.counts_flows)
-    if plan.recount:  # of a service port that is new to it: now, and not with the next scan
-        plan.recount = False
+    if plan.needs_recount():  # now, and not with the next scan
         gc.hurry()

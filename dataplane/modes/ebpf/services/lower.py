@@ -8,6 +8,7 @@ from functools import lru_cache
 import msgspec
 
 from hybrid_proxy.dataplane.balancing import KNOWN, Algorithm, Spread, find
+from hybrid_proxy.dataplane.balancing.ring import turns
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Ejection, ejected
 from hybrid_proxy.dataplane.table import Backend, Entry, Kind, Masquerade, WhenEmpty
 
@@ -53,17 +54,23 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     """The rows of one service port. They are kept for as long as the port is in the maps, so they are small.
 
     `members` are all backends that have a row, with a byte of `flags` each. `sets` are the backend sets, as indexes
-    into `members`; `balancing.ring_of` makes rings from them.
+    into `members`; `balancing.ring_of` makes rings from them. `plain`: there is one set, and its ring has each member
+    once, in order.
     """
 
     settings: Settings
     members: tuple[Backend, ...]
     flags: bytes
     sets: tuple[Sequence[int], ...]
+    plain: bool = False
 
 
-def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> Rows:
+def lower(
+    entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS, former: tuple[Entry, Settings] | None = None
+) -> Rows:
     """Translate a service port. The only decision made here is which failing backends each backend set leaves out.
+
+    `former` is what the maps have: settings that are the same are not translated again.
 
     Raises:
         ValueError: there are more backend sets than fit into a row.
@@ -72,21 +79,28 @@ def lower(entry: Entry, ejections: Mapping[Socket, Ejection] = NO_EJECTIONS) -> 
     if len(sets) > BACKEND_SETS:
         raise ValueError(f"{entry.name}: {len(sets)} distinct backend sets, there is room for two")
     algorithm, serving, service_flags = _BY_ALGORITHM.get(entry.algorithm) or _DEFAULT
+    plain = False
     if not ejections and len(sets) == 1 and sets[0].backends is entry.serving:
         # Nearly all service ports: every backend is in the only set, and there is nothing to look up.
         flags = serving | BACKEND_SET[0]
         members, members_of = entry.serving, _all_of(len(entry.serving))
         member_flags = bytes([flags | BACKEND_LOCAL if backend.local else flags for backend in members])
+        plain = algorithm.ring is turns and len({backend.weight for backend in members}) < 2
     else:
         members, member_flags, members_of = _members(entry, ejections, serving)
     for backend_set, drop in zip(sets, SERVICE_DROP_SET, strict=False):
         if backend_set.when_empty is WhenEmpty.DROP:
             service_flags |= drop
-    # A Service has one `loadBalancerSourceRanges`: all frontends that are restricted have the same ranges.
-    ranges = [frontend.source_ranges for frontend in entry.frontends if frontend.source_ranges is not None]
-    source_ranges = ranges[0] if ranges else ()
-    settings = Settings(_frontends(entry), algorithm, service_flags, entry.affinity_seconds, source_ranges)
-    return Rows(settings, members, member_flags, members_of)
+    before, settings = former or (None, None)
+    if (
+        before is None or settings is None or before.frontends != entry.frontends
+        or (settings.algorithm, settings.flags, settings.affinity_seconds)
+        != (algorithm, service_flags, entry.affinity_seconds)
+    ):  # fmt: skip
+        # A Service has one `loadBalancerSourceRanges`: all frontends that are restricted have the same ranges.
+        ranges = next((one.source_ranges for one in entry.frontends if one.source_ranges is not None), ())
+        settings = Settings(_frontends(entry), algorithm, service_flags, entry.affinity_seconds, ranges)
+    return Rows(settings, members, member_flags, members_of, plain)
 
 
 def _members(

@@ -2,14 +2,14 @@
 
 A service port is lowered once. Then its ids and slots are allocated, so that a full map leaves nothing half planned,
 and then the rows that differ are listed. What is in a batch counts as installed from then on. So the caller writes
-every batch, in the order of planning, and calls `commit` after each: only then can ids and slots be reused.
+every batch, in the order of planning, and defers what each removes: only then can ids and slots be reused.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,11 +19,12 @@ from hybrid_proxy.dataplane.balancing import Spread, ring_of
 from hybrid_proxy.dataplane.balancing.maglev import SIZES
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import (
+    NONE_IN_USE,
     SETTINGS,
-    DeferredFree,
     FullError,
-    IdPool,
-    SlotAllocator,
+    InUse,
+    Pools,
+    Removed,
     size_class,
 )
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Ejection
@@ -39,9 +40,11 @@ from hybrid_proxy.dataplane.modes.ebpf.services.lower import (
 )
 from hybrid_proxy.dataplane.reports import Unprogrammed
 from hybrid_proxy.dataplane.slow_start import NO_PARTS, Parts, slowed
+from hybrid_proxy.dataplane.stale import Gone, removed_endpoints
 from hybrid_proxy.dataplane.table import Backend, Entry, EntryKey, service_of
 
 Subject = tuple[EntryKey, Socket]  # a backend of a service port
+Ring = tuple[int, int, Sequence[int]]  # offset of its slots, service, backend ids
 
 
 class Installed(msgspec.Struct, frozen=True, gc=False):
@@ -79,30 +82,17 @@ class Batch:
     members: list[Members] = field(default_factory=list)
     flags: list[tuple[int, int]] = field(default_factory=list)  # of backends that change nothing else: id, flags
     weights: list[tuple[int, int]] = field(default_factory=list)  # of backends whose open flows are counted: id, weight
-    rings: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)  # offset, service, backend ids
+    rings: list[Ring] = field(default_factory=list)
     services: list[tuple[int, int, int]] = field(default_factory=list)  # id, flags, affinity in seconds
     words: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # service, set, offset, count, epoch
     frontends: dict[Key, tuple[int, int]] = field(default_factory=dict)  # service, flags
     new_frontends: list[Key] = field(default_factory=list)  # those of them that no service had, for the prefilter
-    gone_frontends: list[tuple[Key, int]] = field(default_factory=list)  # with the service that had it
     source_ranges: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)  # service, family, CIDRs
-    gone_source_ranges: Counter[int] = field(default_factory=Counter)  # how many, by family
-    gone_backends: list[int] = field(default_factory=list)
-    gone_services: list[int] = field(default_factory=list)
-    gone_ranges: list[tuple[int, int]] = field(default_factory=list)
+    gone: Removed = field(default_factory=Removed)
     published: bool = False  # memory is written; what is left are system calls
     late_frontends: list[Key] = field(default_factory=list)  # for which there was no room before others went
 
 
-class InUse(NamedTuple):
-    """The ids and slot ranges that the previous agent's maps name. They are not free until claimed or released."""
-
-    services: Iterable[int] = ()
-    backends: Iterable[int] = ()
-    ranges: Iterable[tuple[int, int]] = ()
-
-
-NONE_IN_USE = InUse()
 _ADDRESS = (0, FRONTEND_ADDRESS)  # an entry of no service, for an address
 
 
@@ -115,14 +105,15 @@ class Plan:
         adopt: finds what the previous agent installed for a service port; None: there was no agent.
         max_ring: slots that an algorithm may fill for one backend set.
         max_slots: the bound of the map of slots: as long as the map is smaller, no ring is cut.
+        stamp: number of the last grace period that was needed.
     """
 
     def __init__(
         self, sizes: Mapping[str, int], used: InUse = NONE_IN_USE,
         adopt: Callable[[Entry, Rows], Installed | None] | None = None, max_ring: int = Options().ebpf.limits.ring,
-        max_slots: int = 0,
+        max_slots: int = 0, stamp: int = 0,
     ) -> None:  # fmt: skip
-        self.sizes = sizes
+        self.pools = Pools(sizes, used, stamp)
         self.adopt = adopt
         self.max_ring = max_ring
         self.max_slots = max_slots
@@ -133,34 +124,25 @@ class Plan:
         self.full: set[str] = set()  # maps that may grow for which something did not fit since this was emptied
         self.cut: dict[EntryKey, tuple[int, int]] = {}  # slots of the largest ring, and those it should have
         self.counts_flows: set[int] = set()  # ids of the services whose open flows are counted by backend
-        self.recount = False  # some of these are new since this was reset
+        self.removed_endpoints: list[tuple[int, Gone]] = []  # whose connections are to be reset, with the service's id
         self.probes_changed: set[str] = set()  # services whose probes may be others since this was emptied
         self.ejections: dict[EntryKey, dict[Socket, Ejection]] = {}
         self.parts: Mapping[EntryKey, Parts] = {}  # of the weights of backends that start slowly
-        self.service_ids = IdPool(sizes["services"], "services", used.services)
-        self.backend_ids = IdPool(sizes["backends"], "backends", used.backends)
-        self.slots = SlotAllocator(sizes["slots"], "slots", used.ranges)
-        self.deferred = DeferredFree(self.service_ids, self.backend_ids, self.slots)
-        self.stamp = 0  # number of the grace period that covers the last commit
         self.owners: dict[Key, int] = {}  # the service of each frontend
         self.addresses: Counter[tuple[int, str]] = Counter()  # how many frontends close an address
-        self._frontend_count: Counter[int] = Counter()
-        self._source_range_count: Counter[int] = Counter()
         self._slowed: set[EntryKey] = set()  # installed with parts of weights
+        self._recount = False  # some of `counts_flows` are new
+        self._cut_rings = False  # even if the map of slots is smaller than its bound
 
-    def grown(self, sizes: Mapping[str, int]) -> None:
-        """Plan for maps of other sizes from now on."""
-        self.sizes = sizes
-        self.service_ids.limit, self.backend_ids.limit, self.slots.limit = (
-            sizes[name] for name in ("services", "backends", "slots")
-        )
+    def retry(self, *, cut_rings: bool = False) -> None:
+        """Forget which maps are full, to try again what did not fit. `cut_rings`: the map of slots cannot grow now."""
+        self.full.clear()
+        self._cut_rings = cut_rings
 
-    def used(self) -> dict[str, int]:
-        """Returns, by map, the entries in use or waiting to be freed."""
-        return {
-            "services": self.service_ids.used, "backends": self.backend_ids.used, "slots": self.slots.in_use,
-            "frontends4": self._frontend_count[4], "frontends6": self._frontend_count[6],
-        }  # fmt: skip
+    def needs_recount(self) -> bool:
+        """Returns True once after service ports whose open flows are counted were added."""
+        needs, self._recount = self._recount, False
+        return needs
 
     @property
     def adjusted(self) -> bool:
@@ -187,7 +169,12 @@ class Plan:
             key = entry.key
             old = known.get(key)
             same = old is not None and old.entry is entry and key not in refused
-            wanted[key] = entry, None if same else self._lower(entry)
+            if same:
+                wanted[key] = entry, None
+            elif self.parts or self.ejections:
+                wanted[key] = entry, self._adjusted_rows(entry)
+            else:
+                wanted[key] = entry, lower(entry, former=None if old is None else (old.entry, old.rows.settings))
         for key in self.unfit.pop(name, ()):
             del self.unprogrammed[key]
         gone = [port for key, port in known.items() if key not in wanted]
@@ -217,7 +204,7 @@ class Plan:
     def _begin(self, batch: Batch, name: str, entry: Entry) -> int:
         """Add a service with one port that is not in the maps: the short way for nearly all at a start."""
         key = entry.key
-        rows = self._lower(entry)
+        rows = self._adjusted_rows(entry)
         try:
             self.installed[name] = (self._port(batch, key, entry, rows, None),)
         except FullError as error:
@@ -241,34 +228,14 @@ class Plan:
             ):
                 continue
             try:
-                self._replace(known, self._port(batch, key, known.entry, self._lower(known.entry), known))
+                self._replace(known, self._port(batch, key, known.entry, self._adjusted_rows(known.entry), known))
             except FullError:  # its old slots may still wait to be freed
                 self.ejections[key] = dict(known.ejections)
 
-    def _lower(self, entry: Entry) -> Rows:
-        if not self.parts and not self.ejections:
-            return lower(entry)
+    def _adjusted_rows(self, entry: Entry) -> Rows:
+        """Lower a service port without its ejected backends, and with the present weights of those in slow start."""
         key = entry.key
         return lower(slowed(entry, self.parts.get(key, NO_PARTS)), self.ejections.get(key, NO_EJECTIONS))
-
-    def release(
-        self, services: list[int], backends: list[int], ranges: list[tuple[int, int]],
-        frontends: Iterable[tuple[Key, int]] = (),
-    ) -> None:  # fmt: skip
-        """Free what the previous agent installed and nobody claimed, once no program can use it."""
-        self.stamp += 1
-        self.deferred.put(self.stamp, services, backends, ranges, frontends)
-
-    def commit(self, batch: Batch) -> None:
-        """Note that the batch is written. What it removed is freed once no program can use it."""
-        self._source_range_count.subtract(batch.gone_source_ranges)
-        if batch.gone_backends or batch.gone_services or batch.gone_ranges or batch.gone_frontends:
-            self.stamp += 1
-            losing = [self.by_id[service] for _, service in batch.gone_frontends if service in self.by_id]
-            bare = {port.service for port in losing if not port.rows.settings.frontends}
-            self.deferred.put(
-                self.stamp, batch.gone_services, batch.gone_backends, batch.gone_ranges, batch.gone_frontends, bare
-            )
 
     # One service port
 
@@ -283,56 +250,43 @@ class Plan:
             self._check_room(entry, rows, old)
         # A port that a former process installed keeps its numbers. All of its rows are written again.
         before = self.adopt(entry, rows) if old is None and self.adopt is not None else old
-        kept = _Kept() if before is None else _kept(before, rows)
-        port = self._begun(key, entry, rows) if before is None else self._continued(key, entry, rows, before, kept)
-        if before is None or port.ranges is not before.ranges:
-            _list_rings(batch, port)
-            batch.gone_ranges += [piece for piece in before.ranges if piece[1]] if before is not None else []
-        if old is None:
-            kind = entry.family | int(entry.protocol) << 8
-            batch.members.append(Members(port.service, kind, port.ids, rows.members, rows.flags))
-        else:
-            _list_members(batch, port, kept)
+        port = self._numbered(key, entry, rows, before)
+        _list_backends(batch, port, before, whole=old is None)
         if not same_settings or any(self.owners.get(row[0]) != port.service for row in rows.settings.frontends):
             self._list_settings(batch, port, old)
-        self._count_flows(batch, port, old)
+        if self.counts_flows or rows.settings.algorithm.spread is Spread.FEWEST:
+            self._count_flows(batch, port, old)
         if entry.probe is not None or (old is not None and old.entry.probe is not None):
             self.probes_changed.add(service_of(key))
+        if entry.present is not None and old is not None:
+            self.removed_endpoints += [(port.service, gone) for gone in removed_endpoints(old.entry, entry)]
         self.by_id[port.service] = port
         return port
 
-    def _begun(self, key: EntryKey, entry: Entry, rows: Rows) -> Installed:
-        """Plan a service port that is not in the maps yet."""
-        services = self.service_ids.take(1)
+    def _numbered(self, key: EntryKey, entry: Entry, rows: Rows, before: Installed | None) -> Installed:
+        """Allocate a service port's ids and slots. It keeps its own id, and the ids of the backends that it has."""
+        pools, known = self.pools, dict[Socket, int]()
+        if before is None:
+            (service,) = pools.services.take(1)
+        else:
+            service = before.service
+            known = {(b.address, b.port): number for b, number in zip(before.rows.members, before.ids, strict=True)}
+        numbers = [known.pop((backend.address, backend.port), 0) for backend in rows.members]
         new: Sequence[int] = ()
         try:
-            new = self.backend_ids.take(len(rows.members))
-            ids = array("I", new)
-            rings, ranges = self._take_slots(key, rows, ids, None)
-        except FullError:
-            self.backend_ids.give(new)
-            self.service_ids.give(services)
-            raise
-        return self._installed(key, Installed(entry, rows, services[0], ids, rings, ranges, 1))
-
-    def _continued(self, key: EntryKey, entry: Entry, rows: Rows, before: Installed, kept: _Kept) -> Installed:
-        """Plan a service port that keeps its id, and the ids of the backends that it had before."""
-        new = self.backend_ids.take(kept.places.count(None))
-        numbers = iter(new)
-        ids = array("I", [next(numbers) if row is None else row[0] for row in kept.places])
-        try:
+            new = pools.backends.take(numbers.count(0))
+            fresh = iter(new)
+            ids = array("I", [number or next(fresh) for number in numbers])
             rings, ranges = self._take_slots(key, rows, ids, before)
         except FullError:
-            self.backend_ids.give(new)
+            pools.backends.give(new)
+            if before is None:
+                pools.services.give((service,))
             raise
-        epoch = before.epoch if ranges is before.ranges else before.epoch + 1
-        return self._installed(key, Installed(entry, rows, before.service, ids, rings, ranges, epoch))
-
-    def _installed(self, key: EntryKey, port: Installed) -> Installed:
-        """Plan a service port that is in the maps, with what is known of its backends."""
+        epoch = 1 if before is None else before.epoch + (ranges is not before.ranges)
         parts, ejections = self.parts.get(key, NO_PARTS), self.ejections.get(key, NO_EJECTIONS)
         (self._slowed.add if parts else self._slowed.discard)(key)
-        return msgspec.structs.replace(port, ejections=ejections, parts=parts) if parts or ejections else port
+        return Installed(entry, rows, service, ids, rings, ranges, epoch, ejections, parts)
 
     def _count_flows(self, batch: Batch, port: Installed, old: Installed | None) -> None:
         """Count the open flows of this service port, if its algorithm asks for that, and write its weights."""
@@ -343,7 +297,7 @@ class Plan:
         former: dict[int, Backend] = {}
         if old is not None and port.service in self.counts_flows:
             former = dict(zip(old.ids, old.rows.members, strict=True))
-        self.recount = self.recount or not former
+        self._recount = self._recount or not former
         self.counts_flows.add(port.service)
         batch.weights += [
             (number, backend.weight) for number, backend in zip(port.ids, port.rows.members, strict=True)
@@ -352,16 +306,13 @@ class Plan:
 
     def _check_room(self, entry: Entry, rows: Rows, old: Installed | None) -> None:
         """Check that old and new frontends and source ranges fit together: new ones are added before old ones go."""
-        settings, former, family = rows.settings, None if old is None else old.rows.settings, entry.family
-        if former is None or settings.frontends != former.frontends:
-            # Each frontend may need an entry for its address, too.
-            self._see_room(f"frontends{family}", self._frontend_count[family], 2 * len(settings.frontends))
-        if settings.source_ranges and (former is None or settings.source_ranges != former.source_ranges):
-            self._see_room(f"source_ranges{family}", self._source_range_count[family], len(settings.source_ranges))
-
-    def _see_room(self, name: str, count: int, more: int) -> None:
-        if more and count + more > self.sizes[name]:
-            raise FullError(name, self.sizes[name])
+        settings, former = rows.settings, None if old is None else old.rows.settings
+        # Each frontend may need an entry for its address, too.
+        frontends, ranges = 2 * len(settings.frontends), len(settings.source_ranges)
+        if former is not None:
+            frontends *= settings.frontends != former.frontends
+            ranges *= settings.source_ranges != former.source_ranges
+        self.pools.check_room(entry.family, frontends, ranges)
 
     def _take_slots(
         self, key: EntryKey, rows: Rows, ids: array[int], before: Installed | None
@@ -375,8 +326,9 @@ class Plan:
             FullError: there is no room for that either.
         """
         self.cut.pop(key, None)
-        if before is None and len(ids) == 1 and len(rows.sets) == 1 and len(rows.sets[0]) == 1:
-            return (ids,), (self.slots.take(1),)  # there is nothing to arrange
+        if rows.plain:  # nearly always: there is nothing to arrange
+            same = before is not None and before.rings == (ids,)
+            return (ids,), before.ranges if before is not None and same else (self.pools.slots.take(len(ids)),)
         algorithm = rows.settings.algorithm
         limit, wanted, plain = self.max_ring, 0, max(map(len, rows.sets), default=0)
         while True:
@@ -395,20 +347,20 @@ class Plan:
                 ranges = self._allocate(rings)
                 break
             except FullError:
-                if self.slots.limit < self.max_slots or largest == plain:
+                if largest == plain or (self.pools.slots.limit < self.max_slots and not self._cut_rings):
                     raise
                 limit = max((size for size in SIZES if size < min(limit, largest)), default=0)
         if largest < wanted:
             self.cut[key] = (largest, wanted)
-        # Nearly always the one ring has each member once: then it is the list of ids, and kept once.
-        return tuple([ids if ring == ids else ring for ring in rings]), ranges
+        return tuple([ids if ring == ids else ring for ring in rings]), ranges  # the same array is kept once
 
     def _check_reserve(self, rings: Sequence[Sequence[int]], sets: Sequence[Sequence[int]]) -> None:
         """Keep a quarter of all slots for rings that have one slot for each backend."""
         slots = sum(size_class(len(ring)) for ring in rings)
         needed = sum(size_class(len(backends)) for backends in sets)
-        if slots > needed and self.slots.in_use + slots > self.slots.limit * 3 // 4:
-            raise FullError(self.slots.name, self.slots.limit)
+        pool = self.pools.slots
+        if slots > needed and pool.in_use + slots > pool.limit * 3 // 4:
+            raise FullError(pool.name, pool.limit)
 
     def _allocate(self, rings: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
         """Allocate slots for the rings; a ring that is a prefix of the first one shares its slots."""
@@ -416,10 +368,10 @@ class Plan:
         try:
             for position, ring in enumerate(rings):
                 shares = position and ring == rings[0][: len(ring)]
-                ranges.append((ranges[0][0], 0) if shares else self.slots.take(len(ring)))
+                ranges.append((ranges[0][0], 0) if shares else self.pools.slots.take(len(ring)))
         except FullError:
             for offset, size in ranges:
-                self.slots.give(offset, size)
+                self.pools.slots.give(offset, size)
             raise
         return tuple(ranges)
 
@@ -432,8 +384,10 @@ class Plan:
         ranges_before = () if former is None else former.source_ranges
         if settings.source_ranges != ranges_before:
             batch.source_ranges.append((service, family, settings.source_ranges))
-            batch.gone_source_ranges[family] += len(ranges_before)
-            self._source_range_count[family] += len(settings.source_ranges)
+            batch.gone.source_ranges[family] += len(ranges_before)
+            self.pools.source_ranges[family] += len(settings.source_ranges)
+        if not settings.frontends:
+            batch.gone.bare.append(service)
         self._change_frontends(batch, service, () if former is None else former.frontends, settings.frontends)
 
     def _change_frontends(
@@ -448,7 +402,7 @@ class Plan:
             if flags != flags_before or self.owners.get(key) != service:
                 batch.frontends[key] = (service, flags)
                 if key not in self.owners:
-                    self._frontend_count[key[0]] += 1
+                    self.pools.frontends[key[0]] += 1
                     batch.new_frontends.append(key)
                 self.owners[key] = service
         for key, (_, was_closed) in before.items():
@@ -456,8 +410,8 @@ class Plan:
                 self._count_address(batch, key, service, -1)
             if self.owners.get(key) == service:
                 del self.owners[key]
-                self._frontend_count[key[0]] -= 1
-                batch.gone_frontends.append((key, service))
+                self.pools.frontends[key[0]] -= 1
+                batch.gone.frontends.append((key, service))
 
     def _count_address(self, batch: Batch, key: Key, service: int, step: int) -> None:
         """Keep the address entry, which rejects unknown ports, as long as a port is served at the address."""
@@ -465,14 +419,14 @@ class Plan:
         before = self.addresses.get(place, 0)
         self.addresses[place] = before + step
         if before == 0:
-            self._frontend_count[family] += 1
+            self.pools.frontends[family] += 1
             entry = (family, address, 0, 0)
             batch.frontends[entry] = _ADDRESS
             batch.new_frontends.append(entry)
         elif before + step == 0:
             del self.addresses[place]
-            self._frontend_count[family] -= 1
-            batch.gone_frontends.append(((family, address, 0, 0), service))
+            self.pools.frontends[family] -= 1
+            batch.gone.frontends.append(((family, address, 0, 0), service))
 
     def _remove(self, batch: Batch, port: Installed) -> None:
         entry, settings, key = port.entry, port.rows.settings, port.entry.key
@@ -484,11 +438,11 @@ class Plan:
         self._change_frontends(batch, port.service, settings.frontends, ())
         if settings.source_ranges:
             batch.source_ranges.append((port.service, entry.family, ()))
-            batch.gone_source_ranges[entry.family] += len(settings.source_ranges)
+            batch.gone.source_ranges[entry.family] += len(settings.source_ranges)
         del self.by_id[port.service]
-        batch.gone_backends += port.ids
-        batch.gone_services.append(port.service)
-        batch.gone_ranges += [piece for piece in port.ranges if piece[1]]
+        batch.gone.backends += port.ids
+        batch.gone.services.append(port.service)
+        batch.gone.ranges += [piece for piece in port.ranges if piece[1]]
 
     def _refuse(self, name: str, key: EntryKey, error: FullError) -> None:
         self.unprogrammed[key] = Unprogrammed(key[0], str(error))
@@ -501,42 +455,31 @@ class Plan:
         self.installed[name] = tuple(new if port is old else port for port in self.installed[name])
 
 
-class _Kept(NamedTuple):
-    """What a service port keeps: id and flags for each member (None: a new one), and the ids that are released."""
+def _list_backends(batch: Batch, port: Installed, before: Installed | None, *, whole: bool) -> None:
+    """Plan what differs in backends and rings; `whole`: all rows, and nothing is removed.
 
-    places: Sequence[tuple[int, int] | None] = ()
-    gone: Sequence[int] = ()
-
-
-def _kept(before: Installed, rows: Rows) -> _Kept:
-    pairs = zip(before.rows.members, before.ids, before.rows.flags, strict=True)
-    former = {(backend.address, backend.port): (number, flags) for backend, number, flags in pairs}
-    places = [former.pop((backend.address, backend.port), None) for backend in rows.members]
-    return _Kept(places, [number for number, _ in former.values()])
-
-
-def _list_rings(batch: Batch, port: Installed) -> None:
-    """Plan slots, and the words by which the service publishes them; the words of missing backend sets are 0."""
-    service = port.service
-    for number, (ring, (offset, size)) in enumerate(zip(port.rings, port.ranges, strict=True)):
-        if size:
-            batch.rings.append((offset, service, ring))
-        batch.words.append((service, number, offset, len(ring), port.epoch))
-    batch.words += [(service, absent, 0, 0, 0) for absent in range(len(port.rings), BACKEND_SETS)]
-
-
-def _list_members(batch: Batch, port: Installed, kept: _Kept) -> None:
-    """Plan new rows, changed flags, and released ids."""
-    entry, rows = port.entry, port.rows
-    new = [place for place, row in enumerate(kept.places) if row is None]
+    Slots are planned with the words by which the service publishes them; the words of missing backend sets are 0.
+    """
+    service, rows = port.service, port.rows
+    if before is None or port.ranges is not before.ranges:
+        for number, (ring, (offset, size)) in enumerate(zip(port.rings, port.ranges, strict=True)):
+            if size:
+                batch.rings.append((offset, service, ring))
+            batch.words.append((service, number, offset, len(ring), port.epoch))
+        batch.words += [(service, absent, 0, 0, 0) for absent in range(len(port.rings), BACKEND_SETS)]
+        batch.gone.ranges += () if before is None else [piece for piece in before.ranges if piece[1]]
+    kind = port.entry.family | int(port.entry.protocol) << 8
+    if before is None or whole:
+        batch.members.append(Members(service, kind, port.ids, rows.members, rows.flags))
+        return
+    former = dict(zip(before.ids, before.rows.flags, strict=True))
+    new = [place for place, number in enumerate(port.ids) if number not in former]
     if new:
-        kind = entry.family | int(entry.protocol) << 8
         backends, flags = [rows.members[place] for place in new], [rows.flags[place] for place in new]
-        batch.members.append(Members(port.service, kind, [port.ids[place] for place in new], backends, flags))
-    pairs = zip(kept.places, rows.flags, strict=True)
-    batch.flags += [(row[0], flags) for row, flags in pairs if row and row[1] != flags]
-    if kept.gone:
-        batch.gone_backends += kept.gone
+        batch.members.append(Members(service, kind, [port.ids[place] for place in new], backends, flags))
+    pairs = zip(port.ids, rows.flags, strict=True)
+    batch.flags += [(number, flag) for number, flag in pairs if former.pop(number, flag) != flag]
+    batch.gone.backends += former
 
 
 def _share_a_frontend(old: Rows, new: Rows) -> bool:

@@ -1,12 +1,13 @@
 """Writes rows of the mapped arrays: backends, slots, and the 64 bit words by which services publish slot ranges.
 
-An ordinary change has a dozen rows, a start a hundred thousand. So each method has two ways to do the same: word by
-word, and from VECTORIZE_FROM rows on by numpy, whose calls cost as much as several rows.
+An ordinary change has a dozen rows, a start a hundred thousand. So there are two ways to write the same: word by word,
+and from VECTORIZE_FROM rows on by numpy, whose calls cost as much as several rows.
 """
 
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Final
@@ -16,11 +17,13 @@ from hybrid_proxy.dataplane.kernel._publish import ffi, lib
 from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
-from hybrid_proxy.dataplane.modes.ebpf.services.plan import Members
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, Members, Ring
 from hybrid_proxy.dataplane.table import Protocol
 
 VECTORIZE_FROM: Final = 65
 _U64 = np.uint64
+_ADDRESS = struct.Struct("=4I")
+_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 
 
 class RowWriter:
@@ -54,19 +57,47 @@ class RowWriter:
         self._service, self._kind = places["service"] // 4, places["kind"] // 4
         assert places["address"] == layout.dtype_of("service").fields["sets"][1] == 0  # type: ignore[index]
 
-    def write_backends(self, groups: Sequence[Members]) -> None:
-        """Write whole rows, except their counts of failures."""
-        if sum(len(group.ids) for group in groups) < self.vectorize_from:
-            words, halves = self._words, self._halves
-            for service, kind, ids, backends, flags in groups:
-                for number, backend, flag in zip(ids, backends, flags, strict=True):
-                    at = number * self._step
-                    words[at], words[at + 1], words[at + 2], words[at + 3] = layout.words_of(backend.address)
-                    halves[2 * at + self._port] = socket.htons(backend.port)
-                    words[at + self._service] = service
-                    words[at + self._kind] = kind
-                    halves[2 * at + self._flags] = flag
-            return
+    def write(self, batch: Batch) -> Sequence[int]:
+        """Write backends, except their counts of failures, flags and slots. Returns `backend_bits` of the backends."""
+        members, rings = batch.members, batch.rings
+        if sum([len(group.ids) for group in members]) + sum([len(ring) for _, _, ring in rings]) >= self.vectorize_from:
+            return self._write_many(batch)
+        words, halves, step, port = self._words, self._halves, self._step, self._port
+        bits: list[int] = []
+        for service, kind, ids, backends, flags in members:
+            family, protocol = kind & 0xFF, kind >> 8
+            for number, backend, flag in zip(ids, backends, flags, strict=True):
+                at, port_number = number * step, socket.htons(backend.port)
+                packed = _ADDRESS.unpack(socket.inet_pton(_AF[family], backend.address).ljust(16, b"\0"))
+                words[at], words[at + 1], words[at + 2], words[at + 3] = packed
+                halves[2 * at + port] = port_number
+                words[at + self._service] = service
+                words[at + self._kind] = kind
+                halves[2 * at + self._flags] = flag
+                bits.append(layout.backend_bit(packed, port_number, protocol, family))
+                if protocol != Protocol.TCP:
+                    bits.append(layout.backend_bit(packed, 0, 0, family))  # only the first fragment has ports
+        for number, flag in batch.flags:
+            halves[2 * number * step + self._flags] = flag
+        for offset, service, ring in rings:  # backends' rows are written: slots repeat a part of them
+            owner, proof = service << 32, (service & 0xFFFF) << 48
+            for place, number in enumerate(ring, offset):
+                at = number * step
+                self._slot_words[2 * place + 1] = words[at] | halves[2 * at + port] << 32 | proof
+                self._slot_words[2 * place] = number | owner
+        return bits
+
+    def _write_many(self, batch: Batch) -> Sequence[int]:
+        """Does what `write` does, with numpy."""
+        numbers = self._write_backends(batch.members) if batch.members else ()
+        if batch.flags:
+            self.write_flags(batch.flags)
+        if batch.rings:
+            self._write_rings(batch.rings)
+        return self.backend_bits(numbers)
+
+    def _write_backends(self, groups: Sequence[Members]) -> NDArray[np.int64]:
+        """Write whole rows, and return their ids."""
         rows, counts = self.backends, [len(group.ids) for group in groups]
         numbers = np.fromiter(chain.from_iterable(group.ids for group in groups), np.int64)
         rows["address"][numbers] = layout.address_words(
@@ -76,6 +107,20 @@ class RowWriter:
         rows["service"][numbers] = np.repeat([group.service for group in groups], counts)
         rows["kind"][numbers] = np.repeat([group.kind for group in groups], counts)
         rows["flags"][numbers] = np.fromiter(chain.from_iterable(group.flags for group in groups), np.uint16)
+        return numbers
+
+    def _write_rings(self, rings: Sequence[Ring]) -> None:
+        """Fill slots from an offset with the service and backends, whose rows are written."""
+        counts = np.array([len(ring) for _, _, ring in rings])
+        starts = np.array([offset for offset, _, _ in rings], dtype=np.int64) - (np.cumsum(counts) - counts)
+        places = np.repeat(starts, counts) + np.arange(counts.sum())
+        services = np.repeat(np.array([service for _, service, _ in rings], dtype=_U64), counts)
+        ids = np.fromiter(chain.from_iterable(ring for _, _, ring in rings), _U64, count=len(places))
+        chosen = self.backends[ids.astype(np.int64)]
+        ports = chosen["port"].astype(_U64) << _U64(32)
+        proofs = (services & _U64(0xFFFF)) << _U64(48)
+        self.slots["endpoint"][places] = chosen["address"][:, 0].astype(_U64) | ports | proofs
+        self.slots["backend"][places] = ids | services << _U64(32)
 
     def write_flags(self, rows: Sequence[tuple[int, int]]) -> None:
         """Change the flags of backends: ids, each with its flags."""
@@ -86,21 +131,9 @@ class RowWriter:
         ids, values = np.array(rows, dtype=np.int64).T
         self.backends["flags"][ids] = values
 
-    def backend_bits(self, ids: Sequence[int]) -> list[int]:
+    def backend_bits(self, ids: Sequence[int] | NDArray[np.int64]) -> list[int]:
         """Returns the bits of `backend_sockets` for these rows: one, or two where replies may be fragments."""
-        if len(ids) < self.vectorize_from:
-            found, words = [], self._words
-            for number in ids:
-                at = number * self._step
-                family, protocol = words[at + self._kind] & 0xFF, words[at + self._kind] >> 8
-                if family not in (4, 6):
-                    continue  # nobody's row
-                address = words[at : at + 4].tolist()
-                found.append(layout.backend_bit(address, self._halves[2 * at + self._port], protocol, family))
-                if protocol != Protocol.TCP:
-                    found.append(layout.backend_bit(address, 0, 0, family))  # only the first fragment has ports
-            return found
-        rows, bits = self.backends[np.fromiter(ids, np.int64)], []
+        rows, bits = self.backends[np.asarray(ids, np.int64)], []
         for family in (4, 6):
             chosen = rows[(rows["kind"] & 0xFF) == family]
             protocols, addresses = chosen["kind"] >> 8, np.ascontiguousarray(chosen["address"])
@@ -109,29 +142,6 @@ class RowWriter:
             none = np.zeros(len(addresses), np.uint16)
             bits += layout.backend_bits(addresses, none, none, family).tolist()
         return bits
-
-    def write_rings(self, rings: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Fill slots from an offset with the service and backends, whose rows are written."""
-        count = sum(len(ring) for _, _, ring in rings)
-        if count < self.vectorize_from:
-            slots, words, halves, step, port = self._slot_words, self._words, self._halves, self._step, self._port
-            for offset, service, ring in rings:
-                owner, proof = service << 32, (service & 0xFFFF) << 48
-                for place, number in enumerate(ring, offset):
-                    at = number * step
-                    slots[2 * place + 1] = words[at] | halves[2 * at + port] << 32 | proof
-                    slots[2 * place] = number | owner
-            return
-        counts = np.array([len(ring) for _, _, ring in rings])
-        starts = np.array([offset for offset, _, _ in rings], dtype=np.int64) - (np.cumsum(counts) - counts)
-        places = np.repeat(starts, counts) + np.arange(count)
-        services = np.repeat(np.array([service for _, service, _ in rings], dtype=_U64), counts)
-        ids = np.fromiter(chain.from_iterable(ring for _, _, ring in rings), _U64, count=count)
-        rows = self.backends[ids.astype(np.int64)]
-        ports = rows["port"].astype(_U64) << _U64(32)
-        proofs = (services & _U64(0xFFFF)) << _U64(48)
-        self.slots["endpoint"][places] = rows["address"][:, 0].astype(_U64) | ports | proofs
-        self.slots["backend"][places] = ids | services << _U64(32)
 
     def publish(self, words: Sequence[tuple[int, int, int, int, int]]) -> None:
         """Publish slots: service, number of the backend set, offset, count, epoch.

@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NO_SERVICE
+from hybrid_proxy.dataplane.modes.ebpf.maps.pools import InUse
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
 from hybrid_proxy.dataplane.modes.ebpf.services.adoption import Former
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejection
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import BACKEND_EJECTED, Key, Socket
-from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, InUse, Plan, Subject
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, Plan, Subject
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_rows
 from hybrid_proxy.dataplane.slow_start import Parts
 from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
@@ -58,13 +58,13 @@ class Store:
         self._hz, self._max_ring, self._max_slots = hz, max_ring, max_slots
         self._begin(adopt=maps.adopted if adopt is None else adopt)
 
-    def _begin(self, *, adopt: bool) -> None:
+    def _begin(self, *, adopt: bool, stamp: int = 0) -> None:
         maps = self.maps
         self.writer = MapWriter(maps, self._hz)
         self._former = Former(maps, self.writer) if adopt else None
         used = self._former.in_use() if self._former else InUse()
         claim = self._former.claim if self._former else None
-        self.plan = Plan(self._sizes(), used, claim, self._max_ring, self._max_slots)
+        self.plan = Plan(self._sizes(), used, claim, self._max_ring, self._max_slots, stamp)
         self.traffic = maps.traffic()
         if self._former is not None:
             self.traffic.only(used.services, used.backends)
@@ -80,9 +80,7 @@ class Store:
 
         No program may still use what waits to be freed.
         """
-        stamp = self.plan.stamp
-        self._begin(adopt=True)
-        self.plan.stamp = stamp
+        self._begin(adopt=True, stamp=self.plan.pools.stamp)
 
     def _sizes(self) -> dict[str, int]:
         return {name: known.entries for name, known in self.maps.maps.items()}
@@ -98,12 +96,12 @@ class Store:
     @property
     def settled(self) -> bool:
         """True if nothing waits to be freed."""
-        return not len(self.plan.deferred) and not self._exact_after
+        return not len(self.plan.pools) and not self._exact_after
 
     def grown(self) -> None:
         """Write to the maps' replacements, which are larger and have the same content, from now on."""
         self.writer.grown()
-        self.plan.grown(self._sizes())
+        self.plan.pools.resize(self._sizes())
         self.traffic = self.maps.traffic()
 
     def emptied(self) -> list[int]:
@@ -137,23 +135,24 @@ class Store:
 
         A change of most services at once takes their new slots before it gives the old ones back.
         """
-        if "slots" not in self.plan.full or not self.plan.deferred.has_slots:
+        if "slots" not in self.plan.full or not self.plan.pools.has_slots:
             return False
         wait_for_programs()
-        self.graced(self.plan.stamp)
+        self.graced(self.plan.pools.stamp)
         return True
-
-    def endpoints(self, gone: Iterable[tuple[Entry, str, int]]) -> list[Endpoint]:
-        """Returns these endpoints, each with the id of the service port that it belongs, or belonged, to."""
-        return [
-            Endpoint(port.service, entry.family, address, number)
-            for entry, address, number in gone if (port := self.plan.find(entry.key)) is not None
-        ]  # fmt: skip
 
     # Changes
 
-    def apply(self, services: Mapping[str, Sequence[Entry]]) -> tuple[int, int]:
-        """Replace these services (an empty tuple removes one). Returns the numbers of ports changed and removed.
+    def apply(
+        self, services: Mapping[str, Sequence[Entry]], names: Collection[str] | None = None,
+        parts: Mapping[EntryKey, Parts] | None = None,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Replace services (one without entries is removed). Returns the numbers of ports changed and removed.
+
+        Args:
+            services: by name.
+            names: those to replace; all of `services` by default.
+            parts: of the weights of backends in slow start; None: as they are.
 
         Raises:
             DataplaneError, OSError, ValueError: not everything is written. What is planned stays planned: the next call
@@ -161,20 +160,21 @@ class Store:
             ForeignEntries: a map is full of foreign entries. A store that adopts removes them.
         """
         changed = removed = 0
-        names = list(services)
+        names = list(services if names is None else names)
+        self.plan.parts = self.plan.parts if parts is None else parts
         # The first fill goes in parts: the memory that planning one of them needs serves the next one too.
         step = max(1, len(names)) if self.plan.installed else FIRST_FILL
         for start in range(0, len(names), step):
             batch = Batch()
             self._unwritten.append(batch)
             for name in names[start : start + step]:
-                more, less = self.plan.change(batch, name, services[name])
+                more, less = self.plan.change(batch, name, services.get(name, ()))
                 changed, removed = changed + more, removed + less
             self._write()
         if self._former is not None:
             self._former.remove_leftovers(self.plan, self._node_port_keys())
             self._former = self.plan.adopt = None
-            self._exact_after = self.plan.stamp
+            self._exact_after = self.plan.pools.stamp
         while self._late:
             batch = self._late.pop()
             if self.writer.insert(batch.late_frontends, batch.frontends):
@@ -196,7 +196,7 @@ class Store:
         while self._unwritten:
             batch = self._unwritten[0]
             self.writer.write(batch)
-            self.plan.commit(batch)
+            self.plan.pools.defer(batch.gone)
             if batch.late_frontends:
                 self._late.append(batch)
             self._unwritten.popleft()
@@ -221,7 +221,7 @@ class Store:
     def graced(self, stamp: int) -> None:
         """Free what only programs could see that ran when `stamp` was current: all of them have ended."""
         self.graced_stamp = stamp
-        freed = self.plan.deferred.graced(stamp)
+        freed = self.plan.pools.graced(stamp)
         self.writer.clear_frontends(freed.frontends)
         if freed.services:
             self.writer.rows.clear_services(freed.services)
@@ -234,7 +234,7 @@ class Store:
         named_backends: Collection[int],
     ) -> None:  # fmt: skip
         """Free the ids that were looked for in the flows and not found."""
-        freed = self.plan.deferred.scanned(services, backends, named_services, named_backends)
+        freed = self.plan.pools.scanned(services, backends, named_services, named_backends)
         self.writer.clear_frontends(freed.frontends)
         ids = np.array(freed.backends, dtype=np.int64)
         self.traffic.give_back(freed.services, ids, self.backends["service"][ids])
@@ -258,7 +258,7 @@ class Store:
     def failures(self) -> dict[Subject, int]:
         """Returns the consecutive failed connections of each backend that has any, as the programs counted them."""
         # Once a second, of up to 1,000,000 rows: only those in use, and without a copy.
-        ids = self.backends["failures"][: self.plan.backend_ids.end].nonzero()[0]
+        ids = self.backends["failures"][: self.plan.pools.backends.end].nonzero()[0]
         if not len(ids):
             return {}
         rows = self.backends[ids]

@@ -1,7 +1,7 @@
 """Writes a batch into the maps, in an order in which no packet sees half of it.
 
 Backends come first, then slots, then the words that publish them with one release store each, then frontends. What is
-removed is removed in the opposite order, and freed when no program can use it any more (`pools.DeferredFree`).
+removed is removed in the opposite order, and freed when no program can use it any more (`pools.Pools`).
 """
 
 from __future__ import annotations
@@ -84,16 +84,10 @@ class MapWriter:
         """
         rows = self.rows
         if not batch.published:
-            if batch.members:
-                rows.write_backends(batch.members)
-                self.backend_sockets.add(rows.backend_bits([n for group in batch.members for n in group.ids]))
+            self.backend_sockets.add(rows.write(batch))
             if batch.weights:
                 ids, weights = np.array(batch.weights, dtype=np.int64).T
                 self.loads["weight"][ids] = weights
-            if batch.flags:
-                rows.write_flags(batch.flags)
-            if batch.rings:
-                rows.write_rings(batch.rings)
             for service, flags, seconds in batch.services:
                 rows.services[service]["flags"] = flags
                 rows.services[service]["affinity"] = min(seconds * self.hz, 0xFFFFFFFF)
@@ -102,10 +96,10 @@ class MapWriter:
             if batch.new_frontends:
                 self.look_at(batch.new_frontends)
             batch.published = True
-        if batch.frontends or batch.gone_frontends or batch.source_ranges:
+        if batch.frontends or batch.gone.frontends or batch.source_ranges:
             self._write_frontends(batch)
-        if batch.gone_backends:
-            rows.write_flags([(number, 0) for number in batch.gone_backends])
+        if batch.gone.backends:
+            rows.write_flags([(number, 0) for number in batch.gone.backends])
 
     def _write_frontends(self, batch: Batch) -> None:
         """Add source ranges, then the frontends that they restrict; then delete removed frontends and ranges."""
@@ -113,7 +107,7 @@ class MapWriter:
             if cidrs:
                 self.source_ranges.allow(service, family, cidrs)
         batch.late_frontends = self.insert(batch.frontends, batch.frontends)
-        gone = [key for key, _ in batch.gone_frontends if key not in batch.frontends]
+        gone = [key for key, _ in batch.gone.frontends if key not in batch.frontends]
         for family, keys in _by_family(gone):
             self._maps.maps[f"frontends{family}"].delete_batch(frontend_rows(keys, family)[0])
         for service, family, cidrs in batch.source_ranges:

@@ -73,7 +73,7 @@ class Reports:
 
     def nearly_full(self) -> Iterable[Event]:
         """An event for each map that is nearly full, once until it has room again."""
-        full = self._datapath.nearly_full(self._store.plan.used() | self._gc.used)
+        full = self._datapath.nearly_full(self._store.plan.pools.used() | self._gc.used)
         for name in full.keys() - self._nearly_full.keys():
             log.warning("%s", full[name])
             yield Event("", "Warning", "MapNearlyFull", "GrowMap", full[name])
@@ -81,7 +81,7 @@ class Reports:
 
     def status(self, mode: str, table: ServiceTable, audit_repairs: int) -> Status:
         """Returns what is loaded, attached and filled."""
-        store, used, maps, attached = self._store, self._store.plan.used(), self._maps.maps, self._attachments
+        store, used, maps, attached = self._store, self._store.plan.pools.used(), self._maps.maps, self._attachments
         return Status(
             mode=mode,
             adopted=self._maps.adopted,
@@ -106,7 +106,7 @@ class Reports:
                 fast_path=self._options.ebpf.fast_path,
                 maps=self._map_usage(),
                 traffic_bytes=store.traffic.bytes if store.traffic.counting else 0,
-                deferred_frees=len(store.plan.deferred),
+                deferred_frees=len(store.plan.pools),
                 ejections=self._failover.rows(),
                 probes=self._failover.probes(),
             ),
@@ -114,7 +114,7 @@ class Reports:
 
     def _map_usage(self) -> dict[str, MapUsage]:
         """By the name of each map."""
-        used, upper = self._store.plan.used() | self._gc.used, self._datapath.upper
+        used, upper = self._store.plan.pools.used() | self._gc.used, self._datapath.upper
         rows = {}
         for name, known in sorted(self._maps.maps.items()):
             bound = max(upper.get(name, 0), known.entries) if name in used else None

@@ -350,7 +350,7 @@ def test_a_readmitted_backend_starts_slowly_where_its_service_asks_for_that(
     monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=lambda: now[0]))
     looks = failover.Failover(Options())
     web = msgspec.structs.replace(entry(one, V1, 3), slow_start=10.0)
-    looks.follow(store, EMPTY, ServiceTable({one: (web,)}), [one])
+    looks.slow_start.follow(now[0], EMPTY, ServiceTable({one: (web,)}), [one])
     store.apply({one: (web,)})
     store.backends["failures"][store.numbers(web.key)[subject(web, 1)[1]]] = 3
     seen = []

@@ -98,10 +98,12 @@ def test_slots_are_the_ring_of_the_algorithm(store: Store, entries: list[Entry])
         assert spread_of(store) == {SPREADS[name] for name in [made.algorithm] if name in SPREADS}
         check_books(store, 1, [made], settled=False)
         settle(store)
-        assert store.plan.slots.in_use == sum(size for known in store.plan.installed[one] for _, size in known.ranges)
+        assert store.plan.pools.slots.in_use == sum(
+            size for known in store.plan.installed[one] for _, size in known.ranges
+        )
     store.apply({one: ()})
     settle(store)
-    assert store.plan.slots.in_use == 0
+    assert store.plan.pools.slots.in_use == 0
     assert not frozenset(store.plan.counts_flows)
 
 
@@ -136,7 +138,7 @@ def test_rings_get_smaller_before_a_service_port_is_refused(open_maps: OpenMaps)
 
 def test_warnings_name_what_is_not_as_configured() -> None:
     table = ServiceTable({one: (port("dh", [1, 1]), port("mh", [3, 1]), port("twos", [1, 1]))})
-    plan = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)}, used=dict)
+    plan = SimpleNamespace(cut={(f"{one}:p80", 4, 6): (251, 1021)}, pools=SimpleNamespace(used=dict))
     counted = SimpleNamespace(counting=True, backends=8192)
     full = {"slots": "slots are nearly full"}
     datapath: Any = SimpleNamespace(failure="no memory", nearly_full=lambda _: full)
@@ -177,16 +179,14 @@ def test_whose_open_flows_are_counted_has_a_flag_and_a_weight(store: Store) -> N
 
     store.apply({one: (port("random", [3, 1]),), two: (port("lc", [2, 2], V2, two),)})
     assert counted() == [(False, 0), (False, 0)]
-    assert store.plan.recount
-    store.plan.recount = False
+    assert store.plan.needs_recount()
     store.apply({one: (port("wlc", [3, 1]),)})
     assert counted() == [(True, 3), (True, 1)]
     assert len(frozenset(store.plan.counts_flows)) == 2
-    assert store.plan.recount, "what is open already is to be counted"
-    store.plan.recount = False
+    assert store.plan.needs_recount(), "what is open already is to be counted"
     store.apply({one: (port("lc", [5, 1, 2]),)})
     assert counted() == [(True, 5), (True, 1), (True, 2)]
-    assert not store.plan.recount
+    assert not store.plan.needs_recount()
     store.apply({one: (port("rr", [5, 1, 2]),), two: ()})
     assert [flag for flag, _ in counted()] == [False] * 3
     assert not frozenset(store.plan.counts_flows)

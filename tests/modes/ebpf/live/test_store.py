@@ -235,7 +235,7 @@ def test_a_restart_with_another_table(store: Store, open_maps: OpenMaps, seed: i
         after = random_table(rng, table)
         store.apply({name: after.get(name, ()) for name in {*table, *after} if table.get(name) is not after.get(name)})
         if rng.random() < 0.5:
-            store.graced(store.plan.stamp)
+            store.graced(store.plan.pools.stamp)
         table = after
     for _ in range(3):
         table = random_table(rng, table)
@@ -263,7 +263,7 @@ def test_numbers_that_flows_may_name_stay_reserved_over_a_restart(store: Store, 
     apply(store, {}, {one: (entry(one, V1, 3),)})
     known = next(iter(store.plan.installed[one]))
     store.apply({one: ()})
-    store.graced(store.plan.stamp)
+    store.graced(store.plan.pools.stamp)
     again = restart(open_maps)
     again.apply({two: (entry(two, V2, 3),)})
     fresh = next(iter(again.plan.installed[two]))
@@ -368,7 +368,7 @@ def test_what_did_not_fit_fits_when_its_map_has_grown(
     before = sorted(path.name for path in pins.iterdir())
     while store.plan.full:
         grow(maps, store, **{name: 4 * maps.maps[name].entries for name in store.plan.full})
-        store.plan.full.clear()
+        store.plan.retry()
         store.apply({name: table[name] for name in store.plan.unfit})
     assert sorted(path.name for path in pins.iterdir()) == before
     assert not store.plan.unprogrammed
