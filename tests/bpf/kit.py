@@ -7,6 +7,7 @@ safe in any network namespace, the machine's own too. Pins are in a folder named
 from __future__ import annotations
 
 import ipaddress
+import random
 import socket
 import struct
 import time
@@ -238,6 +239,8 @@ class Bench:
         self.folder = self._exit.enter_context(pin_folder())
         self.options = options
         self._explain: Object | None = None
+        # Each port once: a SYN from a port that a flow has is a packet of that flow, and follows it.
+        self.client_ports = iter(random.sample(range(1024, 60000), 50_000))
         try:
             self.maps = MapSet(self.folder, options)
             first, last = options.ebpf.masquerade_ports
