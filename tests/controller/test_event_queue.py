@@ -95,7 +95,7 @@ class TestWaiting:
             made.put(event)
         for taken in made.take():
             coalesced.apply(taken.event)
-        for name in ("services", "reported", "service_cidrs", "problems", "source_state", "complete"):
+        for name in ("services", "reported", "service_cidrs", "problems", "source_state", "awaited"):
             assert getattr(each, name) == getattr(coalesced, name), name
         for service in each.services:
             assert sorted(map(key_of, each.slices_of(service))) == sorted(map(key_of, coalesced.slices_of(service)))
