@@ -21,7 +21,8 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Final, NamedTuple
 
 import h11
@@ -36,16 +37,19 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = 5.0  # kube-proxy's value
 IDLE_SECONDS: Final = 90.0  # of a connection, for a request or between two; scrapers come every minute or sooner
 CONNECTIONS: Final = 256  # at most, and half of the descriptors that the process may have
-ACCEPTED_AT_ONCE: Final = 32  # at one socket, before others get their turn
 REST_SECONDS: Final = 0.1  # without accepting, when descriptors or memory have run out
 REPORT_SECONDS: Final = 60.0  # between two lines of the log about that
 EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+END_SECONDS: Final = 1.0  # for what is under way when the server is closed
 REQUEST_BYTES: Final = 16 << 10
+RECEIVED_BYTES: Final = 64 << 10  # at once
 BACKLOG: Final = 128
 IP_FREEBIND, IPV6_FREEBIND = 15, 78  # linux/in.h, linux/in6.h
 SERVER: Final = ("Server", "hybrid-proxy")
 NOT_FOUND: Final = Answer(404, b"404 page not found\n", TEXT)
 FAILED: Final = Answer(500, b"the page could not be made; the agent's log says why\n", TEXT)
+
+_Task = asyncio.Task[None]
 
 
 class Handler(NamedTuple):
@@ -78,7 +82,7 @@ class Listener(NamedTuple):
 
 
 class HttpServer:
-    """The thread and its sockets.
+    """The thread, its sockets and its connections.
 
     Args:
         failed: called in the thread with the key of a listener that cannot be opened, and why; once for each reason.
@@ -91,13 +95,11 @@ class HttpServer:
         self._loop = asyncio.new_event_loop()
         self._slow = concurrent.futures.ThreadPoolExecutor(1, "slow-pages")
         self._listeners: dict[str, Listener] = {}
-        self._sockets: dict[str, list[_ListeningSocket]] = {}
+        self._accepting: dict[str, dict[socket.socket, _Task]] = {}
         self._troubles: dict[str, str] = {}
         self._retry: asyncio.TimerHandle | None = None
-        self._opening: set[asyncio.Task[None]] = set()
         self._exhaustion_reported = float("-inf")
-        self._lock = asyncio.Lock()
-        self.connections: dict[_Connection, None] = {}  # the oldest first
+        self.connections: dict[_Task, str] = {}  # the oldest first, with the key of its listener
         self._thread = threading.Thread(target=self._run, name="web", daemon=True)
         self._thread.start()
 
@@ -105,11 +107,11 @@ class HttpServer:
         """Serve exactly these listeners, by key, from now on; returns at once."""
         wanted = dict(listeners)
         with contextlib.suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(self._begin, wanted)
+            self._loop.call_soon_threadsafe(self._reconcile, wanted)
 
     @property
     def served(self) -> frozenset[str]:
-        return frozenset(self._sockets.copy())
+        return frozenset(self._accepting.copy())
 
     @property
     def troubles(self) -> Mapping[str, str]:
@@ -120,7 +122,7 @@ class HttpServer:
         """End everything; returns when no socket listens any more."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(2.0)
+            self._thread.join(2 * END_SECONDS)
         self._slow.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
@@ -128,58 +130,49 @@ class HttpServer:
         try:
             self._loop.run_forever()
         finally:
-            for sockets in self._sockets.values():
-                for listener in sockets:
-                    listener.close()
-            for connection in list(self.connections):
-                connection.end()
-            self._loop.run_until_complete(asyncio.sleep(0))
+            for key in list(self._accepting):
+                self._close_listener(key)
+            if tasks := asyncio.all_tasks(self._loop):
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=END_SECONDS))
             self._loop.close()
 
-    # Sites
+    # Listeners
 
-    def _begin(self, wanted: dict[str, Listener]) -> None:
-        task = self._loop.create_task(self._reconcile(wanted))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-
-    async def _reconcile(self, wanted: dict[str, Listener]) -> None:
-        async with self._lock:
-            for key, listener in self._listeners.items():
-                if key not in wanted or wanted[key].place != listener.place:
-                    self._close_listener(key)
-            self._listeners = wanted
-            for key, listener in wanted.items():
-                if key not in self._sockets:
-                    self._open(key, listener)
-            if self._retry is not None:
-                self._retry.cancel()
-                self._retry = None
-            if self._troubles:
-                self._retry = self._loop.call_later(self._retry_seconds, self._again)
-
-    def _again(self) -> None:
-        self._begin(self._listeners)
+    def _reconcile(self, wanted: dict[str, Listener]) -> None:
+        for key, listener in self._listeners.items():
+            if key not in wanted or wanted[key].place != listener.place:
+                self._close_listener(key)
+        self._listeners = wanted
+        for key, listener in wanted.items():
+            if key not in self._accepting:
+                self._open(key, listener)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._troubles:
+            self._retry = self._loop.call_later(self._retry_seconds, lambda: self._reconcile(self._listeners))
 
     def _close_listener(self, key: str) -> None:
         self._troubles.pop(key, None)
-        for listener in self._sockets.pop(key, ()):
-            listener.close()
-        for connection in [one for one in self.connections if one.key == key]:
-            connection.end()
+        for listening, task in self._accepting.pop(key, {}).items():
+            task.cancel()
+            self._loop.remove_reader(listening)
+            listening.close()  # at once: another listener may have its port
+        for connection in [one for one, of in self.connections.items() if of == key]:
+            connection.cancel()
 
     def _open(self, key: str, listener: Listener) -> None:
-        sockets: list[_ListeningSocket] = []
+        sockets: list[socket.socket] = []
         try:
             for address in listener.addresses:
-                sockets.append(_ListeningSocket(self, self._loop, key, _listen(address, listener.port)))
+                sockets.append(_listen(address, listener.port))
         except OSError as error:
             for opened in sockets:
                 opened.close()
             where = socket_text(address, listener.port)
             self._report(key, f"{listener.what} cannot be served at {where}: {_message(error)}")
             return
-        self._sockets[key] = sockets
+        self._accepting[key] = {each: self._loop.create_task(self._accept(key, each)) for each in sockets}
         if self._troubles.pop(key, None):
             log.info("%s is served now, at port %d", listener.what, listener.port)
 
@@ -191,14 +184,34 @@ class HttpServer:
 
     # Connections
 
-    def began(self, connection: _Connection) -> None:
-        """Note a new connection; the oldest makes room where there are too many."""
-        self.connections[connection] = None
-        most = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        if len(self.connections) > most:
-            self._end_oldest(1)
+    async def _accept(self, key: str, listening: socket.socket) -> None:
+        """Begin connections until it is cancelled."""
+        # asyncio's own server logs a traceback for each failed attempt to accept, 100 for each event.
+        while True:
+            await asyncio.sleep(0)  # others get their turn
+            try:
+                accepted, _ = await self._loop.sock_accept(listening)
+            except OSError as error:
+                if error.errno in EXHAUSTED:
+                    self._note_exhaustion(error)
+                    await asyncio.sleep(REST_SECONDS)  # the socket stays readable: to try at once would never end
+                continue  # otherwise that one connection has failed already (accept(2))
+            self._begin(key, accepted)
 
-    def note_exhaustion(self, error: OSError) -> None:
+    def _begin(self, key: str, accepted: socket.socket) -> None:
+        """Serve a new connection; the oldest makes room where there are too many."""
+        connection = self._loop.create_task(_converse(accepted, partial(self._answer, key)))
+        self.connections[connection] = key
+        connection.add_done_callback(self._forget)
+        most = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._end_oldest(len(self.connections) - most)
+
+    def _forget(self, connection: _Task) -> None:
+        self.connections.pop(connection, None)
+        if not connection.cancelled() and (error := connection.exception()) is not None:
+            log.error("a connection to a page failed", exc_info=error)
+
+    def _note_exhaustion(self, error: OSError) -> None:
         """Report, once in a while, that nothing more can be accepted, and close a quarter of the connections."""
         now = self._loop.time()
         if now - self._exhaustion_reported >= REPORT_SECONDS:
@@ -207,12 +220,11 @@ class HttpServer:
         self._end_oldest(max(1, len(self.connections) // 4))
 
     def _end_oldest(self, count: int) -> None:
-        for connection in list(self.connections)[:count]:
-            connection.end()
+        for connection in list(self.connections)[: max(0, count)]:
+            self.connections.pop(connection)
+            connection.cancel()
 
-    # Requests
-
-    async def answer(self, key: str, path: str, family: int, accept: str) -> Answer:
+    async def _answer(self, key: str, path: str, family: int, accept: str) -> Answer:
         """Returns the page of a listener; no exception of it gets out."""
         listener = self._listeners.get(key)
         page = listener and (listener.pages.get(path) or listener.pages.get("*"))
@@ -229,155 +241,71 @@ class HttpServer:
             return FAILED
 
 
-class _ListeningSocket:
-    """One listening socket, from now on until it is closed.
-
-    asyncio's own server reports each failed attempt to accept with a traceback, 100 for each event, and sets as many
-    timers to try again.
-    """
-
-    def __init__(self, web: HttpServer, loop: asyncio.AbstractEventLoop, key: str, sock: socket.socket) -> None:
-        self._server = web
-        self._loop = loop
-        self._key = key
-        self._sock = sock
-        self._resting: asyncio.TimerHandle | None = None
-        self._beginning: set[asyncio.Task[object]] = set()
-        self._resume()
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._sock)
-        if self._resting is not None:
-            self._resting.cancel()
-        self._sock.close()
-
-    def _resume(self) -> None:
-        self._resting = None
-        self._loop.add_reader(self._sock, self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+async def _converse(accepted: socket.socket, answer: Callable[[str, int, str], Awaitable[Answer]]) -> None:
+    """Answer the requests of one connection, one after the other, until its client or the time ends it."""
+    loop = asyncio.get_running_loop()
+    http = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES)
+    with accepted, contextlib.suppress(OSError, TimeoutError):  # the client left, or says nothing
+        accepted.setblocking(False)
+        address = str(accepted.getsockname()[0])
+        family = 6 if ":" in address and not address.startswith("::ffff:") else 4
+        while True:
             try:
-                accepted, _ = self._sock.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in EXHAUSTED:
-                    self._rest(error)
-                    return
-                continue  # that one connection has failed already (accept(2))
-            accepted.setblocking(False)
-            made = self._loop.connect_accepted_socket(lambda: _Connection(self._server, self._key), accepted)
-            task: asyncio.Task[object] = self._loop.create_task(made)
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
-
-    def _rest(self, error: OSError) -> None:
-        """Stop accepting for a moment: the socket stays readable, so trying again at once would never end."""
-        self._loop.remove_reader(self._sock)
-        self._resting = self._loop.call_later(REST_SECONDS, self._resume)
-        self._server.note_exhaustion(error)
-
-
-class _Connection(asyncio.Protocol):
-    """One connection: requests one after the other."""
-
-    def __init__(self, web: HttpServer, key: str) -> None:
-        self.key = key
-        self._server = web
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES)
-        self._transport: asyncio.Transport
-        self._family = 4
-        self._request: h11.Request | None = None
-        self._answering: asyncio.Task[None] | None = None
-        self._idle: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        address = str(transport.get_extra_info("sockname")[0])
-        self._family = 6 if ":" in address and not address.startswith("::ffff:") else 4
-        self._server.began(self)
-        self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        del exc
-        self._server.connections.pop(self, None)
-        if self._idle is not None:
-            self._idle.cancel()
-        if self._answering is not None:
-            self._answering.cancel()
-
-    def end(self) -> None:
-        """Close at once, whatever is under way."""
-        self._server.connections.pop(self, None)
-        self._transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        self._http.receive_data(data)
-        self._go_on()
-
-    def eof_received(self) -> bool:
-        self._http.receive_data(b"")
-        self._go_on()
-        return True  # half closed: an answer may still be on its way
-
-    def _wait(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.end)
-
-    def _go_on(self) -> None:
-        """Read as many events as there are, until an answer is to be made."""
-        while self._answering is None:
-            try:
-                event = self._http.next_event()
+                async with asyncio.timeout(IDLE_SECONDS):
+                    request = await _next_request(http, loop, accepted)
             except h11.RemoteProtocolError as error:
-                self._refuse(error)
+                if http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                    refusal = Answer(error.error_status_hint, f"{error}\n".encode(), TEXT)
+                    await loop.sock_sendall(accepted, _encoded(http, refusal, close=True))
                 return
-            if isinstance(event, h11.Request):
-                self._request = event
-            elif isinstance(event, h11.EndOfMessage) and self._request is not None:
-                self._answering = asyncio.get_running_loop().create_task(self._answer(self._request))
-            elif isinstance(event, h11.ConnectionClosed):
-                self._transport.close()
+            if request is None:
                 return
-            elif event is h11.NEED_DATA or event is h11.PAUSED:
+            path = request.target.partition(b"?")[0].decode(errors="replace")
+            accept = next((value.decode(errors="replace") for name, value in request.headers if name == b"accept"), "")
+            made = await answer(path, family, accept)
+            async with asyncio.timeout(IDLE_SECONDS):
+                await loop.sock_sendall(accepted, _encoded(http, made, bodiless=request.method == b"HEAD"))
+            if http.our_state is not h11.DONE or http.their_state is not h11.DONE:
                 return
+            http.start_next_cycle()
+            await asyncio.sleep(0)  # many requests at once must not keep the other connections waiting
 
-    def _refuse(self, error: h11.RemoteProtocolError) -> None:
-        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._write(Answer(error.error_status_hint, f"{error}\n".encode(), TEXT), close=True)
-        self._transport.close()
 
-    async def _answer(self, request: h11.Request) -> None:
-        path = request.target.partition(b"?")[0].decode(errors="replace")
-        accept = next((value.decode(errors="replace") for name, value in request.headers if name == b"accept"), "")
-        answer = await self._server.answer(self.key, path, self._family, accept)
-        self._write(answer, bodiless=request.method == b"HEAD")
-        self._answering, self._request = None, None
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
-            self._http.start_next_cycle()
-            self._wait()
-            self._go_on()
-        else:
-            self._transport.close()
+async def _next_request(
+    http: h11.Connection, loop: asyncio.AbstractEventLoop, accepted: socket.socket
+) -> h11.Request | None:
+    """Read a request with its body, which no page wants; None: there is no other.
 
-    def _write(self, answer: Answer, *, bodiless: bool = False, close: bool = False) -> None:
-        headers = [
-            ("Content-Type", answer.content_type),
-            ("Content-Length", str(len(answer.body))),
-            ("Date", email.utils.formatdate(usegmt=True)),
-            SERVER,
-            *answer.headers,
-            *([("Connection", "close")] if close else []),
-        ]
-        with contextlib.suppress(h11.LocalProtocolError):  # the asker left in the middle
-            head = self._http.send(h11.Response(status_code=answer.code, reason=_reason(answer.code), headers=headers))
-            self._transport.write(head or b"")
-            if not bodiless:
-                self._transport.write(self._http.send(h11.Data(data=answer.body)) or b"")
-            self._http.send(h11.EndOfMessage())
+    Raises:
+        h11.RemoteProtocolError: this is none.
+    """
+    request = None
+    while True:
+        event = http.next_event()
+        if event is h11.NEED_DATA:
+            http.receive_data(await loop.sock_recv(accepted, RECEIVED_BYTES))
+            await asyncio.sleep(0)
+        elif isinstance(event, h11.Request):
+            request = event
+        elif isinstance(event, h11.EndOfMessage):
+            return request
+        elif isinstance(event, h11.ConnectionClosed) or event is h11.PAUSED:
+            return None
+
+
+def _encoded(http: h11.Connection, answer: Answer, *, bodiless: bool = False, close: bool = False) -> bytes:
+    headers = [
+        ("Content-Type", answer.content_type),
+        ("Content-Length", str(len(answer.body))),
+        ("Date", email.utils.formatdate(usegmt=True)),
+        SERVER,
+        *answer.headers,
+        *([("Connection", "close")] if close else []),
+    ]
+    head = http.send(h11.Response(status_code=answer.code, reason=_reason(answer.code), headers=headers)) or b""
+    body = b"" if bodiless else http.send(h11.Data(data=answer.body)) or b""
+    http.send(h11.EndOfMessage())
+    return head + body
 
 
 def _reason(code: int) -> str:
