@@ -28,6 +28,7 @@ from hybrid_proxy.controller.serving.protocol import AgentStatus, ApiRequests, D
 from hybrid_proxy.dataplane.reports import Status, TrafficCounts, TrafficRow
 
 Rows = Sequence[TrafficRow]
+_Values = float | Mapping[Any, float]  # by the value of the label, or by those of several
 
 # Which failure of kube-proxy's a failed sync of this mode is.
 _FAILURES: Final = {
@@ -92,21 +93,16 @@ class _HealthChecks(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        now = GaugeMetricFamily(
-            "kubernetes_healthcheck", "1: this health check succeeds now; 0: it fails", labels=["name", "type"]
-        )
-        total = CounterMetricFamily(
-            "kubernetes_healthchecks", "Health checks that were asked for", labels=["name", "type", "status"]
-        )
-        asked = dict(self._health.asked)
-        for page in ("healthz", "livez"):
-            now.add_metric([page, page], self._health.passes(page, time.monotonic()))
-            for status, code in (("success", OK), ("error", UNAVAILABLE)):
-                total.add_metric([page, page, status], asked.get((page, code), 0))
-        yield from (now, total)
-        yield GaugeMetricFamily(
-            "process_start_time_seconds", "When this process started, since 1970", value=self._counters.started
-        )
+        pages, asked = ("healthz", "livez"), dict(self._health.asked)
+        now = {(page, page): int(self._health.passes(page, time.monotonic())) for page in pages}
+        text = "1: this health check succeeds now; 0: it fails"
+        yield _gauge("kubernetes_healthcheck", text, now, "name", "type")
+        statuses = (("success", OK), ("error", UNAVAILABLE))
+        total = {(page, page, status): asked.get((page, code), 0) for page in pages for status, code in statuses}
+        text = "Health checks that were asked for"
+        yield _counter("kubernetes_healthchecks", text, total, "name", "type", "status")
+        text = "When this process started, since 1970"
+        yield _gauge("process_start_time_seconds", text, self._counters.started)
 
 
 class _Agent(Collector):
@@ -125,22 +121,14 @@ class _Agent(Collector):
         """Returns all families; without an answer of the loop those that need none."""
         status = self._status()
         mode = status.mode.effective if status else ""
-        yield _build_info()
-        yield from _of_syncs(self._counters, self._health)
-        yield from _of_changes(self._counters)
+        build = {(__version__, platform.python_version()): 1}
+        yield _gauge("hybrid_proxy_build_info", "1, with the version as label", build, "version", "python")
+        yield from _of_loop(self._counters, self._health)
         yield from _of_failures(self._counters, self._health, mode)
-        yield from _of_health(self._health)
-        yield _no_local(self._counters, self._health)
         if status is not None:
             yield from _of_agent(status, self._counters)
             yield from _of_connection(status.requests)
             yield from _of_dataplane(status.dataplane, status.draining)
-
-
-def _build_info() -> Metric:
-    info = GaugeMetricFamily("hybrid_proxy_build_info", "1, with the version as label", labels=["version", "python"])
-    info.add_metric([__version__, platform.python_version()], 1)
-    return info
 
 
 # What the loop counts
@@ -158,80 +146,55 @@ def histogram(durations: Durations) -> Metric:
     return made
 
 
-def _of_syncs(counters: Counters, health: Health) -> Iterator[Metric]:
-    families = _names(health)
+def _of_loop(counters: Counters, health: Health) -> Iterator[Metric]:
+    prefix, names = "kubeproxy_sync_proxy_rules", [FAMILIES[family] for family in health.families]
     yield from map(histogram, counters.durations)
     for name, moment, text in (
         ("last", counters.last_synced, "When a table was last programmed"),
         ("last_queued", counters.last_queued, "When a change that is to be programmed last came"),
     ):
-        yield _labelled(
-            GaugeMetricFamily(f"kubeproxy_sync_proxy_rules_{name}_timestamp_seconds", text, labels=["ip_family"]),
-            dict.fromkeys(families, moment),
-        )
-
-
-def _of_changes(counters: Counters) -> Iterator[Metric]:
+        yield _gauge(f"{prefix}_{name}_timestamp_seconds", text, dict.fromkeys(names, moment), "ip_family")
     for name, thing, waiting, total in (
         ("endpoint", "EndpointSlices", counters.endpoints_waiting, counters.endpoint_changes),
         ("service", "Services", counters.services_waiting, counters.service_changes),
     ):
-        prefix = f"kubeproxy_sync_proxy_rules_{name}_changes"
-        yield GaugeMetricFamily(f"{prefix}_pending", f"Changes of {thing} that wait to be programmed", value=waiting)
-        yield CounterMetricFamily(prefix, f"Changes of {thing} that were seen", value=total)
+        yield _gauge(f"{prefix}_{name}_changes_pending", f"Changes of {thing} that wait to be programmed", waiting)
+        yield _counter(f"{prefix}_{name}_changes", f"Changes of {thing} that were seen", total)
+    asked = dict(health.asked)
+    for page in ("healthz", "livez"):
+        codes = {str(code): asked.get((page, code), 0) for code in (OK, UNAVAILABLE)}
+        yield _counter(f"kubeproxy_proxy_{page}", f"Answers of /{page}, by status", codes, "code")
+    text = "Services with a Local traffic policy and endpoints, but none on this node"
+    lacking = {
+        (FAMILIES[family], policy): counters.totals.no_local.get((family, policy), 0)
+        for family in health.families
+        for policy in _POLICIES
+    }
+    yield _gauge(f"{prefix}_no_local_endpoints_total", text, lacking, "ip_family", "traffic_policy")
 
 
 def _of_failures(counters: Counters, health: Health, mode: str) -> Iterator[Metric]:
     counted = dict(counters.sync_failures)
     counted.setdefault(mode, 0)
     counted.pop("", None)
-    family = CounterMetricFamily("hybrid_proxy_sync_failures", "Syncs that failed, by mode", labels=["mode"])
-    yield _labelled(family, counted)
+    yield _counter("hybrid_proxy_sync_failures", "Syncs that failed, by mode", counted, "mode")
     for name in sorted({_FAILURES[mode] for mode in counted if mode in _FAILURES}):
         total = sum(count for mode, count in counted.items() if _FAILURES.get(mode) == name)
-        family = CounterMetricFamily(
-            f"kubeproxy_sync_proxy_rules_{name}", "Syncs of this mode that failed", labels=["ip_family"]
-        )
-        yield _labelled(family, dict.fromkeys(_names(health), total))
-
-
-def _of_health(health: Health) -> Iterator[Metric]:
-    asked = dict(health.asked)
-    for page in ("healthz", "livez"):
-        family = CounterMetricFamily(f"kubeproxy_proxy_{page}", f"Answers of /{page}, by status", labels=["code"])
-        yield _labelled(family, {str(code): asked.get((page, code), 0) for code in (200, 503)})
-
-
-def _no_local(counters: Counters, health: Health) -> Metric:
-    gauge = GaugeMetricFamily(
-        "kubeproxy_sync_proxy_rules_no_local_endpoints_total",
-        "Services with a Local traffic policy and endpoints, but none on this node",
-        labels=["ip_family", "traffic_policy"],
-    )
-    for family in health.families:
-        for policy in _POLICIES:
-            gauge.add_metric([FAMILIES[family], policy], counters.totals.no_local.get((family, policy), 0))
-    return gauge
+        both = {FAMILIES[family]: total for family in health.families}
+        yield _counter(f"kubeproxy_sync_proxy_rules_{name}", "Syncs of this mode that failed", both, "ip_family")
 
 
 # What the agent and its mode say
 
 
 def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
-    mode = GaugeMetricFamily(
-        "hybrid_proxy_mode", "1 for the mode at work; degraded: it replaces the one that was asked for",
-        labels=["requested", "effective", "degraded"],
-    )  # fmt: skip
-    chosen = status.mode
-    mode.add_metric([chosen.requested, chosen.effective, str(chosen.degraded).lower()], 1)
-    yield mode
-    drain = GaugeMetricFamily(
-        "hybrid_proxy_draining_flows", "Open flows of a mode that was left, by protocol", labels=["mode", "protocol"]
-    )
-    for left in status.draining:
-        for protocol, count in left.flows.items():
-            drain.add_metric([left.mode, protocol], count)
-    yield drain
+    mode, text = status.mode, "1 for the mode at work; degraded: it replaces the one that was asked for"
+    at_work = {(mode.requested, mode.effective, str(mode.degraded).lower()): 1}
+    yield _gauge("hybrid_proxy_mode", text, at_work, "requested", "effective", "degraded")
+    flows = {(left.mode, protocol): count for left in status.draining for protocol, count in left.flows.items()}
+    text = "Open flows of a mode that was left, by protocol"
+    yield _gauge("hybrid_proxy_draining_flows", text, flows, "mode", "protocol")
+    refused = sum(map(len, status.refused_external_ips.values()))
     for name, text, value in (
         ("services", "Services in the table", status.services),
         ("service_ports", "Service ports in the table, each family for itself", counters.totals.ports),
@@ -239,100 +202,65 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
         ("synced", "1 when everything known is programmed", int(status.synced)),
         ("malformed_objects", "Malformed objects", len(status.problems)),
         ("conflicts", "Services with an address and port that another one has", len(status.conflicts)),
-        (
-            "refused_external_ips",
-            "External IPs that are not served",
-            sum(map(len, status.refused_external_ips.values())),
-        ),
+        ("refused_external_ips", "External IPs that are not served", refused),
         ("unrepaired_drift", "Things that others changed and that are not put right yet", len(status.drift)),
         ("other_proxies", "Other proxies that were found on this node", len(status.other_proxies)),
-        (
-            "waiting_objects",
-            "Objects whose changes the loop has not taken yet",
-            status.waiting.now,
-        ),
+        ("waiting_objects", "Objects whose changes the loop has not taken yet", status.waiting.now),
         ("source_up", "1 when the source of objects can be read", int(status.source.healthy)),
         ("start_seconds", "From the start to the first programmed table, 0: not yet", status.ready_seconds or 0),
     ):
-        yield GaugeMetricFamily(f"hybrid_proxy_{name}", text, value=value)
-    checks = status.health_checks
-    yield _labelled(
-        GaugeMetricFamily(
-            "hybrid_proxy_health_check_node_ports", "Health-check node ports, by state", labels=["state"]
-        ),
-        {"served": checks.served, "failed": len(checks.failed)},
-    )
+        yield _gauge(f"hybrid_proxy_{name}", text, value)
+    checks = {"served": status.health_checks.served, "failed": len(status.health_checks.failed)}
+    yield _gauge("hybrid_proxy_health_check_node_ports", "Health-check node ports, by state", checks, "state")
 
 
 def _of_dataplane(dataplane: Status, draining: list[DrainingMode]) -> Iterator[Metric]:
-    unprogrammed = GaugeMetricFamily(
-        "hybrid_proxy_unprogrammed", "Service ports that could not be programmed", labels=["entry"]
-    )
-    yield _labelled(unprogrammed, {one.entry: 1 for one in dataplane.unprogrammed})
-    out = GaugeMetricFamily(
-        "hybrid_proxy_backend_ejected", "1 for a backend that gets no new connections because it fails",
-        labels=["entry", "backend"],
-    )  # fmt: skip
-    for row in dataplane.ebpf.ejections if dataplane.ebpf else ():
-        out.add_metric([row.service, row.address], int(row.ejected))
-    yield out
-    yield GaugeMetricFamily(
-        "hybrid_proxy_slow_start_backends", "Backends that start slowly and do not have their whole share yet",
-        value=dataplane.slow_starts,
-    )  # fmt: skip
+    missed = {one.entry: 1 for one in dataplane.unprogrammed}
+    yield _gauge("hybrid_proxy_unprogrammed", "Service ports that could not be programmed", missed, "entry")
+    rows = dataplane.ebpf.ejections if dataplane.ebpf else ()
+    ejected = {(row.service, row.address): int(row.ejected) for row in rows}
+    text = "1 for a backend that gets no new connections because it fails"
+    yield _gauge("hybrid_proxy_backend_ejected", text, ejected, "entry", "backend")
+    text = "Backends that start slowly and do not have their whole share yet"
+    yield _gauge("hybrid_proxy_slow_start_backends", text, dataplane.slow_starts)
     fill = dataplane.fill
     for name, text, values in (
         ("map_entries", "Used entries of a map", {name: row.used for name, row in fill.items()}),
         ("map_limit", "Entries that a map has room for", {name: row.limit for name, row in fill.items()}),
         ("map_fill_ratio", "Used part of a map", {name: row.used / max(row.limit, 1) for name, row in fill.items()}),
     ):
-        yield _labelled(GaugeMetricFamily(f"hybrid_proxy_{name}", text, labels=["map"]), values)
+        yield _gauge(f"hybrid_proxy_{name}", text, values, "map")
     if dataplane.ebpf:
         memory = {name: row.bytes for name, row in dataplane.ebpf.maps.items()}
-        yield _labelled(GaugeMetricFamily("hybrid_proxy_map_bytes", "Kernel memory of a map", labels=["map"]), memory)
-    events = CounterMetricFamily("hybrid_proxy_events", "Events in the programs, by reason", labels=["reason"])
+        yield _gauge("hybrid_proxy_map_bytes", "Kernel memory of a map", memory, "map")
     counted = Counter(dataplane.counters)
     for left in draining:
         counted.update(left.counters)
-    yield _labelled(events, counted)
-    yield CounterMetricFamily(
-        "hybrid_proxy_audit_repairs", "Things of ours that somebody else had changed", value=dataplane.audit_repairs
-    )
+    yield _counter("hybrid_proxy_events", "Events in the programs, by reason", counted, "reason")
+    text = "Things of ours that somebody else had changed"
+    yield _counter("hybrid_proxy_audit_repairs", text, dataplane.audit_repairs)
     if written := dataplane.iptables:
-        for rules, name, text in (
+        for found, name, text in (
             (written.rules, "total", "Rules of ours in a table"),
             (written.last_rules, "last", "Rules that the last change of a table wrote"),
         ):
-            gauge = GaugeMetricFamily(
-                f"kubeproxy_sync_proxy_rules_iptables_{name}", text, labels=["ip_family", "table"]
-            )
-            for family, tables in rules.items():
-                for table, count in tables.items():
-                    gauge.add_metric([family, table], count)
-            yield gauge
+            rules = {(family, table): count for family, tables in found.items() for table, count in tables.items()}
+            yield _gauge(f"kubeproxy_sync_proxy_rules_iptables_{name}", text, rules, "ip_family", "table")
     if "socket_localhost" in counted:
-        yield CounterMetricFamily(
-            "kubeproxy_iptables_localhost_nodeports_accepted_packets",
-            "Connections and datagrams of this node to node ports at loopback addresses, in whatever mode",
-            value=counted["socket_localhost"],
-        )
+        name = "kubeproxy_iptables_localhost_nodeports_accepted_packets"
+        text = "Connections and datagrams of this node to node ports at loopback addresses, in whatever mode"
+        yield _counter(name, text, counted["socket_localhost"])
     if dataplane.stale_deleted is not None:
-        deleted = CounterMetricFamily(
-            "kubeproxy_conntrack_reconciler_deleted_entries", "Entries that were deleted: they led to nobody",
-            labels=["ip_family"],
-        )  # fmt: skip
-        yield _labelled(deleted, dataplane.stale_deleted)
+        name, text = "kubeproxy_conntrack_reconciler_deleted_entries", "Entries that were deleted: they led to nobody"
+        yield _counter(name, text, dataplane.stale_deleted, "ip_family")
 
 
 def _of_connection(requests: Iterable[ApiRequests]) -> Iterator[Metric]:
     """Returns the counts of requests to the API server; none without a server."""
-    family = CounterMetricFamily(
-        "rest_client_requests", "Requests to the API server, by answer", labels=["method", "host", "code"]
-    )
-    for row in requests:
-        family.add_metric([row.method, row.host, row.code], row.count)
-    if family.samples:
-        yield family
+    counts = {(row.method, row.host, row.code): row.count for row in requests}
+    if counts:
+        text = "Requests to the API server, by answer"
+        yield _counter("rest_client_requests", text, counts, "method", "host", "code")
 
 
 def _traffic_text(traffic: Rows, *, openmetrics: bool) -> Iterator[str]:
@@ -389,11 +317,17 @@ def _escaped(text: str) -> str:
 # Families
 
 
-def _names(health: Health) -> list[str]:
-    return [FAMILIES[family] for family in health.families]
+def _gauge(name: str, text: str, values: _Values, *labels: str) -> Metric:
+    """Returns a gauge: one number, or a number for each value of its labels."""
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
 
 
-def _labelled(family: Any, values: Mapping[str, float]) -> Any:
-    for label, value in values.items():
-        family.add_metric([label], value)
-    return family
+def _counter(name: str, text: str, values: _Values, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def _filled(family: Any, values: _Values) -> Metric:
+    for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+        family.add_metric([key] if isinstance(key, str) else key, value)
+    made: Metric = family
+    return made
