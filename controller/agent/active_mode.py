@@ -17,8 +17,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
+from functools import partial
 from typing import Final
 
 from msgspec.structs import replace
@@ -33,7 +34,6 @@ from hybrid_proxy.controller.agent.modes import (
     open_for_draining,
     outlived,
     remembered,
-    take_over,
 )
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import Config
@@ -84,8 +84,7 @@ class ActiveMode:
     """One mode is open from `open` to `close`; `programmer`, `choice` and `config` are its own. One thread calls it.
 
     Args:
-        alone: called when former modes accept no new flows any more, or are removed; from any thread.
-        drained: called from any thread with the name of a former mode whose last flow is over: call `remove_drained`.
+        put: has this thread do a job; called from any thread.
         report: called from any thread with reason and note of an event about draining.
         names: returns the names of service ports by their numbers in the maps, as written down last.
     """
@@ -99,24 +98,22 @@ class ActiveMode:
         request_maintenance: Callable[[], None],
         opened: Callable[[ModeStatus], None],
         *,
-        alone: Callable[[], None],
-        drained: Callable[[str], None],
+        put: Callable[[Callable[[], None]], None],
         report: Callable[[str, str], None],
         names: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         self.config = config
-        self.draining = Draining(drained, report)
+        self.draining = Draining(lambda name: put(partial(self._remove_drained, name)), report)
         self.phase = Phase.STARTING
         self.former: str | None = None  # the mode before the last replacement by another one
         self._request_maintenance = request_maintenance
         self._opened = opened
-        self._alone = alone
+        self._put = put
         self._names = names
         self._previous = config
         self._failed: dict[str, str] = {}  # modes that could not serve the first table, and why
         self._unopened: set[str] = set()  # modes that were left here and are to drain, but could not be opened yet
         self._open_mode = contextlib.ExitStack()
-        self._take_over: threading.Timer | None = None
         self._removal: threading.Thread | None = None
 
     def open(self) -> None:
@@ -154,10 +151,6 @@ class ActiveMode:
         Raises:
             DataplaneError, OSError: neither works.
         """
-        if self._take_over is not None:
-            # The mode that it would remove may be the one that serves next. If the removal has begun, wait for its end.
-            self._take_over.cancel()
-            self._take_over.join()
         if self._removal is not None:
             self._removal.join()
         if self.phase is Phase.SERVING:
@@ -193,14 +186,26 @@ class ActiveMode:
         return [client for name in names for client in remembered(name, table, self.config.options)]
 
     def take_over(self, table: ServiceTable) -> None:
-        """Let former modes accept no new flows, and remove those without open flows."""
+        """Let former modes accept no new flows, and remove those whose flows go on without them."""
         options, effective = self.config.options, self.choice.effective
         self.draining.timeout = self.config.hybrid.drain_timeout
-        for name in left_here(effective, options):
+        others = left_here(effective, options)
+        for name in others:
             self._drain(name, table)
-        drained = self.draining.names | self._unopened
-        self._take_over = take_over(effective, options, self._alone, drained=drained)
+        if over := [name for name in others if name not in self.draining.names | self._unopened]:
+            self._clean(over)
+        if others:
+            threading.Thread(target=forget_connections, args=(effective,), name="forget", daemon=True).start()
         threading.Thread(target=collect, args=(options,), name="collect", daemon=True).start()
+
+    def _clean(self, names: Collection[str]) -> None:
+        """Remove everything of former modes; any thread."""
+        for name, count in clean_others(self.choice.effective, names, self.config.options).items():
+            log.info("removed %d things that mode %s had left here", count, name)
+        self._put(self._other_mode_stopped)
+
+    def _other_mode_stopped(self) -> None:
+        self.programmer.other_mode_stopped()
 
     def maintain(self, table: ServiceTable) -> None:
         """Maintain former modes; called once a second."""
@@ -225,7 +230,7 @@ class ActiveMode:
             return
         self.draining.release(name)
 
-    def remove_drained(self, name: str) -> None:
+    def _remove_drained(self, name: str) -> None:
         """Remove everything of a drained mode, unless it serves again."""
         if name not in self.draining.names:
             return
@@ -233,10 +238,8 @@ class ActiveMode:
 
         def remove() -> None:
             time.sleep(ANSWERS_SECONDS)
-            for mode, count in clean_others(self.choice.effective, (name,), self.config.options).items():
-                log.info("removed %d things that mode %s had left here", count, mode)
+            self._clean((name,))
             forget_connections(self.choice.effective, closing=True)
-            self._alone()
 
         self._removal = threading.Thread(target=remove, name="clean", daemon=True)
         self._removal.start()

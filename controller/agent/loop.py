@@ -1,7 +1,7 @@
 """The agent's loop: it takes what is queued, and has the newest table programmed. One thread decides everything.
 
-The source, the interface watcher and the servers only put events and messages into one queue. What happens to a table
-is decided by `syncer`, which mode serves by `active_mode`, what a changed configuration means by `config_follower`.
+The source, the interface watcher and the servers only put events and jobs into one queue. What happens to a table is
+decided by `syncer`, which mode serves by `active_mode`, what a changed configuration means by `config_follower`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +22,7 @@ from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode, Phase
 from hybrid_proxy.controller.agent.announcements import Announcements
-from hybrid_proxy.controller.agent.answers import Answers, Query, ask, ignored
+from hybrid_proxy.controller.agent.answers import Answers, ask, ignored
 from hybrid_proxy.controller.agent.config_follower import ConfigFollower, Followed
 from hybrid_proxy.controller.agent.event_queue import EventQueue
 from hybrid_proxy.controller.agent.maintenance import Maintenance
@@ -66,48 +65,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _LinksChanged:
-    """Interfaces, addresses or routes changed."""
-
-
-class _MayHaveDrifted:
-    """The kernel reports that another program may have changed our objects."""
-
-
-@dataclass(slots=True)
-class _Stop:
-    """End, and leave the dataplane as it is."""
-
-    why: str
-
-
-class _OtherModeStopped:
-    """A former mode accepts no new flows any more, or was removed."""
-
-
-@dataclass(slots=True)
-class _Drained:
-    """The last flow of a former mode is over, or its time to drain."""
-
-    mode: str
-
-
-@dataclass(slots=True)
-class _Fatal:
-    """The agent cannot go on."""
-
-    what: str
-    error: Exception
-
-
-@dataclass(slots=True)
-class _ConfigChanged:
-    """The configuration file was changed, and may be unusable."""
-
-    found: Loaded | ConfigError
-
-
-Message = Query | _LinksChanged | _MayHaveDrifted | _Stop | _OtherModeStopped | _Drained | _Fatal | _ConfigChanged
+Job = Callable[[], int | None]  # what another thread wants the loop to do; an exit code ends the agent
 
 
 def run(config: Config, followed: Followed | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> int:
@@ -118,7 +76,7 @@ def run(config: Config, followed: Followed | None = None, flags: Mapping[str, An
     begin_fast()
     agent = Agent(config, followed, flags)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda got, _: agent.queue.put(_Stop(f"it was stopped by {signal.Signals(got).name}")))
+        signal.signal(number, lambda got, _: agent.queue.put(partial(agent.end, _stopped_by(got))))
     return agent.run()
 
 
@@ -149,20 +107,21 @@ def _source_of(config: Config) -> Source:
 
 
 class _Signal:
-    """Puts a message into the queue, and no second one before the first is taken. `send` is for any thread."""
+    """Has the loop do a job once, however often `send` is called until then. `send` is for any thread."""
 
-    def __init__(self, put: Callable[[Message], None], message: Message) -> None:
+    def __init__(self, put: Callable[[Job], None], job: Job) -> None:
         self._put = put
-        self._message = message
+        self._job = job
         self._sent = threading.Event()
 
     def send(self) -> None:
         if not self._sent.is_set():
             self._sent.set()
-            self._put(self._message)
+            self._put(self._take)
 
-    def taken(self) -> None:
+    def _take(self) -> int | None:
         self._sent.clear()
+        return self._job()
 
 
 class Agent:
@@ -170,7 +129,7 @@ class Agent:
 
     def __init__(self, config: Config, followed: Followed | None, flags: Mapping[str, Any]) -> None:
         node_name, families = config.settings.node_name, _families()
-        self.queue: EventQueue[Message] = EventQueue()
+        self.queue: EventQueue[Job] = EventQueue()
         self.source = _source_of(config)
         self.events = Recorder(self.source.connection, node_name)
         self.health = Health(2 * config.options.sync_seconds, families, needs_node=self.source.connection is not None)
@@ -181,15 +140,14 @@ class Agent:
         )
         self.syncer = Syncer(cluster, config.settings, counters, self.health, config.hybrid.node_addresses)
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
-        self._links = _Signal(self.queue.put, _LinksChanged())
-        self._drift = _Signal(self.queue.put, _MayHaveDrifted())
+        self._links = _Signal(self.queue.put, self._links_changed)
+        self._drift = _Signal(self.queue.put, self._may_have_drifted)
         self.mode = ActiveMode(
             config, self._drift.send, self._mode_opened,
-            alone=partial(self.queue.put, _OtherModeStopped()), drained=lambda name: self.queue.put(_Drained(name)),
-            report=partial(self._report_of_node, "Normal", "SwitchMode"), names=self._known_names,
+            put=self.queue.put, report=partial(self._report_of_node, "Normal", "SwitchMode"), names=self._known_names,
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
-        self.notebook = Notebook(memory_path(config.hybrid.admin_socket), self.mode, self.syncer)
+        self.notebook = Notebook(memory_path(config.hybrid.admin_socket), former, self.mode, self.syncer)
         self.other_proxies = OtherProxiesWatcher(
             config.mode,
             partial(self._report_of_node, "Warning", "FindOtherProxies", "OtherProxyFound"),
@@ -198,7 +156,7 @@ class Agent:
         )
         self.http = HttpHandlers(
             config, self.health, counters, self._ask, self.follower.in_effect, flags, self.events,
-            lambda error: self.queue.put(_Fatal("cannot serve HTTP", error)),
+            partial(self._fail, "cannot serve HTTP"),
         )  # fmt: skip
         self.answers = Answers(
             self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http,
@@ -261,7 +219,7 @@ class Agent:
         except Exception as error:
             if not isinstance(error, SourceError):
                 log.exception("the source of objects failed")
-            self.queue.put(_Fatal(f"no objects from {self.source.describe()}", error))
+            self._fail(f"no objects from {self.source.describe()}", error)
 
     def _watch_links(self) -> None:
         from hybrid_proxy.dataplane.kernel.links import watch
@@ -279,20 +237,19 @@ class Agent:
             return StartingAnswer(os.getpid(), part, time.monotonic() - self.syncer.started)
         if isinstance(request, FindIgnored):
             return ignored(self.source, request.service)
-        return ask(self.queue.put, request)
+        return ask(lambda query: self.queue.put(partial(self.answers.answer, query)), request)
 
     # The loop
 
     def _loop(self) -> int:
         while True:
             timeout = max(0.0, min(self.maintenance.due, self.syncer.due) - time.monotonic())
-            events, messages = self.queue.take(timeout, messages_only=self.syncer.waits)
+            events, jobs = self.queue.take(timeout, messages_only=self.syncer.waits)
             for event, superseded in events:
                 self._relisted = self._relisted or isinstance(event, Replaced)
                 self.syncer.observe(event, superseded)
-            for message in messages:
-                code = self._handle(message)
-                if code is not None:
+            for job in jobs:
+                if (code := job()) is not None:
                     return code
             self.health.turned(time.monotonic())
             if time.monotonic() >= self.syncer.due:
@@ -305,32 +262,18 @@ class Agent:
                 self._trim_memory()
                 self.notebook.look()
 
-    def _handle(self, message: Message) -> int | None:
-        """Act on a message; the exit code if the agent is to end."""
-        match message:
-            case Query():
-                self.answers.answer(message)
-            case _LinksChanged():
-                self._links.taken()
-                self._links_changed()
-            case _MayHaveDrifted():
-                self._drift.taken()
-                self.maintenance.hurry()
-            case _OtherModeStopped():
-                self.mode.programmer.other_mode_stopped()
-            case _Drained():
-                self.mode.remove_drained(message.mode)
-            case _ConfigChanged():
-                self._config_changed(message.found)
-            case _Stop():
-                log.info("stopping; the dataplane stays in place and traffic goes on")
-                self.notebook.why = message.why
-                return 0
-            case _Fatal():
-                log.error("%s: %s", message.what, message.error)
-                self.notebook.why = f"{message.what}: {message.error}"
-                return 1
-        return None
+    def end(self, why: str, *, failed: bool = False) -> int:
+        """Leave the dataplane as it is; the exit code."""
+        self.notebook.why = why
+        if failed:
+            log.error("%s", why)
+        else:
+            log.info("stopping; the dataplane stays in place and traffic goes on")
+        return int(failed)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """The agent cannot go on; any thread."""
+        self.queue.put(partial(self.end, f"{what}: {error}", failed=True))
 
     def _sync(self) -> None:
         at_start, first = self.syncer.ready_seconds is None, self.mode.phase is not Phase.SERVING
@@ -374,12 +317,15 @@ class Agent:
         self.other_proxies.settled = True
         if at_start:
             settle_down()
-            self.follower.start(lambda found: self.queue.put(_ConfigChanged(found)), self._stop)
+            self.follower.start(lambda found: self.queue.put(partial(self._config_changed, found)), self._stop)
 
     def _report_timings(self) -> None:
         START.close()
         if self._prints_timings:
             print(*start_lines(START.parts), f"{START.processor:.3f} s of a processor in all", sep="\n", flush=True)
+
+    def _may_have_drifted(self) -> None:
+        self.maintenance.hurry()
 
     def _links_changed(self) -> None:
         self._read_addresses()
@@ -497,6 +443,10 @@ class Agent:
     def _go_on_as_before(self) -> None:
         self._configure(self.config)
         self.syncer.restart(self.config.settings)
+
+
+def _stopped_by(number: int) -> str:
+    return f"it was stopped by {signal.Signals(number).name}"
 
 
 def _families() -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -151,49 +150,6 @@ def _open(name: str, options: Options, wake: RequestMaintenance, failed: Mapping
         raise Unsupported("opening it", told(error)) from error
 
 
-def take_over(
-    effective: str,
-    options: Options,
-    alone: Callable[[], None],
-    report: Callable[[str], None] = log.info,
-    drained: Collection[str] = (),
-) -> threading.Timer | None:
-    """Let the effective mode serve alone, without a failed connection; called when it serves.
-
-    Between modes that translate by conntrack flows continue there, so former modes are removed at once. Under a mode
-    without conntrack, and for a mode with flows of its own (`Mode.drain`), a thread removes them after the time that
-    short connections need to end.
-
-    Args:
-        effective: the mode that serves.
-        options: for the modes.
-        alone: called each time that former modes have stopped accepting flows; from a thread, the second time.
-        report: called with a message for each mode that had something here.
-        drained: modes that are not removed, because they drain.
-
-    Returns:
-        The timer of the removal, to be cancelled when another mode takes over before that.
-    """
-    others = tuple(name for name in left_here(effective, options) if name not in drained)
-    later = others if not open_mode(effective).conntrack else tuple(name for name in others if _drained(name, options))
-
-    def clean(names: tuple[str, ...]) -> None:
-        for name, count in clean_others(effective, names, options).items():
-            report(f"removed {count} things that mode {name} had left here")
-        alone()
-
-    if others:
-        clean(tuple(name for name in others if name not in later))
-    if others or drained:
-        threading.Thread(target=forget_connections, args=(effective,), name="forget", daemon=True).start()
-    if not later:
-        return None
-    timer = threading.Timer(DRAIN_SECONDS, clean, (later,))
-    timer.name, timer.daemon = "take-over", True
-    timer.start()
-    return timer
-
-
 def forget_connections(effective: str, *, closing: bool = False) -> None:
     """Delete conntrack entries of closed connections, under a mode that does not translate by conntrack.
 
@@ -332,7 +288,7 @@ def _drained(name: str, options: Options) -> bool:
         return True
 
 
-def clean_others(effective: str, names: tuple[str, ...], options: Options) -> dict[str, int]:
+def clean_others(effective: str, names: Collection[str], options: Options) -> dict[str, int]:
     """Remove everything of our other modes. Returns the number of removed objects, by mode.
 
     A failure is logged, and the next mode is cleaned all the same.

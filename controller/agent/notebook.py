@@ -23,7 +23,7 @@ from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.kubernetes.files import write
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.lacks import Lack, lacks
-from hybrid_proxy.controller.serving.memory import Ended, Memory, born, recall
+from hybrid_proxy.controller.serving.memory import Ended, Memory, born
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.dataplane.errors import DataplaneError, told
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
@@ -41,9 +41,15 @@ class Notebook:
     """Writes the memory file of one agent, in its loop's thread.
 
     `why` will be the last words, `opened` is whether a mode was opened, `unprogrammed` what is not served.
+
+    Args:
+        path: the file.
+        former: what the agent before left in it; None: nothing. This agent's first write replaces it.
+        mode: the mode that serves.
+        syncer: has the table.
     """
 
-    def __init__(self, path: Path, mode: ActiveMode, syncer: Syncer) -> None:
+    def __init__(self, path: Path, former: Memory | None, mode: ActiveMode, syncer: Syncer) -> None:
         self.why = ""
         self.opened = False
         self.unprogrammed: list[Unprogrammed] = []
@@ -51,34 +57,29 @@ class Notebook:
         self._mode = mode
         self._syncer = syncer
         self._started = time.time()
+        self._known = former  # what the file says, or is to say next
+        self._of_table: tuple[object, dict[int, str], list[Lack]] = (None, {}, [])  # names, and what has no backend
         self._write_at = 0.0
-        self._names: dict[int, str] = {}
-        self._lacks: list[Lack] = []
-        self._named: object = None  # what these are of: the builder, the table's generation, how much is programmed
-        self._known: Memory | None = None  # what the file says, or is to say next
-        self._written = b""
         self._writer: threading.Thread | None = None
+        self._written = b""
         self._failed = False
-        self._read = False
-        self._before: deque[PacketEvent] = deque(maxlen=MOST)  # of agents before this one, and of modes before this
+        # The events of agents before this one, and of modes before this.
+        self._before = deque[PacketEvent](former.events if former else (), maxlen=MOST)
         self._recent: list[PacketEvent] = []
         self._reporter: Programmer | None = None
 
     @property
     def former(self) -> Memory | None:
         """The former agent's memory; None when this agent has programmed its first table."""
-        self._recall()
         return self._known if self._syncer.ready_seconds is None else None
 
     @property
     def names(self) -> Mapping[int, str]:
         """Names of service ports by their numbers in the maps, as they were written down last."""
-        self._recall()
         return self._known.names if self._known else {}
 
     def events_before(self) -> list[PacketEvent]:
         """Returns the events of former agents and modes, with numbers up to 0."""
-        self._recall()
         self._collect()
         return [replace(row, number=number) for number, row in enumerate(self._before, 1 - len(self._before))]
 
@@ -105,35 +106,23 @@ class Notebook:
     ) -> None:
         """The last words; called while the mode is open, or before it was."""
         why = f"{type(error).__name__}: {error}" if error is not None else self.why
-        memory = self.former
+        requested = self._mode.config.mode
+        memory = self.former or Memory(
+            pid=0, born=0, namespace=netns_number(), started=0.0, mode=ModeStatus(requested, requested)
+        )
         with contextlib.suppress(DataplaneError, OSError):
-            if self.opened and memory is None:
+            if self.opened and self.former is None:
                 memory = self._gather()
-            elif self.opened and memory is not None:
+            elif self.opened:
                 self._collect()
-                memory = replace(memory, argv=sys.orig_argv, events=self._events())
-        if memory is None:
-            memory = Memory(
-                pid=0, born=0, namespace=netns_number(), started=0.0, mode=self._asked_for(), argv=sys.orig_argv
-            )  # fmt: skip
-        ended = Ended(time.time(), why or "it ended")
-        memory = replace(memory, pid=os.getpid(), born=born(os.getpid()), started=self._started, ended=ended)
+                memory = replace(memory, events=self._events())
+        memory = replace(
+            memory, pid=os.getpid(), born=born(os.getpid()), started=self._started, argv=sys.orig_argv,
+            ended=Ended(time.time(), why or "it ended"),
+        )  # fmt: skip
         if self._writer is not None:
             self._writer.join(LAST_SECONDS)
         self._write(msgspec.json.encode(memory))
-
-    def _asked_for(self) -> ModeStatus:
-        requested = self._mode.config.mode
-        return ModeStatus(requested, requested)
-
-    def _recall(self) -> None:
-        """Read, once, what the agent before left; this one's first write replaces it."""
-        if self._read:
-            return
-        self._read = True
-        self._known = recall(self._path)
-        if self._known is not None:
-            self._before.extend(self._known.events)
 
     def _collect(self) -> None:
         reporter = self._mode.reporter
@@ -144,13 +133,12 @@ class Notebook:
             self._recent = reporter.packet_events(0)[0][-MOST:]
 
     def _gather(self) -> Memory:
-        self._recall()
         self._collect()
         mode, builder = self._mode, self._syncer.builder
         table = (id(builder), builder.table.generation, self._syncer.error, len(self.unprogrammed))
-        if self._named != table:
-            self._named, self._names = table, {**mode.draining.service_names(), **mode.programmer.names()}
-            self._lacks = list(islice(lacks(builder.table.entries()), MOST))
+        if self._of_table[0] != table:
+            names = {**mode.draining.service_names(), **mode.programmer.names()}
+            self._of_table = table, names, list(islice(lacks(builder.table.entries()), MOST))
         self._known = Memory(
             pid=os.getpid(),
             born=born(os.getpid()),
@@ -160,12 +148,12 @@ class Notebook:
             draining=sorted(mode.draining.names),
             argv=sys.orig_argv,
             pin_root=mode.config.options.ebpf.pin_root,
-            names=self._names,
+            names=self._of_table[1],
             error=self._syncer.error,
             unprogrammed=self.unprogrammed[:MOST],
             problems=list(self._syncer.cluster.problems.values())[:MOST],
             node=self._syncer.cluster.node,
-            without_backend=self._lacks,
+            without_backend=self._of_table[2],
             events=self._events(),
         )
         return self._known

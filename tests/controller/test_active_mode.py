@@ -78,9 +78,7 @@ def mode(broken: set[str]) -> ActiveMode:
 
 
 def new_mode(opened: Callable[[ModeStatus], None]) -> ActiveMode:
-    return ActiveMode(
-        config("good"), lambda: None, opened, alone=lambda: None, drained=lambda name: None, report=lambda *_: None
-    )
+    return ActiveMode(config("good"), lambda: None, opened, put=lambda job: None, report=lambda *_: None)
 
 
 def config(mode: str) -> Config:
@@ -142,30 +140,52 @@ def test_each_opening_is_reported(broken: set[str]) -> None:
     assert [choice.effective for choice in opened] == ["fallback"]
 
 
+@pytest.fixture
+def cleaned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modes that are removed; the mode `left` was here before."""
+    names: list[str] = []
+
+    def clean_others(effective: str, over: Collection[str], *_: object) -> dict[str, int]:
+        names.extend(over)
+        return dict.fromkeys(over, 1)
+
+    monkeypatch.setattr(active_mode, "left_here", lambda *_: ("left",))
+    monkeypatch.setattr(active_mode, "outlived", lambda *_: False)
+    monkeypatch.setattr(active_mode, "clean_others", clean_others)
+    monkeypatch.setattr(active_mode, "forget_connections", lambda *_, **__: None)
+    monkeypatch.setattr(active_mode, "collect", lambda *_: None)
+    return names
+
+
+@pytest.mark.parametrize("unable", [False, True], ids=["its flows go on without it", "it cannot run here"])
+def test_a_mode_before_that_need_not_drain_is_removed_at_once(
+    mode: ActiveMode, cleaned: list[str], monkeypatch: pytest.MonkeyPatch, unable: bool
+) -> None:
+    def open_for_draining(*_: object) -> Programmer:
+        raise Unsupported("a feature", "not here")
+
+    monkeypatch.setattr(active_mode, "outlived", lambda *_: not unable)
+    monkeypatch.setattr(active_mode, "open_for_draining", open_for_draining)
+    mode.programmed()
+    mode.take_over(EMPTY)
+    assert (cleaned, mode.draining.names) == (["left"], frozenset())
+
+
 def test_a_mode_before_that_cannot_be_opened_to_drain_is_tried_again(
-    mode: ActiveMode, monkeypatch: pytest.MonkeyPatch
+    mode: ActiveMode, cleaned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody removes it meanwhile."""
     answers: list[Any] = [DataplaneError("not now"), DataplaneError("nor now"), Fake("left")]
-    left_alone: list[Collection[str]] = []
 
     def open_for_draining(*_: object) -> Programmer:
         if isinstance(answer := answers.pop(0), DataplaneError):
             raise answer
         return answer
 
-    def take_over(*_: object, drained: Collection[str]) -> None:
-        left_alone.append(drained)
-
-    monkeypatch.setattr(active_mode, "left_here", lambda *_: ("left",))
-    monkeypatch.setattr(active_mode, "outlived", lambda *_: False)
     monkeypatch.setattr(active_mode, "open_for_draining", open_for_draining)
-    monkeypatch.setattr(active_mode, "take_over", take_over)
-    monkeypatch.setattr(active_mode, "collect", lambda *_: None)
     mode.programmed()
     mode.take_over(EMPTY)
-    assert left_alone == [{"left"}]
-    assert mode.draining.names == frozenset()
+    assert (cleaned, mode.draining.names) == ([], frozenset())
     mode.maintain(EMPTY)
     mode.maintain(EMPTY)
     assert [row.mode for row in mode.draining.rows()] == ["left"]
@@ -174,20 +194,16 @@ def test_a_mode_before_that_cannot_be_opened_to_drain_is_tried_again(
 
 
 def test_a_mode_before_that_is_chosen_again_is_not_opened_to_drain(
-    mode: ActiveMode, monkeypatch: pytest.MonkeyPatch
+    mode: ActiveMode, cleaned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_for_draining(*_: object) -> None:
         tries.append(1)
         raise DataplaneError("not now")
 
     tries: list[int] = []
-    monkeypatch.setattr(active_mode, "left_here", lambda *_: ("left",))
-    monkeypatch.setattr(active_mode, "outlived", lambda *_: False)
     monkeypatch.setattr(active_mode, "open_for_draining", open_for_draining)
-    monkeypatch.setattr(active_mode, "take_over", lambda *_, drained: None)
-    monkeypatch.setattr(active_mode, "collect", lambda *_: None)
     mode.programmed()
     mode.take_over(EMPTY)
     assert mode.replace(config("left")) is None
     mode.maintain(EMPTY)
-    assert tries == [1]
+    assert (tries, cleaned) == ([1], [])
