@@ -7,11 +7,6 @@ and the agent touches it once a second. Failed connections to backends are count
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -25,9 +20,6 @@ from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
 
 VERSION: Final = 1
-KERNEL_LOG: Final = Path("/dev/kmsg")
-MOST_RECORDS: Final = 100_000
-SOON_SECONDS: Final = 60.0  # within which the kernel's message belongs to the end of a process
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -116,11 +108,9 @@ def how_it_ended(path: Path, memory: Memory) -> Gone:
         last = path.stat().st_mtime  # it touches the file once a second
     except OSError:
         last = memory.started
-    why = "it was killed, or crashed: it left no last words"
+    why = "it was killed, or crashed: it left no last words (`dmesg` says whether memory had run out)"
     if born(memory.pid) == memory.born:
         why = f"process {memory.pid} is there, but does not listen"
-    elif _was_out_of_memory(memory.pid, last):
-        why = "the kernel killed it because memory had run out"
     return Gone(memory.pid, memory.started, last, exact=False, why=why)
 
 
@@ -130,29 +120,3 @@ def born(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def _was_out_of_memory(pid: int, last: float) -> bool:
-    """True if the kernel's log reports that it killed the process, if the log can be read."""
-    boot = time.time() - time.monotonic()
-    said = re.compile(rf"Killed process {pid} \(")
-    with contextlib.suppress(OSError, ValueError):
-        for record in _kernel_log():
-            head, _, text = record.partition(";")
-            if said.search(text) and abs(boot + int(head.split(",")[2]) / 1e6 - last) < SOON_SECONDS:
-                return True
-    return False
-
-
-def _kernel_log() -> Iterator[str]:
-    descriptor = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        for _ in range(MOST_RECORDS):
-            try:
-                yield os.read(descriptor, 8192).decode(errors="replace")
-            except BrokenPipeError:  # overwritten meanwhile
-                continue
-            except BlockingIOError:
-                return
-    finally:
-        os.close(descriptor)

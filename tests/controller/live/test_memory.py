@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -60,30 +59,13 @@ def test_an_agent_with_last_words_ended_when_it_said_so(tmp_path: Path) -> None:
     assert gone == Gone(known.pid, known.started, NOW, exact=True, why="it was stopped by SIGTERM")
 
 
-def test_an_agent_without_last_words_ended_when_it_touched_the_file_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(m, "KERNEL_LOG", tmp_path / "none")
+def test_an_agent_without_last_words_ended_when_it_touched_the_file_last(tmp_path: Path) -> None:
     path = tmp_path / "admin.memory"
     known = left(path)
     os.utime(path, (NOW, NOW))
     gone = m.how_it_ended(path, known)
     assert (gone.since, gone.exact) == (NOW, False)
     assert "no last words" in gone.why
-
-
-@pytest.mark.parametrize(("seconds", "killed"), [(2, True), (3600, False)], ids=["at its end", "long after"])
-def test_the_kernels_log_tells_that_memory_had_run_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int, killed: bool
-) -> None:
-    log, path = tmp_path / "kmsg", tmp_path / "admin.memory"
-    known = left(path)
-    said = time.monotonic() * 1e6
-    record = f"4,1,{said:.0f},-;Memory cgroup out of memory: Killed process {known.pid} (python3) total-vm:1kB\n"
-    monkeypatch.setattr(m, "_kernel_log", lambda: iter([record]))
-    monkeypatch.setattr(m, "KERNEL_LOG", log)
-    os.utime(path, (time.time() - seconds,) * 2)
-    assert ("memory had run out" in m.how_it_ended(path, known).why) == killed
 
 
 def test_a_process_that_does_not_listen_is_told_from_one_that_is_gone(tmp_path: Path) -> None:
