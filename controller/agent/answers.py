@@ -138,10 +138,10 @@ class Answers:
             case p.SetTrace(service, client, seconds):
                 self._packet_events().trace(service, client, seconds)
                 return p.TraceAnswer()
-            case p.SwitchMode(mode):
+            case p.SwitchMode(mode, dry_run):
+                if dry_run and mode:
+                    return p.SwitchAnswer(self.mode.choice.effective, mode, self._missing_for(mode))
                 return self.switch(mode)
-            case p.TrySwitch(mode):
-                return p.TrialAnswer(self.mode.choice.effective, self._missing_for(mode))
             case p.DrainNode(on):
                 self.health.leaving = on
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))

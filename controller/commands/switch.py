@@ -28,8 +28,6 @@ from hybrid_proxy.controller.serving.protocol import (
     StatusAnswer,
     SwitchAnswer,
     SwitchMode,
-    TrialAnswer,
-    TrySwitch,
     described,
 )
 from hybrid_proxy.dataplane.reports import FlowRow
@@ -89,7 +87,7 @@ def _switch(args: argparse.Namespace) -> int:
 def _would_switch(args: argparse.Namespace) -> int:
     if args.back:
         raise ConfigError("--dry-run needs the name of a mode")
-    answer = ask(args.admin_socket, TrySwitch(args.mode), TrialAnswer)
+    answer = ask(args.admin_socket, SwitchMode(args.mode, dry_run=True), SwitchAnswer)
     before, missing = answer.before, answer.missing
     flows = dict(_open_flows(args, lambda row: row.mode == before))
     stay = f"{described(flows)} stay with mode {before} until they end"

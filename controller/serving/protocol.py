@@ -370,15 +370,13 @@ class SetTrace(msgspec.Struct, frozen=True, tag_field="command", tag="trace"):
 
 
 class SwitchMode(msgspec.Struct, frozen=True, tag_field="command", tag="switch"):
-    """Requests another mode until the next start of the agent; null: the one before the last switch."""
+    """Requests another mode until the next start of the agent; null: the one before the last switch.
+
+    With `dry_run` nothing changes: the answer says whether the mode could serve.
+    """
 
     mode: str | None
-
-
-class TrySwitch(msgspec.Struct, frozen=True, tag_field="command", tag="try-switch"):
-    """Requests whether another mode could serve; nothing changes."""
-
-    mode: str
+    dry_run: bool = False
 
 
 class DrainNode(msgspec.Struct, frozen=True, tag_field="command", tag="drain"):
@@ -397,7 +395,6 @@ LoopRequest = (  # answered by the agent's loop
     | GetEvents
     | SetTrace
     | SwitchMode
-    | TrySwitch
     | DrainNode
 )
 Request = LoopRequest | FindIgnored
@@ -405,7 +402,7 @@ Request = LoopRequest | FindIgnored
 
 def answer_seconds(request: Request) -> float:
     """Returns how long a command waits for the answer: longer where programs are loaded for it."""
-    return 60.0 if isinstance(request, SwitchMode | TrySwitch) else 10.0
+    return 60.0 if isinstance(request, SwitchMode) else 10.0
 
 
 # Answers
@@ -494,17 +491,14 @@ class StartingAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="start
 
 
 class SwitchAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="switch"):
-    """Answers `SwitchMode`: the former mode, and the one that is open now and programs its first table."""
+    """Answers `SwitchMode`: the former mode, and the one that is open now and programs its first table.
+
+    `missing` answers a `dry_run`: why the mode could not serve; empty: it could.
+    """
 
     before: str
     mode: str
-
-
-class TrialAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="trial"):
-    """Answers `TrySwitch`: the mode that serves, and why the other one could not; empty: it could."""
-
-    before: str
-    missing: str
+    missing: str = ""
 
 
 class DrainAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="drain"):
@@ -544,7 +538,6 @@ Answer = (
     | TraceAnswer
     | StartingAnswer
     | SwitchAnswer
-    | TrialAnswer
     | DrainAnswer
     | BusyAnswer
     | FailedAnswer
