@@ -32,15 +32,13 @@ from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Agent, agent_at
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.redact import redact
-from hybrid_proxy.controller.serving.admin import socket_path
+from hybrid_proxy.controller.serving.admin import listener
 from hybrid_proxy.controller.serving.memory import memory_path, recall
 from hybrid_proxy.dataplane.errors import DataplaneError, told
 
-TOOL_SECONDS: Final = 5.0
 ALL_SECONDS: Final = 20.0
 FILE_BYTES: Final = 2 << 20  # of each part; of a log the end, of anything else the beginning
 MOST_FLOWS: Final = 100_000
-SO_PEERCRED: Final = 17
 
 UNIT: Final = "hybrid-proxy.service"  # as in deploy/systemd
 
@@ -101,6 +99,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 Part = Callable[[], str]
+_output = partial(run_tool, seconds=5.0)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -190,7 +189,7 @@ def _process(args: argparse.Namespace) -> _Process:
     """The process that listens, with the command line that it wrote down; or that of the last agent."""
     memory = recall(memory_path(args.admin_socket))
     with contextlib.suppress(OSError):
-        pid = _listener(args)
+        pid = listener(args.admin_socket)
         if memory is None or memory.pid != pid:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
             return _Process(pid, command.rstrip("\0").split("\0"))
@@ -236,19 +235,6 @@ def _versions() -> str:
             "cpus": os.cpu_count(), **{package: of(package) for package in packages},
         }
     )  # fmt: skip
-
-
-def _listener(args: argparse.Namespace) -> int:
-    """The agent's process, as the kernel knows who listens at its socket.
-
-    Raises:
-        OSError: nobody does.
-    """
-    with socket.socket(socket.AF_UNIX) as asked:
-        asked.settimeout(1)
-        asked.connect(str(socket_path(args.admin_socket)))
-        peer = asked.getsockopt(socket.SOL_SOCKET, SO_PEERCRED, 12)
-    return int.from_bytes(peer[:4], sys.byteorder)
 
 
 def _known(argv: Sequence[str]) -> Sequence[str]:
@@ -326,18 +312,6 @@ def _legacy(family: str) -> str:
     if not tables:  # to read one would make it
         raise ControllerError("the kernel has no legacy table here")
     return _output(f"{family}tables-legacy-save", "-c")
-
-
-def _output(*argv: str) -> str:
-    """What a tool prints.
-
-    Raises:
-        OSError: it is not installed, failed, or took too long.
-    """
-    done = run_tool(argv, TOOL_SECONDS)
-    if done.returncode:
-        raise OSError(f"{' '.join(argv)}: {done.stderr.strip()[:300]}")
-    return done.stdout
 
 
 # The command line

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Generic, Literal, TypeVar
+from dataclasses import replace
+from typing import Final, Generic, Literal, TypeVar, cast
 
 import msgspec
 
@@ -135,10 +136,7 @@ def _of_change(column: Column[Row]) -> Column[Change[Row]]:
         went = change.event == "gone" and column.header == "STATE"
         return Cell("gone", Tone.DIM) if went else column.value(change.row)
 
-    return Column(
-        column.header, value, leave=column.leave, wide=column.wide, right=column.right, cut=column.cut,
-        wrap=column.wrap, least=column.least, below=column.below, live=column.live,
-    )  # fmt: skip
+    return cast("Column[Change[Row]]", replace(column, value=value))  # type: ignore[arg-type]
 
 
 def _of_modes(rows: Iterable[Listed]) -> tuple[Column[Listed], ...]:

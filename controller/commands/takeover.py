@@ -20,23 +20,17 @@ import msgspec
 from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.terminal import print_value, say
-from hybrid_proxy.controller.commands.views import programmed
+from hybrid_proxy.controller.commands.views import frontends, programmed
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import ask
-from hybrid_proxy.controller.serving.protocol import (
-    AgentStatus,
-    GetStatus,
-    StatusAnswer,
-)
+from hybrid_proxy.controller.serving.protocol import AgentStatus, GetStatus, StatusAnswer, described
 from hybrid_proxy.dataplane.kernel.conntrack import BY_CONNTRACK, Key, delete_translated, open_flows
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
-from hybrid_proxy.dataplane.reports import ServiceRow
 from hybrid_proxy.dataplane.table import Protocol
 from hybrid_proxy.dataplane.virtual_servers import Server
 
 LOOK_SECONDS: Final = 1.0
 SAY_SECONDS: Final = 10.0
-ANY: Final = ("0.0.0.0", "::", "*")  # noqa: S104 (how listings show a node port)
 
 
 class Takeover(msgspec.Struct, kw_only=True):
@@ -89,15 +83,7 @@ def _status(args: argparse.Namespace) -> AgentStatus:
 
 def _services(args: argparse.Namespace) -> Mapping[Key, None]:
     with contextlib.closing(programmed(args.admin_socket, args.pin_root)) as known:
-        return dict.fromkeys(key for row in known.services() for key in _keys(row))
-
-
-def _keys(row: ServiceRow) -> Iterator[Key]:
-    """Address, port and protocol of the frontends of a row."""
-    for text in row.frontends:
-        address, _, port = text.replace("node port ", "*:").rpartition(":")
-        address = address.removeprefix("[").removesuffix("]")
-        yield None if address in ANY else address, int(port), Protocol[row.protocol]
+        return dict.fromkeys(frontends(known.services()))
 
 
 def _look(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:
@@ -160,7 +146,7 @@ def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     while need := _present(_need(agent := _status(args), services, servers)):
         if time.monotonic() - said >= SAY_SECONDS:
             said = time.monotonic()
-            say(f"{_text(need)} still need what kube-proxy left", to=sys.stderr)
+            say(f"{described(need)} still need what kube-proxy left", to=sys.stderr)
         time.sleep(LOOK_SECONDS)
         _refuse(agent, find_other_proxies(agent.mode.effective).evidence)
 
@@ -174,15 +160,11 @@ def _lines(found: Takeover) -> Iterator[str]:
     yield from (f"would remove {thing}" for thing in found.remove)
     yield from (f"would leave {thing}" for thing in found.stays)
     if found.need:
-        yield f"{_text(found.need)} need it until they end"
+        yield f"{described(found.need)} need it until they end"
     elif found.flows:
-        yield f"{_text(found.flows)} are translated by conntrack and go on without it"
+        yield f"{described(found.flows)} are translated by conntrack and go on without it"
     else:
         yield "no flow needs it"
-
-
-def _text(flows: Mapping[str, int]) -> str:
-    return " and ".join(f"{count} {protocol} flows" for protocol, count in flows.items())
 
 
 # The command line

@@ -117,7 +117,7 @@ class Programmed(NamedTuple):
         mode = open_mode(name)
         if mode.conntrack and mode.drain is None and not view.services():
             # Its tables are empty, because it drains: its flows are those that conntrack translates for any service.
-            return conntrack.flows(_frontends(self.services()), limit)
+            return conntrack.flows(frontends(self.services()), limit)
         return view.flows(limit)
 
     def close(self) -> None:
@@ -199,8 +199,11 @@ def _ends(row: FlowRow) -> tuple[str, str, str]:
     return row.protocol, row.client, row.frontend
 
 
-def _frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
-    """Each mode writes node ports in its own way: `node port 30080`, `*:30080`, `0.0.0.0:30080`, `[::]:30080`."""
+def frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
+    """Address, port and protocol of each frontend -> the name of its service port.
+
+    Each mode writes node ports in its own way: `node port 30080`, `*:30080`, `0.0.0.0:30080`, `[::]:30080`.
+    """
     found: dict[conntrack.Key, str | None] = {}
     for row in rows:
         for text in row.frontends:

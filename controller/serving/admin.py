@@ -116,8 +116,19 @@ def ask(asked: str, request: Request, expected: type[A], seconds: float | None =
     return answer
 
 
+def listener(asked: str) -> int:
+    """Returns the process that listens, as the kernel knows it; 0: it is in a PID namespace not visible from here.
+
+    Raises:
+        OSError: nobody listens.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1)
+        connection.connect(str(socket_path(asked)))
+        return _peer(connection)
+
+
 def _peer(connection: socket.socket) -> int:
-    """Returns the listening process; 0: it is in a PID namespace that is not visible from here."""
     credentials = struct.Struct("3i")
     pid: int = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[0]
     return pid

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import (
+    CAUSES,
     LOST,
     REACHED,
     Cause,
@@ -34,17 +35,6 @@ AS_LEFT: Final = ", as the agent before this one left it"
 AS_ROOT: Final = "run as root, on the node itself"
 SHOWN: Final = 3  # names in a sentence
 
-# What explains most comes first: a missing Service makes every other question idle, and a backend that refuses does so
-# whether or not the agent runs.
-ORDER: Final[tuple[Cause, ...]] = (
-    "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
-    "no-endpoint", "no-local-endpoint", "forwarding-off", "firewall", "forwarding-loses", "backend-refuses",
-    "backend-silent", "backend-unreachable", "backend-never-answers", "backend-closes", "kernel-differs", "other-proxy",
-    "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served",
-    "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "left-to-node", "node-faults",
-    "refused-objects", "configuration", "empty-services", "untold",
-)  # fmt: skip
-
 
 def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = (), seconds: float = 0.0) -> Diagnosis:
     """The verdict: the problem that explains most, else the first warning, else that all is well."""
@@ -64,7 +54,7 @@ def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = 
 
 
 def _rank(finding: Finding) -> int:
-    return ORDER.index(finding.cause)
+    return CAUSES.index(finding.cause)
 
 
 def _verdict(target: str, problems: list[Finding], warnings: list[Finding], tried: Sequence[Tried]) -> str:

@@ -190,19 +190,3 @@ def _failed(error: OSError) -> Outcome:
     if error.errno == errno.ETIMEDOUT:
         return "silent"
     return "unreachable" if error.errno in UNREACHABLE else "failed"
-
-
-def words(outcome: Outcome) -> str:
-    """An outcome for people."""
-    return {
-        "answered": "answers",
-        "accepted": "accepts",
-        "mute": "accepts and never answers",
-        "closed": "accepts and closes without an answer",
-        "reset": "accepts and resets",
-        "refused": "refuses",
-        "unreachable": "is unreachable",
-        "silent": "gives no answer",
-        "sent": "took a datagram, and whether it answers cannot be told",
-        "failed": "could not be tried",
-    }[outcome]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -116,46 +116,18 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     events: tuple[PacketEvent, ...] = ()  # drops and rejects during the connections
 
 
+# What explains most comes first: a missing Service makes every other question idle, and a backend that refuses does so
+# whether or not the agent runs.
 Cause = Literal[
     "",
-    "no-such-service",
-    "no-such-port",
-    "object-refused",
-    "source-not-allowed",
-    "not-programmed",
-    "no-endpoint",
-    "no-local-endpoint",
-    "not-a-service",
-    "forwarding-off",
-    "firewall",
-    "forwarding-loses",
-    "backend-refuses",
-    "backend-silent",
-    "backend-unreachable",
-    "backend-never-answers",
-    "backend-closes",
-    "kernel-differs",
-    "service-path",
-    "other-proxy",
-    "map-full",
-    "no-agent",
-    "not-in-sync",
-    "api-unreachable",
-    "conntrack-full",
-    "not-served",
-    "backends-fail",
-    "drops",
-    "degraded",
-    "draining",
-    "ejected",
-    "empty-services",
-    "left-to-node",
-    "node-faults",
-    "refused-objects",
-    "configuration",
-    "reverse-path",
-    "untold",
-]
+    "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
+    "no-endpoint", "no-local-endpoint", "forwarding-off", "firewall", "forwarding-loses", "backend-refuses",
+    "backend-silent", "backend-unreachable", "backend-never-answers", "backend-closes", "kernel-differs",
+    "other-proxy", "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path",
+    "not-served", "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "left-to-node",
+    "node-faults", "refused-objects", "configuration", "empty-services", "untold",
+]  # fmt: skip
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 class Finding(msgspec.Struct, frozen=True):

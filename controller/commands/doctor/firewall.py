@@ -23,7 +23,7 @@ def read_rules() -> tuple[tuple[Rule, ...], str]:
     filters = [chain for chain in foreign_chains() if chain.type == "filter"]
     for table in list(dict.fromkeys(chain.table for chain in filters))[:MOST_TABLES]:
         try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-            rules += of_nft(_list_table(table), filters)
+            rules += of_nft(run_tool("nft", "-t", "list", "table", *table.split(" ", 1), seconds=TOOL_SECONDS), filters)
         except OSError as error:
             unknown.append(f"table {table} cannot be read: {error}")
     legacy = Xtables("legacy")
@@ -34,15 +34,3 @@ def read_rules() -> tuple[tuple[Rule, ...], str]:
             except XtablesError as error:
                 unknown.append(f"legacy rules cannot be read: {error}")
     return tuple(rules), "; ".join(unknown)
-
-
-def _list_table(table: str) -> str:
-    """What nft prints of a table.
-
-    Raises:
-        OSError: it is not installed, failed, or took too long.
-    """
-    done = run_tool(("nft", "-t", "list", "table", *table.split(" ", 1)), TOOL_SECONDS)
-    if done.returncode:
-        raise OSError(f"nft: {done.stderr.strip().partition(chr(10))[0]}")
-    return done.stdout

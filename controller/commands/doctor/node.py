@@ -5,23 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
 from hybrid_proxy.controller.commands.views import Agent, Programmed
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.serving.admin import (
-    BusyError,
-    NoAgentError,
-    StartingError,
-)
-from hybrid_proxy.controller.serving.protocol import (
-    AgentStatus,
-)
+from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
+from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import links, sysctl
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
@@ -31,6 +25,9 @@ from hybrid_proxy.dataplane.reports import Fill, PacketEvent, ServiceRow
 RECENT_SECONDS: Final = 300.0
 CONNTRACK: Final = "net/netfilter/nf_conntrack_"
 FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
+
+
+Read = TypeVar("Read")
 
 
 class Node(NamedTuple):
@@ -45,9 +42,9 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     """Collect the facts of the node; what cannot be found out is noted as such, and nothing is raised."""
     agent, error = asked.status, asked.error
     denied = error is not None and os.geteuid() != 0
-    here, unread = (None, "permission denied") if denied else _programmed(asked)
-    rows = _rows(here)
-    events, events_unknown = ((), unread) if denied else _events(asked)
+    here, unread = (None, "permission denied") if denied else _read(asked.programmed)
+    rows = (here and _read(here.services)[0]) or []
+    events, events_unknown = (None, unread) if denied else _read(asked.events)
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
     facts = NodeFacts(
         now=time.time(),
@@ -66,7 +63,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
         beside=_beside(here, cgroup or _cgroup(agent)),
-        events=events,
+        events=recent(events or ()),
         events_unknown=events_unknown,
     )
     return Node(facts, here, rows)
@@ -83,30 +80,12 @@ def reverse_path_drops() -> int | None:
     return None
 
 
-def _programmed(agent: Agent) -> tuple[Programmed | None, str]:
-    """What is programmed, or why that is not known."""
+def _read(read: Callable[[], Read]) -> tuple[Read | None, str]:
+    """What is read, or why it is not known."""
     try:
-        return agent.programmed(), ""
+        return read(), ""
     except (ControllerError, DataplaneError, OSError) as reason:
         return None, str(reason)
-
-
-def _events(agent: Agent) -> tuple[tuple[PacketEvent, ...], str]:
-    """The drops and failures of the last minutes, or why they are not known."""
-    try:
-        return recent(agent.events()), ""
-    except (ControllerError, DataplaneError, OSError) as reason:
-        return (), str(reason)
-
-
-def _rows(here: Programmed | None) -> list[ServiceRow]:
-    rows: list[ServiceRow] = []
-    for name, view in here.views if here else ():
-        with contextlib.suppress(DataplaneError, OSError):
-            for row in view.services():
-                row.mode = name
-                rows.append(row)
-    return rows
 
 
 def _cgroup(agent: AgentStatus | None) -> str | None:

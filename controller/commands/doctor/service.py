@@ -18,9 +18,7 @@ from hybrid_proxy.controller.commands.doctor.rules import counted
 from hybrid_proxy.controller.commands.names import Asked, checked
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
-from hybrid_proxy.controller.serving.admin import (
-    ask,
-)
+from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import (
     EventsAnswer,
     ExplainAnswers,
@@ -171,9 +169,8 @@ def _backends(node: Node, rows: Sequence[ServiceRow], name: str | None) -> tuple
         return ()
     numbers = {row.id for row in rows if row.id is not None}
     found: list[BackendRow] = []
-    for _, view in node.here.views:
-        with contextlib.suppress(DataplaneError, OSError):
-            found += view.backends(name if node.here.agent else None)
+    with contextlib.suppress(DataplaneError, OSError):
+        found = node.here.backends(name if node.here.agent else None)
     return tuple(row for row in found if belongs(row.service, name or "-") or row.service_id in numbers)
 
 
