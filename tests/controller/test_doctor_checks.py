@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from hybrid_proxy.controller.commands.doctor.checks import ORDER, diagnose, in_short, node_findings, service_findings
+from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, speech_of
 from hybrid_proxy.controller.commands.doctor.facts import (
     Cause,
@@ -311,11 +311,6 @@ def test_a_service_port_of_which_all_backends_fail_comes_before_old_drops() -> N
     assert verdict.verdict == "all backends of 1 service port fail: shop/web:http"
     drops = next(each.text for each in verdict.findings if each.subject == "drops")
     assert drops == "in the last minutes: 1 x no answer (shop/web:http); 2 x no such source (shop/web:http)"
-
-
-def test_every_cause_has_its_place_in_the_order() -> None:
-    causes = set(Cause.__args__) - {""}  # type: ignore[attr-defined]
-    assert causes == set(ORDER)
 
 
 def test_a_problem_makes_the_exit_code_and_a_warning_does_not() -> None:

@@ -93,39 +93,21 @@ def test_what_is_only_kept_goes_on_serving(modes: Draining, left: Mode) -> None:
     assert (modes.names, modes.rows(), left.tables, left.calls) == ({"left"}, [], [], [])
 
 
-def test_it_ends_with_its_last_flow_and_once(modes: Draining, left: Mode, ended: list[str]) -> None:
-    modes.start("left", TABLE)
-    until(lambda: [row.flows for row in modes.rows()] == [{"TCP": 2, "UDP": 0}], "the flows are counted")
-    assert ended == []
-    left.flows = {"TCP": 0, "UDP": 0}
-    until(lambda: ended, "its end is reported")
-    counted = threading.Event()
-    left.open_flows = lambda table: counted.set() or {}  # type: ignore[assignment, return-value, func-returns-value, method-assign]
-    assert not counted.wait(0.1)
-    assert ended == ["left"]
-    modes.release("left")
-    assert (left.calls, modes.names) == (["close"], frozenset())
-
-
-def test_its_time_is_bounded(modes: Draining, left: Mode, ended: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    modes.timeout = 0.05
-    modes.start("left", TABLE)
-    until(lambda: ended == ["left"], "its time is over")
-    modes.end("left")
-    assert left.calls == ["abandon", "close"]
-    assert "2 TCP flows end" in caplog.text
-
-
 @pytest.mark.parametrize("cut", [False, True], ids=["over", "out of time"])
-def test_begin_and_end_are_reported_with_counts(
+def test_it_ends_once_with_its_last_flow_or_its_time(
     modes: Draining, left: Mode, ended: list[str], told: list[tuple[str, str]], cut: bool
 ) -> None:
     modes.start("left", TABLE)
     until(lambda: told, "its begin is reported")
+    assert ([row.flows for row in modes.rows()], ended) == ([{"TCP": 2, "UDP": 0}], [])
     left.flows = {"UDP": 1} if cut else {}
     modes.timeout = 0.01 if cut else 0.0
     until(lambda: ended, "its end is found")
+    counted = threading.Event()
+    left.open_flows = lambda table: counted.set() or {}  # type: ignore[assignment, return-value, func-returns-value, method-assign]
+    assert not counted.wait(0.1)
     modes.end("left")
+    assert (ended, left.calls, modes.names) == (["left"], ["abandon", "close"], frozenset())
     (begin, began), (end, note) = told
     assert (begin, end) == ("Draining", "Drained")
     assert "2 TCP flows" in began
@@ -140,12 +122,6 @@ def test_since_when_it_drains_does_not_change_with_the_next_switch(modes: Draini
     assert modes.rows()[0].seconds >= 0.3
 
 
-def test_what_it_counts_is_told(modes: Draining, left: Mode) -> None:
-    modes.start("left", TABLE)
-    modes.maintain(TABLE)
-    assert modes.rows()[0].counters == {"drop_empty": 1}
-
-
 def test_it_follows_the_table_and_the_interfaces(modes: Draining, left: Mode) -> None:
     modes.start("left", TABLE)
     for table in (TABLE, NEXT, NEXT):
@@ -153,6 +129,7 @@ def test_it_follows_the_table_and_the_interfaces(modes: Draining, left: Mode) ->
     modes.links_changed()
     assert left.tables == [TABLE, NEXT]
     assert left.calls == ["maintain", "maintain", "maintain", "links"]
+    assert modes.rows()[0].counters == {"drop_empty": 3}
 
 
 def test_a_failure_is_tried_again(modes: Draining, left: Mode, ended: list[str]) -> None:

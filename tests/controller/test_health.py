@@ -1,5 +1,7 @@
 """Rows 8.1 to 8.4 decided: what is healthy, and what the answers hold. No socket is opened here."""
 
+# ruff: noqa: E501 (a case is one line)
+
 from __future__ import annotations
 
 import json
@@ -34,38 +36,56 @@ def programmed(at: float = 100.0) -> Health:
     return health
 
 
+def after(*steps: tuple[str, Any], health: Health | None = None) -> Health:
+    """A programmed health, or this one, after calls of its methods."""
+    health = health or programmed()
+    for name, argument in steps:
+        getattr(health, name)(*argument if isinstance(argument, tuple) else (argument,))
+    return health
+
+
+# fmt: off
+HEALTHY = [  # the state, the time of the question, and the codes of livez and healthz
+    pytest.param(lambda: Health(TIMEOUT), 5, 200, 503, id="before the first table"),
+    pytest.param(lambda: after(("queued", 0), health=Health(TIMEOUT)), 10 * TIMEOUT, 200, 503, id="a family that was never programmed is never unwell"),
+    pytest.param(lambda: after(("turned", 170)), 170, 200, 200, id="nothing has changed for long"),
+    pytest.param(lambda: after(("queued", 110), ("turned", 169.9)), 169.9, 200, 200, id="a change waits"),
+    pytest.param(lambda: after(("queued", 110), ("turned", 170)), 170, 503, 503, id="a change waits too long"),
+    pytest.param(lambda: after(("queued", 110), ("queued", 165), ("turned", 170)), 170, 503, 503, id="another change does not begin the wait anew"),
+    pytest.param(lambda: after(("queued", (110, 6)), ("turned", 180)), 180, 503, 503, id="one family alone"),
+    pytest.param(lambda: after(("queued", (110, 6)), ("turned", 180), ("updated", 181)), 182, 200, 200, id="it is programmed after all"),
+    pytest.param(programmed, 159, 200, 200, id="the loop turned a moment ago"),
+    pytest.param(programmed, 160, 503, 503, id="the loop does not turn any more"),
+    pytest.param(lambda: after(("node", False)), 101, 200, 503, id="the node is deleted"),
+    pytest.param(lambda: after(("node", None)), 101, 200, 503, id="the node is gone"),
+    pytest.param(lambda: after(("updated", 100), health=Health(TIMEOUT, needs_node=False)), 101, 200, 200, id="without an API server a node need not be there"),
+    pytest.param(lambda: after(("updated", 100), ("node", False), health=Health(TIMEOUT, needs_node=False)), 101, 200, 503, id="and may be deleted all the same"),
+]
+# fmt: on
+
+
 class TestProxy:
     """8.1 to 8.3."""
 
-    def test_before_the_first_table(self):
-        health = Health(TIMEOUT)
-        assert decoded(health.livez(5, WALL)) == (
-            200, {"lastUpdated": "2023-11-14T22:13:20.000000Z", "currentTime": "2023-11-14T22:13:20.000000Z",
-                  "healthy": True},
-        )  # fmt: skip
-        assert decoded(health.healthz(5, WALL)) == (
-            503, {"lastUpdated": NEVER, "currentTime": "2023-11-14T22:13:20.000000Z", "nodeEligible": False,
-                  "healthy": False},
-        )  # fmt: skip
+    @pytest.mark.parametrize(("state", "at", "live", "healthy"), HEALTHY)
+    def test_what_is_healthy(self, state, at, live, healthy):
+        health = state()
+        assert (health.livez(at, WALL).code, health.healthz(at, WALL).code) == (live, healthy)
 
-    def test_what_is_waited_for(self):
+    def test_bodies_before_the_first_table(self):
         health = Health(TIMEOUT)
         health.awaited = ("EndpointSlice", "Service")
-        assert decoded(health.healthz(5, WALL))[1]["waitingFor"] == ["EndpointSlice", "Service"]
-        health.updated(6)
-        assert "waitingFor" not in decoded(health.healthz(7, WALL))[1]
-
-    def test_a_family_that_was_never_programmed_is_never_unwell(self):
-        health = Health(TIMEOUT)
-        health.queued(0)
-        assert health.livez(10 * TIMEOUT, WALL).code == 200
+        now = "2023-11-14T22:13:20.000000Z"
+        assert decoded(health.livez(5, WALL))[1] == {
+            "lastUpdated": now, "currentTime": now, "healthy": True, "waitingFor": ["EndpointSlice", "Service"],
+        }  # fmt: skip
+        health.awaited = ()
+        assert decoded(health.healthz(5, WALL))[1] == {
+            "lastUpdated": NEVER, "currentTime": now, "nodeEligible": False, "healthy": False,
+        }  # fmt: skip
 
     def test_well_is_updated_now(self):
-        health = programmed(100)
-        health.turned(170)
-        code, body = decoded(health.healthz(170, WALL))
-        assert code == 200
-        assert body == {
+        assert decoded(after(("turned", 170)).healthz(170, WALL))[1] == {
             "lastUpdated": "2023-11-14T22:13:20.000000Z",
             "currentTime": "2023-11-14T22:13:20.000000Z",
             "nodeEligible": True,
@@ -75,55 +95,20 @@ class TestProxy:
             },
         }
 
-    @pytest.mark.parametrize(("waited", "code"), [(TIMEOUT - 0.1, 200), (TIMEOUT, 503)])
-    def test_a_change_that_waits(self, waited, code):
-        health = programmed(100)
-        health.queued(110)
-        health.turned(110 + waited)
-        assert health.livez(110 + waited, WALL).code == code
-        assert health.healthz(110 + waited, WALL).code == code
-
-    def test_another_change_does_not_begin_the_wait_anew(self):
-        health = programmed(100)
-        health.queued(110)
-        health.queued(165)
-        health.turned(170)
-        assert health.livez(170, WALL).code == 503
-
-    def test_one_family_alone(self):
-        health = programmed(100)
-        health.queued(110, 6)
-        health.turned(180)
-        code, body = decoded(health.livez(180, WALL))
-        assert code == 503
+    def test_each_family_is_healthy_or_not(self):
+        body = decoded(after(("queued", (110, 6)), ("turned", 180)).livez(180, WALL))[1]
         assert {family: one["healthy"] for family, one in body["status"].items()} == {"IPv4": True, "IPv6": False}
         assert body["lastUpdated"] == "2023-11-14T22:12:00.000000Z", "when it was, as it is not well"
-        health.updated(181)
-        assert health.livez(182, WALL).code == 200
-
-    def test_a_loop_that_does_not_turn_any_more(self):
-        health = programmed(100)
-        assert health.livez(159, WALL).code == 200
-        assert health.livez(160, WALL).code == 503
+        alone = after(("queued", (90, 6)), ("updated", 100), health=Health(TIMEOUT, (4,)))  # no rule is made for it
+        assert list(decoded(alone.livez(101, WALL))[1]["status"]) == ["IPv4"]
 
     @pytest.mark.parametrize("eligible", [False, None])
-    def test_a_node_that_is_deleted_or_gone(self, eligible):
-        health = programmed(100)
-        health.node(eligible)
-        code, body = decoded(health.healthz(101, WALL))
-        assert (code, body["nodeEligible"], body["healthy"]) == (503, False, True)
-        code, body = decoded(health.livez(101, WALL))
-        assert (code, body["healthy"]) == (200, True)
-        assert "nodeEligible" not in body
-
-    def test_without_an_api_server_a_node_need_not_be_there(self):
-        health = Health(TIMEOUT, needs_node=False)
-        health.updated(100)
-        assert health.healthz(101, WALL).code == 200
-        health.node(False)
-        assert health.healthz(101, WALL).code == 503
-        health.node(None)
-        assert health.healthz(101, WALL).code == 200
+    def test_a_node_that_is_deleted_is_said_to_be_in_healthz_alone(self, eligible):
+        health = after(("node", eligible))
+        body = decoded(health.healthz(101, WALL))[1]
+        assert (body["nodeEligible"], body["healthy"]) == (False, True)
+        body = decoded(health.livez(101, WALL))[1]
+        assert ("nodeEligible" in body, body["healthy"]) == (False, True)
 
     def test_answers_are_counted(self):
         health = programmed(100)
@@ -131,12 +116,6 @@ class TestProxy:
         health.livez(101, WALL)
         health.livez(400, WALL)
         assert dict(health.asked) == {("healthz", 200): 1, ("livez", 200): 1, ("livez", 503): 1}
-
-    def test_a_machine_without_ipv6(self):
-        health = Health(TIMEOUT, (4,))
-        health.queued(90, 6)  # a slice that no rule is made for
-        health.updated(100)
-        assert list(decoded(health.livez(101, WALL))[1]["status"]) == ["IPv4"]
 
 
 class TestServiceAnswer:

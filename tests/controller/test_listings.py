@@ -84,19 +84,8 @@ SIZES = {"80": Screen(80), "120": Screen(120), "pipe": Screen(), "wide": Screen(
 def test_a_listing_looks_as_its_screen(listing: str, size: str) -> None:
     columns, rows = LISTINGS[listing]
     shown = table(columns, rows, SIZES[size], wide=size == "wide")
+    assert size == "wide" or max(map(len, shown)) <= (SIZES[size].width or 1000)
     assert "\n".join(shown) + "\n" == (SCREENS / f"{listing}-{size}.txt").read_text()
-
-
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("listing", LISTINGS)
-def test_a_listing_fits_and_keeps_what_identifies_and_judges(listing: str, width: int) -> None:
-    columns, rows = LISTINGS[listing]
-    shown = table(columns, rows, Screen(width))
-    assert max(map(len, shown)) <= width
-    text = "\n".join(shown)
-    for row in rows:
-        texts = [getattr(row, name, None) for name in ("name", "service", "address", "client", "backend")]
-        assert all(one in text for one in (*texts, *getattr(row, "frontends", ())) if one)
 
 
 def test_the_mode_is_a_column_where_there_are_several() -> None:

@@ -94,9 +94,8 @@ def test_wide_folds_nothing() -> None:
     assert len(lines) == 1 + len(EVENTS)
 
 
-@pytest.mark.parametrize("width", [40, 80, 120, 160])
-def test_who_talks_to_whom_is_never_cut(width: int) -> None:
-    text = "\n".join(table(event_columns(Screen(width), EVENTS, NOW), EVENTS, Screen(width)))
+def test_who_talks_to_whom_is_never_cut() -> None:
+    text = "\n".join(table(event_columns(Screen(40), EVENTS, NOW), EVENTS, Screen(40)))
     for row in EVENTS:
         assert all(part in text for part in (row.service, row.source, row.destination, row.backend or ""))
 

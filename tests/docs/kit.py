@@ -33,26 +33,10 @@ def run_blocks(lab: Lab, page: str, *words: str) -> list[subprocess.CompletedPro
 def start_agent(lab: Lab, mode: str) -> subprocess.Popen[str]:
     """As a node has it, with the admin socket at its default place, so that commands find it."""
     log = (lab.folder / "agent.log").open("a")
-    agent = lab.start(
-        "node",
-        [
-            sys.executable,
-            "-m",
-            "hybrid_proxy.controller",
-            "run",
-            "--manifests",
-            str(lab.folder / "manifests"),
-            "--proxy-mode",
-            mode,
-            "--strict-mode",
-            "--hostname-override",
-            NODE_NAMES["node"],
-            "--cluster-cidr",
-            ",".join(CLUSTER_CIDRS),
-        ],
-        output=log,
-        errors=log,
-    )
+    argv = [sys.executable, "-m", "hybrid_proxy.controller", "run", "--manifests", str(lab.folder / "manifests")]
+    argv += ["--proxy-mode", mode, "--strict-mode", "--hostname-override", NODE_NAMES["node"]]
+    argv += ["--cluster-cidr", ",".join(CLUSTER_CIDRS)]
+    agent = lab.start("node", argv, output=log, errors=log)
 
     def is_ready() -> bool:
         assert agent.poll() is None, (lab.folder / "agent.log").read_text()

@@ -1,26 +1,22 @@
-"""A real agent's pages over real sockets: rows 8.1 to 8.6 of kube-proxy's behaviour, field by field.
+"""A real agent's pages over real sockets: rows 8.1 to 8.6 of kube-proxy's behaviour.
 
-The mode is one that programs nothing, and fails when the test says so: what is asked here is the agent around it. One
-test asks through a real dataplane.
+The mode is one that programs nothing, and fails when the test says so: what is asked here is the agent around it.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from hybrid_proxy.workshop.lab.apiserver import endpoint_slice, service
 from hybrid_proxy.workshop.lab.namespace import DEADLINES, PATIENCE
-from hybrid_proxy.workshop.lab.network import Lab
 from tests.served import (
     HEALTH,
     ME,
     METRICS,
-    SYNC_PERIOD,
     balanced,
     fetch,
     occupied,
@@ -35,20 +31,17 @@ pytestmark = pytest.mark.root
 
 
 class TestHealth:
-    """8.1 to 8.3."""
+    """8.1 to 8.3. What is healthy when is decided in tests/controller/test_health.py."""
 
     def test_row_8_1_healthz_and_8_2_livez(self, start, lab):
         start()
         reply = fetch(lab, "/healthz")
-        assert reply.status == 200
+        assert (reply.status, reply.json["healthy"], set(reply.json["status"])) == (200, True, {"IPv4", "IPv6"})
         assert reply.headers["Content-Type"] == "application/json"
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
-        assert reply.json["healthy"] is True
-        assert set(reply.json["status"]) == {"IPv4", "IPv6"}
         now = datetime.fromisoformat(reply.json["currentTime"])
         assert abs(datetime.now(UTC) - now) < timedelta(seconds=30)
-        live = fetch(lab, "/livez")
-        assert (live.status, "nodeEligible" in live.json) == (200, False)
+        assert fetch(lab, "/livez").status == 200
         for family in (socket.AF_INET, socket.AF_INET6):
             assert fetch(lab, "/healthz", address=lab["node"].address(family), place="client").status == 200
         assert fetch(lab, "/healthz", address="::1").status == 200
@@ -56,28 +49,22 @@ class TestHealth:
         head = fetch(lab, "/healthz?verbose", method="HEAD")
         assert (head.status, head.body) == (200, b"")
 
-    def test_8_2_a_tainted_or_deleted_node(self, start, lab, api):
-        agent = start()
-        for changes in ({"taint": "ToBeDeletedByClusterAutoscaler"}, {"deleted": True}):
-            api.put(the_node(lab, **changes))
-            reply = until(status_is(lab, "/healthz", 503), f"healthz 503 after {changes}")
-            assert (reply.json["nodeEligible"], reply.json["healthy"]) == (False, True)
-            assert fetch(lab, "/livez").status == 200
-            api.put(the_node(lab, taint="node.kubernetes.io/unschedulable"))
-            assert until(status_is(lab, "/healthz", 200), "healthz 200 again").json["nodeEligible"] is True
-        api.delete("nodes", ME)
-        until(status_is(lab, "/healthz", 503), "healthz 503 without a Node")
-        assert fetch(lab, "/livez").status == 200
-        assert len(agent.running_status().node_faults) == 1
-
-    def test_8_2_a_node_that_must_not_be_read(self, start, lab, api):
-        """Nothing is known of a deletion: the proxy serves, as one that was never told of a Node."""
+    def test_8_2_a_node_that_is_tainted_gone_or_must_not_be_read(self, start, lab, api):
+        """Where the Node must not be read, nothing is known of a deletion: the proxy serves."""
         api.faults("nodes").answers.extend([(403, {})] * 1000)
         agent = start()
         assert fetch(lab, "/healthz").json["nodeEligible"] is True
         assert "403" in agent.running_status().node_faults[0]
         api.faults("nodes").answers.clear()
         agent.wait(lambda status: not status.node_faults, what="allowed to read the Node")
+        api.put(the_node(lab, taint="ToBeDeletedByClusterAutoscaler"))
+        reply = until(status_is(lab, "/healthz", 503), "healthz 503 with the taint")
+        assert (reply.json["nodeEligible"], reply.json["healthy"], fetch(lab, "/livez").status) == (False, True, 200)
+        api.put(the_node(lab))
+        until(status_is(lab, "/healthz", 200), "healthz 200 again")
+        api.delete("nodes", ME)
+        until(status_is(lab, "/healthz", 503), "healthz 503 without a Node")
+        assert len(agent.running_status().node_faults) == 1
 
     def test_8_1_and_8_4_a_change_that_is_not_programmed_in_time(self, start, lab, api, fragile):
         """Load balancers go elsewhere, as livez says: a deleted node alone does not send them away."""
@@ -88,41 +75,31 @@ class TestHealth:
         api.put(the_node(lab, taint="ToBeDeletedByClusterAutoscaler"))
         until(status_is(lab, "/healthz", 503), "the taint is seen")
         assert fetch(lab, "/", 30501).status == 200
-        api.put(the_node(lab))
-        until(status_is(lab, "/healthz", 200), "healthz 200")
         (fragile / "broken").touch()
-        began = time.monotonic()
         api.put(service(7))
         api.put(endpoint_slice(7, range(1), 1))
-        reply = until(status_is(lab, "/healthz", 503), "healthz 503")
-        assert time.monotonic() - began >= 2 * SYNC_PERIOD - 0.1, "not before the time-out"
-        assert reply.json["healthy"] is False
-        assert fetch(lab, "/livez").status == 503
+        until(status_is(lab, "/livez", 503), "livez 503")
         reply = until(status_is(lab, "/", 503, 30501), "503")
         assert (reply.json["localEndpoints"], reply.json["serviceProxyHealthy"]) == (1, False)
         (fragile / "broken").unlink()
-        until(status_is(lab, "/healthz", 200), "healthz 200 again", 40)
-        assert fetch(lab, "/livez").status == 200
+        until(status_is(lab, "/livez", 200), "livez 200 again", 40)
         counted = samples(lab)
         assert counted["kubeproxy_proxy_healthz_total"]["503",] >= 1
-        assert counted["kubeproxy_proxy_livez_total"]["503",] == 1
+        assert counted["kubeproxy_proxy_livez_total"]["503",] >= 1
         assert counted["hybrid_proxy_sync_failures_total"]["fragile",] >= 1
 
     def test_8_3_before_the_first_table(self, start, lab, api):
-        nowhere = api.kubeconfig(url="https://127.0.0.1:9")
-        start(wait=False, kubeconfig=nowhere)
-        reply = until(lambda: fetch(lab, "/livez"), "livez")
-        assert reply.status == 200, "a restart would not help"
-        assert "status" not in reply.json
+        start(wait=False, kubeconfig=api.kubeconfig(url="https://127.0.0.1:9"))
+        assert until(lambda: fetch(lab, "/livez"), "livez").status == 200, "a restart would not help"
         assert fetch(lab, "/healthz").status == 503
         assert fetch(lab, "/healthz", METRICS).body == b"ok"
         assert fetch(lab, "/metrics", METRICS).status == 200, "why it waits can be seen"
 
 
 class TestHealthCheckNodePorts:
-    """8.4, 3.12."""
+    """8.4, 3.12. In each mode, and behind a host's firewall: tests/conformance/test_health_ports.py."""
 
-    def test_status_headers_and_body(self, start, lab, api):
+    def test_the_life_of_a_port(self, start, lab, api):
         start()
         ends, made = balanced("web", 1, 30501, True, True, False)
         api.put(ends)
@@ -130,28 +107,14 @@ class TestHealthCheckNodePorts:
         for family in (socket.AF_INET, socket.AF_INET6):
             where = {"address": lab["node"].address(family), "place": "client"}
             reply = until(status_is(lab, "/any/path", 200, 30501, **where), "the port answers")
-            assert reply.json == {
-                "service": {"namespace": "shop", "name": "web"},
-                "localEndpoints": 2,
-                "serviceProxyHealthy": True,
-            }
-            assert reply.headers["X-Load-Balancing-Endpoint-Weight"] == "2"
+            assert (reply.json["localEndpoints"], reply.headers["X-Load-Balancing-Endpoint-Weight"]) == (2, "2")
         for end in ends["endpoints"]:
             end["conditions"] = {"ready": False, "serving": True, "terminating": True}
         api.put(ends)
-        reply = until(status_is(lab, "/", 503, 30501), "503: terminating does not count")
-        assert (reply.json["localEndpoints"], reply.json["serviceProxyHealthy"]) == (0, True)
-        assert reply.headers["X-Load-Balancing-Endpoint-Weight"] == "0"
-
-    def test_another_port_another_policy_and_a_deletion(self, start, lab, api):
-        start()
-        ends, made = balanced("web", 1, 30501, True)
-        api.put(ends)
-        api.put(made)
-        until(status_is(lab, "/", 200, 30501), "the port")
+        until(status_is(lab, "/", 503, 30501), "503: terminating does not count")
         made["spec"]["healthCheckNodePort"] = 30502
         api.put(made)
-        until(status_is(lab, "/", 200, 30502), "the new port")
+        until(status_is(lab, "/", 503, 30502), "the new port")
         with pytest.raises(ConnectionRefusedError):
             fetch(lab, "/", 30501)
         made["spec"]["externalTrafficPolicy"] = "Cluster"
@@ -159,7 +122,7 @@ class TestHealthCheckNodePorts:
         until(lambda: refused(lab, 30502), "closed with policy Cluster")
         made["spec"]["externalTrafficPolicy"] = "Local"
         api.put(made)
-        until(status_is(lab, "/", 200, 30502), "open again")
+        until(status_is(lab, "/", 503, 30502), "open again")
         api.delete("services", "shop/web")
         until(lambda: refused(lab, 30502), "closed with its Service")
 
@@ -183,44 +146,6 @@ class TestHealthCheckNodePorts:
             assert samples(lab)["hybrid_proxy_health_check_node_ports"] == {("served",): 1, ("failed",): 1}
         until(status_is(lab, "/", 200, 30501), "tried again when the port is free")
         assert agent.status().health_checks.failed == {}
-
-    def test_through_the_ebpf_mode(self, start, lab, api):
-        start(mode="ebpf")
-        for one in balanced("web", 1, 30501, True):
-            api.put(one)
-        for family in (socket.AF_INET, socket.AF_INET6):
-            where = {"address": lab["node"].address(family), "place": "client"}
-            until(status_is(lab, "/", 200, 30501, **where), "the port answers a client outside")
-            assert fetch(lab, "/", 30501, lab["node"].address(family), "pod1").status == 200
-
-
-@pytest.fixture
-def closed(lab: Lab) -> Iterator[None]:
-    """A host that drops what comes in from outside."""
-    rules = ("INPUT -i lo -j ACCEPT", "INPUT -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT")
-    commands = [f"-A {rule}" for rule in rules] + ["-P INPUT DROP"]
-    for command in commands:
-        assert lab.run("node", ["iptables-nft", *command.split()]).returncode == 0
-    yield
-    for command in ("-P INPUT ACCEPT", *(f"-D {rule}" for rule in rules)):
-        assert lab.run("node", ["iptables-nft", *command.split()]).returncode == 0
-
-
-class TestHostFirewall:
-    def test_3_12_mode_iptables_lets_load_balancers_in(self, lab, api, closed, start):
-        start(mode="iptables")
-        for one in balanced("web", 1, 30501, True):
-            api.put(one)
-        where = {"address": lab["node"].address4, "place": "client"}
-        until(status_is(lab, "/", 200, 30501, **where), "the port answers a client outside")
-        with lab.socket("client") as other:
-            other.settimeout(2 * PATIENCE)
-            with pytest.raises(TimeoutError):
-                other.connect((lab["node"].address4, HEALTH))
-        api.delete("services", "shop/web")
-        until(lambda: refused(lab, 30501), "closed with its Service")
-        saved = lab.run("node", ["iptables-nft-save", "-t", "filter"]).stdout
-        assert "--dport 30501" not in saved
 
 
 class TestMetricsServer:
@@ -277,12 +202,8 @@ class TestMetricsServer:
         assert after[f"{name}_count"] == {("IPv4",): 1, ("IPv6",): 0}
         assert 0.35 <= after[f"{name}_sum"]["IPv4",] <= 0.4 + 60 * PATIENCE
         for thing in ("endpoint", "service"):
-            total, pending = (f"kubeproxy_sync_proxy_rules_{thing}_changes_{end}" for end in ("total", "pending"))
+            total = f"kubeproxy_sync_proxy_rules_{thing}_changes_total"
             assert after[total][()] == before[total][()] + 1
-            assert after[pending][()] == 0
-        queued, synced = (after[f"kubeproxy_sync_proxy_rules_{x}_timestamp_seconds"] for x in ("last_queued", "last"))
-        assert time.time() - 300 * PATIENCE < queued["IPv4",] <= synced["IPv4",] <= time.time()
-        assert after["kubeproxy_sync_proxy_rules_duration_seconds_count"]["IPv4",] >= 2
         (fragile / "broken").touch()
         api.put(endpoint_slice(9, range(1), 1))
         api.put(service(9))
@@ -304,13 +225,9 @@ class TestMetricsServer:
             assert event["regarding"]["name"] == ME
 
     @pytest.mark.parametrize(
-        ("port", "flag", "reason"),
-        [
-            (HEALTH, "--healthz-bind-address", "FailedToStartProxierHealthcheck"),
-            (METRICS, "--metrics-bind-address", "FailedToStartMetricServer"),
-        ],
+        ("port", "flag"), [(HEALTH, "--healthz-bind-address"), (METRICS, "--metrics-bind-address")]
     )
-    def test_7_14_hard_fail(self, start, lab, port, flag, reason):
+    def test_7_14_hard_fail(self, start, lab, port, flag):
         with occupied(lab, "0.0.0.0", port):
             agent = start("--bind-address-hard-fail", wait=False)
             assert agent.process is not None
