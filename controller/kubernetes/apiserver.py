@@ -53,7 +53,7 @@ from hybrid_proxy.controller.kubernetes.connection import (
     message_of,
     shown,
 )
-from hybrid_proxy.controller.kubernetes.known import KnownObjects, PartialList, UnusableError
+from hybrid_proxy.controller.kubernetes.known import KnownObjects, ObjectSet, UnusableError
 from hybrid_proxy.controller.kubernetes.model import (
     KINDS,
     Event,
@@ -298,7 +298,7 @@ class _Reflector:
         self._was_read = False
         self._refused_since = 0.0  # monotonic; 0: the last answer was no refusal
         self._whole = False  # the next list comes in one piece
-        self._initial: PartialList | None = None  # what a stream has sent so far of its initial events
+        self._initial: ObjectSet | None = None  # what a stream has sent so far of its initial events
         # A list that failed as a stream may work by pages.
         self._pages = False
         self._pages_until = 0.0 if streams else float("inf")  # monotonic; lists are requested by pages until then
@@ -364,7 +364,7 @@ class _Reflector:
         """One more failure of its sort; the longest pause."""
         if isinstance(error, _GoneError) or (isinstance(error, StatusError) and is_expired(error)):
             self._version = None
-            log.info("%ss are listed again: %s", self._kind, error)
+            log.info("listing %ss again: %s", self._kind, error)
             return self._retry.forgotten()
         if isinstance(error, UnusableError):
             return self._retry.unusable()
@@ -415,7 +415,7 @@ class _Reflector:
         Without a resourceVersion: the newest state. Asking for any version (0) would be cheaper for the
         server, but could be older than what we already know.
         """
-        gathered = PartialList(self._kind)
+        gathered = ObjectSet(self._kind)
         token, empty = "", 0
         while True:
             page = self._page(token)
@@ -426,7 +426,7 @@ class _Reflector:
                 if isinstance(obj, Ignored):
                     continue
                 if isinstance(obj, Refused):
-                    gathered.refuse(obj)
+                    gathered.refuse(obj.key, str(obj))
                     continue
                 key = key_of(obj)
                 if key in gathered.objects or key in gathered.problems:
@@ -459,13 +459,13 @@ class _Reflector:
                 self._whole = False
                 raise UnusableError(str(error)) from error
             self._page_size = max(1, self._page_size // 4)
-            log.info("%ss are asked for by pages of %d: %s", self._kind, self._page_size, error)
+            log.info("listing %ss in pages of %d: %s", self._kind, self._page_size, error)
             return None
         if page.kind != f"{self._kind}List":
             raise UnusableError(f"the answer is a {shown(page.kind)!r} and no {self._kind}List")
         return page
 
-    def _complete(self, version: str | None, gathered: PartialList) -> None:
+    def _complete(self, version: str | None, gathered: ObjectSet) -> None:
         """Everything that there is at this version was read; the watch goes on from it."""
         if not version:
             raise UnusableError("the list has no resourceVersion")
@@ -478,7 +478,7 @@ class _Reflector:
 
     def _watch_from_the_beginning(self) -> None:
         """One stream with everything first, then changes (API concepts, "streaming lists")."""
-        self._initial = PartialList(self._kind)
+        self._initial = ObjectSet(self._kind)
         self._pages = True
         try:
             self._watch(sendInitialEvents="true", resourceVersionMatch="NotOlderThan")
@@ -486,7 +486,7 @@ class _Reflector:
             refused = isinstance(error, _PagesError) or error.code in _NO_INITIAL
             if self._version is not None or not refused:
                 raise
-            log.info("%ss are listed by pages: %s", self._kind, error)
+            log.info("listing %ss in pages: %s", self._kind, error)
             self._pages_until = time.monotonic() + self._policy.rarely  # it may be another server some day
         finally:
             self._initial = None
@@ -551,7 +551,7 @@ class _Reflector:
             self._upsert(key, event.object, head, received)
         self._version = version or self._version
 
-    def _gather(self, event: WatchEvent, initial: PartialList) -> None:
+    def _gather(self, event: WatchEvent, initial: ObjectSet) -> None:
         """An event of a stream whose initial events are not complete."""
         if event.type == "BOOKMARK":
             mark = decode_bookmark(event.object)
@@ -564,11 +564,14 @@ class _Reflector:
             return
         obj = _decode_one(self._resource, event.object)
         if event.type == "DELETED" or isinstance(obj, Ignored):
-            initial.drop(decode_head(event.object).key(self._kind))
+            key = decode_head(event.object).key(self._kind)
+            initial.clear(key)
+            initial.drop(key)
         elif isinstance(obj, Refused):
-            initial.refuse(obj)
+            initial.refuse(obj.key, str(obj))
         else:
             key = key_of(obj)
+            initial.clear(key)
             initial.put(key, self._objects.renewed(key, obj))
 
     def _upsert(self, key: str, raw: msgspec.Raw, head: ObjectHead, received: float) -> None:

@@ -6,14 +6,13 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.errors import Refused
 from hybrid_proxy.controller.kubernetes import Emit
 from hybrid_proxy.controller.kubernetes.connection import Connection
 from hybrid_proxy.controller.kubernetes.model import EndpointSlice, Object, Problem, Removed, Replaced, Upserted
 from hybrid_proxy.controller.kubernetes.parse import UNNAMED
 from hybrid_proxy.controller.kubernetes.watch import Versions
 
-__all__ = ["KnownObjects", "PartialList", "UnusableError"]
+__all__ = ["KnownObjects", "ObjectSet", "UnusableError"]
 
 # What all objects of a kind may take of our memory, about 1 KB for one and 150 bytes for each of its endpoints.
 # 150,000 pods and 10,000 Services, which Kubernetes is made for, take 50 MB.
@@ -26,12 +25,15 @@ class UnusableError(Exception):
     """The server answered with something that is not what was asked for; says what."""
 
 
-class PartialList:
-    """The part of a list that has come: objects to use, and what is wrong with others, both by key."""
+class ObjectSet:
+    """Objects of one kind, and what is wrong with those that were refused, by key; with a bound on their memory.
+
+    An object that was refused may have its last good version in `objects`.
+    """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._weight = 0
+        self._weight = 0  # about how many bytes all of it takes
         self.objects: dict[str, Object] = {}
         self.problems: dict[str, str] = {}
 
@@ -41,27 +43,38 @@ class PartialList:
         Raises:
             UnusableError: these are too many.
         """
-        self.drop(key)
+        self._grow(_weight(obj) - _weight(self.objects.get(key)))
         self.objects[key] = obj
-        self._grow(_weight(obj))
 
-    def refuse(self, refused: Refused) -> None:
-        """Note an object that cannot be used."""
-        self.drop(refused.key)
-        self.problems[refused.key] = str(refused)
-        self._grow(_OBJECT)
+    def refuse(self, key: str, message: str) -> bool:
+        """Note an object that cannot be used. True: that is new.
+
+        Raises:
+            UnusableError: these are too many.
+        """
+        known = self.problems.get(key)
+        if known is None:
+            self._grow(_OBJECT)
+        self.problems[key] = message
+        return known != message
+
+    def clear(self, key: str) -> bool:
+        """Forget what was wrong with an object. True: something was."""
+        found = self.problems.pop(key, None) is not None
+        self._weight -= found * _OBJECT
+        return found
+
+    def drop(self, key: str) -> bool:
+        """Remove an object. True: it was there."""
+        obj = self.objects.pop(key, None)
+        self._weight -= _weight(obj)
+        return obj is not None
 
     def _grow(self, more: int) -> None:
+        if self._weight + more > _MAX_KIND and more > 0:
+            count = f"more than {len(self.objects) + len(self.problems)} {self._kind}s"
+            raise UnusableError(f"{count}, which would take more than {_MAX_KIND >> 20} MiB of memory")
         self._weight += more
-        if self._weight > _MAX_KIND:
-            raise too_many(self._kind, len(self.objects) + len(self.problems))
-
-    def drop(self, key: str) -> None:
-        obj = self.objects.pop(key, None)
-        if obj is not None:
-            self._weight -= _weight(obj)
-        elif self.problems.pop(key, None) is not None:
-            self._weight -= _OBJECT
 
 
 class KnownObjects:
@@ -77,24 +90,25 @@ class KnownObjects:
         self._connection = connection
         self._emit = emit
         self._versions = Versions()
-        self._known: dict[str, Object] = {}
-        self._weight = 0  # of these, in bytes
-        self._refused: dict[str, str] = {}  # keys with a Problem, and what it says
+        self._known = ObjectSet(kind)
 
-    def replace(self, version: str, gathered: PartialList) -> None:
-        """A list is complete: it has everything that there is at this version."""
-        objects, problems = gathered.objects, gathered.problems
+    def replace(self, version: str, listed: ObjectSet) -> None:
+        """Use a complete list: it has everything that there is at this version."""
         self._versions.listed(version)
         self.listed = True
-        for key in self._refused.keys() - problems.keys():
-            self._clear(key)
-        for key, message in problems.items():
-            self._refuse(key, message)
+        known, self._known = self._known, listed
+        for key in known.problems.keys() - listed.problems.keys():
+            self._report(key, "")
+        for key, message in listed.problems.items():
+            if known.problems.get(key) != message:
+                self._report(key, message)
+        objects = tuple(listed.objects.values())
         # One without a name may be any of those that are known.
-        kept = self._known if any(key.endswith(UNNAMED) for key in problems) else problems.keys() & self._known.keys()
-        self._known = {key: self._known[key] for key in kept} | objects
-        self._weight = sum(map(_weight, self._known.values()))
-        self._emit(Replaced(self._kind, tuple(objects.values()), frozenset(problems) | (self._known.keys() - objects)))
+        unnamed = any(key.endswith(UNNAMED) for key in listed.problems)
+        kept = (known.objects if unnamed else listed.problems).keys() & known.objects.keys() - listed.objects.keys()
+        for key in kept:
+            listed.put(key, known.objects[key])
+        self._emit(Replaced(self._kind, objects, frozenset(listed.problems) | kept))
 
     def renewed(self, key: str, obj: Object) -> Object:
         """The value to use for an object of a list. A known one that has changed is reported at once.
@@ -103,7 +117,7 @@ class KnownObjects:
         endpoints. What is not known waits until the list proves to be one.
         """
         obj = self._as_known(key, obj)
-        if self._known.get(key, obj) is not obj:
+        if self._known.objects.get(key, obj) is not obj:
             self._learn(key, obj)
             self._emit(Upserted(obj))
         return obj
@@ -113,7 +127,7 @@ class KnownObjects:
 
         A value that stays leaves no holes in memory.
         """
-        known = self._known.get(key)
+        known = self._known.objects.get(key)
         if known is None:
             return obj
         if known == obj:
@@ -126,15 +140,11 @@ class KnownObjects:
         return msgspec.structs.replace(obj, endpoints=endpoints)
 
     def _learn(self, key: str, obj: Object) -> None:
-        before = self._known.get(key)
-        more = _weight(obj) - (_weight(before) if before is not None else 0)
-        self._bounded(more)
+        self._known.put(key, obj)
         self._clear(key)
-        self._known[key] = obj
-        self._weight += more
 
     def upsert(self, key: str, obj: Object, received: float, triggered: float) -> None:
-        """An object was created or changed. `triggered` is when what a slice reports changed."""
+        """Report an object that was created or changed. `triggered` is when what a slice reports changed."""
         obj = self._as_known(key, obj)
         self._learn(key, obj)
         self._emit(Upserted(obj, received, triggered if isinstance(obj, EndpointSlice) else 0.0))
@@ -145,9 +155,9 @@ class KnownObjects:
         self.forget(key, received)
 
     def refuse(self, key: str, message: str) -> None:
-        """An object is malformed; its last good version stays."""
-        self._bounded(_OBJECT)
-        self._refuse(key, message)
+        """Report a malformed object; its last good version stays."""
+        if self._known.refuse(key, message):
+            self._report(key, message)
 
     def is_news(self, key: str, version: str | None, *, gone: bool) -> bool:
         """Return whether an event is newer than what is known of its object."""
@@ -159,36 +169,22 @@ class KnownObjects:
         self._emit(Replaced(self._kind, (), absent=why))
 
     def forget(self, key: str, received: float) -> None:
-        """An object was deleted."""
+        """Remove an object that was deleted."""
         self._clear(key)
-        before = self._known.pop(key, None)
-        if before is None:
-            return  # nobody heard of it: another proxy's, or one whose deletion came before its creation
-        self._weight -= _weight(before)
-        self._emit(Removed(self._kind, key, received))
-
-    def _bounded(self, more: int) -> None:
-        if self._weight + _OBJECT * len(self._refused) + more > _MAX_KIND and more > 0:
-            raise too_many(self._kind, len(self._known))
-
-    # Problems
-
-    def _refuse(self, key: str, message: str) -> None:
-        if self._refused.get(key) == message:
-            return
-        self._refused[key] = message
-        self._emit(Problem(self._kind, key, message, self._connection.where))
+        # Nobody heard of some: another proxy's, or one whose deletion came before its creation.
+        if self._known.drop(key):
+            self._emit(Removed(self._kind, key, received))
 
     def _clear(self, key: str) -> None:
-        if key in self._refused:
-            del self._refused[key]
-            self._emit(Problem(self._kind, key, "", self._connection.where))
+        if self._known.clear(key):
+            self._report(key, "")
+
+    def _report(self, key: str, message: str) -> None:
+        self._emit(Problem(self._kind, key, message, self._connection.where))
 
 
-def _weight(obj: Object) -> int:
+def _weight(obj: Object | None) -> int:
     """About how many bytes this takes."""
+    if obj is None:
+        return 0
     return _OBJECT + _ENDPOINT * len(obj.endpoints) if isinstance(obj, EndpointSlice) else _OBJECT
-
-
-def too_many(kind: str, count: int) -> UnusableError:
-    return UnusableError(f"more than {count} {kind}s, which would take more than {_MAX_KIND >> 20} MiB of memory")

@@ -71,8 +71,8 @@ _VERSIONS: Final = {
 }
 
 # Seconds.
-_LOOK: Final = 2.0  # how often signatures are compared without any event
-_SETTLE: Final = 1.0  # a file that is written all the time is read after this time
+_POLL: Final = 2.0  # how often signatures are compared without any event
+_WRITING: Final = 1.0  # a file that is written all the time is read after this time
 _EMPTY: Final = 0.3  # a file that had objects and is empty counts as emptied after this time
 _COSTLY: Final = 0.1  # a file that took longer rests ten times as long: one that grows must not stop the rest
 
@@ -351,16 +351,16 @@ class Folder:
         self.path = path
         self._proxy_name = proxy_name
         self.files = _restored(kept)
-        self.unsettled: dict[str, float] = {}  # file -> when it was first seen changing
+        self.unfinished: dict[str, float] = {}  # file -> when it was first seen changing
         self.snapshot = _snapshot(self.files.items(), _NOTHING)
         self.touched: frozenset[_Name] = frozenset()
-        self._mentions: dict[_Name, tuple[str, ...]] = {}  # the files in which a name stands
+        self._files_of: dict[_Name, tuple[str, ...]] = {}  # the files in which a name stands
 
     def refresh(self, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> _Snapshot:
         """Read what changed.
 
         Args:
-            patient: leave a file alone that is being written at this very moment; it is in `unsettled` then.
+            patient: leave a file alone that is being written at this very moment; it is in `unfinished` then.
             suspicious: something happened: read files of the last second even if their signature is known,
                 because two writes within a tick of the file system's clock have one signature.
             complete: files that are known to be written to the end, however young they are.
@@ -374,11 +374,11 @@ class Folder:
         for path in paths:
             shown = _shown(path)
             try:
-                file = self._look_at(path, shown, patient and shown not in complete, suspicious)
+                file = self._refreshed(path, shown, patient and shown not in complete, suspicious)
             except FileNotFoundError:
                 if path == self.path:
                     raise
-                self.unsettled.pop(shown, None)  # deleted between the listing and now
+                self.unfinished.pop(shown, None)  # deleted between the listing and now
                 continue
             except OSError as error:
                 wrong[path] = f"cannot be read: {error.strerror}"
@@ -392,8 +392,8 @@ class Folder:
         if wrong:
             found = dict(sorted(found.items(), key=lambda item: Path(item[0])))
         before, self.files = self.files, found
-        self.unsettled = {shown: since for shown, since in self.unsettled.items() if shown in found}
-        self._repaint(before)
+        self.unfinished = {shown: since for shown, since in self.unfinished.items() if shown in found}
+        self._update(before)
         return self.snapshot
 
     def kept(self) -> bytes:
@@ -413,8 +413,8 @@ class Folder:
         below = f"{shown}/"
         found |= {name: file for name, file in self.files.items() if name.startswith(below) and name not in found}
 
-    def _repaint(self, before: Mapping[str, _File]) -> None:
-        """Look again at the names in files that changed, in all files where they stand: few, of a large folder."""
+    def _update(self, before: Mapping[str, _File]) -> None:
+        """Merge the names in files that changed, from all files where they stand: few, of a large folder."""
         names: set[_Name] = set()
         files: set[str] = set()
         foreign = self.snapshot.foreign
@@ -424,18 +424,18 @@ class Folder:
                 continue
             files.add(shown)
             foreign += new.content.foreign - old.content.foreign
-            names.update(self._mention(shown, old.content, new.content))
+            names.update(self._index(shown, old.content, new.content))
         self.touched = frozenset(names).union((_FILE, shown) for shown in files)
         if not files:
             return
         for name in names:
-            files.update(self._mentions.get(name, ()))
+            files.update(self._files_of.get(name, ()))
         part = _snapshot(((shown, file) for shown, file in self.files.items() if shown in files), self.snapshot, names)
         self.snapshot = _merged(self.snapshot, part, self.touched, foreign)
 
-    def _mention(self, shown: str, old: _Content, new: _Content) -> Iterator[_Name]:
-        """Note which names stand in a file, and which no longer; all of them."""
-        mentions, alone = self._mentions, (shown,)
+    def _index(self, shown: str, old: _Content, new: _Content) -> Iterator[_Name]:
+        """Note which names stand in a file, and which no longer. Yields all of them."""
+        mentions, alone = self._files_of, (shown,)
         for document in old.documents:
             rest = tuple(other for other in mentions.pop(document.name, ()) if other != shown)
             if rest:
@@ -447,30 +447,35 @@ class Folder:
                 mentions[document.name] = (*others, shown) if others else alone
             yield document.name
 
-    def _look_at(self, path: Path, shown: str, patient: bool, suspicious: bool) -> _File:
+    def _refreshed(self, path: Path, shown: str, patient: bool, suspicious: bool) -> _File:
         known = self.files.get(shown)
         stat = path.stat()
         signature = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         age = time.time() - stat.st_mtime
-        if known and known.signature == signature and not (suspicious and -1 < age < 1) and shown not in self.unsettled:
+        if (
+            known
+            and known.signature == signature
+            and not (suspicious and -1 < age < 1)
+            and shown not in self.unfinished
+        ):
             return known
-        if known and patient and self._is_unsettled(shown, known, stat.st_size, age):
+        if known and patient and self._is_unfinished(shown, known, stat.st_size, age):
             return known
-        self.unsettled.pop(shown, None)
+        self.unfinished.pop(shown, None)
         began = time.monotonic()
         file = self._read(path, shown, signature, known)
         end = time.monotonic()
         return file._replace(again=end + 10 * (end - began)) if end - began > _COSTLY else file
 
-    def _is_unsettled(self, shown: str, known: _File, size: int, age: float) -> bool:
+    def _is_unfinished(self, shown: str, known: _File, size: int, age: float) -> bool:
         """Whether a writer is at work: it truncated the file, or wrote a moment ago."""
         now = time.monotonic()
-        waited = now - self.unsettled.setdefault(shown, now)
+        waited = now - self.unfinished.setdefault(shown, now)
         if now < known.again:
             return True
         if size == 0 and known.content.documents:
             return waited < _EMPTY
-        return 0 <= age < STEP / 2 and waited < _SETTLE
+        return 0 <= age < STEP / 2 and waited < _WRITING
 
     def _read(self, path: Path, shown: str, signature: tuple[int, ...], known: _File | None) -> _File:
         content = known.content if known else _Content()
@@ -577,14 +582,14 @@ def _walk(
             if entry.is_dir(follow_symlinks=False):
                 folders.append(path)
             elif entry.is_symlink():
-                _follow(path, is_manifest, found, linked, wrong)
+                _add_target(path, is_manifest, found, linked, wrong)
             elif is_manifest and entry.is_file(follow_symlinks=False):
                 found.append(path)
             elif is_manifest:
                 wrong[path] = _NO_FILE_AT_ALL
 
 
-def _follow(link: Path, is_manifest: bool, found: list[Path], linked: list[Path], wrong: dict[Path, str]) -> None:
+def _add_target(link: Path, is_manifest: bool, found: list[Path], linked: list[Path], wrong: dict[Path, str]) -> None:
     """Add what a link leads to."""
     try:
         mode = link.stat().st_mode
@@ -664,19 +669,19 @@ class Manifests:
     def run(self, emit: Emit, stop: threading.Event) -> None:
         while not stop.is_set():
             identity = self._identity()
-            if self._tell(emit, patient=False):
-                self._follow(identity, emit, stop)
+            if self._report(emit, patient=False):
+                self._watch(identity, emit, stop)
             else:
                 stop.wait(TICK)
 
-    def _follow(self, identity: tuple[int, int] | None, emit: Emit, stop: threading.Event) -> None:
+    def _watch(self, identity: tuple[int, int] | None, emit: Emit, stop: threading.Event) -> None:
         """Watch the path until it is another file or folder than before, or gone."""
-        looked = float("-inf")  # once more when the watch stands: a file may have changed meanwhile
+        polled = float("-inf")  # once more when the watch is set: a file may have changed meanwhile
         for tick in ticks(self._path, stop):
             now = time.monotonic()
-            if tick.happened or self._folder.unsettled or now - looked >= _LOOK:
-                looked = now
-                if not self._tell(emit, patient=True, suspicious=tick.happened, complete=tick.complete):
+            if tick.happened or self._folder.unfinished or now - polled >= _POLL:
+                polled = now
+                if not self._report(emit, patient=True, suspicious=tick.happened, complete=tick.complete):
                     return
             if self._identity() != identity:
                 return
@@ -687,7 +692,7 @@ class Manifests:
         except OSError:
             return None
 
-    def _tell(self, emit: Emit, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> bool:
+    def _report(self, emit: Emit, *, patient: bool, suspicious: bool = False, complete: Collection[str] = ()) -> bool:
         """Read what changed and emit the difference; False when the path cannot be read."""
         received = time.monotonic()
         try:
