@@ -50,7 +50,7 @@ class Form(NamedTuple):
 
     def mismatch(self) -> str:
         """Returns what is wrong with a value of another type."""
-        return f"is not {_NAMES.get(self.raw, 'a list of objects with filePattern and verbosity')}"
+        return f"is not {_NAMES[self.raw]}"
 
 
 _NAMES: Final[dict[Any, str]] = {

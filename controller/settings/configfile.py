@@ -29,8 +29,8 @@ from hybrid_proxy.controller.settings.given import Given, shown
 from hybrid_proxy.dataplane.errors import told
 from hybrid_proxy.dataplane.settings import RESTART
 
-LOOK: Final = 1.0  # seconds between two reads of the file where changes are not reported
-SETTLE: Final = 0.03  # seconds
+POLL: Final = 1.0  # seconds between two reads of the file where changes are not reported
+PAUSE: Final = 0.03  # seconds
 _VERSION: Final = re.compile(r"(?P<group>[a-z0-9.]{1,63})/(?P<version>v[0-9]{1,3}((alpha|beta)[0-9]{1,3})?)")
 _MAX_FILE: Final = 1 << 20  # bytes; the API's limit for a ConfigMap
 
@@ -78,7 +78,7 @@ def read(content: bytes, name: str, flags: Mapping[str, Any]) -> Loaded:
     """Load the configuration of a file's content; `name` stands in errors."""
     given = Given(name)
     for kind, value in _documents_of(content, given).items():
-        _take(DOCUMENTS[kind], value, kind, given)
+        _read_object(DOCUMENTS[kind], value, kind, given)
         if value["apiVersion"] != DOCUMENTS[kind]().api_version:
             given.excuse()
     given.take_flags(flags)
@@ -139,7 +139,7 @@ def _is_later(kind: str, version: object) -> bool:
     return found is not None and found["group"] == group and found["version"] != ours
 
 
-def _take(cls: type[msgspec.Struct], value: dict[str, Any], path: str, given: Given) -> None:
+def _read_object(cls: type[msgspec.Struct], value: dict[str, Any], path: str, given: Given) -> None:
     """Use the fields of an object. Null means "absent", as in Go."""
     known = {row.key: row for row in rows()}
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(cls)}
@@ -153,7 +153,7 @@ def _take(cls: type[msgspec.Struct], value: dict[str, Any], path: str, given: Gi
         elif key in known:
             given.take(known[key], child, (where, shown(child)), of_file=True)
         elif isinstance(child, dict):
-            _take(fields[name], child, key, given)
+            _read_object(fields[name], child, key, given)
         else:
             given.reject(f"{where} {shown(child)}: is not an object")
 
@@ -179,8 +179,8 @@ def follow(
     The file may be a symbolic link that is swapped, as in the volume of a ConfigMap. `known` was reported already.
     """
     while not stop.is_set():
-        for _ in ticks(path, stop, LOOK):
-            content = _settled(path, stop)
+        for _ in ticks(path, stop, POLL):
+            content = _finished(path, stop)
             if content is None:
                 break
             if content != known:
@@ -189,15 +189,15 @@ def follow(
                     report(load(path, flags))
                 except ConfigError as error:
                     report(error)
-        stop.wait(LOOK)
+        stop.wait(POLL)
 
 
-def _settled(path: Path, stop: threading.Event) -> bytes | None:
+def _finished(path: Path, stop: threading.Event) -> bytes | None:
     """What is in the file when nobody writes to it any more, no more than `load` takes; None: there is no such file."""
     try:
         content = head(path, _MAX_FILE + 1)
         for _ in range(20):
-            if stop.wait(SETTLE):
+            if stop.wait(PAUSE):
                 break
             if (again := head(path, _MAX_FILE + 1)) == content:
                 break
@@ -243,7 +243,9 @@ def in_effect(loaded: Loaded) -> list[dict[str, Any]]:
         for parent in parents:
             place = place.setdefault(parent, {})
         value = servers.get(row.key) or loaded.given[row]
-        place[last] = row.written_default if value == row.default else row.setting.form.write(value)
+        place[last] = (
+            row.written_default if value == row.default or row.setting.unused else row.setting.form.write(value)
+        )
     return list(made.values())
 
 

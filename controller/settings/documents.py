@@ -18,7 +18,7 @@ from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
 from hybrid_proxy.controller.settings.forms import (
     ADDRESS,
     ADDRESSES,
-    BUFFER_SIZE,
+    ANYTHING,
     CIDR_PAIR,
     GATES,
     INTERFACE,
@@ -28,10 +28,7 @@ from hybrid_proxy.controller.settings.forms import (
     NODE_NAME,
     NODE_PORT_ADDRESSES,
     NUMBER,
-    VERSION,
-    VMODULE,
     Endpoint,
-    VModule,
     known,
 )
 from hybrid_proxy.dataplane.balancing import ALGORITHMS, ALIASES
@@ -147,15 +144,15 @@ class ClientConnection(Section, frozen=True):
 
 class JsonOptions(Section, frozen=True):
     split_stream: Annotated[bool, define("Info to stdout", BOOLEAN, "log-json-split-stream", unused=_STDERR)] = False
-    info_buffer_size: Annotated[str, define(
-        "Bytes", BUFFER_SIZE, "log-json-info-buffer-size", unused=_STDERR, zero=True
+    info_buffer_size: Annotated[Any, define(
+        "Bytes", ANYTHING, "log-json-info-buffer-size", unused=_STDERR, zero=True
     )] = "0"
 
 
 class TextOptions(Section, frozen=True):
     split_stream: Annotated[bool, define("Info to stdout", BOOLEAN, "log-text-split-stream", unused=_STDERR)] = False
-    info_buffer_size: Annotated[str, define(
-        "Bytes", BUFFER_SIZE, "log-text-info-buffer-size", unused=_STDERR, zero=True
+    info_buffer_size: Annotated[Any, define(
+        "Bytes", ANYTHING, "log-text-info-buffer-size", unused=_STDERR, zero=True
     )] = "0"
 
 
@@ -178,9 +175,9 @@ class Logging(Section, frozen=True):
     verbosity: Annotated[int, define(
         "How much to log: 0 to 10, as kube-proxy's; from 4 on, every change", integer(), "v", group=LOG
     )] = 0
-    vmodule: Annotated[tuple[VModule, ...], define(
-        "Other verbosities by source file", VMODULE, "vmodule", unused="there are no levels by source file"
-    )] = ()
+    vmodule: Annotated[Any, define(
+        "Other verbosities by source file", ANYTHING, "vmodule", unused="there are no levels by source file", zero=True
+    )] = msgspec.field(default_factory=list)
     options: LoggingOptions = LoggingOptions()
 
 
@@ -331,7 +328,7 @@ class KubeProxyConfiguration(Section, frozen=True):
         "Serve pages for debugging beside the metrics", BOOLEAN, "profiling", group=SERVERS
     )] = False
     show_hidden_metrics_for_version: Annotated[str, define(
-        "Show metrics that the version after this one hid", VERSION, "show-hidden-metrics-for-version",
+        "Show metrics that the version after this one hid", TEXT, "show-hidden-metrics-for-version",
         unused="no metric is hidden"
     )] = ""
     mode: Annotated[str, define(

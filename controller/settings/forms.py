@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from hybrid_proxy.controller.semantics.entries import NODE_PORT_KEYWORDS
 from hybrid_proxy.dataplane.addresses import canonical_address, canonical_cidr
-from hybrid_proxy.dataplane.settings import INT32, Form, choice, unique
+from hybrid_proxy.dataplane.settings import Form, choice, unique
 from hybrid_proxy.dataplane.table import family_of
 
 
@@ -20,13 +20,6 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     address: str
     port: int = 0
-
-
-class VModule(msgspec.Struct, frozen=True, rename="camel"):
-    """Another verbosity for some source files."""
-
-    file_pattern: str = ""
-    verbosity: int = 0
 
 
 def items(text: str) -> list[str]:
@@ -121,13 +114,6 @@ def _write_listen(value: Endpoint) -> str:
     return f"{host}:{value.port}" if value.port else value.address
 
 
-def _vmodules(raw: list[VModule]) -> tuple[VModule, ...]:
-    for module in raw:
-        if not re.fullmatch(r"[^=,]+", module.file_pattern) or not 0 <= module.verbosity <= INT32:
-            raise ValueError("is not of the form PATTERN=LEVEL,...")
-    return tuple(raw)
-
-
 NUMBER: Final = Form(float, "N", _number, lambda value: int(value) if float(value).is_integer() else value)
 CIDR_PAIR: Final = Form(str, "CIDR[,CIDR]", _cidr_pair, ",".join, repeats=True)
 ADDRESS: Final = Form(str, "IP", _address)
@@ -141,15 +127,8 @@ INTERFACE: Final = Form(str, "NAME", _interface)
 NODE_NAME: Final = Form(str, "NAME", _node_name)
 LISTEN: Final = Form(str, "IP[:PORT]", _listen, _write_listen)
 GATES: Final = Form(dict[str, bool], "GATE=BOOL,...", write=dict, repeats=True)
-VMODULE: Final = Form(
-    list[VModule], "PATTERN=N,...", _vmodules, lambda value: [msgspec.to_builtins(module) for module in value]
-)
+ANYTHING: Final = Form(Any, "VALUE")  # of settings without effect
 LABEL: Final = _matches(
     r"(?:[A-Za-z0-9](?:[-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?",
     "is not the value of a label: at most 63 letters, digits, -, _ and ., a letter or digit at both ends", "NAME",
 )  # fmt: skip
-VERSION: Final = _matches(r"(?:[0-9]{1,3}\.[0-9]{1,3})?", "is not of the form MAJOR.MINOR, such as 1.35", "VERSION")
-BUFFER_SIZE: Final = _matches(
-    r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[KMGTPE]i|[numkMGTPE]|[eE][-+]?[0-9]{1,3})?",
-    "is not a quantity, such as 64Ki", "SIZE",
-)._replace(raw=str | int)  # fmt: skip

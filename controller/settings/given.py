@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.settings.documents import HYBRID, KUBE_PROXY, KUBE_PROXYS_MODES, Row, rows
-from hybrid_proxy.controller.settings.forms import VModule, items
+from hybrid_proxy.controller.settings.forms import items
 from hybrid_proxy.dataplane.settings import Form, Group, duration
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -288,8 +288,6 @@ def _of_text(form: Form, text: str) -> Any:
         return items(text)
     if form.raw == dict[str, bool]:
         return dict(_gate(item) for item in items(text))
-    if form.raw == list[VModule]:
-        return [_vmodule(item) for item in text.removesuffix(",").split(",") if text]
     return text
 
 
@@ -304,10 +302,3 @@ def _gate(item: str) -> tuple[str, bool]:
     if on.strip() not in _TRUE | _FALSE:
         raise ValueError(f"{item!r} is not of the form GATE=true or GATE=false")
     return name.strip(), on.strip() in _TRUE
-
-
-def _vmodule(item: str) -> VModule:
-    pattern, _, level = item.rpartition("=")
-    if not re.fullmatch(r"[0-9]{1,9}", level, re.ASCII):
-        raise ValueError("is not of the form PATTERN=LEVEL,...")
-    return VModule(pattern, int(level))
