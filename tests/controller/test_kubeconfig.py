@@ -9,37 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from hybrid_proxy.controller.kubernetes import connection, kubeconfig
+from hybrid_proxy.controller.kubernetes import connection
+from hybrid_proxy.controller.kubernetes import kubeconfig as kubeconfigs
 from hybrid_proxy.controller.kubernetes.connection import Connection
 from hybrid_proxy.controller.kubernetes.kubeconfig import Access, of_kubeconfig
-
-VERSION = "client.authentication.k8s.io/v1"
-
-
-def written(path: Path, **parts: Any) -> str:
-    known = {
-        "current-context": "a",
-        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
-        "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"}}],
-    }
-    path.write_bytes(msgspec.json.encode(known | parts))
-    return str(path)
+from tests.controller.credentials import VERSION, exec_user, kubeconfig, program, says
 
 
 def of_user(folder: Path, user: dict[str, Any]) -> Access:
-    return of_kubeconfig(written(folder / "config", users=[{"name": "a", "user": user}]))
+    return of_kubeconfig(kubeconfig(folder / "config", user))
 
 
 def plugin(folder: Path, script: str, **more: Any) -> dict[str, Any]:
-    program = folder / "plugin"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    return {"exec": {"apiVersion": VERSION, "command": "./plugin", "interactiveMode": "Never", **more}}
-
-
-def says(**status: str) -> str:
-    answer = {"apiVersion": VERSION, "kind": "ExecCredential", "status": status}
-    return f"echo '{msgspec.json.encode(answer).decode()}'"
+    """A user whose credentials come from a program beside the kubeconfig."""
+    program(folder, script)
+    return exec_user("./plugin", **more)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +58,7 @@ def test_who_we_are(user: Callable[[Path], dict[str, Any]], authorization: str, 
 
 def test_a_program_is_told_its_variables_and_the_cluster(tmp_path: Path) -> None:
     script = 'printf \'%s %s\' "$WORD" "$KUBERNETES_EXEC_INFO" > told\n' + says(token="t")
-    of_user(tmp_path, plugin(tmp_path, script, env=[{"name": "WORD", "value": "w"}], provideClusterInfo=True))
+    of_user(tmp_path, plugin(tmp_path, script, env={"WORD": "w"}, provideClusterInfo=True))
     word, _, info = (tmp_path / "told").read_text().partition(" ")
     assert word == "w"
     assert msgspec.json.decode(info)["spec"]["cluster"]["server"] == "https://127.0.0.1:1"
@@ -83,7 +67,7 @@ def test_a_program_is_told_its_variables_and_the_cluster(tmp_path: Path) -> None
 def test_a_program_that_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kubeconfig, "PLUGIN_SECONDS", 0.2)
+    monkeypatch.setattr(kubeconfigs, "PLUGIN_SECONDS", 0.2)
     assert of_user(tmp_path, plugin(tmp_path, "exec sleep 60")).authorization == ""
     assert "took more than 0.2 s" in caplog.text
 
@@ -91,7 +75,7 @@ def test_a_program_that_hangs_is_not_waited_for(
 @pytest.mark.parametrize(("expiry", "runs"), [("2020-01-01T00:00:00Z", 3), ("2999-01-01T00:00:00Z", 1)])
 def test_credentials_that_expire_are_asked_for_again(expiry: str, runs: int, tmp_path: Path) -> None:
     user = plugin(tmp_path, "echo >> runs\n" + says(token="t", expirationTimestamp=expiry))
-    made = Connection(written(tmp_path / "config", users=[{"name": "a", "user": user}]), None)
+    made = Connection(kubeconfig(tmp_path / "config", user), None)
     made.open()
     for _ in range(2):
         with pytest.raises(Exception, match=r"127\.0\.0\.1"):
@@ -103,8 +87,8 @@ def test_credentials_that_expire_are_asked_for_again(expiry: str, runs: int, tmp
 def test_of_several_files_the_first_with_a_name_counts(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "two/token").write_text("second\n")
-    first = written(tmp_path / "one", clusters=[{"name": "a", "cluster": {"server": "https://first"}}])
-    second = written(tmp_path / "two/config", users=[{"name": "a", "user": {"tokenFile": "token"}}])
+    first = kubeconfig(tmp_path / "one", clusters=[{"name": "a", "cluster": {"server": "https://first"}}])
+    second = kubeconfig(tmp_path / "two/config", {"tokenFile": "token"})
     found = of_kubeconfig(f"{first}:{second}:{tmp_path / 'none'}")
     assert (found.server, found.authorization) == ("https://first", "Bearer second")
     assert found.files == (first, second, str(tmp_path / "two/token"))

@@ -29,6 +29,8 @@ from hybrid_proxy.workshop.lab.apiserver import (
     service,
     slice_name,
 )
+from tests.controller.credentials import exec_user, program, says
+from tests.controller.credentials import kubeconfig as write_kubeconfig
 from tests.controller.watching import Watcher
 
 PLURALS = {"Service": "services", "EndpointSlice": "endpointslices", "Node": "nodes", "ServiceCIDR": "servicecidrs"}
@@ -332,14 +334,6 @@ def test_when_going_on_is_hopeless(error: StatusError, hopeless: bool) -> None:
     assert is_expired(error) is hopeless
 
 
-def test_a_broken_line_means_a_new_list(api: ApiServer, watcher: Watcher) -> None:
-    api.faults("services").bad_line = 1
-    api.put(service(20))
-
-    watcher.until(lambda: len(watcher.state["Service"]) == 7)
-    assert lists_asked(api, "services") == 2
-
-
 # ------------------------------------------------------------------------------------------- 410 Gone
 
 
@@ -423,22 +417,6 @@ def test_a_new_list_reports_changes_at_once_and_new_objects_in_the_end(
 
 
 # ------------------------------------------------------------------------------------------- a server in trouble
-
-
-def test_errors_are_reported_and_survived(api: ApiServer, watcher: Watcher) -> None:
-    known = dict(watcher.state["Service"])
-    api.faults("services").answers.extend([(500, {})] * 4)
-    api.cut("services")
-    lost = watcher.until(lambda: [s for s in watcher.of(SourceState) if not s.healthy])
-
-    assert "500 InternalError" in lost[0].message
-    assert watcher.state["Service"] == known
-    api.put(service(20))
-    watcher.until(lambda: len(watcher.state["Service"]) == 7)
-    recovered = watcher.until(lambda: [s for s in watcher.of(SourceState) if s.healthy][1:])
-    assert recovered[-1].message != lost[0].message
-    assert len(watcher.lists("Service")) == 1
-    assert watcher.of(Removed) == []
 
 
 def test_a_deletion_before_the_creation_is_told_to_nobody(api: ApiServer, watcher: Watcher) -> None:
@@ -535,21 +513,6 @@ def test_what_is_wrong_is_said(
 # ------------------------------------------------------------------------------------------- order of events
 
 
-def test_duplicates_and_old_news_do_not_turn_time_back(api: ApiServer, watcher: Watcher) -> None:
-    api.faults("endpointslices").duplicate = True
-    for count in range(1, 9):
-        api.set_endpoints(3, range(count))
-    watcher.until(lambda: len(watcher.endpoints(3)) == 8)
-    api.delete("endpointslices", slice_key(3))
-    api.set_endpoints(4, [])
-    watcher.until(lambda: watcher.of(Upserted)[-1].object.name == slice_name(4))
-
-    sizes = [len(e.object.endpoints) for e in watcher.of(Upserted) if e.object.name == slice_name(3)]
-    assert sizes == list(range(1, 9))
-    assert watcher.endpoints(3) == []
-    assert watcher.state == expected(api)
-
-
 # fmt: off
 @pytest.mark.parametrize(
     ("text", "number"),
@@ -612,20 +575,6 @@ def test_tombstones_are_not_kept_for_ever() -> None:
 # ------------------------------------------------------------------------------------------- credentials
 
 
-def exec_user(folder: Path) -> dict[str, Any]:
-    """A user whose token comes from a program, which no file of ours betrays."""
-    script = folder / "get-token"
-    script.write_text(
-        "#!/bin/sh\n"
-        'printf \'{"apiVersion":"client.authentication.k8s.io/v1","kind":"ExecCredential","status":{"token":"%s"}}\' '
-        f'"$(cat {folder / "token"})"\n'
-    )
-    script.chmod(0o755)
-    return {
-        "exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(script), "interactiveMode": "Never"}
-    }
-
-
 @pytest.mark.parametrize("kind", ["kubeconfig", "tokenFile", "exec", "service account"])
 def test_a_token_that_changes(
     kind: str, api: ApiServer, watch: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -636,7 +585,7 @@ def test_a_token_that_changes(
     if kind == "exec":
         assert kubeconfig is not None
         config = msgspec.json.decode(kubeconfig.read_bytes())
-        config["users"][0]["user"] = exec_user(tmp_path)
+        config["users"][0]["user"] = exec_user(program(tmp_path, says(token=f"$(cat {token})").replace("'END'", "END")))
         kubeconfig.write_bytes(msgspec.json.encode(config))
     elif kind == "service account":
         (tmp_path / "ca.crt").write_bytes(api.authority)
@@ -673,35 +622,29 @@ def test_a_half_written_kubeconfig_changes_nothing(api: ApiServer, watch: Start)
     watcher.until(lambda: len(watcher.state["Service"]) == 7)
 
 
-KUBECONFIG = {
-    "current-context": "a",
-    "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
-    "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"}}],
-    "users": [{"name": "a", "user": {"token": "t"}}],
-}
-
-
 # fmt: off
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        pytest.param(None,                                      "there is no such file",   id="missing"),
-        pytest.param("",                                        "is empty",                id="empty"),
-        pytest.param("a: [",                                    "kubeconfig",              id="no YAML"),
-        pytest.param("- 1",                                     "kubeconfig",              id="a list"),
-        pytest.param(KUBECONFIG | {"current-context": "b"},     'context is named "b"', id="unknown context"),
-        pytest.param(KUBECONFIG | {"clusters": []},             'cluster is named "a"', id="no cluster"),
-        pytest.param(KUBECONFIG | {"clusters": [{"name": "a", "cluster": {"server": "https://h",
-                                   "certificate-authority": "/no/ca"}}]}, "/no/ca",        id="no authority"),
-        pytest.param(KUBECONFIG | {"users": [{"name": "a", "user": {"tokenFile": "/no/t"}}]}, "/no/t", id="no token"),
-        pytest.param(KUBECONFIG | {"clusters": [{"name": "a", "cluster": {"server": "https://p.invalid:6443"}}]},
+        pytest.param(None,                                      "there is no such file",    id="missing"),
+        pytest.param("",                                        "is empty",                 id="empty"),
+        pytest.param("a: [",                                    "kubeconfig",               id="no YAML"),
+        pytest.param("- 1",                                     "kubeconfig",               id="a list"),
+        pytest.param({"current-context": "b"},                  'context is named "b"',     id="unknown context"),
+        pytest.param({"clusters": []},                          'cluster is named "a"',     id="no cluster"),
+        pytest.param({"clusters": [{"name": "a", "cluster": {"certificate-authority": "/no/ca"}}]},
+                     "/no/ca",                                                              id="no authority"),
+        pytest.param({"user": {"tokenFile": "/no/t"}},          "/no/t",                    id="no token"),
+        pytest.param({"clusters": [{"name": "a", "cluster": {"server": "https://p.invalid:6443"}}]},
                      "https://p.invalid:6443 is a placeholder",                             id="placeholder"),
     ],
-)
+)  # fmt: skip
 def test_an_unusable_configuration_ends_the_run(content: Any, words: str, tmp_path: Path) -> None:
     path = tmp_path / "kubeconfig"
-    if content is not None:
-        path.write_text(content if isinstance(content, str) else msgspec.json.encode(content).decode())
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        write_kubeconfig(path, **content)
     with pytest.raises(SourceError) as caught:
         Kubernetes("node-0", kubeconfig=str(path)).run(lambda _: None, threading.Event())
 

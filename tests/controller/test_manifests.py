@@ -34,8 +34,8 @@ from tests.controller.watching import Watcher
 
 @pytest.fixture(autouse=True)
 def _events_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn the slow look off, which would hide a watch that sees nothing."""
-    monkeypatch.setattr(manifests, "_LOOK", 1e9)
+    """Turn polling off, which would hide a watch that sees nothing."""
+    monkeypatch.setattr(manifests, "_POLL", 1e9)
 
 
 # ------------------------------------------------------------------------------------------ what is read
@@ -287,7 +287,7 @@ def test_a_restart_changes_nothing_of_what_is_served(tmp_path: Path, edit: Calla
         (folder / "new").rename(folder / "a.yaml")
         (folder / "z.yaml").write_text(service("z", "10.96.0.8"))
         first.until(lambda: first.addresses["z"] == "10.96.0.8")
-        first.until(lambda: not first.source._folder.unsettled, "an empty file counts as emptied")  # noqa: SLF001
+        first.until(lambda: not first.source._folder.unfinished, "an empty file counts as emptied")  # noqa: SLF001
         before = {name: one for name, one in first.objects.items() if name[1] != "default/z"}
     finally:
         first.stop()
@@ -475,7 +475,7 @@ def test_a_file_that_is_emptied_before_it_is_written(tmp_path: Path, run: Callab
 def test_a_link_to_a_file_elsewhere_is_looked_at(
     tmp_path: Path, run: Callable[..., Watcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifests, "_LOOK", 0.3)
+    monkeypatch.setattr(manifests, "_POLL", 0.3)
     (tmp_path / "elsewhere").write_text(service("a"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.yaml").symlink_to(tmp_path / "elsewhere")

@@ -31,6 +31,7 @@ from hybrid_proxy.controller.serving.memory import memory_path
 from hybrid_proxy.controller.settings.config import from_flags
 from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from hybrid_proxy.workshop.lab.network import Lab
+from tests.controller.credentials import exec_user, kubeconfig, program, says
 from tests.controller.watching import Watcher
 from tests.served import HEALTH, METRICS, PROGRAM, Served, api_server, fetch
 from tests.waiting import until
@@ -58,17 +59,6 @@ def changed(api: ApiServer, user: dict[str, Any], **cluster: str) -> Path:
     body["clusters"][0]["cluster"] |= {name.replace("_", "-"): value for name, value in cluster.items()}
     path.write_bytes(msgspec.json.encode(body))
     return path
-
-
-def kubeconfig(folder: Path, user: dict[str, Any], cluster: dict[str, str]) -> Path:
-    body = {
-        "current-context": "a",
-        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
-        "clusters": [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"} | cluster}],
-        "users": [{"name": "a", "user": user}],
-    }
-    (folder / "kubeconfig").write_text(json.dumps(body))
-    return folder / "kubeconfig"
 
 
 # ------------------------------------------------------------------------------------------- by value
@@ -120,20 +110,7 @@ def test_old_values_go_and_those_that_are_held_again_stay() -> None:
 
 
 def failing(folder: Path, text: str) -> str:
-    script = folder / "plugin"
-    script.write_text(f"#!/bin/sh\necho '{text}' >&2\necho 'and \"{text}\" again' >&2\nexit 3\n")
-    script.chmod(0o755)
-    return str(script)
-
-
-def exec_user(command: str, **env: str) -> dict[str, Any]:
-    variables = [{"name": name, "value": value} for name, value in env.items()]
-    return {
-        "exec": {
-            "apiVersion": "client.authentication.k8s.io/v1", "command": command, "interactiveMode": "Never",
-            "env": variables,
-        }
-    }  # fmt: skip
+    return program(folder, f"echo '{text}' >&2\necho 'and \"{text}\" again' >&2\nexit 3")
 
 
 # A user and a cluster of a kubeconfig that cannot be used, and a word of the error.
@@ -147,7 +124,7 @@ BROKEN: list[Any] = [
                  id="a key that is none"),
     pytest.param(lambda f: {"auth-provider": {"name": "gcp", "config": {
                      "cmd-path": failing(f, TOKEN), "cmd-args": f"--x {TOKEN}"}}}, {}, id="a program of gcp"),
-    pytest.param(lambda f: {"auth-provider": {"name": "oidc", "config": {}}, **exec_user("x", ANY=TOKEN)}, {},
+    pytest.param(lambda f: {"auth-provider": {"name": "oidc", "config": {}}, **exec_user("x", {"ANY": TOKEN})}, {},
                  id="names of nodes with variables"),
     pytest.param(lambda f: {"auth-provider": {"name": "oidc", "config": {"id-token": f"x.{TOKEN}.y"}}}, {},
                  id="half of an OIDC token"),
@@ -159,10 +136,11 @@ BROKEN: list[Any] = [
 def test_no_error_of_a_kubeconfig_has_a_secret(
     user: Callable[[Path], dict[str, Any]], cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    path = kubeconfig(tmp_path, user(tmp_path), cluster)
+    clusters = [{"name": "a", "cluster": {"server": "https://127.0.0.1:1"} | cluster}]
+    path = kubeconfig(tmp_path / "kubeconfig", user(tmp_path), clusters=clusters)
     said = ""
     try:
-        connection = Connection(str(path), None)
+        connection = Connection(path, None)
         connection.open()
         connection.get("/api", {}, 1.0)
     except (SourceError, OSError, Exception) as error:
@@ -241,13 +219,8 @@ def by_files(folder: Path) -> dict[str, Any]:
 
 
 def by_a_plugin(folder: Path) -> dict[str, Any]:
-    status = {"clientCertificateData": CLIENT.cert_chain_pems[0].bytes().decode(), "clientKeyData": KEY}
-    said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": status}
-    (folder / "said").write_text(json.dumps(said))
-    script = folder / "plugin"
-    script.write_text(f"#!/bin/sh\ncat {folder / 'said'}\n")
-    script.chmod(0o755)
-    return exec_user(str(script))
+    certificate = CLIENT.cert_chain_pems[0].bytes().decode()
+    return exec_user(program(folder, says(clientCertificateData=certificate, clientKeyData=KEY)))
 
 
 @pytest.mark.parametrize("user", [lambda _: key_user(), by_files, by_a_plugin], ids=["inline", "files", "a plugin"])
@@ -260,7 +233,8 @@ def test_a_key_is_used_and_no_file_of_it_is_left(
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         authority = base64.b64encode(AUTHORITY.cert_pem.bytes()).decode()
         cluster = {"server": f"https://127.0.0.1:{server.server_address[1]}", "certificate-authority-data": authority}
-        connection = Connection(str(kubeconfig(tmp_path, user(tmp_path), cluster)), None)
+        clusters = [{"name": "a", "cluster": cluster}]
+        connection = Connection(kubeconfig(tmp_path / "kubeconfig", user(tmp_path), clusters=clusters), None)
         connection.open()
         assert connection.get("/api", {}, 5.0).read() == b"{}"
         connection.close()
@@ -373,7 +347,7 @@ def test_nothing_that_an_agent_writes_has_a_secret(
         if source != "keys and a token":
             api.set_token(TOKEN)
             secrets = [PASSWORD, quote(PASSWORD, safe=""), PLUGIN, TOKEN]
-            user = exec_user(failing(tmp_path, PLUGIN), VAULT_TOKEN=TOKEN)
+            user = exec_user(failing(tmp_path, PLUGIN), {"VAULT_TOKEN": TOKEN})
             flags += ["--master", f"https://root:{quote(PASSWORD, safe='')}@127.0.0.1:{api.port}/"]
         for faults in api.all_faults():
             faults.message = " and ".join(secrets[:6])
