@@ -23,6 +23,7 @@ from hybrid_proxy.dataplane.mode import (
 from hybrid_proxy.dataplane.modes.userspace import lower as low
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace import tables
+from hybrid_proxy.dataplane.modes.userspace.client_addresses import ClientAddresses
 from hybrid_proxy.dataplane.modes.userspace.listing import Relayed
 from hybrid_proxy.dataplane.modes.userspace.relay_client import (
     RelayClient,
@@ -31,11 +32,10 @@ from hybrid_proxy.dataplane.modes.userspace.relay_client import (
     open_client,
     other_relays,
 )
-from hybrid_proxy.dataplane.modes.userspace.sockets import transparent_works
 from hybrid_proxy.dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
 from hybrid_proxy.dataplane.netfilter import NetfilterMode, frontends
 from hybrid_proxy.dataplane.nftables import operations as op
-from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family
+from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
 from hybrid_proxy.dataplane.nftables.ruleset import describe
 from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
 from hybrid_proxy.dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
@@ -85,8 +85,7 @@ class Userspace(NetfilterMode):
         super().__init__(options, request_maintenance)
         self._unmet = Unmet({"random", "rr"}, "round robin")
         self._clock = clock
-        self._possible = tuple(family for family in FAMILIES if transparent_works(family))
-        self.transparent = self._possible  # families in which replies to clients' addresses are delivered here
+        self._addresses = ClientAddresses()
         self._bridged = frozenset[str]()  # networks of bridges, as the relay has them
         self._sctp = _has_sctp()
         self._known: dict[str, dict[str, _Known]] = {}  # service -> service port
@@ -94,7 +93,6 @@ class Userspace(NetfilterMode):
         self._drained: frozenset[str] | None = None  # services that had a proxy port when draining began
         self._listeners = frozenset[Place]()  # proxy ports while draining; replaced, since another thread reads it
         self._audit_at = 0.0
-        self._routes = policy.watch()
         self._kernel = Kernel(TABLE, SETS)
         self.client: RelayClient = open_client()
         self.adopted = not self.client.started
@@ -122,7 +120,7 @@ class Userspace(NetfilterMode):
     def _replace(self, table: ServiceTable) -> None:
         if self._lost.is_set():
             self._reopen()
-        self._route_replies(answer_mark(table.node))
+        self._addresses.route(answer_mark(table.node))
         self._bridged = read_node().bridged
         self._program(table, dict.fromkeys((*table.services, *self._known)), whole=True)
 
@@ -135,7 +133,7 @@ class Userspace(NetfilterMode):
 
     def _program(self, table: ServiceTable, names: Collection[str], *, whole: bool) -> None:
         """Opens proxy ports, changes the rules in one transaction, then closes proxy ports that have no rule."""
-        network = low.lower_node(table.node, self.transparent, self._bridged)
+        network = low.lower_node(table.node, self._addresses.kept, self._bridged)
         lowered: dict[str, dict[str, tuple[Entry, low.Lowered]]] = {}
         rows: dict[str, m.Row | None] = {}
         for name in names:
@@ -175,17 +173,6 @@ class Userspace(NetfilterMode):
         if self._draining:
             self._listeners = frozenset(self._proxy_ports(table))
 
-    def _route_replies(self, mark: int) -> None:
-        """Routes replies to clients' addresses to this node. Where that fails, backends see the node's address."""
-        delivered = []
-        for family in self._possible:
-            try:
-                policy.deliver_marked(family, mark)
-                delivered.append(family)
-            except DataplaneError as error:
-                log.warning("backends see the node's address instead of their clients': %s", error)
-        self.transparent = tuple(delivered)
-
     def _work(self, node: NodeNetwork, fresh: dict[str, dict[str, _Known]], *, whole: bool) -> Iterator[op.Work]:
         for version, family in FAMILIES.items():
             new = _join(fresh.values(), version)
@@ -200,7 +187,7 @@ class Userspace(NetfilterMode):
         return ""
 
     def _proxy_ports(self, table: ServiceTable) -> Iterator[Place]:
-        listen = low.lower_node(table.node, self.transparent).listen
+        listen = low.listen_addresses(table.node)
         for ports in self._known.values():
             for known in ports.values():
                 for name, key in known.elements:
@@ -262,7 +249,7 @@ class Userspace(NetfilterMode):
     def may_have_drifted(self) -> bool:
         """Tells whether routing rules must be checked; the kernel reports all other changes."""
         now = self._clock()
-        if self._routes.discard():
+        if self._addresses.changed():
             self._audit_at = min(self._audit_at, now + ROUTES_SECONDS)
         return now >= self._audit_at
 
@@ -281,7 +268,9 @@ class Userspace(NetfilterMode):
             self._full = True
         if due:
             self._audit_at = self._clock() + self.options.sync_seconds
-            self._audit_routes()
+            repaired, more = self._addresses.repair(answer_mark(self.table.node))
+            self.audit_repairs += repaired
+            self._full |= more
         if wrong:
             self.audit_repairs += len(wrong)
             log.warning("repairing what another program changed: %s", "; ".join(wrong))
@@ -289,18 +278,6 @@ class Userspace(NetfilterMode):
             self.sync(self.table)
         elif self._unprogrammed:
             self._retry_unprogrammed()
-
-    def _audit_routes(self) -> None:
-        """Repairs the routing rules of replies to clients' addresses. One that failed before causes a full sync."""
-        mark = answer_mark(self.table.node)
-        for family in self._possible:
-            if family not in self.transparent:
-                with contextlib.suppress(DataplaneError):
-                    policy.deliver_marked(family, mark)
-                    self._full = True
-            elif policy.deliver_marked(family, mark):
-                self.audit_repairs += 1
-                log.warning("repaired: the routing rule of replies to clients' IPv%d addresses was gone", family)
 
     def _retry_unprogrammed(self) -> None:
         """Retries service ports whose proxy ports could not be opened: no descriptor, or no address yet."""
@@ -314,24 +291,21 @@ class Userspace(NetfilterMode):
         for version, family in FAMILIES.items():
             name = f"{family.name} {TABLE}"
             try:
-                changed = self._differences(family, _join(self._known.values(), version))
+                skeleton = self._kernel.skeleton(family)
+                if skeleton is None:
+                    found.append(f"the table {name} was gone")
+                    continue
+                contents = {one: self._kernel.contents(family, one) for one in SETS if one in skeleton.sets}
             except (DataplaneError, OSError) as error:
                 found.append(f"the table {name} could not be read ({error})")
                 continue
-            if changed is None:
-                found.append(f"the table {name} was gone")
-            elif changed:
+            elements = _join(self._known.values(), version)
+            changed = tables.differences(
+                family, self.table.node, elements, skeleton, contents, draining=self._draining
+            )  # fmt: skip
+            if changed:
                 found.append(f"the table {name} was changed: {describe(changed)}")
         return found
-
-    def _differences(self, family: Family, elements: tables.Elements) -> list[op.Operation] | None:
-        """Returns the operations that would repair a family's table; None: there is no table."""
-        skeleton = self._kernel.skeleton(family)
-        if skeleton is None:
-            return None
-        contents = {name: self._kernel.contents(family, name) for name in SETS if name in skeleton.sets}
-        node = self.table.node
-        return tables.differences(family, node, elements, skeleton, contents, draining=self._draining)
 
     def _reopen(self) -> None:
         self.client.close()
@@ -352,7 +326,7 @@ class Userspace(NetfilterMode):
             "connections in flight end when the relay's process ends",
         ]
         warnings += self._unmet.warnings(self.table)
-        if len(self.transparent) < len(FAMILIES):
+        if len(self._addresses.kept) < len(FAMILIES):
             warnings.append("client addresses cannot be kept here: backends see the node's address")
         return warnings
 
@@ -375,7 +349,7 @@ class Userspace(NetfilterMode):
             fill={"files": Fill(*report.files) if report else Fill(0, 0)},
             warnings=self.warnings() + [trouble] * bool(trouble),
             counters=report.counters if report else {},
-            userspace=UserspaceStatus(relay=relay, kept_addresses=[f"IPv{family}" for family in self.transparent]),
+            userspace=UserspaceStatus(relay=relay, kept_addresses=[f"IPv{family}" for family in self._addresses.kept]),
         )
 
     def _relay_report(self) -> tuple[m.Report | None, str]:
@@ -399,7 +373,7 @@ class Userspace(NetfilterMode):
             with contextlib.suppress(DataplaneError):
                 self.client.ask(m.End(), m.Done)
         self.client.close()
-        self._routes.close()
+        self._addresses.close()
         self._kernel.close()
 
 
