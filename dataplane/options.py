@@ -173,16 +173,6 @@ class EbpfOptions(Section, frozen=True):
     limits: Limits = Limits()
 
 
-class NftablesOptions(Section, frozen=True):
-    """Settings of mode nftables."""
-
-    offload_packets: Annotated[int, of_nftables(
-        "Let a flowtable forward TCP connections to services from this many packets on (20 is a good number): they "
-        "bypass the host's stack, and with it all forwarding rules; 0: none does", integer(0, 1_000_000_000),
-        "nftables-offload-packets", REOPENS
-    )] = 0
-
-
 class IpvsOptions(Section, frozen=True):
     """Settings of mode ipvs."""
 
@@ -234,7 +224,6 @@ class Options(msgspec.Struct, frozen=True):
     """
 
     ebpf: EbpfOptions = EbpfOptions()
-    nftables: NftablesOptions = NftablesOptions()
     ipvs: IpvsOptions = IpvsOptions()
     timeouts: FlowTimeouts = FlowTimeouts()
     default_flows: int = 1 << 16

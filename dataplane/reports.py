@@ -369,18 +369,10 @@ class EbpfStatus(msgspec.Struct, kw_only=True, frozen=True):
     probes: HealthProbes
 
 
-class Offload(msgspec.Struct, frozen=True):
-    """A flowtable: connections with at least `packets` packets bypass the stack between these interfaces."""
-
-    packets: int
-    interfaces: list[str]
-
-
 class NftablesStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """The tables of mode nftables, and its flowtable (null: none)."""
+    """The tables of mode nftables."""
 
     tables: list[str]
-    offload: Offload | None = None
 
 
 class IptablesStatus(msgspec.Struct, kw_only=True, frozen=True):

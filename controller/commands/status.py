@@ -303,9 +303,6 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
         yield from _hook_lines(ebpf)
         if ebpf.probes.targets:
             yield f"probes: {ebpf.probes.targets} backends are probed, {ebpf.probes.down} of them fail"
-    if dataplane.nftables and (offload := dataplane.nftables.offload):
-        at = " ".join(offload.interfaces) or "-"
-        yield f"flowtable: TCP connections to services, from {offload.packets} packets on, between {at}"
     if dataplane.slow_starts:
         yield f"slow start: {_several(dataplane.slow_starts, 'backend')} without the whole share of new connections yet"
     yield f"events: {_counters_text(dataplane.counters)}"

@@ -147,7 +147,6 @@ def resolve(given: Given) -> Config:
         ),
         options=Options(
             ebpf=ours.ebpf,
-            nftables=ours.nftables,
             ipvs=IpvsOptions(**{name: getattr(kube.ipvs, name) for name in IpvsOptions.__struct_fields__}),
             timeouts=kube.conntrack.flow_timeouts,
             default_flows=flows_by_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),

@@ -37,7 +37,6 @@ from hybrid_proxy.dataplane.options import (
     EbpfOptions,
     FlowTimeouts,
     IpvsOptions,
-    NftablesOptions,
     Options,
     of_ipvs,
     of_nftables,
@@ -433,7 +432,6 @@ class HybridProxyConfiguration(Section, frozen=True):
         "Count traffic for each backend instead of each service port", BOOLEAN, "metrics-per-backend", group=SERVERS
     )] = False
     ebpf: EbpfOptions = EbpfOptions()
-    nftables: NftablesOptions = NftablesOptions()
 
 
 class CommandLine(Section, frozen=True):

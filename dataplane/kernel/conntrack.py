@@ -56,7 +56,6 @@ PROTOINFO_STATE: Final = 1
 IPS_SEEN_REPLY, IPS_ASSURED, IPS_SRC_NAT, IPS_DST_NAT, IPS_OFFLOAD = 1 << 1, 1 << 2, 1 << 4, 1 << 5, 1 << 14
 NOT_ASSURED, MASQUERADED = (0, IPS_ASSURED), (IPS_SRC_NAT, IPS_SRC_NAT)  # value and mask of a status: `dump`
 NOT_ANSWERED: Final = (0, IPS_SEEN_REPLY)
-OFFLOADED: Final = (IPS_OFFLOAD, IPS_OFFLOAD)  # a flowtable forwards their packets
 BY_CONNTRACK = IPS_DST_NAT, IPS_DST_NAT  # flows of a service that IPVS translates do not have it
 # TCP: 1 SYN_SENT, 2 SYN_RECV, 9 SYN_SENT2; 6 LAST_ACK, 7 TIME_WAIT, 8 CLOSE. SCTP: up to 4 COOKIE_ECHOED, 5 and on
 OPENING: Final = {socket.IPPROTO_TCP: frozenset({0, 1, 2, 9}), socket.IPPROTO_SCTP: frozenset({0, 1, 2, 3})}
@@ -202,15 +201,6 @@ def open_renumbered(backends: Iterable[Place]) -> Counter[str]:
         for entry in found
         if (entry.destination, entry.destination_port, entry.protocol) in packed and _state(entry) != "closed"
     )
-
-
-def count_offloaded(services: Mapping[Key, str | None]) -> int:
-    """Count the translated flows of services that any flowtable holds.
-
-    Args, raises: as `flows`.
-    """
-    found = translated_entries(services, status=OFFLOADED)
-    return sum(1 for _, entry, _ in found if _status(entry) & IPS_OFFLOAD)
 
 
 def delete_translated(services: Mapping[Key, str | None], at: Collection[Place] | None = None) -> int:

@@ -333,16 +333,6 @@ def is_uplink(interface: Interface, patterns: tuple[str, ...], primary: Iterable
     return interface.kind in UPLINK_KINDS and any(is_usable(address) for address in interface.addresses)
 
 
-def can_offload(interface: Interface) -> bool:
-    """True if a flowtable may be attached to this interface.
-
-    Ports of a bridge or a bond are served through that. At tunnels, routes may ask for a header that a flowtable does
-    not write.
-    """
-    known = interface.kind in POD_KINDS | DEVICE_KINDS | {"bridge"}
-    return known and interface.ethernet and not interface.master
-
-
 def is_usable(address: str) -> bool:
     """True if other hosts can send to this address."""
     parsed = ip_address(address)

@@ -26,8 +26,8 @@ RTN_LOCAL: Final = 2  # linux/rtnetlink.h
 PACKET_HOST: Final = 0  # linux/if_packet.h
 NF_NAT_RANGE_PROTO_RANDOM_FULLY: Final = 1 << 4  # linux/netfilter/nf_nat.h
 # linux/netfilter/nf_conntrack_common.h
-NF_CT_STATE_INVALID_BIT, NF_CT_STATE_ESTABLISHED_BIT, NF_CT_STATE_NEW_BIT = 1, 1 << 1, 1 << 3
-IP_CT_DIR_ORIGINAL, IP_CT_DIR_REPLY = 0, 1
+NF_CT_STATE_INVALID_BIT, NF_CT_STATE_NEW_BIT = 1, 1 << 3
+IP_CT_DIR_REPLY: Final = 1
 IPS_CONFIRMED, IPS_DST_NAT = 0x08, 0x20
 IFNAMSIZ: Final = 16
 ICMP_PORT_UNREACH, ICMPV6_PORT_UNREACH = 3, 4
@@ -126,20 +126,14 @@ def ct(key: int, word: int) -> Expression:
     return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_DREG, _register(word))))
 
 
-def ct_of_requests(key: int, word: int) -> Expression:
-    """Load a field of the packet's conntrack entry, in the direction from the client."""
-    direction = (nf.NFTA_CT_DIRECTION, bytes([IP_CT_DIR_ORIGINAL]))
-    return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_DREG, _register(word)), direction))
-
-
 def set_ct(key: int, word: int) -> Expression:
     """Change a field of the packet's conntrack entry."""
     return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_SREG, _register(word))))
 
 
-def compare(word: int, value: bytes, *, negate: bool = False, operator: int = nf.NFT_CMP_EQ) -> Expression:
-    """Continue if a register holds the value, with `negate` if it does not; or as `operator` (NFT_CMP_) says."""
-    operator = nf.NFT_CMP_NEQ if negate else operator
+def compare(word: int, value: bytes, *, negate: bool = False) -> Expression:
+    """Continue if a register holds the value, with `negate` if it does not."""
+    operator = nf.NFT_CMP_NEQ if negate else nf.NFT_CMP_EQ
     data = ((nf.NFTA_DATA_VALUE, value),)
     return Expression(
         "cmp", ((nf.NFTA_CMP_SREG, _register(word)), (nf.NFTA_CMP_OP, operator), (nf.NFTA_CMP_DATA, data))
@@ -301,38 +295,6 @@ def is_tcp() -> Part:
     return meta(nf.NFT_META_L4PROTO, 0), compare(0, bytes([Transport.TCP]))
 
 
-def established() -> Part:
-    """Matches if both ends of the packet's connection have sent packets."""
-    return _ct_flag(nf.NFT_CT_STATE, NF_CT_STATE_ESTABLISHED_BIT)
-
-
-def has_passed(packets: int) -> Part:
-    """Matches if the packet's connection had at least so many packets, in both directions together.
-
-    Conntrack counts packets only of connections that begin while such a rule exists.
-    """
-    size = 8
-    order = Expression(
-        "byteorder",
-        (
-            (nf.NFTA_BYTEORDER_SREG, _register(0)), (nf.NFTA_BYTEORDER_DREG, _register(0)),
-            (nf.NFTA_BYTEORDER_OP, nf.NFT_BYTEORDER_HTON), (nf.NFTA_BYTEORDER_LEN, size),
-            (nf.NFTA_BYTEORDER_SIZE, size),
-        ),
-    )  # fmt: skip
-    return ct(nf.NFT_CT_PKTS, 0), order, compare(0, packets.to_bytes(size, "big"), operator=nf.NFT_CMP_GTE)
-
-
-def between(name: str) -> Part:
-    """Matches if the indices of both the packet's interfaces are in a set."""
-    return meta(nf.NFT_META_IIF, 0), lookup(name, 0), meta(nf.NFT_META_OIF, 0), lookup(name, 0)
-
-
-def offload(flowtable: str) -> Part:
-    """Let the flowtable forward the rest of the packet's connection."""
-    return (Expression("flow_offload", ((nf.NFTA_FLOW_TABLE_NAME, flowtable),)),)
-
-
 def is_reply() -> Part:
     return ct(nf.NFT_CT_DIRECTION, 0), compare(0, bytes([IP_CT_DIR_REPLY]))
 
@@ -384,20 +346,6 @@ class Family:
         word += 0 if port_only else self.words
         port = payload(nf.NFT_PAYLOAD_TRANSPORT_HEADER, 2, 2, word + 1)
         return *address, meta(nf.NFT_META_L4PROTO, word), port
-
-    def load_frontend(self, word: int, *, port_only: bool = False) -> Part:
-        """Load the key of the frontend at which the packet's connection began."""
-        key = nf.NFT_CT_DST_IP if self.version == 4 else nf.NFT_CT_DST_IP6
-        address = () if port_only else (ct_of_requests(key, word),)
-        word += 0 if port_only else self.words
-        protocol = ct_of_requests(nf.NFT_CT_PROTOCOL, word)
-        return *address, protocol, ct_of_requests(nf.NFT_CT_PROTO_DST, word + 1)
-
-    def translated_by(self, name: str, *, port_only: bool = False) -> Part:
-        """Matches if a map of slots has the first slot of the frontend at which the packet's connection began."""
-        return (
-            immediate(0, bytes(4)), *self.load_frontend(1, port_only=port_only), lookup(name, 0, into=0)
-        )  # fmt: skip
 
     def find_verdict(self, name: str, *, port_only: bool = False) -> Part:
         """Apply the verdict that a map has for the frontend."""

@@ -70,26 +70,6 @@ class AddRules(NamedTuple):
     rules: tuple[Rule, ...]
 
 
-class AddFlowtable(NamedTuple):
-    """Adds a flowtable that counts packets, and these interfaces to it, unless they exist."""
-
-    name: str
-    interfaces: tuple[str, ...] = ()
-
-
-class DeleteInterfaces(NamedTuple):
-    """Deletes interfaces of a flowtable, which has all of them."""
-
-    name: str
-    interfaces: tuple[str, ...]
-
-
-class DeleteFlowtable(NamedTuple):
-    """Deletes a flowtable that no rule names. Its flows pass the rules again."""
-
-    name: str
-
-
 class AddElements(NamedTuple):
     """Adds elements to one set, which has none of them."""
 
@@ -106,8 +86,7 @@ class DeleteElements(NamedTuple):
 
 Operation = (
     AddTable | DeleteTable | DeleteRules | AddCounter | AddSet | FlushSet | DeleteSet | AddChain
-    | FlushChain | DeleteChain | AddRules | AddFlowtable | DeleteInterfaces | DeleteFlowtable | AddElements
-    | DeleteElements
+    | FlushChain | DeleteChain | AddRules | AddElements | DeleteElements
 )  # fmt: skip
 
 
@@ -115,13 +94,9 @@ Work = tuple[Family, Iterable[Operation]]
 
 
 class Skeleton(NamedTuple):
-    """The kernel's table except its elements. `chains` holds the digests of each chain's rules.
-
-    `hooks` has the base chains only, `flowtables` the names of each one's interfaces.
-    """
+    """The kernel's table except its elements: `chains` has digests of each one's rules, `hooks` only base chains."""
 
     sets: Mapping[str, Shape]
     chains: Mapping[str, tuple[str, ...]]
     hooks: Mapping[str, Hook]
     counters: frozenset[str]
-    flowtables: Mapping[str, frozenset[str]]

@@ -19,7 +19,6 @@ class Ruleset(NamedTuple):
     counters: tuple[str, ...]
     sets: tuple[Set, ...]
     chains: tuple[Chain, ...]
-    flowtables: tuple[str, ...] = ()  # their interfaces are added and removed separately
 
     def create(self, *, replace: bool) -> Iterator[op.Operation]:
         """Create a new table, or replace the existing one."""
@@ -28,7 +27,6 @@ class Ruleset(NamedTuple):
             yield op.DeleteTable()
         yield op.AddTable()
         yield from (op.AddCounter(name) for name in self.counters)
-        yield from (op.AddFlowtable(name) for name in self.flowtables)
         yield from add(self.sets, self.chains)
 
     def irreparable(self, skeleton: op.Skeleton) -> str:
@@ -51,7 +49,6 @@ class Ruleset(NamedTuple):
         other = [chain for chain in self.chains if skeleton.chains.get(chain.name, chain.digests) != chain.digests]
         return [
             *(op.AddCounter(name) for name in self.counters if name not in skeleton.counters),
-            *(op.AddFlowtable(name) for name in self.flowtables if name not in skeleton.flowtables),
             *(op.AddSet(one) for one in self.sets if one.name not in skeleton.sets),
             *(op.AddChain(chain) for chain in absent),
             *(op.FlushChain(chain.name) for chain in other),
@@ -59,10 +56,9 @@ class Ruleset(NamedTuple):
         ]
 
     def remove_foreign(self, skeleton: op.Skeleton) -> list[op.Operation]:
-        """Remove chains, sets and flowtables that are not wanted; nothing wanted may lead to them any more.
+        """Remove chains and sets that are not wanted; nothing wanted may lead to them any more.
 
-        A chain can be deleted when neither a rule nor an element of a map leads there, the others when no rule names
-        them.
+        A chain can be deleted when neither a rule nor an element of a map leads there, a set when no rule names it.
         """
         chains = sorted(skeleton.chains.keys() - {chain.name for chain in self.chains})
         sets = sorted(skeleton.sets.keys() - {wanted.name for wanted in self.sets})
@@ -71,7 +67,6 @@ class Ruleset(NamedTuple):
             *(op.FlushSet(name) for name in sets),
             *(op.DeleteChain(name) for name in chains),
             *(op.DeleteSet(name) for name in sets),
-            *(op.DeleteFlowtable(name) for name in sorted(skeleton.flowtables.keys() - set(self.flowtables))),
         ]
 
 
@@ -117,8 +112,6 @@ def describe(operations: Iterable[op.Operation]) -> str:
                 found.append(f"{len(keys)} foreign or wrong elements of {name}")
             case op.AddCounter(name):
                 found.append(f"counter {name}")
-            case op.AddFlowtable(name):
-                found.append(f"flowtable {name}")
             case op.DeleteSet(name):
                 found.append(f"foreign set {name}")
             case _:

@@ -8,16 +8,15 @@ from typing import Final, NamedTuple
 from hybrid_proxy.dataplane.nftables import uapi as nf
 from hybrid_proxy.dataplane.nftables.expressions import Family, Rule, Verdict
 
-# Fields of keys and data. An address and a RANGE (a CIDR) are text, the others are integers; INTERFACE is an index.
+# Fields of keys and data. An address and a RANGE (a CIDR) are text, the others are integers.
 ADDRESS, PROTOCOL, PORT, SLOT, NUMBER, RANGE = "address", "protocol", "port", "slot", "number", "range"
-INTERFACE: Final = "interface"
 VERDICT: Final = "verdict"
 
 Key = tuple[str | int, ...]
 Value = tuple[str, int] | int | Verdict | None
 
 # The numbers that nft has for types (include/datatype.h of its sources): they only say how it lists a set.
-_TYPE: Final = {PROTOCOL: 12, PORT: 13, SLOT: 19, INTERFACE: 20, NUMBER: 23}
+_TYPE: Final = {PROTOCOL: 12, PORT: 13, SLOT: 19, NUMBER: 23}
 _TYPE_ADDRESS: Final = {4: 7, 6: 8}
 _TYPE_BITS: Final = 6
 
@@ -90,7 +89,7 @@ def width(family: Family, field: str) -> int:
     """Returns the bytes of a field; a concatenation pads each to four."""
     if field in {ADDRESS, RANGE}:
         return family.length
-    return {PROTOCOL: 1, PORT: 2, SLOT: 4, NUMBER: 4, INTERFACE: 4, VERDICT: 0}[field]
+    return {PROTOCOL: 1, PORT: 2, SLOT: 4, NUMBER: 4, VERDICT: 0}[field]
 
 
 def length(family: Family, fields: Sequence[str]) -> int:

@@ -119,16 +119,6 @@ class Kernel:
                 for position, rule in enumerate(rules, 1):
                     what = f"rule {position} of chain {chain}"
                     yield message(nf.NFT_MSG_NEWRULE, NLM_F_CREATE | NLM_F_APPEND, _rule(chain, rule), what)
-            case op.AddFlowtable(name, interfaces):
-                flags = number(nf.NFTA_FLOWTABLE_FLAGS, nf.NFT_FLOWTABLE_COUNTER)
-                body = _flowtable(name, interfaces) + flags
-                yield message(nf.NFT_MSG_NEWFLOWTABLE, NLM_F_CREATE, body, f"flowtable {name}")
-            case op.DeleteInterfaces(name, interfaces):
-                body = _flowtable(name, interfaces)
-                yield message(nf.NFT_MSG_DELFLOWTABLE, 0, body, f"to delete interfaces of flowtable {name}")
-            case op.DeleteFlowtable(name):
-                body = string(nf.NFTA_FLOWTABLE_NAME, name)
-                yield message(nf.NFT_MSG_DELFLOWTABLE, 0, body, f"to delete flowtable {name}")
             case op.AddElements(name, elements):
                 for body in _chunks(name, self._new_elements(family, name, elements)):
                     yield message(nf.NFT_MSG_NEWSETELEM, NLM_F_CREATE, body, f"elements of {name}")
@@ -173,7 +163,6 @@ class Kernel:
                 chains=self._read_rules(protocol, chains),
                 hooks={name: hook for name, hook in chains.items() if hook is not None},
                 counters=frozenset(self.counters(family)),
-                flowtables=self.flowtables(family),
             )
         except NftablesError as error:
             if error.code == errno.ENOENT:
@@ -215,18 +204,6 @@ class Kernel:
                 digest = _user_data(found.get(nf.NFTA_RULE_USERDATA, b"")).get(_DIGEST, b"").decode()
                 digests.setdefault(_text(found[nf.NFTA_RULE_CHAIN]), []).append(digest)
         return {name: tuple(found) for name, found in digests.items()}
-
-    def flowtables(self, family: Family) -> dict[str, frozenset[str]]:
-        """Read the names of each flowtable's interfaces."""
-        flowtables = {}
-        question = string(nf.NFTA_FLOWTABLE_TABLE, self._table)
-        for body in self._netlink.dump(nf.NFT_MSG_GETFLOWTABLE, NFPROTO[family.version], question):
-            found = attributes(body)
-            if _text(found[nf.NFTA_FLOWTABLE_TABLE]) == self._table:
-                devices = attributes(found[nf.NFTA_FLOWTABLE_HOOK]).get(nf.NFTA_FLOWTABLE_HOOK_DEVS, b"")
-                names = frozenset(_text(name) for _, name in each_attribute(devices))
-                flowtables[_text(found[nf.NFTA_FLOWTABLE_NAME])] = names
-        return flowtables
 
     def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
         """Read all elements of a set: key -> value and comment."""
@@ -382,14 +359,6 @@ def _chain(chain: Chain) -> bytes:
     place = number(nf.NFTA_HOOK_HOOKNUM, chain.hook.number) + attribute(nf.NFTA_HOOK_PRIORITY, priority)
     policy = number(nf.NFTA_CHAIN_POLICY, chain.hook.policy)
     return body + nested(nf.NFTA_CHAIN_HOOK, place) + policy + string(nf.NFTA_CHAIN_TYPE, chain.hook.type)
-
-
-def _flowtable(name: str, interfaces: Iterable[str]) -> bytes:
-    hook = number(nf.NFTA_FLOWTABLE_HOOK_NUM, nf.NF_NETDEV_INGRESS) + number(nf.NFTA_FLOWTABLE_HOOK_PRIORITY, 0)
-    devices = [string(nf.NFTA_DEVICE_NAME, interface) for interface in interfaces]
-    if devices:
-        hook += nested(nf.NFTA_FLOWTABLE_HOOK_DEVS, *devices)
-    return string(nf.NFTA_FLOWTABLE_NAME, name) + nested(nf.NFTA_FLOWTABLE_HOOK, hook)
 
 
 def _rule(chain: str, rule: Rule) -> bytes:

@@ -247,7 +247,7 @@ USED = [
 ]
 # The same of sections that modes take as they are: the value is where the document has it.
 TAKEN = {
-    "nftables.offloadPackets": 20, "ebpf.podInterfaces": ["veth*", "cali*"], "ebpf.uplinkInterfaces": ["eth0"],
+    "ebpf.podInterfaces": ["veth*", "cali*"], "ebpf.uplinkInterfaces": ["eth0"],
     "ebpf.socketScope": "off", "ebpf.cgroup": "/c", "ebpf.pinRoot": "/p", "ebpf.fastPath": "always",
     "ebpf.trafficCounters": False, "ebpf.answerPing": True, "ebpf.sourceCheck": "strict", "ebpf.xdp": "native",
     "ebpf.dsr": "ipip", "ebpf.masqueradePorts": "2000-2999", "ebpf.eventRate": 7, "ebpf.rejectRate": 7,

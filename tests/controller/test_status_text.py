@@ -29,8 +29,6 @@ from hybrid_proxy.dataplane.reports import (
     Ejection,
     InterfaceHooks,
     MapUsage,
-    NftablesStatus,
-    Offload,
     SocketHooks,
     Unprogrammed,
     XdpHooks,
@@ -96,22 +94,13 @@ REMARK = agent_status(
     ]
 )
 
-TABLES = ["ip hybrid-proxy", "ip6 hybrid-proxy"]
-OFFLOADING = agent_status(
-    mode=ModeStatus("nftables", "nftables"),
-    dataplane=dataplane(
-        mode="nftables", ebpf=None, nftables=NftablesStatus(tables=TABLES, offload=Offload(20, ["eth0", "veth1"]))
-    ),
-)
-
 STATUS = {
     "well": WELL, "degraded": DEGRADED, "behind": BEHIND, "starting": STARTING, "failing": FAILING, "drained": DRAINED,
-    "remark": REMARK, "offloading": OFFLOADING,
+    "remark": REMARK,
 }  # fmt: skip
 VERDICTS = {
     "well": Verdict.OK, "degraded": Verdict.DEGRADED, "behind": Verdict.NOT_IN_SYNC, "starting": Verdict.NOT_IN_SYNC,
     "failing": Verdict.DEGRADED, "drained": Verdict.DRAINED, "remark": Verdict.OK,
-    "offloading": Verdict.OK,
 }  # fmt: skip
 
 

@@ -35,7 +35,6 @@ class _Table:
     chains: dict[str, Chain] = field(default_factory=dict)
     rules: dict[str, list[Rule]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
-    flowtables: dict[str, set[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ class FakeNftables:
         self.transactions: list[list[op.Operation]] = []
         self.refuse: int | None = None  # errno of the next transaction
         self.number = 1
-        self.interfaces: set[str] = set()  # of the namespace
 
     # The kernel interface
 
@@ -116,11 +114,7 @@ class FakeNftables:
             chains={name: tuple(rule.digest for rule in table.rules[name]) for name in table.chains},
             hooks={name: chain.hook for name, chain in table.chains.items() if chain.hook},
             counters=frozenset(table.counters),
-            flowtables=self.flowtables(family),
         )
-
-    def flowtables(self, family: Family) -> dict[str, frozenset[str]]:
-        return {name: frozenset(at) for name, at in self._table(family).flowtables.items()}
 
     def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
         return dict(self._table(family).elements[name])
@@ -170,18 +164,7 @@ class FakeNftables:
                 for rule in rules:
                     named = _sets_of(rule) <= table.sets.keys() and set(_jumps(rule)) <= table.chains.keys()
                     _need(named and _counters_of(rule) <= table.counters.keys(), errno.ENOENT, f"rule of {name}")
-                    _need(_flowtables_of(rule) <= table.flowtables.keys(), errno.ENOENT, f"rule of {name}")
                 table.rules[name] += rules
-            case op.AddFlowtable(name, interfaces):
-                _need(self.interfaces.issuperset(interfaces), errno.ENOENT, f"interfaces of {name}")
-                table.flowtables.setdefault(name, set()).update(interfaces)
-            case op.DeleteInterfaces(name, interfaces):
-                _need(table.flowtables[name].issuperset(interfaces), errno.ENOENT, f"interfaces of {name}")
-                table.flowtables[name].difference_update(interfaces)
-            case op.DeleteFlowtable(name):
-                _need(name in table.flowtables, errno.ENOENT, f"flowtable {name}")
-                _need(not any(name in _flowtables_of(r) for r in _rules(table)), errno.EBUSY, f"flowtable {name}")
-                del table.flowtables[name]
             case op.AddElements(name, elements):
                 self._add(table, name, elements)
             case op.DeleteElements(name, keys):
@@ -409,10 +392,6 @@ def _sets_of(rule: Rule) -> set[str]:
 
 def _counters_of(rule: Rule) -> set[str]:
     return {str(dict(e.attributes)[nf.NFTA_OBJREF_IMM_NAME]) for e in rule.expressions if e.name == "objref"}
-
-
-def _flowtables_of(rule: Rule) -> set[str]:
-    return {str(dict(e.attributes)[nf.NFTA_FLOW_TABLE_NAME]) for e in rule.expressions if e.name == "flow_offload"}
 
 
 def _jumps(rule: Rule) -> list[str]:

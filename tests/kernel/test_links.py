@@ -5,15 +5,12 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from typing import Any
 
-import msgspec
 import pytest
 
 from hybrid_proxy.dataplane.kernel.links import (
     Hop,
     Interface,
-    can_offload,
     hardware_address,
     interface_towards,
     is_pod,
@@ -121,23 +118,6 @@ def test_addresses_that_the_kernel_sends_from_come_first(namespace: None) -> Non
     }  # fmt: skip
     ip("route add default via 10.0.0.1 src 10.0.0.6")
     assert read_node().sources[0] == "10.0.0.6"
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "can"),
-    [
-        pytest.param("veth", {}, True, id="a pod's link"),
-        pytest.param("", {}, True, id="a device"),
-        pytest.param("bridge", {}, True, id="a bridge"),
-        pytest.param("veth", {"master": 7}, False, id="a bridge's port"),
-        pytest.param("", {"ethernet": False}, False, id="loopback"),
-        pytest.param("vxlan", {}, False, id="a tunnel"),
-        pytest.param("dummy", {}, False, id="a dummy"),
-    ],
-)
-def test_where_a_flowtable_may_be(kind: str, changes: dict[str, Any], can: bool) -> None:
-    plain = Interface(3, "if3", kind, up=True, peer_elsewhere=False, default_route=False, addresses=())
-    assert can_offload(msgspec.structs.replace(plain, **changes)) is can
 
 
 @pytest.mark.root

@@ -11,7 +11,7 @@ HEADERS = ("netinet/in.h", "linux/netfilter.h", "linux/netfilter_ipv4.h", "linux
 
 def test_every_number_is_that_of_the_headers() -> None:
     numbers = {name: value for name, value in vars(uapi).items() if name.startswith("NF")}
-    assert len(numbers) > 140
+    assert len(numbers) > 120
     lines = [f"#include <{header}>" for header in HEADERS]
     lines += [f'_Static_assert((unsigned){name} == (unsigned){value}, "{name}");' for name, value in numbers.items()]
     done = subprocess.run(

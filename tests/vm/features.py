@@ -35,7 +35,6 @@ FEATURES = {
     "dummy device": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
     "ip_set": Feature((2, 6), "2.6.39, netfilter: ipset: IP set core support"),
     "nf_tables": Feature((3, 13), "netfilter: add nftables"),
-    "nf_flow_table": Feature((4, 16), "netfilter: add generic flow table infrastructure"),
     "VXLAN": Feature((3, 7), "d342894c5d2f, vxlan: virtual extensible lan; a module of Debian"),
     "IPIP": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
     "GRE": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),

@@ -30,8 +30,6 @@ PROBES = {
     # Old kernels (5.10) do not load the module when its family of generic netlink is asked for.
     "ip_vs": "from pyroute2 import IPVS; from hybrid_proxy.dataplane.kernel.ipvs import load_module; "
     "load_module('ip_vs'); IPVS()",
-    "nf_flow_table": "from hybrid_proxy.dataplane.modes.nftables.programmer import offload_missing; "
-    "raise SystemExit(offload_missing())",
 }
 _DEVICE = (
     "import subprocess; lines = 'link add below type veth peer name beside\\nlink add probe {}'; "

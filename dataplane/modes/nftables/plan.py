@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from hybrid_proxy.dataplane.modes.nftables import lower, tables
@@ -57,12 +57,9 @@ class Numbers:
 class Plan:
     """The table of one family, wanted and written."""
 
-    def __init__(
-        self, family: Family, node: NodeNetwork, *, drop_invalid: bool = True, offload_packets: int = 0
-    ) -> None:
+    def __init__(self, family: Family, node: NodeNetwork, *, drop_invalid: bool = True) -> None:
         self.family = family
-        self.offloads = offload_packets > 0
-        self.structure = tables.structure(family, node, drop_invalid=drop_invalid, offload_packets=offload_packets)
+        self.structure = tables.structure(family, node, drop_invalid=drop_invalid)
         self.always = lower.node_elements(family, node)
         self.numbers = Numbers()
         self.shared: Counter[Element] = Counter()
@@ -170,24 +167,7 @@ class Plan:
         """What is wanted now, with the picking chains in use and the sets of affinity."""
         sets = [*tables.SETS.values(), *map(tables.clients_set, sorted(self.seconds))]
         picks = (pick_chain(self.family, pick) for pick in self.picks)
-        flowtables: tuple[str, ...] = ()
-        if self.offloads:
-            sets.append(tables.OFFLOAD_SET)
-            flowtables = (tables.FLOWTABLE,)
-        return Ruleset(self.family, tables.COUNTERS, tuple(sets), (*self.structure, *picks), flowtables)
-
-
-def follow(interfaces: Mapping[int, str], at: Collection[str], listed: Collection[int]) -> list[op.Operation]:
-    """Move the flowtable to these interfaces, index -> name, from `at` those; `listed` are in its set."""
-    names = set(interfaces.values())
-    gone = [(tables.OFFLOAD_INTERFACES, (index,)) for index in listed if index not in interfaces]
-    made = [Element(tables.OFFLOAD_INTERFACES, (index,)) for index in interfaces if index not in listed]
-    operations: list[op.Operation] = []
-    if added := names.difference(at):
-        operations.append(op.AddFlowtable(tables.FLOWTABLE, tuple(sorted(added))))
-    if removed := set(at) - names:
-        operations.append(op.DeleteInterfaces(tables.FLOWTABLE, tuple(sorted(removed))))
-    return [*operations, *deletions(gone), *additions(made)]
+        return Ruleset(self.family, tables.COUNTERS, tuple(sets), (*self.structure, *picks))
 
 
 def _names(entries: Iterable[Entry]) -> Iterator[str]:

@@ -7,13 +7,12 @@ import errno
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
-from hybrid_proxy.dataplane.kernel.conntrack import count_offloaded, is_liberal
-from hybrid_proxy.dataplane.kernel.links import can_offload, read_node
+from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
 from hybrid_proxy.dataplane.mode import (
     Mode,
@@ -23,39 +22,31 @@ from hybrid_proxy.dataplane.mode import (
 from hybrid_proxy.dataplane.modes.nftables import affinity
 from hybrid_proxy.dataplane.modes.nftables.listing import Tables
 from hybrid_proxy.dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
-from hybrid_proxy.dataplane.modes.nftables.plan import Installed, Plan, follow
+from hybrid_proxy.dataplane.modes.nftables.plan import Installed, Plan
 from hybrid_proxy.dataplane.modes.nftables.tables import (
     COUNTERS,
-    FLOWTABLE,
     MEMBERS,
-    OFFLOAD_INTERFACES,
     SETS,
     SPACES,
     TABLE,
     AllSets,
     clients_set,
 )
-from hybrid_proxy.dataplane.netfilter import TranslatingMode, frontends
+from hybrid_proxy.dataplane.netfilter import TranslatingMode
 from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family
 from hybrid_proxy.dataplane.nftables.ruleset import add, describe
 from hybrid_proxy.dataplane.nftables.schema import Key, Value
 from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
-from hybrid_proxy.dataplane.reports import NftablesStatus, Offload, Status
+from hybrid_proxy.dataplane.reports import NftablesStatus, Status
 from hybrid_proxy.dataplane.stale import FrontendKey, Judge, Place
-from hybrid_proxy.dataplane.table import Entry, Masquerade, NodeNetwork, Protocol, ServiceTable
+from hybrid_proxy.dataplane.table import Entry, Masquerade, NodeNetwork, ServiceTable
 from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 
 TRIAL: Final = "hybrid-proxy-trial"
 ATTEMPTS: Final = 3  # to read what another program changes at the same time
-RETURN_SECONDS, RETURN_POLL = 2.0, 0.005  # until the kernel has returned offloaded connections
-
-
-def offload_interfaces() -> dict[int, str]:
-    """Returns index -> name of the interfaces that a flowtable may be attached to."""
-    return {each.index: each.name for each in read_node().interfaces if can_offload(each)}
 
 
 class Nftables(TranslatingMode):
@@ -73,7 +64,6 @@ class Nftables(TranslatingMode):
         options: Options,
         request_maintenance: RequestMaintenance,
         kernel: Kernel | None = None,
-        interfaces: Callable[[], Mapping[int, str]] = offload_interfaces,
     ) -> None:
         if kernel is None:
             reason = probe(options)
@@ -88,12 +78,6 @@ class Nftables(TranslatingMode):
         self._real = kernel is None
         self._watched = False
         self._drop_invalid = not (self._real and is_liberal())
-        self._no_flowtable = offload_missing() if self._real and options.nftables.offload_packets else None
-        if self._no_flowtable:
-            log.warning("%s", self._no_flowtable)
-        self._interfaces = interfaces
-        self._offloads_at: Mapping[int, str] = {}  # interfaces
-        self._follow_again = False
         self._plans: dict[int, Plan] = {}
         self._generation = 0
         self._check_at = 0.0
@@ -102,13 +86,7 @@ class Nftables(TranslatingMode):
 
     def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
         del names
-        if self._offload_packets(table) != self._offload_packets(self.table):
-            return True
         return _of_node(table.node) != _of_node(self.table.node)
-
-    def _offload_packets(self, table: ServiceTable) -> int:
-        """The configured threshold, or 0 without services: a mode that drains must not offload."""
-        return self.options.nftables.offload_packets if table.services and not self._no_flowtable else 0
 
     def _replace(self, table: ServiceTable) -> None:
         """Create the tables, or turn existing ones into ours, by one transaction."""
@@ -118,7 +96,6 @@ class Nftables(TranslatingMode):
             self._plans[family.version] = plan
             work.append((family, itertools.chain(operations, self._clients(family, table))))
         self._kernel.commit(*work)
-        self._follow_interfaces()
         self._verified()
 
     def _clients(self, family: Family, table: ServiceTable) -> Iterator[op.Operation]:
@@ -157,8 +134,7 @@ class Nftables(TranslatingMode):
 
     def _differences(self, family: Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
         """Returns a new plan, and the operations that make the kernel's table equal to it."""
-        packets = self._offload_packets(table)
-        plan = Plan(family, table.node, drop_invalid=self._drop_invalid, offload_packets=packets)
+        plan = Plan(family, table.node, drop_invalid=self._drop_invalid)
         services = (self._supported(table, (name,), family.version) for name in table.services)
         for _ in range(ATTEMPTS):
             skeleton = self._kernel.skeleton(family)
@@ -189,64 +165,12 @@ class Nftables(TranslatingMode):
                 return None
             raise
 
-    # Offloading
-
-    def links_changed(self) -> None:
-        if self._programmed:
-            self._follow_interfaces()
-
-    def _follow_interfaces(self) -> None:
-        """Attach the flowtables to the present interfaces.
-
-        This is a transaction of its own: the kernel refuses a transaction that names an interface that has just
-        disappeared.
-        """
-        self._follow_again = False
-        if not any(plan.offloads for plan in self._plans.values()):
-            self._offloads_at = {}
-            return
-        for _ in range(ATTEMPTS):
-            wanted = self._interfaces()
-            try:
-                self._kernel.commit(*((family, self._following(family, wanted)) for family in FAMILIES.values()))
-            except NftablesError as error:
-                log.debug("interfaces of the flowtables changed meanwhile: %s", error)
-            else:
-                self._offloads_at = wanted
-                return
-        self._follow_again = True
-
-    def _following(self, family: Family, wanted: Mapping[int, str]) -> list[op.Operation]:
-        at = self._kernel.flowtables(family).get(FLOWTABLE, frozenset())
-        listed = [int(index) for (index,) in self._kernel.contents(family, OFFLOAD_INTERFACES)]
-        return follow(wanted, at, listed)
-
-    def drain(self, table: ServiceTable) -> None:
-        """Drain without the flowtable: not every kernel deletes a conntrack entry that a flowtable holds."""
-        super().drain(table)
-        if self.options.nftables.offload_packets and self._real:
-            self._wait_until_returned(table)
-
-    def _wait_until_returned(self, table: ServiceTable) -> None:
-        """Wait for the kernel to return offloaded connections, some milliseconds after it deleted their flowtable."""
-        services = {key: None for key in frontends(table) if key[2] == Protocol.TCP}
-        deadline = time.monotonic() + RETURN_SECONDS
-        while count := count_offloaded(services):
-            if time.monotonic() > deadline:
-                log.warning(
-                    "%d connections of services are in a foreign flowtable, and their entries cannot be deleted", count
-                )
-                return
-            time.sleep(RETURN_POLL)
-
     # Drift
 
     def maintain(self) -> None:
         if not self._programmed:
             return
         self._maintain_common()
-        if self._follow_again:
-            self.links_changed()
         if self._touched.is_set() or not self._plans:  # without plans the last attempt to write failed
             self._touched.clear()
             if self._plans:
@@ -265,8 +189,6 @@ class Nftables(TranslatingMode):
             skeleton, plan = self._kernel.skeleton(family), self._plans[family.version]
             if skeleton is None or plan.irreparable(skeleton) or plan.repair(skeleton):
                 return False
-            if plan.offloads and self._following(family, self._offloads_at):
-                return False
         return True
 
     def _repair(self) -> None:
@@ -278,7 +200,6 @@ class Nftables(TranslatingMode):
                 self._kernel.commit(*work)
                 for family, operations in work:
                     written[family.name] += operations
-            self._follow_interfaces()
         except (DataplaneError, OSError, ValueError) as error:
             self._full = True
             self._failed()
@@ -329,17 +250,13 @@ class Nftables(TranslatingMode):
     # Status
 
     def warnings(self) -> list[str]:
-        return [*self._unmet.warnings(self.table), *filter(None, [self._no_flowtable])]
+        return self._unmet.warnings(self.table)
 
     def status(self) -> Status:
-        packets = self._offload_packets(self.table)
         return self._status(
             adopted=self.adopted,
             counters=self.counters(),
-            nftables=NftablesStatus(
-                tables=[f"{family.name} {TABLE}" for family in FAMILIES.values()],
-                offload=Offload(packets, sorted(self._offloads_at.values())) if packets else None,
-            ),
+            nftables=NftablesStatus(tables=[f"{family.name} {TABLE}" for family in FAMILIES.values()]),
         )
 
     def counters(self) -> dict[str, int]:
@@ -394,15 +311,6 @@ def probe(options: Options) -> str | None:
         for family in FAMILIES.values()
     ]
     return missing(TRIAL, SETS, work)
-
-
-def offload_missing() -> str | None:
-    """Says why no flowtable can be created here, and what to do about it; None: one can. Tried as `probe` does."""
-    work: list[op.Work] = [
-        (family, Plan(family, NodeNetwork(), offload_packets=1).fill((), replace=False)) for family in FAMILIES.values()
-    ]
-    reason = missing(TRIAL, AllSets(), work, "nf_flow_table and nft_flow_offload: load these modules")
-    return f"no connection is offloaded: {reason}" if reason else None
 
 
 def look(options: Options, names: Mapping[int, str]) -> Tables | None:

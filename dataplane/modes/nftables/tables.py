@@ -16,11 +16,6 @@ Affinity adds some maps, the same for all services. Every service port and each 
     internal-candidates       slot . address . protocol . port -> number of a backend
     members-0, members-1      number of a backend -> its address and port, while the first or second set has it
     clients-10800             client . number of the service port -> number of the backend; packets write it
-
-Where established connections are offloaded, one more chain has the last priority of the forward hook, after those of
-all programs: a packet that some rule drops does not reach it. It lets the flowtable forward the rest.
-
-    offload-interfaces        index of an interface that the flowtable is attached to
 """
 
 from __future__ import annotations
@@ -33,7 +28,6 @@ from hybrid_proxy.dataplane.nftables import uapi as nf
 from hybrid_proxy.dataplane.nftables.expressions import RETURN, Family, rule
 from hybrid_proxy.dataplane.nftables.schema import (
     ADDRESS,
-    INTERFACE,
     NUMBER,
     PORT,
     PROTOCOL,
@@ -54,7 +48,6 @@ ITSELF, ITSELF_SECONDS = "itself", 60  # pairs (backend, backend) of connections
 REFUSE, DISCARD = "refuse", "discard"
 MEMBERS: Final = ("members-0", "members-1")  # of the first and second backend set of a service port
 KEPT_MARKS, KEPT_SECONDS = "kept-marks", 5
-FLOWTABLE, OFFLOAD_INTERFACES = "established", "offload-interfaces"
 MAX_CLIENTS: Final = 262_144  # of one affinity time and family; beyond that a new client gets a random backend
 
 COUNTERS: Final = (
@@ -93,13 +86,8 @@ def clients_set(seconds: int) -> Set:
     return Set(f"clients-{seconds}", (ADDRESS, NUMBER), (SLOT,), seconds, MAX_CLIENTS)
 
 
-OFFLOAD_SET: Final = Set(OFFLOAD_INTERFACES, (INTERFACE,))
-
-
 def set_named(name: str) -> Set | None:
     """Returns our set of that name; None: there is none."""
-    if name == OFFLOAD_INTERFACES:
-        return OFFLOAD_SET
     kind, _, seconds = name.rpartition("-")
     if kind == "clients" and seconds.isdigit():
         return clients_set(int(seconds))
@@ -118,9 +106,7 @@ class AllSets(dict[str, Set]):
         return found
 
 
-def structure(
-    family: Family, node: NodeNetwork, *, drop_invalid: bool = True, offload_packets: int = 0
-) -> tuple[Chain, ...]:
+def structure(family: Family, node: NodeNetwork, *, drop_invalid: bool = True) -> tuple[Chain, ...]:
     """Returns the chains of a family that do not depend on the services.
 
     A segment that conntrack calls invalid is not translated: a client would get a backend's own address, know nothing
@@ -128,30 +114,8 @@ def structure(
     """
     strict = (rule(x.invalid(), x.count("invalid"), x.DROP),) if drop_invalid else ()
     forward = Chain("filter-forward", strict, Hook(nf.NF_INET_FORWARD, nf.NF_IP_PRI_FILTER, "filter"))
-    offload = _offload(family, offload_packets) if offload_packets else ()
     lookups = *_lookups(family, node), *_base_chains(family, node)
-    return (*_refusals(family), *_marks(family, node), *lookups, forward, *offload)
-
-
-def _offload(family: Family, packets: int) -> Iterator[Chain]:
-    """Offload TCP alone: stale datagrams' entries must be deletable, which a flowtable prevents on some kernels."""
-    yield Chain(
-        "offload-services",
-        tuple(
-            rule(family.translated_by(f"{space}-slots", port_only=port_only(space)), x.offload(FLOWTABLE))
-            for space in SPACES
-        ),
-    )
-    yield Chain(
-        "filter-forward-last",
-        (
-            rule(
-                x.translated(), x.is_tcp(), x.established(), x.has_passed(packets), x.between(OFFLOAD_INTERFACES),
-                x.goto("offload-services"),
-            ),
-        ),
-        Hook(nf.NF_INET_FORWARD, nf.NF_IP_PRI_LAST, "filter"),
-    )  # fmt: skip
+    return (*_refusals(family), *_marks(family, node), *lookups, forward)
 
 
 def _refusals(family: Family) -> Iterator[Chain]:

@@ -11,10 +11,7 @@ from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.modes.nftables.listing import Tables
 from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
 from hybrid_proxy.dataplane.nftables import operations as op
-from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
 from hybrid_proxy.dataplane.nftables.schema import ADDRESS, Element, Set
-from hybrid_proxy.dataplane.options import NftablesOptions
-from hybrid_proxy.dataplane.reports import NftablesStatus, Offload
 from hybrid_proxy.dataplane.table import Kind, Masquerade, NodeNetwork, ServiceTable
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
@@ -200,82 +197,3 @@ def test_algorithms_are_a_limitation(mode: Nftables) -> None:
 def test_the_kernel_is_not_asked_what_it_would_do(mode: Nftables) -> None:
     with pytest.raises(DataplaneError, match="without --live"):
         mode.explain(ProbePacket("10.1.0.1", "10.96.0.1", 80, 6))
-
-
-def offloading(fake: FakeNftables, interfaces: dict[int, str], packets: int = 20) -> Nftables:
-    return Nftables(
-        Options(nftables=NftablesOptions(offload_packets=packets)), lambda: None, fake, lambda: dict(interfaces)
-    )
-
-
-def flowtables(fake: FakeNftables) -> list[dict[str, set[str]]]:
-    return [fake.tables[version].flowtables for version in (4, 6)]
-
-
-def listed(fake: FakeNftables) -> set[object]:
-    return set(fake.tables[4].elements.get("offload-interfaces", ()))
-
-
-def test_the_flowtable_is_at_the_interfaces_that_there_are(fake: FakeNftables) -> None:
-    there = {2: "eth0", 5: "veth5"}
-    fake.interfaces = set(there.values())
-    mode = offloading(fake, there)
-    mode.sync(many(3))
-    assert flowtables(fake) == [{"established": {"eth0", "veth5"}}] * 2
-    assert listed(fake) == {(2,), (5,)}
-    del there[5]
-    there[9] = "veth9"
-    fake.interfaces = set(there.values())
-    written = len(fake.transactions)
-    mode.links_changed()
-    assert flowtables(fake) == [{"established": {"eth0", "veth9"}}] * 2
-    assert listed(fake) == {(2,), (9,)}
-    assert len(fake.transactions) == written + 1
-    mode.links_changed()
-    assert len(fake.transactions) == written + 1
-
-
-def test_an_interface_that_goes_meanwhile_breaks_no_sync(fake: FakeNftables) -> None:
-    there = {2: "eth0", 5: "veth5"}
-    fake.interfaces = {"eth0"}
-    mode = offloading(fake, there)
-    mode.sync(many(3))
-    assert flowtables(fake) == [{"established": set()}] * 2
-    assert ("10.96.0.3", 6, 80) in fake.tables[4].elements["internal"]
-    del there[5]
-    mode.maintain()
-    assert flowtables(fake) == [{"established": {"eth0"}}] * 2
-
-
-@pytest.mark.parametrize(
-    ("packets", "wanted"),
-    [pytest.param(0, many(3), id="the setting is gone"), pytest.param(20, many(0), id="the mode drains")],
-)
-def test_a_flowtable_that_is_not_wanted_any_more_goes(fake: FakeNftables, packets: int, wanted: ServiceTable) -> None:
-    fake.interfaces = {"eth0"}
-    offloading(fake, {2: "eth0"}).sync(many(3))
-    later = offloading(fake, {2: "eth0"}, packets)
-    later.sync(many(3))
-    later.sync(wanted)
-    assert flowtables(fake) == [{}, {}]
-    assert "offload-interfaces" not in fake.tables[4].sets
-    assert state(fake) == fresh(wanted)
-    assert later.status().nftables == NftablesStatus(tables=["ip hybrid-proxy", "ip6 hybrid-proxy"])
-
-
-def test_a_flowtable_that_others_changed_is_repaired(fake: FakeNftables) -> None:
-    fake.interfaces = {"eth0"}
-    mode = offloading(fake, {2: "eth0"})
-    mode.sync(many(3))
-    table4 = FAMILIES[4]
-    fake.commit((table4, [op.FlushChain("offload-services"), op.DeleteFlowtable("established")]))
-    mode.ruleset_changed()
-    mode.maintain()
-    assert flowtables(fake) == [{"established": {"eth0"}}] * 2
-    fake.commit((table4, [op.DeleteInterfaces("established", ("eth0",))]))
-    mode.ruleset_changed()
-    mode.maintain()
-    assert flowtables(fake) == [{"established": {"eth0"}}] * 2
-    assert mode.status().nftables == NftablesStatus(
-        tables=["ip hybrid-proxy", "ip6 hybrid-proxy"], offload=Offload(20, ["eth0"])
-    )

@@ -12,14 +12,13 @@ from hybrid_proxy.dataplane.errors import SyncError
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.nftables.picks import chain_named
-from hybrid_proxy.dataplane.modes.nftables.programmer import MODE, Nftables, offload_missing
+from hybrid_proxy.dataplane.modes.nftables.programmer import MODE, Nftables
 from hybrid_proxy.dataplane.modes.nftables.tables import SETS, TABLE
 from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family, Verdict
 from hybrid_proxy.dataplane.nftables.schema import Element
 from hybrid_proxy.dataplane.nftables.uapi import NFT_GOTO
 from hybrid_proxy.dataplane.nftables.wire import Kernel
-from hybrid_proxy.dataplane.options import NftablesOptions
 from hybrid_proxy.dataplane.table import Entry, Kind, Masquerade, NodeNetwork, PodMatch, ServiceTable, WhenEmpty
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
@@ -66,18 +65,6 @@ def test_nft_lists_every_rule_as_it_was_meant(mode: Nftables, family: Family) ->
     assert chains(nft("-y", "list", "table", family.name, TABLE)) == {
         key: lines for key, lines in wanted.items() if key[0] == family.name
     }
-
-
-def test_a_kernel_without_flowtables_is_told_of_and_serves_without() -> None:
-    reason = offload_missing()
-    with contextlib.closing(Nftables(Options(nftables=NftablesOptions(offload_packets=20)), lambda: None)) as mode:
-        mode.sync(everything())
-        status = mode.status()
-        assert status.nftables is not None
-        assert (status.nftables.offload is None) == bool(reason)
-        assert [text for text in status.warnings if "offload" in text] == ([reason] if reason else [])
-    assert reason is None or "nft_flow_offload: load these modules" in reason
-    assert "flowtable" not in nft("list", "ruleset") or not reason
 
 
 def test_what_is_read_back_is_what_was_written(mode: Nftables) -> None:

@@ -37,7 +37,6 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "ipvs_connections": {"connections": {"GUEST_SIZES": (3,), "GUEST_ROUNDS": 1, "SECONDS": 0.05}},
     "mode_connections": {"connections": {"SIZES": (20,), "MODE_ROUNDS": 1, "SECONDS": 0.05}},
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
-    "offload": {"offload": {**ROUNDS, "SECONDS": 0.05}},
     "packet_kinds": {"packet_kinds": {**ROUNDS, "REPEAT": 20, "BATCH": 5, "BATCHES": 1}},
     "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
     "scale": {
@@ -68,7 +67,6 @@ MARKS = {
     "upgrade": [pytest.mark.long],  # tests/modes/ebpf/test_other_layouts.py
     "passing": [pytest.mark.long],  # the loops of `established`
     "ipvs_connections": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
-    "offload": [pytest.mark.kernel("nf_flow_table"), pytest.mark.core(long=True)],
 }
 
 
