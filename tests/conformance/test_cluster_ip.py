@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
+from tests.waiting import slowness
 
 from .kit import (
     HTTP,
@@ -128,20 +129,21 @@ def test_clients_are_independent_of_each_other(bench: Bench, family: int) -> Non
 
 @pytest.mark.row("2.15", "affinity lasts while it is used and ends when idle")
 def test_affinity_lasts_while_it_is_used_and_ends_when_idle(bench: Bench, mode: str) -> None:
-    service = sticky(bench, 2)
+    seconds = round(2 * PATIENCE * slowness())  # a round of questions must take less
+    service = sticky(bench, seconds)
 
     def backends() -> dict[int, list[str]]:
         return {family: [bench.ask(place, service, family).pod for place in PODS] for family in (V4, V6)}
 
     first = backends()
-    for _ in range(4):  # 3.2 s in all, never idle for 2 s
-        time.sleep(0.8)
+    for _ in range(4):  # longer than that in all, never idle for so long
+        time.sleep(0.4 * seconds)
         assert backends() == first
     if mode == "ipvs":
         return  # the kernel keeps it as long as it remembers a connection, minutes (docs/differences.md)
     stayed = {V4, V6}
     for _ in range(4):  # five clients choose anew among three backends: all the same four times is 1 in 3 billion
-        time.sleep(2.6)
+        time.sleep(1.3 * seconds)
         now = backends()
         stayed = {family for family in stayed if now[family] == first[family]}
         if not stayed:
