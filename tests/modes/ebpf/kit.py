@@ -9,7 +9,10 @@ from pathlib import Path
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import layout_record
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import namespace_map, own_directory
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf
 from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import ServiceTable
@@ -40,6 +43,14 @@ def begin_flow(folder: Path) -> bytes:
 def has_flow(folder: Path, key: bytes) -> bool:
     with closing(Map.pinned(folder / "flows4")) as flows:
         return flows.lookup(key) is not None
+
+
+def leave_maps(options: Options) -> Path:
+    """Makes or adopts the maps, as an agent does at its start; returns their folder. No programs are loaded."""
+    with closing(own_directory(options)) as directory:
+        folder = directory.path
+        with closing(namespace_map(folder)), closing(layout_record(folder)), closing(MapSet(folder, options)):
+            return folder
 
 
 def serve(options: Options) -> Path:
