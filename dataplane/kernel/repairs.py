@@ -87,7 +87,7 @@ class Contents:
         repair: writes it again.
     """
 
-    def __init__(self, damage: Callable[[], Iterable[str]], repair: Callable[[], None]) -> None:
+    def __init__(self, damage: Callable[[], Iterable[str]], repair: Callable[[], object]) -> None:
         self._damage, self._repair = damage, repair
 
     def damage(self, pins: Pins) -> Iterator[str]:

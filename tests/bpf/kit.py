@@ -305,7 +305,7 @@ class Bench:
         """Grace period and scan, as the agent does them in the background."""
         wait_for_programs()
         self.store.graced(self.store.plan.pools.stamp)
-        self.gc.look_for(*self.store.plan.pools.candidates)
+        self.gc.search_for(*self.store.plan.pools.candidates)
         self.gc.scan()
         _, result = self.gc.collect()
         if result is not None:

@@ -22,17 +22,6 @@ EXAMPLES = ("CHANGELOG.md", "CONTRIBUTING.md", GLOSSARY)  # these tell what not 
 PACKAGES = ("controller", "dataplane", "workshop")
 GENERATED = ("_abi.py", "_libbpf.py")
 
-# Folders whose docstrings and comments were not rewritten yet: nothing is asked of these. A folder does not include
-# those below it.
-NOT_YET = frozenset(
-    {
-        "dataplane/modes/ebpf",
-        "dataplane/modes/ebpf/flows",
-        "dataplane/modes/ebpf/generations",
-        "dataplane/modes/ebpf/maps",
-    }
-)
-
 
 def retired(section: str) -> tuple[str, ...]:
     """The phrases in the first column of the table below a heading of the glossary."""
@@ -116,14 +105,12 @@ def of_c(path: Path) -> Iterator[Text]:
 
 
 def inside() -> Iterator[Text]:
-    """The docstrings and comments of every folder that is not in NOT_YET."""
+    """The docstrings and comments of all code."""
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name not in GENERATED]
     for path in files:
-        if path.parent.relative_to(ROOT).as_posix() not in NOT_YET:
-            yield from of_python(path)
-    if "bpf" not in NOT_YET:
-        for path in (ROOT / "bpf").glob("*.[ch]"):
-            yield from of_c(path)
+        yield from of_python(path)
+    for path in (ROOT / "bpf").glob("*.[ch]"):
+        yield from of_c(path)
 
 
 def outside() -> Iterator[tuple[str, str]]:
@@ -157,10 +144,6 @@ def test_the_net_is_no_sieve() -> None:
     assert [(text, public) for _, text, public in docstrings(ast.parse(source))] == [
         ("Of ours.", True), ("Where.", True), ("How.", False)
     ]  # fmt: skip
-
-
-def test_folders_that_wait_exist() -> None:
-    assert [folder for folder in NOT_YET if not (ROOT / folder).is_dir()] == []
 
 
 def test_retired_words_are_gone() -> None:

@@ -1,1 +1,1 @@
-"""The eBPF mode: rows for `bpf/`, the update protocol, attachments."""
+"""Implements mode ebpf: fills maps for the programs in `bpf/`, loads the programs, and attaches them."""

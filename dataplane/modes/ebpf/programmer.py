@@ -1,4 +1,4 @@
-"""The eBPF mode, open on this node: maps are filled with a table, and programs are attached.
+"""Opens mode ebpf on this node: fills maps with the service table, and attaches programs.
 
 `TRANSITIONS` has every state of an open mode and what can happen in it.
 
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """What an open mode does for traffic."""
+    """The states of an open mode, by what it does for traffic."""
 
     OPENED = auto()  # maps are there; programs of a former agent may serve
     LOADED = auto()  # our programs serve the maps that were adopted
@@ -78,7 +78,7 @@ class State(Enum):
 
 
 class Input(Enum):
-    """What happens to an open mode."""
+    """The events that change the state of an open mode."""
 
     ADOPTED = auto()  # programs are loaded for the maps that were adopted, before there is a table
     REPLACED = auto()  # the replacement of a former generation begins
@@ -114,7 +114,7 @@ TRANSITIONS: Final[dict[State, dict[Input, State]]] = {
 
 
 def clean(options: Options) -> int:
-    """Removes everything of ours from this network namespace; returns how many objects were removed."""
+    """Removes all our pins and attachments from this network namespace; returns how many objects were removed."""
     folder = folder_of(options)
     if folder.is_dir():
         os.close(hold(folder, f"the eBPF maps at {folder}"))
@@ -123,7 +123,7 @@ def clean(options: Options) -> int:
 
 
 def drain(options: Options) -> bool:
-    """Forget every address of a service: nothing is translated, refused or dropped that is no known flow.
+    """Removes every service address, so that only packets of known flows are translated, rejected or dropped.
 
     The next sync of an agent in this mode writes them all again.
     """
@@ -143,7 +143,7 @@ def drain(options: Options) -> bool:
 
 
 class Change(NamedTuple):
-    """A table that is to be programmed."""
+    """A change from one table to the next."""
 
     before: ServiceTable
     table: ServiceTable
@@ -194,7 +194,7 @@ class Ebpf(Programmer):
         self.store = Store(self.maps, hz, max_ring=options.ebpf.limits.ring, max_slots=options.ebpf.limits.slots)
         self.attachments = Attachments(self.folder, options, self.maps, lambda: self.datapath.load_xdp())  # noqa: PLW0108 (bound later)
         self.foreign = ForeignFlows(
-            self.maps.flows(), inspect.program("leave"), lambda: self.table, lambda: self.gc.hurry()  # noqa: PLW0108
+            self.maps.flows(), inspect.program("leave"), lambda: self.table, lambda: self.gc.scan_now()  # noqa: PLW0108
         )  # fmt: skip
         self.gc = FlowGC(
             self.maps.maps, inspect.program("sweep"), inspect.program("read_clock"), hz, options, self.foreign.scan
@@ -208,7 +208,7 @@ class Ebpf(Programmer):
         self.repairs = Repairs(directory, (
             attached.pods, attached.uplinks, attached.drivers, attached.sockets, self.maps, namespace, record,
             attached.node_maps, Contents(self.datapath.damage, self.datapath.repair),
-            Contents(self.store.damage, self._sync_again),
+            Contents(self.store.damage, lambda: self.sync(self._start_over())),
         ))  # fmt: skip
         self.gc.start()
         if not options.all_or_nothing and (self.maps.adopted or len(os.sched_getaffinity(0)) >= SPARE_PROCESSORS):
@@ -244,7 +244,7 @@ class Ebpf(Programmer):
         return SyncResult(changed, removed)
 
     def _plan(self, change: Change) -> Change:
-        """Looks for flows of others, which must be known before a row could lead their packets elsewhere."""
+        """Finds foreign flows, which must be known before a row could lead their packets elsewhere."""
         first, table = change.first, change.table
         if self.options.shares_node:
             change = change._replace(moving=newly_receiving(change.before, table, change.names))
@@ -282,7 +282,7 @@ class Ebpf(Programmer):
         return changed, removed
 
     def _publish(self, change: Change) -> None:
-        """Lets what is written serve: the first time, programs are attached."""
+        """Puts the written rows into service: the first time, programs are attached."""
         table, plan = change.table, self.store.plan
         if plan.removed_endpoints:
             self.gc.resets.add([Endpoint.of(*gone) for gone in plan.removed_endpoints])
@@ -341,22 +341,21 @@ class Ebpf(Programmer):
         plan.retry()
         return changed
 
-    def _start_over(self) -> None:
-        """The maps hold what this process did not write: the next sync adopts them, and removes the rest."""
+    def _start_over(self) -> ServiceTable:
+        """Forgets what was written, because the maps hold other rows: the next sync adopts them and removes the rest.
+
+        Returns the table that was programmed.
+        """
         wait_for_programs()  # deferred frees are forgotten with the plan: no program may still use what waits there
         self.store.start_over()
         self.failover.forget()
-        self.table = EMPTY
-
-    def _sync_again(self) -> None:
-        table = self.table
-        self._start_over()
-        self.sync(table)
+        former, self.table = self.table, EMPTY
+        return former
 
     # Draining
 
     def drain(self, table: ServiceTable) -> None:
-        """Lets no flow begin. The maps follow the table: flows go on, and the mode that serves next finds all rows."""
+        """Lets no flow begin. Rows are still written: open flows go on, and the next mode finds all rows."""
         self._on(Input.DRAINED)
         self.maps.view("node")["draining"] = True  # first: the mode that serves may have room for what we have not
         self.sync(msgspec.structs.replace(table, node=_without_cidrs(table.node)))
@@ -367,7 +366,7 @@ class Ebpf(Programmer):
         return open_flows(self.maps.maps)
 
     def abandon(self, table: ServiceTable) -> None:
-        """Removes all backends: no socket of the node has its datagrams translated; answers under way still are.
+        """Removes all backends, so that no socket of the node has its datagrams translated; their answers still are.
 
         Sockets that are connected to a backend know it by its own address, and go on without us.
         """
@@ -412,7 +411,7 @@ class Ebpf(Programmer):
         self.attachments.maintain()
         self.repairs.count += self.store.repair_ranges()
         self.packets.maintain()
-        notices = self.failover.look(self.store)
+        notices = self.failover.evaluate(self.store)
         self.gc.grace.want(self.store.plan.pools.stamp)
         return [*notices, *self.reports.nearly_full()]
 
@@ -455,7 +454,7 @@ class Ebpf(Programmer):
 
 
 def _without_cidrs(node: NodeNetwork) -> NodeNetwork:
-    """The node, with no address a service's that has no frontend."""
+    """Returns the node without service CIDRs: an address without a frontend belongs to no service then."""
     return msgspec.structs.replace(node, service_cidrs=())
 
 
@@ -465,7 +464,7 @@ def _refuse_unprogrammed(ports: Collection[Unprogrammed]) -> None:
 
 
 def probe(options: Options) -> str | None:
-    """Load the smallest of our objects, maps and all, and let it go."""
+    """Returns why this kernel cannot run the mode, or None. Tries the smallest of our objects, with its maps."""
     try:
         pin_folder(options.ebpf.pin_root, mount=False)
         loaded = Object(layout.OBJECTS / "inspect.bpf.o")
@@ -481,7 +480,7 @@ def probe(options: Options) -> str | None:
 
 
 def look(options: Options, names: Mapping[int, str]) -> listing.Pinned | None:
-    """The pinned maps, of an agent that runs or not."""
+    """Opens the pinned maps of an agent, running or not; None: there are none."""
     folder = folder_of(options)
     try:
         maps = open_pinned_maps(folder)

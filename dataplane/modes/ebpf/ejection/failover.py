@@ -30,7 +30,7 @@ class Failover:
         self._shares: FailureShares[EntryKey, Subject] = FailureShares(
             options.ebpf.failover.percentage, options.ebpf.failover.connections
         )
-        self._counted = 0  # failed connections, as all programs count them, at the last look
+        self._counted = 0  # failed connections, as all programs count them, at the last call
         self._failed: dict[int, int] = {}  # the same by backend
         self._ejected: set[Subject] = set()  # a backend set does without them
         self._failed_how: dict[Subject, str] = {}  # of those that the detector wants to eject for their connections
@@ -73,7 +73,7 @@ class Failover:
         probed = (pair for targets in self._probed.values() for pair in targets.items())
         return {subject: down[target] for subject, target in probed if target in down}
 
-    def look(self, store: Store) -> list[Event]:
+    def evaluate(self, store: Store) -> list[Event]:
         """Evaluate what was counted since the last call, write the changes, and return the events."""
         self._tidy(store)
         failures = store.failures() if self._detector.limit else {}
@@ -101,7 +101,7 @@ class Failover:
         self._counted, self._failed = counted, failed
         changed = [number for number, count in failed.items() if before.get(number) != count]
         ports = store.ports_of(changed) | {*self._shares.open}
-        return self._shares.look(now, store.connections(ports, failed))
+        return self._shares.evaluate(now, store.connections(ports, failed))
 
     def _let_start(self, store: Store, now: float) -> None:
         """Write ejections, and the scaled weights of backends in slow start."""

@@ -83,15 +83,15 @@ class FailureShares(Generic[Group, Subject]):
 
     @property
     def open(self) -> Collection[Group]:
-        """The service ports whose counts the next `look` needs."""
+        """The service ports whose counts the next `evaluate` needs."""
         return self._intervals.keys()
 
-    def look(self, now: float, totals: Mapping[Group, Mapping[Subject, Counts]]) -> dict[Subject, str]:
+    def evaluate(self, now: float, totals: Mapping[Group, Mapping[Subject, Counts]]) -> dict[Subject, str]:
         """Returns the outliers, each with the reason.
 
         Args:
             now: the time in seconds, never less than the last time.
-            totals: of all backends of each service port that has failures since the last look, or is `open`.
+            totals: of all backends of each service port that has failures since the last call, or is `open`.
         """
         found: dict[Subject, str] = {}
         for group in self._intervals.keys() - totals.keys():

@@ -1,1 +1,1 @@
-"""This room reads flows from the maps: it removes idle ones, keeps foreign ones, resets those without endpoint."""
+"""This room reads flows from the maps: it removes idle ones, keeps foreign ones, and resets those to gone endpoints."""

@@ -1,7 +1,7 @@
-"""Old flows, and ids that wait for them: a thread beside the programmer, off the path of changes.
+"""Removes idle flows, and finds which ids no flow names any more, in a thread of its own.
 
-User space proposes (one batch read, numpy), the sweep program disposes: it looks again at the time stamp beside
-the programs that refresh it. The same read shows which ids of deferred frees a flow still names.
+The thread reads all flows at once and chooses the idle ones; the sweep program deletes them. It compares the time stamp
+once more, because the datapath may have refreshed it. The same read shows which ids of deferred frees a flow names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DSR_ENDING = 120
 
 
 def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> NDArray[np.int64]:
-    """Seconds without a packet after which each flow is forgotten."""
+    """Returns after how many seconds without a packet each flow is deleted."""
     flags, protocols, names = values["flags"], keys["protocol"], abi_constants()
     limits = np.full(len(keys), options.timeouts.tcp_established, dtype=np.int64)
     limits[flags & names["FLOW_ESTABLISHED"] == 0] = OPENING
@@ -57,15 +57,15 @@ def idle_limits(keys: NDArray[Any], values: NDArray[Any], options: Options) -> N
 
 
 def _age(now: int, seen: NDArray[Any]) -> NDArray[np.int64]:
-    """Jiffies since then; a program may have written a time that is later than `now`."""
+    """Returns the jiffies since then; negative where a program wrote a time later than `now`."""
     return (np.uint32(now) - seen).astype(np.int32).astype(np.int64)
 
 
 def forget_half_open(maps: Mapping[str, Map], options: Options, now: int, hz: int) -> None:
     """Delete half-open flows that are idle; `now` is the time of time stamps, in jiffies.
 
-    The collector leaves these tables alone, because they forget by themselves. But without new flows nothing in them
-    makes way, and a socket that gets the port of an earlier one would go on with its flow.
+    The collector does not sweep these tables, because LRU tables evict. But without new flows nothing is evicted, and a
+    socket that gets the port of an earlier one would go on with its flow.
     """
     for family in (4, 6):
         table = maps[f"half_open{family}"]
@@ -88,7 +88,7 @@ def open_flows(maps: Mapping[str, Map]) -> Counter[str]:
 
 
 class GracePeriods:
-    """Waits for the programs that may have read what a commit removed.
+    """Waits for the programs that may have read what a change removed.
 
     Args:
         wake: has the collector's thread call `run`.
@@ -107,7 +107,7 @@ class GracePeriods:
         self._wake()
 
     def run(self) -> None:
-        """Waits, if a commit was written since the last grace period."""
+        """Waits, if a change was written since the last grace period."""
         wanted = self._wanted
         if wanted > self.over:
             wait_for_programs()
@@ -115,7 +115,7 @@ class GracePeriods:
 
 
 class Scanned(NamedTuple):
-    """Which ids of deferred frees were looked for in all flows, and which are still named by one."""
+    """The ids of deferred frees that a scan searched for, and those that a flow still names."""
 
     services: frozenset[int]
     backends: frozenset[int]
@@ -159,33 +159,33 @@ class FlowGC:
         self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._result: Scanned | None = None
         self._lock = threading.Lock()  # of these two
-        self._hurry = False
+        self._scan_now = False
         self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
 
     @property
     def known_flows(self) -> int:
-        """Entries of both families when they were read last."""
+        """The number of entries of both families at the last scan."""
         return sum(self.used.values())
 
     # For other threads
 
     def start(self) -> None:
-        """Begin; from then on this object's thread reads the flow tables."""
+        """Starts the thread that reads the flow tables."""
         self._thread.start()
 
-    def look_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
-        """Let the next scan find which of these flows still name."""
+    def search_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
+        """Has the next scan find which of these ids flows still name."""
         with self._lock:
             if self._result is None:
                 self._candidates = (services, backends)
 
-    def hurry(self) -> None:
-        """Scan at once."""
-        self._hurry = True
+    def scan_now(self) -> None:
+        """Has the thread scan at once."""
+        self._scan_now = True
         self._wake.set()
 
     def collect(self) -> tuple[int, Scanned | None]:
-        """The last grace period that is over, and what the last scan found since the last call."""
+        """Returns the number of the last grace period that is over, and the result of a scan since the last call."""
         with self._lock:
             result, self._result = self._result, None
         return self.grace.over, result
@@ -206,8 +206,8 @@ class FlowGC:
                 with self.reading:
                     self.resets.run()
             self.grace.run()
-            if self._hurry or time.monotonic() >= next_scan:
-                self._hurry = False
+            if self._scan_now or time.monotonic() >= next_scan:
+                self._scan_now = False
                 try:
                     with self.reading:
                         self.scan()
@@ -220,7 +220,7 @@ class FlowGC:
         run_in_parts(self._sweep, family, keys, np.zeros(len(keys), dtype=np.int64))
 
     def scan(self) -> None:
-        """Read all flows once: forget idle ones, look for ids of deferred frees."""
+        """Reads all flows once: deletes idle ones, and searches for ids of deferred frees."""
         with self._lock:
             services, backends = self._candidates
         found_services: set[int] = set()
@@ -248,11 +248,11 @@ class FlowGC:
             self._candidates = (frozenset(), frozenset())
 
     def clock(self) -> int:
-        """The time of time stamps."""
+        """Returns the time of time stamps, in jiffies."""
         return run_on_packet(self._clock, bytes(64))[0]
 
     def forget_idle(self, family: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Delete those of these flows that are idle for too long; the program that does it looks at each once more.
+        """Deletes the idle ones of these flows; the sweep program compares each one's time stamp once more.
 
         Foreign flows are deleted when conntrack has forgotten them (`ForeignFlows`).
         """

@@ -1,4 +1,4 @@
-"""Leaves flows to the mode or proxy that began them: what conntrack translates is entered in our tables as foreign.
+"""Leaves flows to the mode or proxy that began them: those that conntrack translates are entered as foreign.
 
 A segment in the middle of a TCP connection shows that its flow is foreign; a datagram or a repeated SYN does not. So
 foreign UDP and SCTP flows and half-open connections have entries in the tables of flows for as long as conntrack has
@@ -132,7 +132,7 @@ class ForeignFlows:
     def programmed(
         self, before: ServiceTable, table: ServiceTable, names: Collection[str], moving: Collection[str], *, first: bool
     ) -> None:
-        """A table is programmed in which `names` may differ, and in which `moving` were served by another proxy."""
+        """Note that a table is programmed in which `names` may differ; `moving` were served by another proxy before."""
         with self._lock:
             self._replaced = ()
         if first:

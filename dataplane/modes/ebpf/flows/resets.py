@@ -64,7 +64,7 @@ class Endpoint(NamedTuple):
 
 
 class Resets:
-    """Connections that are to be reset, because their endpoint is gone.
+    """Resets the connections to endpoints that are gone.
 
     Args:
         maps: by name.
@@ -82,7 +82,7 @@ class Resets:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is something to do."""
+        """True if endpoints wait for `run`."""
         return bool(self._gone)
 
     def add(self, gone: Collection[Endpoint]) -> None:

@@ -1,6 +1,6 @@
-"""PURE. Converts rows of another version's maps into rows of ours.
+"""PURE. Converts rows of another version's maps to the layout of this version.
 
-A field is known by its name. Fields that ours do not have are dropped, and those that are missing are 0.
+Fields are matched by name. Fields that this version does not have are dropped, and those that are missing are 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.generation import UnknownMean
 
 
 def types_of(rows: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """The key's and the value's type of `Shape.rows`."""
+    """Returns the types of key and value that `Shape.rows` describes."""
     key, _, value = rows.partition(" -> ")
     return _type(key), _type(value)
 
@@ -32,7 +32,7 @@ def _type(text: str) -> np.dtype[Any]:
 
 
 def _parse(text: str) -> tuple[Any, str]:
-    """The type at the beginning, and what comes after it."""
+    """Returns the type at the beginning of a text, and the rest of the text."""
     kind: Any
     if text.startswith("struct "):
         head, _, rest = text.removeprefix("struct ").partition("{")
@@ -61,7 +61,7 @@ def _fields(kind: np.dtype[Any]) -> dict[str, tuple[np.dtype[Any], int]]:
 
 
 def matching(former: np.dtype[Any], ours: np.dtype[Any]) -> Iterator[str]:
-    """The fields that both types have."""
+    """Returns the names of fields that both types have."""
     return (name for name in former.names or () if name in (ours.names or ()))
 
 
@@ -69,12 +69,11 @@ def matching(former: np.dtype[Any], ours: np.dtype[Any]) -> Iterator[str]:
 
 
 class Converter:
-    """Rows of one map of another layout into ours.
+    """Converts rows of one map to our layout.
 
     Args:
         former, ours: types of keys and values.
         flags: numbers of the bits of field `flags`, on both sides by name.
-        names: numbers of other values on both sides: field -> (theirs, ours).
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Converter:
         self._flags_differ = flags[0] != {name: flags[1].get(name) for name in flags[0]}
 
     def rows(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
-        """Keys and values in our layout, and which of the given ones they are; the others cannot be expressed in it."""
+        """Returns keys and values in our layout, and which rows these are; the others cannot be expressed in it."""
         new_keys, fit = self._convert(keys, self.ours[0])
         fit &= self._nothing_dropped(keys)
         new_values, fits = self.values(values)
@@ -94,7 +93,7 @@ class Converter:
         return new_keys[fit], new_values[fit], fit
 
     def values(self, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Values alone, as those of an array; and which of them fit."""
+        """Returns values alone, as of an array, and which of them can be expressed."""
         new, fit = self._convert(values, self.ours[1])
         if self._flags_differ and new.dtype.names and "flags" in new.dtype.names:
             former = values["flags"]
@@ -117,7 +116,7 @@ class Converter:
         return new, fit
 
     def _nothing_dropped(self, keys: NDArray[Any]) -> NDArray[np.bool_]:
-        """A key says something in a field that ours does not have: it is another one than it would become."""
+        """Returns which keys have only zeros in fields that ours do not have: others would become another key."""
         fine = np.ones(len(keys), dtype=np.bool_)
         for name in set(self.former[0].names or ()) - set(self.ours[0].names or ()):
             fine &= _zero(keys[name])
@@ -125,7 +124,7 @@ class Converter:
 
 
 def _put(former: NDArray[Any], ours: NDArray[Any]) -> NDArray[np.bool_]:
-    """One column into another; which rows fit. Of an array that has become shorter the rest must be 0."""
+    """Copies a column, and returns which rows fit. If arrays have become shorter, the rest must be 0."""
     count = len(former)
     if former.dtype.fields is not None and ours.dtype.fields is not None and former.shape == ours.shape:
         fit = np.ones(count, dtype=np.bool_)
@@ -142,16 +141,16 @@ def _put(former: NDArray[Any], ours: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _zero(column: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which elements of a column, arrays perhaps, are 0."""
+    """Returns which elements of a column, possibly arrays, are 0."""
     zero: NDArray[np.bool_] = np.equal(column, 0).all(axis=tuple(range(1, column.ndim)))
     return zero
 
 
 def places(key: np.dtype[Any]) -> dict[str, int]:
-    """Where a key of flows has its fields, in bytes.
+    """Returns the offsets of the fields of a flow's key, in bytes.
 
     Raises:
-        UnknownMeaningError: it has not all of them, or they are other types than those that a packet is looked up by.
+        UnknownMeaningError: a field is missing, or has another type than the one by which flows are looked up.
     """
     fields = _fields(key)
     wanted = {"saddr": 4 * (1 + 3 * bool(key["saddr"].shape)), "sport": 2, "dport": 2, "protocol": 1}
@@ -164,7 +163,7 @@ def places(key: np.dtype[Any]) -> dict[str, int]:
 
 
 def hashes(rows: NDArray[Any], at_once: int = 16384) -> NDArray[np.uint64]:
-    """A number for each row, by which rows of one type are compared; so many are copied `at_once`."""
+    """Returns a number for each row, by which rows of one type are compared; `at_once` rows are copied at a time."""
     parts = [_hashes(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
     return np.concatenate(parts) if parts else np.empty(0, np.uint64)
 

@@ -48,7 +48,7 @@ def copy_table(name: str, former: Map, new: Map, rows: Converter) -> None:
 
 
 def copy_flags_of_node(former: Map, new: Map, rows: Converter) -> None:
-    """Copies what the programs write into map `node`."""
+    """Copies the columns that programs write into map `node`."""
     theirs, known = former.view(rows.former[1]), new.view(rows.ours[1])
     for name in MONOTONE:
         if name in (theirs.dtype.names or ()):
@@ -86,11 +86,11 @@ class FlowTable:
 
     @property
     def left(self) -> int:
-        """How many rows cannot be expressed in our layout."""
+        """The number of rows that cannot be expressed in our layout."""
         return len(self._unfit)
 
     def _converted(self, rows: Rows, chosen: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """These rows as ours, without those that cannot be expressed so."""
+        """Converts these rows to our layout, without those that cannot be expressed in it."""
         keys, values, fit = self._converter.rows(rows.keys[chosen], rows.values[chosen])
         self._unfit.update(rows.names[chosen][~fit].tolist())
         if self._reply and "tag" in (values.dtype.names or ()):
@@ -131,7 +131,7 @@ class FlowTable:
         self._rows = rows
 
     def _settled(self, values: NDArray[Any]) -> NDArray[np.uint64]:
-        """Numbers of these values, without what each packet changes, and the next one puts right.
+        """Returns numbers of these values, without fields that the next packet writes again.
 
         With direct server return the sequence number of the last segment has to be right.
         """
@@ -151,14 +151,14 @@ class FlowTable:
                 self._ours.delete(keys.tobytes())
 
     def flows(self) -> int:
-        """How many flows were copied."""
+        """Returns how many flows were copied."""
         if not self._reply:
             return 0
         return int(np.count_nonzero(self._rows.values["flags"] & self._reply == 0)) - self.left // 2
 
 
 class Rows:
-    """Rows of a table as they were at one time.
+    """The rows of a table at one time.
 
     Attributes:
         names: a number for each key, by which it is found again; and `numbers` for key and value.
@@ -170,15 +170,15 @@ class Rows:
         self.numbers = self.names * np.uint64(3) ^ convert.hashes(values)
 
     def unlike(self, former: Rows) -> NDArray[np.int64]:
-        """The places of rows that were not there, or were others."""
+        """Returns the positions of rows that are new or have changed."""
         return _without(self.numbers, former.numbers)
 
     def missing(self, former: Rows) -> NDArray[np.int64]:
-        """The places of former rows whose keys are not here."""
+        """Returns the positions of former rows whose keys are gone."""
         return _without(former.names, self.names)
 
     def places(self, names: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Where the rows with these names are, -1: nowhere."""
+        """Returns the positions of the rows with these names; -1: there is none."""
         if not len(self.names) or not len(names):
             return np.full(len(names), -1)
         order = np.argsort(self.names)
@@ -187,7 +187,7 @@ class Rows:
 
 
 def _without(numbers: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """The places of these numbers that are not known; mostly there are few, at the same places."""
+    """Returns the positions of numbers that are not known; mostly there are few."""
     count = min(len(numbers), len(known))
     if len(numbers) <= len(known) and np.array_equal(numbers, known[:count]):
         return np.empty(0, np.int64)
@@ -197,7 +197,7 @@ def _without(numbers: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[
 
 
 def _merged(row: NDArray[Any], theirs: NDArray[Any], copied: NDArray[Any]) -> NDArray[Any]:
-    """Our row, with what the former one says more than when it was copied; theirs, where it is another flow."""
+    """Returns our row with what the former row has learned since its copy; the former row, if it is another flow."""
     if not all(np.array_equal(row[name], theirs[name]) for name in ("saddr", "daddr", "sport", "dport")):
         return theirs
     if len(copied) and copied["started"] != theirs["started"]:  # a FIN: it is `fin_end` now

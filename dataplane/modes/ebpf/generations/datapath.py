@@ -1,12 +1,12 @@
-"""The generation of programs and maps that this process uses, and its replacement by one with larger maps.
+"""Holds the generation of programs and maps in use, and replaces it by one with larger maps.
 
 Maps that only the agent writes are replaced by larger ones while traffic goes on (the steps `LARGER` of generation.py).
 Programs know their maps by file descriptor, so larger maps take a new generation of programs. A thread loads it, which
 takes about a second. While the maps are copied and links are updated, the agent writes nothing. So it does not matter
 which generation a packet meets: the maps that the agent writes are equal, and all others are the same ones.
 
-A process may end anywhere. Before the last step the next one finds the former maps, in the middle of it some of each,
-all with the same content.
+A process may end at any point. Before the last step the next process finds the former maps, in the middle of it some
+of both; all have the same content.
 """
 
 from __future__ import annotations
@@ -83,25 +83,25 @@ class Datapath:
 
     @property
     def entries(self) -> dict[str, int]:
-        """The size of each map that may grow."""
+        """The size of each map that may grow, by name."""
         return {name: self._maps.maps[name].entries for name in self.upper}
 
     @property
     def growing(self) -> bool:
-        """Whether a generation is being loaded."""
+        """True while a generation is being loaded."""
         return self._runner is not None
 
     # Growth
 
     def prepare(self, need: Sizes) -> None:
-        """Begins the first generation, on maps for this many entries, unless one is loading whose maps suffice."""
+        """Loads the first generation in a thread, on maps for this many entries, unless one is loading already."""
         if self._runner is not None and self._larger_than_now(need):
             self._give_up()
         if self._runner is None:
             self._begin(self._larger_than_now(need), serves=False)
 
     def load(self) -> None:
-        """Waits for the first generation.
+        """Waits until the first generation is loaded, and uses it.
 
         Raises:
             BpfError: the kernel refuses it.
@@ -110,7 +110,7 @@ class Datapath:
             self._finish()
 
     def make_room(self, full: Collection[str], need: Sizes) -> bool:
-        """Lets these maps grow now, if they may; whether one did."""
+        """Replaces these maps by larger ones now, if they may grow. Returns True if one did."""
         before = self.entries
         if time.monotonic() < self.retry_at:
             return False
@@ -125,7 +125,7 @@ class Datapath:
         return self.entries != before
 
     def step(self, used: Sizes) -> None:
-        """Begins a growth when a map is nearly full, or finishes the one whose programs are loaded by now."""
+        """Begins to replace a map that is nearly full, or finishes a replacement whose programs are loaded."""
         try:
             if self._runner is not None:
                 if self._loading is not None and self._loading.done():
@@ -138,11 +138,11 @@ class Datapath:
             self._failed(error)
 
     def grow(self, sizes: Sizes) -> None:
-        """Begins a generation on maps of these sizes; `step` or `make_room` finishes it."""
+        """Loads a generation on maps of these sizes in a thread; `step` or `make_room` puts it to use."""
         self._begin(sizes, serves=True)
 
     def nearly_full(self, used: Sizes) -> dict[str, str]:
-        """Map -> message, for those that may not become larger and are almost full."""
+        """Returns a message for each map that is nearly full and has reached its bound."""
         entries = {name: self._maps.maps[name].entries for name in used}
         return {
             name: f"map {name} is nearly full, with {used[name]} of {entries[name]} entries: raise {SETTINGS[name]}"
@@ -189,7 +189,7 @@ class Datapath:
         self._larger = self._maps.make_larger(sizes)
 
     def _start(self) -> None:
-        """Begins to load, in a thread."""
+        """Begins to load programs in a thread."""
         larger = self._larger
         self._loading = self._thread.submit(
             lambda: self.loader.generation(larger, xdp=self._attachments.drivers.loaded)
@@ -197,7 +197,7 @@ class Datapath:
         self._loading.add_done_callback(lambda _: self._wake())
 
     def _publish(self) -> None:
-        """Lets everything that is attached run the programs that were loaded."""
+        """Has all hooks run the programs that were loaded."""
         assert self._loading is not None
         with START.part("wait for the verifier"):
             programs, self._loading = self._loading.result(), None
@@ -218,7 +218,7 @@ class Datapath:
             drivers.use(self.load_xdp())  # a device qualified meanwhile
 
     def _drop(self) -> None:
-        """Forgets a generation that is not used."""
+        """Closes a generation that is not used."""
         for made in self._larger.values():
             made.close()
         self._larger, self._loading, self._runner = {}, None, None
@@ -236,7 +236,7 @@ class Datapath:
     # Attachment
 
     def attach(self, bridge: Object | None) -> None:
-        """Attaches the programs, the bridge in place of those at tc hooks."""
+        """Attaches the programs; a bridge takes the place of those at tc hooks."""
         assert self.programs is not None
         self._attachments.attach(bridge or self.programs.hooks)
 
@@ -249,7 +249,7 @@ class Datapath:
         return self.loader.one("carry", others)
 
     def load_xdp(self) -> Object:
-        """Loads the programs for drivers, of which one qualified when the others were loaded already.
+        """Loads the programs for drivers, for an interface that qualified after the other programs were loaded.
 
         Raises:
             BpfError: the kernel refuses them.
@@ -261,17 +261,17 @@ class Datapath:
     # Repairs
 
     def damage(self) -> Iterator[str]:
-        """A message for each datapath that hooks do not call any more."""
+        """Yields a message for each datapath that hooks do not call any more."""
         if self.programs is not None:
             yield from missing_datapaths(self._maps.maps["datapaths"], self.programs.datapaths)
 
     def repair(self) -> None:
-        """Lets hooks call the datapaths again."""
+        """Has hooks call the datapaths again."""
         if self.programs is not None:
             put_datapaths(self._maps.maps["datapaths"], self.programs.datapaths)
 
     def close(self) -> None:
-        """Gives up what is being loaded, and closes the programs. Traffic goes on."""
+        """Stops loading, and closes the programs. Attached programs go on."""
         with contextlib.suppress(DataplaneError, OSError):
             self._give_up()
         self._thread.shutdown()

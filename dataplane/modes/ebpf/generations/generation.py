@@ -1,4 +1,4 @@
-"""PURE. A generation of the datapath as a value, and the steps by which another one takes its place.
+"""PURE. Describes a generation of the datapath as a value, and plans the steps that replace one by another.
 
 A generation is the layout of the maps, their sizes, and the programs that use them. Programs are not part of the value:
 each process loads its own, those of both address families and of all hooks. So generations differ in their maps alone.
@@ -67,7 +67,7 @@ class Generation:
 
 
 class Fate(Enum):
-    """What becomes of one map."""
+    """The treatment of one map in a replacement."""
 
     SHARED = "both generations use it"
     CARRIED = "its rows are carried over into a new map"
@@ -92,7 +92,7 @@ class Step(Enum):
 
 
 class Mark(IntEnum):
-    """How far a replacement came: the state of map `carrying` (enum carry_state of bpf/abi.h)."""
+    """The progress of a replacement: the state of map `carrying` (enum carry_state of bpf/abi.h)."""
 
     ALL_FORMER = 0
     NEW_FLOWS_OURS = 1
@@ -101,24 +101,24 @@ class Mark(IntEnum):
 
 @dataclass(frozen=True)
 class Replacement:
-    """What becomes of each map, and the steps in their order."""
+    """The fate of each map, and the steps in their order."""
 
     fates: Mapping[str, Fate]
     steps: tuple[Step, ...]
 
     @property
     def bridged(self) -> bool:
-        """Whether both datapaths serve for a while, because their tables of flows differ."""
+        """True if both datapaths serve for a while, because their tables of flows differ."""
         return self.fates.get(FLOWS[0]) is Fate.CARRIED
 
 
 class UnknownMeaningError(Exception):
-    """Rows of that layout mean something that this version does not know."""
+    """Raised where rows of a layout mean something that this version does not know."""
 
 
 FIRST_START: Final = (Step.MAKE, Step.LOAD, Step.PUBLISH)
 RESTART: Final = (Step.LOAD, Step.PUBLISH)
-# Nobody reads these maps yet, and the first table is written to them while programs load.
+# No program reads these maps yet, and the first table is written to them while programs load.
 LARGER_BEFORE_SERVING: Final = (Step.MAKE, Step.COPY, Step.RENAME, Step.LOAD, Step.PUBLISH)
 # From the copy to the end the agent writes nothing, so former and larger maps are equal.
 LARGER: Final = (Step.MAKE, Step.LOAD, Step.COPY, Step.PUBLISH, Step.RENAME)
@@ -138,7 +138,7 @@ DONE: Final[Mapping[Mark, Collection[Step]]] = {
 
 
 def plan_replacement(former: Generation | None, wanted: Generation, reached: Mark | None = None) -> Replacement:
-    """The steps from a former generation to the wanted one; `reached`: a process that ended came so far.
+    """Plans the steps from a former generation to the wanted one; `reached` is the mark of a process that ended.
 
     Raises:
         UnknownMeaningError: the former rows cannot be carried over.
@@ -155,7 +155,7 @@ def plan_replacement(former: Generation | None, wanted: Generation, reached: Mar
 
 
 def _left(steps: Sequence[Step], reached: Mark | None) -> tuple[Step, ...]:
-    """The steps that are left; the flows are copied once more where new ones begin in the new tables already."""
+    """Returns the steps that are left; flows are copied once more if new ones begin in the new tables already."""
     done = DONE[reached] if reached is not None else ()
     left = [step for step in steps if step not in done]
     if reached is Mark.NEW_FLOWS_OURS:
@@ -164,12 +164,12 @@ def _left(steps: Sequence[Step], reached: Mark | None) -> tuple[Step, ...]:
 
 
 def _differ(former: Generation, wanted: Generation, names: Collection[str]) -> bool:
-    """Whether one of these maps has another size."""
+    """Returns True if one of these maps has another size."""
     return any(former.sizes.get(name) != wanted.sizes.get(name) for name in names)
 
 
 def fates_of(former: Generation, wanted: Generation) -> dict[str, Fate]:
-    """What becomes of each map of the wanted generation.
+    """Decides the fate of each map of the wanted generation.
 
     Raises:
         UnknownMeaningError: nothing can be carried over.
@@ -205,7 +205,7 @@ def _fate(name: str, former: Layout, ours: Layout) -> Fate:
 
 
 def _can_carry(name: str, former: Layout, ours: Layout) -> bool:
-    """Where the elements of bitmaps and buckets are counted otherwise, a row of them has no meaning of its own."""
+    """Returns True if rows can be carried over one by one, which needs elements that are counted in the same way."""
     counted = all(_agree(former.enums, ours.enums, *read) for read in READ_BY.get(name, ()) if read[0] == "abi_limits")
     return name in CARRIED and name in former.maps and counted
 
@@ -215,7 +215,7 @@ def _version(enums: Enums) -> int:
 
 
 def _agree(former: Enums, ours: Enums, enum: str, beginning: str = "") -> bool:
-    """Whether no name has two numbers, and no number two names."""
+    """Returns True if no name has two numbers, and no number two names."""
     theirs, known = (
         {name: number for name, number in one.get(enum, {}).items() if name.startswith(beginning)}
         for one in (former, ours)

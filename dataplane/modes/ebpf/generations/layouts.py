@@ -1,4 +1,4 @@
-"""Layouts of maps: that of this version, and those that other versions have recorded in their directories of pins.
+"""Describes the layout of this version's maps, and reads the layouts that other versions recorded with their pins.
 
 The record is JSON in a pinned map of one element. It has the type, the sizes and the fields of the rows of every map,
 and the numbers that are stored in rows. BTF has the same, but reading that of another process takes CAP_SYS_ADMIN,
@@ -31,13 +31,13 @@ ARRAY: Final = 2  # BPF_MAP_TYPE_ARRAY
 
 @lru_cache(maxsize=1)
 def ours() -> Layout:
-    """The layout of this version."""
+    """Returns the layout of this version."""
     maps = {n: (s.name, s.kind, s.key_size, s.value_size, s.flags, s.rows) for n, s in shapes().items()}
     return Layout(layout.stored_enums(), maps)
 
 
 def layout_record(folder: Path) -> PinnedMap:
-    """The map that records the layout of the maps in a directory, written or found there.
+    """Opens or makes the map that records the layout of the maps in a directory.
 
     Raises:
         BpfError: the kernel refuses it.
@@ -52,7 +52,7 @@ def layout_record(folder: Path) -> PinnedMap:
 
 
 def recorded(folder: Path) -> Layout | None:
-    """The layout of the maps in a directory, None if it is not recorded or if foreign maps are pinned there."""
+    """Returns the recorded layout of the maps in a directory; None: without a record, or if maps there are foreign."""
     text = _record_in(folder)
     try:
         known = msgspec.json.decode(text, type=Layout) if text else None
@@ -74,7 +74,7 @@ def _record_in(folder: Path) -> bytes:
 
 
 def _describes(maps: Mapping[str, tuple[str, int, int, int, int, str | None]], folder: Path) -> bool:
-    """Whether the pins are these maps. A map that is made on demand may be missing."""
+    """Returns True if the pins are these maps. A map that is made on demand may be missing."""
     return all(
         not (folder / name).exists()
         or ((found := pinned(folder / name)) is not None and not found.differs(Shape(*shape)))

@@ -1,4 +1,4 @@
-"""The programs that carry traffic, in generations: all programs of one are loaded on the same maps."""
+"""Loads programs in generations: all programs of one generation use the same maps."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SET_RETVAL = 187  # BPF_FUNC_set_retval (Linux 5.18)
 
 @dataclass(slots=True)
 class Programs:
-    """One generation. None: this kernel refuses them, or nobody needs them.
+    """The programs of one generation. None: this kernel refuses them, or they are not needed.
 
-    Those of the tc hooks are small. They call the ones that carry through the map `datapaths`, which all generations
-    share: what is put there carries all packets from then on.
+    The programs at tc hooks are small. They call the datapaths through the map `datapaths`, which all generations
+    share: a program that is put there gets all packets from then on.
     """
 
     hooks: Object
@@ -87,7 +87,7 @@ class Loader:
         can_set_errno: bool = True,
         quiet: bool = False,
     ) -> Object:
-        """The object `NAME.bpf.o`, on the maps of the set, or on `larger` ones in place of some.
+        """Loads the object `NAME.bpf.o` on the maps of the set, or on `larger` ones in place of some.
 
         With `only` it is loaded with this one of its programs. With `quiet` it counts nothing and emits no events.
         `can_set_errno`: the kernel has bpf_set_retval.
@@ -110,7 +110,7 @@ class Loader:
         self._maps.share_with(opened, larger)
 
     def effort(self, name: str) -> dict[str, Effort]:
-        """What each program of the object `NAME.bpf.o` costs the verifier; it is loaded, and let go.
+        """Returns what each program of the object `NAME.bpf.o` costs the verifier; it is loaded and closed for that.
 
         Raises:
             BpfError: the kernel refuses one.
@@ -120,7 +120,7 @@ class Loader:
             return opened.load(effort=True)
 
     def datapath(self, family: int, larger: Larger | None = None) -> Object:
-        """The program that carries the packets of a family.
+        """Loads the datapath of a family.
 
         Raises:
             BpfError: the kernel refuses it.
@@ -128,7 +128,7 @@ class Loader:
         return self.one("tc_datapath", larger, only=DATAPATHS[family])
 
     def generation(self, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
-        """Load all programs that carry traffic, those for drivers if `xdp`.
+        """Loads all programs of a generation, those for drivers if `xdp`.
 
         May be called by another thread than that of the maps' owner.
 
@@ -157,7 +157,7 @@ class Loader:
         return Programs(datapaths=carrying, **loaded, **sockets.result())
 
     def _sockets(self, larger: Larger | None) -> dict[str, Object]:
-        """The cgroup programs; without bpf_set_retval (Linux 5.18) they refuse nobody.
+        """Loads the cgroup programs; without bpf_set_retval (Linux 5.18) they reject nothing.
 
         Where failing backends are ejected, the sock_ops program comes with them. It observes connections of the node
         that get no answer.
@@ -180,19 +180,19 @@ class Loader:
 
 
 def _give_way() -> None:
-    """Have the calling thread alone, not its process, give way to others."""
+    """Lowers the priority of the calling thread alone, not of its process."""
     with contextlib.suppress(OSError):  # forbidden by a profile of the runtime
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def put_datapaths(datapaths: Map, programs: Mapping[int, Object]) -> None:
-    """Let these, by family, be what hooks call."""
+    """Has hooks call these datapaths."""
     for family, loaded in programs.items():
         datapaths.update(_place(family), loaded.program(DATAPATHS[family]).to_bytes(4, sys.byteorder))
 
 
 def missing_datapaths(datapaths: Map, programs: Mapping[int, Object]) -> Iterator[str]:
-    """Which of them is not the one that was put there, as messages."""
+    """Yields a message for each datapath that another program replaced."""
     for family, loaded in programs.items():
         found, name = datapaths.lookup(_place(family)), DATAPATHS[family]
         if found is None or int.from_bytes(found, sys.byteorder) != program_number(loaded.program(name)):

@@ -1,15 +1,15 @@
 """Carries out the steps by which one generation takes the place of another (generation.py).
 
-Two kinds of replacement have a former generation. A process makes the maps that only it writes larger, in its own
-directory of pins (datapath.py). And a process that starts finds the maps of another layout, or with tables of flows of
-another size: it makes its own and removes the former one at the end. This file is about those.
+There are two kinds of replacement. A process enlarges the maps that only it writes, in its own directory of pins
+(datapath.py). Or a process that starts finds maps of another layout, or tables of flows of another size: it makes new
+maps and removes the former ones at the end. `Succession` does that.
 
-Both directions of a flow must meet the same entries. So where tables of flows differ, the two datapaths stand side by
-side for a while: programs at all tc hooks (bpf/carry.bpf.c) call the one that knows a packet's flow.
+Both directions of a flow must meet the same entries. So where tables of flows differ, both datapaths serve for a while:
+programs at all tc hooks (bpf/carry.bpf.c) call the datapath that knows a packet's flow.
 
-The pin `carrying` is the mark. It is there from step LINK to the end, and its value says which datapath serves what. A
-process that ends before has changed nothing, and the next one makes the maps again. A process that finds the mark goes
-on from there: both datapaths are in the kernel, and serve meanwhile.
+The pin `carrying` is the mark. It exists from step LINK to the end, and its value says which datapath serves what. A
+process that ends before has changed nothing, and the next one makes the maps again. A process that finds the mark
+resumes the replacement: both datapaths are in the kernel, and serve meanwhile.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class Runner:
                 break
 
     def skip(self, steps: Collection[Step]) -> None:
-        """Leaves these steps out. The one at work is the first of those that are left."""
+        """Leaves these steps out, except the one that is running, which is the first."""
         self.left = deque(step for number, step in enumerate(self.left) if not number or step not in steps)
 
 
 def reached(step: Step) -> None:
-    """A step is done; tests end the process here."""
+    """Logs that a step is done. Tests end the process here."""
     log.debug("replacement: %s", step.value)
 
 
@@ -125,9 +125,9 @@ class Datapath(Protocol):
 
 
 class Succession:
-    """Puts our generation in the place of the one that a former process left, if there is one.
+    """Replaces the generation that a former process left, if there is one, by that of this process.
 
-    The maps are made and filled at once. `run` does the rest, when the first table is written to them.
+    The maps are made and filled at once. `run` does the rest once the first table is written to them.
 
     Args:
         folder: of our pins.
@@ -154,7 +154,7 @@ class Succession:
             self._plan(Generation(ours(), self._wanted.sizes) if (folder / SLOTS).exists() else None)
 
     def _begin(self, former: Path) -> bool:
-        """Makes and fills our maps; False: the former ones are not understood, and with a warning their flows end."""
+        """Makes and fills our maps. Returns False, after a warning, if the former rows are not understood."""
         try:
             self._known, self._wanted = _understood(former), Generation(ours(), wanted_sizes(former, self._options))
             self._reached = _reached(self.folder, former)
@@ -190,16 +190,16 @@ class Succession:
 
     @property
     def begun(self) -> bool:
-        """Whether links are ours already."""
+        """True if the former links are in our directory already."""
         return (self.folder / MARK).exists()
 
     @property
     def done(self) -> bool:
-        """Whether our generation serves."""
+        """True if no step is left."""
         return not self._runner.left
 
     def run(self, datapath: Datapath) -> None:
-        """Lets our programs serve, with all flows that the former ones knew. May be called again after an error.
+        """Puts our programs to use, with all flows that the former ones knew. May be called again after an error.
 
         Raises:
             BpfError: a map cannot be read or written, or the kernel refuses our programs.
@@ -231,12 +231,12 @@ class Succession:
         self._made = make(self._sizes(known) | dict(self._wanted.sizes), self._shared)
 
     def _open(self, name: str) -> Map:
-        """A map of the former generation, until `close`."""
+        """Opens a map of the former generation, until `close`."""
         assert self.former is not None
         return self._opened.enter_context(contextlib.closing(Map.pinned(self.former / name)))
 
     def _sizes(self, former: Mapping[str, Map]) -> dict[str, int]:
-        """Each map of the service table at least as large as the former one."""
+        """Returns the size of each map of the service table: at least that of the former one."""
         wanted = sizes.first_sizes(sizes.bounds(self._options))
         wanted = {name: max(size, former[name].entries if name in former else 0) for name, size in wanted.items()}
         return wanted | traffic_sizes(wanted["services"], wanted["backends"], traffic_cpus(self._options))
@@ -264,7 +264,7 @@ class Succession:
         self._datapath.attach(None)
 
     def _link(self) -> None:
-        """Makes the former links ours. From here on a process that ends is resumed."""
+        """Moves the former links to our directory. From now on the next process resumes the replacement."""
         if not self.begun:
             with contextlib.closing(Map.made(ARRAY, MARK, 4, layout.dtype_of("carrying").itemsize, 1)) as made:
                 made.update(bytes(4), self._value(self._reached or Mark.ALL_FORMER))
@@ -275,7 +275,7 @@ class Succession:
                 link.rename(self.folder / link.name)
 
     def _bridge(self) -> None:
-        """Lets a packet meet the datapath that knows its flow."""
+        """Attaches programs that call the datapath which knows a packet's flow."""
         others = {name: self._open(which) for name, which in BRIDGE.items()}
         try:
             with contextlib.closing(Map.pinned(self.folder / MARK)) as mark:
@@ -293,7 +293,7 @@ class Succession:
         ]  # fmt: skip
 
     def _kind(self, name: str) -> tuple[int, ...]:
-        """The former flags and the family of a table of flows; nothing of another table."""
+        """Returns the former flags and the family of a table of flows; nothing for other tables."""
         flags = self._known.enums["flow_flags"]
         return (flags["FLOW_REPLY"], flags.get("FLOW_DSR", 0), int(name[-1])) if name in FLOWS else ()
 
@@ -315,7 +315,7 @@ class Succession:
         wait_for_programs()  # those that saw the former state may still write
 
     def _value(self, state: Mark) -> bytes:
-        """The element of map `carrying`: who serves, and where the former keys of each family have their fields."""
+        """Returns the element of map `carrying`: the state, and the offsets of fields in the former keys."""
         row = np.zeros(1, dtype=layout.dtype_of("carrying"))
         row["state"] = state
         for family, found in self._places.items():
@@ -335,11 +335,11 @@ class Succession:
         (self.folder / MARK).unlink(missing_ok=True)
 
 
-# What former processes left
+# The maps of former processes
 
 
 def _former_of(folder: Path) -> Path | None:
-    """The folder of the generation that serves, where it is not ours."""
+    """Returns the directory of the generation that serves; None: it is ours, or there is none."""
     formers = [known for known in former_layouts(folder) if (known / SLOTS).exists()]
     resumed = (folder / MARK).exists()
     if not formers and resumed:
@@ -357,12 +357,12 @@ def _understood(former: Path) -> Layout:
 
 
 def _reached(folder: Path, former: Path) -> Mark | None:
-    """How far the replacement of these maps came, or that of ours by them, from which somebody goes back."""
+    """Returns the mark of the replacement of these maps by ours, or, at a downgrade, of the reverse."""
     if (folder / MARK).exists():
         return _state_in(folder)
     if not (folder / SLOTS).exists() or not (former / MARK).exists():
         return None
-    # Where an agent of the other version was killed before ours gave anything away, ours serve all.
+    # An agent of the other version was killed before our datapath gave anything away: ours serves all.
     seen_from_here = {Mark.ALL_FORMER: Mark.ALL_OURS, Mark.NEW_FLOWS_OURS: Mark.NEW_FLOWS_OURS}
     return seen_from_here.get(_state_in(former))
 
@@ -374,7 +374,7 @@ def _state_in(folder: Path) -> Mark:
 
 
 def _flows_in(folder: Path) -> int:
-    """Pairs of entries in tables of flows, whatever these look like."""
+    """Returns how many pairs of entries the tables of flows have, in any layout."""
     return sum(_entries_in(folder / name) for name in FLOWS) // 2
 
 
@@ -387,7 +387,7 @@ def _entries_in(path: Path) -> int:
 
 
 def written_sizes(folder: Path) -> dict[str, int]:
-    """The sizes of the maps there that programs write."""
+    """Returns the sizes of the maps in a directory that programs write."""
     found = {}
     for name in sizes.WRITTEN:
         if (folder / name).exists():
@@ -397,7 +397,7 @@ def written_sizes(folder: Path) -> dict[str, int]:
 
 
 def wanted_sizes(folder: Path, options: Options) -> dict[str, int]:
-    """The sizes that the maps there should have: those of the options, or room for the flows that are open."""
+    """Returns the sizes that these maps should have: those of the options, or room for the flows that are open."""
     wanted, known = sizes.written(options, possible_cpus()), written_sizes(folder)
     for name in sizes.FLOWS:
         if known.get(name, 0) > wanted[name]:
@@ -406,7 +406,7 @@ def wanted_sizes(folder: Path, options: Options) -> dict[str, int]:
 
 
 def has_other_sizes(folder: Path, options: Options) -> bool:
-    """Whether the maps there serve, and their tables of flows should have other sizes."""
+    """Returns True if the maps in a directory serve, and their tables of flows should have other sizes."""
     if not (folder / SLOTS).exists() or (folder / MARK).exists() or former_folder(folder).exists():
         return False
     known = written_sizes(folder)

@@ -1,6 +1,6 @@
-"""The maps as one set: created or adopted by their pins, some of them mapped into memory, some of them growing.
+"""Opens all maps as one set: they are created, or adopted by their pins; some are mapped into memory, and some grow.
 
-A map that grows is made anew, larger. Its content is copied, and its pin renamed over the other's.
+A map that grows is replaced by a larger one: the content is copied, and the pin renamed over the former pin.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Larger = Mapping[str, Map]  # maps that will replace those of the same names
 
 
 def traffic_cpus(options: Options) -> int:
-    """As in the programs' settings: 0 where traffic is not counted."""
+    """Returns for how many processors traffic is counted; 0: it is not counted."""
     return possible_cpus() if options.ebpf.traffic_counters else 0
 
 
@@ -77,9 +77,9 @@ class MapSet:
             self._drop("failures")
         wanted = self._with_others({})
         if self._entries("loads", 0) != wanted.get("loads"):
-            self._drop("loads")  # it did not grow with the rest: flows are counted anew
+            self._drop("loads")  # it did not grow with the rest: flows are counted again
         if not all(self._can_count(name, wanted.get(name)) for name in TRAFFIC):
-            for name in TRAFFIC:  # others are asked for, or they did not grow with the rest: figures begin at 0
+            for name in TRAFFIC:  # another size is wanted, or they did not grow with the rest: figures begin at 0
                 self._drop(name)
 
     def _drop(self, name: str) -> None:
@@ -96,13 +96,13 @@ class MapSet:
         return self.maps[name].entries if name in self.maps else otherwise
 
     def _with_others(self, sizes: Sizes) -> dict[str, int]:
-        """What counts flows and traffic is as large as what it belongs to, which may be pinned."""
+        """Adds the sizes of maps of counts: those of the maps of backends and services, which may be pinned already."""
         services, backends = (sizes.get(name) or self._entries(name, 0) for name in ("services", "backends"))
         counting = traffic_sizes(services, backends, self._traffic_cpus) if services and backends else {}
         return {**sizes, **counting}
 
     def make_larger(self, sizes: Sizes) -> dict[str, Map]:
-        """New maps of these names and sizes, and those that count for them, empty."""
+        """Returns new, empty maps of these names and sizes, with the maps that count for them."""
         if {"services", "backends"} & sizes.keys():
             sizes = self._with_others(
                 {name: self.maps[name].entries for name in ("services", "backends")} | dict(sizes)
@@ -111,7 +111,7 @@ class MapSet:
         return make(sizes, {name: known for name, known in self.maps.items() if name not in sizes})
 
     def copy_into(self, larger: Larger) -> None:
-        """Copy what only user space writes, and what traffic came to.
+        """Copies what only user space writes, and the sums of traffic.
 
         Raises:
             DataplaneError: the kernel has no memory for that.
@@ -129,7 +129,7 @@ class MapSet:
                     raise DataplaneError(f"map {name} could not be copied into a larger one")
 
     def replace(self, larger: Larger) -> None:
-        """Let these take the places of the maps that they are copies of. Views are others then."""
+        """Replaces maps by these copies of them. Views must be taken again then."""
         for name in sorted(larger, key=lambda name: (name not in TRAFFIC, name)):
             larger[name].pin(self.folder / f"{NEXT}{name}")
             (self.folder / f"{NEXT}{name}").rename(self.folder / name)
@@ -158,20 +158,20 @@ class MapSet:
             known.repair(pins)
 
     def pin_new(self, loaded: Object) -> None:
-        """Take in and pin the maps of a loaded object that are not in the set yet."""
+        """Adds and pins the maps of a loaded object that are not in the set yet."""
         for name in loaded.map_names:
             if name not in self.maps and name not in PRIVATE:
                 self._keep(name, loaded.map(name))
 
     def share_with(self, program: Object, larger: Larger | None = None) -> None:
-        """Make an object use these maps, and `larger` ones in place of some; before its load."""
+        """Has an object use these maps, and `larger` ones in place of some, when it is loaded."""
         shared = {**self.maps, **(larger or {})}
         for name in program.map_names:
             if name in shared:
                 program.share(name, shared[name])
 
     def view(self, name: str) -> NDArray[Any]:
-        """A mappable array's elements, shared with the kernel."""
+        """Returns the elements of a mappable array, shared with the kernel."""
         if name not in self._views:
             dtype = np.dtype(np.uint64) if name in BITMAPS else dtype_of(STRUCTS[name])
             self._views[name] = self.maps[name].view(dtype)
@@ -182,17 +182,17 @@ class MapSet:
         return {family: self.maps[f"flows{family}"] for family in (4, 6)}
 
     def traffic(self) -> Traffic:
-        """What backends and services came to."""
+        """Returns the reader of traffic per backend and service."""
         counted, kind = self.maps["traffic"], dtype_of("traffic")
         return Traffic(lambda: counted.glimpse(kind), self.view("traffic_gone"), self._traffic_cpus)
 
     def counters(self) -> dict[str, int]:
-        """Sums over all CPUs by name, `new_flow` for COUNT_NEW_FLOW."""
+        """Returns sums over all CPUs by name, `new_flow` for COUNT_NEW_FLOW."""
         names = [name for name in abi_constants() if name.startswith("COUNT_")]
         return {name.removeprefix("COUNT_").lower(): self.counted(name) for name in names}
 
     def counted(self, name: str) -> int:
-        """One of these sums, `name` as in enum counter."""
+        """Returns one of these sums, with `name` as in enum counter."""
         number = abi_constants()[name].to_bytes(4, sys.byteorder)
         return int(self.maps["counters"].lookup_per_cpu(number, possible_cpus()).sum())
 
@@ -202,7 +202,7 @@ class MapSet:
 
 
 def make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
-    """The maps of the programs that are not in `shared`, made."""
+    """Creates the maps of the programs that are not in `shared`."""
     template = Object(OBJECTS / "tc_datapath.bpf.o")
     try:
         for program in template.program_names:
@@ -219,14 +219,14 @@ def make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Pins of a process that ended while it made its maps; they have no slots, so nothing is lost."""
+    """Removes the pins of a process that ended while it made its maps: without slots nothing was served."""
     for path in folder.iterdir():
         if path.name.removeprefix(NEXT) in shapes():
             path.unlink()
 
 
 def open_pinned_maps(folder: Path) -> dict[str, Map]:
-    """The pinned maps of an agent, running or not, for looking.
+    """Opens the pinned maps of an agent, running or not, to read them.
 
     Raises:
         BpfError: no privilege.
@@ -240,5 +240,5 @@ def open_pinned_maps(folder: Path) -> dict[str, Map]:
 
 
 def _map_pins(folder: Path) -> list[str]:
-    """The names of maps that are pinned; links and markers lie beside them."""
+    """Returns the names of the maps that are pinned in a directory."""
     return [name for name in shapes() if (folder / name).exists()]

@@ -46,11 +46,10 @@ def own_directory(options: Options, replaced: Callable[[Path], bool] = lambda _:
 
     Args:
         options: where it is.
-        replaced: whether the maps in the directory are to be replaced by others. Then it is renamed, and another one
-            made.
+        replaced: returns True if the maps in the directory are to be replaced. Then it is renamed, and a new one made.
 
     Raises:
-        Unsupported: there is no place for it, or foreign objects have names of ours.
+        Unsupported: there is no place for it, or foreign objects have names of our pins.
         OSError: it cannot be made.
         Occupied: another agent serves this namespace.
     """
@@ -88,7 +87,7 @@ def _name(folder: Path) -> str:
 
 
 def namespace_map(folder: Path) -> PinnedMap:
-    """The map whose entry shows that the network namespace of a directory exists, made or found there.
+    """Opens or makes the map whose entry shows that the network namespace of a directory exists.
 
     Raises:
         BpfError: the kernel refuses it.

@@ -1,4 +1,4 @@
-"""The directories of pins: where they are, which layout of maps they hold, and which pins in them are foreign.
+"""Names the directories of pins by the layout of their maps, and finds foreign objects in them.
 
 The name of a directory has `ABI_VERSION`, which is raised by hand when a field gets another meaning, and a fingerprint
 of what the compiler knows: names, types, sizes and rows of all maps that outlive a process, and the flags stored in
@@ -39,7 +39,7 @@ WITH_ALL_MAPS: Final = ("connect", "xdp")  # objects that together have every ma
 
 @lru_cache(maxsize=4)
 def shapes(objects: Path = layout.OBJECTS) -> Mapping[str, Shape]:
-    """The maps that outlive a process, by name."""
+    """Returns the shapes of the maps that outlive a process, by name."""
     found: dict[str, Shape] = {}
     for name in WITH_ALL_MAPS:
         with contextlib.closing(Object(objects / f"{name}.bpf.o")) as known:
@@ -48,7 +48,7 @@ def shapes(objects: Path = layout.OBJECTS) -> Mapping[str, Shape]:
 
 
 def fingerprint(known: Mapping[str, Shape], numbers: Mapping[str, int]) -> str:
-    """Eight digits that change with a map, its rows or one of these numbers. Maps of `FIGURES` do not count."""
+    """Returns eight digits that change with a map, its rows or one of these numbers. Maps of `FIGURES` do not count."""
     lines = [repr((name, *shape)) for name, shape in sorted(known.items()) if name not in FIGURES]
     lines += [repr(item) for item in sorted(numbers.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
@@ -61,17 +61,17 @@ def _layout() -> str:
 
 
 def folder_of(options: Options, *, mount: bool = False) -> Path:
-    """The directory of this namespace and this layout."""
+    """Returns the directory of this namespace and this layout."""
     return pin_folder(options.ebpf.pin_root, mount=mount) / _layout()
 
 
 def former_folder(folder: Path) -> Path:
-    """The directory of maps of this layout that are being replaced by others."""
+    """Returns the directory to which maps of this layout are moved while they are replaced."""
     return folder.with_name(f"{folder.name}-former")
 
 
 def former_layouts(folder: Path) -> list[Path]:
-    """The directories of agents with other layouts, next to this one."""
+    """Returns the directories of agents with other layouts, next to this one."""
     found = (known for known in folder.parent.glob("abi*") if known != folder)
     return [known for known in found if known.is_dir() and not known.is_symlink()]
 
@@ -107,7 +107,7 @@ def is_namespace_map(found: Shape | None) -> bool:
 
 
 def describe_foreign(wrong: Mapping[str, str]) -> str:
-    """The result of `foreign_pins` for a message."""
+    """Returns the result of `foreign_pins` as text for a message."""
     return f"foreign objects: {'; '.join(f'{name} ({why})' for name, why in sorted(wrong.items()))}"
 
 

@@ -20,7 +20,7 @@ SETTINGS = {
 
 
 class FullError(Exception):
-    """The map `name` is full."""
+    """Raised where a map is full; `name` says which."""
 
     def __init__(self, name: str, limit: int) -> None:
         setting = f" ({SETTINGS[name]})" if name in SETTINGS else ""
@@ -172,7 +172,7 @@ class Freed:
 
 @dataclass(slots=True)
 class Removed:
-    """What one change removes: it is out of use when the change is written, but not free yet.
+    """The ids, slots and frontends that one change removes: out of use once it is written, but not free yet.
 
     Each frontend comes with the service that had it. `bare` are services that stay, without frontends.
     """
@@ -246,7 +246,7 @@ class Pools:
     # Freeing
 
     def defer(self, gone: Removed) -> None:
-        """Free this, which is removed from the maps now, once no program can use it."""
+        """Frees what was just removed from the maps, once no program can use it."""
         self.source_ranges.subtract(gone.source_ranges)
         if not (gone.services or gone.backends or gone.ranges or gone.frontends):
             return
@@ -260,7 +260,7 @@ class Pools:
         self._waiting.append((self.stamp, gone, free_after_grace))
 
     def graced(self, stamp: int) -> Freed:
-        """Free slots and frontends: grace period `stamp` is over. The returned ids wait for their flows."""
+        """Frees slots and frontends, because grace period `stamp` is over. The returned ids wait for their flows."""
         freed = Freed()
         while self._waiting and self._waiting[0][0] <= stamp:
             _, gone, frontends = self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""PURE. How many entries each map has.
+"""PURE. Decides how many entries each map has.
 
 Maps that only the agent writes follow the service table: a few entries at first, more when a cluster needs them, up to
 a bound. Their sizes are multiples of the first one, or the bound. They never shrink: memory that was needed once may be
@@ -36,7 +36,7 @@ FIRST: Final = {**FIRST_SIZES, "frontends4": 1 << 14, "frontends6": 1 << 14}
 
 
 def bounds(options: Options) -> dict[str, int]:
-    """The largest size of each map that follows the service table."""
+    """Returns the largest size of each map that follows the service table."""
     limits = options.ebpf.limits
     return {
         "services": limits.services, "backends": limits.backends, "slots": limits.slots,
@@ -45,29 +45,29 @@ def bounds(options: Options) -> dict[str, int]:
 
 
 def first_sizes(upper: Sizes) -> dict[str, int]:
-    """The sizes that maps within these bounds begin with."""
+    """Returns the sizes that maps within these bounds begin with."""
     return {name: min(FIRST[name], bound) for name, bound in upper.items()}
 
 
 def written(options: Options, cpus: int) -> dict[str, int]:
-    """The sizes of the maps that programs write, on a node with this many processors."""
+    """Returns the sizes of the maps that programs write, on a node with this many processors."""
     flows = options.max_flows
     lru = max(LEAST_LRU, cpus * SPARE_EACH_CPU, min(flows // 4, cpus * LRU_EACH_CPU))
     return {**dict.fromkeys(FLOWS, flows), **dict.fromkeys(LRU, lru), "timewait": BUCKETS}
 
 
 def with_room(wanted: int, used: int, known: int) -> int:
-    """The size of a table of flows that becomes smaller: at least twice what is used, at most what it was."""
+    """Returns the size of a table of flows that becomes smaller: at least twice what is used, at most what it was."""
     return min(known, max(wanted, 1 << max(0, 2 * used - 1).bit_length()))
 
 
 def fitting(name: str, need: int, upper: Sizes) -> int:
-    """The size of a map that shall hold `need` entries: half as many again, in steps of the first size."""
+    """Returns the size of a map for `need` entries: half as many again, in steps of the first size."""
     return min(upper[name], max(1, -(-need * 3 // (2 * FIRST[name]))) * FIRST[name])
 
 
 def grown(names: Collection[str], entries: Sizes, used: Sizes, upper: Sizes) -> dict[str, int]:
-    """The next sizes of these maps, which have become too small, without those that have reached their bound.
+    """Returns the next sizes of these maps, which are too small, without maps that have reached their bound.
 
     A size is at least twice the former one, and fits what is used.
     """
@@ -76,14 +76,14 @@ def grown(names: Collection[str], entries: Sizes, used: Sizes, upper: Sizes) -> 
 
 
 def crowded(entries: Sizes, used: Sizes) -> list[str]:
-    """The maps of which most is used."""
+    """Returns the maps that are nearly full."""
     return [name for name, count in used.items() if count > GROW_ABOVE * entries[name]]
 
 
 def needs(entries: Iterable[Entry]) -> dict[str, int]:
-    """About how many entries these service ports need in each map that follows the table.
+    """Estimates how many entries these service ports need in each map that follows the table.
 
-    No more than a guess, because it must cost little. What it misses is seen when it does not fit.
+    The estimate is rough, because it must cost little. A map that is too small all the same grows later.
     """
     services, backends, slots, frontends = 1, 1, 0, {4: 0, 6: 0}
     for entry in entries:
@@ -99,7 +99,7 @@ def needs(entries: Iterable[Entry]) -> dict[str, int]:
 
 
 def foreseen(ports: int, endpoints: int) -> dict[str, int]:
-    """The same guess from two numbers, before there is a table: programs loaded meanwhile keep their maps."""
+    """Returns an estimate like that of `needs` from two numbers, before there is a table."""
     slots = max(2 * endpoints, size_class(1) * min(ports, endpoints))
     frontends = dict.fromkeys(("frontends4", "frontends6"), 2 * ports)
     return {"services": ports + 1, "backends": endpoints + 1, "slots": slots, **frontends}

@@ -20,7 +20,7 @@ from hybrid_proxy.dataplane.reports import TrafficCounts
 
 Figures = NDArray[np.uint64]  # a row for each number, a column for each of FIELDS
 
-MOST_BYTES = 256 << 20  # of the programs' rows: programs count what has one, and look no further
+MOST_BYTES = 256 << 20  # of the programs' rows: what has no row is not counted
 _GROUPS = 1024  # of backends, read in one go: 0.6 MB for each CPU
 FIELDS = TrafficCounts.__struct_fields__  # the order of bpf/traffic.h
 
@@ -46,7 +46,7 @@ def traffic_sizes(services: int, backends: int, cpus: int) -> dict[str, int]:
 
 
 class Traffic:
-    """The two maps of traffic.
+    """The counts of flows, packets and bytes, in two maps.
 
     Args:
         counted: maps the rows that programs write; called for each reading, because the pages of what stays mapped

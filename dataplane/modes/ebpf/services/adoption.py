@@ -106,7 +106,7 @@ class Former:
         claimed = {piece for port in now for piece in port.ranges}
         unclaimed = {piece for service in services for piece in self._ranges(service) if piece[1]} - claimed
         frontends = self._frontends_of_flows(services)
-        self._writer.look_at([key for key, _ in frontends])
+        self._writer.let_pass([key for key, _ in frontends])
         plan.pools.defer(Removed(services, gone, sorted(unclaimed), frontends))
 
     def _frontends_of_flows(self, services: Collection[int]) -> list[tuple[Key, int]]:

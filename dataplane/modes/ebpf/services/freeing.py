@@ -11,7 +11,7 @@ from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 
 
 def free(store: Store, gc: FlowGC, node: NDArray[Any]) -> None:
-    """Takes in what the collector found, and says what its next scan should look for. `node` is the row of the map."""
+    """Frees what the collector found unused, and says what its next scan searches for. `node` is the row of the map."""
     graced, scanned = gc.collect()
     if gc.opening_flows is not None:
         node["half_open"], gc.opening_flows = gc.opening_flows, None
@@ -19,7 +19,7 @@ def free(store: Store, gc: FlowGC, node: NDArray[Any]) -> None:
     if scanned is not None:
         store.scanned(*scanned)
     plan = store.plan
-    gc.look_for(*plan.pools.candidates)
+    gc.search_for(*plan.pools.candidates)
     gc.recounts = bool(plan.counts_flows)
     if plan.needs_recount():  # now, and not with the next scan
-        gc.hurry()
+        gc.scan_now()

@@ -94,7 +94,7 @@ class MapWriter:
             if batch.words:
                 rows.publish(batch.words)
             if batch.new_frontends:
-                self.look_at(batch.new_frontends)
+                self.let_pass(batch.new_frontends)
             batch.published = True
         if batch.frontends or batch.gone.frontends or batch.source_ranges:
             self._write_frontends(batch)
@@ -124,8 +124,8 @@ class MapWriter:
             left += chosen[self._maps.maps[f"frontends{family}"].update_batch(rows, values) :]
         return left
 
-    def look_at(self, keys: Sequence[Key]) -> None:
-        """Have the prefilter pass packets to these sockets on, even without a frontend."""
+    def let_pass(self, keys: Sequence[Key]) -> None:
+        """Has the prefilter pass packets to these sockets to the datapath, even without a frontend."""
         for bitmap, bits in self._frontend_bits(keys):
             bitmap.add(bits)
 

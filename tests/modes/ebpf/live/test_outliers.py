@@ -124,9 +124,11 @@ SHARES = [
 def test_who_fails_too_large_a_share(pairs: list[tuple[int, int]], expected: set[str]) -> None:
     shares = FailureShares[str, str](20, 20)
     before = [(1000 + begun, 500 + failed) for begun, failed in [(7, 7)] * len(pairs)]
-    assert shares.look(50.0, counts(*before)) == {}, "an interval begins with the first failure, and counts from there"
+    assert shares.evaluate(50.0, counts(*before)) == {}, (
+        "an interval begins with the first failure, and counts from there"
+    )
     after = [(a + begun, b + failed) for (a, b), (begun, failed) in zip(before, pairs, strict=True)]
-    found = shares.look(53.0, counts(*after))
+    found = shares.evaluate(53.0, counts(*after))
     assert found.keys() == expected
     if A in expected:
         begun, failed = pairs[0]
@@ -135,32 +137,32 @@ def test_who_fails_too_large_a_share(pairs: list[tuple[int, int]], expected: set
 
 def test_an_interval_ends_and_the_next_begins_with_a_failure() -> None:
     shares = FailureShares[str, str](20, 20)
-    shares.look(0.0, counts((0, 0), (0, 0)))
-    assert shares.look(INTERVAL, counts((100, 10), (100, 0))) == {}
+    shares.evaluate(0.0, counts((0, 0), (0, 0)))
+    assert shares.evaluate(INTERVAL, counts((100, 10), (100, 0))) == {}
     assert not shares.open
-    assert shares.look(11.0, counts((101, 11), (100, 0))) == {}
-    assert shares.look(12.0, counts((130, 20), (100, 0))).keys() == {A}, "9 of 29, not 20 of 130"
+    assert shares.evaluate(11.0, counts((101, 11), (100, 0))) == {}
+    assert shares.evaluate(12.0, counts((130, 20), (100, 0))).keys() == {A}, "9 of 29, not 20 of 130"
 
 
 def test_who_has_few_connections_gets_more_time() -> None:
     shares = FailureShares[str, str](20, 20)
-    shares.look(0.0, counts((0, 0), (0, 0)))
-    assert shares.look(INTERVAL, counts((10, 5), (10, 0))) == {}
+    shares.evaluate(0.0, counts((0, 0), (0, 0)))
+    assert shares.evaluate(INTERVAL, counts((10, 5), (10, 0))) == {}
     assert shares.open
-    assert shares.look(25.0, counts((22, 11), (22, 0))).keys() == {A}
+    assert shares.evaluate(25.0, counts((22, 11), (22, 0))).keys() == {A}
     shares = FailureShares[str, str](20, 20)
-    shares.look(0.0, counts((0, 0), (0, 0)))
-    assert shares.look(LONGEST_INTERVAL, counts((19, 9), (19, 0))) == {}
+    shares.evaluate(0.0, counts((0, 0), (0, 0)))
+    assert shares.evaluate(LONGEST_INTERVAL, counts((19, 9), (19, 0))) == {}
     assert not shares.open
 
 
 def test_counts_that_begin_anew_and_ports_that_go() -> None:
     shares = FailureShares[str, str](20, 20)
-    shares.look(0.0, counts((1000, 500), (0, 0)))
-    assert shares.look(1.0, counts((5, 5), (0, 0))) == {}, "another backend by this number"
-    assert shares.look(2.0, counts((105, 55), (0, 0))).keys() == {A}
-    assert shares.look(3.0, counts((105, 55), (0, 0))) == {}, "said once"
-    assert shares.look(3.0, {}) == {}
+    shares.evaluate(0.0, counts((1000, 500), (0, 0)))
+    assert shares.evaluate(1.0, counts((5, 5), (0, 0))) == {}, "another backend by this number"
+    assert shares.evaluate(2.0, counts((105, 55), (0, 0))).keys() == {A}
+    assert shares.evaluate(3.0, counts((105, 55), (0, 0))) == {}, "said once"
+    assert shares.evaluate(3.0, {}) == {}
     assert not shares.open
 
 
@@ -188,7 +190,7 @@ def test_half_of_a_route_stays_and_the_first_go(route: list[str], since: dict[st
     assert all(since[gone] <= since[kept] for gone in out for kept in set(accused) - out)
 
 
-looks = st.lists(
+failing = st.lists(
     st.tuples(
         st.floats(0.1, 40),
         st.dictionaries(names, st.integers(1, 6), max_size=5),
@@ -199,7 +201,7 @@ looks = st.lists(
 )
 
 
-@given(looks, st.integers(0, 4))
+@given(failing, st.integers(0, 4))
 def test_any_history(history: list[tuple[float, dict[str, int], dict[str, str], set[str]]], limit: int) -> None:
     """What holds after every look, whatever came before."""
     detector = OutlierDetector[str](limit)
@@ -348,15 +350,15 @@ def test_a_readmitted_backend_starts_slowly_where_its_service_asks_for_that(
 ) -> None:
     store, now = Store(open_maps(), HZ), [1000.0]
     monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    looks = failover.Failover(Options())
+    failing = failover.Failover(Options())
     web = msgspec.structs.replace(entry(one, V1, 3), slow_start=10.0)
-    looks.slow_start.follow(now[0], EMPTY, ServiceTable({one: (web,)}), [one])
+    failing.slow_start.follow(now[0], EMPTY, ServiceTable({one: (web,)}), [one])
     store.apply({one: (web,)})
     store.backends["failures"][store.numbers(web.key)[subject(web, 1)[1]]] = 3
     seen = []
     for now[0] in (1000.0, 1009.0, 1010.5, 1013.5, 1020.0):
-        looks.look(store)
+        failing.evaluate(store)
         counts = Counter(store.plan.by_id[store.plan.installed[one][0].service].rings[0])
         seen.append([counts[number] for number in store.plan.installed[one][0].ids])
     assert seen == [[1, 0, 1], [1, 0, 1], [10, 1, 10], [5, 2, 5], [1, 1, 1]]
-    looks.close()
+    failing.close()
