@@ -7,13 +7,13 @@ the other loses that frontend alone, and gets it back when the winner is removed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
-from hybrid_proxy.controller.kubernetes.model import Node
+from hybrid_proxy.controller.kubernetes.model import Node, Service
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.entries import (
     ExternalIPs,
@@ -30,6 +30,7 @@ from hybrid_proxy.dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwo
 
 Key = tuple[str | int, int, Protocol]  # address (or family, for a node port), port, protocol
 Entries = tuple[Entry, ...]
+_T = TypeVar("_T")
 
 
 class Builder:
@@ -104,8 +105,9 @@ class Builder:
             if moved := self._own.symmetric_difference(network.addresses):
                 names |= {name for name, one in cluster.services.items() if not moved.isdisjoint(one.cluster_ips)}
         self._basis, self._own = basis, frozenset(network.addresses)
-        self._check(cluster, names)
-        self._note_external_ips(cluster, names)
+        services = cluster.services
+        self._checks = _updated(self._checks, names, lambda name: self._health_check(services.get(name), cluster))
+        self._external_ips = _updated(self._external_ips, names, lambda name: self._decide(services.get(name)))
         changes = self._claims.update(cluster, {name: self._entries(cluster, name, network) for name in names})
         return self._next({name: self._without_own(name, granted) for name, granted in changes.items()}, network)
 
@@ -131,31 +133,14 @@ class Builder:
         self._asked = asked
         return network
 
-    def _check(self, cluster: Cluster, names: Iterable[str]) -> None:
-        """Update the health-check node ports of these services."""
-        changed: dict[str, HealthCheck | None] = {}
-        services, checks = cluster.services, self._checks
-        for name in names:
-            service, check = services.get(name), None
-            if service is not None and service.health_check_node_port:
-                check = health_check(service, cluster.slices_of(name), self._settings.node_name)
-            if check != checks.get(name):
-                changed[name] = check
-        if changed:
-            merged = {**checks, **changed}
-            self._checks = MappingProxyType({name: check for name, check in merged.items() if check is not None})
+    def _health_check(self, service: Service | None, cluster: Cluster) -> HealthCheck | None:
+        if service is None or not service.health_check_node_port:
+            return None
+        slices = cluster.slices_of(f"{service.namespace}/{service.name}")
+        return health_check(service, slices, self._settings.node_name)
 
-    def _note_external_ips(self, cluster: Cluster, names: Iterable[str]) -> None:
-        changed: dict[str, ExternalIPs | None] = {}
-        services, known = cluster.services, self._external_ips
-        for name in names:
-            service = services.get(name)
-            found = external_ips(service, self._settings) if service is not None and service.external_ips else None
-            if found != known.get(name):
-                changed[name] = found
-        if changed:
-            noted = {**self._external_ips, **changed}
-            self._external_ips = MappingProxyType({name: one for name, one in noted.items() if one is not None})
+    def _decide(self, service: Service | None) -> ExternalIPs | None:
+        return external_ips(service, self._settings) if service is not None and service.external_ips else None
 
     def _entries(self, cluster: Cluster, name: str, network: NodeNetwork) -> Entries:
         service = cluster.served(name)
@@ -188,6 +173,14 @@ class Builder:
 def _basis_of(network: NodeNetwork, node: Node | None) -> object:
     """Returns the inputs of entries apart from their own service: when they differ, all are redone."""
     return node.zone if node else "", network.primary, network.pods.recognizes(4), network.pods.recognizes(6)
+
+
+def _updated(known: Mapping[str, _T], names: Iterable[str], decide: Callable[[str], _T | None]) -> Mapping[str, _T]:
+    """Returns decisions by service, after those of some services were made again; the same object if none differs."""
+    changed = {name: new for name in names if (new := decide(name)) != known.get(name)}
+    if not changed:
+        return known
+    return MappingProxyType({name: one for name, one in {**known, **changed}.items() if one is not None})
 
 
 class _Claims:
