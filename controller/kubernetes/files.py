@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def read(path: Path, most: int) -> bytes:
-    """The content of a regular file; links to one are followed.
+    """Returns the content of a regular file; links to one are followed.
 
     Raises:
         OSError: it cannot be read, is none, or has more than `most` bytes.
@@ -21,7 +21,7 @@ def read(path: Path, most: int) -> bytes:
 
 
 def head(path: Path, most: int) -> bytes:
-    """Read the first bytes of a regular file.
+    """Returns the first bytes of a regular file.
 
     A named pipe would wait for a writer, a device may have no end, and neither does a file that somebody goes on
     writing.
@@ -37,7 +37,7 @@ def head(path: Path, most: int) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace one of our own files, which nobody else may read, at once.
+    """Replaces one of our own files, which nobody else may read, at once.
 
     Raises:
         OSError: it cannot be written; the former content stays.

@@ -207,7 +207,7 @@ def _kind_of(kind: object, version: object, place: str, default: str, default_ve
 
 
 def _item_kind(kind: str, version: str) -> tuple[str, str]:
-    """Items of a typed list need not repeat their kind; those of `kind: List` must."""
+    """Returns kind and version of items that do not name theirs: those of `kind: List` must."""
     return ("", "") if kind == "List" else (kind.removesuffix("List"), version)
 
 
@@ -242,7 +242,7 @@ _TYPES: Final = {"Service": Service, "EndpointSlice": EndpointSlice, "Node": Nod
 
 
 def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collection[_Name] | None = None) -> _Snapshot:
-    """Merge files, in their order: the first object of a name counts.
+    """Merges files, in their order: the first object of a name counts.
 
     `last` has the last good version of an object that is refused. Objects that are not in `names` are left out, None:
     none is.
@@ -278,7 +278,7 @@ def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collec
 
 
 def _merged(last: _Snapshot, part: _Snapshot, touched: Collection[_Name], foreign: int) -> _Snapshot:
-    """`last` with what `part` says of the names that were touched, files among them; with so many foreign objects."""
+    """Returns `last` with what `part` says of the names that were touched, files among them."""
     objects, problems = last.objects.copy(), last.problems.copy()
     for name in touched:
         objects.pop(name, None)
@@ -298,7 +298,7 @@ def _add_problem(problems: dict[_Name, Problem], name: _Name, message: str, plac
 
 
 def complete_events(snapshot: _Snapshot) -> list[Event]:
-    """Everything, for a listener that knows nothing."""
+    """Returns events with everything, for a listener that knows nothing."""
     events: list[Event] = [
         Replaced(
             kind,
@@ -311,7 +311,7 @@ def complete_events(snapshot: _Snapshot) -> list[Event]:
 
 
 def difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], received: float) -> list[Event]:
-    """The events that lead a listener from `old` to `new`. The two differ only in names that are `touched`."""
+    """Returns the events that lead a listener from `old` to `new`. The two differ only in names that are `touched`."""
     touched = sorted(touched)
     events: list[Event] = [
         Upserted(value, received)
@@ -397,7 +397,7 @@ class Folder:
         return self.snapshot
 
     def kept(self) -> bytes:
-        """The last good versions of what cannot be read any more, for the next process."""
+        """Returns the last good versions of what cannot be read any more, for the next process."""
         found: dict[str, list[tuple[str, object]]] = {}
         for shown, file in self.files.items():
             for name, result, _ in file.content.documents if file.error or self.snapshot.refused else ():
@@ -407,7 +407,7 @@ class Folder:
         return msgspec.json.encode(found)
 
     def _keep(self, shown: str, error: str, found: dict[str, _File]) -> None:
-        """What a file, or all of a folder, said last, now that it cannot be read."""
+        """Keeps what a file, or all of a folder, said last, now that it cannot be read."""
         known = self.files.get(shown, _NO_FILE)
         found[shown] = _File((), 0, known.content, error)
         below = f"{shown}/"
@@ -495,7 +495,7 @@ class Folder:
 
 
 def _restored(kept: bytes) -> dict[str, _File]:
-    """The files that an earlier process could not read any more, with what they said before."""
+    """Returns the files that an earlier process could not read any more, with what they said before."""
     files = {}
     try:
         for shown, rows in msgspec.json.decode(kept, type=dict[str, list[tuple[str, msgspec.Raw]]]).items():
@@ -511,18 +511,18 @@ _NO_FILE_AT_ALL: Final = "is no regular file"
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Which folder the path is now. A file is replaced all the time: its folder is what is watched."""
+    """Identifies the folder that the path is now. A file is replaced all the time: its folder is what is watched."""
     stat = (path if path.is_dir() else path.absolute().parent).stat()
     return stat.st_dev, stat.st_ino
 
 
 def _shown(path: Path) -> str:
-    """A path as text; a name may be any bytes, which no JSON can carry."""
+    """Returns a path as text; a name may be any bytes, which no JSON can carry."""
     return str(path).encode(errors="backslashreplace").decode()
 
 
 def _manifest_files(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """The manifests below `root`, and what is there and cannot be read, with the reason.
+    """Returns the manifests below `root`, and what is there and cannot be read, with the reason.
 
     Hidden files and folders, and what editors leave, are not manifests.
     """
@@ -556,7 +556,7 @@ def _manifest_files(root: Path) -> tuple[list[Path], dict[Path, str]]:
 def _walk(
     root: Path, seen: set[tuple[int, int]], found: list[Path], linked: list[Path], wrong: dict[Path, str]
 ) -> None:
-    """Add the manifests in a folder and in those below; links to folders are noted alone."""
+    """Adds the manifests of a folder and of those below it; links to folders are only noted."""
     folders = [root]
     while folders:
         folder = folders.pop()
@@ -590,7 +590,7 @@ def _walk(
 
 
 def _add_target(link: Path, is_manifest: bool, found: list[Path], linked: list[Path], wrong: dict[Path, str]) -> None:
-    """Add what a link leads to."""
+    """Adds the target of a link."""
     try:
         mode = link.stat().st_mode
     except FileNotFoundError:
@@ -611,7 +611,7 @@ def _add_target(link: Path, is_manifest: bool, found: list[Path], linked: list[P
 
 
 def load(path: Path, proxy_name: str | None = None) -> list[Event]:
-    """Everything that the files say now: one `Replaced` for each kind, then the problems.
+    """Returns everything that the files say now: one `Replaced` for each kind, then the problems.
 
     `proxy_name` is as of `Folder`.
 

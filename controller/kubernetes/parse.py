@@ -258,7 +258,7 @@ class _Complaints(list[str]):
         self.append(f"{field}: {problem}")
 
     def part(self, instead: _Read, read: Callable[_Given, _Read], *given: _Given.args, **named: _Given.kwargs) -> _Read:
-        """What is read, or if it cannot be used, what counts in its place."""
+        """Reads a part of the object. If it cannot be used, notes a complaint and returns what counts in its place."""
         try:
             return read(*given, **named)
         except _BadError as error:
@@ -268,7 +268,7 @@ class _Complaints(list[str]):
     def each(
         self, read: Callable[[Any, str], _Read], items: Iterable[Any] | None, field: str, most: int = _MAX_ADDRESSES
     ) -> list[_Read]:
-        """The items that can be used, each once; nulls and empty texts are absent, as for kube-proxy."""
+        """Reads the items that can be used, each once; nulls and empty texts are absent, as for kube-proxy."""
         if not items:
             return []
         found: dict[_Read, None] = {}
@@ -281,13 +281,13 @@ class _Complaints(list[str]):
         return list(found)
 
     def few(self, items: list[_Read], field: str, most: int) -> list[_Read]:
-        """As many items as are possible, the first ones."""
+        """Returns the first `most` items, and notes a complaint about the others."""
         if len(items) > most:
             self.add(field, f"{len(items)} items, and only the first {most} count")
         return items[:most]
 
     def texts(self) -> tuple[str, ...]:
-        """All of them; of very many the first ones, and how many more there are."""
+        """Returns all of them; of very many the first ones, and how many more there are."""
         return (*self[:MOST], f"and {len(self) - MOST} more") if len(self) > MOST else tuple(self)
 
 
@@ -337,7 +337,7 @@ _IN_DOUBT: Final = b"\0"
 
 
 def _address(text: str | None, field: str, *, link_local: bool = False) -> str:
-    """A canonical address that the API allows, too (ValidateNonSpecialIP)."""
+    """Returns the canonical form of an address that the API allows (ValidateNonSpecialIP)."""
     text = text or ""
     try:
         if inet_pton(AF_INET, text)[0] not in _ODD[4]:
@@ -379,7 +379,7 @@ def _shared(items: _T) -> _T:
 
 
 def _namespaced(metadata: _Meta) -> tuple[str, str]:
-    """Namespace and name."""
+    """Returns the checked namespace and name."""
     namespace = intern(_checked_name(metadata.namespace or "default", "metadata.namespace"))
     return namespace, _checked_name(metadata.name, "metadata.name")
 
@@ -438,7 +438,7 @@ def _service(wire: _Service) -> Service | Ignored:
 
 
 def _annotated(ours: _Annotations, said: _Complaints) -> dict[str, Any]:
-    """The fields that annotations decide."""
+    """Returns the fields that annotations decide."""
     return {
         "algorithm": said.part("", _annotation, ours.algorithm, ALGORITHM),
         "weights": said.part((), _weights, ours.weights, said),
@@ -449,7 +449,7 @@ def _annotated(ours: _Annotations, said: _Complaints) -> dict[str, Any]:
 
 
 def _cluster_ips(spec: _ServiceSpec, said: _Complaints) -> tuple[str, ...]:
-    """One address of each family at most; `clusterIP` repeats the first of `clusterIPs`."""
+    """Returns one address of each family at most; `clusterIP` repeats the first of `clusterIPs`."""
     if not spec.cluster_ips:
         return (_address(spec.cluster_ip, "spec.clusterIP"),)
     if len(spec.cluster_ips) == 1 and spec.cluster_ips[0] == spec.cluster_ip:
@@ -485,7 +485,7 @@ def _source_ranges(texts: list[str | None] | None, said: _Complaints) -> tuple[s
 
 
 def _load_balancer_ips(status: _ServiceStatus | None, said: _Complaints) -> tuple[str, ...]:
-    """Those with ipMode VIP, the default; with Proxy, and with a host name, traffic must leave the node (KEP-1860)."""
+    """Returns those with ipMode VIP, the default; otherwise traffic must leave the node (KEP-1860)."""
     wire = status.load_balancer.ingress if status and status.load_balancer else None
     if not wire:
         return ()
@@ -555,7 +555,7 @@ def _affinity(spec: _ServiceSpec, said: _Complaints) -> int:
 
 
 def _annotation(value: object, name: str) -> str:
-    """The text of an annotation, empty where there is none."""
+    """Returns the text of an annotation, empty where there is none."""
     if value is UNSET or value is None:
         return ""
     if not isinstance(value, str):
@@ -564,7 +564,7 @@ def _annotation(value: object, name: str) -> str:
 
 
 def _weights(value: object, said: _Complaints) -> tuple[tuple[str, int], ...]:
-    """Weights of endpoints by address, as in `10.0.1.5=3, fd00::6=0`, sorted; of those that can be read."""
+    """Returns the weights of endpoints by address, as in `10.0.1.5=3, fd00::6=0`, sorted; of those that can be read."""
     text = _annotation(value, WEIGHTS)
     field = f"metadata.annotations[{WEIGHTS}]"
     found: dict[str, int] = {}
@@ -588,7 +588,7 @@ def _address_weight(item: str, field: str) -> tuple[str, int]:
 
 
 def _probe(value: object) -> Probe | None:
-    """`tcp`, or `http:` and the path; None: there is no such annotation."""
+    """Reads `tcp`, or `http:` and a path; None: there is no such annotation."""
     text = _annotation(value, PROBE).strip()
     if text == "tcp" or value is UNSET:
         return Probe() if text else None
@@ -599,7 +599,7 @@ def _probe(value: object) -> Probe | None:
 
 
 def _slow_start(value: object) -> float:
-    """Seconds, of a duration such as 1m30s; empty: 0."""
+    """Returns the seconds of a duration such as 1m30s; empty: 0."""
     text = _annotation(value, SLOW_START).strip()
     parts = re.findall(r"([0-9]{1,6})(ms|s|m|h)", text)
     found = sum(int(number) * _UNITS[unit] for number, unit in parts)
@@ -610,7 +610,7 @@ def _slow_start(value: object) -> float:
 
 
 def _truth(value: object, name: str) -> bool | None:
-    """None: there is no such annotation."""
+    """Reads `true` or `false`; None: there is no such annotation."""
     text = _annotation(value, name).strip()
     if text in ("true", "false") or value is UNSET:
         return text == "true" if text else None
@@ -618,7 +618,7 @@ def _truth(value: object, name: str) -> bool | None:
 
 
 def _slice_weight(wire: _Annotations) -> int | None:
-    """The weight of a slice's endpoints, None where none is given."""
+    """Returns the weight of a slice's endpoints, None where none is given."""
     name, text = (WEIGHT, wire.weight) if wire.weight is not UNSET else (CILIUM_WEIGHT, wire.cilium_weight)
     if text is UNSET or text is None:
         return None
@@ -665,7 +665,7 @@ _SlicePorts = tuple[tuple[EndpointPort, ...], tuple[str, ...]]  # with complaint
 
 
 def _slice_ports(wire: list[_Port | None]) -> _SlicePorts:
-    """The ports that have a number; one without means "all ports", which no proxy can join to a service port."""
+    """Returns the ports with a number; one without means "all ports", which no proxy can join to a service port."""
     ports = [item or _NO_PORT for item in wire]
     check = _known_slice_ports if len(ports) <= _FEW_PORTS else _checked_slice_ports
     return check(tuple([(port.name, port.protocol, port.port) for port in ports]))
@@ -760,7 +760,7 @@ def _node(wire: _Node) -> Node:
 
 
 def _node_addresses(status: _NodeStatus | None, said: _Complaints) -> tuple[str, ...]:
-    """InternalIPs, then ExternalIPs: the order in which kube-proxy looks for the node's IP.
+    """Returns InternalIPs, then ExternalIPs: the order in which kube-proxy looks for the node's IP.
 
     A kubelet reports no address that nobody else can reach (its validateNodeIP).
     """
@@ -833,7 +833,7 @@ def _read(
 
 
 def _leniently(raw: bytes | msgspec.Raw) -> object:
-    """The document without any types; UNSET when it is not JSON at all."""
+    """Returns the document without any types; UNSET when it is not JSON at all."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -844,7 +844,7 @@ UNNAMED: Final = "(unnamed)"
 
 
 def _key_of(kind: str, document: object) -> str:
-    """The best key that a malformed document allows."""
+    """Returns the best key that a malformed document allows."""
     metadata = document.get("metadata") if isinstance(document, dict) else None
     metadata = metadata if isinstance(metadata, dict) else {}
     name, namespace = metadata.get("name"), metadata.get("namespace")
@@ -868,7 +868,7 @@ _TYPE_NAMES: Final = {
 
 
 def _refusal(kind: str, error: Exception, document: object) -> Refused:
-    """Msgspec's error as field, value and a message in plain English."""
+    """Turns msgspec's error into field, value and a message in plain English."""
     key = _key_of(kind, document)
     if isinstance(error, RecursionError):
         return Refused(kind, key, "", "nested too deeply")
@@ -881,10 +881,10 @@ def _refusal(kind: str, error: Exception, document: object) -> Refused:
     if document is UNSET or not expected:
         return Refused(kind, key, path, match["what"] if match else f"not JSON: {text}")
     types = [_TYPE_NAMES.get(name, name) for name in expected["types"].split(" | ") if name != "null"]
-    return Refused(kind, key, path, f"expected {' or '.join(types)}, got {shown(_look_up(document, path))}")
+    return Refused(kind, key, path, f"expected {' or '.join(types)}, got {shown(_value_at(document, path))}")
 
 
-def _look_up(document: object, path: str) -> object:
+def _value_at(document: object, path: str) -> object:
     value = document
     for index, name in re.findall(_STEP, path):
         try:

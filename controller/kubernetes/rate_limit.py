@@ -19,7 +19,7 @@ class RateLimit(msgspec.Struct, frozen=True):
 
 
 class TokenBucket:
-    """Lets requests pass at a rate_limit, those of all threads together."""
+    """Delays requests to a rate limit, those of all threads together."""
 
     def __init__(self, rate_limit: RateLimit, closed: threading.Event) -> None:
         self._limit = rate_limit
@@ -28,13 +28,13 @@ class TokenBucket:
         self._full_at = 0.0  # monotonic; when the bucket is full again
 
     def wait(self) -> None:
-        """Return when the next request may go, or when it is closed."""
+        """Waits until the next request may be made, or the connection is closed."""
         pause = self.reserve(time.monotonic())
         if pause > 0:
             self._closed.wait(pause)
 
     def reserve(self, now: float) -> float:
-        """Take a place for one request; in how many seconds that is."""
+        """Reserves the next request. Returns in how many seconds it may be made."""
         if self._limit.rate <= 0:
             return 0.0
         with self._lock:

@@ -37,7 +37,7 @@ class RetryPolicy(msgspec.Struct, frozen=True):
 
 
 def honoured(asked: float, pause: float, longest: float, share: float) -> float:
-    """Seconds to wait for a server that asks for so many (Retry-After), where ours would be `pause`.
+    """Returns the seconds to wait for a server that asks for so many (Retry-After), where ours would be `pause`.
 
     Many nodes get the same number, so each comes later than asked by a `share` of it, from 0 to 1. Who is refused again
     and again waits for our own pause, which doubles: otherwise all of them would come back each second, for as long as
@@ -59,48 +59,49 @@ class Backoff:
         self._absent = 0
 
     def failed(self) -> float:
-        """There was no answer, or one that refuses."""
+        """Notes that there was no answer, or one that refuses."""
         self.failures += 1
         return self._doubled(self.failures, self._policy.longest)
 
     def refused(self) -> float:
-        """There was an answer, and it will probably be another one soon."""
+        """Notes a refusal that will probably end soon."""
         self.failures = 1
         self._refused += 1
         return self._doubled(self._refused, max(self._policy.first, self._policy.longest / 8))
 
     def ended(self) -> float:
-        """A stream ended before its time. It was accepted, and to go on with it costs the server little."""
+        """Notes that a stream ended before its time. It was accepted, and to continue it costs the server little."""
         self.failures = 0
         self._ended += 1
         return self._doubled(self._ended, max(self._policy.first, self._policy.longest / 8))
 
     def forgotten(self) -> float:
-        """Everything has to be listed again; how streams ended before that is no matter any more."""
+        """Notes that everything has to be listed again; how streams ended before does not matter any more."""
         self.failures = self._ended = 0
         self._forgotten += 1
         return 0.0 if self._forgotten == 1 else self._doubled(self._forgotten - 1, self._policy.longest)
 
     def unusable(self) -> float:
-        """There was an answer that cannot be used; the same may come again."""
+        """Notes an answer that cannot be used; the same may come again."""
         self._unusable += 1
         return self._doubled(self._unusable, self._policy.longest)
 
     def absent(self) -> float:
-        """The server does not serve this kind, or does not let us read it."""
+        """Notes that the server does not serve this kind, or does not let us read it."""
         self.failures = 0
         self._absent += 1
         return self._doubled(self._absent, self._policy.rarely)
 
     def answered(self) -> None:
-        """A complete list came, or a watch was accepted."""
+        """Notes that a complete list came, or a watch was accepted."""
         self.failures = self._absent = self._refused = 0
 
     def received(self) -> None:
+        """Notes that an event came."""
         self.failures = self._ended = 0
 
     def settled(self) -> None:
-        """A stream lived for `SETTLED` seconds, or as long as it was asked to."""
+        """Notes that a stream lived for `SETTLED` seconds, or as long as it was asked to."""
         self.failures = self._ended = self._forgotten = self._unusable = 0
 
     @property

@@ -41,6 +41,7 @@ class SourceHealth:
         self._closed = False
 
     def states(self) -> list[KindState]:
+        """Returns how each kind is read; for any thread."""
         with self._changed:
             silent = f"nothing came since {_clock(self._since)}, and the server does not answer" * ("" in self._lost)
             changes = {"state": "waiting", "since": self._since, "why": silent}
@@ -52,7 +53,7 @@ class SourceHealth:
             ]
 
     def heard(self, kind: str) -> None:
-        """Something came from the server, for this kind or ("") an answer alone."""
+        """Notes that something came from the server, for this kind or ("") an answer alone."""
         self._heard[kind] = time.time()
 
     def silence(self) -> float:
@@ -62,7 +63,7 @@ class SourceHealth:
             return 0.0 if tried else abs(time.time() - max(self._heard.values()))
 
     def see(self, trouble: str) -> None:
-        """Nothing comes, and the server does not answer because of this trouble; or (empty) there is none."""
+        """Reports that nothing comes and that the server does not answer, with the reason; empty: it answers."""
         with self._emitting:
             with self._changed:
                 text = self._recovery() if not trouble and self._lost.pop("", "") is None else ""
@@ -77,13 +78,13 @@ class SourceHealth:
                 self.emit(SourceState(not trouble, text))
 
     def close(self) -> None:
-        """No pause lasts any longer."""
+        """Ends all pauses for good."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def lost(self, kind: str, why: str, pause: float, sort: str | None = "") -> None:
-        """This kind cannot be read; it is tried again after `pause` seconds.
+        """Reports that this kind cannot be read; it is tried again after `pause` seconds.
 
         `sort` is what a person can do something about, empty: nothing. Each is reported once in an outage. None: the
         others will tell whether it is one.
@@ -112,7 +113,7 @@ class SourceHealth:
             return f"{text}next try in {pause:.1f} s"
 
     def found(self, kind: str, absent: str = "") -> None:
-        """This kind is read, or (`absent` says why) the service works without."""
+        """Reports that this kind is read, or (`absent` says why) that the service works without it."""
         with self._emitting:
             if text := self._find(kind, absent):
                 self.emit(SourceState(healthy=True, message=text))
@@ -140,7 +141,7 @@ class SourceHealth:
     # Pauses
 
     def news(self, kind: str) -> int:
-        """A number that grows when another kind than this one has news."""
+        """Returns a number that grows when another kind than this one has news."""
         with self._changed:
             return self._news_for(kind)
 
@@ -176,7 +177,7 @@ class SourceHealth:
             )
 
     def wait_for_asker(self, kind: str, longest: float) -> None:
-        """Before the first request: until the kind that asks for all is not refused, for `longest` seconds at most."""
+        """Waits, before the first request, for the kind that asks for all to be let in; `longest` seconds at most."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._asker in {"", kind}, longest)
 

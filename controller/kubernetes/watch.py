@@ -22,12 +22,16 @@ class _ListMeta(msgspec.Struct):
 
 
 class ListPage(msgspec.Struct):
+    """One page of a list, its objects still as JSON."""
+
     metadata: _ListMeta
     items: list[msgspec.Raw] | None  # Go writes an empty list as null in some places; without it, it is no list
     kind: str
 
 
 class WatchEvent(msgspec.Struct):
+    """One line of a watch, its object still as JSON."""
+
     type: str
     object: msgspec.Raw
 
@@ -50,15 +54,15 @@ class ObjectHead(msgspec.Struct):
     kind: str | None = None
 
     def key(self, kind: str) -> str:
-        """`namespace/name`, or the name; as `controller.kubernetes.model.key_of`."""
+        """Returns `namespace/name`, or the name; as `controller.kubernetes.model.key_of`."""
         name = self.metadata.name or UNNAMED
         return f"{self.metadata.namespace or 'default'}/{name}" if kind in {"Service", "EndpointSlice"} else name
 
     @property
     def triggered(self) -> float:
-        """The moment of the change that an EndpointSlice reports, as its controller writes it, in seconds since 1970.
+        """Returns when the change that an EndpointSlice reports was made, in seconds since 1970.
 
-        0 when it does not say so, or not in RFC 3339.
+        0 when its controller does not say so, or not in RFC 3339.
         """
         try:
             trigger = _decode_trigger(self.metadata.annotations)
@@ -100,7 +104,7 @@ def decode_head(raw: msgspec.Raw) -> ObjectHead:
 
 
 def version_number(version: str | None) -> int | None:
-    """A version that can be compared (KEP-5504: decimal, no leading zero), else None."""
+    """Returns a version that can be compared (KEP-5504: decimal, no leading zero), else None."""
     if version and len(version) <= 40 and version.isascii() and version.isdigit() and version[0] != "0":
         return int(version)
     return None
@@ -122,7 +126,7 @@ class Versions:
         return len(self._seen)
 
     def listed(self, version: str | None) -> None:
-        """A complete list came."""
+        """Forgets what is older than a complete list of this version."""
         self._floor = version_number(version)
         self._seen.clear()
         self._tombstones.clear()

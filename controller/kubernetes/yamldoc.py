@@ -38,7 +38,7 @@ class Document(NamedTuple):
 
 
 def documents(content: bytes) -> Iterator[Document]:
-    """Every document of a YAML stream.
+    """Yields every document of a YAML stream.
 
     Raises:
         NotYamlError: it ends here, or is none at all; or it exceeds a limit.
@@ -112,7 +112,7 @@ class _Reader:
         self._root: object = None
 
     def documents(self) -> Iterator[Document]:
-        """All of them.
+        """Yields all of them.
 
         Raises:
             NotYamlError: a limit is exceeded, or it has no meaning in JSON.
@@ -167,7 +167,7 @@ class _Reader:
         self._put(value, None, values)
 
     def _put(self, value: object, anchor: str | None, values: int) -> None:
-        """Into what is open, as an item, a key or a field's value."""
+        """Adds a value to what is open, as an item, a key or a field's value."""
         if anchor:
             self._anchors[anchor] = value, values
         owner = self._open[-1] if self._open else None
@@ -191,7 +191,7 @@ class _Reader:
             owner.key = _NO_KEY
 
     def _key(self, value: object) -> object:
-        """JSON's keys are texts."""
+        """Returns a key as JSON has it: a text."""
         if isinstance(value, str | _Merge):
             return value
         if isinstance(value, bool):
@@ -268,7 +268,7 @@ def _plain(text: str) -> object:
 
 
 def _check_tag(tag: str | None, known: tuple[str, ...], line: int) -> str:
-    """The last word of a tag of YAML's own; empty: there is no tag."""
+    """Returns the last word of a tag of YAML's own; empty: there is no tag."""
     if tag is None or tag == "!":
         return ""
     word = tag.removeprefix(_TAG)
