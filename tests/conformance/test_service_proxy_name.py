@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from hybrid_proxy.controller.agent.syncer import HAND_OVER
+from hybrid_proxy.controller.agent.syncer import CEDE_SECONDS
 from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS
 from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.loads import goes_on
@@ -51,7 +51,7 @@ def node(mode: str, request: pytest.FixtureRequest) -> Iterator[Node]:
 
 def wait_until_served(node: Node, pod: str) -> None:
     for service in (node.tcp, node.udp):
-        eventually(partial(node.is_served_by, service, pod), HAND_OVER + 5, f"{service.name} has not moved to {pod}")
+        eventually(partial(node.is_served_by, service, pod), CEDE_SECONDS + 5, f"{service.name} has not moved to {pod}")
 
 
 def move(node: Node, label: str | None) -> None:
