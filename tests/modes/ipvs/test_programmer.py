@@ -88,10 +88,6 @@ def test_an_endpoint_of_tcp_that_leaves_keeps_its_flows_until_the_last_ends(node
     assert agent.status().ipvs.draining == 0
 
 
-def test_flows_are_looked_at_more_often_than_each_minute() -> None:
-    assert module.DRAIN_SECONDS <= 60
-
-
 def test_an_endpoint_that_comes_back_is_used_again(node: Node) -> None:
     agent = node.start()
     agent.sync(node.table(web(A, B)))
@@ -155,16 +151,6 @@ def test_a_restart_resets_weights_and_removes_what_is_not_wanted_any_more(node: 
 
 
 # Drift
-
-
-def test_an_address_that_others_remove_is_back_at_once(node: Node) -> None:
-    agent = node.start()
-    agent.sync(node.table(web(A)))
-    node.device.lose("10.96.0.1")
-    assert node.woken == 1
-    agent.maintain()
-    assert node.device.bound == {"10.96.0.1"}
-    assert agent.audit_repairs == 1
 
 
 def test_what_we_remove_ourselves_is_no_news(node: Node) -> None:

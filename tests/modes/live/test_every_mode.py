@@ -265,7 +265,11 @@ NFTABLES: dict[str, Act] = {
     "everything flushed": nft_runs("flush ruleset"),
 }
 CHAIN = "hybrid-proxy-userspace internal-nat"
+GUARD = "chain ip hybrid-proxy-userspace guard"
 USERSPACE: dict[str, Act] = {
+    "chain with another hook": nft_runs(
+        f"flush {GUARD}; delete {GUARD}; add {GUARD} {{ type filter hook forward priority 0; }}"
+    ),
     "everything flushed": nft_runs("flush ruleset"),
     "map flushed": nft_runs("flush map ip hybrid-proxy-userspace internal"),
     "rules replaced": nft_runs(f"flush chain ip {CHAIN}" + 2 * f"; add rule ip {CHAIN} return"),

@@ -159,15 +159,6 @@ def test_no_value_of_a_table_is_refused_or_taken_for_damage(variant: str, clock:
             assert is_intact(mode, clock), what
 
 
-def test_both_variants_are_cleaned() -> None:
-    for variant in ("nft", "legacy"):
-        with opened(variant) as programmer:
-            programmer.sync(table(1))
-    clean(Options())
-    for variant in ("nft", "legacy"):
-        assert not any(chain.startswith("HP-") for chains in rules(variant).values() for chain in chains)
-
-
 def test_what_others_remove_from_legacy_tables_is_seen_at_a_glance() -> None:
     """The kernel does not report it; the tables' sizes are read instead of waiting for the next comparison."""
     with opened("legacy", sync_seconds=600.0) as programmer:

@@ -134,47 +134,6 @@ def is_direct(reply: Reply, client: socket.socket) -> bool:
     return reply.peer == client.getsockname()
 
 
-def test_what_is_open_goes_on_and_what_is_new_does_not_come(node: Node) -> None:
-    with node.client(WEB) as web, node.client(DNS, socket.SOCK_DGRAM) as dns:
-        tcp, udp = ask_tcp(web), ask_udp(dns)[0]
-        node.leave("pod2", "pod3")
-        served = node.relay().counters["connections"]
-        for _ in range(8):
-            assert (ask_tcp(web).peer, ask_udp(dns)[0].peer) == (tcp.peer, udp.peer)
-            with node.client(WEB) as client:
-                assert is_direct(ask_tcp(client), client)
-            with node.client(DNS, socket.SOCK_DGRAM) as client:
-                assert is_direct(ask_udp(client)[0], client)
-        assert node.relay().counters["connections"] == served
-
-
-def test_a_connection_that_was_half_open_is_accepted(node: Node) -> None:
-    assert node.lab.run("pod1", ["nft", HOLD]).returncode == 0
-    with node.lab.socket("pod1") as client:
-        client.setblocking(False)
-        client.connect_ex(WEB)
-        eventually(lambda: conntrack.open_flows({(*WEB, int(Protocol.TCP)): None}), "conntrack does not have it")
-        node.leave("pod2")
-        assert node.flows() == {"TCP": 1}
-        assert node.lab.run("pod1", ["nft", "delete table ip hold"]).returncode == 0
-        client.settimeout(20)
-        reply = ask_tcp(client)
-        assert (reply.pod, is_direct(reply, client)) == ("pod2", False)
-
-
-def test_it_is_over_with_its_last_flow_and_leaves_nothing(node: Node) -> None:
-    with node.client(WEB) as web, node.client(DNS, socket.SOCK_DGRAM) as dns:
-        ask_tcp(web), ask_udp(dns)
-        node.leave("pod2")
-        assert node.flows() == {"TCP": 1, "UDP": 1}
-    eventually(lambda: not node.flows(), "something is still counted")
-    node.mode.close()
-    assert programmer.clean(Options()) >= 5
-    assert programmer.look(Options(), {}) is None
-    assert programmer.TABLES[0] not in nft("list", "tables")
-    assert node.new().pod == "pod2"
-
-
 def test_it_follows_its_services(node: Node) -> None:
     with node.client(WEB) as web, node.client(DNS, socket.SOCK_DGRAM) as dns:
         ask_tcp(web), ask_udp(dns)
@@ -184,20 +143,6 @@ def test_it_follows_its_services(node: Node) -> None:
         assert node.relay().proxy_ports == before, "a service that came later has flows elsewhere"
         assert ask_tcp(web).pod == "pod2"
         assert ask_udp(dns)[0].pod == "pod3"
-
-
-def test_an_agent_in_another_mode_lets_the_relay_of_a_former_one_drain(node: Node) -> None:
-    with node.client(WEB) as web, node.client(DNS, socket.SOCK_DGRAM) as dns:
-        tcp, udp = ask_tcp(web), ask_udp(dns)[0]
-        node.mode.close()
-        node.after.sync(node.table("pod2"))
-        node.open()
-        assert node.mode.adopted
-        node.mode.drain(node.table("pod2"))
-        assert node.flows() == {"TCP": 1, "UDP": 1}
-        assert (ask_tcp(web).peer, ask_udp(dns)[0].peer) == (tcp.peer, udp.peer)
-        with node.client(WEB) as client:
-            assert is_direct(ask_tcp(client), client)
 
 
 def test_back_at_once_it_takes_new_flows_and_keeps_those_that_it_had(node: Node) -> None:

@@ -65,33 +65,3 @@ def test_a_table_that_drains_has_the_hooks_and_no_rule_for_new_flows(kernel: Ker
     contents = {name: kernel.contents(IPV4, name) for name in SETS}
     assert tables.differences(IPV4, NODE, {}, drained, contents, draining=True) == []
     assert tables.differences(IPV4, NODE, {}, drained, contents) != []
-
-
-DAMAGES = {
-    "rules replaced by as many": "flush chain ip {0} internal-nat; add rule ip {0} internal-nat return; "
-    "add rule ip {0} internal-nat return",
-    "rules in another order": "delete rule ip {0} refuse handle {1}; add rule ip {0} refuse ct state invalid drop",
-    "foreign rule": "insert rule ip {0} guard accept",
-    "chain with another hook": "flush chain ip {0} guard; delete chain ip {0} guard; "
-    "add chain ip {0} guard {{ type filter hook forward priority 0; }}",
-    "foreign chain": "add chain ip {0} foreign",
-    "foreign set": "add set ip {0} foreign {{ type ipv4_addr; }}",
-    "element deleted": "delete element ip {0} listeners {{ tcp . 50001 }}",
-    "value replaced": "delete element ip {0} internal {{ 10.96.0.1 . tcp . 80 }}; "
-    "add element ip {0} internal {{ 10.96.0.1 . tcp . 80 : 192.0.2.1 . 50002 }}",
-    "node's address deleted": "flush set ip {0} node-addresses",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_what_others_change_is_found_and_undone(kernel: Kernel, damage: str) -> None:
-    before = chains(nft("-y", "list", "ruleset"))
-    handles = nft("-a", "list", "chain", "ip", TABLE, "refuse").split()
-    nft(damage.format(TABLE, handles[handles.index("invalid") + 4]))
-    undo = differences(kernel)
-    assert undo
-    if isinstance(undo[0], op.AddTable):  # a whole table, without its elements
-        undo = list(tables.replace(IPV4, NODE, ELEMENTS))
-    kernel.commit((IPV4, undo))
-    assert differences(kernel) == []
-    assert chains(nft("-y", "list", "ruleset")) == before
