@@ -211,10 +211,7 @@ class Iptables(TranslatingMode):
         return now >= self._audit_at + self.options.sync_seconds
 
     def _repair(self, damage: list[str]) -> None:
-        log.warning(
-            "%d of our chains and rules were changed by others and are written again: %s%s",
-            len(damage), "; ".join(damage[:5]), "; ..." if len(damage) > 5 else "",
-        )  # fmt: skip
+        self._log_repairs(damage)
         self._full, self._damage = True, damage
         self._audit_at = self._clock() + REPAIR_PAUSE
         self._touched.set()  # compare again soon: the repair may fail, or be undone meanwhile

@@ -6,7 +6,6 @@ The rules, whose tools are processes, are read when the kernel has another revis
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +17,7 @@ from hybrid_proxy.dataplane.modes.ipvs.plan import Actual
 from hybrid_proxy.dataplane.modes.ipvs.rules import JUMPS
 from hybrid_proxy.dataplane.modes.ipvs.writer import DEVICE, Kernel, read_rules, read_set
 
-log = logging.getLogger(__name__)
-
 SLICES: Final = 16  # real servers cost a request for each virtual server: they are not read all at once
-SHOWN: Final = 5
 ROUND_SECONDS: Final = 0.5  # for everything, where that costs little
 COST: Final = 50  # a round takes so many times what its checks take
 
@@ -85,12 +81,6 @@ class Audit:
             self._spent += self._clock() - now
             if not self._waiting:
                 self._cost, self._spent = self._spent, 0.0
-        if found:
-            more = "; ..." if len(found) > SHOWN else ""
-            log.warning(
-                "%d things of ours were changed by others and are put right: %s%s",
-                len(found), "; ".join(found[:SHOWN]), more,
-            )  # fmt: skip
         return found
 
     def _all(self) -> Iterator[Check]:

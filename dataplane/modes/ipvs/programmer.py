@@ -235,7 +235,9 @@ class Ipvs(NetfilterMode):
         self._drain()
         if self._left and not self.actual.held.keys() | self.actual.addresses <= self._flows.addresses:
             self._hold(self.table.node)
-        self._owed += len(self.audit.step())
+        if damage := self.audit.step():
+            self._log_repairs(damage)
+            self._owed += len(damage)
         if self._owed:
             self._repair()
 
@@ -257,7 +259,7 @@ class Ipvs(NetfilterMode):
         try:
             self._replace(self.table)
         except (DataplaneError, OSError) as error:
-            raise DataplaneError(f"what others changed could not be put right: {error}") from error
+            raise DataplaneError(f"what another program changed could not be repaired: {error}") from error
 
     # Status
 

@@ -206,12 +206,10 @@ class Nftables(TranslatingMode):
             raise SyncError(f"the nftables tables could not be repaired: {error}") from error
         self._full = False
         self._verified()
-        if any(written.values()):
+        if repaired := [f"table {name} {TABLE}: {describe(done)}" for name, done in written.items() if done]:
+            self.audit_repairs += len(repaired)
+            self._log_repairs(repaired)
             self._judge(self.table, self.table.services.keys(), repaired=True)
-        for name, done in written.items():
-            if done:
-                self.audit_repairs += 1
-                log.warning("table %s %s was changed by others, put right: %s", name, TABLE, describe(done))
 
     def _skeleton_repair(self) -> list[tuple[Family, list[op.Operation]]]:
         work = []

@@ -273,7 +273,7 @@ class Userspace(NetfilterMode):
             self._full |= more
         if wrong:
             self.audit_repairs += len(wrong)
-            log.warning("repairing what another program changed: %s", "; ".join(wrong))
+            self._log_repairs(wrong)
         if self._full:  # also when the last attempt failed
             self.sync(self.table)
         elif self._unprogrammed:
