@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import subprocess
 import sys
 import tempfile
@@ -12,16 +11,16 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .cells import Cell, count, read_cells, render, replace_table, replaced, summary, write_cells
-from .kernels import FOLDER, ROOT, SERIES, Kernel, get
+from tests.conformance.grid import DOCS
+
+from .cells import Cell, Kernels, count
+from .kernels import FOLDER, ROOT, Kernel, get
 from .machine import GuestFailed, Machine
 from .remote import read_reports, run_pytest
 
-__all__ = ["MODES", "RESULTS", "run_matrix", "write_document"]
+__all__ = ["MODES", "run_matrix"]
 
 MODES = ("ebpf", "nftables", "iptables", "ipvs", "userspace")
-RESULTS = FOLDER / "results.json"
-DOCUMENT = ROOT / "docs" / "kernels.md"
 SUITE = "tests/conformance"
 MEMORY = 3072
 _POLL = 0.5
@@ -35,9 +34,10 @@ def run_matrix(series: Sequence[str], modes: Sequence[str], *, core: bool, limit
             kernel = get(name, progress.log)
             for mode in modes:
                 cell = run_cell(kernel, mode, progress, core=core, limit=limit)
-                progress.log(f"{mode} on {kernel.release}: {summary(cell)}")
-                write_cells(RESULTS, replaced(read_cells(RESULTS), cell))
-                write_document()
+                progress.log(f"{mode} on {kernel.release}: {cell.text}")
+                document = DOCS / Kernels.document
+                found = {(mode,): {f"{kernel.series} ({kernel.release})": cell.text}}
+                document.write_text(Kernels.merge(document.read_text(), found))
                 good = good and not cell.failed and not cell.unfinished
     return good
 
@@ -47,13 +47,6 @@ def run_cell(kernel: Kernel, mode: str, progress: Progress, *, core: bool, limit
     chosen = [SUITE, f"--mode={mode}", *(["-m", "core"] if core else [])]
     total = len(collected(chosen))
     task = progress.add_task(f"{mode} on {kernel.release}", total=total)
-    cell = Cell(
-        kernel.series,
-        kernel.release,
-        mode,
-        "core" if core else "all",
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-    )
     with tempfile.TemporaryDirectory(prefix="hybrid-proxy-cell-") as made:
         folder = Path(made)
         guest = _Guest(kernel, chosen, folder, limit, progress)
@@ -66,8 +59,7 @@ def run_cell(kernel: Kernel, mode: str, progress: Progress, *, core: bool, limit
             progress.update(task, completed=done)
         reports, _ = read_reports(folder)
         (FOLDER / f"{mode}-{kernel.series}.log").write_text(guest.output)
-    cell.seconds = round(guest.seconds, 1)
-    count(cell, reports)
+    cell = count(reports, core=core)
     results = cell.passed + cell.expected + len(cell.failed) + sum(cell.skipped.values())
     if guest.error:
         cell.unfinished = guest.error
@@ -92,7 +84,7 @@ class _Guest(threading.Thread):
         super().__init__(name="guest", daemon=True)
         self.machine = Machine(kernel, log=progress.log)
         self.arguments, self.folder, self.limit = arguments, folder, limit
-        self.code, self.seconds, self.output, self.error = 0, 0.0, "", ""
+        self.code, self.output, self.error = 0, "", ""
 
     def run(self) -> None:
         try:
@@ -100,10 +92,4 @@ class _Guest(threading.Thread):
         except (GuestFailed, OSError) as error:
             self.error = str(error)
             return
-        self.code, self.seconds, self.output = done.code, done.seconds, done.output
-
-
-def write_document() -> None:
-    """Put the results so far into the table of docs/kernels.md."""
-    cells = read_cells(RESULTS)
-    DOCUMENT.write_text(replace_table(DOCUMENT.read_text(), lambda before: render(cells, SERIES, MODES, before)))
+        self.code, self.output = done.code, done.output

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .cells import BEGIN, END, Cell, count, read_cells, render, replace_table, replaced, write_cells
+from .cells import Cell, Kernels, count
 from .features import FEATURES, excuse, skipped_for
-
-
-def cell(kernel: str = "6.1", mode: str = "ebpf", **fields: Any) -> Cell:
-    return Cell(kernel, f"{kernel}.0-1-amd64", mode, "all", "2026-01-01", **fields)
 
 
 def phases(nodeid: str, *outcomes: str, **fields: Any) -> list[dict[str, Any]]:
@@ -40,60 +35,39 @@ def test_each_test_counts_once_with_its_worst_outcome() -> None:
         *phases("a::gap", "passed", "skipped", wasxfail="gap"),
         *phases("a::skips", "skipped", longrepr=("a.py", 3, "Skipped: missing feature: TCX link (EINVAL)")),
     ]
-    found = count(cell(), reports)
+    found = count(reports)
     assert (found.passed, found.expected) == (1, 1)
     assert found.failed == ["a::fails", "a::cannot_start", "a::fails_late"]
     assert found.skipped == {"TCX link": 1}
 
 
-def test_the_table_shows_what_passed_failed_and_why_it_was_skipped() -> None:
-    cells = [
-        cell(passed=40, expected=2, skipped={"TCX link": 3, "mode ebpf has a way of its own": 4, "mode ebpf: no": 1}),
-        cell("5.10", passed=1, failed=["t.py::one[ebpf-v4]", "t.py::one[ebpf-v6]"], unfinished="the guest stopped"),
-        cell("6.1", "ipvs", passed=7),
-    ]
-    cells[2].subset = "core"
-    assert render(cells, ["5.10", "6.1"], ["ebpf", "ipvs"]) == (
-        "| mode | 5.10 (5.10.0-1-amd64) | 6.1 (6.1.0-1-amd64) |\n"
-        "|---|---|---|\n"
-        "| ebpf | 1 passed, **2 failed**, **not finished** | "
-        "40 passed, 2 not yet, 3 skipped: TCX link, 5 of other modes |\n"
-        "| ipvs | not run | 7 passed (core) |\n"
-        "\n"
-        "- ebpf on 5.10: `one` failed (2)\n"
-        "- ebpf on 5.10: the guest stopped\n"
-    )
+def test_a_cell_says_what_passed_what_failed_and_why_something_was_skipped() -> None:
+    skipped = {"TCX link": 3, "mode ebpf has a way of its own": 4, "mode ebpf: no": 1}
+    found = Cell(core=True, passed=40, expected=2, skipped=skipped)
+    assert found.text == "40 passed, 2 not yet, 3 skipped: TCX link, 5 of other modes (core)"
+    stopped = Cell(passed=1, failed=["t.py::one[ebpf-v4]", "t.py::one[ebpf-v6]"], unfinished="the guest\nstopped")
+    assert stopped.text == "1 passed, **2 failed**: `one` (2), **not finished**: the guest stopped"
 
 
-def test_a_rerun_changes_its_own_cell_alone(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    write_cells(path, [cell(passed=1), cell("5.10", passed=2)])
-    write_cells(path, replaced(read_cells(path), cell(passed=3)))
-    assert {(each.kernel, each.passed) for each in read_cells(path)} == {("6.1", 3), ("5.10", 2)}
+TABLE = """\
+| mode | 5.10 (5.10.0-1-amd64) | 6.1 (6.1.0-1-amd64) |
+|---|---|---|
+| ebpf | 1 passed | 2 passed |
+| ipvs |  | 7 passed (core) |"""
 
 
-def test_the_rest_of_the_document_stays() -> None:
-    document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert (
-        replace_table(document, lambda old: f"new after {old}\n") == f"before\n{BEGIN}\nnew after old\n{END}\nafter\n"
-    )
-    with pytest.raises(ValueError, match="no <!-- table: begin -->"):
-        replace_table("no marks", str)
-
-
-def test_what_another_machine_found_stays_in_the_table() -> None:
-    kernels, modes = ["5.10", "6.1"], ["ebpf", "ipvs"]
-    theirs = render([cell("5.10", failed=["t.py::one[ebpf]"]), cell("6.1", "ipvs", passed=7)], kernels, modes)
-    both = render([cell("6.1", "ipvs", passed=8)], kernels, modes, theirs)
-    assert both == theirs.replace("7 passed", "8 passed")
-    assert render([], kernels, modes, both) == both
+@pytest.mark.parametrize(("mode", "head", "before", "after"), [
+    pytest.param("ipvs", "6.1 (6.1.0-1-amd64)", "7 passed (core)", "8 passed", id="its own cell alone"),
+    pytest.param("ebpf", "6.1 (6.1.0-2-amd64)", "6.1 (6.1.0-1-amd64)", "6.1 (6.1.0-2-amd64)", id="a newer release"),
+])  # fmt: skip
+def test_a_run_changes(mode: str, head: str, before: str, after: str) -> None:
+    cell = after if "passed" in after else "2 passed"
+    assert Kernels.render(Kernels.joined(Kernels.read(TABLE), {(mode,): {head: cell}})) == TABLE.replace(before, after)
 
 
 def test_a_kernel_outside_the_list_gets_a_column() -> None:
-    assert render([cell("6.6", passed=1)], ["5.10"], ["ebpf"]).splitlines()[::2] == [
-        "| mode | 5.10 | 6.6 (6.6.0-1-amd64) |",
-        "| ebpf | not run | 1 passed |",
-    ]
+    heads = Kernels.columns(Kernels.joined(Kernels.read(TABLE), {("ebpf",): {"6.6 (6.6.0-1-amd64)": "1 passed"}}))
+    assert heads[-1] == "6.6 (6.6.0-1-amd64)"
 
 
 @pytest.mark.parametrize(
