@@ -93,6 +93,11 @@ def every_mode_but(*modes: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("mode", made, indirect=True, scope="session")
 
 
+def only_in(*modes: str) -> pytest.MarkDecorator:
+    """A test of what these modes alone do."""
+    return pytest.mark.parametrize("mode", [mode for mode in modes if mode in MODES], indirect=True, scope="session")
+
+
 def bench_of(lab: Lab, mode: str, flags: Sequence[str] = (), *, pod_cidrs: bool = True) -> Bench:
     """The lab with a folder of manifests, and an agent that nobody has started."""
     manifests = lab.folder / "manifests"

@@ -13,16 +13,11 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
 
+from .conftest import only_in
 from .kit import Bench, Service, eventually
 
-CHOOSING = ("ebpf", "ipvs")
+pytestmark = only_in("ebpf", "ipvs")  # the others have one way to choose, and say so in `status`
 PODS = ("pod2", "pod3", "remote1")
-
-
-@pytest.fixture(autouse=True)
-def chooses(mode: str) -> None:
-    if mode not in CHOOSING:
-        pytest.skip(f"mode {mode} has one way to choose, and says so in `status`")
 
 
 def balanced(bench: Bench, algorithm: str, pods: Sequence[str] = PODS, **fields: object) -> Service:

@@ -11,7 +11,7 @@ from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 
 from .cases import node, own
-from .conftest import bench_of, new_lab, route_services, serve
+from .conftest import bench_of, new_lab, only_in, route_services, serve
 from .kit import UDP, V4, V6, Bench, counted
 from .probes import Probe, observe
 from .test_rows import target_of
@@ -21,7 +21,7 @@ STREAM, DATAGRAM = 1, 2  # SOCK_STREAM, SOCK_DGRAM
 SIZE = 2_000_000
 FLAGS = ("--dsr=ipip",)
 
-pytestmark = pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")  # it alone wraps requests
+pytestmark = only_in("ebpf")  # it alone wraps requests
 
 
 @dataclass

@@ -17,19 +17,16 @@ import pytest
 from hybrid_proxy.dataplane.reports import BackendRow, PacketEvent, ServiceRow
 from hybrid_proxy.workshop.lab.traffic import Stream, ask_tcp
 
+from .conftest import only_in
 from .kit import HTTP, PATIENCE, V4, V6, Bench, Service, counted, eventually, said
 
+# The others leave failing backends to their clients, or have their own way (userspace).
+pytestmark = only_in("ebpf")
 Row = TypeVar("Row")
 
 CLIENTS = 12
 RECOVERY = 25.0  # a backend that is well again is tried after ten seconds
 IN_TIME = PATIENCE == 1  # an emulated machine takes longer for one command than that
-
-
-@pytest.fixture(autouse=True)
-def fails_over(mode: str) -> None:
-    if mode != "ebpf":
-        pytest.skip(f"mode {mode} leaves failing backends to its clients, or has its own way (userspace)")
 
 
 @contextmanager
@@ -276,10 +273,8 @@ def restarted(bench: Bench, *more: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def patient(mode: str, bench: Bench) -> Iterator[Bench]:
+def patient(bench: Bench) -> Iterator[Bench]:
     """An agent for which no number of failures in a row is too large."""
-    if mode != "ebpf":
-        pytest.skip(f"mode {mode} does not see how connections end")
     with restarted(bench, "--failover-failures=1000000"):
         yield bench
 
@@ -369,10 +364,8 @@ def test_nobody_is_ejected_where_all_lose_as_many(patient: Bench) -> None:
 
 
 @pytest.fixture(scope="module")
-def probing(mode: str, bench: Bench) -> Iterator[Bench]:
+def probing(bench: Bench) -> Iterator[Bench]:
     """An agent that asks often, and goes by nothing else."""
-    if mode != "ebpf":
-        pytest.skip(f"mode {mode} makes no probes, and says so in `status`")
     with restarted(bench, "--probe-interval=200ms", "--probe-failures=2", "--failover-failures=0"):
         yield bench
 

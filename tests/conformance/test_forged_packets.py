@@ -21,7 +21,7 @@ import pytest
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, failure
 from tests.waiting import bound
 
-from .conftest import MODES
+from .conftest import only_in
 from .forgeries import (
     ENDED,
     ENDINGS,
@@ -265,7 +265,7 @@ def test_forged(attack: Attack, mode: str, cases: tuple[Case, ...]) -> None:
     _judge(attack, mode, cases)
 
 
-@pytest.mark.parametrize("mode", ["ebpf"] if "ebpf" in MODES else [], indirect=True)
+@only_in("ebpf")
 @pytest.mark.parametrize("cases", _groups("wire"))
 def test_forged_at_xdp(attack_on_xdp: Attack, mode: str, cases: tuple[Case, ...]) -> None:
     _judge(attack_on_xdp, mode, cases)
@@ -297,7 +297,7 @@ def test_ended(endings: Ended, mode: str, tried: tuple[Ending, ...]) -> None:
     _judge_endings(endings, mode, tried)
 
 
-@pytest.mark.parametrize("mode", ["ebpf"] if "ebpf" in MODES else [], indirect=True)
+@only_in("ebpf")
 @pytest.mark.parametrize("tried", RESETS)
 def test_ended_at_xdp(endings_on_xdp: Ended, mode: str, tried: tuple[Ending, ...]) -> None:
     _judge_endings(endings_on_xdp, mode, tried)

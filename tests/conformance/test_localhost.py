@@ -12,6 +12,7 @@ import pytest
 
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
 
+from .conftest import only_in
 from .forging import Ears, Stage
 from .kit import HTTP, UDP, V4, V6, Bench, Service, counted, eventually
 from .packets import ACK, SYN, Header, datagram, ether, packet, read, segment
@@ -166,7 +167,7 @@ def test_a_neighbour_stays_out(bench: Bench, localnet: str) -> None:
 
 
 @pytest.mark.row("3.5", "localhost: programs that others take away come back")
-@pytest.mark.parametrize("mode", ["nftables", "iptables", "ipvs"], indirect=True, scope="session")
+@only_in("nftables", "iptables", "ipvs")
 def test_programs_that_others_remove_come_back(bench: Bench, mode: str) -> None:
     service = bench.service("pod2", outside=True)
     target = target_of(bench, service, "localhost", V4)

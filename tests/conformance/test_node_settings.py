@@ -17,7 +17,7 @@ from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 
 from .cases import node, own
-from .conftest import bench_of, new_lab, route_services, serve
+from .conftest import bench_of, new_lab, only_in, route_services, serve
 from .kit import PATIENCE, V4, V6, Bench, Service, eventually
 from .probes import Probe, To, observe
 from .test_other_proxies import CNI, run
@@ -248,7 +248,7 @@ def test_addresses_that_come_later_serve(field: Lab, mode: str) -> None:
                 link.addr("delete", index=index, address=address, prefixlen=length)
 
 
-@pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
+@only_in("ebpf")
 def test_pings_are_answered_where_the_setting_says_so(field: Lab, mode: str) -> None:
     with next_agent(field, mode, "--answer-ping") as (bench, made):
         bench.settle(made["near"], {"pod2"}, V4)

@@ -16,9 +16,11 @@ import pytest
 from hybrid_proxy.workshop.lab.sockets import Opener
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 
+from .conftest import only_in
 from .kit import UDP, Bench, eventually
 from .test_rows import target_of
 
+pytestmark = only_in("ebpf")  # in the others all sockets of the node are alike
 SIZE = 1_000_000
 WAYS = [("cluster", "remote1"), ("cluster", "pod2"), ("lb", "remote1"), ("cluster", "node2")]
 IDS = ["-".join(way) for way in WAYS]
@@ -45,14 +47,8 @@ def past_the_hooks(bench: Bench, opener: Opener, family: int, kind: int) -> Iter
         yield made
 
 
-def only_ebpf(mode: str) -> None:
-    if mode != "ebpf":
-        pytest.skip("in this mode all sockets of the node are alike")
-
-
 @pytest.mark.parametrize(("way", "pod"), WAYS, ids=IDS)
-def test_connections(bench: Bench, mode: str, beyond: Opener, way: str, pod: str, family: int) -> None:
-    only_ebpf(mode)
+def test_connections(bench: Bench, beyond: Opener, way: str, pod: str, family: int) -> None:
     service = bench.service(pod, outside=True, **({"target": 9090} if pod == "node2" else {}))
     target = target_of(bench, service, way, family)
     with past_the_hooks(bench, beyond, family, socket.SOCK_STREAM) as client:
@@ -66,8 +62,7 @@ def test_connections(bench: Bench, mode: str, beyond: Opener, way: str, pod: str
 
 
 @pytest.mark.parametrize(("way", "pod"), WAYS[:3], ids=IDS[:3])
-def test_datagrams(bench: Bench, mode: str, beyond: Opener, way: str, pod: str, family: int) -> None:
-    only_ebpf(mode)
+def test_datagrams(bench: Bench, beyond: Opener, way: str, pod: str, family: int) -> None:
     service = bench.service(pod, protocol="UDP", port=53, target=UDP, outside=True)
     target = target_of(bench, service, way, family)
     with past_the_hooks(bench, beyond, family, socket.SOCK_DGRAM) as client:
@@ -77,15 +72,13 @@ def test_datagrams(bench: Bench, mode: str, beyond: Opener, way: str, pod: str, 
             assert source == target
 
 
-def test_a_refusal(bench: Bench, mode: str, beyond: Opener, family: int) -> None:
-    only_ebpf(mode)
+def test_a_refusal(bench: Bench, beyond: Opener, family: int) -> None:
     service = bench.service("pod2", outside=True)
     with past_the_hooks(bench, beyond, family, socket.SOCK_STREAM) as client, pytest.raises(ConnectionRefusedError):
         client.connect((service.address(family), 81))
 
 
-def test_datagrams_move_when_their_backend_is_gone(bench: Bench, mode: str, beyond: Opener, family: int) -> None:
-    only_ebpf(mode)
+def test_datagrams_move_when_their_backend_is_gone(bench: Bench, beyond: Opener, family: int) -> None:
     service = bench.service("pod2", "remote1", protocol="UDP", port=53, target=UDP)
     with past_the_hooks(bench, beyond, family, socket.SOCK_DGRAM) as client:
         client.connect(service.vip(family))
@@ -96,9 +89,8 @@ def test_datagrams_move_when_their_backend_is_gone(bench: Bench, mode: str, beyo
         eventually(lambda: ask_udp(client)[0].pod == left, 5, f"the flow still goes to {gone}, which is gone")
 
 
-def test_more_than_one_client_port(bench: Bench, mode: str, beyond: Opener, family: int) -> None:
+def test_more_than_one_client_port(bench: Bench, beyond: Opener, family: int) -> None:
     """New connections all the time, as a mount that is made again and again."""
-    only_ebpf(mode)
     service = bench.service("pod2", "remote1")
     seen = set()
     for _ in range(40):
@@ -108,9 +100,8 @@ def test_more_than_one_client_port(bench: Bench, mode: str, beyond: Opener, fami
     assert seen == {"pod2", "remote1"}
 
 
-def test_a_backend_that_can_be_reached_is_taken(bench: Bench, mode: str, beyond: Opener, family: int) -> None:
+def test_a_backend_that_can_be_reached_is_taken(bench: Bench, beyond: Opener, family: int) -> None:
     """What is on its way out of the node cannot come back to it: of two backends only the other one serves."""
-    only_ebpf(mode)
     service = bench.service("node", "node2", protocol="UDP", port=53, target=UDP)
     for _ in range(12):
         with past_the_hooks(bench, beyond, family, socket.SOCK_DGRAM) as client:

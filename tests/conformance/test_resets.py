@@ -12,6 +12,7 @@ from hybrid_proxy.dataplane.kernel import tcp_segments
 from hybrid_proxy.dataplane.kernel.tcp_segments import SYN_ACK, Segment
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
 
+from .conftest import only_in
 from .kit import DEADLINES, Bench, Service, as_terminating, counted, eventually, open_flows
 from .test_rows import target_of
 
@@ -45,7 +46,7 @@ def are_reset(clients: dict[str, socket.socket]) -> None:
 
 @pytest.mark.row("4.40", "reset-gone-backends: open connections to an endpoint that is gone are reset at once")
 @pytest.mark.parametrize(("gone", "left"), [("pod2", "pod3"), ("pod2", None), ("remote1", "pod3")])
-@pytest.mark.parametrize("mode", MODES, indirect=True, scope="session")
+@only_in(*MODES)
 def test_clients_of_an_endpoint_that_is_gone_are_reset(
     bench: Bench, mode: str, gone: str, left: str | None, family: int
 ) -> None:
@@ -72,7 +73,7 @@ def test_clients_of_an_endpoint_that_is_gone_are_reset(
 
 @pytest.mark.row("4.40", "reset-gone-backends: without it, and while an endpoint terminates, connections stay open")
 @pytest.mark.parametrize("case", ["not asked for", "terminating", "terminating, not serving"])
-@pytest.mark.parametrize("mode", MODES, indirect=True, scope="session")
+@only_in(*MODES)
 def test_connections_that_stay(bench: Bench, mode: str, case: str, family: int) -> None:
     service = bench.service("pod2", outside=True, annotations={} if case == "not asked for" else ASKS)
     other = bench.service("pod2", outside=True, annotations=ASKS)
@@ -87,7 +88,7 @@ def test_connections_that_stay(bench: Bench, mode: str, case: str, family: int) 
 
 
 @pytest.mark.row("4.40", "reset-gone-backends: a client is reset that has just replied to a stray segment")
-@pytest.mark.parametrize("mode", ["nftables", "iptables"], indirect=True, scope="session")
+@only_in("nftables", "iptables")
 def test_a_client_that_will_not_reply_for_a_moment(bench: Bench, mode: str, family: int) -> None:
     """Of several strays within half a second, the kernel replies to the first one alone (tcp_invalid_ratelimit)."""
     service = bench.service("pod2", outside=True, annotations=ASKS)

@@ -22,7 +22,7 @@ from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.loads import goes_on
 
 from .beside import ANSWERS, KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows
-from .conftest import bench_of, every_mode_but, new_lab, route_services, serve
+from .conftest import bench_of, every_mode_but, new_lab, only_in, route_services, serve
 from .conversations import Flow, failures_of, wait_for_answers
 from .kit import UDP, as_terminating, eventually
 
@@ -80,7 +80,7 @@ def test_there_and_back(node: Node) -> None:
 @pytest.mark.kernel("ip_vs")
 @pytest.mark.core(long=True)
 @pytest.mark.parametrize("node", ["ipvs"], indirect=True)
-@pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")
+@only_in("ebpf")
 @pytest.mark.row("4.17", "from kube-proxy's mode ipvs and back: no flow is lost, old or new")
 def test_there_and_back_from_ipvs(node: Node) -> None:
     there_and_back(node)
@@ -162,7 +162,7 @@ def there_and_back(node: Node) -> None:
     assert "nothing of ours" in bench.agent.cleanup().stdout
 
 
-@pytest.mark.parametrize("mode", ["nftables"], indirect=True, scope="session")
+@only_in("nftables")
 def test_flows_of_a_mode_of_ours_that_drains_need_nothing_of_kube_proxys(node: Node) -> None:
     """It has a chain of type nat of its own, so that conntrack goes on with kube-proxy's flows, too."""
     bench = node.bench

@@ -12,6 +12,7 @@ from ipaddress import ip_interface
 import pytest
 
 from .at_once import inbox, send_at_once, two_processors
+from .conftest import only_in
 from .kit import V4, Bench, eventually
 from .packets import Header, datagram, packet
 from .test_rows import target_of
@@ -21,7 +22,7 @@ PORT = 7011
 BACKENDS = ("pod2", "pod3", "remote1")
 FIRST_PORT = itertools.count(20_000, FLOWS)
 
-pytestmark = [two_processors, pytest.mark.parametrize("mode", ["ebpf"], indirect=True, scope="session")]
+pytestmark = [two_processors, only_in("ebpf")]
 
 
 Address = tuple[str, int]

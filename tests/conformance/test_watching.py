@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
+from .conftest import only_in
 from .kit import V4, Bench, Service, eventually, said
 
-
-@pytest.fixture(autouse=True)
-def of_ebpf(mode: str) -> None:
-    if mode != "ebpf":
-        pytest.skip(f"mode {mode} has no eBPF programs that emit events")
+pytestmark = only_in("ebpf")  # whose programs emit events
 
 
 def figures(bench: Bench, command: str, service: Service, family: int) -> list[dict[str, Any]]:
