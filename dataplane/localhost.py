@@ -61,7 +61,7 @@ class Localhost:
         self._links: list[Attachment] = []
         self._repairs: Repairs | None = None  # of the links
 
-    def follow(self, table: ServiceTable) -> None:
+    def apply(self, table: ServiceTable) -> None:
         """Serves the node ports of a table instead of those of the previous one."""
         names, changed = changed_services(self._table, table), set[Port]()
         for one, sign in ((self._table, -1), (table, 1)):

@@ -120,7 +120,7 @@ class NetfilterMode(Programmer):
         if whole:
             names = dict.fromkeys((*table.services, *self.table.services))
         if self._localhost is not None:  # before the rules, which do nothing for sockets without a source
-            self._localhost.follow(table)
+            self._localhost.apply(table)
         result = self._write(table, names, whole=whole)
         before, gone = self.table, gone_endpoints(self.table, table, names)
         self.table, self._full, self._programmed = table, False, True

@@ -28,7 +28,7 @@ class Flows:
         self._kernel, self._actual = kernel, actual
         self._addresses: deque[frozenset[str]] = deque(maxlen=READINGS)
 
-    def look(self) -> list[Connection]:
+    def read(self) -> list[Connection]:
         """Read all of them, also those that are over.
 
         Raises:
@@ -60,7 +60,7 @@ class Flows:
         return Counter(Protocol(each.protocol).name for each in counted)
 
     def _going_on(self) -> list[Connection]:
-        return [each for each in self.look() if not each.is_over]
+        return [each for each in self.read() if not each.is_over]
 
     def forget(self) -> None:
         """Delete the conntrack entries of all flows: their next packets begin flows of the mode that serves.
@@ -68,7 +68,7 @@ class Flows:
         Raises:
             DataplaneError, OSError: some stay.
         """
-        self._forget(self.look())
+        self._forget(self.read())
 
     def forget_stale(self, judge: Judge) -> Counter[int]:
         """Delete the conntrack entries of datagrams to backends that no longer serve. Returns how many, by family.
@@ -79,7 +79,7 @@ class Flows:
             return Counter()
         return self._forget(
             each
-            for each in self.look()
+            for each in self.read()
             if each.protocol == Protocol.UDP
             and judge.stale(
                 _socket(each.family, each.address, each.port), _socket(each.family, each.backend, each.backend_port)

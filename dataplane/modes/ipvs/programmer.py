@@ -164,7 +164,7 @@ class Ipvs(NetfilterMode):
         writer.perform(self.kernel, quiet(self.actual), self.actual)
         self.audit.rules = writer.write_rules(self.kernel, table.node, table.health_ports, draining=True)
         for _ in range(READINGS):
-            self._flows.look()
+            self._flows.read()
         self._hold(table.node)
 
     def _hold(self, node: NodeNetwork) -> None:

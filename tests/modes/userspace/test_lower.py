@@ -182,6 +182,21 @@ def test_who_failed_is_avoided_for_a_while_by_new_clients() -> None:
     assert {chooser.first(0, route, "c", 2 * SUSPECT_SECONDS) for _ in range(4)} == set(route)
 
 
+def test_affinity_ends_when_it_is_idle_or_its_backend_leaves_or_fails() -> None:
+    chooser, route = Chooser(affinity=10), (("a", 1), ("b", 1), ("c", 1))
+    first = chooser.first(0, route, "client", 0.0)
+    assert first is not None
+    for now in (9.0, 18.0):
+        assert chooser.first(0, route, "client", now) == first, "each connection refreshes it"
+        chooser.established("client", first, now)
+    second = chooser.first(0, route, "client", 28.0)
+    assert second != first, "idle for ten seconds"
+    third = chooser.first(0, tuple(each for each in route if each != second), "client", 29.0)
+    assert third not in {None, second}, "its backend has left"
+    chooser.forget(third, 30.0)
+    assert chooser.first(0, route, "client", 31.0) not in {None, third}, "its backend has failed"
+
+
 def test_clients_with_affinity_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_proxy.dataplane.modes.userspace.choice.MAX_CLIENTS", 2)
     chooser = Chooser(affinity=3600)

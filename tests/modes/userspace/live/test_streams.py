@@ -88,21 +88,6 @@ def test_without_any_backend_the_client_is_reset(relay: Running) -> None:
     eventually(lambda: relay.counters["unreachable"] == 1, "not counted")
 
 
-def test_affinity_keeps_the_backend_until_it_leaves_or_fails(relay: Running, backend) -> None:
-    a, b, c = (backend(name) for name in "abc")
-    address = relay.serve(a.address, b.address, c.address, affinity=100)
-    first = who(address)
-    assert {who(address) for _ in range(10)} == {first}
-    left = [one for one in (a, b, c) if one.name != first]
-    relay.serve(*(one.address for one in left), affinity=100)
-    second = who(address)
-    assert second != first
-    next(one for one in left if one.name == second).close()
-    third = who(address)
-    assert third not in {first, second}
-    assert {who(address) for _ in range(5)} == {third}
-
-
 def test_connections_that_a_client_opens_at_once_go_to_one_backend(relay: Running, backend) -> None:
     address = relay.serve(*(backend(name).address for name in "abc"), affinity=100)
     assert at_once(relay, address, 12) in ({"a"}, {"b"}, {"c"})
@@ -121,16 +106,6 @@ def at_once(relay: Running, address: tuple[str, int], count: int) -> set[str]:
     for client in clients:
         client.close()
     return names
-
-
-def test_affinity_ends_when_idle(relay: Running, backend) -> None:
-    address = relay.serve(*(backend(name).address for name in "ab"), affinity=2)
-    first = who(address)
-    for _ in range(3):  # longer than it lasts, in all
-        time.sleep(0.8)
-        assert who(address) == first, "each new connection refreshes it"
-    time.sleep(2.2)
-    assert who(address) != first, "round robin goes on where it was"
 
 
 @pytest.mark.parametrize("closer", ["client", "backend"])
