@@ -69,14 +69,12 @@ check: setup ## formatters, linters, types and the import contracts
 
 # An agent starts from bytecode, as where it is installed.
 bench: export PYTHONDONTWRITEBYTECODE =
-bench: setup ## run the benchmarks, or one: make bench BENCH=selection
+bench: setup ## run the benchmarks, or one: make bench BENCH=packet_kinds
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.benchmarks $(BENCH)
 
-# With what `make compare-vm` has measured, if it has.
 compare: setup ## compare the modes on this machine, a quarter of an hour: ARGS="--services 10,1000,10000"; build/compare/report.html
-	$(Q)PATH="$(CURDIR)/$(TOOLS):$$PATH" $(VENV)/bin/hybrid-proxy compare --report build/compare/report.html \
-		$(if $(wildcard build/compare-vm/state/run.json),--vm-state build/compare-vm/state) $(ARGS)
+	$(Q)PATH="$(CURDIR)/$(TOOLS):$$PATH" $(VENV)/bin/hybrid-proxy compare --report build/compare/report.html $(ARGS)
 
 # Ratios only: the processor may be emulated. What is finished stays in build/compare-vm; the same command goes on.
 compare-vm: vm ## the same, with mode ipvs too, in a virtual machine; under an hour: build/compare-vm/report.html

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hybrid_proxy.workshop.lab.network import Lab
-from hybrid_proxy.workshop.measuring.modes import missing_of_modes
+from hybrid_proxy.workshop.measuring.machine import missing_of_modes
 from hybrid_proxy.workshop.measuring.stats import rotated
 
 __all__ = ["GUEST", "ROOT", "built", "in_a_guest", "median", "say", "take_turns", "working_modes"]

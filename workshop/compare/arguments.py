@@ -23,7 +23,6 @@ examples:
   hybrid-proxy compare --modes ebpf,nftables --services 10,1000,10000 --backends 10 --report report.html -o json
   hybrid-proxy compare --live default/web --path /healthz        a service of this node, beside one of its endpoints
   hybrid-proxy compare --from report.json --report again.html    the report of earlier measurements
-  hybrid-proxy compare --from report.json --vm-state build/compare-vm/state --report joined.html    with IPVS beside it
 """
 
 
@@ -59,12 +58,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         dest="measured",
         metavar="FILE.json|DIR",
         help="report earlier measurements (a report, or a folder of --state) instead of measuring",
-    )
-    group.add_argument(
-        "--vm-state",
-        metavar="DIR",
-        help="also report what `make compare-vm` measured in a virtual machine (build/compare-vm/state): ratios to its "
-        "own control",
     )
     group.add_argument("--state", metavar="DIR", help="folder for finished measurements (default: beside the report)")
     group.add_argument("--fresh", action="store_true", help="start over, without the finished measurements")

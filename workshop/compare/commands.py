@@ -22,7 +22,7 @@ from hybrid_proxy.workshop.compare.live import Live, look
 from hybrid_proxy.workshop.compare.markdown import markdown
 from hybrid_proxy.workshop.compare.measure import carry_out
 from hybrid_proxy.workshop.compare.plan import Settings, steps
-from hybrid_proxy.workshop.compare.progress import progress
+from hybrid_proxy.workshop.compare.progress import Progress
 from hybrid_proxy.workshop.compare.report import Report, report
 from hybrid_proxy.workshop.compare.result import Cell, ModeState, Run
 from hybrid_proxy.workshop.compare.stand import Stand, stand
@@ -31,8 +31,7 @@ from hybrid_proxy.workshop.lab.agent import remove_forsaken
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.libraries import needed
 from hybrid_proxy.workshop.measuring.loads import TOOLS
-from hybrid_proxy.workshop.measuring.machine import describe, missing_tools
-from hybrid_proxy.workshop.measuring.modes import missing_of_modes
+from hybrid_proxy.workshop.measuring.machine import describe, missing_of_modes, missing_tools
 
 __all__ = ["main"]
 
@@ -55,8 +54,7 @@ def main(args: argparse.Namespace) -> int:
         )
     # Import the renderer first: a missing library must fail before an hour of measuring.
     render = _renderer() if args.report else None
-    guest = _guest(args)
-    made = _reported(Path(args.measured), guest) if args.measured else report(_measured(args), guest)
+    made = report(_kept(Path(args.measured)) if args.measured else _measured(args))
     if render is not None:
         path = Path(args.report)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,38 +77,23 @@ def _renderer() -> Callable[[Report], str]:
     return html
 
 
-def _guest(args: argparse.Namespace) -> Run | None:
-    """Returns the run of --vm-state."""
-    if not args.vm_state:
-        return None
-    if args.live:
-        raise ConfigError("--vm-state: a service of this node (--live) was not measured in the virtual machine")
-    return _kept("--vm-state", Path(args.vm_state))
-
-
-def _kept(flag: str, folder: Path) -> Run:
-    """Returns the run in a folder of --state, finished or not."""
-    run = State(folder).load()
-    if run is None:
-        raise ConfigError(f"{flag} {folder}: no run of compare is there")
-    return run
-
-
-def _reported(path: Path, guest: Run | None) -> Report:
-    """Returns a report of the measurements in a report's JSON or in a folder of --state.
+def _kept(path: Path) -> Run:
+    """Returns the measurements, finished or not, in a report's JSON or in a folder of --state.
 
     Raises:
         ConfigError: there are none.
     """
     if path.is_dir():
-        return report(_kept("--from", path), guest)
+        run = State(path).load()
+        if run is None:
+            raise ConfigError(f"--from {path}: no run of compare is there")
+        return run
     try:
-        former = msgspec.json.decode(path.read_bytes(), type=Report)
+        return msgspec.json.decode(path.read_bytes(), type=Report).run
     except OSError as error:
         raise ConfigError(f"--from {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"--from {path}: no report of compare: {error}") from error
-    return report(former.run, guest or (former.guest.run if former.guest else None))
 
 
 def _measured(args: argparse.Namespace) -> Run:
@@ -208,25 +191,25 @@ def _go_on(run: Run, state: State, live: Live | None) -> Run:
     lacking = missing_tools()
     cells = list(run.cells)
     broken = {(cell.step.mode, cell.step.size): cell for cell in cells if _gives_up(cell)}
-    with progress(run.planned, len(done)) as shown:
-        for size, group in itertools.groupby(left, key=lambda step: step.size):
-            todo = list(group)
-            with ExitStack() as stack:
-                stands = {} if live else _stands(stack, run.settings, size, {step.mode for step in todo})
-                for step in todo:
-                    shown.begins(step)
-                    known = broken.get((step.mode, step.size))
-                    if known is not None:  # a mode that does not start is not tried in every round
-                        cell = Cell(step, 0.0, missing=known.missing)
-                    elif live is not None:
-                        cell = live.carry_out(step, run.settings, lacking)
-                    else:
-                        cell = carry_out(step, stands[step.mode], stands[""], lacking)
-                    if _gives_up(cell):
-                        broken[step.mode, step.size] = cell
-                    state.add(cell)
-                    cells.append(cell)
-                    shown.ends(cell)
+    shown = Progress(run.planned, len(done))
+    for size, group in itertools.groupby(left, key=lambda step: step.size):
+        todo = list(group)
+        with ExitStack() as stack:
+            stands = {} if live else _stands(stack, run.settings, size, {step.mode for step in todo})
+            for step in todo:
+                shown.begins(step)
+                known = broken.get((step.mode, step.size))
+                if known is not None:  # a mode that does not start is not tried in every round
+                    cell = Cell(step, 0.0, missing=known.missing)
+                elif live is not None:
+                    cell = live.carry_out(step, run.settings, lacking)
+                else:
+                    cell = carry_out(step, stands[step.mode], stands[""], lacking)
+                if _gives_up(cell):
+                    broken[step.mode, step.size] = cell
+                state.add(cell)
+                cells.append(cell)
+                shown.ends(cell)
     return msgspec.structs.replace(run, cells=tuple(cells))
 
 

@@ -12,12 +12,12 @@ __all__ = ["markdown"]
 
 def markdown(report: Report) -> str:
     """Returns the report without plots and raw data."""
-    return "\n".join(_lines(report, "")) + "\n"
+    return "\n".join(_lines(report)) + "\n"
 
 
-def _lines(report: Report, where: str) -> Iterator[str]:
+def _lines(report: Report) -> Iterator[str]:
     run, found = report.run, report.findings
-    yield f"# {where or 'Modes compared'}"
+    yield "# Modes compared"
     yield ""
     yield from _list(report.summary or ["Nothing was compared."])
     trust = [*found.warnings, *found.notes, *(one.summary(run.settings.modes[0]) for one in found.standings)]
@@ -35,9 +35,6 @@ def _lines(report: Report, where: str) -> Iterator[str]:
     yield from _list([f"{name}: {value}" for name, value in place(run)])
     yield ""
     yield from _list(method(run))
-    if report.guest is not None:
-        yield ""
-        yield from _lines(report.guest, "In a virtual machine")
 
 
 def _list(items: Sequence[str]) -> Iterator[str]:

@@ -74,7 +74,6 @@ class Mark(msgspec.Struct, frozen=True):
         span: places of the interval's ends.
         points: places of the single measurements.
         bars: a histogram.
-        guest: it was measured in a virtual machine.
     """
 
     mode: str
@@ -87,7 +86,6 @@ class Mark(msgspec.Struct, frozen=True):
     span: tuple[float, float] = (0.0, 0.0)
     points: tuple[float, ...] = ()
     bars: tuple[Bar, ...] = ()
-    guest: bool = False
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -120,8 +118,8 @@ class Panel(msgspec.Struct, frozen=True):
 # The forest plot
 
 
-def forest(report: Report, size: int, *, joined: bool = False) -> list[Panel]:
-    """Plots every metric relative to the control, with one number of services; `joined` adds the guest's modes."""
+def forest(report: Report, size: int) -> list[Panel]:
+    """Plots every metric relative to the control, with one number of services."""
     first, live = report.run.settings.modes[0], report.run.settings.live
     one = "one of its endpoints" if live else "no proxy"
     groups: tuple[tuple[str, str, bool, Literal["less", "more"]], ...] = (
@@ -132,34 +130,23 @@ def forest(report: Report, size: int, *, joined: bool = False) -> list[Panel]:
     made = []
     for title, hint, control, better in groups:
         chosen = [known for known in METRICS if (known.control, known.better) == (control, better)]
-        lines = [(known.title, list(_rows(report, known, size, joined=joined))) for known in chosen]
-        lines = [(name, rows) for name, rows in lines if any(row.points for row, _ in rows)]
+        lines = [(known.title, list(_rows(report, known, size))) for known in chosen]
+        lines = [(name, rows) for name, rows in lines if any(row.points for row in rows)]
         if lines:
-            reach = _reach([row for _, rows in lines for row, _ in rows])
+            reach = _reach([row for _, rows in lines for row in rows])
             axis = Axis(1 / reach, reach)
-            items = tuple(
-                Item(name, tuple(_mark(axis, row, run, guest=run is not report.run) for row, run in rows))
-                for name, rows in lines
-            )
+            items = tuple(Item(name, tuple(_mark(axis, row, report.run) for row in rows)) for name, rows in lines)
             ticks = axis.ticks(_COARSE if reach > 1.5 else _FINE)
             made.append(Panel(title, hint, better, axis.place(1), ticks, items))
     return made
 
 
-def _rows(report: Report, metric: Metric, size: int, *, joined: bool) -> Iterator[tuple[Row, Run]]:
-    """Yields rows with a value, each with its run."""
+def _rows(report: Report, metric: Metric, size: int) -> Iterator[Row]:
+    """Yields rows with a value."""
     for mode in report.run.settings.modes:
         row = report.findings.row(metric.name, mode, size)
         if row is not None and row.value is not None:
-            yield row, report.run
-    guest = report.guest if joined else None
-    if guest is not None:
-        first, *others = guest.run.settings.modes
-        absent = [mode for mode in others if mode not in report.run.works]
-        for mode in [first, *absent] if metric.control else absent:
-            row = guest.findings.row(metric.name, mode, guest.run.settings.sizes[-1])
-            if row is not None and row.value is not None:
-                yield row, guest.run
+            yield row
 
 
 def _reach(rows: Sequence[Row]) -> float:
@@ -169,13 +156,13 @@ def _reach(rows: Sequence[Row]) -> float:
     return min(max(far, _NEAREST), _FARTHEST) * _RIM
 
 
-def _mark(axis: Axis, row: Row, run: Run, *, guest: bool) -> Mark:
+def _mark(axis: Axis, row: Row, run: Run) -> Mark:
     assert row.value is not None
     known = estimate(row.points) or Estimate(1, 1, 1, row.value.sure, row.value.count)  # the measure itself
     place = axis.place(known.median)
     return Mark(
         mode=row.mode,
-        label=f"{row.mode}, VM" if guest else row.mode,
+        label=row.mode,
         tip="; ".join(_tip(row, known, emulated=run.machine.emulated)),
         value=_times(known.median),
         interval=f"{_times(known.low)}-{_times(known.high)}" if known.count > 1 and row.points else "",
@@ -183,7 +170,6 @@ def _mark(axis: Axis, row: Row, run: Run, *, guest: bool) -> Mark:
         off="low" if place < 0 else "high" if place > 100 else "",
         span=(axis.within(known.low), axis.within(known.high)),
         points=tuple(axis.place(point) for point in row.points if axis.low <= point <= axis.high),
-        guest=guest,
     )
 
 

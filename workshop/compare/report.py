@@ -31,23 +31,20 @@ class Report(msgspec.Struct, frozen=True):
         run: every measurement.
         findings: their results.
         summary: the sentences at the top.
-        guest: the same, measured in a virtual machine; only its ratios can be compared with these.
     """
 
     run: Run
     findings: Findings
     summary: tuple[str, ...]
-    guest: Report | None = None
 
 
-def report(run: Run, guest: Run | None = None) -> Report:
-    """Makes the report of a run, finished or not, and of one in a virtual machine."""
+def report(run: Run) -> Report:
+    """Makes the report of a run, finished or not."""
     found = findings(run)
-    other = report(guest) if guest is not None else None
-    return Report(run, found, tuple(_summary(run, found, other)), other)
+    return Report(run, found, tuple(_summary(run, found)))
 
 
-def _summary(run: Run, found: Findings, guest: Report | None) -> Iterator[str]:
+def _summary(run: Run, found: Findings) -> Iterator[str]:
     first, *others = run.settings.modes
     size = run.settings.sizes[-1]
     if not any(row.value for row in found.rows):
@@ -62,7 +59,7 @@ def _summary(run: Run, found: Findings, guest: Report | None) -> Iterator[str]:
         behind = [f"{mode} in {rows}" for mode in here if (rows := _behind(found, mode, size))]
         yield f"It is behind {'; '.join(behind)}." if behind else "It is behind them in nothing that was measured."
     if first != "ipvs":
-        yield _ipvs(run, found, guest)
+        yield _ipvs(run, found)
 
 
 def _alone(run: Run, found: Findings) -> Iterator[str]:
@@ -77,23 +74,16 @@ def _alone(run: Run, found: Findings) -> Iterator[str]:
                 break
 
 
-def _ipvs(run: Run, found: Findings, guest: Report | None) -> str:
+def _ipvs(run: Run, found: Findings) -> str:
     first, size = run.settings.modes[0], run.settings.sizes[-1]
     if needs := _against_ipvs(found, size):
         return f"IPVS: {first} needs {needs}."
-    if guest is not None and (needs := _against_ipvs(guest.findings, guest.run.settings.sizes[-1])):
-        kernel, services, emulated = guest.run.machine.kernel, guest.run.settings.sizes[-1], guest.run.machine.emulated
-        only = ", where only the direction counts because the processor is emulated" if emulated else ""
-        where = f"in a virtual machine (Linux {kernel}, {services:,} services){only}"
-        return f"IPVS, {where}: {guest.run.settings.modes[0]} needs {needs}."
     row = found.row("connections", "ipvs", size)
     if row is not None and "ipvs" in run.works:
         return f"IPVS has no figures: {row.missing}."
     missing = [known.missing.removeprefix("IPVS: ") for known in run.modes if known.mode == "ipvs"]
-    return (
-        f"IPVS {f'does not work here: {missing[0]}' if missing else 'was left out'}. `make compare-vm` measures it in "
-        "a virtual machine, and `hybrid-proxy compare --vm-state build/compare-vm/state` joins both in one page."
-    )
+    why = f"does not work here: {missing[0]}" if missing else "was left out"
+    return f"IPVS {why}. `make compare-vm` measures it in a virtual machine."
 
 
 def _against_ipvs(found: Findings, size: int) -> str:

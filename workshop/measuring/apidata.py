@@ -2,7 +2,7 @@
 
 with ApiProcess(services=10_000, endpoints=10) as api:
     Kubernetes("node-0", kubeconfig=api.kubeconfig) ...
-    written_ns = api.set_endpoints(7, [0, 1, 2])
+    api.send_endpoints(7, [0, 1, 2])
 """
 
 from __future__ import annotations
@@ -41,16 +41,11 @@ class ApiProcess:
         watch_list: bool = False,
         window: int = 4096,
     ) -> None:
-        command = [sys.executable, "-m", "hybrid_proxy.workshop.lab.apiserver"]
-        command += ["--services", str(services), "--endpoints", str(endpoints)]
-        command += [
-            "--health-checks",
-            str(health_checks),
-            "--window",
-            str(window),
-            *(["--watch-list"] if watch_list else []),
-        ]
-        command += [word for name in nodes for word in ("--node", name)]
+        command = [
+            sys.executable, "-m", "hybrid_proxy.workshop.lab.apiserver", "--services", str(services),
+            "--endpoints", str(endpoints), "--health-checks", str(health_checks), "--window", str(window),
+            *(["--watch-list"] if watch_list else []), *(word for name in nodes for word in ("--node", name)),
+        ]  # fmt: skip
         if lab is None:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         else:
@@ -79,28 +74,24 @@ class ApiProcess:
         self._ask(name, **body)
         return self._answer(name)
 
-    def set_endpoints(self, index: int, which: list[int]) -> int:
-        """Give service `index` these endpoints, by number.
+    def send_endpoints(self, index: int, which: list[int]) -> None:
+        """Asks for these endpoints of service `index`, by number, and does not wait."""
+        self._ask("endpoints", service=index, endpoints=which)
 
-        Returns:
-            CLOCK_MONOTONIC in nanoseconds just before the event went out to a watcher.
+    def sent_endpoints(self) -> int:
+        """Waits until the event of `send_endpoints` went out to a watcher: CLOCK_MONOTONIC in ns just before.
 
         Raises:
             RuntimeError: nobody watches.
         """
-        self.send_endpoints(index, which)
-        return self.sent_endpoints()
-
-    def send_endpoints(self, index: int, which: list[int]) -> None:
-        """The first half of `set_endpoints`: ask for it, and do not wait."""
-        self._ask("endpoints", service=index, endpoints=which)
-
-    def sent_endpoints(self) -> int:
-        """The second half of `set_endpoints`."""
         written: int | None = self._answer("endpoints")["written_ns"]
         if written is None:
             raise RuntimeError("no watcher took the change within 2 s")
         return written
+
+    def table(self) -> dict[str, set[str]]:
+        """Returns the sockets behind each ClusterIP."""
+        return {address: set(sockets) for address, sockets in self.control("table").items()}
 
     def churn(self, rate: float, seconds: float) -> None:
         """Let `rate` services a second change for so long; it goes on by itself."""

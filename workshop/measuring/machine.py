@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement, and what figures depend on: processor, mitigations, load, tools."""
+"""Describes the machine of a measurement, and what figures depend on: processor, mitigations, load, tools, modes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.controller.agent.modes import open_mode
+from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.options import EbpfOptions
+from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.measuring.loads import TOOLS
 
-__all__ = ["Machine", "describe", "missing_tools", "mitigations", "processor"]
+__all__ = ["Machine", "describe", "missing_of_modes", "missing_tools", "mitigations", "processor"]
 
 _WEAKNESSES: Final = Path("/sys/devices/system/cpu/vulnerabilities")
 _HINTS: Final = {"nginx": " (its program alone is used: `systemctl disable --now nginx` stops the service)"}
@@ -78,6 +83,13 @@ def describe() -> Machine:
         load=os.getloadavg()[0],
         tools={name: _version(name) for name in TOOLS if shutil.which(name)},
     )
+
+
+def missing_of_modes(made: Lab) -> dict[str, str]:
+    """Returns, by mode, what it lacks on the node of a lab; empty: it works there."""
+    options = Options(ebpf=EbpfOptions(cgroup=str(made.cgroup)))
+    with made.inside("node"):
+        return {mode: open_mode(mode).probe(options) or "" for mode in available_modes()}
 
 
 def missing_tools() -> dict[str, str]:

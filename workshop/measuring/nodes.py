@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Final, Self
 
@@ -72,7 +71,6 @@ class Scraper:
     def __init__(self, lab: Lab, metrics_every: float = 15.0, healthz_every: float = 1.0) -> None:
         self.metrics: list[float] = []
         self.healthz: list[float] = []
-        self.page = b""  # the last of the metrics
         self._lab = lab
         self._stop = threading.Event()
         self._error: Exception | None = None
@@ -107,9 +105,8 @@ class Scraper:
                     if time.monotonic() >= due[number]:
                         due[number] += every
                         start = time.monotonic()
-                        page = get(self._lab, place, path)
+                        get(self._lab, place, path)
                         seconds.append(time.monotonic() - start)
-                        self.page = page if path == "/metrics" else self.page
         except Exception as error:
             self._error = error
 
@@ -169,12 +166,6 @@ class ApiAgent(Agent):
             *self.flags,
         ]  # fmt: skip
 
-    def processor_seconds(self) -> float:
-        """Returns the CPU seconds of all its threads, user and system."""
-        assert self.process is not None
-        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
     def memory(self) -> dict[str, float]:
         """Returns VmRSS, RssAnon and RssFile in MB (10^6 bytes)."""
         assert self.process is not None
@@ -209,6 +200,10 @@ class Kernel:
         return [
             f"{layout.address_text(row.tobytes(), 4)}:{port}" for row, port in zip(rows["address"], ports, strict=True)
         ]
+
+    def all_backends(self) -> dict[str, set[str]]:
+        """Returns the backends of each service by its ClusterIP."""
+        return {address: set(self.backends_of(number)) for address, number in self.ids().items()}
 
     def close(self) -> None:
         """Closes the maps."""

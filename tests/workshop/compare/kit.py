@@ -54,12 +54,6 @@ def swung(run: Run, mode: str, factors: Sequence[float]) -> Run:
     return msgspec.structs.replace(run, cells=tuple(cells))
 
 
-def in_a_machine(**more: object) -> Run:
-    """What `make compare-vm` measures."""
-    machine = msgspec.structs.replace(MACHINE, kernel="6.1.0", emulated=True)
-    return made_up(modes=("ebpf", "ipvs", "nftables"), sizes=(100,), machine=machine, **more)  # type: ignore[arg-type]
-
-
 def _cell(step, speed: float) -> Cell:  # type: ignore[no-untyped-def]
     wobble = WOBBLE[step.round % len(WOBBLE)]
     values, controls = {}, {}

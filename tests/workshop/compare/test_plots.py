@@ -7,7 +7,7 @@ import pytest
 
 from hybrid_proxy.workshop.compare.plots import Axis, Mark, Panel, distributions, forest
 from hybrid_proxy.workshop.compare.report import report
-from tests.workshop.compare.kit import all_modes, in_a_machine, made_up, swung
+from tests.workshop.compare.kit import all_modes, made_up, swung
 
 
 def marks(panel: Panel, title: str) -> dict[str, Mark]:
@@ -62,15 +62,6 @@ def test_without_a_control_the_first_mode_is_the_measure() -> None:
 def test_a_mode_alone_is_measured_by_its_control_only() -> None:
     panels = forest(report(made_up(modes=("nftables",))), 10)
     assert [panel.title for panel in panels] == ["Cost and latency", "Rates"]
-
-
-def test_of_the_guest_there_is_what_this_machine_lacks_and_its_own_first_mode() -> None:
-    made = report(all_modes(), in_a_machine())
-    cost, _, agent = forest(made, 10_000, joined=True)
-    known = marks(cost, "cost of a connection")
-    assert [name for name, mark in known.items() if mark.guest] == ["ebpf, VM", "ipvs, VM"]
-    assert [name for name, mark in marks(agent, "time to start").items() if mark.guest] == ["ipvs, VM"]
-    assert not any(mark.guest for panel in forest(made, 10_000) for item in panel.items for mark in item.marks)
 
 
 def test_a_service_of_a_node_has_a_plot_of_what_was_measured() -> None:

@@ -12,7 +12,7 @@ from hybrid_proxy.workshop.compare.html import html
 from hybrid_proxy.workshop.compare.markdown import markdown
 from hybrid_proxy.workshop.compare.report import Report, report
 from hybrid_proxy.workshop.compare.result import Run
-from tests.workshop.compare.kit import EVERY, MACHINE, all_modes, in_a_machine, made_up, swung
+from tests.workshop.compare.kit import EVERY, MACHINE, all_modes, made_up, swung
 
 
 def needs(run: Run) -> str:
@@ -87,24 +87,10 @@ def test_the_third_sentence_is_of_ipvs() -> None:
         "IPVS: ebpf needs 14 % less CPU for a connection than ipvs (14 %).",
     )
     *_, last = report(made_up()).summary
-    assert last.startswith("IPVS was left out. `make compare-vm`")
+    elsewhere = "`make compare-vm` measures it in a virtual machine."
+    assert last == f"IPVS was left out. {elsewhere}"
     *_, last = report(all_modes()).summary
-    assert last == (
-        "IPVS does not work here: the kernel has no <ip_vs> & more. `make compare-vm` measures it in a virtual "
-        "machine, and `hybrid-proxy compare --vm-state build/compare-vm/state` joins both in one page."
-    )
-    *_, last = report(all_modes(), in_a_machine()).summary
-    assert last == (
-        "IPVS, in a virtual machine (Linux 6.1.0, 100 services), where only the direction counts because the processor "
-        "is emulated: ebpf needs 14 % less CPU for a connection than ipvs (14 %)."
-    )
-
-
-def test_figures_of_the_guest_do_not_mix_with_those_of_this_machine() -> None:
-    alone, joined = report(all_modes()), report(all_modes(), in_a_machine())
-    assert joined.findings == alone.findings
-    assert joined.guest == report(in_a_machine())
-    assert joined.summary[:2] == alone.summary[:2]
+    assert last == f"IPVS does not work here: the kernel has no <ip_vs> & more. {elsewhere}"
 
 
 def test_a_mode_alone_is_beside_no_proxy() -> None:
@@ -125,19 +111,17 @@ def test_nothing_was_compared() -> None:
 
 
 def test_a_report_survives_a_file() -> None:
-    made = report(all_modes(), in_a_machine())
+    made = report(all_modes())
     assert msgspec.json.decode(msgspec.json.encode(made), type=Report) == made
 
 
 def test_markdown_has_the_same_tables() -> None:
-    text = markdown(report(all_modes(), in_a_machine()))
-    here, machine = text.split("# In a virtual machine")
-    assert "▲ ebpf 1.24 × (1.24 to 1.24)" in here
-    assert "- mode ipvs does not work here: the kernel has no &lt;ip_vs> & more" in here
-    rows = [line for line in here.splitlines() if line.startswith("| new connections")]
+    text = markdown(report(all_modes()))
+    assert "▲ ebpf 1.24 × (1.24 to 1.24)" in text
+    assert "- mode ipvs does not work here: the kernel has no &lt;ip_vs> & more" in text
+    rows = [line for line in text.splitlines() if line.startswith("| new connections")]
     assert len(rows) == 3
     assert all(line.count("|") == 3 + len(EVERY) for line in rows)
-    assert machine.count("| new connections |") == 1
 
 
 def test_of_an_emulated_machine_only_ratios_are_reported() -> None:
@@ -158,8 +142,6 @@ def test_of_an_emulated_machine_only_ratios_are_reported() -> None:
         (["--from", "/proc"], "no run of compare is there"),
         (["--from", "/dev/null"], "no report of compare"),
         (["--from", "/dev/null", "--report", "x.pdf"], "ends in .html"),
-        (["--from", "/dev/null", "--vm-state", "/proc"], "--vm-state /proc: no run of compare is there"),
-        (["--live", "default/web", "--vm-state", "/proc"], "--vm-state: a service of this node"),
     ],
 )
 def test_what_cannot_be_reported(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
