@@ -41,7 +41,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("property")
 
 
-WARM = ("tests/conformance/", "tests/controller/", "tests/modes/")  # folders with tests that start agents
+WARM = (
+    "tests/conformance/",
+    "tests/controller/",
+    "tests/modes/",
+    "tests/workshop/",
+)  # folders with tests that start agents
 
 
 @pytest.hookimpl(wrapper=True)

@@ -169,18 +169,19 @@ def test_a_kind_can_be_missing(api: ApiServer, reader: Reader) -> None:
 
 def test_a_process_of_its_own_is_controlled_from_here() -> None:
     with ApiProcess(services=3, endpoints=4) as api:
-        assert api.control("state")["objects"] == {"services": 3, "endpointslices": 3, "nodes": 1, "servicecidrs": 1}
+        assert len(api.control("table")) == 3
         config = msgspec.json.decode(open(api.kubeconfig, "rb").read())  # noqa: PTH123, SIM115
         cluster = config["clusters"][0]["cluster"]
         pool = urllib3.PoolManager(
             ca_cert_data=base64.b64decode(cluster["certificate-authority-data"]).decode(),
             headers={"Authorization": "Bearer " + config["users"][0]["user"]["token"]},
         )
+        version = pool.request("GET", f"{cluster['server']}{SLICES}").json()["metadata"]["resourceVersion"]
         stream = pool.request(
-            "GET", f"{cluster['server']}{SLICES}?watch=1&resourceVersion={api.control('state')['version']}",
-            preload_content=False,
-        )  # fmt: skip
-        written = api.set_endpoints(1, [3])
+            "GET", f"{cluster['server']}{SLICES}?watch=1&resourceVersion={version}", preload_content=False
+        )
+        api.send_endpoints(1, [3])
+        written = api.sent_endpoints()
         event = json.loads(stream.read1(100_000).splitlines()[0])
         stream.close()
 

@@ -17,11 +17,11 @@ from hybrid_proxy.workshop.measuring.results import Result
 
 HERE = Path(__file__).parent
 VARIANTS = {  # benchmark -> module and what it is called with
-    "established": ("packets", "established"),
-    "passing": ("packets", "passing"),
     "changes": ("api_scale", "changes"),
     "mode_connections": ("connections", "modes"),
     "ipvs_connections": ("connections", "ipvs"),
+    "stream": ("throughput", "stream"),
+    "udp_one_way": ("throughput", "udp_one_way"),
 }
 
 

@@ -41,8 +41,6 @@ IDLE = 20.0  # seconds of the control
 SETTLED = 120.0  # at most; a server that came back is believed only after a pause
 GROWTH = 1.05  # of memory from the second to the last quarter, as in `soak`
 
-Control = Callable[..., dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Load:
@@ -313,7 +311,7 @@ FAULTS: dict[str, Callable[[ApiProcess, Load, int], None]] = {
 def _settle(made: Lab, api: ApiProcess, found: Outcome) -> None:
     """Waits until the kernel has what the server has."""
     start = time.monotonic()
-    wanted = {address: sorted(sockets) for address, sockets in api.control("table").items()}
+    wanted = api.table()
     while True:
         with contextlib.closing(Kernel(made)) as kernel:  # there may be larger maps by now
             found.wrong = _differences(kernel, wanted)
@@ -323,20 +321,16 @@ def _settle(made: Lab, api: ApiProcess, found: Outcome) -> None:
     found.settled = time.monotonic() - start
 
 
-def _differences(kernel: Kernel, wanted: dict[str, list[str]]) -> list[str]:
-    ids = kernel.ids()
-    wrong = [f"{address} is served, and should not be" for address in ids.keys() - wanted.keys()]
-    for address, sockets in wanted.items():
-        if address not in ids:
-            wrong.append(f"{address} is not served")
-            continue
-        try:
-            has = sorted(kernel.backends_of(ids[address]))
-        except AssertionError as changing:
-            has = [str(changing)]
-        if has != sockets:
-            wrong.append(f"{address} leads to {has}, and should to {sockets}")
-    return wrong
+def _differences(kernel: Kernel, wanted: dict[str, set[str]]) -> list[str]:
+    try:
+        found = kernel.all_backends()
+    except AssertionError as changing:
+        return [str(changing)]
+    return [
+        f"{address} leads to {found.get(address, 'nothing')}, and should to {wanted.get(address, 'nothing')}"
+        for address in sorted(found.keys() | wanted.keys())
+        if found.get(address) != wanted.get(address)
+    ]
 
 
 def _match(

@@ -12,37 +12,37 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
 
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ipvs.programmer import probe
-from hybrid_proxy.workshop.benchmarks.kit import GUEST, ROOT, built, in_a_guest, median, say, take_turns, working_modes
+from hybrid_proxy.workshop.benchmarks.clients import (
+    ALL_PODS,
+    CLIENT,
+    PORT,
+    VIP,
+    Arm,
+    Pair,
+    agent_of,
+    cluster,
+    compare,
+    pair,
+    serve,
+)
+from hybrid_proxy.workshop.benchmarks.kit import GUEST, ROOT, built, in_a_guest, say, take_turns, working_modes
 from hybrid_proxy.workshop.lab import kube_proxy_rules
-from hybrid_proxy.workshop.lab.agent import Agent
-from hybrid_proxy.workshop.lab.network import Lab, Place
-from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
+from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.measuring.apidata import ApiProcess
-from hybrid_proxy.workshop.measuring.nodes import NODE, ApiAgent, lab
+from hybrid_proxy.workshop.measuring.nodes import ApiAgent, lab
 from hybrid_proxy.workshop.measuring.results import Result, Target
-from hybrid_proxy.workshop.measuring.stats import ratios
 
-SERVICES, ENDPOINTS = 10_000, 10
-PORT, VIP = 9000, "10.97.1.1"
+SERVICES = 10_000
 SECONDS = 0.3
 ROUNDS, FEW = 30, 7
 SIZES, MODE_ROUNDS = (10, 10_000), 11
 GUEST_SIZES, GUEST_ROUNDS = (100,), 3
-CLIENT = "build/workshop/benchmarks/crr"
 PEERS = {f"kube-proxy's {mode} rules": mode for mode in kube_proxy_rules.MODES}
-# Client and server share a CPU, so that the rate is the cost of a connection and not how fast an idle CPU wakes up. The
-# last CPU has the fewest interrupts.
-ONE_CPU = ("taskset", "-c", str(max(os.sched_getaffinity(0))))
-ALL_PODS = "10.0.0.0/8"  # the lab's and the API server's pods: clients are pods, and are not masqueraded
-PODS_ONLY = ("--pod-interfaces", "veth*")  # the agent does not serve the interfaces of plain pods
 # Kubelets, container runtimes and network plugins install such rules on practically every node.
 FIREWALL = (
     "add table inet firewall; add chain inet firewall forward { type filter hook forward priority 0; }; "
@@ -51,67 +51,33 @@ FIREWALL = (
 )
 
 
-@dataclass
-class Arm:
-    """Clients in one place that connect to one address."""
-
-    place: str
-    address: str
-    prefix: tuple[str, ...] = ONE_CPU
-    rates: list[float] = field(default_factory=list)
-
-    def run(self, made: Lab, program: str) -> None:
-        """Measures the connections in a second for one round."""
-        done = made.run(self.place, [*self.prefix, program, "ask", self.address, str(PORT), str(SECONDS)])
-        assert done.returncode == 0, done.stderr
-        count, seconds, failed, *_ = done.stdout.split()
-        assert failed == "0", f"{failed} of {count} exchanges with {self.address} failed"
-        self.rates.append(int(count) / float(seconds))
-
-
 def measure(question: str = "settings") -> Result:
     """Answers one of the questions above."""
     return {"settings": _settings, "modes": _modes, "ipvs": _ipvs}[question]()
 
 
-class Pair(NamedTuple):
-    """Connections in a second, through the ClusterIP and of the control, and the median of the rounds' ratios."""
-
-    service: float
-    plain: float
-    ratio: float
-
-
-def _pair(service: Arm, plain: Arm) -> Pair:
-    """Compares two arms that were measured in turn; the first round warms up."""
-    rates, controls = service.rates[1:], plain.rates[1:]
-    return Pair(median(rates), median(controls), median(ratios(rates, controls)))
-
-
 def _settings() -> Result:
-    """Measures mode ebpf with 10,000 services and several settings, and with one service alone."""
+    """Measures mode ebpf with 10,000 services and several settings."""
     program = str(built(CLIENT))
     with lab(pods=2, plain=2) as made:
+
+        def compared(rounds: int, *flags: str) -> Pair:
+            through, plain = Arm("pod1", VIP, SECONDS), Arm("plain1", made["plain2"].address4, SECONDS)
+            return compare(made, program, rounds, agent_of(made, api, *flags), through, plain)
+
         serve(made, "plain2", program)
         with cluster(made, SERVICES, program) as api:
-            full = _compare(made, program, ROUNDS, agent_of(made, api))
-            always = _compare(made, program, ROUNDS, agent_of(made, api, "--fast-path=always"))
-            any_cpu = _compare(made, program, FEW, agent_of(made, api), prefix=())
+            full = compared(ROUNDS)
+            always = compared(ROUNDS, "--fast-path=always")
             made.run("node", ["nft", FIREWALL])
-            firewall = _compare(made, program, FEW, agent_of(made, api))
+            firewall = compared(FEW)
             made.run("node", ["nft", "delete table inet firewall"])
-            slow = _compare(made, program, FEW, agent_of(made, api, "--fast-path=off"))
-        folder = made.folder / "one"
-        folder.mkdir()
-        (folder / "one.json").write_text(manifest(measured(made["pod2"])))
-        one = _compare(made, program, FEW, Agent(made, folder, flags=PODS_ONLY))
+            slow = compared(FEW, "--fast-path=off")
     ratios = {
         f"{SERVICES:,} services": full.ratio,
         "the same with --fast-path=always": always.ratio,
         "with a firewall on the node that knows connections": firewall.ratio,
         "the same without the fast path": slow.ratio,
-        "client on any CPU": any_cpu.ratio,
-        "one service": one.ratio,
     }
     listed = ", ".join(f"{what} {ratio:.3f}" for what, ratio in ratios.items())
     return Result(
@@ -125,8 +91,6 @@ def _settings() -> Result:
             "ratio_always": round(always.ratio, 3),
             "ratio_firewall": round(firewall.ratio, 3),
             "ratio_no_fast_path": round(slow.ratio, 3),
-            "ratio_any_cpu": round(any_cpu.ratio, 3),
-            "ratio_1_service": round(one.ratio, 3),
         },
     )  # fmt: skip
 
@@ -194,10 +158,10 @@ def _beside_a_bare_node(
         for arm in arms:
             with lab(pods=2) as made, lab(pods=2, kind="bare") as bare, cluster(made, size, program) as api:
                 serve(bare, "pod2", program)
-                service, plain = Arm("pod1", VIP), Arm("pod1", bare["pod2"].address4)
+                service, plain = Arm("pod1", VIP, SECONDS), Arm("pod1", bare["pod2"].address4, SECONDS)
                 with _programmed(arm, made, api, size):
                     take_turns(rounds, partial(service.run, made, program), partial(plain.run, bare, program))
-            found[arm, size] = one = _pair(service, plain)
+            found[arm, size] = one = pair(service, plain)
             say(f"  {arm}, {size:,} services: {one.service:,.0f}/s, bare {one.plain:,.0f}/s, {one.ratio:.3f}")
     return found
 
@@ -212,52 +176,6 @@ def _programmed(arm: str, made: Lab, api: ApiProcess, size: int) -> Iterator[Non
     own = ("--bind-address", made["node"].address4)  # the address in the API server's Node is not this node's
     with ApiAgent(made, api.kubeconfig, arm, own, cluster_cidr=ALL_PODS).serving(180):
         yield
-
-
-@contextlib.contextmanager
-def cluster(
-    made: Lab, size: int, program: str, backend: str = "pod2", what: str = "serve", prefix: tuple[str, ...] = ONE_CPU
-) -> Iterator[ApiProcess]:
-    """Starts an API server with so many services and the measured one, and the measured one's server."""
-    serve(made, backend, program, what, prefix)
-    with ApiProcess(size, ENDPOINTS, lab=made) as api:
-        for obj in measured(made[backend]):
-            api.control("put", **obj)
-        yield api
-
-
-def agent_of(made: Lab, api: ApiProcess, *flags: str) -> ApiAgent:
-    """Returns an agent that serves the lab's pods but the plain ones."""
-    return ApiAgent(made, api.kubeconfig, flags=(*PODS_ONLY, *flags), cluster_cidr=ALL_PODS)
-
-
-def serve(made: Lab, name: str, program: str, what: str = "serve", prefix: tuple[str, ...] = ONE_CPU) -> None:
-    """Starts the server in that place, and returns when it listens."""
-    server = made.start(name, [*prefix, program, what, str(PORT)], output=subprocess.PIPE)
-    assert server.stdout is not None
-    assert server.stdout.readline() == "ready\n", f"no server in {name}"
-
-
-def _compare(made: Lab, program: str, rounds: int, agent: Agent, prefix: tuple[str, ...] = ONE_CPU) -> Pair:
-    """Measures the ClusterIP and a plain pod's address in turn, with this agent."""
-    plain, service = Arm("plain1", made["plain2"].address4, prefix), Arm("pod1", VIP, prefix)
-    with agent.serving():
-        ebpf = agent.running_status().dataplane.ebpf
-        served = ebpf.pods.interfaces if ebpf else []
-        assert sorted(served) == sorted(place.interface for place in made.pods()), served
-        take_turns(rounds, *(partial(arm.run, made, program) for arm in (plain, service)))
-    found = _pair(service, plain)
-    say(f"  {' '.join(agent.flags)}: plain {found.plain:,.0f}/s, ClusterIP {found.service:,.0f}/s, {found.ratio:.3f}")
-    return found
-
-
-def measured(*backends: Place, node_port: int = 0) -> list[dict[str, Any]]:
-    """Returns the measured service, with local backends."""
-    name, ports = "bench/measured", [("TCP", PORT)]
-    return [
-        service(name, VIP, ports, node_port),
-        endpoint_slice(name, [backend.address4 for backend in backends], ports, NODE),
-    ]
 
 
 if __name__ == "__main__":  # in the virtual machine, whose network belongs to nobody else

@@ -19,20 +19,23 @@ from functools import partial
 from pathlib import Path
 
 from cffi import FFI
+from scapy.layers.inet import IP, UDP
+from scapy.layers.l2 import Ether
+from scapy.packet import Raw
 
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
 from hybrid_proxy.dataplane.kernel.bpf import Object, check, library, update_link
 from hybrid_proxy.workshop.benchmarks.kit import built, median, say, take_turns
 from hybrid_proxy.workshop.lab.agent import Agent
-from hybrid_proxy.workshop.lab.examples import node_manifest
+from hybrid_proxy.workshop.lab.examples import folder
 from hybrid_proxy.workshop.lab.frames import Receiver, fill_in_checksums
-from hybrid_proxy.workshop.lab.network import Lab
-from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
+from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 from hybrid_proxy.workshop.lab.traffic import ask_udp
 from hybrid_proxy.workshop.measuring.nodes import lab
 from hybrid_proxy.workshop.measuring.results import Result, Target
 
-UDP = 9053  # of the backend
+UDP_PORT = 9053  # of the backend
 CLIENTS, FIRST_PORT, NODE_PORT = 64, 40_000, 30_053
 PACKETS, BATCH, ROUNDS = 64_000, 64, 9
 LIVE_FRAMES = 1 << 1  # BPF_F_TEST_XDP_LIVE_FRAMES, since Linux 5.18
@@ -115,11 +118,10 @@ def _node(mode: str, program: str, *flags: str) -> Iterator[Node]:
     """A node in that mode, with flows of all clients, and the programs on it."""
     with lab(kind=f"np{mode[0]}", remote=1) as made, contextlib.closing(Object(Path(program))) as programs:
         programs.load()
-        made.serve("remote1", http=(), udp=(UDP,))
-        manifests = made.folder / "manifests"
-        manifests.mkdir()
-        (manifests / "node.json").write_text(node_manifest(made))
-        (manifests / "service.json").write_text(_service(made))
+        made.serve("remote1", http=(), udp=(UDP_PORT,))
+        name, backends = "bench/measured", [made["remote1"].address4]
+        items = [service(name, "10.96.1.1", [("UDP", 53)], NODE_PORT)]
+        manifests = folder(made, [*items, endpoint_slice(name, backends, [("UDP", UDP_PORT)], NODE_NAMES["node2"])])
         with made.inside("client"):
             fill_in_checksums(WIRE)
             wire = Receiver(WIRE)
@@ -139,13 +141,6 @@ def _node(mode: str, program: str, *flags: str) -> Iterator[Node]:
             _fill(programs, made)
             update_link(wire.link, programs.program("receive"), WIRE)
             yield Node(made, programs, forwarder)
-
-
-def _service(made: Lab) -> str:
-    """A UDP service with a node port and one backend, on the other node."""
-    name, address = "bench/measured", made["remote1"].address4
-    piece = endpoint_slice(name, [address], [("UDP", UDP)], "lab-node2")
-    return manifest([service(name, "10.96.1.1", [("UDP", 53)], NODE_PORT), piece])
 
 
 def _talk(made: Lab, agent: Agent) -> None:
@@ -177,24 +172,14 @@ def _fill(programs: Object, made: Lab) -> None:
     for place in ("node", "client"):
         link = made.netlink(place)
         mac = link.get_links(link.link_lookup(ifname="eth0")[0])[0].get_attr("IFLA_ADDRESS")
-        macs.append(bytes.fromhex(mac.replace(":", "")))
+        macs.append(mac)
+    head = Ether(dst=macs[0], src=macs[1]) / IP(
+        src=made["client"].address4, dst=made["node"].address4, id=0, flags="DF"
+    )
     for number in range(CLIENTS):
-        payload = bytes(FRAME - 14 - 20 - 8)
-        ends = socket.inet_aton(made["client"].address4) + socket.inet_aton(made["node"].address4)
-        udp = struct.pack("!HHHH", FIRST_PORT + number, NODE_PORT, 8 + len(payload), 0)
-        check = _sum(ends + struct.pack("!HH", 17, 8 + len(payload)) + udp + payload)
-        head = struct.pack("!BBHHHBBH", 0x45, 0, FRAME - 14, 0, 0x4000, 64, 17, 0) + ends
-        head = head[:10] + struct.pack("!H", _sum(head)) + head[12:]
-        frame = b"".join(macs) + b"\x08\x00" + head + udp[:6] + struct.pack("!H", check) + payload
+        frame = bytes(head / UDP(sport=FIRST_PORT + number, dport=NODE_PORT) / Raw(bytes(FRAME - 14 - 20 - 8)))
         frames.update(number.to_bytes(4, "little"), frame + bytes(4))
     frames.close()
-
-
-def _sum(data: bytes) -> int:
-    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    return ~total & 0xFFFF
 
 
 def _program_at(made: Lab) -> int:

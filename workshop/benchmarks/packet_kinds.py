@@ -34,7 +34,7 @@ from hybrid_proxy.workshop.benchmarks.kit import built, say
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.pins import pin_folder
 from hybrid_proxy.workshop.measuring.nodes import entry, lab
-from hybrid_proxy.workshop.measuring.results import Result
+from hybrid_proxy.workshop.measuring.results import Result, Target
 from hybrid_proxy.workshop.measuring.stats import beyond
 
 REPEAT, ROUNDS = 200_000, 5  # of packets that change nothing
@@ -146,6 +146,7 @@ KINDS = (
     Kind(OPENED[2], "pod_egress", back("SA"), OPENED[:2], PASS, "daddr"),
     Kind(OPENED[3], "pod_ingress", to("web", "A"), OPENED[:3], REDIRECT, "saddr"),
     Kind("established", "pod_ingress", to("web", "PA"), OPENED),
+    Kind("established, many clients", "pod_ingress", to("web", "PA"), OPENED, REDIRECT, "saddr"),
     Kind("reply", "pod_ingress", back("PA"), (*OPENED, "established")),
     Kind("reply through the stack", "pod_egress", back("PA"), (*OPENED, "established"), PASS),
     Kind(MASKED[0], "uplink_ingress", to("far", "S", "client"), (), REDIRECT, "saddr"),
@@ -340,7 +341,7 @@ def measure() -> Result:
     say(f"  {len(rows)} rows of {REPEAT * ROUNDS:,} packets each")
     return Result(
         "packet-kinds", whole, "ns", "a packet of no service, from a pod", max(least, 0.1),
-        [],
+        [(Target("ns, a packet of no service, from a pod", 10.0), least)],
         ["packet-kinds: an established flow's packet, IPv4; the same maps and one client: everything is in the caches"],
         {"verified_instructions": verified,
          "rows": {f"{row.kind.name}, IPv{row.family}": {"ns": round(row.nanoseconds), **row.counts} for row in rows}},

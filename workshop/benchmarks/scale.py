@@ -1,4 +1,4 @@
-"""Start, one change, memory and rules of an agent, in three modes, from 10 services to 1,000,000 endpoints.
+"""Start, one change and memory of an agent, in three modes, from 10 services to 1,000,000 endpoints.
 
 Each size has an API server of its own (TLS, pages of 500), each mode an empty node. A start runs from the fork of the
 agent to its log line "programmed". A change runs from the moment at which the API server writes the event until another
@@ -6,8 +6,7 @@ process sees it in the kernel, or, where that cannot be seen quickly, until the 
 service in the kernel is compared with the API's objects. The control is a change at 1,000 services of one endpoint.
 
 HYBRID_PROXY_SCALE_SIZES=10x10,10000x10 measures these sizes, HYBRID_PROXY_SCALE_MODES=ebpf these modes. A mode ends
-when a start or a change takes longer than HYBRID_PROXY_SCALE_BOUND seconds. With all sizes and modes, the plot
-docs/scale.svg is written.
+when a start or a change takes longer than HYBRID_PROXY_SCALE_BOUND seconds.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
-from hybrid_proxy.workshop.benchmarks import curves
-from hybrid_proxy.workshop.benchmarks.kit import ROOT, median, say
+from hybrid_proxy.workshop.benchmarks.kit import median, say
 from hybrid_proxy.workshop.benchmarks.views import EbpfView, IptablesView, NftablesView, View, check
 from hybrid_proxy.workshop.lab.network import LabError
 from hybrid_proxy.workshop.measuring.apidata import ApiProcess
@@ -78,12 +76,10 @@ BOUND = float(os.environ.get("HYBRID_PROXY_SCALE_BOUND", "120"))
 CHECKED = 100_000  # endpoints up to which the kernel is compared with the API
 MODES = tuple(os.environ.get("HYBRID_PROXY_SCALE_MODES", ALL_MODES).split(","))
 POLLS = {"ebpf": 0.00005, "nftables": 0.0002, "iptables": 0.0005}  # seconds between two reads of the kernel
-WHOLE = (",".join(f"{size.services}x{size.endpoints}" for size in SIZES), ",".join(MODES)) == (ALL_SIZES, ALL_MODES)
-PLOT = ROOT / "docs" / "scale.svg" if WHOLE else None
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One mode at one size. Memory in MB; `rules` are entries of maps, elements and rules of tables."""
+    """One mode at one size. Memory in MB."""
 
     mode: str
     services: int
@@ -97,7 +93,6 @@ class Point(msgspec.Struct, frozen=True):
     idle_cpu: float  # % of a core
     memory: float
     kernel: float
-    rules: int
     scrape: float  # ms
     status: float
 
@@ -110,8 +105,6 @@ class Point(msgspec.Struct, frozen=True):
 def measure() -> Result:
     """Measures each size with an API server of its own, each mode on an empty node."""
     points, left_out = _points()
-    if PLOT is not None:
-        PLOT.write_text(curves.drawn([(p.mode, p.services + p.size.total, p.start, p.p50) for p in points]))
     ebpf = {point.size: point for point in points if point.mode == "ebpf"}
     if not ebpf:
         raise RuntimeError("mode ebpf was not measured: HYBRID_PROXY_SCALE_MODES must name it")
@@ -125,16 +118,10 @@ def measure() -> Result:
                 ("ms of a change, p99", limits.p99, point.p99), ("MB of the agent", limits.memory, point.memory),
             ):  # fmt: skip
                 targets.append((Target(f"{size}: {what}", limit), found))
-    exponents = _exponents(points)
-    notes = [
-        *(_line(point) for point in points),
-        *left_out,
-        *(f"{mode}: {what} grows as size^{power}" for (mode, what), power in exponents.items()),
-    ]
     return Result(
-        "scale", largest.p50, "ms", f"a change at {small.size}", small.p50, targets, notes,
-        {"points": [msgspec.to_builtins(point) for point in points],
-         "exponents": {f"{mode} {what}": power for (mode, what), power in exponents.items()}},
+        "scale", largest.p50, "ms", f"a change at {small.size}", small.p50, targets,
+        [*(_line(point) for point in points), *left_out],
+        {"points": [msgspec.to_builtins(point) for point in points]},
     )  # fmt: skip
 
 
@@ -143,7 +130,7 @@ def _line(point: Point) -> str:
         f"{point.mode:8} {point.size!s:>12}: start {point.start:.2f} s ({point.start_cpu:.2f} s of a CPU), "
         f"restart {point.restart:.2f} s, change "
         f"{point.p50:.2f} / {point.p99:.2f} ms ({point.change_cpu:.2f} ms of a CPU), idle {point.idle_cpu:.1f} %, "
-        f"{point.memory:.0f} MB, kernel {point.kernel:.1f} MB, {point.rules:,} rules, scrape {point.scrape:.0f} ms, "
+        f"{point.memory:.0f} MB, kernel {point.kernel:.1f} MB, scrape {point.scrape:.0f} ms, "
         f"status {point.status:.0f} ms"
     )
 
@@ -152,7 +139,7 @@ def _points() -> tuple[list[Point], list[str]]:
     points: list[Point] = []
     left_out: list[str] = []
     modes = list(MODES)
-    with lab(kind="curves") as made:
+    with lab(kind="scale") as made:
         for size in sorted(SIZES, key=lambda size: size.services + size.total):
             say(f"  {size}")
             with ApiProcess(*size, lab=made) as api:
@@ -190,9 +177,7 @@ def _point(view: View, size: Size, endpoints: list[int]) -> Point:
         status = agent.running_status()
         answered = 1000 * (time.monotonic() - asked)
         if size.total <= CHECKED:
-            check(view, dict(enumerate(endpoints)), size.endpoints)
-        with view.lab.inside("node"):
-            rules = view.rules(status)
+            check(view)
         agent.kill()
         restart = agent.timed_start(BOUND)
         agent.terminate()
@@ -206,7 +191,7 @@ def _point(view: View, size: Size, endpoints: list[int]) -> Point:
     return Point(
         view.mode, size.services, size.endpoints, round(seconds, 3), round(start_cpu, 2), round(restart, 3),
         round(1000 * median(changes), 2), round(1000 * quantile(changes, 0.99), 2), round(1000 * change_cpu, 2),
-        round(idle, 2), round(memory, 1), round(kernel, 1), rules, round(scrape, 1), round(answered, 1),
+        round(idle, 2), round(memory, 1), round(kernel, 1), round(scrape, 1), round(answered, 1),
     )  # fmt: skip
 
 
@@ -257,16 +242,3 @@ def _kernel_memory() -> float:
     """MB of the whole kernel's memory that rules may be in: only a difference of two moments says something."""
     rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return sum(int(rows[name].split()[0]) * 1024 / 1e6 for name in ("Slab", "VmallocUsed", "Percpu"))
-
-
-def _exponents(points: Sequence[Point]) -> dict[tuple[str, str], float]:
-    """By mode and figure: the power of all services and endpoints with which it grows, from 1,000 services on."""
-    found = {}
-    for mode in dict.fromkeys(point.mode for point in points):
-        large = [point for point in points if point.mode == mode and point.services >= SMALL.services]
-        if len(large) < 3:
-            continue
-        for what in ("start", "start_cpu", "p50", "p99", "memory", "kernel", "rules", "scrape", "status"):
-            rows = [(p.services + p.size.total, float(getattr(p, what))) for p in large]
-            found[mode, what] = round(curves.exponent([row for row in rows if row[1] > 0]), 2)
-    return found

@@ -11,7 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from hybrid_proxy.workshop.benchmarks.connections import ALL_PODS, PORT, VIP, measured, serve
+from hybrid_proxy.workshop.benchmarks.clients import ALL_PODS, CLIENT, PORT, VIP, measured, serve
 from hybrid_proxy.workshop.benchmarks.kit import built, median, say
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.measuring.apidata import ApiProcess
@@ -29,7 +29,7 @@ SAMPLES = 20
 
 def measure() -> Result:
     """Traffic runs on its own; this process changes services, takes samples, and compares their halves."""
-    program = str(built("build/workshop/benchmarks/crr"))
+    program = str(built(CLIENT))
     with lab(pods=4, kind="soak") as made, ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
         for name in BACKENDS:
             serve(made, name, program, "serve", ())

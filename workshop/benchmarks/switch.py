@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import SwitchAnswer, SwitchMode
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.workshop.benchmarks.kit import say, working_modes
 from hybrid_proxy.workshop.lab.agent import Agent
-from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.examples import folder
+from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
+from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 from hybrid_proxy.workshop.measuring.nodes import lab
 from hybrid_proxy.workshop.measuring.results import Result, Target
 
@@ -73,7 +73,8 @@ def measure() -> Result:
         found: dict[Pair, Seen] = {}
         without: dict[str, list[Seen]] = {mode: [] for mode in modes}
         with agent.serving():
-            for pair in _walk(modes):
+            for pair in itertools.permutations(modes, 2):
+                _switch(agent, pair[0])
                 without[pair[0]].append(_switched(made, agent, None))
                 found[pair] = _switched(made, agent, pair[1])
     worst, slowdown = (max(how(one, [*without[a], *without[b]]) for (a, b), one in found.items())
@@ -104,19 +105,9 @@ def _slowdown(one: Seen, without: Sequence[Seen]) -> float:
     return one.new_p99 / max(control.new_p99 for control in without)
 
 
-def _walk(modes: Sequence[str]) -> list[Pair]:
-    """Every ordered pair once, each beginning where the one before has ended, from the first mode back to it."""
-    left = {(a, b) for a in modes for b in modes if a != b}
-    path, stack = [], [modes[0]]  # Hierholzer's way through a graph in which every mode leads to every other
-    while stack:
-        following = sorted(pair for pair in left if pair[0] == stack[-1])
-        if following:
-            left.remove(following[0])
-            stack.append(following[0][1])
-        else:
-            path.append(stack.pop())
-    path.reverse()
-    return list(itertools.pairwise(path))
+def _switch(agent: Agent, mode: str) -> None:
+    ask(str(agent.socket), SwitchMode(mode), SwitchAnswer)
+    agent.wait(lambda status: status.mode.effective == mode and status.synced, 30, f"in mode {mode}")
 
 
 def _switched(made: Lab, agent: Agent, mode: str | None) -> Seen:
@@ -125,8 +116,7 @@ def _switched(made: Lab, agent: Agent, mode: str | None) -> Seen:
         running = {load: stack.enter_context(_started(made, load)) for load in _loads(made)}
         time.sleep(SECONDS)
         if mode is not None:
-            ask(str(agent.socket), SwitchMode(mode), SwitchAnswer)
-            agent.wait(lambda status: status.mode.effective == mode and status.synced, 30, f"in mode {mode}")
+            _switch(agent, mode)
         time.sleep(SECONDS)
         for process in running.values():
             process.terminate()
@@ -156,23 +146,9 @@ def _loads(made: Lab) -> list[Load]:
 def _started(made: Lab, load: Load) -> subprocess.Popen[str]:
     rate = NEW_RATE / 3 if load.kind == "connections" else 100
     argv = [
-        sys.executable,
-        "-m",
-        "hybrid_proxy.workshop.lab.traffic",
-        "load",
-        load.kind,
-        load.target,
-        "--socket",
-        load.socket,
-        "--rate",
-        str(rate),
-        "--concurrency",
-        "2",
-        "--timeout",
-        "5",
-        "--report",
-        "3600",
-    ]
+        sys.executable, "-m", "hybrid_proxy.workshop.lab.traffic", "load", load.kind, load.target,
+        "--socket", load.socket, "--rate", str(rate), "--concurrency", "2", "--timeout", "5", "--report", "3600",
+    ]  # fmt: skip
     return made.start(load.place, argv, output=subprocess.PIPE)
 
 
@@ -194,30 +170,11 @@ def _judged(found: dict[Load, dict[str, Any]]) -> Seen:
 
 
 def _manifests(made: Lab) -> Path:
-    """A folder with the node and two Services, with node ports."""
-    folder = made.folder / "manifests"
-    folder.mkdir()
-    node: dict[str, Any] = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": "lab-node"}, "status": {
-        "addresses": [{"type": "InternalIP", "address": made["node"].address4}]}}  # fmt: skip
-    objects: list[dict[str, Any]] = [node]
+    """Writes two Services with node ports."""
+    items, backends = [], [made[pod].address4 for pod in BACKENDS]
     for name, address, protocol, port, target, node_port in (
-        ("web", WEB, "TCP", 80, TCP, WEB_NODE), ("dns", DNS, "UDP", 53, UDP, DNS_NODE),
+        ("bench/web", WEB, "TCP", 80, TCP, WEB_NODE), ("bench/dns", DNS, "UDP", 53, UDP, DNS_NODE),
     ):  # fmt: skip
-        ports = [{"name": "main", "port": port, "targetPort": target, "protocol": protocol, "nodePort": node_port}]
-        about = {"name": name, "namespace": "bench"}
-        spec = {"type": "NodePort", "clusterIP": address, "clusterIPs": [address], "ports": ports}
-        ends = [
-            {"addresses": [made[pod].address4], "conditions": {"ready": True}, "nodeName": "lab-node"}
-            for pod in BACKENDS
-        ]
-        objects += [
-            {"kind": "Service", "apiVersion": "v1", "metadata": about, "spec": spec},
-            {
-                "kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "addressType": "IPv4",
-                "metadata": about | {"labels": {"kubernetes.io/service-name": name}},
-                "ports": [{"name": "main", "port": target, "protocol": protocol}], "endpoints": ends,
-            },
-        ]  # fmt: skip
-    for number, one in enumerate(objects):
-        (folder / f"{number}.json").write_bytes(msgspec.json.encode(one))
-    return folder
+        items.append(service(name, address, [(protocol, port)], node_port))
+        items.append(endpoint_slice(name, backends, [(protocol, target)], NODE_NAMES["node"]))
+    return folder(made, items)

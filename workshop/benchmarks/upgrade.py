@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import socket
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
@@ -25,10 +25,10 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
 from hybrid_proxy.workshop.benchmarks.kit import ROOT, median, say
 from hybrid_proxy.workshop.benchmarks.versions import FIELD_MORE, WIDER_KEYS, agent_of, tree
 from hybrid_proxy.workshop.lab.agent import Agent
-from hybrid_proxy.workshop.lab.examples import node_manifest
+from hybrid_proxy.workshop.lab.examples import folder
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
-from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
-from hybrid_proxy.workshop.lab.traffic import ask_tcp
+from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
+from hybrid_proxy.workshop.lab.traffic import Tally, load, meanwhile
 from hybrid_proxy.workshop.measuring.nodes import lab
 from hybrid_proxy.workshop.measuring.results import Result, Target
 
@@ -43,8 +43,8 @@ CARRIED = re.compile(r"(\d+) flows were carried over .* in (\d+) ms")
 
 def measure() -> Result:
     """Up to the other layout and down again; the control is the same agent replaced by itself."""
-    with lab(pods=3, kind="upgrade") as made, tempfile.TemporaryDirectory(prefix="hybrid-proxy-") as folder:
-        other = tree(Path(folder) / "other", *FIELD_MORE, *WIDER_KEYS)
+    with lab(pods=3, kind="upgrade") as made, tempfile.TemporaryDirectory(prefix="hybrid-proxy-") as place:
+        other = tree(Path(place) / "other", *FIELD_MORE, *WIDER_KEYS)
         manifests = _manifests(made)
         made.serve("pod2", "pod3", http=(PORT,))
         agents = {"ours": agent_of(ROOT, made, manifests), "other": agent_of(other, made, manifests)}
@@ -52,7 +52,8 @@ def measure() -> Result:
             agent.flags = ("--nodeport-addresses", "0.0.0.0/0", "--max-flows", str(4 * FLOWS))
         with agents["ours"].serving():
             known = _fill(made)
-            with _streams(made) as streams:
+            streams = [Tally() for _ in STREAMS]
+            with _streams(made, streams):
                 restarts = [_replace(agents["ours"], agents["ours"], streams) for _ in range(ROUNDS)]
                 runs = []
                 for _ in range(ROUNDS):
@@ -61,11 +62,11 @@ def measure() -> Result:
                         say(f"  to {following}: {run}")
                         runs.append(run)
                 lost = _lost(made, known)
-                failed = sum(bool(stream.error) for stream in streams)
+                failed = sum(stream.failed for stream in streams)
     seconds = median([run["carrying"] for run in runs])
     gap, plain = max(run["gap_ms"] for run in runs), max(run["gap_ms"] for run in restarts)
     note = (
-        f"upgrade: {FLOWS:,} flows {ROUNDS} times up and down; {lost} lost, {failed} of {len(STREAMS)} streams broken; "
+        f"upgrade: {FLOWS:,} flows {ROUNDS} times up and down; {lost} lost; streams broke {failed} times, "
         f"longest gap of a stream {gap:.0f} ms, {plain:.0f} ms where an agent gives way to the same version"
     )
     return Result(
@@ -88,14 +89,10 @@ def measure() -> Result:
 
 
 def _manifests(made: Lab) -> Path:
-    folder = made.folder / "manifests"
-    folder.mkdir()
-    (folder / "node.json").write_text(node_manifest(made))
-    backends = [made[name].address4 for name in ("pod2", "pod3")]
-    ports = [("TCP", PORT)]
-    items = [service(SERVICE, VIP, ports, NODE_PORT), endpoint_slice(SERVICE, backends, ports, NODE_NAMES["node"])]
-    (folder / "web.json").write_text(manifest(items))
-    return folder
+    backends, ports = [made[name].address4 for name in ("pod2", "pod3")], [("TCP", PORT)]
+    return folder(
+        made, [service(SERVICE, VIP, ports, NODE_PORT), endpoint_slice(SERVICE, backends, ports, NODE_NAMES["node"])]
+    )
 
 
 def _maps(made: Lab) -> dict[str, Map]:
@@ -126,17 +123,13 @@ def _fill(made: Lab) -> bytes:
     values["flags"][back] |= flags["FLOW_REPLY"]
     values["backend"], values["service"] = backend, row["service"][backend]
     values["tag"] = layout.flow_tags(keys, 4)
-    values["seen"] = int((time.clock_gettime(time.CLOCK_MONOTONIC) - 300) * _hertz()) & 0xFFFFFFFF
+    values["seen"] = int((time.clock_gettime(time.CLOCK_MONOTONIC) - 300) * jiffies_per_second()) & 0xFFFFFFFF
     values["ack"] = np.arange(2 * FLOWS)
     if maps["flows4"].update_batch(keys, values) < len(keys):
         raise ControllerError(f"map flows4 has no room for {len(keys)} entries")
     for known in maps.values():
         known.close()
     return _sorted(keys, values)
-
-
-def _hertz() -> int:
-    return round(1 / time.clock_getres(6))  # CLOCK_MONOTONIC_COARSE advances with each jiffy
 
 
 def _sorted(keys: np.ndarray, values: np.ndarray) -> bytes:
@@ -157,58 +150,29 @@ def _lost(made: Lab, known: bytes) -> int:
     return -(-len(wanted - rows) // 2)
 
 
-class Stream:
-    """Sends requests on one connection; remembers the longest time between two answers."""
+def _streams(made: Lab, tallies: Sequence[Tally]) -> AbstractContextManager[None]:
+    """Asks again and again on a connection from each place."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self.longest, self.error = 0.0, ""
-        self._last = time.monotonic()
+    def stream(place: str, tally: Tally) -> Callable[..., object]:
+        target = (made["node"].address4, NODE_PORT) if place == "client" else (VIP, PORT)
+        return partial(
+            load, "streams", (socket.AF_INET, target), tally=tally, rate=500, concurrency=1, timeout=10,
+            open_socket=partial(made.socket, place),
+        )  # fmt: skip
 
-    def run(self, stop: threading.Event) -> None:
-        while not stop.wait(0.002):
-            try:
-                ask_tcp(self._connection)
-            except OSError as error:
-                self.error = str(error)
-                return
-            now = time.monotonic()
-            self.longest, self._last = max(self.longest, now - self._last), now
-
-    def forget(self) -> None:
-        self.longest = 0.0
+    return meanwhile([stream(*each) for each in zip(STREAMS, tallies, strict=True)])
 
 
-@contextlib.contextmanager
-def _streams(made: Lab) -> Iterator[list[Stream]]:
-    stop, streams, threads = threading.Event(), [], []
-    with contextlib.ExitStack() as stack:
-        for place in STREAMS:
-            connection = stack.enter_context(made.socket(place))
-            connection.settimeout(10)
-            connection.connect((made["node"].address4, NODE_PORT) if place == "client" else (VIP, PORT))
-            streams.append(Stream(connection))
-            threads.append(threading.Thread(target=streams[-1].run, args=(stop,), daemon=True))
-            threads[-1].start()
-        try:
-            yield streams
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-
-
-def _replace(former: Agent, following: Agent, streams: list[Stream]) -> dict[str, float]:
+def _replace(former: Agent, following: Agent, streams: Sequence[Tally]) -> dict[str, float]:
     """Stop one agent and start the other; what that took."""
     time.sleep(1)
     for stream in streams:
-        stream.forget()
+        stream.slowest_answer = 0.0
     former.terminate()
     started = following.timed_start()
     time.sleep(1)
     found = CARRIED.search(following.log.read_text())
     assert following.process is not None
-    user, system = Path(f"/proc/{following.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     text = Path(f"/proc/{following.process.pid}/status").read_text()
     peak = next(int(line.split()[1]) * 1024 / 1e6 for line in text.splitlines() if line.startswith("VmHWM"))
     if found is not None and int(found[1]) < FLOWS:
@@ -216,7 +180,7 @@ def _replace(former: Agent, following: Agent, streams: list[Stream]) -> dict[str
     return {
         "start": started,
         "carrying": int(found[2]) / 1000 if found else 0.0,
-        "gap_ms": 1000 * max(stream.longest for stream in streams),
-        "processor": (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"),
+        "gap_ms": 1000 * max(stream.slowest_answer for stream in streams),
+        "processor": following.processor_seconds(),
         "memory_mb": peak,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import os
 import re
 import signal
 import subprocess
@@ -207,6 +208,12 @@ class Agent:
     def running(self) -> bool:
         """Tells whether the process that `start` made is alive."""
         return self.process is not None and self.process.poll() is None
+
+    def processor_seconds(self) -> float:
+        """Returns the CPU seconds of all its threads, user and system."""
+        assert self.process is not None
+        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def cleanup(self) -> subprocess.CompletedProcess[str]:
         """Runs `hybrid-proxy cleanup` on the node."""

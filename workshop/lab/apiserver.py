@@ -264,7 +264,6 @@ class ApiServer:
         self._shapes: dict[str, int] = {}
         self._churning: asyncio.Task[None] | None = None
         self.churned: list[tuple[int, int, int]] = []
-        self._began: dict[str, float] = {}
 
     # What is stored
 
@@ -397,15 +396,6 @@ class ApiServer:
                 self.churned.append((index, self.put(one), time.monotonic_ns()))
                 done = number + 1
             await asyncio.sleep(0.5 / rate)
-
-    def written(self, version: int, timeout: float = 5.0) -> int:
-        """Monotonic nanoseconds at which the change with this version was first written to a stream.
-
-        Raises:
-            TimeoutError: no stream took it in time.
-        """
-        future = asyncio.run_coroutine_threadsafe(self._wait_written(version, timeout), self._loop)
-        return future.result(timeout + 1)
 
     # What goes wrong
 
@@ -643,17 +633,12 @@ class ApiServer:
         watch = request.query.get("watch") in {"1", "true"}
         self.requests.append(Request(plural, watch, dict(request.query)))
         self.authorizations.append(request.headers.get("Authorization", ""))
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or token != self.token:
-            self.refused_tokens += 1
-            return status(401, "Unauthorized", "Unauthorized")
         if kept.faults.delay:
             await asyncio.sleep(kept.faults.delay)
             if not alive(request):
                 raise asyncio.CancelledError
-        if kept.faults.answers:
-            code, headers = kept.faults.answers.popleft()
-            return status(code, REASONS.get(code, "Unknown"), kept.faults.message, headers)
+        if (refused := self._refusal(request, kept.faults)) is not None:
+            return refused
         if not kept.served:
             return status(404, "NotFound", "the server could not find the requested resource")
         try:
@@ -664,8 +649,8 @@ class ApiServer:
             )
         except ValueError as error:
             return status(400, "BadRequest", str(error))
-        if watch and "sendInitialEvents" in request.query and (refused := self._refused_beginning(request.query)):
-            return status(422, "Invalid", f'ListOptions.meta.k8s.io "" is invalid: {refused}')
+        if watch and "sendInitialEvents" in request.query and (why := self._refused_beginning(request.query)):
+            return status(422, "Invalid", f'ListOptions.meta.k8s.io "" is invalid: {why}')
         if watch:
             return await self._watch(kept, request, selection)
         found = self._list(kept, request, selection)
@@ -766,11 +751,8 @@ class ApiServer:
             body = status_body(410, "Expired", f"too old resource version: {place} ({kept.floor})")
             await response.write(event_line("ERROR", msgspec.json.encode(body)))
             return
-        begun = time.monotonic()
         if not faults.silent and not await self._begin(kept, request, response, first, place):
             return
-        if first:
-            self._began[kept.resource.plural] = time.monotonic() - begun
         next_bookmark = time.monotonic() + self.bookmark_every
         previous = b""
         while time.monotonic() < end and alive(request):
@@ -856,9 +838,7 @@ class ApiServer:
         answers whether that goes on, how many were `sent` and, at the end, service, `written_ns` and ns of each.
         `/control/recreate` {"service": 7}: delete it and its slice and make them again, in one batch.
         `/control/expire` {"plural"?}: forget history. `/control/table` {}: ClusterIPs and the sockets behind them.
-        `/control/put` {object}; `/control/delete` {"plural", "key"}; `/control/cut` {"plural"?};
-        `/control/token` {"token"}; `/control/fault` {"plural", attribute of `Faults`: value, ...}; `/control/state` {}
-        answers how many there are of what; `began` is how many seconds the last stream of a kind took for all objects.
+        `/control/put` {object}; `/control/cut` {"plural"?}; `/control/fault` {"plural", attribute of `Faults`: value}.
         """
         app = web.Application()
 
@@ -903,27 +883,15 @@ class ApiServer:
             act(*arguments)
             return {}
 
-        def state(_: Json) -> Json:
-            return {
-                "version": self._version,
-                "objects": {plural: len(kept.objects) for plural, kept in self._kinds.items()},
-                "streams": {plural: self.streams(plural) for plural in KINDS},
-                "requests": len(self.requests),
-                "began": self._began,
-            }
-
         app.router.add_post("/control/endpoints", endpoints)
         app.router.add_post("/control/churn", churn)
         route("churned", churned)
         route("put", lambda obj: {"version": self.put(obj)})
-        route("delete", lambda asked: {"version": self.delete(asked["plural"], asked["key"])})
         route("recreate", lambda asked: done(self.recreate, asked["service"]))
         route("expire", lambda asked: done(self.expire, asked.get("plural")))
         route("table", lambda _: self.table())
-        route("token", lambda asked: done(self.set_token, asked["token"]))
         route("fault", fault)
         route("cut", lambda asked: {"streams": self._cut(asked.get("plural"))})
-        route("state", state)
         return app
 
 

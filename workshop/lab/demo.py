@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -247,7 +247,7 @@ class _Demo:
                 raise _Failed(f"{what}: {sorted(wanted)} should answer, {dict(moment)} do")
         followed = since - start
         chart.watch(0.7)
-        self.check(True, f"{what}: {', '.join(sorted(wanted))} {'answers' if len(wanted) == 1 else 'answer'}", chart)
+        self.check(True, f"{what}: {', '.join(sorted(wanted))} {'answers' if len(wanted) == 1 else 'answer'}")
         return followed
 
     def refusal(self) -> None:
@@ -287,7 +287,7 @@ class _Demo:
             with self.charts("answers, each moment", [*tallies], answered) as chart:
                 chart.watch(0.8)
                 self.agent.kill()
-                self.check(not self.agent.running(), "the agent is killed", chart)
+                self.check(not self.agent.running(), "the agent is killed")
                 chart.watch(2.0)
                 start = time.monotonic()
                 self.agent.start()
@@ -334,11 +334,11 @@ class _Demo:
     def say(self, text: str) -> None:
         self.console.print(f"  {text}", style="dim", markup=False)
 
-    def check(self, good: bool, text: str, chart: _LiveChart | None = None) -> None:
+    def check(self, good: bool, text: str) -> None:
         """Note whether something is as it was said to be."""
         self.summary.checks.append((good, text.strip()))
         line = Text.assemble(("  ✔ " if good else "  ✘ ", "green" if good else "red"), text.strip())
-        (chart.print if chart else self.console.print)(line)
+        self.console.print(line)
 
     def check_spread(self, what: str, tally: Tally, names: Sequence[str]) -> None:
         """Everybody answered, nobody else did, nobody got less than a third of a fair share."""
@@ -450,10 +450,6 @@ class _LiveChart:
         """One chart."""
         if self.live:
             self.live.update(self._bars(), refresh=True)
-
-    def print(self, line: RenderableType) -> None:
-        """A line above the bars."""
-        self.console.print(line)
 
     def _bars(self) -> Table:
         now, counts = time.monotonic(), Counter(self.counts())

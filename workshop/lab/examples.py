@@ -13,10 +13,10 @@ import yaml
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, LabError, Place
 from hybrid_proxy.workshop.lab.objects import manifest
 
-__all__ = ["copy", "node_manifest", "ports", "scale", "serve"]
+__all__ = ["copy", "folder", "node_manifest", "ports", "scale", "serve"]
 
 
-def _folder() -> Path:
+def _examples() -> Path:
     """Finds the folder in the source tree, or next to this file where it is installed."""
     here = Path(__file__).resolve().parent
     for folder in (here.parents[1] / "examples", here / "manifests"):
@@ -46,7 +46,7 @@ def copy(lab: Lab) -> Path:
     """A folder of the lab with a copy of every example."""
     target = lab.folder / "manifests"
     target.mkdir(exist_ok=True)
-    for path in sorted(_folder().glob("*.yaml")):
+    for path in sorted(_examples().glob("*.yaml")):
         shutil.copy(path, target / path.name)
     return target
 
@@ -78,6 +78,15 @@ def scale(path: Path, pods: Sequence[Place]) -> None:
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(yaml.safe_dump_all(items, sort_keys=False))
     draft.replace(path)
+
+
+def folder(lab: Lab, items: Sequence[dict[str, Any]]) -> Path:
+    """A folder of the lab with its node and these objects, for an agent."""
+    target = lab.folder / "manifests"
+    target.mkdir()
+    (target / "node.json").write_text(node_manifest(lab))
+    (target / "objects.json").write_text(manifest(items))
+    return target
 
 
 def _items(path: Path) -> list[dict[str, Any]]:

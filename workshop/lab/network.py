@@ -248,7 +248,7 @@ class Lab:
 
     def _unplug(self, place: Place) -> None:
         assert place.node is not None, f"{place.name} is no pod"
-        link = self._in(place.node)
+        link = self.netlink(place.node)
         link.link("del", index=link.link_lookup(ifname=place.interface)[0])
 
     # Using it
@@ -360,22 +360,19 @@ class Lab:
         """Set the MTU of the whole segment between client and nodes; pods keep theirs."""
         for name in _UPLINK:
             if name in self.places:
-                link = self._in(name)
+                link = self.netlink(name)
                 for interface in ("eth0", "to-node", "to-node2"):
                     if name == "client" or interface == "eth0":
                         for index in link.link_lookup(ifname=interface):
                             link.link("set", index=index, mtu=mtu)
-
-    def netlink(self, name: str) -> IPRoute:
-        """A netlink socket in that place, open as long as the lab is."""
-        return self._in(name)
 
     # The parts
 
     def _path(self, name: str) -> Path:
         return namespace.FOLDER / f"hp-{self.name}-{name}"
 
-    def _in(self, name: str) -> IPRoute:
+    def netlink(self, name: str) -> IPRoute:
+        """A netlink socket in that place, open as long as the lab is."""
         if name not in self._netlink:
             with namespace.inside(self._path(name)):
                 self._netlink[name] = IPRoute()
@@ -419,7 +416,7 @@ class Lab:
 
     def _join_segment(self, second: bool) -> None:
         """The client and the nodes on one wire; with two nodes the client's end is a bridge."""
-        client = self._in("client")
+        client = self.netlink("client")
         if second:
             client.link("add", ifname="eth0", kind="bridge")
             bridge = client.link_lookup(ifname="eth0")[0]
@@ -429,7 +426,7 @@ class Lab:
             index = client.link_lookup(ifname=port)[0]
             client.link("set", index=index, state="up", **({"master": bridge} if second else {}))
         for name in (place for place in _UPLINK if place in self.places):
-            link, place = self._in(name), self.places[name]
+            link, place = self.netlink(name), self.places[name]
             index = link.link_lookup(ifname="eth0")[0]
             link.addr("add", index=index, address=place.address4, prefixlen=24)
             link.addr("add", index=index, address=place.address6, prefixlen=64, flags=_NODAD)
@@ -441,13 +438,13 @@ class Lab:
     def _routes_of_segment(self) -> None:
         """Pods are reached through their nodes, service addresses from outside through the first node."""
         for name in (place for place in _UPLINK if place in self.places):
-            link = self._in(name)
+            link = self.netlink(name)
             for node, (net4, net6) in _POD_NET.items():
                 if node in self.places and node != name:
                     _route(link, f"{net4}0/24", self.places[node])
                     _route(link, f"{net6}/64", self.places[node])
         for cidr in SERVICE_CIDRS:
-            _route(self._in("client"), cidr, self.places["node"])
+            _route(self.netlink("client"), cidr, self.places["node"])
 
     def _add(self, name: str) -> Place:
         """A pod: its namespace, its veth pair, the routes on both sides."""
@@ -459,7 +456,7 @@ class Lab:
         """The pod's veth pair and what is on it."""
         name = place.name
         assert place.node is not None
-        node, pod = self._in(place.node), self._in(name)
+        node, pod = self.netlink(place.node), self.netlink(name)
         self._veth(place.node, place.interface, name, "eth0", address=_GATEWAY_MAC)
         outer = node.link_lookup(ifname=place.interface)[0]
         inner = pod.link_lookup(ifname="eth0")[0]
@@ -478,7 +475,7 @@ class Lab:
     def _veth(self, here: str, name: str, there: str, peer: str, address: str | None = None) -> None:
         with self._path(there).open() as target:
             more: dict[str, Any] = {"address": address} if address else {}
-            self._in(here).link(
+            self.netlink(here).link(
                 "add",
                 ifname=name,
                 kind="veth",

@@ -175,7 +175,6 @@ class Tally:
     backends: Counter[str] = field(default_factory=Counter)
     moved: int = 0  # answers to a socket that came from another backend than the one before
     connects: list[float] = field(default_factory=list)  # seconds
-    slowest_failure: float = 0.0  # seconds until a failure was known
     slowest_answer: float = 0.0  # seconds, of requests on what was open already
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -192,11 +191,10 @@ class Tally:
             if connected is not None:
                 self.connects.append(connected)
 
-    def fail(self, error: OSError, after: float) -> None:
-        """One failure, known after that many seconds."""
+    def fail(self, error: OSError) -> None:
+        """One failure."""
         with self.lock:
             self.failures[failure(error)] += 1
-            self.slowest_failure = max(self.slowest_failure, after)
 
     @property
     def failed(self) -> int:
@@ -214,7 +212,6 @@ class Tally:
                 "backends": dict(sorted(self.backends.items())),
                 "moved": self.moved,
                 "connect_ms": {name: _quantile_ms(times, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
-                "slowest_failure_ms": round(self.slowest_failure * 1000, 3),
                 "slowest_answer_ms": round(self.slowest_answer * 1000, 3),
             }
 
@@ -343,7 +340,6 @@ class _Run:
 
 def _connections(run: _Run) -> None:
     while run.turns.take():
-        start = time.monotonic()
         try:
             with run.socket(socket.SOCK_STREAM) as connection:
                 start = time.monotonic()  # a socket may have had to be fetched
@@ -351,12 +347,11 @@ def _connections(run: _Run) -> None:
                 connected = time.monotonic() - start
                 run.tally.answer(ask_tcp(connection, close=True), connected)
         except OSError as error:
-            run.tally.fail(error, time.monotonic() - start)
+            run.tally.fail(error)
 
 
 def _streams(run: _Run) -> None:
     while run.turns.take():
-        start = time.monotonic()
         try:
             with run.socket(socket.SOCK_STREAM) as connection:
                 start = time.monotonic()
@@ -365,10 +360,9 @@ def _streams(run: _Run) -> None:
                 stream = Stream(connection, run.tally)
                 stream.ask()
                 while run.turns.take():
-                    start = time.monotonic()
                     stream.ask()
         except OSError as error:
-            run.tally.fail(error, time.monotonic() - start)
+            run.tally.fail(error)
 
 
 def _datagrams(run: _Run) -> None:
@@ -389,9 +383,9 @@ def _datagrams(run: _Run) -> None:
                     run.tally.answer(reply, waited=time.monotonic() - start if kept else 0.0, moved=moved)
                     backend = reply.pod
                 else:
-                    run.tally.fail(WrongSource(source), time.monotonic() - start)
+                    run.tally.fail(WrongSource(source))
             except OSError as error:
-                run.tally.fail(error, time.monotonic() - start)
+                run.tally.fail(error)
 
 
 # Servers

@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,21 +32,22 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         }
     },
     "connections": {"connections": {**CLUSTER, **ROUNDS, "FEW": 1, "SECONDS": 0.05}},
-    "established": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
     "ipvs_connections": {"connections": {"GUEST_SIZES": (3,), "GUEST_ROUNDS": 1, "SECONDS": 0.05}},
-    "mode_connections": {"connections": {"SIZES": (20,), "MODE_ROUNDS": 1, "SECONDS": 0.05}},
+    "mode_connections": {
+        "connections": {
+            "SIZES": (20,), "MODE_ROUNDS": 1, "SECONDS": 0.05, "working_modes": lambda _: ["ebpf"],
+            "PEERS": {"kube-proxy's nftables rules": "nftables"},
+        }
+    },
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
     "packet_kinds": {"packet_kinds": {**ROUNDS, "REPEAT": 20, "BATCH": 5, "BATCHES": 1}},
-    "passing": {"packets": {**ROUNDS, "FLOWS": 1000, "REPEAT": 20}},
     "scale": {
         "scale": {
             "SIZES": (Size(20, 3),), "CHANGES": 3, "SETTLED": 0.1, "PAUSE": 0.0, "MODES": ("ebpf",),
-            "PLOT": Path(os.devnull),
         }
     },
-    "selection": {"selection": {**ROUNDS, "SERVICES": 64, "BACKENDS": 4, "TOTAL": 256, "CHOICES": 1 << 10}},
     "soak": {"soak": {**CLUSTER, "SECONDS": 2.0, "CONNECTIONS": 50, "CHANGES": 20, "SAMPLES": 8}},
-    "stream": {"stream": {**ROUNDS, "SECONDS": 0.05}},
+    "stream": {"throughput": {"STREAM_ROUNDS": 1, "STREAM_SECONDS": 0.05}},
     "switch": {
         "switch": {
             "MODES": ("nftables", "iptables"),
@@ -56,7 +56,7 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "UDP_ENDS_SOON": ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s"),
         }
     },
-    "udp_one_way": {"udp_one_way": {**ROUNDS, "SECONDS": 0.05}},
+    "udp_one_way": {"throughput": {"UDP_ROUNDS": 1, "UDP_SECONDS": 0.05}},
     "upgrade": {"upgrade": {**ROUNDS, "FLOWS": 1000}},
     "verifier": {"verifier": ROUNDS},
 }  # fmt: skip
@@ -64,8 +64,7 @@ MARKS = {
     "connections": [pytest.mark.long],  # the clients of `mode_connections`
     "changes": [pytest.mark.long],  # `api_scale` without faults
     "switch": [pytest.mark.long],  # tests/conformance/test_flows_over_a_switch.py
-    "upgrade": [pytest.mark.long],  # tests/modes/ebpf/test_other_layouts.py
-    "passing": [pytest.mark.long],  # the loops of `established`
+    "upgrade": [pytest.mark.long],  # tests/conformance/test_other_layouts.py
     "ipvs_connections": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
 }
 
