@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import socket
@@ -37,6 +36,7 @@ from hybrid_proxy.dataplane.table import (
 )
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
+from tests.namespaces import new_lab
 from tests.nft import nft
 from tests.tables import Front, entry_of
 
@@ -45,7 +45,6 @@ from ..kit import eventually
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes namespaces")]
 
 VIP = ("10.96.0.9", 80)
-LABS = itertools.count()
 
 
 @dataclass
@@ -87,21 +86,26 @@ class Node:
             return reply.pod, reply.peer[0]
 
 
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with new_lab("p", 3) as made:
+        made.serve("pod1", "pod2", "pod3")
+        yield made
+
+
 @pytest.fixture
-def node() -> Iterator[Node]:
-    woken = threading.Event()
-    with Lab(f"uspt{os.getpid() % 100000}x{next(LABS)}", 3) as lab:
-        lab.serve("pod1", "pod2", "pod3")
-        with lab.inside("node"):
-            made = Node(lab, woken)
-            made.open()
-            made.mode.sync(made.table("pod2"))
-            try:
-                yield made
-            finally:
-                made.mode.close()
-                with contextlib.suppress(Occupied):
-                    programmer.clean(Options())
+def node(lab: Lab) -> Iterator[Node]:
+    with lab.inside("node"):
+        made = Node(lab, threading.Event())
+        made.open()
+        made.mode.sync(made.table("pod2"))
+        try:
+            yield made
+        finally:
+            made.mode.close()
+            with contextlib.suppress(Occupied):
+                programmer.clean(Options())
+            nft("flush ruleset")
 
 
 def test_a_proxy_port_cannot_be_used_past_the_rules(node: Node) -> None:
@@ -252,10 +256,12 @@ def test_a_relay_listens_as_soon_as_the_address_is_there(node: Node) -> None:
     node.mode.sync(table)
     assert [left.entry for left in node.mode.unprogrammed] == ["d/web:http"]
     link = node.lab.netlink("node")
-    link.addr("add", index=link.link_lookup(ifname="eth0")[0], address=address, prefixlen=32)
+    added = {"index": link.link_lookup(ifname="eth0")[0], "address": address, "prefixlen": 32}
+    link.addr("add", **added)
     node.mode.maintain()
     assert not node.mode.unprogrammed
     assert node.ask()[0] == "pod1"
+    link.addr("del", **added)
 
 
 def test_what_is_programmed_can_be_looked_at(node: Node) -> None:
