@@ -6,7 +6,6 @@ import argparse
 from typing import Final
 
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_output
-from hybrid_proxy.workshop.libraries import needed
 
 __all__ = ["COMPARE"]
 
@@ -65,8 +64,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    with needed("compare"):
-        from hybrid_proxy.workshop.compare import commands
+    from hybrid_proxy.workshop.compare import commands
 
     return commands.main(args)
 
