@@ -70,7 +70,6 @@ from hybrid_proxy.controller.kubernetes.watch import (
     ListPage,
     ObjectHead,
     WatchEvent,
-    decode_bookmark,
     decode_head,
     decode_line,
     decode_page,
@@ -554,13 +553,13 @@ class _Reflector:
     def _gather(self, event: WatchEvent, initial: ObjectSet) -> None:
         """An event of a stream whose initial events are not complete."""
         if event.type == "BOOKMARK":
-            mark = decode_bookmark(event.object)
-            if not mark.ends_initial:
+            head = decode_head(event.object)
+            if not head.ends_initial:
                 raise _PagesError("a stream that was to begin with all of them does not say when that is done")
-            if mark.kind != self._kind:
-                raise _PagesError(f"a stream has a {shown(mark.kind or '')!r} and not of {self._kind}s")
+            if head.kind != self._kind:
+                raise _PagesError(f"a stream has a {shown(head.kind or '')!r} and not of {self._kind}s")
             self._initial = None
-            self._complete(decode_head(event.object).metadata.version, initial)
+            self._complete(head.metadata.version, initial)
             return
         obj = _decode_one(self._resource, event.object)
         if event.type == "DELETED" or isinstance(obj, Ignored):

@@ -189,7 +189,7 @@ class Connection:
         try:
             return self._ask(loaded, method, target, read_seconds, body)
         except StatusError as error:
-            if error.code != 401 or not self._renewed(loaded):
+            if error.code != 401 or not self._reload(loaded, "401 Unauthorized", refused=True):
                 raise
         return self._ask(self._current(), method, target, read_seconds, body)
 
@@ -235,35 +235,30 @@ class Connection:
             return self._loaded or loaded
         return loaded
 
-    def _reload(self, old: _Loaded, why: str) -> None:
-        """Read the configuration again, unless another thread just did. A bad one leaves the old in place."""
+    def _reload(self, old: _Loaded, why: str, *, refused: bool = False) -> bool:
+        """Reads the configuration again, unless another thread just did. True: there are other credentials now.
+
+        A bad one leaves the old in place. `refused`: the server did not accept the old one; a program may give another,
+        which no file betrays.
+        """
         with self._loading:
             if self._loaded is not old:
-                return
-            stamps = {path: _stamp(path) for path in old.files}
-            try:
-                self._loaded = self._load()
-            except SourceError as error:
-                # Tried again when they change again, or the server refuses the old ones.
-                self._loaded = old._replace(files=stamps, access=old.access._replace(expires=None))
-                log.warning("%s, but the configuration cannot be read again, the old one is used: %s", why, error)
-                return
-        log.info("read the API server's configuration and credentials again: %s", why)
-
-    def _renewed(self, refused: _Loaded) -> bool:
-        """Whether there are other credentials than these by now. A program may give them, which no file betrays."""
-        with self._loading:
-            if self._loaded is not refused:
                 return True
+            stamps = {path: _stamp(path) for path in old.files}
             try:
                 found = self._load()
             except SourceError as error:
-                log.debug("the credentials were refused and cannot be read again: %s", error)
+                if refused:
+                    log.debug("%s, and the configuration cannot be read again: %s", why, error)
+                    return False
+                # Tried again when they change again, or the server refuses the old ones.
+                self._loaded = old._replace(files=stamps, access=old.access._replace(expires=None))
+                log.warning("%s, but the configuration cannot be read again, the old one is used: %s", why, error)
                 return False
-            if found._replace(pool=None) == refused._replace(pool=None):
+            if found._replace(pool=None) == old._replace(pool=None):
                 return False
             self._loaded = found
-        log.info("read the API server's configuration and credentials again: 401 Unauthorized")
+        log.info("read the API server's configuration and credentials again: %s", why)
         return True
 
     def _load(self) -> _Loaded:

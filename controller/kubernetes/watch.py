@@ -13,7 +13,6 @@ import msgspec
 from hybrid_proxy.controller.kubernetes.parse import UNNAMED
 
 _MAX_TOMBSTONES: Final = 4096
-_INITIAL_END: Final = "k8s.io/initial-events-end"
 
 
 class _ListMeta(msgspec.Struct):
@@ -36,8 +35,9 @@ class WatchEvent(msgspec.Struct):
     object: msgspec.Raw
 
 
-class _Trigger(msgspec.Struct):
-    at: object = msgspec.field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
+class _Annotations(msgspec.Struct):
+    trigger: object = msgspec.field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
+    initial_end: object = msgspec.field(default=None, name="k8s.io/initial-events-end")
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -64,35 +64,29 @@ class ObjectHead(msgspec.Struct):
 
         0 when its controller does not say so, or not in RFC 3339.
         """
+        trigger = self._annotations().trigger
         try:
-            trigger = _decode_trigger(self.metadata.annotations)
-            moment = datetime.fromisoformat(trigger.at) if trigger and isinstance(trigger.at, str) else None
+            moment = datetime.fromisoformat(trigger) if isinstance(trigger, str) else None
             return moment.timestamp() if moment and moment.tzinfo else 0.0
-        except (msgspec.MsgspecError, ValueError, OverflowError):
+        except (ValueError, OverflowError):
             return 0.0
-
-
-class _BookmarkMeta(msgspec.Struct):
-    annotations: dict[str, str] | None = None
-
-
-class Bookmark(msgspec.Struct):
-    """The annotation of a bookmark that says whether the initial events are complete."""
-
-    metadata: _BookmarkMeta = msgspec.field(default_factory=_BookmarkMeta)
-    kind: str | None = None
 
     @property
     def ends_initial(self) -> bool:
-        """Return whether everything that there was at the beginning has been sent (KEP-3157)."""
-        return (self.metadata.annotations or {}).get(_INITIAL_END) == "true"
+        """Says whether this bookmark comes after everything that there was at the beginning (KEP-3157)."""
+        return self._annotations().initial_end == "true"
+
+    def _annotations(self) -> _Annotations:
+        try:
+            return _decode_annotations(self.metadata.annotations) or _Annotations()
+        except msgspec.MsgspecError:
+            return _Annotations()
 
 
-decode_bookmark = msgspec.json.Decoder(Bookmark).decode
 decode_page = msgspec.json.Decoder(ListPage).decode
 decode_line = msgspec.json.Decoder(WatchEvent).decode
 _decode_head = msgspec.json.Decoder(ObjectHead).decode
-_decode_trigger = msgspec.json.Decoder(_Trigger | None).decode
+_decode_annotations = msgspec.json.Decoder(_Annotations | None).decode
 
 
 def decode_head(raw: msgspec.Raw) -> ObjectHead:
