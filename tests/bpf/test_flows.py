@@ -440,7 +440,7 @@ def test_half_open_connections_of_others_do_not_fill_the_table(
 
 
 def foreign_flows(bench: Bench) -> module.ForeignFlows:
-    return module.ForeignFlows(bench.maps.flows(), bench.inspect.program("leave"), lambda: EMPTY, lambda: None)
+    return module.ForeignFlows(bench.maps.flows(), bench.inspect.program("leave"), lambda: None)
 
 
 def client_side(net: Net, port: int) -> FlowKey:

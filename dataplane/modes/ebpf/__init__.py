@@ -1,1 +1,1 @@
-"""Implements mode ebpf: fills maps for the programs in `bpf/`, loads the programs, and attaches them."""
+"""Implements mode ebpf: rows for `bpf/`, the update protocol, attachments."""

@@ -193,9 +193,7 @@ class Ebpf(Programmer):
             )  # fmt: skip
         self.store = Store(self.maps, hz, max_ring=options.ebpf.limits.ring, max_slots=options.ebpf.limits.slots)
         self.attachments = Attachments(self.folder, options, self.maps, lambda: self.datapath.load_xdp())  # noqa: PLW0108 (bound later)
-        self.foreign = ForeignFlows(
-            self.maps.flows(), inspect.program("leave"), lambda: self.table, lambda: self.gc.scan_now()  # noqa: PLW0108
-        )  # fmt: skip
+        self.foreign = ForeignFlows(self.maps.flows(), inspect.program("leave"), lambda: self.gc.scan_now())  # noqa: PLW0108 (bound later)
         self.gc = FlowGC(
             self.maps.maps, inspect.program("sweep"), inspect.program("read_clock"), hz, options, self.foreign.scan
         )
@@ -287,7 +285,7 @@ class Ebpf(Programmer):
         if plan.removed_endpoints:
             self.gc.resets.add([Endpoint.of(*gone) for gone in plan.removed_endpoints])
             plan.removed_endpoints.clear()
-        self.table = table
+        self.table = self.foreign.table = table
         self._unprogrammed, self._failed = frozenset(plan.unfit), frozenset()
         self.attachments.node = table.node
         if table.clients:  # before the first packet
@@ -298,7 +296,7 @@ class Ebpf(Programmer):
         elif table.node.primary != change.before.node.primary:
             self._write_node(table.node)
             self.attachments.refresh()
-        if change.first or change.moving or self.foreign.known:
+        if change.first or self.options.shares_node or self.foreign.known:
             self.foreign.programmed(change.before, table, change.names, change.moving, first=change.first)
 
     def _attach(self, table: ServiceTable) -> None:

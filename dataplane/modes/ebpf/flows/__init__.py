@@ -1,1 +1,1 @@
-"""This room reads flows from the maps: it removes idle ones, keeps foreign ones, and resets those to gone endpoints."""
+"""This room removes idle flows, keeps foreign ones, and resets those to gone endpoints."""

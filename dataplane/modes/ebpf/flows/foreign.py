@@ -32,7 +32,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays, run_in_parts
 from hybrid_proxy.dataplane.netfilter import frontends, relays
 from hybrid_proxy.dataplane.stale import Judge
-from hybrid_proxy.dataplane.table import Protocol, ServiceTable
+from hybrid_proxy.dataplane.table import EMPTY, Protocol, ServiceTable
 
 DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that they are the first
 FIRST_SCANS = 2  # after the first table: foreign flows may have begun while our programs were attached
@@ -77,17 +77,16 @@ class ForeignFlows:
     Args:
         flows: the tables of flows, by family.
         leave: descriptor of the program that writes entries of foreign flows.
-        table: returns the table that is programmed.
         wake: has the collector's thread call `scan` soon.
 
     Attributes:
         known: the foreign flows that have entries in our tables.
+        table: the table that was programmed last.
     """
 
-    def __init__(
-        self, flows: Mapping[int, Map], leave: int, table: Callable[[], ServiceTable], wake: Callable[[], None]
-    ) -> None:
-        self._flows, self._leave, self._table, self._wake = flows, leave, table, wake
+    def __init__(self, flows: Mapping[int, Map], leave: int, wake: Callable[[], None]) -> None:
+        self._flows, self._leave, self._wake = flows, leave, wake
+        self.table = EMPTY
         self._lock = threading.Lock()
         self._replaced: tuple[ServiceTable, ...] = ()  # tables before and after a change in which services move
         self._moves = 0
@@ -163,7 +162,7 @@ class ForeignFlows:
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
         """
-        moves, tables = self._moves, self._replaced or (self._table(),)
+        moves, tables = self._moves, self._replaced or (self.table,)
         services = ListedLater(lambda: {key: None for table in tables for key in frontends(table)})
         found = _datagram_flows(*tables)
         if connections or any(key.protocol == Protocol.TCP for key in self.known):

@@ -60,6 +60,8 @@ class RowWriter:
     def write(self, batch: Batch) -> Sequence[int]:
         """Write backends, except their counts of failures, flags and slots. Returns `backend_bits` of the backends."""
         members, rings = batch.members, batch.rings
+        if batch.flags:
+            self.write_flags(batch.flags)
         if sum([len(group.ids) for group in members]) + sum([len(ring) for _, _, ring in rings]) >= self.vectorize_from:
             return self._write_many(batch)
         words, halves, step, port = self._words, self._halves, self._step, self._port
@@ -77,8 +79,6 @@ class RowWriter:
                 bits.append(layout.backend_bit(packed, port_number, protocol, family))
                 if protocol != Protocol.TCP:
                     bits.append(layout.backend_bit(packed, 0, 0, family))  # only the first fragment has ports
-        for number, flag in batch.flags:
-            halves[2 * number * step + self._flags] = flag
         for offset, service, ring in rings:  # backends' rows are written: slots repeat a part of them
             owner, proof = service << 32, (service & 0xFFFF) << 48
             for place, number in enumerate(ring, offset):
@@ -90,8 +90,6 @@ class RowWriter:
     def _write_many(self, batch: Batch) -> Sequence[int]:
         """Does what `write` does, with numpy."""
         numbers = self._write_backends(batch.members) if batch.members else ()
-        if batch.flags:
-            self.write_flags(batch.flags)
         if batch.rings:
             self._write_rings(batch.rings)
         return self.backend_bits(numbers)
@@ -124,12 +122,8 @@ class RowWriter:
 
     def write_flags(self, rows: Sequence[tuple[int, int]]) -> None:
         """Change the flags of backends: ids, each with its flags."""
-        if len(rows) < self.vectorize_from:
-            for number, flags in rows:
-                self._halves[2 * number * self._step + self._flags] = flags
-            return
-        ids, values = np.array(rows, dtype=np.int64).T
-        self.backends["flags"][ids] = values
+        for number, flags in rows:
+            self._halves[2 * number * self._step + self._flags] = flags
 
     def backend_bits(self, ids: Sequence[int] | NDArray[np.int64]) -> list[int]:
         """Returns the bits of `backend_sockets` for these rows: one, or two where replies may be fragments."""

@@ -350,15 +350,15 @@ def test_a_readmitted_backend_starts_slowly_where_its_service_asks_for_that(
 ) -> None:
     store, now = Store(open_maps(), HZ), [1000.0]
     monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    failing = failover.Failover(Options())
+    watched = failover.Failover(Options())
     web = msgspec.structs.replace(entry(one, V1, 3), slow_start=10.0)
-    failing.slow_start.follow(now[0], EMPTY, ServiceTable({one: (web,)}), [one])
+    watched.slow_start.follow(now[0], EMPTY, ServiceTable({one: (web,)}), [one])
     store.apply({one: (web,)})
     store.backends["failures"][store.numbers(web.key)[subject(web, 1)[1]]] = 3
     seen = []
     for now[0] in (1000.0, 1009.0, 1010.5, 1013.5, 1020.0):
-        failing.evaluate(store)
+        watched.evaluate(store)
         counts = Counter(store.plan.by_id[store.plan.installed[one][0].service].rings[0])
         seen.append([counts[number] for number in store.plan.installed[one][0].ids])
     assert seen == [[1, 0, 1], [1, 0, 1], [10, 1, 10], [5, 2, 5], [1, 1, 1]]
-    failing.close()
+    watched.close()
