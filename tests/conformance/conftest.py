@@ -17,7 +17,7 @@ from hybrid_proxy.workshop.lab.agent import Agent, remove, remove_forsaken
 from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS, Lab
 from tests import namespaces
 
-from . import beside_rules, clinic, kinds, matrix, switches
+from . import clinic, kinds, matrix, switches
 from .kit import (
     EXTERNAL_CIDRS,
     HTTP,
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(matrix.Matrix(config), "conformance-matrix")
     config.pluginmanager.register(switches.Switches(config), "switches")
     config.pluginmanager.register(kinds.Kinds(config), "kinds")
-    config.pluginmanager.register(beside_rules.BesideRules(config), "beside-rules")
+    config.pluginmanager.register(kinds.ForeignRules(config), "foreign-rules")
     config.pluginmanager.register(clinic.Incidents(config), "incidents")
 
 

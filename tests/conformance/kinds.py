@@ -1,4 +1,4 @@
-"""The table kind of network x mode in docs/kernels.md."""
+"""The tables kind of network x mode and foreign rules x mode in docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from hybrid_proxy.controller.settings.config import MODES
 
 from .grid import Grouped, Key, Rows
 
-__all__ = ["PROPERTY", "Kinds"]
+__all__ = ["PROPERTY", "RULES", "ForeignRules", "Kinds"]
 
 PROPERTY: Final = "kind"  # of a report: (kind, mode, cell of a test that passes)
+RULES: Final = "rules"  # of a report: (whose rules, mode, cell of a test that passes)
 
 
 class Kinds(Grouped):
@@ -51,3 +52,11 @@ def _known() -> list[Key]:
     from .topologies import KINDS  # which needs our conftest, as that needs this
 
     return [(kind.row,) for kind in KINDS.values()]
+
+
+class ForeignRules(Grouped):
+    """Collects what becomes of services where another program has rules."""
+
+    title, document, heads = "services beside foreign rules", "kernels.md", ("rules",)
+    marks = "<!-- rules: begin -->", "<!-- rules: end -->"
+    recorded = RULES

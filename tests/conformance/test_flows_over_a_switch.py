@@ -30,7 +30,7 @@ from .switches import CANNOT_BE, GOES_ON, PROPERTY
 # Agents are real processes: one that is forked starts half a second sooner, and then mode ebpf loses a datagram of
 # flows that mode iptables has.
 pytestmark = [pytest.mark.timeout(300 * PATIENCE * slowness()), pytest.mark.cold]
-SOON = f"{6 * PATIENCE * slowness():.0f}s"  # longer than the machine takes from one question to the next
+SOON = f"{4 * PATIENCE * slowness():.0f}s"  # longer than the machine takes from one question to the next
 UDP_ENDS_SOON = ("--conntrack-udp-timeout", SOON, "--conntrack-udp-timeout-stream", SOON)
 DSR = ("--dsr=ipip",)
 BEGIN = ("TCP, half-open", "affinity", "new TCP")  # kinds that connect at any time

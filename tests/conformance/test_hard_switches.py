@@ -63,12 +63,8 @@ from .test_rows import target_of
 from .world import SECOND
 
 MODES = ("ebpf", "nftables", "iptables", "userspace")  # those that need no module of the kernel's that few load
-UDP_ENDS_SOON = (
-    "--conntrack-udp-timeout",
-    f"{5 * PATIENCE * slowness():.0f}s",
-    "--conntrack-udp-timeout-stream",
-    f"{5 * PATIENCE * slowness():.0f}s",
-)
+SOON = f"{3 * PATIENCE * slowness():.0f}s"  # longer than from one question to the next; each switch waits for its end
+UDP_ENDS_SOON = ("--conntrack-udp-timeout", SOON, "--conntrack-udp-timeout-stream", SOON)
 SIX = ("nftables", "ebpf", "iptables", "userspace", "iptables", "ebpf")
 # Every ordered pair of four modes, and eight of them again: A > B > A, A > B > C > A.
 TWENTY = (

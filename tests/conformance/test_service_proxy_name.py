@@ -16,10 +16,10 @@ from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS
 from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.loads import goes_on
 
-from .beside import ANSWERS, KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows
 from .conftest import bench_of, new_lab, route_services, serve
 from .conversations import failures_of, wait_for_answers
 from .kit import PATIENCE, UDP, as_terminating, eventually
+from .kube_proxy import ANSWERS, KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows
 
 NAME = "lab.example"
 SYNC = 1.0  # seconds that a kube-proxy takes

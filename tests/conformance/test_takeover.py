@@ -21,10 +21,10 @@ from hybrid_proxy.dataplane.virtual_servers import Timeouts
 from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.loads import goes_on
 
-from .beside import ANSWERS, KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows
 from .conftest import bench_of, every_mode_but, new_lab, only_in, route_services, serve
 from .conversations import Flow, failures_of, wait_for_answers
 from .kit import UDP, as_terminating, eventually
+from .kube_proxy import ANSWERS, KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows
 
 UDP_SECONDS = 10  # after which a conversation is over
 

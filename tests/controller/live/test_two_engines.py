@@ -21,7 +21,7 @@ from tests.conformance.kit import HTTP, V4, Bench, Service, eventually, forget_c
 from tests.namespaces import new_lab
 
 pytestmark = [pytest.mark.root, pytest.mark.xdist_group("two-engines")]
-PAIRS = [("ebpf", "nftables"), ("nftables", "ebpf"), ("iptables", "ebpf"), ("userspace", "nftables")]
+PAIRS = [("ebpf", "nftables"), ("nftables", "ebpf"), ("userspace", "nftables")]
 IDLE_SECONDS = 2.5
 
 

@@ -1,4 +1,4 @@
-"""Mode iptables beside others who use its tools: the lock held by somebody, and tables that these tools cannot read."""
+"""Mode iptables alongside other users of its tools: a lock that is held, and tables that these tools cannot read."""
 
 from __future__ import annotations
 

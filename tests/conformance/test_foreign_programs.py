@@ -1,4 +1,4 @@
-"""BPF programs of others at the hooks of mode ebpf: both are run, in an order that stays, and doctor reports it."""
+"""Foreign BPF programs at the hooks of mode ebpf: both are run, in an order that stays, and doctor reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of a plugin's policies and of firewalls, as these programs write them: what they see of services in each mode.
+"""Rules of a plugin's policies and of firewalls, as these programs write them: what they do to services in each mode.
 
 What fails or is let through there is the nature of a mode; docs/kernels.md has it in a table that these tests write.
 """
@@ -12,8 +12,8 @@ from typing import Final
 
 import pytest
 
-from .beside_rules import PROPERTY
 from .cases import node, own
+from .kinds import RULES
 from .kit import V4, V6, ruleset
 from .probes import SILENT, Probe, Want, observe, volley
 from .test_rows import FAMILIES, target_of
@@ -262,7 +262,7 @@ def test_services_beside_these_rules(
 ) -> None:
     known = OTHERS[name]
     failing = known.instead.get(mode)
-    record_property(PROPERTY, (known.words, mode, known.cell(mode)))
+    record_property(RULES, (known.words, mode, known.cell(mode)))
     works: list[tuple[Ask, Probe]] = []
     fails: list[tuple[Ask, Probe]] = []
     for ask, family in itertools.product(known.asks, FAMILIES.values()):

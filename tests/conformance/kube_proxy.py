@@ -119,7 +119,7 @@ class Node:
 def flows(node: Node, stack: ExitStack) -> list[Flow]:
     """To both Services that may move, from everywhere.
 
-    Beside mode ipvs also by the node port, and from the node by a socket that is not connected.
+    Alongside mode ipvs also by the node port, and from the node by a socket that is not connected.
     """
     services = {"tcp": node.tcp, "udp": node.udp}
     scene = Scene(node.bench, dict[str, Service](services), "", stack, timeout=5.0, outside="cluster")
