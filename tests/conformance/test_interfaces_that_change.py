@@ -46,7 +46,7 @@ PLACES = [("pod1", "cluster"), ("client", "nodeport"), ("pod1", "nodeport"), ("r
 @pytest.fixture(scope="module")
 def house() -> Iterator[Lab]:
     with routed_lab(2, 1) as made:
-        for name in ("iptables", "ip6tables"):  # as in topologies/uplink_bridge.py
+        for name in ("iptables", "ip6tables"):  # as in topologies/uplinks.py
             setting = Path(f"/proc/sys/net/bridge/bridge-nf-call-{name}")
             with made.inside("node"):
                 if setting.exists():

@@ -1,12 +1,12 @@
-"""Networks that plugins make of a node: each module is one kind, described as commands for a lab that stands.
+"""Networks that plugins make of a node: each kind is described as commands for a lab that stands.
 
     from tests.conformance.topologies import KINDS, built
 
     with built(KINDS["flannel"]) as lab: ...
 
-A module has one value, `KIND`. What it describes begins with the plain lab (two pods here, one on another node, routes
-between them) and changes that. `test_topologies.py` runs the same checks over all kinds that it finds here, in every
-mode, and writes the table in docs/kernels.md.
+A module has one value, `KIND`, or several by name, `KINDS`. What it describes begins with the plain lab (two pods
+here, one on another node, routes between them) and changes that. `test_topologies.py` runs the same checks over all
+kinds that it finds here, and writes the table in docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -316,10 +316,11 @@ def _wall_off(lab: Lab, families: tuple[int, ...]) -> None:
 
 
 def _find() -> dict[str, Kind]:
-    return {
-        name: importlib.import_module(f"{__name__}.{name}").KIND
-        for _, name, _ in pkgutil.iter_modules([str(Path(__file__).parent)])
-    }
+    found: dict[str, Kind] = {}
+    for _, name, _ in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        module = importlib.import_module(f"{__name__}.{name}")
+        found |= getattr(module, "KINDS", None) or {name: module.KIND}
+    return dict(sorted(found.items()))
 
 
 KINDS: Final = _find()

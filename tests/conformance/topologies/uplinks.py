@@ -1,0 +1,77 @@
+"""What the node's addresses are on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid_proxy.dataplane.reports import XdpHooks
+
+from ..kit import Bench, Service
+from . import Kind, moved
+
+
+def port(name: str) -> str:
+    """Lines for the client, where the nodes' network is a bridge: another link to the node, its `eth1`."""
+    return f"""
+        link add to-{name} type veth peer name eth1 netns {{node}}
+        link set to-{name} master eth0
+        link set to-{name} up
+        """
+
+
+_BOND = """
+link add bond0 type bond mode active-backup miimon 100
+link set eth0 down
+link set eth0 master bond0
+link set eth1 down
+link set eth1 master bond0
+"""
+_SIX = """
+link set eth1 up
+addr del fd77::2/64 dev eth0
+addr del fd77::22/64 dev eth0
+addr add fd77::2/64 dev eth1 nodad
+route replace fd77:1:0:2::/64 via fd77::3 dev eth1
+route replace default via fd77::1 dev eth1
+"""
+_BRIDGE = "link add br0 type bridge\nlink set eth0 master br0\n"
+_MACVLAN = "link add mv0 link eth0 type macvlan mode bridge\n"
+
+
+def _tc_serves(bench: Bench, _: Mapping[str, Service]) -> str:
+    ebpf = bench.agent.running_status().dataplane.ebpf
+    want = XdpHooks("native", [], {"eth1": "the driver has no native XDP"})
+    return "" if ebpf is None or ebpf.xdp == want else f"not as said: {ebpf.xdp}"
+
+
+KINDS = {
+    "bond": Kind(
+        "an uplink that is a bond", {"client": port("bond"), "node": f"{_BOND}{moved('node', 'bond0')}"}, needs="bond"
+    ),
+    "two_uplinks": Kind("each family by an uplink of its own", {"client": port("eth1"), "node": _SIX}),
+    # kind, LXC, and nodes in containers. With br_netfilter, conntrack would translate at the port already, and the
+    # bridge sends nothing out where it came in.
+    "uplink_bridge": Kind(
+        "an uplink that is a bridge over a veth",
+        {"node": f"{_BRIDGE}{moved('node', 'br0')}"},
+        needs="br_netfilter",
+        settings={"node": {f"bridge/bridge-nf-call-{name}": "0" for name in ("iptables", "ip6tables")}},
+    ),
+    "uplink_macvlan": Kind(
+        "an uplink that is a macvlan over a veth", {"node": f"{_MACVLAN}{moved('node', 'mv0')}"}, needs="macvlan",
+        rare=True,
+    ),
+    # The network's addresses are in it, too.
+    "vlan": Kind(
+        "an uplink that is a VLAN",
+        {place: f"link add eth0.5 link eth0 type vlan id 5\n{moved(place, 'eth0.5')}"
+         for place in ("client", "node", "node2")},
+        needs="VLAN",
+    ),
+    # As those of virtual functions: with --xdp=native, tc serves it.
+    "without_xdp": Kind(
+        "an uplink without XDP, --xdp=native",
+        {"node": f"link add eth1 link eth0 type macvlan mode private\n{moved('node', 'eth1')}"},
+        needs="macvlan", flags=("--xdp=native",), proves=_tc_serves, rare=True,
+    ),
+}  # fmt: skip
