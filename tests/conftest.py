@@ -41,12 +41,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("property")
 
 
-WARM = (
-    "tests/conformance/",
-    "tests/controller/",
-    "tests/modes/",
-    "tests/workshop/",
-)  # folders with tests that start agents
+ROOMS = ("conformance", "controller", "deploy", "docs", "modes", "workshop")  # with tests that start agents
+WARM = tuple(f"tests/{room}/" for room in ROOMS)
 
 
 @pytest.hookimpl(wrapper=True)
