@@ -15,6 +15,7 @@ from functools import partial
 from hybrid_proxy.workshop.lab import kube_proxy_rules
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS
 from hybrid_proxy.workshop.lab.traffic import Tally, load
+from tests.waiting import bound
 
 from .conversations import Flow, Scene
 from .kit import PATIENCE, V4, Bench, Service
@@ -60,7 +61,7 @@ class KubeProxy:
         """Its rules stay."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(bound(10))
 
     def sync(self, *services: Service, endpoint: bool = True) -> None:
         """Program these Services; `endpoint`: theirs has not gone."""

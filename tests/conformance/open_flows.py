@@ -107,7 +107,7 @@ def pair(scene: Scene, place: str, listener: socket.socket) -> tuple[socket.sock
     """Both ends of a connection to service `quiet`."""
     client = scene.stack.enter_context(scene.bench.connect(place, scene.target(place, "quiet"), scene.family))
     server = scene.stack.enter_context(listener.accept()[0])
-    server.settimeout(2.0 * PATIENCE)
+    server.settimeout(client.gettimeout())
     return client, server
 
 

@@ -16,7 +16,7 @@ import pytest
 from hybrid_proxy.workshop.lab import namespace
 from hybrid_proxy.workshop.lab.network import RUN
 from hybrid_proxy.workshop.lab.recording import LINE
-from tests.waiting import until
+from tests.waiting import bound, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -24,9 +24,9 @@ NAME = f"c{os.getpid()}xd"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def lab(*arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+def lab(*arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "hybrid_proxy.controller", "lab", *arguments, "--name", NAME]
-    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
+    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=bound(30))
 
 
 def traces() -> list[Path]:
@@ -96,7 +96,7 @@ def typed(line: str) -> subprocess.CompletedProcess[str]:
     """A line as it is printed, in a shell that knows `hybrid-proxy`."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
-        ["sh", "-c", line], capture_output=True, text=True, env=os.environ | {"PATH": path}, timeout=90
+        ["sh", "-c", line], capture_output=True, text=True, env=os.environ | {"PATH": path}, timeout=bound(30)
     )
 
 
@@ -129,7 +129,7 @@ def test_what_a_lab_prints_can_be_typed() -> None:
         )
     finally:
         lab("down")
-    agent.wait(60)
+    agent.wait(bound(20))
     assert not traces()
 
 
@@ -143,7 +143,7 @@ def test_what_a_lab_prints_can_be_typed() -> None:
 )
 def test_what_cannot_be_run_in_a_lab_is_refused(arguments: tuple[str, ...], code: int, said: str) -> None:
     argv = [sys.executable, "-m", "hybrid_proxy.controller", "lab", "exec", "--name", NAME, *arguments]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=90)
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=bound(30))
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
 

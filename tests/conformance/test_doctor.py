@@ -22,7 +22,7 @@ from hybrid_proxy.controller.serving.memory import Memory, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from tests import namespaces
-from tests.waiting import until
+from tests.waiting import bound, until
 
 from .clinic import ADDRESSES, HANGS, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
 
@@ -202,7 +202,7 @@ class TestAnAgentThatHasNoTableYet:
 
     def test_flows_have_the_names(self, new: Clinic, mode: str) -> None:
         with new.lab.socket("pod1") as client:
-            client.settimeout(5)
+            client.settimeout(bound(5))
             client.connect((ADDRESSES[NAME], 80))
             rows = json.loads(new.agent.command("flows", NAME, "-o", "json").stdout)
             names = {row["service"] for row in rows}

@@ -40,7 +40,7 @@ from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, load, meanwhile
 from tests.loads import goes_on
-from tests.waiting import slowness
+from tests.waiting import bound, slowness
 
 from .conftest import FOREVER, IFA_F_NODAD, bench_of, routed_lab
 from .conversations import Flow, Scene, failures_of, wait_for_answers
@@ -325,7 +325,7 @@ class Doomed(Agent):
     def dies(self) -> None:
         """Wait until it has."""
         assert self.process is not None
-        assert self.process.wait(20 * PATIENCE) == -signal.SIGKILL
+        assert self.process.wait(bound(20)) == -signal.SIGKILL
         self.process = None
         self.asked.write_text("")
 

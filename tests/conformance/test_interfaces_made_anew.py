@@ -13,6 +13,7 @@ import pytest
 
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
+from tests.waiting import bound
 
 from .conftest import routed_lab
 from .kit import HTTP, SECOND_HTTP, UDP, Bench, counted, eventually
@@ -46,7 +47,7 @@ def sandbox(renewing: Bench) -> Iterator[Callable[[], None]]:
             lab.remove_pod("pod9")
             running = servers.pop()
             running.terminate()
-            running.wait(timeout=60)
+            running.wait(timeout=bound(20))
 
     def renew() -> None:
         stop()

@@ -18,6 +18,7 @@ from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import TCX_INGRESS
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, ask_tcp, download
+from tests.waiting import bound
 
 from .conftest import bench_of, routed_lab
 from .kit import UDP, V4, V6, Bench, Service, eventually
@@ -150,7 +151,7 @@ def test_connections_go_on_when_an_agent_comes(deserted: tuple[Bench, dict[str, 
                 assert bench.ask("pod7", services["remote1 TCP"], V4).pod == "remote1"
         finally:
             process.kill()
-            process.wait(timeout=60)
+            process.wait(timeout=bound(20))
         go_on(made)
         bench.agent.start()
         for _ in range(5):

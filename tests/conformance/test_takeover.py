@@ -20,6 +20,7 @@ from hybrid_proxy.dataplane.kernel.ipvs import Ipvs
 from hybrid_proxy.dataplane.virtual_servers import Timeouts
 from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.loads import goes_on
+from tests.waiting import bound
 
 from .conftest import bench_of, every_mode_but, new_lab, only_in, route_services, serve
 from .conversations import Flow, failures_of, wait_for_answers
@@ -66,7 +67,7 @@ def assert_went_on(opened: list[Flow], pod: str | None = None) -> None:
 
 def ends(process: subprocess.Popen[str]) -> str:
     """What it says; it must succeed."""
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=bound(40))
     assert process.returncode == 0, out
     return out
 
