@@ -1,4 +1,4 @@
-"""Waiting for programs, with a program that runs: by each way, where the kernel refuses those before it."""
+"""Waiting for programs, with a program that runs, and where the kernel refuses to wait."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from tests.clang import compile_bpf
 HERE = Path(__file__).parent
 BPF_LOOP = 181  # linux/bpf.h
 BPF = {"x86_64": 321, "aarch64": 280}[platform.machine()]
-SCHED_YIELD = {"x86_64": 24, "aarch64": 124}[platform.machine()]
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2  # linux/prctl.h, linux/seccomp.h
-REFUSE, ALLOW = 0x00050000 | 22, 0x7FFF0000  # SECCOMP_RET_ERRNO | EINVAL, which is what nohz_full answers
+REFUSE, ALLOW = 0x00050000 | 22, 0x7FFF0000  # SECCOMP_RET_ERRNO | EINVAL
 ATTEMPTS = 20
 FALLBACK = 1.0  # seconds: less than the two that a node waits, more than the program takes
 
@@ -44,11 +43,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
     loaded.close()
 
 
-def refuse(*calls: int) -> None:
-    """The calling thread gets EINVAL for these system calls from now on; other threads do not."""
-    code = struct.pack("=HBBI", 0x20, 0, 0, 0)  # the number of the call
-    for number, call in enumerate(calls):
-        code += struct.pack("=HBBI", 0x15, len(calls) - number, 0, call)
+def refuse_bpf() -> None:
+    """The calling thread gets EINVAL for bpf(2) from now on; other threads do not."""
+    code = struct.pack("=HBBI", 0x20, 0, 0, 0) + struct.pack("=HBBI", 0x15, 1, 0, BPF)  # the number of the call
     code += struct.pack("=HBBI", 0x06, 0, 0, ALLOW) + struct.pack("=HBBI", 0x06, 0, 0, REFUSE)
     buffer = ctypes.create_string_buffer(code)
     filters = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer)))
@@ -99,31 +96,12 @@ def waits_while_it_runs(program: Object) -> None:
         marks.close()
 
 
-def test_the_usual_way(program: Object) -> None:
-    waits_while_it_runs(program)
-
-
-def test_with_nohz_full_a_change_of_a_map_waits(program: Object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """membarrier answers EINVAL."""
+def test_a_change_of_a_map_waits(program: Object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grace, "FALLBACK_SECONDS", 0)
-    in_a_thread(lambda: refuse(grace.MEMBARRIER[platform.machine()]), lambda: refused_a_barrier(program))
-
-
-def refused_a_barrier(program: Object) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.syscall(grace.MEMBARRIER[platform.machine()], grace.MEMBARRIER_CMD_GLOBAL, 0, 0) == -1
     waits_while_it_runs(program)
 
 
-def test_on_one_cpu_a_change_of_a_map_waits(program: Object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """membarrier succeeds there at once, as the call does that stands here for it."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(grace, "FALLBACK_SECONDS", 0)
-    monkeypatch.setattr(grace, "MEMBARRIER", {platform.machine(): SCHED_YIELD})
-    waits_while_it_runs(program)
-
-
-def test_without_the_right_to_either_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_right_to_that_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grace, "FALLBACK_SECONDS", FALLBACK)
 
     def waits() -> None:
@@ -133,4 +111,4 @@ def test_without_the_right_to_either_there_is_time(monkeypatch: pytest.MonkeyPat
         wait_for_programs()
         assert time.monotonic() - start >= FALLBACK
 
-    in_a_thread(lambda: refuse(grace.MEMBARRIER[platform.machine()], BPF), waits)
+    in_a_thread(refuse_bpf, waits)
