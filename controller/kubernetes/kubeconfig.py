@@ -14,7 +14,7 @@ from binascii import Error as NotBase64Error
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import field
@@ -115,29 +115,20 @@ class _Context(msgspec.Struct):
     user: str | None = None
 
 
-class _NamedUser(msgspec.Struct):
-    name: str
-    user: _User | None = None
+class _Entry(msgspec.Struct):
+    """An entry of one of the lists, which has what the list is of."""
 
-
-class _NamedCluster(msgspec.Struct):
-    name: str
-    cluster: _Cluster | None = None
-
-
-class _NamedContext(msgspec.Struct):
     name: str
     context: _Context | None = None
+    cluster: _Cluster | None = None
+    user: _User | None = None
 
 
 class _File(msgspec.Struct, rename="kebab"):
     current_context: str | None = None
-    contexts: list[_NamedContext] | None = None
-    clusters: list[_NamedCluster] | None = None
-    users: list[_NamedUser] | None = None
-
-
-Named = TypeVar("Named", _NamedUser, _NamedCluster, _NamedContext)
+    contexts: list[_Entry] | None = None
+    clusters: list[_Entry] | None = None
+    users: list[_Entry] | None = None
 
 
 class _Found(NamedTuple):
@@ -234,8 +225,8 @@ def _parsed(path: Path) -> _Found:
 
 
 def _named(
-    paths: str, what: str, name: str, lists: Iterable[tuple[_Found, Sequence[Named] | None]]
-) -> tuple[_Found, Named]:
+    paths: str, what: str, name: str, lists: Iterable[tuple[_Found, Sequence[_Entry] | None]]
+) -> tuple[_Found, _Entry]:
     for found, several in lists:
         for each in several or ():
             if each.name == name:
