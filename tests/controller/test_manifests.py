@@ -208,18 +208,7 @@ def test_a_write_without_changes_is_not_reported(tmp_path: Path, run: Callable[.
     assert [key_of(event.object) for event in listener.news() if isinstance(event, Upserted)] == ["default/z"]
 
 
-def test_a_deleted_file_takes_its_objects_along(tmp_path: Path, run: Callable[..., Watcher]) -> None:
-    (tmp_path / "a.yaml").write_text(endpoints("a") + "---\n" + service("a"))
-    (tmp_path / "b.yaml").write_text(service("b"))
-    listener = run()
-    listener.news()
-    (tmp_path / "a.yaml").unlink()
-    listener.until(lambda: set(listener.objects) == {("Service", "default/b")})
-    removed = [event.kind for event in listener.news() if isinstance(event, Removed)]
-    assert sorted(removed) == ["EndpointSlice", "Service"]
-
-
-def test_what_one_look_finds_is_one_change(tmp_path: Path) -> None:
+def test_what_one_poll_finds_is_one_change(tmp_path: Path) -> None:
     """A port gets another name in a Service and its slices: nobody may see one without the other."""
     calls: list[tuple[Event, ...]] = []
     changed = threading.Event()
@@ -429,16 +418,6 @@ def test_a_file_that_vanishes_while_it_is_looked_for_keeps_what_is_known(
     assert read.snapshot is known
 
 
-def test_the_second_takes_over_when_the_first_goes(tmp_path: Path, run: Callable[..., Watcher]) -> None:
-    (tmp_path / "a.yaml").write_text(service("x", "10.96.0.1"))
-    (tmp_path / "b.yaml").write_text(service("x", "10.96.0.2"))
-    listener = run()
-    listener.until(lambda: listener.problems)
-    (tmp_path / "a.yaml").unlink()
-    listener.until(lambda: listener.addresses == {"x": "10.96.0.2"} and not listener.problems)
-    assert not any(isinstance(event, Removed) for event in listener.events)
-
-
 def test_a_file_that_is_emptied_before_it_is_written(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(service("a"))
@@ -502,7 +481,7 @@ folders = st.dictionaries(
 
 @settings(deadline=None)
 @given(st.lists(folders, min_size=1, max_size=5))
-def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[str]]]) -> None:
+def test_differences_lead_where_a_fresh_read_does(states: list[dict[str, list[str]]]) -> None:
     """Whatever happens to the files, who followed the differences knows what the source knows."""
     cluster = Cluster("")
     known = None
@@ -520,6 +499,8 @@ def test_differences_lead_where_a_fresh_look_does(states: list[dict[str, list[st
                 else manifests.difference(known, picture, folder.touched, 0.0)
             )
             known = picture
+            gone = {(event.kind, event.key) for event in events if isinstance(event, Removed)}
+            assert not gone & picture.objects.keys(), "what is in another file now is not removed before"
             for event in events:
                 cluster.apply(event)
             services = {key: value for (kind, key), value in picture.objects.items() if kind == "Service"}

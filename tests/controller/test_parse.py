@@ -109,26 +109,16 @@ NO_CIDRS = ["", "/", "10.0.0.1", "10.0.0.0/", "10.0.0.0/33", "10.0.0.0/-1", "10.
 # fmt: on
 
 
-@pytest.mark.parametrize(("text", "expected"), ADDRESSES)
-def test_canonical_address(text: str, expected: str) -> None:
-    assert addresses.canonical_address(text) == expected
+CANONICAL = {addresses.canonical_address: (ADDRESSES, NO_ADDRESSES), addresses.canonical_cidr: (CIDRS, NO_CIDRS)}
 
 
-@pytest.mark.parametrize("text", NO_ADDRESSES)
-def test_no_address(text: str) -> None:
-    with pytest.raises(ValueError, match="is not an IP address"):
-        addresses.canonical_address(text)
-
-
-@pytest.mark.parametrize(("text", "expected"), CIDRS)
-def test_canonical_cidr(text: str, expected: str) -> None:
-    assert addresses.canonical_cidr(text) == expected
-
-
-@pytest.mark.parametrize("text", NO_CIDRS)
-def test_no_cidr(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a CIDR"):
-        addresses.canonical_cidr(text)
+@pytest.mark.parametrize("canonical", CANONICAL)
+def test_canonical_form(canonical: Callable[[str], str]) -> None:
+    good, bad = CANONICAL[canonical]
+    assert {row.id: canonical(str(row.values[0])) for row in good} == {row.id: row.values[1] for row in good}
+    for text in bad:
+        with pytest.raises(ValueError, match=r"is not an IP address|is not a CIDR"):
+            canonical(text)
 
 
 @settings(deadline=None)
@@ -244,6 +234,7 @@ def test_objects_that_are_ignored(kind: str, value: object, why: str) -> None:
 FIELDS = [
     pytest.param({"clusterIPs": ["fd96::1", "10.96.0.1"], "clusterIP": "fd96::1"}, "cluster_ips",
                  ("fd96::1", "10.96.0.1"), id="1.1 families"),
+    pytest.param({"clusterIPs": ["10.96.0.1"], "clusterIP": "10.96.0.1"}, "cluster_ips", ("10.96.0.1",), id="1.1 one"),
     pytest.param({"clusterIPs": ["10.96.0.1"], "clusterIP": ""}, "cluster_ips", ("10.96.0.1",), id="1.1 list alone"),
     pytest.param({"clusterIP": "10.096.0.01"},         "cluster_ips",      ("10.96.0.1",), id="1.32 leading zeros"),
     pytest.param({"ports": [{"port": 53, "protocol": "SCTP"}]}, "ports", (ServicePort("", SCTP, 53),), id="1.5 SCTP"),
