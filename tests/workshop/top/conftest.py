@@ -38,8 +38,8 @@ def agent(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Agent]:
 
 @pytest.fixture(scope="module")
 def load(lab: Lab) -> Iterator[None]:
-    """100 connections a second to default/web from a pod, and 20 that are refused by default/empty."""
-    wanted = (("10.96.0.10:80", "100"), ("10.96.0.99:80", "20"))
+    """20 connections a second to default/web from a pod, and five that are refused by default/empty."""
+    wanted = (("10.96.0.10:80", "20"), ("10.96.0.99:80", "5"))
     clients = [
         lab.start("pod1", [*TRAFFIC, "connections", target, "--rate", rate], output=subprocess.DEVNULL)
         for target, rate in wanted

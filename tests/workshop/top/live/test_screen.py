@@ -95,7 +95,7 @@ def is_busy(screen: Top) -> bool:
 def test_the_busiest_service_is_first_and_its_backends_share(lab: Lab, agent: Agent) -> None:
     async def keys(screen: Top, pilot: Pilot[None]) -> None:
         await until(lambda: is_busy(screen), "the service under load is not first")
-        await until(lambda: 50 < float(web(screen)[1]) < 150, f"not 100 connections a second: {web(screen)}")
+        await until(lambda: 10 < float(web(screen)[1]) < 30, f"not 20 connections a second: {web(screen)}")
         await until(lambda: len(lines(screen, "backends")) == 6, "there are not three backends of each family")
         backends = [row for row in lines(screen, "backends") if not row[0].startswith("[")]
         assert {row[0] for row in backends} == {f"{pod.address4}:8080" for pod in lab.pods()}
@@ -249,7 +249,7 @@ def test_programs_get_json(lab: Lab, agent: Agent) -> None:
     looks = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(looks) == 2
     assert {row["name"] for row in looks[1]["services"]} == {"default/web:http"}
-    assert 30 < max(row["connections"] for row in looks[1]["services"]) < 300
+    assert 5 < max(row["connections"] for row in looks[1]["services"]) < 60
     assert sum(row["share"] or 0 for row in looks[1]["backends"]) == pytest.approx(1)
     assert looks[1]["mode"] == "ebpf"
 
