@@ -1,4 +1,4 @@
-"""Entries of the service table, written with each frontend beside the backend sets that it leads to."""
+"""Entries of the service table, written with each frontend next to the backend sets that it leads to."""
 
 from __future__ import annotations
 

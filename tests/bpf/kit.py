@@ -84,7 +84,7 @@ def service(
     protocol: Protocol = Protocol.TCP, when_empty: WhenEmpty = WhenEmpty.REJECT, affinity: int = 0,
     serving: Iterable[tuple[str, int]] = (),
 ) -> Entry:  # fmt: skip
-    """One ClusterIP port; `serving` are endpoints that still serve beside those of the route."""
+    """One ClusterIP port; `serving` are endpoints that still serve, in addition to those of the route."""
     members = tuple(Backend(a, p) for a, p in backends)
     route = BackendSet(members, when_empty)
     front = Front(Kind.CLUSTER_IP, address, port, route, route)

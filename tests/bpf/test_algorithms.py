@@ -514,7 +514,7 @@ def converse(bench: Bench, net: Net, sport: int, end: int) -> None:
         answer("A", 2, 1002)
 
 
-# --- beside affinity
+# --- with affinity
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -543,7 +543,7 @@ def test_datagrams_are_hashed_too(bench: Bench, net: Net) -> None:
         assert read(out).dst == place(entry, tuple_hash(net.client, sport, net.vip, 80, 17))
 
 
-# --- beside failover
+# --- with failover
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -380,7 +380,7 @@ def test_flows_of_others_stay_as_long_as_conntrack_knows_them(
 def test_a_look_that_began_before_a_service_came_does_not_forget_its_flows(
     bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conntrack is read beside the syncs; what a look finds may be older than what it compares with."""
+    """Conntrack is read while a sync runs; what a poll finds may be older than what it is compared with."""
     theirs = client_side(net, 40001)
     foreign = foreign_flows(bench)
 

@@ -169,7 +169,7 @@ def route_services(made: Lab) -> None:
 def bench(mode: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
     """The lab with an agent that runs; what it leaves behind is cleaned up, and what it said is shown on failure.
 
-    It ends with the tests of this folder: until the end of the run, its agent would work beside all others.
+    It ends with the tests of this folder: until the end of the run, its agent would work alongside all others.
     """
     with routed_lab(5, 2, SECOND) as made:
         bench = bench_of(made, mode)

@@ -57,6 +57,6 @@ def _known() -> list[Key]:
 class ForeignRules(Grouped):
     """Collects what becomes of services where another program has rules."""
 
-    title, document, heads = "services beside foreign rules", "kernels.md", ("rules",)
+    title, document, heads = "services with foreign rules", "kernels.md", ("rules",)
     marks = "<!-- rules: begin -->", "<!-- rules: end -->"
     recorded = RULES

@@ -124,7 +124,7 @@ def test_a_source_range_that_cannot_be_read_admits_nobody(bench: Bench, ranges: 
         assert not reached(bench, "client", target)
         assert reached(bench, "client", (service.external_ip(V4), service.port)), "ranges guard load-balancer IPs alone"
         rewrite(service, lambda items: items[0]["spec"].update(loadBalancerSourceRanges=[*ranges, f"{client}/32"]))
-        eventually(lambda: reached(bench, "client", target), 10, "a range beside it counts")
+        eventually(lambda: reached(bench, "client", target), 10, "the range next to it counts")
     finally:
         service.delete()
 

@@ -178,7 +178,7 @@ def test_doctor_names_the_incident(
 
 @pytest.fixture(scope="class")
 def new(clinic: Clinic) -> Iterator[Clinic]:
-    """With an agent that never saw the API server, beside one more Service, without endpoints."""
+    """With an agent that never saw the API server, and one more Service, without endpoints."""
     clinic.put(name=FIRST)
     # After "a map is full", ids of the Services that were removed are free when no flow can have them any more.
     clinic.agent.wait(lambda status: not status.dataplane.unprogrammed)

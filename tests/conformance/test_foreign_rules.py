@@ -57,7 +57,7 @@ class Others:
     Attributes:
         words: its name in the table.
         table: for `nft`.
-        asks: what must work beside it.
+        asks: what must work with these rules.
         instead: mode -> asks that fail there, by which errors, and the reason for the table.
     """
 

@@ -28,7 +28,7 @@ IDS = ["-".join(way) for way in WAYS]
 
 @pytest.fixture(scope="module")
 def beyond(bench: Bench) -> Iterator[Opener]:
-    """Sockets of the node's namespace in a cgroup beside the lab's."""
+    """Sockets of the node's namespace in a cgroup next to the lab's."""
     folder = bench.lab.cgroup.with_name(bench.lab.cgroup.name + "-beside")
     folder.mkdir()
     opener = Opener(folder, bench.lab["node"].namespace, bench.lab.environment())

@@ -106,22 +106,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     away = [item for item in items if _lacks(item)]
     if not config.getoption("--all-away"):
-        beside = [item for item in away if item.get_closest_marker("core") is None]
-        _deselect(config, items, beside)
-        config.stash[_DESELECTED] = len(beside)
-        away = [item for item in away if item not in beside]
+        not_core = [item for item in away if item.get_closest_marker("core") is None]
+        _deselect(config, items, not_core)
+        config.stash[_DESELECTED] = len(not_core)
+        away = [item for item in away if item.get_closest_marker("core") is not None]
     for item in away:
         item.stash[_AWAY] = True
         item.add_marker(pytest.mark.timeout(0), append=False)  # the guest keeps the time
     if away:  # behind all others: the guest needs the machine for itself
-        items[:] = [item for item in items if item not in away] + away
+        elsewhere = {*away}
+        items[:] = [item for item in items if item not in elsewhere] + away
         config.stash[_REMOTE] = Remote(config.getoption("--kernel"), [item.nodeid for item in away])
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], unwanted: Sequence[pytest.Item]) -> None:
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
-        items[:] = [item for item in items if item not in unwanted]
+        left_out = {*unwanted}
+        items[:] = [item for item in items if item not in left_out]
 
 
 def mode_of(item: pytest.Item) -> str | None:

@@ -95,7 +95,7 @@ class Kind:
         instead: mode -> check -> what happens instead: such a check must fail.
         rare: only `make test-long` runs it.
         pods: of this node.
-        checks: of this kind alone, beside those of all.
+        checks: of this kind alone, in addition to those of all.
         proves: what else must be true when all was asked; what is wrong, or "". `bench.agent.mode` is the mode.
     """
 

@@ -1,4 +1,4 @@
-"""A service mesh: the pod's own rules lead its connections to a proxy beside it, which asks where they were going."""
+"""A service mesh: the pod's own rules lead its connections to its sidecar, which asks where they were going."""
 
 from __future__ import annotations
 
