@@ -56,11 +56,12 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "UDP_ENDS_SOON": ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s"),
         }
     },
-    "udp_one_way": {"throughput": {"UDP_ROUNDS": 1, "UDP_SECONDS": 0.05}},
+    "udp_one_way": {"throughput": {"UDP_ROUNDS": 1, "UDP_SECONDS": 0.05, "WAYS": {"established": ()}}},
     "upgrade": {"upgrade": {**ROUNDS, "FLOWS": 1000}},
     "verifier": {"verifier": ROUNDS},
 }  # fmt: skip
 MARKS = {
+    "api_scale": [pytest.mark.long],  # test_api_scale.py
     "connections": [pytest.mark.long],  # the clients of `mode_connections`
     "changes": [pytest.mark.long],  # `api_scale` without faults
     "switch": [pytest.mark.long],  # tests/conformance/test_flows_over_a_switch.py
