@@ -73,9 +73,14 @@ def suffer(server: HostileServer, watcher: Watcher, reply: Callable[[Request], R
     watcher.until(lambda: all(server.answered[kind] >= times for kind in KINDS), "they asked, and asked again")
     assert [state for state in watcher.events[seen:] if isinstance(state, Removed)] == []
     assert watcher.state == known, "what was known stays"
+    recover(server, watcher)
+    assert watcher.state == known
+
+
+def recover(server: HostileServer, watcher: Watcher) -> None:
+    """The server answers as it should again, and is read."""
     server.turn(None)
     watcher.until(lambda: all(state.state == "read" for state in watcher.source.states()), "all is well again")
-    assert watcher.state == known
 
 
 def test_the_receiver_of_an_event_may_wait_for_a_caller_of_states(server: HostileServer) -> None:
@@ -275,8 +280,7 @@ def test_a_body_without_an_end(framing: str, small: None, server: HostileServer,
     words = "the answer has more than 1 MiB"
     watcher.until(lambda: all(words in state.why for state in watcher.source.states()), "each kind says so")
     assert said(watcher).count(words) == 1
-    server.turn(None)
-    watcher.until(lambda: all(state.state == "read" for state in watcher.source.states()), "all is well again")
+    recover(server, watcher)
 
 
 def test_an_event_without_an_end(small: None, server: HostileServer, watcher: Watcher) -> None:
@@ -287,8 +291,7 @@ def test_an_event_without_an_end(small: None, server: HostileServer, watcher: Wa
 
     server.turn(lambda request: Reply(pieces) if request.watch else None)
     watcher.until(lambda: said(watcher).count("an event is longer than 1 MiB") == 4, "each kind says so")
-    server.turn(None)
-    watcher.until(lambda: all(state.state == "read" for state in watcher.source.states()), "all is well again")
+    recover(server, watcher)
 
 
 def test_objects_without_an_end(small: None, server: HostileServer, watcher: Watcher) -> None:
