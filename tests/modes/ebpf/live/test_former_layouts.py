@@ -15,11 +15,11 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ARRAY, RECORD, recorded
 from hybrid_proxy.dataplane.modes.ebpf.generations.replacement import BRIDGE, MARK
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import dtype_of
-from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, folder_of, former_layouts
+from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean, former_layouts
 from hybrid_proxy.dataplane.table import ServiceTable
 from tests.namespaces import new_lab
 
-from ..kit import begin_flow, has_flow, serve, small
+from ..kit import begin_flow, has_flow, leave_maps, serve, small
 
 pytestmark = pytest.mark.root
 
@@ -38,25 +38,17 @@ def links(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("link_"))
 
 
-def test_pins_of_another_layout_go_when_ours_serve(options: Options) -> None:
-    serve(options)
-    ours = folder_of(options)
-    former = ours.with_name("abi1")
-    ours.rename(former)
-    attached = links(former)
-    assert attached
-    serve(options)
-    assert links(ours) == attached
-    assert former_layouts(ours) == []
-
-
-def test_flows_of_another_layout_go_on(options: Options, caplog: pytest.LogCaptureFixture) -> None:
+def test_flows_of_another_layout_go_on_and_its_pins_go_when_ours_serve(
+    options: Options, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = serve(options)
-    flow = begin_flow(folder)
+    flow, attached = begin_flow(folder), links(folder)
+    assert attached
     folder.rename(folder.with_name("abi3-00000000"))
     with caplog.at_level(logging.WARNING):
         assert serve(options) == folder
     assert has_flow(folder, flow)
+    assert links(folder) == attached
     assert former_layouts(folder) == []
     assert "flows" not in caplog.text, "older kernels are warned of other things"
 
@@ -64,7 +56,7 @@ def test_flows_of_another_layout_go_on(options: Options, caplog: pytest.LogCaptu
 def test_flows_of_a_layout_that_nothing_describes_end_and_are_counted(
     options: Options, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = serve(options)
+    ours = leave_maps(options)
     flow = begin_flow(ours)
     (ours / RECORD).unlink()
     ours.rename(ours.with_name("abi9-00000000"))
@@ -76,7 +68,7 @@ def test_flows_of_a_layout_that_nothing_describes_end_and_are_counted(
 
 
 def test_flows_of_another_meaning_end_and_are_counted(options: Options, caplog: pytest.LogCaptureFixture) -> None:
-    ours = serve(options)
+    ours = leave_maps(options)
     begin_flow(ours)
     layout = recorded(ours)
     assert layout is not None
@@ -93,7 +85,7 @@ def test_flows_of_another_meaning_end_and_are_counted(options: Options, caplog: 
 
 
 def test_an_agent_that_never_serves_leaves_a_former_layout_as_it_was(options: Options) -> None:
-    ours = serve(options)
+    ours = leave_maps(options)
     flow = begin_flow(ours)
     former = ours.rename(ours.with_name("abi3-00000000"))
     before = sorted(path.name for path in former.iterdir())
@@ -115,8 +107,7 @@ def test_this_kernel_takes_the_programs_that_choose_a_datapath(options: Options)
 
 
 def test_cleaning_up_removes_every_layout(options: Options) -> None:
-    serve(options)
-    ours = folder_of(options)
+    ours = serve(options)
     ours.rename(ours.with_name("abi1"))
     assert clean(options) > 0
     assert former_layouts(ours) == []

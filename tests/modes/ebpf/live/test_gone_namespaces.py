@@ -22,7 +22,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from tests.namespaces import new_lab
 from tests.waiting import until
 
-from ..kit import serve, small
+from ..kit import leave_maps, serve, small
 
 pytestmark = pytest.mark.root
 
@@ -45,6 +45,12 @@ def left_by_an_agent(lab: Lab, pins: Path | None = None) -> Path:
         return serve(small(lab, pins))
 
 
+def left_maps(lab: Lab) -> Path:
+    """The folder of an agent that loaded no programs."""
+    with lab.inside("node"):
+        return leave_maps(small(lab))
+
+
 def test_pins_go_with_their_namespace_and_not_before(lab: Lab) -> None:
     folder = left_by_an_agent(lab)
     held = os.open(lab["node"].namespace, os.O_RDONLY)
@@ -64,7 +70,7 @@ def test_pins_go_with_their_namespace_and_not_before(lab: Lab) -> None:
 
 
 def test_what_an_agent_holds_and_what_is_not_ours_stays(lab: Lab) -> None:
-    folder = left_by_an_agent(lab)
+    folder = left_maps(lab)
     (folder / "flows4").unlink()
     with closing(Map.pinned(folder / "flows6")) as somebodys:
         somebodys.pin(folder / "flows4")
@@ -83,7 +89,7 @@ def test_what_an_agent_holds_and_what_is_not_ours_stays(lab: Lab) -> None:
 
 def test_who_begins_to_serve_finds_no_lock_of_those_who_collect(lab: Lab) -> None:
     """A switch to mode ebpf was refused when another namespace's agent started at that moment."""
-    folder = left_by_an_agent(lab)
+    folder = left_maps(lab)
     with ThreadPoolExecutor() as pool:
         collecting = pool.submit(lambda: [collect(Options()) for _ in range(300)])
         while not collecting.done():
