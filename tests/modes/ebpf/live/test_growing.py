@@ -121,7 +121,7 @@ class Traffic:
             stream.ask()
             assert not stream.tally.moved
 
-    def moves_on(self, answers: int = 10) -> None:
+    def moves_on(self, answers: int = 5) -> None:
         """Wait until every client has had so many answers more."""
         goal = {name: tally.answered + answers for name, tally in self.tallies.items()}
         deadline = time.monotonic() + 60
@@ -130,6 +130,12 @@ class Traffic:
             assert not any(tally.failures for tally in self.tallies.values()), self.failures()
             time.sleep(0.02)
         self.ask()
+
+    def close(self) -> None:
+        """Asks all streams once more, and closes them."""
+        self.ask()
+        for stream in self.streams:
+            stream.connection.close()
 
     def failures(self) -> dict[str, Any]:
         return {name: tally.report() for name, tally in self.tallies.items() if tally.failures or tally.moved}
@@ -143,14 +149,13 @@ def traffic_of(lab: Lab) -> Iterator[Traffic]:
             tally = made.tallies[f"{place} {kind} {family.name}"] = Tally()
             target = DNS[family] if kind == "udp" else WEB[family]
             clients.append(
-                partial(load, kind, (family, target), tally=tally, rate=30, concurrency=2, timeout=PATIENT,
+                partial(load, kind, (family, target), tally=tally, rate=10, concurrency=1, timeout=PATIENT,
                         open_socket=partial(lab.socket, place))
             )  # fmt: skip
     with meanwhile(clients):
         yield made
         made.moves_on()
-    for stream in made.streams:
-        stream.connection.close()
+    made.close()
     assert not made.failures()
 
 
@@ -165,15 +170,15 @@ def roomy(status: dict[str, Any]) -> bool:
 
 
 def test_maps_grow_under_load(lab: Lab) -> None:
-    """From a handful of entries, because something did not fit, or was about not to."""
+    """From a handful of entries, because something did not fit, or was about not to; figures never go back."""
     child = Child(lab)
     first = child.do("status")
     with traffic_of(lab) as traffic:
         traffic.open_streams(5)
         traffic.moves_on()
-        counted = child.do("status")["counters"]["new_flow"]
-        for _ in range(3):
-            assert child.do("more 40") == []
+        counted, before = child.do("status")["counters"]["new_flow"], figures(child)
+        for _ in range(2):
+            assert child.do("more 60") == []
             traffic.moves_on()
             traffic.open_streams(5)
             child.maintain_until(roomy)
@@ -185,23 +190,10 @@ def test_maps_grow_under_load(lab: Lab) -> None:
     assert last["unprogrammed"] == last["warnings"] == []
     assert last["counters"]["new_flow"] > counted
     assert last["counters"]["drop_no_port"] == last["counters"]["slot_lost"] == 0
-    child.end()
-
-
-def test_what_was_counted_stays_when_maps_grow(lab: Lab) -> None:
-    """Figures of a service never go back; those of a backend begin anew."""
-    child = Child(lab)
-    with traffic_of(lab) as traffic:
-        traffic.moves_on()
-    before = figures(child)
-    assert before["flows"] >= 40
-    assert child.do("grow")
     after = figures(child)
-    assert all(after[name] >= before[name] for name in before), (before, after)
-    assert after["flows"] == before["flows"]
-    with traffic_of(lab) as traffic:
-        traffic.moves_on()
-    assert figures(child)["flows"] >= before["flows"] + 40
+    assert all(after[name] > before[name] > 0 for name in before), (before, after)
+    assert child.do("grow")
+    assert figures(child)["flows"] == after["flows"], "while nothing begins, none is lost"
     child.end()
 
 
@@ -231,17 +223,18 @@ def test_bounds_are_reported(lab: Lab) -> None:
 
 def test_a_resize_that_fails_is_reported_and_tried_again(lab: Lab) -> None:
     child = Child(lab)
-    with traffic_of(lab) as traffic:
-        assert child.do("refuse 1")
-        refused = child.do("more 40")
-        assert refused
-        assert "is full" in refused[0]
-        assert any("maps cannot grow" in message for message in child.do("status")["warnings"])
-        traffic.moves_on()
-        assert child.do("retry")
-        last = child.maintain_until(lambda status: not status["unprogrammed"])
-        assert last["warnings"] == []
-        traffic.moves_on()
+    traffic = Traffic(lab)
+    traffic.open_streams(2)
+    assert child.do("refuse 1")
+    refused = child.do("more 40")
+    assert refused
+    assert "is full" in refused[0]
+    assert any("maps cannot grow" in message for message in child.do("status")["warnings"])
+    traffic.ask()
+    assert child.do("retry")
+    last = child.maintain_until(lambda status: not status["unprogrammed"])
+    assert last["warnings"] == []
+    traffic.close()
     child.end()
 
 
@@ -259,7 +252,7 @@ PINS = [(f"die pins {n}", "grow") for n in range(1, 6)]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "kills",
-    [[("begin",), STEPS_OF_LARGER[3], PINS[1]], pytest.param([*STEPS_OF_LARGER, *PINS], marks=pytest.mark.long)],
+    [[STEPS_OF_LARGER[3], PINS[1]], pytest.param([("begin",), *STEPS_OF_LARGER, *PINS], marks=pytest.mark.long)],
     ids=["some", "all"],
 )
 def test_the_agent_is_killed_while_maps_grow(lab: Lab, kills: list[tuple[str, ...]]) -> None:
@@ -295,7 +288,7 @@ STARTS = {"restart": (SAME, len(RESTART) + 2), "tables-of-flows": (SIZES, len(BR
     ("row", "steps"),
     [
         ("restart", (2,)),
-        ("tables-of-flows", (2, 8, 9, 11)),
+        ("tables-of-flows", (8, 11)),
         *(
             pytest.param(row, tuple(range(1, count + 1)), marks=pytest.mark.long, id=f"{row}-all")
             for row, (_, count) in STARTS.items()
@@ -335,9 +328,7 @@ def test_a_smaller_table_of_flows_keeps_all_that_are_open(lab: Lab) -> None:
     child.end()
     child = Child(lab, flows=16)
     assert 80 <= entries(child.do("status"), "flows4") < 1 << 13
-    traffic.ask()
-    for stream in traffic.streams:
-        stream.connection.close()
+    traffic.close()
     child.end()
 
 
