@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 NEARLY_FULL: Final = 0.95  # of conntrack: then the kernel begins to drop entries early (nf_conntrack_max95)
 # A socket that replied to a stray segment replies to no other one for half a second (net.ipv4.tcp_invalid_ratelimit).
 CHALLENGE_SECONDS: Final = 0.6
-SHOWN: Final = 5  # repaired objects that a message names
 RELAY_TABLE: Final = "hybrid-proxy-userspace"
 RELAY_PORTS: Final = "listeners"  # a set of that table: protocol . proxy port
 
@@ -221,13 +220,6 @@ class NetfilterMode(Programmer):
         """Note that another process changed our tables; called from any thread."""
         self._touched.set()
         self._request_maintenance()
-
-    def _log_repairs(self, damage: Sequence[str]) -> None:
-        """Log what another program changed and what is repaired now."""
-        more = "; ..." if len(damage) > SHOWN else ""
-        log.warning(
-            "repairing %d objects that another program changed: %s%s", len(damage), "; ".join(damage[:SHOWN]), more
-        )
 
     def _maintain_common(self) -> None:
         if self._localhost is not None:

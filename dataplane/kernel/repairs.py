@@ -23,6 +23,12 @@ SHOWN: Final = 5  # damaged objects in one line of the log
 Pins = Mapping[str, int]  # the inode of each file in a pin directory, by name
 
 
+def log_repairs(damage: Sequence[str]) -> None:
+    """Logs what another program changed, and what is repaired now."""
+    more = f"; and {len(damage) - SHOWN} more" if len(damage) > SHOWN else ""
+    log.warning("repairing %d objects that another program changed: %s%s", len(damage), "; ".join(damage[:SHOWN]), more)
+
+
 class Repairable(Protocol):
     """A part of the datapath that another program may damage."""
 
@@ -173,10 +179,7 @@ class Repairs:
             return
         new = [message for message in damage if message not in self.unrepaired]
         if new:
-            more = f"; and {len(new) - SHOWN} more" if len(new) > SHOWN else ""
-            log.warning(
-                "repairing %d objects that another program changed: %s%s", len(new), "; ".join(new[:SHOWN]), more
-            )
+            log_repairs(new)
         failures = list(self._repair())
         before, self.unrepaired = self.unrepaired, tuple(self.damage())
         self.count += max(0, len(damage) - len(self.unrepaired))

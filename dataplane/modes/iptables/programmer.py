@@ -16,6 +16,7 @@ from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
+from hybrid_proxy.dataplane.kernel.repairs import log_repairs
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, find, present
 from hybrid_proxy.dataplane.mode import (
     Mode,
@@ -211,7 +212,7 @@ class Iptables(TranslatingMode):
         return now >= self._audit_at + self.options.sync_seconds
 
     def _repair(self, damage: list[str]) -> None:
-        self._log_repairs(damage)
+        log_repairs(damage)
         self._full, self._damage = True, damage
         self._audit_at = self._clock() + REPAIR_PAUSE
         self._touched.set()  # compare again soon: the repair may fail, or be undone meanwhile

@@ -16,6 +16,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel.ipset import LIMIT, Ipsets
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs as VirtualServers
 from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
+from hybrid_proxy.dataplane.kernel.repairs import log_repairs
 from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
@@ -236,7 +237,7 @@ class Ipvs(NetfilterMode):
         if self._left and not self.actual.held.keys() | self.actual.addresses <= self._flows.addresses:
             self._hold(self.table.node)
         if damage := self.audit.step():
-            self._log_repairs(damage)
+            log_repairs(damage)
             self._owed += len(damage)
         if self._owed:
             self._repair()

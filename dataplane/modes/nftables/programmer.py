@@ -14,6 +14,7 @@ from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
+from hybrid_proxy.dataplane.kernel.repairs import log_repairs
 from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
@@ -142,7 +143,7 @@ class Nftables(TranslatingMode):
                 return plan, plan.fill(services, replace=False)
             reason = plan.irreparable(skeleton)
             if reason:
-                log.warning("table %s %s is made anew: %s", family.name, TABLE, reason)
+                log.warning("table %s %s is recreated: %s", family.name, TABLE, reason)
                 return plan, plan.fill(services, replace=True)
             contents = self._contents(family, skeleton)
             if contents is not None:
@@ -208,7 +209,7 @@ class Nftables(TranslatingMode):
         self._verified()
         if repaired := [f"table {name} {TABLE}: {describe(done)}" for name, done in written.items() if done]:
             self.audit_repairs += len(repaired)
-            self._log_repairs(repaired)
+            log_repairs(repaired)
             self._judge(self.table, self.table.services.keys(), repaired=True)
 
     def _skeleton_repair(self) -> list[tuple[Family, list[op.Operation]]]:

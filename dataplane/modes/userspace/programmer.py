@@ -15,6 +15,7 @@ from hybrid_proxy.dataplane.kernel import policy
 from hybrid_proxy.dataplane.kernel.conntrack import delete_translated, open_flows
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
+from hybrid_proxy.dataplane.kernel.repairs import log_repairs
 from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
@@ -273,7 +274,7 @@ class Userspace(NetfilterMode):
             self._full |= more
         if wrong:
             self.audit_repairs += len(wrong)
-            self._log_repairs(wrong)
+            log_repairs(wrong)
         if self._full:  # also when the last attempt failed
             self.sync(self.table)
         elif self._unprogrammed:
