@@ -21,7 +21,14 @@ from make import (
 )
 
 from hybrid_proxy.controller.semantics.entries import DetectLocalMode
-from hybrid_proxy.controller.semantics.explain import Packet, Verdict, explain, packet_from_dict, verdict_to_dict
+from hybrid_proxy.controller.semantics.explain import (
+    Packet,
+    Verdict,
+    destination_of,
+    explain,
+    packet_from_dict,
+    verdict_to_dict,
+)
 from hybrid_proxy.dataplane.table import Protocol
 
 POD, OTHER_POD, ME, OUT = "10.1.0.1", "10.1.7.7", "192.168.0.1", "203.0.113.9"
@@ -266,3 +273,47 @@ def test_another_table_gets_another_answer():
     assert explain(TABLE, Packet("x", OUT, "1.1.1.1", 80, "tcp")).verdict == "dnat"
     assert explain(table(NODE), Packet("x", OUT, "1.1.1.1", 80, "tcp")).verdict == "untouched"
     assert explain(TABLE, Packet("x", OUT, "1.1.1.1", 80, "tcp")).verdict == "dnat"
+
+
+DNS_PORTS = (
+    ServicePort("dns", Protocol.UDP, 53), ServicePort("dns-tcp", Protocol.TCP, 53), ServicePort("stats", Protocol.TCP, 91)
+)  # fmt: skip
+NAMED = table(
+    NODE, service(), service("dns", cluster_ips=("10.96.0.53", "fd96::53"), ports=DNS_PORTS),
+    service("lb", type="LoadBalancer", cluster_ips=("10.96.0.40",), load_balancer_ips=("5.5.5.5",)),
+)  # fmt: skip
+
+
+# fmt: off
+DESTINATIONS = [
+    pytest.param("web",    "",      "",     0, "10.96.0.10 80 TCP",  id="the only port"),
+    pytest.param("web",    "http",  "",     4, "10.96.0.10 80 TCP",  id="a name"),
+    pytest.param("web",    "443",   "udp",  0, "10.96.0.10 443 UDP", id="a number that it does not have"),
+    pytest.param("lb",     "80",    "",     0, "10.96.0.40 80 TCP",  id="its ClusterIP, not the load balancer's"),
+    pytest.param("dns",    "53",    "",     0, "10.96.0.53 53 TCP",  id="TCP where nothing is said"),
+    pytest.param("dns",    "53",    "udp",  6, "fd96::53 53 UDP",    id="protocol and family as asked"),
+    pytest.param("dns",    "dns",   "",     6, "fd96::53 53 UDP",    id="the protocol of the name"),
+    pytest.param("dns",    "",      "udp",  0, "10.96.0.53 53 UDP",  id="the only port of a protocol"),
+    pytest.param("dns",    "stats", "",     0, "10.96.0.53 91 TCP",  id="another name"),
+]
+NO_DESTINATION = [
+    pytest.param("web",    "",      "",     6, "default/web has no IPv6", id="no address of that family"),
+    pytest.param("web",    "https", "",     0, "80 (http)",          id="an unknown name: what there is"),
+    pytest.param("dns",    "",      "",     0, "53 (dns), 53 (dns-tcp), 91 (stats)", id="several ports"),
+    pytest.param("dns",    "",      "sctp", 0, "none of protocol sctp", id="no port of that protocol"),
+    pytest.param("nobody", "",      "",     0, "no service default/nobody", id="no such service"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("of", "port", "protocol", "family", "expected"), DESTINATIONS)
+def test_the_destination_of_a_service(of, port, protocol, family, expected):
+    found = destination_of(NAMED, f"default/{of}", port, protocol, family)
+    assert f"{found.address} {found.port} {found.protocol.name}" == expected
+
+
+@pytest.mark.parametrize(("of", "port", "protocol", "family", "words"), NO_DESTINATION)
+def test_a_destination_that_there_is_not(of, port, protocol, family, words):
+    with pytest.raises(LookupError) as error:
+        destination_of(NAMED, f"default/{of}", port, protocol, family)
+    assert words in str(error.value)
