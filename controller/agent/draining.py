@@ -53,7 +53,7 @@ class Draining:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def _tell(self, reason: str, note: str) -> None:
+    def _announce(self, reason: str, note: str) -> None:
         log.info("%s", note)
         self._report(reason, note)
 
@@ -124,7 +124,7 @@ class Draining:
         left = self._left[name]
         seconds = time.monotonic() - (left.since or time.monotonic())
         rest = f"; {described(left.flows)} end with it" if any(left.flows.values()) else ""
-        self._tell(
+        self._announce(
             "Drained", f"mode {name} drained for {seconds:.0f} s; it began with {described(left.first or {})}{rest}"
         )
         try:
@@ -177,7 +177,7 @@ class Draining:
             left.flows = left.programmer.open_flows(left.table)
             if left.first is None:
                 left.first = left.flows
-                self._tell("Draining", f"mode {name} drains: {described(left.flows)} go on until they are over")
+                self._announce("Draining", f"mode {name} drains: {described(left.flows)} go on until they are over")
             late = bool(self.timeout) and time.monotonic() - left.since >= self.timeout
             if late and any(left.flows.values()):
                 log.warning("mode %s goes, because its time to drain is over: %s end", name, described(left.flows))

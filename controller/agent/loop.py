@@ -260,7 +260,7 @@ class Agent:
                 self._report_unprogrammed()
                 self.syncer.flush_log()
                 self._trim_memory()
-                self.notebook.look()
+                self.notebook.update()
 
     def end(self, why: str, *, failed: bool = False) -> int:
         """Leave the dataplane as it is; the exit code."""
@@ -325,7 +325,7 @@ class Agent:
             print(*start_lines(START.parts), f"{START.processor:.3f} s of a processor in all", sep="\n", flush=True)
 
     def _may_have_drifted(self) -> None:
-        self.maintenance.hurry()
+        self.maintenance.request()
 
     def _links_changed(self) -> None:
         self._read_addresses()

@@ -46,7 +46,8 @@ class Maintenance:
         """Start from 0: another mode was opened, with its own count of repairs."""
         self._repairs = 0
 
-    def hurry(self) -> None:
+    def request(self) -> None:
+        """Have the next `run` maintain the mode."""
         self._maintain_at = 0.0
 
     def run(self) -> bool:
@@ -54,7 +55,7 @@ class Maintenance:
         if self._clock() >= self._check_at:
             self._check_at = self._clock() + CHECK_SECONDS
             if self._may_have_drifted():
-                self.hurry()
+                self.request()
         if self._clock() < self._maintain_at:
             return False
         self._maintain()

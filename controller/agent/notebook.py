@@ -83,7 +83,7 @@ class Notebook:
         self._collect()
         return [replace(row, number=number) for number, row in enumerate(self._before, 1 - len(self._before))]
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Say that the agent lives, and write what is new, at most every `WRITE_SECONDS`; called once a second."""
         if self._writer is not None and self._writer.is_alive():
             return

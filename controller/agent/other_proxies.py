@@ -1,4 +1,4 @@
-"""Looks for other proxies on this node, on a thread of its own: at the start and every minute."""
+"""Searches for other proxies on this node, on a thread of its own: at the start and every minute."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class OtherProxiesWatcher:
         threading.Thread(target=self._run, name="other-proxies", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more; returns at once."""
+        """Search no more; returns at once."""
         self._stop.set()
 
-    def look(self) -> None:
-        """Look once; never raises."""
+    def search(self) -> None:
+        """Search once; never raises."""
         try:
             seen = find_other_proxies(self.mode, self._drains())
             found = warnings(seen if self.settled else msgspec.structs.replace(seen, ours=()), beside=self._beside)
         except Exception:
-            log.exception("looking for other proxies failed")
+            log.exception("the search for other proxies failed")
             return
         before, self.warnings = self.warnings, found
         for warning in found:
@@ -71,6 +71,6 @@ class OtherProxiesWatcher:
 
     def _run(self) -> None:
         while True:
-            self.look()
+            self.search()
             if self._stop.wait(self._seconds):
                 return

@@ -14,7 +14,10 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from hybrid_proxy.controller.text import printable
 
-__all__ = ["Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "table"]
+__all__ = [
+    "Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "several", "some",
+    "table",
+]  # fmt: skip
 
 Row = TypeVar("Row")
 Row_contra = TypeVar("Row_contra", contravariant=True)
@@ -23,6 +26,7 @@ GAP: Final = 2
 INDENT: Final = 4
 UNKNOWN: Final = "-"
 LEAST: Final = 12  # characters in a line of a text that is cut or wrapped
+SHOWN: Final = 3  # names in a sentence
 CUT: Final = "…"
 
 
@@ -148,6 +152,17 @@ def fits(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen) ->
 def painted(text: str, tone: Tone, screen: Screen) -> str:
     """The text in the colour of its tone, where the screen has colours."""
     return f"\x1b[{tone}m{text}\x1b[0m" if screen.colours and tone and text else text
+
+
+def several(count: int, noun: str) -> str:
+    """`1 backend`, `3 backends`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def some(items: Sequence[str], separator: str = ", ") -> str:
+    """The first three, and how many more there are."""
+    left = len(items) - SHOWN
+    return separator.join(items[:SHOWN]) + (f" and {left} more" if left > 0 else "")
 
 
 def duration(seconds: float) -> str:

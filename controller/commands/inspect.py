@@ -52,11 +52,11 @@ TRIES: Final = "`hybrid-proxy doctor NAMESPACE/NAME` tries one to each"
 WATCH_SECONDS: Final = 1.0
 
 
-def _list(look: _Look, args: argparse.Namespace) -> int:
+def _list(read: _Read, args: argparse.Namespace) -> int:
     """Print one of the listings; the exit code."""
     if args.watch:
-        return _watch(args, look)
-    found = _look(args, look)
+        return _watch(args, read)
+    found = _read(args, read)
     print_rows(args, found.columns, found.rows)
     for note in found.notes if args.output in ("text", "wide") else ():
         _say(note)
@@ -71,14 +71,14 @@ class _Found(NamedTuple):
     notes: Sequence[str] = ()
 
 
-_Look = Callable[["Programmed", argparse.Namespace], _Found]
+_Read = Callable[["Programmed", argparse.Namespace], _Found]
 
 
-def _look(args: argparse.Namespace, look: _Look) -> _Found:
+def _read(args: argparse.Namespace, read: _Read) -> _Found:
     from hybrid_proxy.controller.commands.views import programmed
 
     with contextlib.closing(programmed(args.admin_socket, args.pin_root, draining=args.command == "flows")) as here:
-        found = look(here, args)
+        found = read(here, args)
     return found._replace(notes=[here.note, *found.notes]) if here.note else found
 
 
@@ -116,15 +116,15 @@ def _with_ejections(rows: list[BackendRow], agent: NamesAnswer | None) -> list[B
     return rows
 
 
-def _watch(args: argparse.Namespace, look: _Look) -> int:
+def _watch(args: argparse.Namespace, read: _Read) -> int:
     """Print all rows, then each one that comes, changes or goes, until Ctrl-C."""
-    first = _look(args, look)
+    first = _read(args, read)
     start = [Change("added", row) for row in first.rows]
 
     def following(before: _Found) -> _Found:
         """A service that goes is gone, and may come again."""
         try:
-            return _look(args, look)
+            return _read(args, read)
         except UnknownName:
             return before._replace(rows=[])
 

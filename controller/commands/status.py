@@ -8,7 +8,7 @@ from enum import Enum
 from textwrap import wrap
 from typing import Final, NamedTuple
 
-from hybrid_proxy.controller.commands.columns import Screen, Tone, duration, painted
+from hybrid_proxy.controller.commands.columns import Screen, Tone, duration, painted, several, some
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import (
@@ -26,7 +26,7 @@ __all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "ve
 
 NEARLY_FULL: Final = 0.9
 LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
-FIRST: Final = 3  # reasons in the first line, names in a list
+FIRST: Final = 3  # reasons in the first line
 SEVERAL: Final = ("configuration", "last sync failed")  # our own errors, which may have several lines
 
 
@@ -81,7 +81,7 @@ def troubles(status: AgentStatus) -> list[Trouble]:
         )
     if dataplane.failing:
         details = [f"{name}: each backend refused its last connection, or did not answer" for name in dataplane.failing]
-        found.append(Trouble(f"all backends of {_some(dataplane.failing)} fail", "failing", details))
+        found.append(Trouble(f"all backends of {some(dataplane.failing)} fail", "failing", details))
     if dataplane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in dataplane.unprogrammed]
         found.append(Trouble(f"{_many(details, 'service port')} not programmed", "NOT PROGRAMMED", details))
@@ -109,14 +109,9 @@ def troubles(status: AgentStatus) -> list[Trouble]:
     if status.configuration.refused:
         found.append(Trouble("the newest configuration is not used", "configuration", [status.configuration.refused]))
     if empty := sorted({lack.service.partition(":")[0] for lack in status.without_backend if lack.clients == "all"}):
-        text = f"{_several(len(empty), 'service')} without a backend: {_some(empty)}"
+        text = f"{several(len(empty), 'service')} without a backend: {some(empty)}"
         found.append(Trouble("", "note", [text], Verdict.OK))
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - FIRST
-    return ", ".join(names[:FIRST]) + (f" and {more} more" if more > 0 else "")
 
 
 def _sync_troubles(status: AgentStatus) -> Iterator[Trouble]:
@@ -187,7 +182,7 @@ def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, w
     yield from _agent_lines(status)
     for left in status.draining:
         yield from _draining_lines(left, now)
-    known = "no service table yet" if status.starting else _several(status.services, "service")
+    known = "no service table yet" if status.starting else several(status.services, "service")
     yield from _source_lines(status.source, known, now)
     yield from _configuration_lines(status.configuration)
     yield from _dataplane_lines(status.dataplane, wide=wide)
@@ -214,7 +209,7 @@ def _lines_without_agent(status: NoAgentStatus) -> Iterator[str]:
     for problem in status.problems:
         yield from _detail_lines("left out" if problem.in_use else "refused", [problem.text])
     for name, found in status.programmed.items():
-        ports = _several(found.service_ports, "service port")
+        ports = several(found.service_ports, "service port")
         yield f"  mode {name} is in place and serves {ports} as last programmed ({found.place})"
     if not status.programmed:
         yield "  nothing is programmed in this network namespace"
@@ -304,7 +299,7 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
         if ebpf.probes.targets:
             yield f"probes: {ebpf.probes.targets} backends are probed, {ebpf.probes.down} of them fail"
     if dataplane.slow_starts:
-        yield f"slow start: {_several(dataplane.slow_starts, 'backend')} without the whole share of new connections yet"
+        yield f"slow start: {several(dataplane.slow_starts, 'backend')} without the whole share of new connections yet"
     yield f"events: {_counters_text(dataplane.counters)}"
     for warning in dataplane.warnings:
         yield f"note: {warning}"
@@ -322,15 +317,11 @@ def _counters_text(counters: Mapping[str, int]) -> str:
 def _hook_lines(ebpf: EbpfStatus) -> Iterator[str]:
     """Where mode ebpf is attached."""
     pods, sockets, xdp = ebpf.pods, ebpf.sockets, ebpf.xdp
-    yield f"pods: {_several(len(pods.interfaces), 'interface')} by {pods.kind}: {' '.join(pods.interfaces) or '-'}"
+    yield f"pods: {several(len(pods.interfaces), 'interface')} by {pods.kind}: {' '.join(pods.interfaces) or '-'}"
     yield f"XDP ({xdp.setting}): {' '.join(xdp.interfaces) or 'no uplink; tc serves them all'}"
     yield from (f"  {name} is left to tc: {reason}" for name, reason in xdp.left_to_tc.items())
     served = f"served in cgroup {sockets.cgroup}" if sockets.cgroup else f"not served: {sockets.reason}"
     yield f"sockets of the node: {served}"
-
-
-def _several(count: int, one: str) -> str:
-    return f"{count} {one}" + "s" * (count != 1)
 
 
 def _memory_lines(ebpf: EbpfStatus) -> Iterator[str]:

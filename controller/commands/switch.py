@@ -33,7 +33,7 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.dataplane.reports import FlowRow
 
 SERVE_SECONDS: Final = 60.0  # until another mode has programmed its first table
-LOOK_SECONDS: Final = 0.2
+POLL_SECONDS: Final = 0.2
 COUNT_SECONDS: Final = 1.0
 
 
@@ -112,7 +112,7 @@ def _served(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
             return status
         if time.monotonic() > until:
             raise ControllerError(f"mode {answer.mode} is not in sync after {SERVE_SECONDS:g} s: {status.error}")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def _waited(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:

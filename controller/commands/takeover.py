@@ -29,7 +29,7 @@ from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.table import Protocol
 from hybrid_proxy.dataplane.virtual_servers import Server
 
-LOOK_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 1.0
 SAY_SECONDS: Final = 10.0
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     agent = _status(args)
     services = _services(args)
-    found = _look(agent, services)
+    found = _survey(agent, services)
     if args.dry_run:
         if args.output == "json":
             print_value("json", found)
@@ -86,7 +86,7 @@ def _services(args: argparse.Namespace) -> Mapping[Key, None]:
         return dict.fromkeys(frontends(known.services()))
 
 
-def _look(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:
+def _survey(agent: AgentStatus, services: Mapping[Key, None]) -> Takeover:
     from hybrid_proxy.dataplane import kube_proxy  # brings pyroute2
 
     left = kube_proxy.find()
@@ -147,7 +147,7 @@ def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
         if time.monotonic() - said >= SAY_SECONDS:
             said = time.monotonic()
             say(f"{described(need)} still need what kube-proxy left", to=sys.stderr)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         _refuse(agent, find_other_proxies(agent.mode.effective).evidence)
 
 

@@ -30,7 +30,7 @@ from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, Se
 from hybrid_proxy.dataplane.reports import PacketEvent
 from hybrid_proxy.dataplane.settings import duration
 
-LOOK_SECONDS: Final = 0.5
+POLL_SECONDS: Final = 0.5
 NONE: Final = 1 << 62  # no event has a larger number
 ALL: Final = -NONE  # those of agents before this one, too
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
@@ -136,7 +136,7 @@ def _followed(args: argparse.Namespace, since: float | None) -> Iterator[PacketE
     rows, after = _events(args, 0 if since is None else ALL)
     yield from _within(rows, since)
     while True:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         rows, after = _events(args, after)
         yield from rows
 
@@ -147,7 +147,7 @@ def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
     after = ask(args.admin_socket, GetEvents(NONE), EventsAnswer).last
     while time.monotonic() < end:
         ask(args.admin_socket, SetTrace(args.service, client, LEASE_SECONDS), TraceAnswer)
-        time.sleep(min(LOOK_SECONDS, max(0.0, end - time.monotonic())))
+        time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
         rows, after = _events(args, after)
         yield from (row for row in rows if not client or client in _ends(row))
     ask(args.admin_socket, SetTrace(None, None, 0), TraceAnswer)

@@ -330,27 +330,27 @@ class TestWatching:
         watcher = OtherProxiesWatcher("ebpf", reported.append)
         nft("table ip kube-proxy {}")
         for _ in range(3):
-            watcher.look()
+            watcher.search()
         assert len(reported) == 1
         assert reported == list(watcher.warnings)
         assert caplog.text.count("other proxy: kube-proxy left its") == 1
         nft("delete table ip kube-proxy")
-        watcher.look()
+        watcher.search()
         assert watcher.warnings == ()
 
     def test_the_mode_before_is_no_other_proxy_until_the_new_one_serves(self):
         reported: list[str] = []
         watcher = OtherProxiesWatcher("ebpf", reported.append)
         nft("table ip hybrid-proxy {}")
-        watcher.look()
+        watcher.search()
         assert reported == []
         watcher.settled = True
-        watcher.look()
+        watcher.search()
         assert len(reported) == 1
 
     def test_what_goes_wrong_stays_inside(self, monkeypatch, caplog):
         monkeypatch.setattr(
             "hybrid_proxy.controller.agent.other_proxies.find_other_proxies", lambda _mode, _drains: 1 // 0
         )
-        OtherProxiesWatcher("ebpf", pytest.fail).look()
+        OtherProxiesWatcher("ebpf", pytest.fail).search()
         assert "ZeroDivisionError" in caplog.text

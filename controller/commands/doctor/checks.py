@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.controller.commands.columns import duration, several, some
 from hybrid_proxy.controller.commands.doctor.facts import (
     CAUSES,
     LOST,
@@ -33,7 +34,6 @@ SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how co
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 AS_LEFT: Final = ", as the agent before this one left it"
 AS_ROOT: Final = "run as root, on the node itself"
-SHOWN: Final = 3  # names in a sentence
 
 
 def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = (), seconds: float = 0.0) -> Diagnosis:
@@ -60,7 +60,7 @@ def _rank(finding: Finding) -> int:
 def _verdict(target: str, problems: list[Finding], warnings: list[Finding], tried: Sequence[Tried]) -> str:
     if problems:
         rest = len(problems) - 1
-        more = f" (and {_many(rest, 'other problem')})" if rest else ""
+        more = f" (and {several(rest, 'other problem')})" if rest else ""
         return f"{problems[0].text}{more}"
     asked = [each for each in tried if each.outcome in ("answered", "accepted")]
     well = "the node is well" if target == "node" else f"{target} is well"
@@ -104,7 +104,9 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def _without_agent(facts: NodeFacts) -> Finding:
-    ports = ", ".join(f"mode {mode} serves {_many(count, 'service port')}" for mode, count in facts.programmed.items())
+    ports = ", ".join(
+        f"mode {mode} serves {several(count, 'service port')}" for mode, count in facts.programmed.items()
+    )
     what = f"{ports} as last programmed, and changes are not followed" if ports else "nothing is programmed here"
     if facts.unread:
         what = f"what is programmed cannot be read: {facts.unread}"
@@ -125,7 +127,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
 
 
 def _agent_findings(agent: AgentStatus, *, serves: bool) -> Iterator[Finding]:
-    yield Finding("ok", "agent", f"it runs on node {agent.node}, up {_span(agent.uptime_seconds)}")
+    yield Finding("ok", "agent", f"it runs on node {agent.node}, up {duration(agent.uptime_seconds)}")
     mode = agent.mode
     if mode.degraded:
         text = f"mode {mode.effective} serves, {mode.requested} was asked for: {mode.reason}"
@@ -144,7 +146,7 @@ def _agent_findings(agent: AgentStatus, *, serves: bool) -> Iterator[Finding]:
     yield from _objects(agent)
     yield from _tables(agent)
     if failing := agent.dataplane.failing:
-        text = f"all backends of {_many(len(failing), 'service port')} fail: {_some(failing)}"
+        text = f"all backends of {several(len(failing), 'service port')} fail: {some(failing)}"
         todo = f"hybrid-proxy doctor {failing[0].partition(':')[0]}"
         yield Finding("problem", "backends", text, todo, "backends-fail")
     for trouble in (*agent.health_checks.listeners.values(), *agent.health_checks.failed.values()):
@@ -161,7 +163,7 @@ def _sync(agent: AgentStatus, source: Finding) -> Finding:
     if not agent.synced and not agent.drift:
         text = "not everything that is known is programmed yet"
         return Finding("problem", "sync", text, "ask again in some seconds, then read the agent's log", "not-in-sync")
-    return Finding("ok", "sync", f"{_many(agent.services, 'service')} in sync")
+    return Finding("ok", "sync", f"{several(agent.services, 'service')} in sync")
 
 
 def _source(agent: AgentStatus, *, serves: bool) -> Finding:
@@ -218,7 +220,7 @@ def _unprogrammed(rows: Sequence[Unprogrammed]) -> Iterator[str]:
     """A sentence for each reason."""
     for reason in dict.fromkeys(row.reason for row in rows):
         entries = list(dict.fromkeys(row.entry for row in rows if row.reason == reason))
-        yield f"{_some(entries)} {_verb(entries, 'is', 'are')} not programmed: {reason}"
+        yield f"{some(entries)} {_verb(entries, 'is', 'are')} not programmed: {reason}"
 
 
 def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
@@ -238,7 +240,7 @@ def _reverse_path(facts: NodeFacts) -> Finding:
         text = f"rp_filter drops packets ({counted} just now): the route back is by another interface"
         todo = "correct the route, or set net.ipv4.conf.*.rp_filter to 2 where two ways are meant"
         return Finding("warning", "rp_filter", text, todo, "reverse-path")
-    return Finding("ok", "rp_filter", f"strict at {_some(strict)}, and drops nothing" if strict else "nowhere strict")
+    return Finding("ok", "rp_filter", f"strict at {some(strict)}, and drops nothing" if strict else "nowhere strict")
 
 
 def _conntrack(facts: NodeFacts) -> Finding:
@@ -264,7 +266,7 @@ def _ejected(facts: NodeFacts) -> Finding:
         return Finding("ok", "backends", "none is ejected")
     rows = [f"{row.address} of {row.service}: {row.state}" for row in facts.ejections]
     todo = f"hybrid-proxy doctor {facts.ejections[0].service.partition(':')[0]}"
-    return Finding("warning", "backends", f"failing: {_some(rows, '; ')}", todo, "ejected")
+    return Finding("warning", "backends", f"failing: {some(rows, '; ')}", todo, "ejected")
 
 
 def _empty(facts: NodeFacts) -> Finding:
@@ -273,7 +275,7 @@ def _empty(facts: NodeFacts) -> Finding:
         return Finding("unknown", "endpoints", facts.unread or "no service port is programmed", todo)
     if not facts.empty:
         return Finding("ok", "endpoints", "each service port has some")
-    text = f"{_many(len(facts.empty), 'service port')} without a backend: {_some(facts.empty)}"
+    text = f"{several(len(facts.empty), 'service port')} without a backend: {some(facts.empty)}"
     todo = f"hybrid-proxy doctor {facts.empty[0].partition(':')[0]}"
     return Finding("warning", "endpoints", text, todo, "empty-services")
 
@@ -294,7 +296,7 @@ def _by_reason(events: Sequence[PacketEvent]) -> str:
     counts = Counter((row.message, row.service or row.destination) for row in events)
     failed = {(row.message, row.service or row.destination) for row in events if row.what == "fail"}
     rows = sorted(counts.most_common(), key=lambda row: row[0] not in failed)
-    return _some([f"{count} x {message} ({where})" for (message, where), count in rows], "; ")
+    return some([f"{count} x {message} ({where})" for (message, where), count in rows], "; ")
 
 
 # A service, or a packet
@@ -390,7 +392,7 @@ def _unknown_name(facts: ServiceFacts) -> Finding:
     service, _, port = facts.asked.partition(":")
     ports = [name for name in facts.services if name.startswith(f"{service}:")]
     if port and ports:
-        text = f"{service} has no port {port!r}; its ports are {_some([p.partition(':')[2] for p in ports])}"
+        text = f"{service} has no port {port!r}; its ports are {some([p.partition(':')[2] for p in ports])}"
         return Finding("problem", "object", text, "name one of these", "no-such-port")
     if facts.ignored:
         text, todo = str(NotServed(facts.ignored)), "give it a ClusterIP or take away the label, if it shall be served"
@@ -450,7 +452,7 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
         return
     ends = _ends(port)
     why = cluster[0].why if cluster else ""
-    yield Finding("ok", "table", f"{port.name}, IPv{port.family}: {_many(len(ends), 'backend')} ({why})")
+    yield Finding("ok", "table", f"{port.name}, IPv{port.family}: {several(len(ends), 'backend')} ({why})")
     if facts.packet is None:
         for each in port.frontends:
             local = port.backend_sets[each.external]
@@ -476,12 +478,12 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield _programmed(facts, {(row.service, row.address) for row in node.ejections})
     ejected = [row for row in node.ejections if row.service in names]
     if ejected:
-        text = _some([f"{row.address}: {row.state}" for row in ejected], "; ")
+        text = some([f"{row.address}: {row.state}" for row in ejected], "; ")
         todo = "it gets connections again by itself; the connections below say how it is now"
         yield Finding("warning", "kernel", f"failing, as this node saw: {text}", todo, "ejected")
     failed = {f"{row.address}: {row.history.text(node.now)}" for row in facts.backends if row.history is not None}
     if failed:
-        text = _some(sorted(failed), "; ")
+        text = some(sorted(failed), "; ")
         yield Finding("warning", "history", text, "the connections below say how it is now", "ejected")
     if facts.live is not None:
         wanted = facts.verdicts[0].verdict if facts.packet is not None and facts.verdicts else None
@@ -498,12 +500,12 @@ def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
     there = {(row.service or "", row.address) for row in facts.backends}
     lacking = sorted(address for _, address in wanted - there - ejected)
     if facts.rows and lacking:
-        text = f"the kernel lacks {_some(lacking)}, which the table has"
+        text = f"the kernel lacks {some(lacking)}, which the table has"
         return Finding("problem", "kernel", text, "ask again in a second, then read the agent's log", "kernel-differs")
     if wanted and not facts.rows:
         text = "the service is not among what is programmed"
         return Finding("problem", "kernel", text, "ask again in a second, then read the agent's log", "not-programmed")
-    return Finding("ok", "kernel", f"{_many(len(wanted), 'backend')} programmed, as the table has them")
+    return Finding("ok", "kernel", f"{several(len(wanted), 'backend')} programmed, as the table has them")
 
 
 # Connections
@@ -524,7 +526,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
         yield Finding("unknown", "connections", text, "run doctor as root on the node itself")
     if facts.left_out:
-        yield Finding("unknown", "connections", f"{_many(facts.left_out, 'backend')} more were not tried")
+        yield Finding("unknown", "connections", f"{several(facts.left_out, 'backend')} more were not tried")
     served = bool(through) and all(_is_good(each) for each in through)
     lost = _lost_on_the_way(direct)
     explained = {each.port for each in _failing(direct)}  # a service port cannot be better than its backends
@@ -588,12 +590,12 @@ def _on_the_way(
     if counted:
         rule = counted[0]
         text = (
-            f"firewall drops in {_hook(rule)}: {_rule(rule)} counted {_many(facts.counted[rule], 'packet')} while "
+            f"firewall drops in {_hook(rule)}: {_rule(rule)} counted {several(facts.counted[rule], 'packet')} while "
             f"{seen}{ease}"
         )
         yield Finding(mark, "firewall", text, f"accept the pods' traffic before this rule, {_where(rule)}", "firewall")
     elif suspects and lost:
-        named = _some([f"{_rule(rule)} {_where(rule)}" for rule in suspects], "; ")
+        named = some([f"{_rule(rule)} {_where(rule)}" for rule in suspects], "; ")
         way = "is on this way" if len(suspects) == 1 else "are on this way"
         text = f"firewall drops in {_hook(suspects[0])}, probably: {seen}, and {named} {way}{ease}"
         todo = f"it has no counter: {_count_it(suspects[0])}, then ask doctor again, which names the rule that counts"
@@ -620,7 +622,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts) -> Iterator[Findi
     for (protocol, outcome), worsts in kinds.items():
         each, targets, ends = worsts[0], [_end(one) for one in worsts], {one.end for one in worsts}
         total = sum(of == protocol for _, of in by_end)
-        count = f"{len(targets)} of {_many(total, 'backend')}"
+        count = f"{len(targets)} of {several(total, 'backend')}"
         failing = _failing([one for one in direct if one.end in ends])
         where = f" {_from(failing)}" if failing else ""
         match outcome:
@@ -631,23 +633,21 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts) -> Iterator[Findi
                 todo = "compare targetPort with the port that the container listens on, at all of its addresses"
                 yield Finding("problem", "connections", text, todo, "backend-refuses")
             case "silent":
-                text = f"{count} {_verb(targets, 'gives', 'give')} no answer{where}: {_some(targets)}"
+                text = f"{count} {_verb(targets, 'gives', 'give')} no answer{where}: {some(targets)}"
                 todo = (
                     "check the pod, its own firewall and network policies; on another node: routes and the CNI plugin"
                 )
                 yield Finding("problem", "connections", text, todo, "backend-silent")
             case "unreachable":
-                text = f"{count} cannot be reached{where}: {_some(targets)}: {each.detail}"
+                text = f"{count} cannot be reached{where}: {some(targets)}: {each.detail}"
                 yield Finding("problem", "connections", text, "check the routes to these pods", "backend-unreachable")
             case "mute":
                 what = "backend accepts and never answers" if total == 1 else f"{count} accept and never answer"
-                text = f"{what}: {_some(targets)}"
+                text = f"{what}: {some(targets)}"
                 todo = "the process hangs, or waits for something: look at the pod, and let a readiness probe ask it"
                 yield Finding("problem", "connections", text, todo, "backend-never-answers")
             case "closed" | "reset":
-                text = (
-                    f"{count} {_verb(targets, 'accepts', 'accept')} and {outcome} without an answer: {_some(targets)}"
-                )
+                text = f"{count} {_verb(targets, 'accepts', 'accept')} and {outcome} without an answer: {some(targets)}"
                 todo = "look at the pod's log; a proxy in the pod may have no server behind it"
                 yield Finding("warning", "connections", text, todo, "backend-closes")
             case "answered":
@@ -697,7 +697,7 @@ def _places(tried: Sequence[Tried]) -> str:
 
 
 def _targets(tried: Sequence[Tried]) -> str:
-    return _some(list(dict.fromkeys(map(_end, tried))))
+    return some(list(dict.fromkeys(map(_end, tried))))
 
 
 def _end(each: Tried) -> str:
@@ -727,21 +727,5 @@ def _count_it(rule: Rule) -> str:
     return f"replace it by one with `counter` before the verdict (`nft -a list chain {rule.table} {rule.chain}`)"
 
 
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def _verb(items: Sequence[object], one: str, several: str) -> str:
     return one if len(items) == 1 else several
-
-
-def _some(items: Sequence[str], separator: str = ", ") -> str:
-    left = len(items) - SHOWN
-    return separator.join(items[:SHOWN]) + (f" and {left} more" if left > 0 else "")
-
-
-def _span(seconds: float) -> str:
-    for size, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} s"
