@@ -225,6 +225,7 @@ NODES = [
     pytest.param({"unasked": True}, "no-agent", "problem", id="an agent that cannot be asked"),
     pytest.param({"starting": "reading objects"}, "no-agent", "warning", id="an agent that starts"),
     pytest.param({"agent": agent_status(node_faults=["there is no Node"])}, "node-faults", "warning", id="no Node"),
+    pytest.param({"agent": agent_status(leaving=True)}, "draining", "warning", id="somebody drains the node"),
 ]
 # fmt: on
 
@@ -393,13 +394,6 @@ def test_a_rule_that_may_have_dropped_is_named_with_how_to_be_certain(rule: Rule
     (found,) = (each for each in findings if each.cause == "firewall")
     assert named in found.text
     assert todo in found.todo
-
-
-def test_the_node_says_that_it_drains() -> None:
-    agent = agent_status(leaving=True)
-    (found,) = (each for each in node_findings(msgspec.structs.replace(WELL, agent=agent)) if each.subject == "drain")
-    assert (found.mark, found.cause) == ("warning", "draining")
-    assert "hybrid-proxy drain --off" in found.todo
 
 
 @pytest.mark.parametrize(

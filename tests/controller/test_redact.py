@@ -1,12 +1,16 @@
-"""No secret leaves the node in a bundle, and what is no secret stays."""
+"""Secrets are found by their form and by their value, and what is no secret stays."""
 
 from __future__ import annotations
 
+import base64
 import json
+from typing import Any
+from urllib.parse import quote
 
 import pytest
+import trustme
 
-from hybrid_proxy.controller.redact import redact
+from hybrid_proxy.controller.redact import REMOVED, hold, redact
 
 SECRET = "s3cr3tHunter2Value"
 JWT = "eyJhbGciOiJSUzI1NiIsImtpZCI6IiJ9.eyJpc3MiOiJrdWJlcm5ldGVzIn0.c2lnbmF0dXJlLW9mLWEtdG9rZW4"
@@ -71,3 +75,53 @@ def test_json_stays_json() -> None:
     found = json.loads(redact(json.dumps(value)))
     assert found["n"] == 1
     assert SECRET not in json.dumps(found)
+
+
+# By value
+
+PASSWORD = "correct/horse battery%staple"
+SHORT = "hun7er"  # too short to be looked for inside of words
+OPAQUE = "opaque.Tok3n-of_a_cluster+that/nobody=knows"
+KEY = trustme.CA().issue_cert("client").private_key_pem.bytes().decode()
+KEY_LINES = [line for line in KEY.splitlines() if len(line) > 40]
+
+# fmt: off
+HELD: list[Any] = [
+    pytest.param(OPAQUE, f"it said {OPAQUE}",                                                  id="as it is"),
+    pytest.param(OPAQUE, f"x{OPAQUE}y",                                                        id="inside of a word"),
+    pytest.param(OPAQUE, f"/path?q={quote(OPAQUE, safe='')}",                                  id="in an address"),
+    *(pytest.param(OPAQUE, base64.b64encode(f"{pad}{OPAQUE}".encode()).decode(), id=f"in base64, {len(pad)} before")
+      for pad in ("", "a", "ab", "a:b")),
+    pytest.param(OPAQUE + "??>>", base64.urlsafe_b64encode(f"{OPAQUE}??>>".encode()).decode(), id="base64 of URLs"),
+    pytest.param('with "quotes" and \\', json.dumps('with "quotes" and \\'),                 id="in JSON"),
+    pytest.param("schön'geheim", json.dumps("schön'geheim"),                                 id="in ASCII JSON"),
+    pytest.param("schön'geheim\\", repr("schön'geheim\\"),                                   id="as Python has it"),
+    pytest.param(quote(PASSWORD), PASSWORD,                                                  id="decoded"),
+    pytest.param(KEY, "line 3: " + KEY_LINES[1],                                             id="a line of a key"),
+    pytest.param(KEY, base64.b64encode(KEY.encode()).decode()[:80],                          id="a key's beginning"),
+    pytest.param(SHORT, f"not '{SHORT}'",                                                    id="a short one"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("secret", "text"), HELD)
+def test_a_value_that_is_held_is_found(secret: str, text: str) -> None:
+    hold(secret)
+    found = redact(text)
+    assert REMOVED in found
+    assert text.rsplit(maxsplit=1)[-1] not in found
+
+
+def test_short_values_are_no_part_of_words_and_the_shortest_are_looked_for_nowhere() -> None:
+    hold(SHORT, "t", "abc")
+    assert redact(f"a{SHORT}s abc t") == f"a{SHORT}s abc t"
+
+
+def test_old_values_go_and_those_that_are_held_again_stay() -> None:
+    hold(OPAQUE)
+    for number in range(600):
+        hold(f"another-token-{number:09d}")
+        hold(OPAQUE)
+    assert redact(OPAQUE) == REMOVED
+    assert redact("another-token-000000599") == REMOVED
+    assert redact("another-token-000000000") == "another-token-000000000"

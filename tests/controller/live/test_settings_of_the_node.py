@@ -44,9 +44,9 @@ def set_by_hand(lab: Lab, name: str, value: str) -> None:
         Path("/proc/sys", name).write_text(value)
 
 
-def agent_of(lab: Lab, mode: str, *flags: str) -> Agent:
-    works(mode, lab)
-    return Agent(lab, lab.folder / "manifests", mode, (*FLAGS, *flags))
+def agent_of(lab: Lab, *flags: str) -> Agent:
+    works("nftables", lab)
+    return Agent(lab, lab.folder / "manifests", "nftables", (*FLAGS, *flags))
 
 
 @pytest.fixture
@@ -60,16 +60,9 @@ def before(lab: Lab) -> Iterator[dict[str, str]]:
         set_by_hand(lab, name, value)
 
 
-def test_a_start_that_is_refused_changes_nothing(lab: Lab, before: dict[str, str]) -> None:
-    agent = agent_of(lab, "ebpf", f"--pin-root={lab.folder}/nothing")
-    result = lab.run("node", agent.argv)
-    assert result.returncode == 1, result.stderr
-    assert settings(lab) == before
-
-
-@pytest.mark.parametrize("mode", ["nftables", "ebpf"])
-def test_they_are_set_and_put_back(lab: Lab, before: dict[str, str], mode: str) -> None:
-    agent = agent_of(lab, mode)
+def test_they_are_set_and_put_back(lab: Lab, before: dict[str, str]) -> None:
+    """That a start which is refused changes none is in test_modes.py."""
+    agent = agent_of(lab)
     agent.start()
     assert settings(lab) == WANTED
     agent.kill()
@@ -83,7 +76,7 @@ def test_they_are_set_and_put_back(lab: Lab, before: dict[str, str], mode: str) 
 
 
 def test_what_somebody_else_changed_stays(lab: Lab, before: dict[str, str]) -> None:
-    agent = agent_of(lab, "nftables")
+    agent = agent_of(lab)
     agent.start()
     set_by_hand(lab, UDP, "55")
     agent.terminate()
@@ -96,7 +89,7 @@ def test_what_somebody_else_changed_stays(lab: Lab, before: dict[str, str]) -> N
 
 
 def test_what_somebody_changed_between_two_agents_is_what_was_before(lab: Lab, before: dict[str, str]) -> None:
-    agent = agent_of(lab, "nftables")
+    agent = agent_of(lab)
     agent.start()
     agent.terminate()
     set_by_hand(lab, UDP, "55")
@@ -109,7 +102,7 @@ def test_what_somebody_changed_between_two_agents_is_what_was_before(lab: Lab, b
 
 def test_the_node_prepared_alone_is_put_back_too(lab: Lab, before: dict[str, str]) -> None:
     """`--init-only`, as the first container of a pod and the unit's ExecStartPre have it."""
-    agent = agent_of(lab, "nftables")
+    agent = agent_of(lab)
     result = agent.command("run", "--init-only", *FLAGS)
     assert result.returncode == 0, result.stderr
     assert "connection tracking" not in result.stderr
@@ -120,7 +113,7 @@ def test_the_node_prepared_alone_is_put_back_too(lab: Lab, before: dict[str, str
 
 def test_only_an_agent_that_stays_asks_for_its_place_when_memory_is_short(lab: Lab) -> None:
     """Without CAP_SYS_RESOURCE it gets none, and says so once, whatever the configuration becomes."""
-    agent = agent_of(lab, "nftables", "--oom-score-adj=-900")
+    agent = agent_of(lab, "--oom-score-adj=-900")
     agent.under = ("setpriv", "--bounding-set=-sys_resource", "--inh-caps=-sys_resource")
     prepared = lab.run("node", [*agent.argv, "--init-only"])
     assert (prepared.returncode, "oomScoreAdj" in prepared.stderr) == (0, False), prepared.stderr

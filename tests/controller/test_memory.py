@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -69,14 +67,10 @@ def test_an_agent_without_last_words_ended_when_it_touched_the_file_last(tmp_pat
 
 
 def test_a_process_that_does_not_listen_is_told_from_one_that_is_gone(tmp_path: Path) -> None:
-    path = tmp_path / "admin.memory"
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        known = left(path, pid=process.pid, born=m.born(process.pid))
-        assert "does not listen" in m.how_it_ended(path, known).why
-        another = left(path, pid=process.pid, born=m.born(process.pid) + 1)
-        assert "does not listen" not in m.how_it_ended(path, another).why
-        process.communicate(b"\n")
-    assert "does not listen" not in m.how_it_ended(path, known).why
+    path, born = tmp_path / "admin.memory", m.born(os.getpid())
+    assert "does not listen" in m.how_it_ended(path, left(path, pid=os.getpid(), born=born)).why
+    assert "does not listen" not in m.how_it_ended(path, left(path, pid=os.getpid(), born=born + 1)).why
+    assert "does not listen" not in m.how_it_ended(path, left(path)).why
 
 
 @pytest.mark.parametrize(
