@@ -5,30 +5,21 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
-
-from hybrid_proxy.controller.serving.protocol import ModeStatus, still_open
+from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
-from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.kernel.lock import hold_netns, hold_new, let_go
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from hybrid_proxy.dataplane.mode import Mode, Options, Programmer, RequestMaintenance
-from hybrid_proxy.dataplane.reports import FlowRow
-from hybrid_proxy.dataplane.table import EMPTY, Remembered, ServiceTable
+from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 log = logging.getLogger(__name__)
 
-DRAIN_SECONDS: Final = 3.0
-POLL_SECONDS: Final = 0.2
-REPORT_SECONDS: Final = 10.0
-MAX_FLOWS: Final = 10_000  # the most that are read to find those that are open
 
 # What is tried, in this order, for each mode that can be asked for. A node without conntrack has mode ebpf alone, one
 # without x_tables has no iptables.
@@ -208,84 +199,6 @@ def collect(options: Options, report: Callable[[str], None] = log.info) -> None:
             report(f"removed {removed} pins of network namespaces that are gone")
     except (DataplaneError, OSError) as error:
         log.warning("pins of network namespaces that are gone are not looked for: %s", error)
-
-
-def drain_modes(options: Options, seconds: float, report: Callable[[str], object] = log.info) -> float:
-    """Drain all modes before their removal: another proxy gets the new flows, and open ones may end.
-
-    Only modes that have flows of their own need it (`Mode.drain`); with others open flows go on in conntrack.
-
-    `seconds` bounds the wait for open flows. `report` is called now and then with a message about those that are left.
-
-    Returns:
-        Seconds that were waited.
-    """
-    began = said = time.monotonic()
-    drained = [
-        name for name in available_modes() if may_have_left(name, options.ebpf.pin_root) and _drained(name, options)
-    ]
-    options = _with_timeouts_of_the_node(options)
-    with contextlib.ExitStack() as stack:
-        counts = [stack.enter_context(_counting(name, options)) for name in drained]
-        while any(count() for count in counts):
-            now = time.monotonic()
-            late = now - began >= seconds
-            if late or now - said >= REPORT_SECONDS:
-                rows = [row for name in drained for row in _open_flows(name, options)]
-                if rows:
-                    report(f"{still_open(rows, options.timeouts.udp_stream)}{'; they end now' if late else ''}")
-                said = now
-            if late:
-                break
-            time.sleep(POLL_SECONDS)
-    return time.monotonic() - began
-
-
-def _with_timeouts_of_the_node(options: Options) -> Options:
-    """Returns the options with conntrack's timeouts.
-
-    The agent that served may have set them, and its configuration is not known here.
-    """
-    found = {
-        field: sysctl.read(f"net/netfilter/nf_conntrack_{field}") for field in ("udp_timeout", "udp_timeout_stream")
-    }
-    seconds = {field.replace("_timeout", ""): int(value) for field, value in found.items() if value}
-    return msgspec.structs.replace(options, timeouts=msgspec.structs.replace(options.timeouts, **seconds))
-
-
-@contextlib.contextmanager
-def _counting(name: str, options: Options) -> Iterator[Callable[[], int]]:
-    """What counts the open flows of a mode that takes no new ones.
-
-    conntrack forgets flows that are idle; a mode that has its own does so only while it is open.
-    """
-    programmer = None
-    with contextlib.suppress(DataplaneError, OSError):  # then nothing forgets them: those that end are still seen
-        programmer = open_for_draining(name, options)
-    if programmer is not None:
-        with contextlib.closing(programmer):
-            yield lambda: sum(programmer.open_flows(EMPTY).values())
-    else:
-        yield lambda: len(_open_flows(name, options))
-
-
-def _open_flows(name: str, options: Options) -> list[FlowRow]:
-    view = open_mode(name).look(options, options.names())
-    if view is None:
-        return []
-    with contextlib.closing(view):
-        return [row for row in view.flows(MAX_FLOWS)[0] if row.state != "closed"]
-
-
-def _drained(name: str, options: Options) -> bool:
-    try:
-        drain = open_mode(name).drain
-        return drain is not None and drain(options)
-    except Unsupported:
-        return False
-    except (DataplaneError, OSError) as error:
-        log.warning("mode %s still takes new flows: %s", name, error)
-        return True
 
 
 def clean_others(effective: str, names: Collection[str], options: Options) -> dict[str, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hybrid_proxy.controller.agent.modes import DRAIN_SECONDS
+from hybrid_proxy.controller.agent.cleanup import DRAIN_SECONDS
 from hybrid_proxy.dataplane.modes.userspace.streams import DIAL_SECONDS
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.traffic import meanwhile
