@@ -1,4 +1,4 @@
-"""The table goes, or is made anew, while new connections begin that another table translates, too. None is refused."""
+"""A table is removed or recreated while new connections begin that another table translates, too. None is refused."""
 
 from __future__ import annotations
 

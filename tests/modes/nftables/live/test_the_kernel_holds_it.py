@@ -1,4 +1,4 @@
-"""Real tables in a namespace: nft lists what was meant, and what is there already is taken over or made anew."""
+"""Real tables in a namespace: nft lists what was meant, and existing tables are adopted or recreated."""
 
 from __future__ import annotations
 
