@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_proxy.controller.settings.documents import CHOICES, SCHEDULERS
 from hybrid_proxy.dataplane.balancing import ALGORITHMS, ALIASES, Spread, canonical, find, ring_of
-from hybrid_proxy.dataplane.balancing.ring import divide, turns
+from hybrid_proxy.dataplane.balancing.ring import divide, in_turns, turns
 from hybrid_proxy.dataplane.table import Backend
 from tests.balancing.make import LIMIT, backends, counted, several, weights
 
@@ -63,7 +63,12 @@ def test_with_weights_some_are_what_weighs(name, weighing):
     assert ring_of(ALGORITHMS[name], made, LIMIT) == ring_of(ALGORITHMS[weighing], made, LIMIT)
 
 
+def test_places_of_small_shares_are_taken_from_the_others():
+    assert divide([1, 1, 1, 10, 10], 10) == [1, 1, 1, 4, 3]
+
+
 def test_turns_are_apart():
+    assert in_turns([2, 2]) == [0, 1, 0, 1]
     assert turns((), [1, 1, 1], LIMIT) == [0, 1, 2]
     assert turns((), [1, 1, 1, 7], LIMIT) == [0, 3, 3, 1, 3, 3, 2, 3, 3, 3]
     assert turns((), [2, 4, 6], LIMIT) == turns((), [1, 2, 3], LIMIT), "the shortest ring that says the same"
