@@ -74,7 +74,9 @@ def measure() -> Result:
         without: dict[str, list[Seen]] = {mode: [] for mode in modes}
         with agent.serving():
             for pair in itertools.permutations(modes, 2):
-                _switch(agent, pair[0])
+                if agent.running_status().mode.effective != pair[0]:
+                    _switch(agent, pair[0])
+                    agent.wait(lambda status: not status.draining, 60, "alone")
                 without[pair[0]].append(_switched(made, agent, None))
                 found[pair] = _switched(made, agent, pair[1])
     worst, slowdown = (max(how(one, [*without[a], *without[b]]) for (a, b), one in found.items())

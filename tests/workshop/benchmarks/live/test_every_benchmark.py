@@ -31,7 +31,10 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "Load": lambda **_: Load(20, 3, rate=50, seconds=1, fault_every=math.inf, idle=0.2),
         }
     },
-    "connections": {"connections": {**CLUSTER, **ROUNDS, "FEW": 1, "SECONDS": 0.05}},
+    "connections": {
+        "clients": {"ENDPOINTS": 3},
+        "connections": {**ROUNDS, "SERVICES": 20, "FEW": 1, "SECONDS": 0.05},
+    },
     "ipvs_connections": {"connections": {"GUEST_SIZES": (3,), "GUEST_ROUNDS": 1, "SECONDS": 0.05}},
     "mode_connections": {
         "connections": {
