@@ -2,6 +2,7 @@
 
 The loop queues an event and goes on; a thread writes to the API server (events.k8s.io/v1, KEP-383). A
 repeat is written when half an hour is over, or a silence of some minutes; until then the server has the one before.
+What differs in its note alone is no repeat, up to a number that keeps a large cluster from flooding its server.
 RBAC: create of `events` in the API group `events.k8s.io`.
 """
 
@@ -29,6 +30,7 @@ CONTROLLER: Final = "hybrid-proxy"
 QUEUE: Final = 256
 SILENCE_SECONDS: Final = 360.0  # after which what comes again is no repeat (client-go: finishTime)
 REPEAT_SECONDS: Final = 1800.0  # after which a repeat is written (refreshTime); servers keep an event for an hour
+MOST_NOTES: Final = 8  # of one kind of event about one object in that time: thousands of nodes may report the same
 RETRY_SECONDS: Final = 10.0
 TRIES: Final = 12
 NOTE_BYTES: Final = 1024  # the API's limit
@@ -73,6 +75,14 @@ class _Occurrence(NamedTuple):
         return self.regarding, self.kind, self.reason, self.action, self.note if self.once else ""
 
 
+class _Recent(NamedTuple):
+    """Events with one key that were written, and when the first was written and the last came, by the clock."""
+
+    written: float
+    last: float
+    notes: frozenset[str] = frozenset()
+
+
 class Recorder:
     """Writes events in a thread of its own; without an API server there is nothing to write to.
 
@@ -92,7 +102,7 @@ class Recorder:
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._queue: queue.Queue[_Occurrence] = queue.Queue(QUEUE)
-        self._recent: dict[_Key, tuple[float, float]] = {}  # when it was written and when it came last, by the clock
+        self._recent: dict[_Key, _Recent] = {}
         self._stop = threading.Event()
         self._dropping = False
         self._last_name = 0
@@ -151,13 +161,15 @@ class Recorder:
     def _record(self, writer: Connection, occurrence: _Occurrence) -> None:
         now = self._clock()
         self._recent = {
-            key: (written, last)
-            for key, (written, last) in self._recent.items()
-            if now - written < REPEAT_SECONDS and now - last < SILENCE_SECONDS
+            key: recent
+            for key, recent in self._recent.items()
+            if now - recent.written < REPEAT_SECONDS and now - recent.last < SILENCE_SECONDS
         }
-        written, _ = self._recent.get(occurrence.key, (now, now))
-        if occurrence.key in self._recent or self._create(writer, occurrence):
-            self._recent[occurrence.key] = written, now
+        recent = self._recent.get(occurrence.key, _Recent(now, now))
+        repeats = occurrence.note in recent.notes or len(recent.notes) == MOST_NOTES
+        if repeats or self._create(writer, occurrence):
+            notes = recent.notes if repeats else recent.notes | {occurrence.note}
+            self._recent[occurrence.key] = _Recent(recent.written, now, notes)
 
     def _create(self, writer: Connection, occurrence: _Occurrence) -> bool:
         """Writes an event. True: the server has it."""

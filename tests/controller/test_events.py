@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hybrid_proxy.controller.kubernetes.connection import Connection
-from hybrid_proxy.controller.kubernetes.events import QUEUE, Recorder, node, service
+from hybrid_proxy.controller.kubernetes.events import MOST_NOTES, QUEUE, Recorder, node, service
 from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from tests.waiting import until
 
@@ -99,6 +99,15 @@ def test_what_differs_is_no_repeat(api):
         for entry in ("a/web:http", "b/web:http", "b/api:http"):
             recorder.event(service(entry), "Warning", "NotProgrammed", "ProgramService", "the maps are full")
         until(lambda: len(api.events()) == 3, "three events")
+
+
+def test_other_words_are_another_event_up_to_a_number(api):
+    with recording(api) as recorder:
+        for note in (*(f"mode {number}" for number in range(MOST_NOTES)), "mode 0", "one too many"):
+            degraded(recorder, note)
+        recorder.event(node(ME), "Normal", "Starting", "StartProxy", "after it")
+        until(lambda: api.events("Starting"), "the event after it")
+    assert [event["note"] for event in api.events("ModeDegraded")] == [f"mode {n}" for n in range(MOST_NOTES)]
 
 
 def test_what_every_node_finds_is_one_event(api, caplog):
