@@ -172,6 +172,17 @@ def send_pieces(bench: Bench, place: str, pieces: Sequence[bytes], target: tuple
             raw.sendto(piece, (target[0], 0))
 
 
+def heard(bench: Bench, place: str, receiver: socket.socket, what: str) -> tuple[bytes, tuple[str, int]]:
+    """A datagram and its sender; where none comes, the message has the counters of the agent and of the receiver."""
+    try:
+        data, peer = receiver.recvfrom(65536)
+    except TimeoutError:
+        counters = {name: count for name, count in bench.agent.status().dataplane.counters.items() if "frag" in name}
+        kernel = bench.lab.run(place, ["grep", "-h", "^Ip6*:\\|^Ip6Reasm", "/proc/net/snmp", "/proc/net/snmp6"]).stdout
+        raise AssertionError(f"{what}: nothing came; {counters}\n{kernel}") from None
+    return data, peer[:2]
+
+
 REMOTE = [way for way in WAYS if way[0] != "node"]
 
 
@@ -202,12 +213,12 @@ def test_fragments_may_come_in_any_order(
         for name, order in ORDERS.items():
             asked = random.randbytes(SIZE)
             send_pieces(bench, place, order(pieces_of(own, target, asked)), target)
-            data, peer = server.recvfrom(65536)
+            data, peer = heard(bench, pod, server, name)
             assert data == asked, name
             payload = random.randbytes(SIZE)
             answer = pieces_of((bench.lab[pod].address(family), ECHO), peer[:2], payload)
             send_pieces(bench, pod, order(answer), peer[:2])
-            data, source = client.recvfrom(65536)
+            data, source = heard(bench, place, client, f"the answer, {name}")
             assert data == payload, name
             assert source[:2] == target
 
