@@ -128,6 +128,8 @@ def _volley(bench: Bench, probes: Sequence[Probe], wait: float) -> list[Reply | 
 
 def _finish(client: socket.socket) -> Reply | str:
     failed = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if failed == errno.ETIMEDOUT:  # the kernel gave up: nobody has answered for as long as it asks
+        return SILENT
     if failed:
         return _name(failed)
     client.settimeout(20 * PATIENCE)
