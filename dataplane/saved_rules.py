@@ -17,7 +17,7 @@ def parse(text: str) -> Saved:
     chains: Saved = {}
     for line in text.splitlines():
         if line.startswith("-A "):
-            _, name, rule = line.split(" ", 2)
+            name, _, rule = line[3:].partition(" ")  # a rule that only counts has nothing behind the name
             chains[name].append(rule)
         elif line.startswith(":"):
             chains[line[1:].partition(" ")[0]] = []
