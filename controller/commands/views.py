@@ -59,6 +59,10 @@ class Programmed(NamedTuple):
     note: str = ""
     without_backend: Sequence[Lack] = ()
 
+    def by_mode(self) -> list[Programmed]:
+        """Returns one of these for each mode: what cannot be read of one hides nothing of the others."""
+        return [self._replace(views=[view]) for view in self.views]
+
     def services(self, of: str | None = None) -> list[ServiceRow]:
         """A row for each service port (see `View.services`); of one service (namespace/name), for its own."""
         rows = _of_mode((name, view.services()) for name, view in self.views)

@@ -43,7 +43,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     agent, error = asked.status, asked.error
     denied = error is not None and os.geteuid() != 0
     here, unread = (None, "permission denied") if denied else _read(asked.programmed)
-    rows = (here and _read(here.services)[0]) or []
+    rows = [row for one in (here.by_mode() if here else ()) for row in _read(one.services)[0] or ()]
     events, events_unknown = (None, unread) if denied else _read(asked.events)
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
     facts = NodeFacts(

@@ -169,8 +169,9 @@ def _backends(node: Node, rows: Sequence[ServiceRow], name: str | None) -> tuple
         return ()
     numbers = {row.id for row in rows if row.id is not None}
     found: list[BackendRow] = []
-    with contextlib.suppress(DataplaneError, OSError):
-        found = node.here.backends(name if node.here.agent else None)
+    for one in node.here.by_mode():
+        with contextlib.suppress(DataplaneError, OSError):
+            found += one.backends(name if node.here.agent else None)
     return tuple(row for row in found if belongs(row.service, name or "-") or row.service_id in numbers)
 
 
