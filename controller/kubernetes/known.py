@@ -94,20 +94,20 @@ class KnownObjects:
 
     def replace(self, version: str, listed: ObjectSet) -> None:
         """Use a complete list: it has everything that there is at this version."""
-        self._versions.listed(version)
-        self.listed = True
-        known, self._known = self._known, listed
-        for key in known.problems.keys() - listed.problems.keys():
-            self._report(key, "")
-        for key, message in listed.problems.items():
-            if known.problems.get(key) != message:
-                self._report(key, message)
-        objects = tuple(listed.objects.values())
+        known, objects = self._known, tuple(listed.objects.values())
         # One without a name may be any of those that are known.
         unnamed = any(key.endswith(UNNAMED) for key in listed.problems)
         kept = (known.objects if unnamed else listed.problems).keys() & known.objects.keys() - listed.objects.keys()
         for key in kept:
             listed.put(key, known.objects[key])
+        self._versions.listed(version)
+        self.listed = True
+        self._known = listed
+        for key in known.problems.keys() - listed.problems.keys():
+            self._report(key, "")
+        for key, message in listed.problems.items():
+            if known.problems.get(key) != message:
+                self._report(key, message)
         self._emit(Replaced(self._kind, objects, frozenset(listed.problems) | kept))
 
     def renewed(self, key: str, obj: Object) -> Object:
