@@ -139,7 +139,9 @@ class Answers:
                 self._packet_events().trace(service, client, seconds)
                 return p.TraceAnswer()
             case p.SwitchMode(mode, dry_run):
-                if dry_run and mode:
+                if dry_run:
+                    if not mode:
+                        raise ControllerError("a dry run needs the name of a mode")
                     return p.SwitchAnswer(self.mode.choice.effective, mode, self._missing_for(mode))
                 return self.switch(mode)
             case p.DrainNode(on):
