@@ -257,7 +257,8 @@ class Agent:
             if self.maintenance.run() and self.syncer.ready_seconds is not None:
                 self.syncer.cede_moved_services()
                 self.mode.maintain(self.syncer.builder.table)
-                self._report_unprogrammed()
+                if len(self.mode.programmer.unprogrammed) != len(self.notebook.unprogrammed):
+                    self._report_unprogrammed()
                 self.syncer.flush_log()
                 self._trim_memory()
                 self.notebook.update()
