@@ -68,7 +68,7 @@ class Backend(msgspec.Struct, frozen=True, gc=False):
 class BackendSet(msgspec.Struct, frozen=True, gc=False):
     """The backends that a client may reach, and what happens when there are none.
 
-    `why` describes the rule that chose these backends.
+    If both sets of an entry are empty, the same happens for both. `why` describes the rule that chose these backends.
     """
 
     backends: tuple[Backend, ...]

@@ -180,6 +180,7 @@ def test_every_entry_keeps_the_promises_of_the_table(svc, found, zone):
             assert key not in taken
             taken.add(key)
             assert frontend.address is None or (":" in frontend.address) == (entry.family == 6)
+        assert len({s.when_empty for s in entry.backend_sets if not s.backends}) <= 1, "a client's side does not matter"
         for route in entry.backend_sets:
             assert route.why
             assert set(route.backends) <= set(entry.serving), "what gets traffic still serves"

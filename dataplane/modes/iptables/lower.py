@@ -258,7 +258,7 @@ def _verdict(chosen: BackendSet) -> str:
 def _refusals(entry: Entry, frontend: Frontend, match: str) -> Iterable[Rank]:
     """Returns the rules of table filter; the reject of unknown ports of a ClusterIP comes after them."""
     internal, external = (_verdict(entry.backend_sets[n]) for n in (frontend.internal, frontend.external))
-    verdict = internal or external if not (internal and external) or internal == external else f"-j {_split(internal)}"
+    verdict = internal or external  # if both sets are empty, their verdicts are equal (`BackendSet`)
     if frontend.source_ranges is not None:
         if verdict:
             yield from ((0, f"-s {cidr} {match} {verdict}") for cidr in frontend.source_ranges)
@@ -267,11 +267,6 @@ def _refusals(entry: Entry, frontend: Frontend, match: str) -> Iterable[Rank]:
         yield 1, f"{match} {verdict}"
     if frontend.kind is Kind.CLUSTER_IP and frontend.address is not None:
         yield 2, f"-d {frontend.address}/{128 if ':' in frontend.address else 32} {REFUSE}"
-
-
-def _split(internal: str) -> str:
-    """Returns the chain that rejects insiders and drops outsiders, or the reverse."""
-    return f"{MINE}IN-REJECT" if internal == REFUSE else f"{MINE}IN-DROP"
 
 
 # What every node has
@@ -285,15 +280,11 @@ def constant_chains(node: Node) -> tuple[Chains, Chains]:
     nat[f"{MINE}MASQUERADE"] = (f"-j MARK --set-xmark 0x0/{node.bit}", f"-j MASQUERADE{fully}")
     nat[POSTROUTING] = (f"-m mark {marked} -j {MINE}MASQUERADE", *_hairpin(node, fully))
     unreachable = "icmp-port-unreachable" if node.family == 4 else "icmp6-port-unreachable"
-    both = {
-        f"{MINE}IN-REJECT": _split_rules(node, REFUSE, DROP),
-        f"{MINE}IN-DROP": _split_rules(node, DROP, REFUSE),
-    }
     accepts = ["-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"]
     if node.drop_invalid:
         accepts.append("-m conntrack --ctstate INVALID -j DROP")
     accepts += (f"-m conntrack --ctstate NEW -j {SERVICES}", f"-m mark {marked} -j ACCEPT")
-    return nat, both | {
+    return nat, {
         REJECT: ("-p tcp -j REJECT --reject-with tcp-reset", f"-j REJECT --reject-with {unreachable}"),
         FORWARD: tuple(accepts),
     }
@@ -320,11 +311,6 @@ def _mark_rules(classes: Masquerade, node: Node) -> Iterable[str]:
 
 def _not(match: str) -> str:
     return f"! {match}"
-
-
-def _split_rules(node: Node, internal: str, external: str) -> tuple[str, ...]:
-    pods = (f"{node.pod} {internal}",) if node.pod is not None else ()
-    return (f"{FROM_NODE} {internal}", *pods, external)
 
 
 def _hairpin(node: Node, fully: str) -> Iterable[str]:
