@@ -8,6 +8,7 @@ RBAC: create of `events` in the API group `events.k8s.io`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -101,7 +102,7 @@ class Recorder:
         self._instance = instance
         self._clock = clock
         self._retry_seconds = retry_seconds
-        self._queue: queue.Queue[_Occurrence] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[_Occurrence | None] = queue.Queue(QUEUE)  # None: look at `_stop`
         self._recent: dict[_Key, _Recent] = {}
         self._stop = threading.Event()
         self._dropping = False
@@ -114,6 +115,8 @@ class Recorder:
     def stop(self) -> None:
         """Write no more; returns at once."""
         self._stop.set()
+        with contextlib.suppress(queue.Full):  # then the thread does not wait for events
+            self._queue.put_nowait(None)
 
     @property
     def waiting(self) -> int:
@@ -148,9 +151,7 @@ class Recorder:
 
     def _run(self, writer: Connection) -> None:
         while not self._stop.is_set():
-            try:
-                occurrence = self._queue.get(timeout=1.0)
-            except queue.Empty:
+            if (occurrence := self._queue.get()) is None:
                 continue
             try:
                 self._record(writer, occurrence)

@@ -183,8 +183,13 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
                 os.umask(before)
         except OSError as error:
             raise ControllerError(f"--admin-socket {told(error, path)}") from error
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="admin", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="admin", daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        # Not `serve_forever`: it wakes many times a second to see whether it is to end.
+        while not self._stopping.is_set():
+            self.handle_request()
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection. After a failure, rest: the socket stays readable, and the thread would spin."""
@@ -211,6 +216,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def close(self) -> None:
         self._stopping.set()
-        self.shutdown()
+        self.socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a connection
+        self._thread.join()
         self.server_close()
         self.path.unlink(missing_ok=True)

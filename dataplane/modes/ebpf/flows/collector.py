@@ -103,8 +103,9 @@ class GracePeriods:
 
     def want(self, stamp: int) -> None:
         """A change with this stamp is written: wait for the programs that may have read what it removed."""
-        self._wanted = max(self._wanted, stamp)
-        self._wake()
+        if stamp > self._wanted:
+            self._wanted = stamp
+            self._wake()
 
     def run(self) -> None:
         """Waits, if a change was written since the last grace period."""
