@@ -30,7 +30,8 @@ class Failover:
         self._shares: FailureShares[EntryKey, Subject] = FailureShares(
             options.ebpf.failover.percentage, options.ebpf.failover.connections
         )
-        self._counted = 0  # failed connections, as all programs count them, at the last call
+        self._counted = -1  # failed connections, as all programs count them, at the last call
+        self._failures: dict[Subject, int] = {}  # consecutive failed connections, at the last call
         self._failed: dict[int, int] = {}  # the same by backend
         self._ejected: set[Subject] = set()  # a backend set does without them
         self._failed_how: dict[Subject, str] = {}  # of those that the detector wants to eject for their connections
@@ -46,6 +47,7 @@ class Failover:
         """Forget all backends: the store starts over, and will report every service."""
         self._probed.clear()
         self._prober.watch(())
+        self._counted = -1
 
     def services_changed(self, store: Store) -> None:
         """Probe the present backends of services whose probes may have changed."""
@@ -76,9 +78,11 @@ class Failover:
     def evaluate(self, store: Store) -> list[Event]:
         """Evaluate what was counted since the last call, write the changes, and return the events."""
         self._tidy(store)
-        failures = store.failures() if self._detector.limit else {}
+        news = bool(self._detector.limit) and self._has_failed(store)
+        # No backend's count grows while the counters stand still.
+        failures = self._failures = store.failures() if news or self._failures else {}
         probe_failures, now = self._probe_failures(), time.monotonic()
-        shares = self._failing_shares(store, now) if self._detector.limit and self._shares.percentage else {}
+        shares = self._failing_shares(store, now) if news or self._shares.open else {}
         if not (failures or probe_failures or shares or self._detector.has_records or store.plan.ejections):
             self._let_start(store, now)
             return []
@@ -92,13 +96,20 @@ class Failover:
         self._note_how(store, known)
         return self._events(store, known)
 
+    def _has_failed(self, store: Store) -> bool:
+        """Returns whether any connection failed since the last call."""
+        if not store.plan.by_id:  # nothing says yet whose counts they are
+            return False
+        before = self._counted
+        self._counted = sum(store.maps.counted(name) for name in ("COUNT_BACKEND_REFUSED", "COUNT_BACKEND_UNANSWERED"))
+        return self._counted != before
+
     def _failing_shares(self, store: Store, now: float) -> dict[Subject, str]:
         """Returns the backends that fail too large a share of their connections, each with a reason."""
-        counted = sum(store.maps.counted(name) for name in ("COUNT_BACKEND_REFUSED", "COUNT_BACKEND_UNANSWERED"))
-        if not store.traffic.counting or (counted == self._counted and not self._shares.open):
+        if not (store.traffic.counting and self._shares.percentage):
             return {}
         failed, before = failed_connections(store.maps.maps), self._failed
-        self._counted, self._failed = counted, failed
+        self._failed = failed
         changed = [number for number, count in failed.items() if before.get(number) != count]
         ports = store.ports_of(changed) | {*self._shares.open}
         return self._shares.evaluate(now, store.connections(ports, failed))
