@@ -34,13 +34,8 @@ class Maintenance:
         self._events = events
         self._clock = clock
         self._maintain_at = clock() + MAINTAIN_SECONDS
-        self._check_at = 0.0
+        self.due = 0.0  # the time of the next work for `run`, by the clock
         self._repairs = 0  # of the mode, that were reported
-
-    @property
-    def due(self) -> float:
-        """The time of the next work for `run`, by the clock."""
-        return min(self._maintain_at, self._check_at)
 
     def mode_opened(self) -> None:
         """Start from 0: another mode was opened, with its own count of repairs."""
@@ -48,18 +43,18 @@ class Maintenance:
 
     def request(self) -> None:
         """Have the next `run` maintain the mode."""
-        self._maintain_at = 0.0
+        self._maintain_at = self.due = 0.0
 
     def run(self) -> bool:
         """Do what is due, also before the first table, for adopted objects. Returns True if the mode was maintained."""
-        if self._clock() >= self._check_at:
-            self._check_at = self._clock() + CHECK_SECONDS
-            if self._may_have_drifted():
-                self.request()
-        if self._clock() < self._maintain_at:
+        now = self._clock()
+        if now < self.due:
             return False
+        self.due = now + CHECK_SECONDS
+        if now < self._maintain_at and not self._may_have_drifted():  # maintenance checks, too
+            return False
+        self._maintain_at = now + MAINTAIN_SECONDS
         self._maintain()
-        self._maintain_at = self._clock() + MAINTAIN_SECONDS
         return True
 
     def _may_have_drifted(self) -> bool:

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import re
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # it takes 20 MB, of which modes without tables of flows have
 
 SCHED_CLS, RAW_TRACEPOINT = 3, 17  # BPF_PROG_TYPE_
 MOST_PROGRAMS: Final = 64  # at one hook (BPF_MPROG_MAX)
+FEW: Final = 256  # elements that are read by one call
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
 RINGBUF_BUSY, RINGBUF_DISCARDED = 1 << 31, 1 << 30  # BPF_RINGBUF_BUSY_BIT, BPF_RINGBUF_DISCARD_BIT
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
@@ -217,6 +219,23 @@ class Map:
                 self.delete(keys[start].tobytes())
                 start += 1
 
+    def elements(self) -> dict[bytes, bytes]:
+        """Returns all elements; where there are few, in a third of the time that `items` takes."""
+        import numpy as np
+
+        keys, values = _untouched("char[]", FEW * self.key_size), _untouched("char[]", FEW * self.value_size)
+        got, position = ffi.new("uint32_t *", FEW), ffi.new("char[]", max(self.key_size, 8))
+        options = self._batch_options()
+        code = library().bpf_map_lookup_batch(self.fd, ffi.NULL, position, keys, values, got, options)
+        if code == -errno.ENOENT:
+            raw = [bytes(ffi.buffer(keys, got[0] * self.key_size)), bytes(ffi.buffer(values, got[0] * self.value_size))]
+        else:  # there are more, or this kernel has no batches for this map type
+            found = self.items(np.dtype(f"V{self.key_size}"), np.dtype(f"V{self.value_size}"))
+            raw = [column.tobytes() for column in found]
+        sizes = self.key_size, self.value_size
+        columns = (struct.iter_unpack(f"{size}s", column) for size, column in zip(sizes, raw, strict=True))
+        return {key: value for (key,), (value,) in zip(*columns, strict=True)}
+
     def items(self, key_type: np.dtype[Any], value_type: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Yields all keys and values. Elements that are added or removed meanwhile may be missing."""
         import numpy as np
@@ -314,6 +333,7 @@ class Map:
         os.close(fd)
 
     @staticmethod
+    @lru_cache(maxsize=1)
     def _batch_options() -> Any:
         return ffi.new("struct bpf_map_batch_opts *", {"sz": ffi.sizeof("struct bpf_map_batch_opts")})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol, Self
@@ -18,6 +19,7 @@ from hybrid_proxy.dataplane.kernel.lock import hold
 
 log = logging.getLogger(__name__)
 
+SETTLED_NS: Final = 1_000_000_000
 SHOWN: Final = 5  # damaged objects in one line of the log
 
 Pins = Mapping[str, int]  # the inode of each file in a pin directory, by name
@@ -119,14 +121,25 @@ class PinDirectory:
     def __init__(self, path: Path, lock: int | None = None, what: str = "") -> None:
         self.path = path
         self._lock, self._what = lock, what
+        self._seen: tuple[int, int, int] | None = None  # the directory when `_pins` was read, unless it was changing
+        self._pins: Pins = {}
 
     def pins(self) -> Pins:
-        """The inode of each file in the directory by its name; nothing if another program removed the directory."""
+        """The inode of each file in the directory by its name; nothing if another program removed the directory.
+
+        It is the same object until something is pinned or removed: the kernel notes the time in the directory.
+        """
         try:
-            with os.scandir(self.path) as entries:
-                return {entry.name: entry.inode() for entry in entries}
+            found = os.stat(self.path)  # noqa: PTH116 (twice a second)
+            seen = found.st_dev, found.st_ino, found.st_mtime_ns
+            if seen != self._seen:
+                with os.scandir(self.path) as entries:
+                    self._pins = {entry.name: entry.inode() for entry in entries}
+                # That clock advances by ticks, so what happens next may have the same time.
+                self._seen = seen if time.time_ns() - found.st_mtime_ns > SETTLED_NS else None
         except FileNotFoundError:
-            return {}
+            self._seen, self._pins = None, {}
+        return self._pins
 
     def restore(self) -> None:
         """Makes the directory and its lock again if another program removed it.

@@ -54,6 +54,7 @@ class MapSet:
         self._traffic_cpus = traffic_cpus(options)
         self._views: dict[str, NDArray[Any]] = {}
         self._pinned: dict[str, PinnedMap] = {}
+        self._intact: Pins = {}  # with these, all maps were pinned
         if self.adopted:
             self._adopt()
         else:
@@ -145,8 +146,11 @@ class MapSet:
 
     def damage(self, pins: Pins) -> Iterator[str]:
         """Yields a message for each map that is not pinned any more."""
-        for known in self._pinned.values():
-            yield from known.damage(pins)
+        if pins is self._intact:
+            return
+        found = [message for known in self._pinned.values() for message in known.damage(pins)]
+        self._intact = {} if found else pins
+        yield from found
 
     def repair(self, pins: Pins) -> None:
         """Pins maps again.

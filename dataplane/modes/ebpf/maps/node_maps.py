@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
-import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -138,16 +137,9 @@ def word(value: int) -> bytes:
     return value.to_bytes(4, sys.byteorder)
 
 
-def elements_of(known: Map) -> dict[bytes, bytes]:
-    """All elements of a hash."""
-    keys, values = known.items(np.dtype(f"V{known.key_size}"), np.dtype(f"V{known.value_size}"))
-    columns = (struct.iter_unpack(f"{each.itemsize}s", each.tobytes()) for each in (keys, values))
-    return {key: value for (key,), (value,) in zip(*columns, strict=True)}
-
-
 def set_elements(known: Map, wanted: Mapping[bytes, bytes]) -> None:
     """Makes these keys and values all elements of a hash. New ones are added before others are removed."""
-    present = elements_of(known)
+    present = known.elements()
     for key, value in wanted.items():
         if present.get(key) != value:
             known.update(key, value)
@@ -167,6 +159,8 @@ class NodeMaps:
         self._maps, self._row = maps, row
         self._wanted: dict[str, Mapping[bytes, bytes]] = {}
         self._columns: dict[str, int | NDArray[Any]] = {}
+        self._bytes: NDArray[np.intp] = np.empty(0, np.intp)  # of the row, that these columns are made of
+        self._written = b""  # these bytes
 
     def write(self, name: str, wanted: Mapping[bytes, bytes]) -> None:
         """Makes these keys and values all elements of a map."""
@@ -177,6 +171,12 @@ class NodeMaps:
         """Writes columns of map `node`, in this order."""
         self._columns = dict(columns)
         self._write_columns()
+        wanted = np.zeros(1, layout.dtype_of("node"))
+        for column, value in columns.items():
+            wanted[column] = value
+        places = [wanted.dtype.fields[column][:2] for column in columns]
+        self._bytes = np.concatenate([np.arange(start, start + kind.itemsize) for kind, start in places])
+        self._written = wanted.view(np.uint8)[self._bytes].tobytes()
 
     def _write_columns(self) -> None:
         row = self._row()
@@ -194,11 +194,10 @@ class NodeMaps:
         """Yields a message for each map whose contents differ from what was written."""
         del pins
         for name, wanted in self._wanted.items():
-            found = elements_of(self._maps[name])
+            found = self._maps[name].elements()
             if found != wanted and found != self._possible(name):
                 yield f"map {name} has other elements"
-        row = self._row()
-        if any((row[column] != value).any() for column, value in self._columns.items()):
+        if self._row().view(np.uint8)[self._bytes].tobytes() != self._written:
             yield "map node has another row"
 
     def repair(self, pins: Pins) -> None:

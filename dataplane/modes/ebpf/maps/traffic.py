@@ -8,6 +8,7 @@ Both maps are pinned, so figures outlive the agent.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _GROUPS = 1024  # of backends, read in one go: 0.6 MB for each CPU
 FIELDS = TrafficCounts.__struct_fields__  # the order of bpf/traffic.h
 
 
+@lru_cache(maxsize=1)
 def possible_cpus() -> int:
     """Returns how many CPUs the kernel may ever have, which is how many per-CPU values it keeps."""
     last = Path("/sys/devices/system/cpu/possible").read_text().strip().split(",")[-1]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
-from hybrid_proxy.dataplane.kernel.bpf import Map, Object, check, library, pinned_link, programs_at, update_link
+from hybrid_proxy.dataplane.kernel.bpf import ARRAY, Map, Object, check, library, pinned_link, programs_at, update_link
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY, names
+from hybrid_proxy.dataplane.kernel.repairs import PinDirectory
 from hybrid_proxy.dataplane.modes.ebpf.hooks import interfaces
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import ALL_HOOKS
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
-from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import elements_of
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, NodeNetwork, ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab
@@ -124,7 +124,7 @@ def forget_datapaths(place: Place) -> None:
 def empty(*maps: str, place: Place) -> None:
     for name in maps:
         with closing(Map.pinned(place.folder / name)) as known:
-            for key in elements_of(known):
+            for key in known.elements():
                 known.delete(key)
 
 
@@ -203,3 +203,19 @@ def test_a_foreign_pin_in_our_place_stays_and_is_reported_until_it_goes(
     agent.maintain()
     assert agent.unrepaired == ()
     spare.unlink()
+
+
+def test_pins_are_read_again_when_one_comes_or_goes(pins: Path) -> None:
+    directory = PinDirectory(pins)
+    with closing(Map.made(ARRAY, "some", 4, 8, 1)) as known:
+        known.pin(pins / "first")
+        os.utime(pins, ns=(0, 0))  # nothing happened for long
+        before = directory.pins()
+        assert set(before) == {"first"}
+        assert directory.pins() is before
+        known.pin(pins / "second")
+        assert set(directory.pins()) == {"first", "second"}
+        os.utime(pins, ns=(1, 1))
+        assert set(directory.pins()) == {"first", "second"}
+        (pins / "first").unlink()
+        assert set(directory.pins()) == {"second"}
