@@ -27,7 +27,7 @@ from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.kubernetes import Source
 from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of
-from hybrid_proxy.controller.semantics.lacks import Lack, lacks, with_policy
+from hybrid_proxy.controller.semantics.lacks import with_policy
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
@@ -83,7 +83,6 @@ class Answers:
     notebook: Notebook
     switch: Callable[[str | None], p.SwitchAnswer]
     check_switch: Callable[[str], None]
-    _lacks: tuple[tuple[int, int], list[Lack]] = ((0, -1), [])  # of the last table that somebody asked about
 
     def answer(self, query: Query) -> None:
         """Answer, unless the asker has given up."""
@@ -112,7 +111,7 @@ class Answers:
                     pin_root=config.options.ebpf.pin_root,
                     names={**self.mode.draining.service_names(), **programmer.names()},
                     ejections=programmer.ejections(),
-                    without_backend=self._without_backend(),
+                    without_backend=self.syncer.lacks,
                 )
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
@@ -133,7 +132,7 @@ class Answers:
                 silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {reports.name})
                 rows, last = reports.packet_events(after)
                 before = [row for row in self.notebook.events_before() if row.number > after] if after < 0 else []
-                rows = [with_policy(row, self._without_backend) for row in rows]
+                rows = [with_policy(row, lambda: self.syncer.lacks) for row in rows]
                 return p.EventsAnswer(before + rows, last, reports.name, silent)
             case p.SetTrace(service, client, seconds):
                 self._packet_events().trace(service, client, seconds)
@@ -156,13 +155,6 @@ class Answers:
         except (ControllerError, Unsupported) as error:
             return str(error)
         return ""
-
-    def _without_backend(self) -> list[Lack]:
-        builder = self.syncer.builder
-        table = (id(builder), builder.table.generation)
-        if self._lacks[0] != table:
-            self._lacks = table, list(lacks(builder.table.entries()))
-        return self._lacks[1]
 
     def _packet_events(self) -> Programmer:
         if self.mode.reporter is None:
@@ -209,7 +201,7 @@ class Answers:
             problems=list(cluster.problems.values()),
             node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
             left_to_node=dict(builder.table.left_to_node),
-            without_backend=self._without_backend(),
+            without_backend=syncer.lacks,
             refused_external_ips={
                 service: list(known.refused) for service, known in builder.external_ips.items() if known.refused
             },

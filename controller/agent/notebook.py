@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -22,7 +21,6 @@ from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.kubernetes.files import write
 from hybrid_proxy.controller.redact import redact
-from hybrid_proxy.controller.semantics.lacks import Lack, lacks
 from hybrid_proxy.controller.serving.memory import Ended, Memory, born
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.dataplane.errors import DataplaneError, told
@@ -58,10 +56,9 @@ class Notebook:
         self._syncer = syncer
         self._started = time.time()
         self._known = former  # what the file says, or is to say next
-        self._of_table: tuple[object, dict[int, str], list[Lack]] = (None, {}, [])  # names, and what has no backend
         self._write_at = 0.0
         self._writer: threading.Thread | None = None
-        self._written = b""
+        self._written: Memory | None = None
         self._failed = False
         # The events of agents before this one, and of modes before this.
         self._before = deque[PacketEvent](former.events if former else (), maxlen=MOST)
@@ -89,17 +86,17 @@ class Notebook:
             return
         if time.monotonic() >= self._write_at:
             self._write_at = time.monotonic() + WRITE_SECONDS
-            content = msgspec.json.encode(self._gather())
-            if content != self._written:
+            memory = self._gather()
+            if memory != self._written:
                 # The folder may be on a disk, for which the loop does not wait.
-                self._writer = threading.Thread(target=self._write, args=(content,), name="notebook", daemon=True)
+                self._writer = threading.Thread(target=self._write, args=(memory,), name="notebook", daemon=True)
                 self._writer.start()
                 return
         if self._written:
             try:
                 os.utime(self._path)
             except OSError:
-                self._written = b""  # somebody removed it
+                self._written = None  # somebody removed it
 
     def leave(
         self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
@@ -122,7 +119,7 @@ class Notebook:
         )  # fmt: skip
         if self._writer is not None:
             self._writer.join(LAST_SECONDS)
-        self._write(msgspec.json.encode(memory))
+        self._write(memory)
 
     def _collect(self) -> None:
         reporter = self._mode.reporter
@@ -134,11 +131,8 @@ class Notebook:
 
     def _gather(self) -> Memory:
         self._collect()
-        mode, builder = self._mode, self._syncer.builder
-        table = (id(builder), builder.table.generation, self._syncer.error, len(self.unprogrammed))
-        if self._of_table[0] != table:
-            names = {**mode.draining.service_names(), **mode.programmer.names()}
-            self._of_table = table, names, list(islice(lacks(builder.table.entries()), MOST))
+        mode = self._mode
+        drained, names = mode.draining.service_names(), mode.programmer.names()
         self._known = Memory(
             pid=os.getpid(),
             born=born(os.getpid()),
@@ -148,12 +142,12 @@ class Notebook:
             draining=sorted(mode.draining.names),
             argv=sys.orig_argv,
             pin_root=mode.config.options.ebpf.pin_root,
-            names=self._of_table[1],
+            names={**drained, **names} if drained else names,
             error=self._syncer.error,
             unprogrammed=self.unprogrammed[:MOST],
             problems=list(self._syncer.cluster.problems.values())[:MOST],
             node=self._syncer.cluster.node,
-            without_backend=self._of_table[2],
+            without_backend=self._syncer.lacks[:MOST],
             events=self._events(),
         )
         return self._known
@@ -161,11 +155,11 @@ class Notebook:
     def _events(self) -> list[PacketEvent]:
         return [*self._before, *self._recent][-MOST:]
 
-    def _write(self, content: bytes) -> None:
+    def _write(self, memory: Memory) -> None:
         try:
-            write(self._path, redact(content.decode()).encode())
-            self._written, self._failed = content, False
+            write(self._path, redact(msgspec.json.encode(memory).decode()).encode())
+            self._written, self._failed = memory, False
         except OSError as error:
             if not self._failed:
                 log.warning("%s; without it, names and events are lost with this process", told(error, self._path))
-            self._written, self._failed = b"", True
+            self._written, self._failed = None, True

@@ -7,10 +7,11 @@ from typing import Literal
 
 import msgspec
 
+from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.reports import PacketEvent
-from hybrid_proxy.dataplane.table import Entry, Kind
+from hybrid_proxy.dataplane.table import EMPTY, Entry, Kind, ServiceTable
 
-__all__ = ["Clients", "Lack", "lacks", "with_policy"]
+__all__ = ["Clients", "KnownLacks", "Lack", "lacks", "with_policy"]
 
 Clients = Literal["all", "outside", "inside"]
 
@@ -38,6 +39,23 @@ def lacks(entries: Iterable[Entry]) -> Iterator[Lack]:
             if not backend_set.backends:
                 yield from _lack(entry)
                 break
+
+
+class KnownLacks:
+    """The lacks of the newest table, found at the cost of what changed since the table before."""
+
+    def __init__(self) -> None:
+        self._table = EMPTY
+        self._lacks: dict[str, list[Lack]] = {}  # by service
+
+    def of(self, table: ServiceTable) -> list[Lack]:
+        """Returns the lacks of this table, in the order of services."""
+        for name in changed_services(self._table, table):
+            self._lacks[name] = list(lacks(table.services.get(name, ())))
+            if not self._lacks[name]:
+                del self._lacks[name]
+        self._table = table
+        return [lack for name in sorted(self._lacks) for lack in self._lacks[name]]
 
 
 def _lack(entry: Entry) -> Iterator[Lack]:

@@ -7,6 +7,7 @@ and the agent touches it once a second. Failed connections to backends are count
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -61,7 +62,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
     draining: list[str] = []
     argv: list[str] = []
     pin_root: str | None = None
-    names: dict[int, str] = {}
+    names: Mapping[int, str] = {}
     error: str = ""
     unprogrammed: list[Unprogrammed] = []
     problems: list[Problem] = []

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_proxy.controller.semantics.lacks import Lack, lacks, with_policy
+from hybrid_proxy.controller.semantics.lacks import KnownLacks, Lack, lacks, with_policy
 from hybrid_proxy.dataplane.reports import PacketEvent
+from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 from tests.semantics.make import away, endpoint_slice, here, only, service
 
 EXTERNAL = ("1.1.1.1",)
@@ -39,6 +40,19 @@ def test_a_port_without_a_backend_here_is_told_with_the_reason(
     found = list(lacks([only(service(**fields), endpoint_slice(*endpoints))]))
     assert [lack.clients for lack in found] == clients
     assert all(lack.why.startswith(why) and lack.service == "default/web:http" for lack in found)
+
+
+def test_known_lacks_follow_the_table() -> None:
+    none, served = only(service(), endpoint_slice()), only(service(), endpoint_slice(*HERE))
+    known = KnownLacks()
+    for services in (
+        {"a": (none,), "b": (served,)},
+        {"a": (served,), "b": (served,)},
+        {"b": (none,), "c": (none,)},
+        {},
+    ):
+        table = ServiceTable(services, EMPTY.node)
+        assert known.of(table) == list(lacks(table.entries(sorted(services))))
 
 
 DROPPED = PacketEvent(

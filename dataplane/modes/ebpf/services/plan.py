@@ -119,6 +119,7 @@ class Plan:
         self.max_slots = max_slots
         self.installed: dict[str, tuple[Installed, ...]] = {}
         self.by_id: dict[int, Installed] = {}
+        self.renumbered = True  # service ports came or went
         self.unprogrammed: dict[EntryKey, Unprogrammed] = {}
         self.unfit: dict[str, set[EntryKey]] = {}  # by service, the ports in `unprogrammed`
         self.full: set[str] = set()  # maps that may grow for which something did not fit since this was emptied
@@ -261,6 +262,7 @@ class Plan:
         if entry.present is not None and old is not None:
             self.removed_endpoints += [(port.service, gone) for gone in removed_endpoints(old.entry, entry)]
         self.by_id[port.service] = port
+        self.renumbered |= old is None
         return port
 
     def _numbered(self, key: EntryKey, entry: Entry, rows: Rows, before: Installed | None) -> Installed:
@@ -440,6 +442,7 @@ class Plan:
             batch.source_ranges.append((port.service, entry.family, ()))
             batch.gone.source_ranges[entry.family] += len(settings.source_ranges)
         del self.by_id[port.service]
+        self.renumbered = True
         batch.gone.backends += port.ids
         batch.gone.services.append(port.service)
         batch.gone.ranges += [piece for piece in port.ranges if piece[1]]

@@ -65,12 +65,13 @@ class Store:
         used = self._former.in_use() if self._former else InUse()
         claim = self._former.claim if self._former else None
         self.plan = Plan(self._sizes(), used, claim, self._max_ring, self._max_slots, stamp)
+        self._names: dict[int, str] = {}
         self.traffic = maps.traffic()
         if self._former is not None:
             self.traffic.only(used.services, used.backends)
         self._unwritten: deque[Batch] = deque()  # planned, in this order
         self._late: list[Batch] = []  # written but for frontends for which there was no room
-        self._shown: dict[int, tuple[int, Key | None]] = {}  # by family: a frontend, of so many
+        self._shown: dict[int, tuple[int, Key | None, bytes]] = {}  # by family: a frontend of so many, and its row
         self.graced_stamp = 0  # number of the last grace period that is over
         self._node_ports_at: frozenset[str] = frozenset()
         self._exact_after = 0  # once this grace period is over, prefilter bits of a former process go
@@ -110,14 +111,12 @@ class Store:
             return []
         count = len(self.plan.owners)
         for family in (4, 6):
-            known, key = self._shown.get(family, (0, None))
+            known, key, _ = self._shown.get(family, (0, None, b""))
             if known != count and (not key or key not in self.plan.owners):
-                self._shown[family] = count, next((each for each in self.plan.owners if each[0] == family), None)
-        shown = ((family, key) for family, (_, key) in self._shown.items() if key and key in self.plan.owners)
-        return [
-            family for family, key in shown
-            if self.maps.maps[f"frontends{family}"].lookup(frontend_rows([key], family)[0].tobytes()) is None
-        ]  # fmt: skip
+                key = next((each for each in self.plan.owners if each[0] == family), None)
+                self._shown[family] = count, key, frontend_rows([key], family)[0].tobytes() if key else b""
+        shown = ((family, row) for family, (_, key, row) in self._shown.items() if key and key in self.plan.owners)
+        return [family for family, row in shown if self.maps.maps[f"frontends{family}"].lookup(row) is None]
 
     def damage(self) -> Iterator[str]:
         """Yields a message for each family whose frontends another program removed."""
@@ -243,8 +242,11 @@ class Store:
     # What the maps say
 
     def names(self) -> dict[int, str]:
-        """Returns the name of each service port by its id."""
-        return {number: port.entry.name for number, port in self.plan.by_id.items()}
+        """Returns the name of each service port by its id: the same object until that changes."""
+        if self.plan.renumbered:
+            self.plan.renumbered = False
+            self._names = {number: port.entry.name for number, port in self.plan.by_id.items()}
+        return self._names
 
     def addresses(self) -> dict[tuple[int, str], str]:
         """Returns the name of a service by each family and address that it has."""
