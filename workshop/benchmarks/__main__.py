@@ -1,4 +1,4 @@
-"""python -m hybrid_proxy.workshop.benchmarks [NAME ...]: runs all benchmarks of this folder, or those named.
+"""Runs all benchmarks of this folder, or those named.
 
 Each is a module with a function `measure() -> Result`. `VARIANTS` has further benchmarks of a module, by argument.
 The exit code is 0 when everything was measured, whether or not targets are reached.
@@ -6,22 +6,22 @@ The exit code is 0 when everything was measured, whether or not targets are reac
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import pkgutil
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+from hybrid_proxy.workshop.benchmarks.exchanges import BENCHES
 from hybrid_proxy.workshop.measuring.results import Result
 
 HERE = Path(__file__).parent
 VARIANTS = {  # benchmark -> module and what it is called with
     "changes": ("api_scale", "changes"),
-    "mode_connections": ("connections", "modes"),
-    "ipvs_connections": ("connections", "ipvs"),
-    "stream": ("throughput", "stream"),
-    "udp_one_way": ("throughput", "udp_one_way"),
+    **{name: ("exchanges", name) for name in BENCHES},
 }
 
 
@@ -37,29 +37,38 @@ def available() -> dict[str, str]:
     return {name: found[name] for name in alone} | variants
 
 
-def run(name: str) -> Result:
-    """Runs one benchmark."""
+def run(name: str, **options: Any) -> Result:
+    """Runs one benchmark; those of exchanges take options."""
     module, *argument = VARIANTS.get(name, (name,))
-    result: Result = importlib.import_module(f"hybrid_proxy.workshop.benchmarks.{module}").measure(*argument)
+    result: Result = importlib.import_module(f"hybrid_proxy.workshop.benchmarks.{module}").measure(*argument, **options)
     return result
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
     """Measures, and returns the exit code."""
     known = available()
-    names = [name.replace("-", "_") for name in names]
-    for unknown in [name for name in names if name not in known]:
-        listed = "\n".join(f"  {name:12} {what}" for name, what in known.items())
-        print(f"there is no benchmark named {unknown!r}; there are:\n{listed}", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m hybrid_proxy.workshop.benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
+    exchanges = parser.add_argument_group(f"options of {', '.join(BENCHES)} (exchanges.py)")
+    exchanges.add_argument("--arms", default="", metavar="ARM,...", help="instead of the benchmark's own (arms.py)")
+    exchanges.add_argument("--rounds", type=int, default=0, help="of each arm, in turn")
+    exchanges.add_argument(
+        "--tree", dest="trees", action="append", default=[], type=os.path.abspath, metavar="FOLDER",
+        help="the source tree whose agent serves; several are compared with the first one",
+    )  # fmt: skip
+    options = vars(parser.parse_args())
+    names = [name.replace("-", "_") for name in options.pop("names")]
+    options = {name: value for name, value in options.items() if value}
+    if unknown := [name for name in names if name not in (BENCHES if options else known)]:
+        parser.error(f"there is no such benchmark{' with options' if options else ''}: {', '.join(unknown)}")
     if os.geteuid() != 0:
         print("benchmarks need root: they load BPF programs and make network namespaces of their own", file=sys.stderr)
         return 1
     for name in names or known:
         print(f"--- {name}: {known[name]}", flush=True)
-        run(name).report()
+        run(name, **options).report()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,18 +1,26 @@
-/* Connect, request, response, close: the lightest client and server that do it with blocking sockets.
+/* Connect, request, response, close: the lightest client and server that do it
+ * with blocking sockets.
  *
- *   crr serve PORT             answers for ever: reads 64 bytes, writes 256, closes
- *   crr ask ADDRESS PORT SEC   as often as it can for SEC seconds; prints connections, seconds and failures, then
- *                              median and 99th percentile of an exchange in microseconds
- *   crr ask ADDRESS PORT SEC RATE   the same, RATE times a second
- *   crr sink PORT              reads whatever comes, one connection after the other
- *   crr pour ADDRESS PORT SEC  one connection, as much as it takes; prints bytes and seconds
- *   crr catch PORT             reads datagrams and answers none
- *   crr throw ADDRESS PORT SEC FROM   small datagrams of one port, as often as it can; prints datagrams and seconds
+ *   crr serve PORT             answers for ever: reads 64 bytes, writes 256,
+ * closes crr ask ADDRESS PORT SEC   as often as it can for SEC seconds crr ask
+ * ADDRESS PORT SEC RATE   the same, RATE times a second crr echo PORT answers
+ * datagrams with themselves crr query ADDRESS PORT SEC a new socket, a
+ * datagram, an answer, as a resolver's crr talk ADDRESS PORT SEC  datagrams and
+ * answers of one connected socket crr sink PORT              reads whatever
+ * comes, one connection after the other crr pour ADDRESS PORT SEC  one
+ * connection, as much as it takes crr catch PORT             reads datagrams
+ * and answers none crr throw ADDRESS PORT SEC FROM   small datagrams of one
+ * port, as often as it can
+ *
+ * Clients print exchanges (bytes, datagrams), seconds and failures, median and
+ * 99th percentile of an exchange in microseconds, and the CPU seconds that this
+ * process took for them, without its start.
  */
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,14 +30,44 @@
 
 enum sizes { REQUEST = 64, RESPONSE = 256, PIECE = 1 << 17, SLOWEST = 100000 };
 
-static long times[SLOWEST + 1]; /* exchanges by microseconds, the last for all that took longer */
+static long times[SLOWEST + 1]; /* exchanges by microseconds, the last for all
+				   that took longer */
 
-static double seconds(void)
+static double read_clock(clockid_t clock)
 {
 	struct timespec t;
 
-	clock_gettime(CLOCK_MONOTONIC, &t);
+	clock_gettime(clock, &t);
 	return t.tv_sec + t.tv_nsec / 1e9;
+}
+
+static double seconds(void)
+{
+	return read_clock(CLOCK_MONOTONIC);
+}
+
+static double cpu_seconds(void)
+{
+	return read_clock(CLOCK_PROCESS_CPUTIME_ID);
+}
+
+/* The smallest time that this share of the exchanges does not exceed. */
+static long quantile(long all, double share)
+{
+	long seen = 0;
+
+	for (int i = 0; i <= SLOWEST; i++) {
+		seen += times[i];
+		if (seen >= all * share)
+			return i;
+	}
+	return SLOWEST;
+}
+
+static void report(long long done, double took, long failed, double cpu)
+{
+	printf("%lld %.6f %ld %ld %ld %.9f\n", done, took, failed, quantile(done + failed, 0.5),
+	       quantile(done + failed, 0.99), cpu);
 }
 
 static struct sockaddr_in socket_address(const char *address, const char *port)
@@ -97,11 +135,12 @@ static void pour(const char *address, const char *port, const char *time)
 	static char buffer[PIECE];
 	struct sockaddr_in to = socket_address(address, port);
 	int s = socket(AF_INET, SOCK_STREAM, 0);
-	double start, end, now;
+	double start, end, now, cpu;
 	long long sent = 0;
 
 	if (s < 0 || connect(s, (const struct sockaddr *)&to, sizeof(to)))
 		give_up("connecting");
+	cpu = cpu_seconds();
 	start = seconds();
 	end = start + atof(time);
 	do {
@@ -112,7 +151,7 @@ static void pour(const char *address, const char *port, const char *time)
 		sent += piece;
 		now = seconds();
 	} while (now < end);
-	printf("%lld %.6f\n", sent, now - start);
+	report(sent, now - start, 0, cpu_seconds() - cpu);
 	close(s);
 }
 
@@ -124,6 +163,20 @@ static int datagram_socket(const char *port)
 	if (s < 0 || bind(s, (struct sockaddr *)&a, sizeof(a)))
 		give_up("binding");
 	return s;
+}
+
+static void echo(const char *port)
+{
+	int s = datagram_socket(port);
+	struct sockaddr_in from;
+	socklen_t length = sizeof(from);
+	char buffer[REQUEST];
+
+	printf("ready\n");
+	fflush(stdout);
+	for (;; length = sizeof(from))
+		if (recvfrom(s, buffer, REQUEST, 0, (struct sockaddr *)&from, &length) == REQUEST)
+			sendto(s, buffer, REQUEST, 0, (const struct sockaddr *)&from, length);
 }
 
 static void catch_all(const char *port)
@@ -142,32 +195,42 @@ static void throw(const char *address, const char *port, const char *time, const
 	struct sockaddr_in to = socket_address(address, port);
 	int s = datagram_socket(from);
 	char buffer[REQUEST] = {0};
-	double start, now;
+	double start, now, cpu;
 	long sent = 0;
 
 	if (connect(s, (const struct sockaddr *)&to, sizeof(to)))
 		give_up("connecting");
+	cpu = cpu_seconds();
 	start = seconds();
 	do {
 		if (send(s, buffer, REQUEST, 0) != REQUEST)
 			give_up("sending");
 		now = ++sent % 64 ? start : seconds();
+		if (now > start)
+			sched_yield(); /* the server reads in time, before its socket is full */
 	} while (now < start + atof(time));
-	printf("%ld %.6f\n", sent, now - start);
+	report(sent, now - start, 0, cpu_seconds() - cpu);
 	close(s);
 }
 
-/* One whole exchange; 0 when it was complete. */
-static int ask_once(const struct sockaddr_in *to)
+static int patient_socket(int kind)
 {
-	int s = socket(AF_INET, SOCK_STREAM, 0), failed = 1;
+	int s = socket(AF_INET, kind, 0);
 	struct timeval patience = {.tv_sec = 2};
-	char buffer[RESPONSE] = {0};
 
 	if (s < 0)
 		give_up("socket");
 	setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
 	setsockopt(s, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
+	return s;
+}
+
+/* One whole exchange; 0 when it was complete. */
+static int ask_once(const struct sockaddr_in *to)
+{
+	int s = patient_socket(SOCK_STREAM), failed = 1;
+	char buffer[RESPONSE] = {0};
+
 	if (!connect(s, (const struct sockaddr *)to, sizeof(*to)) &&
 	    send(s, buffer, REQUEST, MSG_NOSIGNAL) == REQUEST && recv(s, buffer, RESPONSE, MSG_WAITALL) == RESPONSE &&
 	    recv(s, buffer, 1, 0) == 0)
@@ -176,17 +239,28 @@ static int ask_once(const struct sockaddr_in *to)
 	return failed;
 }
 
-/* The smallest time that this share of the exchanges does not exceed. */
-static long quantile(long all, double share)
+static int query_once(const struct sockaddr_in *to)
 {
-	long seen = 0;
+	int s = patient_socket(SOCK_DGRAM), failed;
+	char buffer[REQUEST] = {0};
 
-	for (int i = 0; i <= SLOWEST; i++) {
-		seen += times[i];
-		if (seen >= all * share)
-			return i;
+	failed = sendto(s, buffer, REQUEST, 0, (const struct sockaddr *)to, sizeof(*to)) != REQUEST ||
+		 recv(s, buffer, REQUEST, 0) != REQUEST;
+	close(s);
+	return failed;
+}
+
+static int talk_once(const struct sockaddr_in *to)
+{
+	static int s = -1;
+	char buffer[REQUEST] = {0};
+
+	if (s < 0) {
+		s = patient_socket(SOCK_DGRAM);
+		if (connect(s, (const struct sockaddr *)to, sizeof(*to)))
+			give_up("connecting");
 	}
-	return SLOWEST;
+	return send(s, buffer, REQUEST, 0) != REQUEST || recv(s, buffer, REQUEST, 0) != REQUEST;
 }
 
 /* Sleep until that second of the monotonic clock. */
@@ -197,10 +271,10 @@ static void wait_until(double when)
 	clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL);
 }
 
-static void ask(const char *address, const char *port, const char *time, double rate)
+static void ask(int (*once)(const struct sockaddr_in *), char **argv, double rate)
 {
-	struct sockaddr_in to = socket_address(address, port);
-	double start = seconds(), end = start + atof(time), before = start, now;
+	struct sockaddr_in to = socket_address(argv[2], argv[3]);
+	double cpu = cpu_seconds(), start = seconds(), end = start + atof(argv[4]), before = start, now;
 	long done = 0, failed = 0;
 
 	do {
@@ -208,7 +282,7 @@ static void ask(const char *address, const char *port, const char *time, double 
 			wait_until(start + (done + failed) / rate);
 			before = seconds();
 		}
-		if (ask_once(&to))
+		if (once(&to))
 			failed++;
 		else
 			done++;
@@ -216,8 +290,7 @@ static void ask(const char *address, const char *port, const char *time, double 
 		times[(now - before) * 1e6 < SLOWEST ? (long)((now - before) * 1e6) : SLOWEST]++;
 		before = now;
 	} while (now < end);
-	printf("%ld %.6f %ld %ld %ld\n", done, now - start, failed, quantile(done + failed, 0.5),
-	       quantile(done + failed, 0.99));
+	report(done, now - start, failed, cpu_seconds() - cpu);
 }
 
 int main(int argc, char **argv)
@@ -227,9 +300,15 @@ int main(int argc, char **argv)
 	else if (argc == 3 && !strcmp(argv[1], "sink"))
 		sink(argv[2]);
 	else if (argc == 5 && !strcmp(argv[1], "ask"))
-		ask(argv[2], argv[3], argv[4], 0);
+		ask(ask_once, argv, 0);
 	else if (argc == 6 && !strcmp(argv[1], "ask"))
-		ask(argv[2], argv[3], argv[4], atof(argv[5]));
+		ask(ask_once, argv, atof(argv[5]));
+	else if (argc == 5 && !strcmp(argv[1], "query"))
+		ask(query_once, argv, 0);
+	else if (argc == 5 && !strcmp(argv[1], "talk"))
+		ask(talk_once, argv, 0);
+	else if (argc == 3 && !strcmp(argv[1], "echo"))
+		echo(argv[2]);
 	else if (argc == 5 && !strcmp(argv[1], "pour"))
 		pour(argv[2], argv[3], argv[4]);
 	else if (argc == 3 && !strcmp(argv[1], "catch"))
@@ -237,6 +316,7 @@ int main(int argc, char **argv)
 	else if (argc == 6 && !strcmp(argv[1], "throw"))
 		throw(argv[2], argv[3], argv[4], argv[5]);
 	else
-		fprintf(stderr, "crr serve|sink|catch PORT, crr ask|pour|throw ADDRESS PORT SECONDS [RATE|FROM]\n");
+		fprintf(stderr, "crr serve|echo|sink|catch PORT, crr ask|query|talk|pour|throw "
+				"ADDRESS PORT SECONDS [RATE|FROM]\n");
 	return argc >= 5 ? 0 : 2;
 }

@@ -53,8 +53,8 @@ def built(target: str) -> Path:
     return ROOT / target
 
 
-def in_a_guest(module: str, *, counted: bool = False) -> dict[str, Any]:
-    """Runs a module of this folder in a virtual machine, and returns the JSON of its last line.
+def in_a_guest(module: str, *arguments: str, counted: bool = False) -> dict[str, Any]:
+    """Runs a module in a virtual machine, and returns the JSON of its last line.
 
     With `counted`, the processor is emulated and its clock counts instructions: rates there are rates per instruction,
     whatever else this machine does.
@@ -63,7 +63,7 @@ def in_a_guest(module: str, *, counted: bool = False) -> dict[str, Any]:
         RuntimeError: it failed there.
     """
     machine = ["--timeout", "1800", *(["--counted"] if counted else [])]
-    argv = [sys.executable, "-m", "tests.vm", "run", GUEST, *machine, "--", sys.executable, "-m", module]
+    argv = [sys.executable, "-m", "tests.vm", "run", GUEST, *machine, "--", sys.executable, "-m", module, *arguments]
     done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{module} failed in the virtual machine:\n{done.stdout}")

@@ -32,7 +32,7 @@ def measure() -> Result:
     program = str(built(CLIENT))
     with lab(pods=4, kind="soak") as made, ApiProcess(SERVICES, ENDPOINTS, lab=made) as api:
         for name in BACKENDS:
-            serve(made, name, program, "serve", ())
+            serve(made, name, program, prefix=())
         agent = ApiAgent(made, api.kubeconfig, flags=("--nodeport-addresses", "0.0.0.0/0"), cluster_cidr=ALL_PODS)
         _measured(made, api, BACKENDS)
         with agent.serving():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -51,11 +51,11 @@ class Rows(NamedTuple):
     node: tuple[str, ...] = ()
 
 
-def load(made: Lab, mode: str, services: int, cluster_cidr: str, frontend: Socket, backend: Socket) -> None:
-    """Put the rules of a mode (of `MODES`) into the node of a lab: `services` of them and the measured one."""
+def load(made: Lab, mode: str, services: int, cluster_cidr: str, measured: Sequence[Row]) -> None:
+    """Put the rules of a mode (of `MODES`) into the node of a lab: `services` of them and the measured ones."""
     ends = [f"{n // 250}.{n % 250 + 1}" for n in range(services)]
     rows = [Row((f"10.112.{end}", 80), ((f"10.160.{end}", 8080),)) for end in ends]
-    rows.insert(services // 2, Row(frontend, (backend,)))
+    rows[services // 2 : services // 2] = measured
     with made.inside("node"):
         put(mode, Rows(cluster_cidr, rows))
 

@@ -13,11 +13,11 @@ Ports = Sequence[tuple[str, int]]  # protocol, port
 
 
 def service(name: str, address: str, ports: Ports, node_port: int = 0) -> Json:
-    """An IPv4 Service `namespace/name` with this ClusterIP, and with a node port for its only port if that is not 0."""
+    """An IPv4 Service `namespace/name` with this ClusterIP, and node ports from this one on if that is not 0."""
     namespace, _, own = name.partition("/")
     listed = _ports(ports)
-    if node_port:
-        listed[0]["nodePort"] = node_port
+    for number, port in enumerate(listed if node_port else ()):
+        port["nodePort"] = node_port + number
     return {
         "apiVersion": "v1", "kind": "Service", "metadata": {"namespace": namespace, "name": own},
         "spec": {
@@ -45,4 +45,7 @@ def manifest(items: Sequence[Json]) -> str:
 
 
 def _ports(ports: Ports) -> list[Json]:
-    return [{"name": protocol.lower(), "protocol": protocol, "port": port} for protocol, port in ports]
+    return [
+        {"name": f"{protocol.lower()}{number or ''}", "protocol": protocol, "port": port}
+        for number, (protocol, port) in enumerate(ports)
+    ]

@@ -13,7 +13,16 @@ import pytest
 
 from hybrid_proxy.workshop.benchmarks.__main__ import available, run
 from hybrid_proxy.workshop.benchmarks.api_scale import Load
+from hybrid_proxy.workshop.benchmarks.exchanges import BENCHES
 from hybrid_proxy.workshop.benchmarks.scale import Size
+
+
+def exchanges(name: str, *arms: str) -> Mapping[str, Mapping[str, Any]]:
+    """A benchmark of exchanges with these arms and one short round."""
+    bench = BENCHES[name]
+    load = bench.load._replace(seconds=0.05, rounds=1)
+    return {"exchanges": {"BENCHES": {name: bench._replace(load=load, arms=arms)}, "GUEST_ROUNDS": 1}}
+
 
 CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
 ROUNDS = {"ROUNDS": 1}
@@ -31,17 +40,9 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "Load": lambda **_: Load(20, 3, rate=50, seconds=1, fault_every=math.inf, idle=0.2),
         }
     },
-    "connections": {
-        "clients": {"ENDPOINTS": 3},
-        "connections": {**ROUNDS, "SERVICES": 20, "FEW": 1, "SECONDS": 0.05},
-    },
-    "ipvs_connections": {"connections": {"GUEST_SIZES": (3,), "GUEST_ROUNDS": 1, "SECONDS": 0.05}},
-    "mode_connections": {
-        "connections": {
-            "SIZES": (20,), "MODE_ROUNDS": 1, "SECONDS": 0.05, "working_modes": lambda _: ["ebpf"],
-            "PEERS": {"kube-proxy's nftables rules": "nftables"},
-        }
-    },
+    "connections": exchanges("connections", "default+firewall:service", "floor-established:service"),
+    "ipvs_connections": exchanges("ipvs_connections", "default+3:service", "ipvs+3:service"),
+    "mode_connections": exchanges("mode_connections", "nftables:nodeport", "kube-proxy-nftables+20:service"),
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
     "packet_kinds": {"packet_kinds": {**ROUNDS, "REPEAT": 20, "BATCH": 5, "BATCHES": 1}},
     "scale": {
@@ -50,7 +51,7 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         }
     },
     "soak": {"soak": {**CLUSTER, "SECONDS": 2.0, "CONNECTIONS": 50, "CHANGES": 20, "SAMPLES": 8}},
-    "stream": {"throughput": {"STREAM_ROUNDS": 1, "STREAM_SECONDS": 0.05}},
+    "stream": exchanges("stream", "default:far", "floor-always:service"),
     "switch": {
         "switch": {
             "MODES": ("nftables", "iptables"),
@@ -59,13 +60,15 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "UDP_ENDS_SOON": ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s"),
         }
     },
-    "udp_one_way": {"throughput": {"UDP_ROUNDS": 1, "UDP_SECONDS": 0.05, "WAYS": {"established": ()}}},
+    "udp_one_way": exchanges("udp_one_way", "default:plain"),
+    "udp_query": exchanges("udp_query", "default:direct", "default:service"),
+    "udp_round_trip": exchanges("udp_round_trip", "always:service"),
     "upgrade": {"upgrade": {**ROUNDS, "FLOWS": 1000}},
     "verifier": {"verifier": ROUNDS},
 }  # fmt: skip
 MARKS = {
     "api_scale": [pytest.mark.long],  # test_api_scale.py
-    "connections": [pytest.mark.long],  # the clients of `mode_connections`
+    **{name: [pytest.mark.long] for name in BENCHES if name != "connections"},  # the same with other loads and arms
     "changes": [pytest.mark.long],  # `api_scale` without faults
     "switch": [pytest.mark.long],  # tests/conformance/test_flows_over_a_switch.py
     "upgrade": [pytest.mark.long],  # tests/conformance/test_other_layouts.py
