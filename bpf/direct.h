@@ -70,12 +70,18 @@ INLINE enum step to_backend(struct __sk_buff *skb, struct scratch *space, enum h
 
 GLOBAL_VERB_WITH(enum hook, enum step, to_backend, STEP_DROP)
 
-/* Did the flow begin by bypassing the stack, so that its answers bypass it, too? */
+/* Do answers of the half-open flow bypass the stack, because it began that way, or is a conversation of datagrams? */
 INLINE bool answers_past_stack(struct __sk_buff *skb, const struct packet *p, const struct flow *reply, enum hook hook,
 			       const bool v6)
 {
-	return settings.fast_path == FAST_PATH_ALWAYS && reply->bypassed_at && !is_collision(p, reply) &&
-	       can_hand_over(skb, p, reply, hook, v6);
+	return reply->bypassed_at && !is_collision(p, reply) && can_hand_over(skb, p, reply, hook, v6);
+}
+
+/* Has the answer to open the flow, or establish it? Others are followed as on an established flow. */
+INLINE bool is_opening(const struct packet *p, const struct flow *reply)
+{
+	return !(reply->flags & FLOW_ESTABLISHED) &&
+	       (p->tuple.protocol == IPPROTO_TCP || reply->flags & FLOW_AS_NODE || is_assured(reply));
 }
 
 /* Handles a backend's answer on a half-open flow. Where answers are translated before routing, the flow is followed; it
@@ -153,7 +159,7 @@ INLINE enum step from_backend(struct __sk_buff *skb, struct scratch *space, enum
 		return drop(space, COUNT_DROP_FOREIGN);
 	if (found.entry->flags & FLOW_DIRECT)
 		return STEP_PASS;
-	if (!(found.entry->flags & FLOW_ESTABLISHED))
+	if (is_opening(p, found.entry))
 		return first_reply(skb, space, &found, hook, v6);
 	if (!(found.entry->flags & FLOW_AS_NODE)) {
 		if (!can_hand_over(skb, p, found.entry, hook, v6))

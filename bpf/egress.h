@@ -37,6 +37,15 @@ INLINE void mark_collision(const struct packet *p, const struct found *reply, co
 	count(COUNT_TUPLE_COLLISION);
 }
 
+/* Notes that the stack has let an answer pass to its client, as it has the question: for a while both ends of the
+ * conversation bypass it. The other half learns that from this one (`has_lost_answers`).
+ */
+INLINE void note_conversation(const struct packet *p, struct flow *reply)
+{
+	if (p->tuple.protocol != IPPROTO_TCP && !is_assured(reply))
+		WRITE_ONCE(reply->bypassed_at, moment());
+}
+
 /* Updates the flow by the backend's answer; false: the answer does not belong to the flow. */
 INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const struct found *found, enum hook hook,
 			const bool v6)
@@ -54,9 +63,12 @@ INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const stru
 		mark_collision(p, found, v6);
 		return false;
 	}
-	if (!confirm_path(skb, found->entry, hook, p->tuple.protocol))
+	if (!confirm_path(skb, found->entry, hook, p->tuple.protocol)) {
 		refresh(p, found->entry, found->table, v6);
-	else if (note_reply(skb, p, found, v6))
+		return true;
+	}
+	note_conversation(p, found->entry);
+	if (note_reply(skb, p, found, v6))
 		report_failure(skb, space, found->entry, COUNT_BACKEND_REFUSED, hook, v6);
 	return true;
 }

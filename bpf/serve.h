@@ -59,8 +59,17 @@ INLINE bool may_begin_flow(struct __sk_buff *skb, const struct packet *p, enum h
 	return (p->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_ACK && may_be_half_open(IPPROTO_TCP);
 }
 
+/* Does the other half of a flow of datagrams know, perhaps, that the stack has let an answer pass? An answer has shown
+ * where the backend is.
+ */
+INLINE bool may_be_conversation(const struct flow *f)
+{
+	return settings.fast_path && f->ifindex && !f->bypassed_at && !(f->flags & FLOW_AS_NODE);
+}
+
 /* Was the reply half of the packet's flow evicted? Halves are evicted one by one, and packets that a client repeats
- * would keep the other one alive. For datagrams the check runs at most 16 times a second.
+ * would keep the other one alive. For datagrams the check runs at most 16 times a second, but for the first after an
+ * answer, which learns that from now on the stack is bypassed.
  */
 INLINE bool has_lost_answers(const struct packet *p, const struct found *found, const bool v6)
 {
@@ -69,11 +78,13 @@ INLINE bool has_lost_answers(const struct packet *p, const struct found *found, 
 
 	if (found->table == TABLE_FLOWS || f->flags & (FLOW_DSR | FLOW_REPLY))
 		return false;
-	if (p->tuple.protocol != IPPROTO_TCP && time - f->seen < settings.hz / 16)
+	if (p->tuple.protocol != IPPROTO_TCP && time - f->seen < settings.hz / 16 && !may_be_conversation(f))
 		return false;
 	reply = peer_flow(f, p->tuple.protocol, found->table, v6);
 	if (!reply)
 		return true;
+	if (p->tuple.protocol != IPPROTO_TCP && may_be_conversation(f))
+		WRITE_ONCE(f->bypassed_at, READ_ONCE(reply->bypassed_at));
 	WRITE_ONCE(f->seen, time);
 	WRITE_ONCE(reply->seen, time);
 	return false;

@@ -1,5 +1,5 @@
 """What is handed over past the stack before a flow is established: with `--fast-path=always` its first packets, too. By
-default datagrams without an answer are, for a while after the stack has delivered one.
+default datagrams are, for a while after the stack has delivered an answer, or one that gets none.
 """
 
 from __future__ import annotations
@@ -282,6 +282,48 @@ def test_a_question_is_not_looked_at_when_it_is_delivered(pods: Pods) -> None:
     """Most of DNS: it does not last."""
     pods.deliver(one_way(pods, last=False))
     assert pods.first(Protocol.UDP)[0] == PASS
+
+
+def test_a_conversation_is_handed_over_once_the_stack_has_let_an_answer_pass(pods: Pods) -> None:
+    net = pods.net
+    serve(pods, Protocol.UDP)
+    for _ in range(2):
+        assert pods.first(Protocol.UDP)[0] == PASS
+        verdict, out, back = pods.answer(Protocol.UDP)
+        assert (verdict, out) == (PASS, back), "a rule may drop it: nothing came to the client"
+    assert read(pods.to_client(back)[1]).src == net.vip
+    for _ in range(2):
+        verdict, seen = pods.first(Protocol.UDP)
+        assert (verdict, seen.dst, seen.mac_dst) == (REDIRECT, net.backends[0], BACKEND_MAC)
+        verdict, out, _ = pods.answer(Protocol.UDP)
+        seen = read(out)
+        assert (verdict, seen.tuple) == (REDIRECT, (net.vip, 80, net.client, 40000))
+        assert (seen.mac_dst, seen.mac_src) == (POD_MAC, HOST_MAC)
+    assert pods.bench.flow_count(net.family) == (0, 2), "it can be forgotten, as before"
+
+
+def test_a_conversation_that_rests_begins_again_through_the_stack(pods: Pods) -> None:
+    serve(pods, Protocol.UDP)
+    for _ in range(2):
+        assert pods.first(Protocol.UDP)[0] == PASS
+        verdict, out, back = pods.answer(Protocol.UDP)
+        assert (verdict, out) == (PASS, back)
+        pods.to_client(back)
+        assert pods.first(Protocol.UDP)[0] == REDIRECT
+        rest = (SMALL.timeouts.udp // 6 + 1) * HZ
+        pods.bench.age(pods.net.family, bypassed_at=rest, started=rest)
+    assert pods.first(Protocol.UDP)[0] == REDIRECT, "it is established"
+
+
+def test_a_conversation_with_who_is_not_at_the_clients_interface_is_not_handed_over(pods: Pods) -> None:
+    """Who asked in another's name gets no answer by it: the stack sends it to who has the address."""
+    net = pods.net
+    serve(pods, Protocol.UDP)
+    for _ in range(2):
+        assert pods.at(pods.other, frame(net, net.client, net.vip, datagram(40000, 80)))[0] == PASS
+        verdict, out, back = pods.answer(Protocol.UDP)
+        assert (verdict, out) == (PASS, back)
+        assert read(pods.to_client(back)[1]).src == net.vip
 
 
 def test_an_answer_goes_through_the_stack_until_the_flow_is_established(pods: Pods) -> None:
