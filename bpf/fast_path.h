@@ -13,8 +13,8 @@
 
 /* May a packet of a half-open flow bypass the stack? It may if the flow began that way (FAST_PATH_ALWAYS). Otherwise
  * datagrams may, for a while after the stack has delivered an answer, or one like it of a client that gets none
- * (egress.h). The while is a sixth of the time for which conntrack remembers a flow without answers: conntrack continues
- * to know the flow, and its rules are checked again.
+ * (egress.h). The while is a sixth of the time for which conntrack remembers a flow without answers: conntrack
+ * continues to know the flow, and its rules are checked again.
  */
 INLINE bool needs_no_stack(const struct flow *f)
 {
