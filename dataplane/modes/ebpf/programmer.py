@@ -61,6 +61,7 @@ from hybrid_proxy.dataplane.reports import Ejection, ExplainAnswer, PacketEvent,
 from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
+MOST_DEFERRED = 32  # changes whose slots wait, before a grace period is asked for
 SPARE_PROCESSORS = 4  # from so many on, loading programs in vain slows nothing down
 
 log = logging.getLogger(__name__)
@@ -238,7 +239,8 @@ class Ebpf(Programmer):
             if isinstance(error, ForeignEntries):
                 self._start_over()
             raise SyncError(f"the eBPF maps could not be programmed: {error}") from error
-        self.gc.grace.want(self.store.plan.pools.stamp)  # last: it wakes a thread, which takes the interpreter
+        if self.store.plan.pools.deferred >= MOST_DEFERRED:  # else with the next maintenance: a thread wakes for it
+            self.gc.grace.want(self.store.plan.pools.stamp)
         return SyncResult(changed, removed)
 
     def _plan(self, change: Change) -> Change:

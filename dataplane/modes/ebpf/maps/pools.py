@@ -213,6 +213,11 @@ class Pools:
         return waiting + len(self._unnamed_services) + len(self._unnamed_backends)
 
     @property
+    def deferred(self) -> int:
+        """The number of changes that wait for a grace period."""
+        return len(self._waiting)
+
+    @property
     def has_slots(self) -> bool:
         """True if slots wait for a grace period."""
         return any(gone.ranges for _, gone, _ in self._waiting)
