@@ -217,8 +217,9 @@ struct flow {
 	__u32 daddr[4];
 	__u16 sport;
 	__u16 dport;
-	__u16 flags;	  /* enum flow_flags */
-	__u16 challenges; /* while FLOW_CHALLENGED: SYNs since the other direction sent its last packet */
+	__u16 flags;	 /* enum flow_flags */
+	__u8 challenges; /* while FLOW_CHALLENGED: SYNs since the other direction sent its last packet */
+	__u8 past_stack; /* 1: the flow began by bypassing the stack, which has not judged it */
 	__u32 service;
 	__u32 backend;
 	__u32 seen;    /* the last packet of either direction, to a second */
@@ -238,8 +239,8 @@ struct flow {
 		__u32 client_seq; /* of FLOW_DSR: the client's last sequence number */
 	};
 	union {
-		/* Until the flow is established: when packets last proved that they may bypass the stack, in jiffies,
-		 * 0: never. For the client's direction this expires (fast_path.h).
+		/* Of datagrams until the flow is established: when the stack last delivered one, in jiffies, 0: never
+		 * (fast_path.h).
 		 */
 		__u32 bypassed_at;
 		__u32 challenged_at; /* of established TCP: when the last SYN challenged the backend, in jiffies */
@@ -314,7 +315,7 @@ struct node {
 	__u32 trace_client[4];	 /* zeros: any */
 	__s32 half_open;	 /* pairs in `flows` that are not established; user space corrects the count */
 	__u32 draining;		 /* non-zero while no new flow may begin (there are no frontends then) */
-	__u32 pad;
+	__u32 fast_path;	 /* enum fast_path */
 };
 
 /* An interface's own addresses, zeros where it has none. Masqueraded packets that leave by it get them as their source.
@@ -337,7 +338,6 @@ enum fast_path {
 struct settings {
 	__u32 hz;		  /* jiffies per second */
 	__u32 reject_burst;	  /* rejected packets that are answered, per CPU and second */
-	__u32 fast_path;	  /* enum fast_path */
 	__u32 can_set_errno;	  /* bpf_set_retval exists */
 	__s32 max_half_open;	  /* pairs that may be half-open in `flows`; more begin in `half_open` */
 	__u32 udp_timeout;	  /* jiffies after which another flow may take the reply tuple of datagrams, */

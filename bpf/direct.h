@@ -74,7 +74,8 @@ GLOBAL_VERB_WITH(enum hook, enum step, to_backend, STEP_DROP)
 INLINE bool answers_past_stack(struct __sk_buff *skb, const struct packet *p, const struct flow *reply, enum hook hook,
 			       const bool v6)
 {
-	return reply->bypassed_at && !is_collision(p, reply) && can_hand_over(skb, p, reply, hook, v6);
+	return (reply->past_stack || reply->bypassed_at) && !is_collision(p, reply) &&
+	       can_hand_over(skb, p, reply, hook, v6);
 }
 
 /* Has the answer to open the flow, or establish it? Others are followed as on an established flow. */

@@ -37,7 +37,7 @@ INLINE enum step create_dsr_flow(struct __sk_buff *skb, struct scratch *space, c
 	fill_flow(f, key, &space->result, v6);
 	f->started = start_time(key->protocol);
 	f->flags = FLOW_DSR;
-	f->ifindex = f->challenges = 0;
+	f->ifindex = f->challenges = f->past_stack = 0;
 	f->origin = ORIGIN_UPLINKS;
 	f->client_seq = space->packet.seq;
 	error = flow_update(key, f, table, BPF_NOEXIST, v6);

@@ -11,16 +11,25 @@
 #include "route.h"
 #include "scratch.h"
 
-/* May a packet of a half-open flow bypass the stack? It may if the flow began that way (FAST_PATH_ALWAYS). Otherwise
- * datagrams may, for a while after the stack has delivered an answer, or one like it of a client that gets none
- * (egress.h). The while is a sixth of the time for which conntrack remembers a flow without answers: conntrack
- * continues to know the flow, and its rules are checked again.
+/* Did the stack lately deliver an answer on the flow, or a datagram of a client that gets none (egress.h)? Lately is a
+ * sixth of the time for which conntrack remembers a flow without answers: conntrack continues to know the flow, and its
+ * rules are checked again.
  */
-INLINE bool needs_no_stack(const struct flow *f)
+INLINE bool was_delivered(const struct flow *f)
 {
 	__u32 passed = READ_ONCE(f->bypassed_at);
 
-	return passed && (settings.fast_path == FAST_PATH_ALWAYS || now() - passed < settings.udp_timeout / 6);
+	return passed && now() - passed < settings.udp_timeout / 6;
+}
+
+/* Does the stack let the flow's packets pass? It has judged an established flow, unless that began past it: its packets
+ * return to the stack when the agent finds a rule (FAST_PATH_ESTABLISHED).
+ */
+INLINE bool needs_no_stack(const struct flow *f)
+{
+	if (f->past_stack)
+		return READ_ONCE(own_node.fast_path) >= FAST_PATH_ALWAYS;
+	return f->flags & FLOW_ESTABLISHED || was_delivered(f);
 }
 
 /* May packets of the flow bypass the stack? Only where the other direction does, too: conntrack that sees one half of a
@@ -28,9 +37,7 @@ INLINE bool needs_no_stack(const struct flow *f)
  */
 INLINE bool skips_stack(const struct flow *f, enum hook hook)
 {
-	if (!is_ingress(hook) || !settings.fast_path || !f->ifindex)
-		return false;
-	if (!(f->flags & FLOW_ESTABLISHED) && !needs_no_stack(f))
+	if (!is_ingress(hook) || !READ_ONCE(own_node.fast_path) || !f->ifindex || !needs_no_stack(f))
 		return false;
 	return hook == HOOK_POD_INGRESS || f->flags & FLOW_MASQUERADE;
 }
@@ -69,7 +76,7 @@ INLINE bool can_hand_over(struct __sk_buff *skb, const struct packet *p, const s
 /* Do a client's datagrams keep coming for a quarter of a second, and no answer shows where their pod is? */
 INLINE bool lasts_one_way(const struct flow *f, __u8 protocol)
 {
-	return settings.fast_path && protocol == IPPROTO_UDP &&
+	return READ_ONCE(own_node.fast_path) && protocol == IPPROTO_UDP &&
 	       !(f->flags & (FLOW_REPLY | FLOW_AS_NODE | FLOW_ESTABLISHED)) && now() - f->started >= settings.hz / 4;
 }
 
@@ -81,7 +88,7 @@ INLINE bool skips_stack_at_once(struct __sk_buff *skb, struct scratch *space, en
 {
 	struct bpf_fib_lookup *hop = &space->hop;
 
-	if (settings.fast_path != FAST_PATH_ALWAYS || hook != HOOK_POD_INGRESS || space->flow.flags)
+	if (READ_ONCE(own_node.fast_path) < FAST_PATH_ALWAYS || hook != HOOK_POD_INGRESS || space->flow.flags)
 		return false;
 	if (CALL(origin_by_route, v6, skb) != skb->ifindex)
 		return false;

@@ -243,7 +243,8 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 
 	f->started = start_time(key->protocol);
 	f->challenges = 0;
-	f->bypassed_at = from->past_stack ? moment() : 0;
+	f->past_stack = from->past_stack;
+	f->bypassed_at = 0;
 	fill_reply(f, key, reply, from, &space->hop, v6);
 	error = store_reply(space, table, from->reserved, v6);
 	f->flags = direction;

@@ -64,7 +64,8 @@ INLINE bool may_begin_flow(struct __sk_buff *skb, const struct packet *p, enum h
  */
 INLINE bool may_be_conversation(const struct flow *f)
 {
-	return settings.fast_path && f->ifindex && !f->bypassed_at && !(f->flags & FLOW_AS_NODE);
+	return READ_ONCE(own_node.fast_path) && f->ifindex && !f->bypassed_at && !f->past_stack &&
+	       !(f->flags & FLOW_AS_NODE);
 }
 
 /* Was the reply half of the packet's flow evicted? Halves are evicted one by one, and packets that a client repeats

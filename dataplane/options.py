@@ -134,8 +134,10 @@ class EbpfOptions(Section, frozen=True):
     fast_path: Annotated[str, _ebpf(
         "Which packets between pods of this node bypass the host's stack: those of flows that it has let open "
         "(`established`), those that open a flow, too (`always`: no netfilter rule, policy or conntrack of the host "
-        "sees such a flow), or none (`off`)", choice("established", "always", "off"), "fast-path"
-    )] = "established"
+        "sees such a flow), or none (`off`); `auto`: as `always` while there is nothing that would not see them, and "
+        "otherwise as `established`; `status` shows which, and why",
+        choice("auto", "established", "always", "off"), "fast-path"
+    )] = "auto"
     traffic_counters: Annotated[bool, _ebpf(
         "Count flows, packets and bytes of services and backends", BOOLEAN, "no-traffic-counters", inverted=True,
         help="do not count flows, packets and bytes of services and backends"

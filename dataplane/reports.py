@@ -352,8 +352,9 @@ class SocketHooks(msgspec.Struct, frozen=True):
 class EbpfStatus(msgspec.Struct, kw_only=True, frozen=True):
     """The loaded and attached objects of mode ebpf.
 
-    `pins` is the folder of its pins, `fast_path` is `established`, `always` or `off`, `traffic_bytes` the memory for
-    counting traffic (0: off), `deferred_frees` are ids that wait until no program can use them any more.
+    `pins` is the folder of its pins, `fast_path` is `established`, `always` or `off` at the moment, for
+    `fast_path_reason`, `traffic_bytes` the memory for counting traffic (0: off), `deferred_frees` are ids that wait
+    until no program can use them any more.
     """
 
     pins: str
@@ -362,6 +363,7 @@ class EbpfStatus(msgspec.Struct, kw_only=True, frozen=True):
     xdp: XdpHooks
     sockets: SocketHooks
     fast_path: str
+    fast_path_reason: str
     maps: dict[str, MapUsage]
     traffic_bytes: int
     deferred_frees: int

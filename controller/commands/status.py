@@ -322,6 +322,7 @@ def _hook_lines(ebpf: EbpfStatus) -> Iterator[str]:
     yield from (f"  {name} is left to tc: {reason}" for name, reason in xdp.left_to_tc.items())
     served = f"served in cgroup {sockets.cgroup}" if sockets.cgroup else f"not served: {sockets.reason}"
     yield f"sockets of the node: {served}"
+    yield f"fast path between pods: {ebpf.fast_path} ({ebpf.fast_path_reason})"
 
 
 def _memory_lines(ebpf: EbpfStatus) -> Iterator[str]:

@@ -184,7 +184,7 @@ def _filters(wire: Netlink, index: int, parent: int) -> Iterator[_Found]:
 
 
 class FilterWatch:
-    """Finds our missing filters, in the network namespace of the calling thread.
+    """Finds our missing filters, and foreign ones, in the network namespace of the calling thread.
 
     The filters of an interface are read again only after the kernel has reported a change of its filters or qdiscs.
     """
@@ -192,6 +192,7 @@ class FilterWatch:
     def __init__(self) -> None:
         self._events = Events(ROUTE, RTMGRP_TC)
         self._missing: dict[int, list[str]] = {}  # by interface, of those read since their last change
+        self._others: dict[int, list[str]] = {}  # the same
 
     def missing(self, index: int, programs: Mapping[tuple[str, bool], int]) -> list[str]:
         """The names of our filters that an interface does not have, or that run another program.
@@ -209,14 +210,25 @@ class FilterWatch:
             ]
         return self._missing[index]
 
+    def others(self, index: int) -> list[str]:
+        """The names of foreign filters at an interface."""
+        self._forget_changed()
+        if index not in self._others:
+            found = names(index, ingress=True) + names(index, ingress=False)
+            self._others[index] = [name for name, ours in found if not ours]
+        return self._others[index]
+
     def _forget_changed(self) -> None:
         while (data := self._events.read()) != b"":
             if data is None:  # reports were lost
                 self._missing.clear()
+                self._others.clear()
                 continue
             for _, _, _, _, body in messages(data):
                 if len(body) >= _TCMSG.size:
-                    self._missing.pop(_TCMSG.unpack_from(body)[1], None)
+                    index = _TCMSG.unpack_from(body)[1]
+                    self._missing.pop(index, None)
+                    self._others.pop(index, None)
 
     def close(self) -> None:
         """Stops listening to the kernel's reports."""

@@ -1,17 +1,20 @@
-"""Finds the rules of other programs in the calling thread's network namespace, where netfilter calls them.
+"""Finds what packets meet in the calling thread's network namespace: rules, virtual servers of IPVS, IPsec policies.
 
-The agent asks for `passing_rules` before it takes packets past them; `doctor` reads the rules of `foreign_chains`.
+The agent watches `PassingRules` as long as it takes packets past them; `doctor` reads the rules of `foreign_chains`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
-from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
-from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes
+from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, XFRM, Message, Netlink, NetlinkFailed
+from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes, generation
 from hybrid_proxy.dataplane.kernel.xtables import legacy_tables_with_rules
 
 # linux/netfilter/nf_tables.h
@@ -22,33 +25,96 @@ _DROP: Final = 0
 
 _IP_HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting", "ingress")  # linux/netfilter.h
 _FAMILIES: Final = {1: "inet", 2: "ip", 10: "ip6", 7: "bridge", 5: "netdev"}
-_PASSING: Final = frozenset({"prerouting", "forward", "postrouting"})
+_PASSING: Final = frozenset({"prerouting", "forward", "postrouting", "ingress", "egress"})
+_PATIENCE: Final = 20  # a long list of chains that changes all the time takes a twentieth of the time at most
+
+_VIRTUAL_SERVERS: Final = Path("/proc/thread-self/net/ip_vs")
+_HEADING: Final = 3  # lines
+# linux/xfrm.h
+_GET_POLICIES: Final = 0x25  # XFRM_MSG_GETSPDINFO
+_COUNTS: Final = 1  # XFRMA_SPD_INFO
+_POLICIES: Final = struct.Struct("=6I")  # in, out, forwarded; the same of sockets
 
 
 def foreign_chains() -> list[BaseChain]:
     """Returns the base chains of foreign tables; none where the kernel has no nf_tables."""
+    return [chain for chain in _base_chains() if is_foreign(chain.table.partition(" ")[2])]
+
+
+def _base_chains() -> list[BaseChain]:
     try:
         with Nfnetlink() as wire:
             return [
                 chain
                 for number, family in _FAMILIES.items()
                 for chain in _chains(wire.dump(_GET_CHAIN, number), family)
-                if is_foreign(chain.table.partition(" ")[2])
             ]
     except (NetlinkFailed, OSError):
         return []
 
 
-def passing_rules() -> list[str]:
-    """Chains that have rules, or drop by default, for packets that pass the node; then tables of iptables-legacy."""
-    found = [
-        str(chain)
-        for chain in foreign_chains()
-        if chain.hook in _PASSING
-        and not chain.table.startswith(("bridge ", "netdev "))
-        and (chain.rules or chain.drops)
-    ]
-    return found + legacy_tables_with_rules()
+class PassingRules:
+    """Finds what packets that pass the node meet in its stack, also what our own other modes made.
+
+    A look is cheap as long as nothing changes: chains are listed only for another generation of nftables' ruleset.
+    """
+
+    def __init__(self) -> None:
+        self._wires: dict[int, Netlink | None] = {}  # None: this kernel has no such protocol
+        self._generation: int | None = None
+        self._chains: list[str] = []
+        self._listed_until = 0.0
+
+    def found(self) -> list[str]:
+        """Chains that have rules, or drop by default; tables of iptables-legacy; IPVS; policies of IPsec."""
+        return [*self._rules(), *legacy_tables_with_rules(), *_virtual_servers(), *self._policies()]
+
+    def _rules(self) -> list[str]:
+        wire = self._wire(NETFILTER)
+        if wire is None or (self._chains and time.monotonic() < self._listed_until):
+            return self._chains
+        try:
+            now = generation(wire)
+        except (NetlinkFailed, OSError):  # no nf_tables
+            return []
+        if now != self._generation:
+            began = time.monotonic()
+            self._chains = [
+                str(chain) for chain in _base_chains() if chain.hook in _PASSING and (chain.rules or chain.drops)
+            ]
+            self._generation, ended = now, time.monotonic()
+            self._listed_until = ended + _PATIENCE * (ended - began)
+        return self._chains
+
+    def _policies(self) -> Iterator[str]:
+        wire = self._wire(XFRM)
+        if wire is None:
+            return
+        with contextlib.suppress(NetlinkFailed, OSError):
+            answer = wire.get(Message(_GET_POLICIES, bytes(4), what="counting IPsec policies")) or b""
+            counts = attributes(answer[4:]).get(_COUNTS, b"")
+            if len(counts) >= _POLICIES.size and any(_POLICIES.unpack_from(counts)[:3]):
+                yield "IPsec policies"
+
+    def _wire(self, protocol: int) -> Netlink | None:
+        if protocol not in self._wires:
+            try:
+                self._wires[protocol] = Netlink(protocol)
+            except OSError:
+                self._wires[protocol] = None
+        return self._wires[protocol]
+
+    def close(self) -> None:
+        """Closes the sockets."""
+        for wire in filter(None, self._wires.values()):
+            wire.close()
+
+
+def _virtual_servers() -> list[str]:
+    try:
+        return ["virtual servers of IPVS"] if len(_VIRTUAL_SERVERS.read_text().splitlines()) > _HEADING else []
+    except OSError:  # the module is not loaded
+        return []
 
 
 def _chains(bodies: list[bytes], family: str) -> Iterator[BaseChain]:

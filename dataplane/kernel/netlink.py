@@ -24,7 +24,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 
 # linux/netlink.h. pyroute2 has these numbers too, but its package imports all of itself (22 MB, 150 ms or more), and
 # commands that only list what is programmed do without it.
-ROUTE, SOCK_DIAG, NETFILTER, GENERIC = 0, 4, 12, 16
+ROUTE, SOCK_DIAG, XFRM, NETFILTER, GENERIC = 0, 4, 6, 12, 16
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR, NLM_F_DUMP = 0x1, 0x4, 0x10, 0x300
 NLM_F_EXCL, NLM_F_CREATE, NLM_F_APPEND = 0x200, 0x400, 0x800
 NLMSG_ERROR, NLMSG_DONE, NLMSG_MIN_TYPE = 2, 3, 16
@@ -123,7 +123,7 @@ class Netlink:
     """A socket for requests, of the network namespace that the calling thread is in now. A context manager.
 
     Args:
-        protocol: ROUTE, SOCK_DIAG, NETFILTER or GENERIC.
+        protocol: ROUTE, SOCK_DIAG, XFRM, NETFILTER or GENERIC.
         seconds: how long the kernel may take for an answer.
 
     Raises:

@@ -244,7 +244,8 @@ class Bench:
         try:
             self.maps = MapSet(self.folder, options)
             first, last = options.ebpf.masquerade_ports
-            values = {"hz": HZ, "reject_burst": 1_000_000, "fast_path": 1, "can_set_errno": 1,
+            self.fast_path = settings.pop("fast_path", layout.abi_constants()["FAST_PATH_ESTABLISHED"])
+            values = {"hz": HZ, "reject_burst": 1_000_000, "can_set_errno": 1,
                       "can_check_mtu": int(has_helper(CHECK_MTU)),
                       "udp_timeout": options.timeouts.udp * HZ, "udp_timeout_stream": options.timeouts.udp_stream * HZ,
                       "port_first": first, "port_count": last - first + 1,
@@ -348,6 +349,7 @@ class Bench:
         row[:] = np.zeros(1, dtype=row.dtype)
         row["primary4"] = layout.address_words([NETS[4].primary])[0, 0]
         row["primary6"] = layout.address_words([NETS[6].primary])[0]
+        row["fast_path"] = self.fast_path
         self.maps.maps["reject_budget"].update(bytes(4), bytes(8 * cpus()))
         self.maps.maps["awaited"].view(np.dtype(np.uint64))[:] = 0
         for name in ("own_addresses", "interfaces", "equal_routes", "equal_paths", "failures"):

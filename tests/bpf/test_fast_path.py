@@ -83,6 +83,11 @@ class Pods(Node):
         back = frame(net, net.backends[0], net.client, transport, from_backend=True)
         return *self.at(self.backend, back), back
 
+    def request_goes_on(self, protocol: Protocol) -> tuple[int, Seen]:
+        """What becomes of the client's next packet."""
+        verdict, out = self.at(self.client, self.request(protocol))
+        return verdict, read(out)
+
     def deliver(self, out: bytes) -> int:
         """The stack sends this packet of the client's to the backend."""
         program = self.bench.hooks.program("pod_egress")
@@ -230,6 +235,31 @@ def test_now_and_then_a_flow_begins_through_the_stack_which_asks_for_the_neighbo
     assert (verdict, out) == (PASS, back)
     always.bench.forget_flows()
     assert always.first(Protocol.TCP)[0] == REDIRECT
+
+
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
+@pytest.mark.parametrize("established", [False, True], ids=["half-open", "established"])
+def test_a_flow_that_began_past_the_stack_returns_to_it_when_a_rule_appears(
+    always: Pods, protocol: Protocol, established: bool
+) -> None:
+    net = always.net
+    serve(always, protocol)
+    assert always.first(protocol)[0] == REDIRECT
+    if established:
+        assert always.answer(protocol)[0] == REDIRECT
+        always.bench.age_flows(net.family, 3 * HZ, "half_open")
+        assert always.answer(protocol)[0] == REDIRECT
+        assert always.request_goes_on(protocol)[0] == REDIRECT
+    always.bench.node(fast_path=FLAGS["FAST_PATH_ESTABLISHED"])
+    for _ in range(2):
+        verdict, seen = always.request_goes_on(protocol) if established else always.first(protocol)
+        assert (verdict, seen.dst) == (PASS, net.backends[0]), "translated, and judged by the stack"
+        verdict, out, back = always.answer(protocol)
+        assert (verdict, out) == (PASS, back)
+        assert read(always.to_client(back)[1]).src == net.vip
+    always.bench.node(fast_path=FLAGS["FAST_PATH_ALWAYS"])
+    assert always.request_goes_on(protocol)[0] == REDIRECT
+    assert always.answer(protocol, "A")[0] == REDIRECT
 
 
 # --- by default

@@ -1,5 +1,5 @@
-"""What rules of the node see of flows between its pods: by default whether a flow may begin, with `--fast-path=always`
-nothing.
+"""What rules of the node see of flows between its pods: with `--fast-path=always` nothing, with `established` whether a
+flow may begin. By default it is the former where there is no rule, and otherwise the latter.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ def rule(lab: Lab, text: str) -> Iterator[None]:
         lab.run("node", ["nft", "delete table inet wall"])
 
 
+def packets_counted(bench: Bench) -> int:
+    """By the rule."""
+    listed = bench.lab.run("node", ["nft", "list", "table", "inet", "wall"]).stdout
+    return int(listed.partition("counter packets ")[2].split()[0])
+
+
 def seen_by_rule(bench: Bench, target: tuple[str, int], family: int, connections: int = 20, port: int = 0) -> int:
     """How many packets of these connections the rule counts; each carries some data, and ends before the next begins.
     `port`: the client's, of each of them; 0: as the kernel gives them.
     """
     size = SMALL if port else SIZE
-
-    def count() -> int:
-        listed = bench.lab.run("node", ["nft", "list", "table", "inet", "wall"]).stdout
-        return int(listed.partition("counter packets ")[2].split()[0])
-
-    before = count()
+    before = packets_counted(bench)
     for _ in range(connections):
         with bench.connect("pod1", target, family, port, timeout=20.0) as connection:
             assert ask_tcp(connection, body=bytes(size), close=True).received == size
             assert not connection.recv(1), "the server closes first: a client that did could not use its port again"
-    return count() - before
+    return packets_counted(bench) - before
 
 
 @pytest.mark.parametrize("path", ["always", "established"])
@@ -93,13 +94,45 @@ def test_a_port_that_comes_again_within_a_minute_is_no_new_one_to_conntrack(
         assert seen == new, f"of three connections with one port, {seen} were new ones"
 
 
+def decided(bench: Bench, path: str, why: str) -> None:
+    """Within a moment the agent decides that, and says why."""
+
+    def says() -> bool:
+        ebpf = bench.agent.running_status().dataplane.ebpf
+        return ebpf is not None and ebpf.fast_path == path and why in ebpf.fast_path_reason
+
+    eventually(says, 10, f"the fast path is not `{path}` because of {why}")
+
+
 @FAMILIES
-def test_by_default_what_a_rule_drops_stays_dropped(field: Lab, family: int) -> None:
+def test_by_default_a_rule_that_appears_counts_for_open_flows_too(field: Lab, family: int) -> None:
     with agent_with(field, "ebpf") as (bench, services):
         near = services["near"]
         bench.settle(near, {"pod2"}, family)
-        with rule(field, f"tcp dport {HTTP} drop"), pytest.raises(TimeoutError):
-            bench.connect("pod1", near.vip(family), family, timeout=1.0)
+        decided(bench, "always", "nothing is skipped")
+        with bench.connect("pod1", near.vip(family), family, timeout=20.0) as connection:
+            assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
+            with rule(field, f"tcp dport {HTTP} counter"):
+                decided(bench, "established", "inet wall forward")
+                assert "established (the stack has inet wall forward" in bench.agent.command("status").stdout
+                before = packets_counted(bench)
+                assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE, "the stack takes it over"
+                assert packets_counted(bench) > before
+                assert seen_by_rule(bench, near.vip(family), family, 3) > 0
+            decided(bench, "always", "nothing is skipped")
+            assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
+
+
+@FAMILIES
+@pytest.mark.parametrize("path", ["auto", "established"])
+def test_what_a_rule_drops_stays_dropped(field: Lab, family: int, path: str) -> None:
+    with agent_with(field, "ebpf", f"--fast-path={path}") as (bench, services):
+        near = services["near"]
+        bench.settle(near, {"pod2"}, family)
+        with rule(field, f"tcp dport {HTTP} drop"):
+            decided(bench, "established", "")
+            with pytest.raises(TimeoutError):
+                bench.connect("pod1", near.vip(family), family, timeout=1.0)
 
 
 def send(bench: Bench, sender: socket.socket, catcher: socket.socket, seconds: float) -> tuple[int, int]:
@@ -122,7 +155,7 @@ def send(bench: Bench, sender: socket.socket, catcher: socket.socket, seconds: f
 @FAMILIES
 def test_datagrams_without_an_answer_are_handed_over_as_long_as_rules_let_them_pass(field: Lab, family: int) -> None:
     with (
-        agent_with(field, "ebpf", "--conntrack-udp-timeout=12s") as (bench, _),
+        agent_with(field, "ebpf", "--fast-path=established", "--conntrack-udp-timeout=12s") as (bench, _),
         field.socket("pod2", family, socket.SOCK_DGRAM) as catcher,
         field.socket("pod1", family, socket.SOCK_DGRAM) as sender,
     ):

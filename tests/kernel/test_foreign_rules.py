@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import time
+from contextlib import closing
 
 import pytest
 
-from hybrid_proxy.dataplane.kernel.foreign_rules import foreign_chains, passing_rules
+from hybrid_proxy.dataplane.kernel.foreign_rules import PassingRules, foreign_chains
 from tests.namespaces import fresh
 
 FORWARD = "add table inet wall; add chain inet wall forward { type filter hook forward priority 0; }"
 INPUT = "add table ip door; add chain ip door input { type filter hook input priority 0; policy drop; }"
 RULE = "add rule inet wall forward ct state invalid drop"
+BRIDGE = (
+    "add table bridge wall; add chain bridge wall forward { type filter hook forward priority 0; }; "
+    "add rule bridge wall forward drop"
+)
 POLICY = "add table ip6 raw6; add chain ip6 raw6 pre { type filter hook prerouting priority -300; policy drop; }"
 OURS = (
     "add table ip hybrid-proxy-x; add chain ip hybrid-proxy-x c { type nat hook prerouting priority 0; policy drop; }"
@@ -31,14 +37,35 @@ KUBE_PROXYS = (
         pytest.param([FORWARD, INPUT], [], id="no rules, and what is for the node itself"),
         pytest.param([FORWARD, RULE], ["inet wall forward"], id="a rule"),
         pytest.param([POLICY], ["ip6 raw6 pre"], id="a policy"),
-        pytest.param([OURS, KUBE_PROXYS], [], id="ours, and kube-proxy's"),
+        pytest.param([OURS, KUBE_PROXYS], ["ip hybrid-proxy-x c", "ip kube-proxy c"], id="ours, and kube-proxy's"),
+        pytest.param([BRIDGE], ["bridge wall forward"], id="a bridge's"),
     ],
 )
-def test_chains_with_rules_or_a_policy_are_found(commands: list[str], found: list[str]) -> None:
-    with fresh():
+def test_chains_with_rules_or_a_policy_are_found_whenever_they_come_and_go(
+    commands: list[str], found: list[str]
+) -> None:
+    with fresh(), closing(PassingRules()) as rules:
+        assert rules.found() == []
         for command in commands:
             subprocess.run(["nft", command], check=True, capture_output=True)
-        assert passing_rules() == found
+        assert rules.found() == found
+        subprocess.run(["nft", "flush ruleset"], check=True, capture_output=True)
+        until = time.monotonic() + 10  # a list is not read anew for a while
+        while rules.found() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert rules.found() == []
+
+
+@pytest.mark.root
+def test_policies_of_ipsec_are_found() -> None:
+    policy = ["src", "192.0.2.0/24", "dst", "198.51.100.0/24", "dir", "fwd"]
+    with fresh(), closing(PassingRules()) as rules:
+        done = subprocess.run(["ip", "xfrm", "policy", "add", *policy], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"this kernel has no IPsec: {done.stderr}")
+        assert rules.found() == ["IPsec policies"]
+        subprocess.run(["ip", "xfrm", "policy", "delete", *policy], check=True)
+        assert rules.found() == []
 
 
 @pytest.mark.root
@@ -60,4 +87,5 @@ def test_rules_of_iptables_legacy_are_found() -> None:
             done = subprocess.run(["iptables-legacy", *command], capture_output=True, text=True, check=False)
             if done.returncode:
                 pytest.skip(f"iptables-legacy does not work here: {done.stderr}")
-        assert passing_rules() == ["ip filter (legacy)"]
+        with closing(PassingRules()) as rules:
+            assert rules.found() == ["ip filter (legacy)"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from hybrid_proxy.controller.settings.documents import SCHEDULERS
+from hybrid_proxy.dataplane.kernel.foreign_rules import PassingRules
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Server, Timeouts, Verb
 from tests import namespaces
@@ -54,7 +55,10 @@ def test_virtual_and_real_servers_are_read_back(ipvs: Ipvs, server: Server) -> N
     )
     assert ipvs.servers() == {server: Config("mh", 600, 0x10)}
     assert {end: load.weight for end, load in ipvs.destinations(server).items()} == {ends[0]: 5, ends[2]: 2}
-    ipvs.change([Change(Verb.DELETE_SERVER, server)] * 2)
+    with contextlib.closing(PassingRules()) as rules:
+        assert rules.found() == ["virtual servers of IPVS"]
+        ipvs.change([Change(Verb.DELETE_SERVER, server)] * 2)
+        assert rules.found() == []
     assert ipvs.servers() == {}
     assert ipvs.destinations(server) == {}
 

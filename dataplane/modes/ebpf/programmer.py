@@ -30,6 +30,7 @@ import msgspec
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
+from hybrid_proxy.dataplane.kernel.foreign_rules import PassingRules
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
 from hybrid_proxy.dataplane.kernel.lock import hold
@@ -44,6 +45,7 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import layout_record
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
 from hybrid_proxy.dataplane.modes.ebpf.generations.replacement import Succession, has_other_sizes
 from hybrid_proxy.dataplane.modes.ebpf.hooks.attachments import Attachments
+from hybrid_proxy.dataplane.modes.ebpf.hooks.fast_path import FastPath
 from hybrid_proxy.dataplane.modes.ebpf.hooks.interfaces import detach_everything
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, open_pinned_maps
@@ -200,7 +202,14 @@ class Ebpf(Programmer):
         )
         self.datapath = Datapath(self.maps, loader, self.attachments, upper, self.gc.reading, self.store.grown, wake)
         self.failover = Failover(options)
-        self.reports = Reports(options, self.maps, self.store, self.datapath, self.attachments, self.gc, self.failover)
+        rules = self._opened.enter_context(closing(PassingRules()))
+        self.fast_path = FastPath(
+            options.ebpf.fast_path, lambda: self.maps.view("node"),
+            lambda: (*rules.found(), *self.attachments.pods.foreign()),
+        )  # fmt: skip
+        self.reports = Reports(
+            options, self.maps, self.store, self.datapath, self.attachments, self.gc, self.failover, self.fast_path
+        )
         self.packets = PacketLog(self.maps, self.store, self.names)
         attached = self.attachments
         # What carries traffic comes first.
@@ -383,7 +392,7 @@ class Ebpf(Programmer):
         self.attachments.links_changed()
 
     def may_have_drifted(self) -> bool:
-        return self.attachments.serves and any(True for _ in self.repairs.damage())
+        return self.attachments.serves and (self.fast_path.differs() or any(True for _ in self.repairs.damage()))
 
     @property
     def unprogrammed(self) -> Collection[Unprogrammed]:
@@ -409,6 +418,8 @@ class Ebpf(Programmer):
             self.attachments.attach_adopted()
             self._on(Input.ADOPTED)
         self.attachments.maintain()
+        if self.state not in (State.DRAINING, State.LEFT):  # the rules of the mode that serves are not in the way
+            self.fast_path.maintain()
         self.repairs.count += self.store.repair_ranges()
         self.packets.maintain()
         notices = self.failover.evaluate(self.store)

@@ -52,6 +52,7 @@ def ebpf(*ejections: Ejection) -> EbpfStatus:
         xdp=XdpHooks("auto", [], {}),
         sockets=SocketHooks(None, "off"),
         fast_path="established",
+        fast_path_reason="the setting",
         maps={"flows4": MapUsage(100, 4096, 12, 200), "counters": MapUsage(40, 320)},
         traffic_bytes=0,
         deferred_frees=0,

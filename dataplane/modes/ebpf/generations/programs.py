@@ -63,7 +63,6 @@ class Loader:
             "settings",
             hz=self.hz,
             reject_burst=options.ebpf.reject_rate,
-            fast_path=layout.abi_constants()[f"FAST_PATH_{options.ebpf.fast_path.upper()}"],
             can_set_errno=int(can_set_errno),
             # A quarter of the ports of a backend's masqueraded clients: forged SYNs do not use them up.
             max_half_open=min((last - first + 1) // 4, *(maps[name].entries // 8 for name in FLOWS)),

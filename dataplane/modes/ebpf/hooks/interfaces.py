@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from hybrid_proxy.dataplane.kernel import clsact
-from hybrid_proxy.dataplane.kernel.attachment import Attachment
+from hybrid_proxy.dataplane.kernel.attachment import Attachment, program_number
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, program_name, programs_at
 from hybrid_proxy.dataplane.kernel.links import Interface, interface_name, read_node
 from hybrid_proxy.dataplane.kernel.repairs import Pins
@@ -212,6 +212,15 @@ class InterfacePrograms:
                 link.repair(pins)
         self._attach([interface for interface in self._filtered() if any(True for _ in self._filter_damage(interface))])
 
+    def foreign(self) -> Iterator[str]:
+        """Yields the foreign programs and filters at the interfaces that are served."""
+        ours = {program_number(self._programs.program(name)) for name, _, _ in self._hooks} if self._programs else set()
+        for index, interface in self.attached.items():
+            numbers = _foreign_tcx(index) if index in self._links else ()  # behind filters there are none: `damage`
+            others = [program_name(number) for number in numbers if number not in ours]
+            for name in (*others, *self._filters.others(index)):
+                yield f"program {name} at {interface.name}"
+
     def close(self) -> None:
         """Leaves everything attached."""
         for links in self._links.values():
@@ -234,7 +243,7 @@ class InterfacePrograms:
 
 
 def _foreign_tcx(index: int) -> list[int]:
-    """The TCX programs at an interface where ours are filters."""
+    """The TCX programs at an interface, of which none is ours where ours are filters."""
     return programs_at(index, TCX_INGRESS) + programs_at(index, TCX_EGRESS)
 
 

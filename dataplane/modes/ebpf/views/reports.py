@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from hybrid_proxy.dataplane.balancing import KNOWN
 from hybrid_proxy.dataplane.kernel.bpf import Object
@@ -13,6 +13,7 @@ from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
 from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC
 from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
 from hybrid_proxy.dataplane.modes.ebpf.hooks.attachments import Attachments
+from hybrid_proxy.dataplane.modes.ebpf.hooks.fast_path import FastPath
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
@@ -23,30 +24,25 @@ from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 
-SHOWN = 5  # tables of rules in one line
-
 
 class Reports:
     """Reads what the other parts know.
 
     Args:
         options: of the mode.
-        maps, store, datapath, attachments, gc, failover: the parts of the mode.
+        maps, store, datapath, attachments, gc, failover, fast_path: the parts of the mode.
     """
 
     def __init__(
         self, options: Options, maps: MapSet, store: Store, datapath: Datapath, attachments: Attachments, gc: FlowGC,
-        failover: Failover,
+        failover: Failover, fast_path: FastPath,
     ) -> None:  # fmt: skip
         self._options, self._maps, self._store, self._datapath = options, maps, store, datapath
-        self._attachments, self._gc, self._failover = attachments, gc, failover
+        self._attachments, self._gc, self._failover, self._fast_path = attachments, gc, failover, fast_path
         self._unmet = Unmet(KNOWN, "random", weighs=True, probes=True)
         self._nearly_full: dict[str, str] = {}  # map -> message
         self._explain: Object | None = None  # loaded when somebody asks
         self._growths = 0  # of maps, when they were loaded
-        self._skipped_rules = list(_skipped_rules(options))
-        for message in self._skipped_rules:
-            log.warning("%s", message)
 
     def names(self, table: ServiceTable) -> Mapping[int, str]:
         """Service id -> name of the service port; until the first table, of what was adopted."""
@@ -68,8 +64,8 @@ class Reports:
                 f"the traffic of backends with numbers from {traffic.backends} on is not counted: rows for {backends} "
                 f"would take more than {MOST_BYTES >> 20} MiB"
             )
-        failures = filter(None, [self._datapath.failure])
-        return [*messages, *self._skipped_rules, *self._nearly_full.values(), *failures]
+        others = filter(None, [self._fast_path.decision.warning, *self._nearly_full.values(), self._datapath.failure])
+        return [*messages, *others]
 
     def nearly_full(self) -> Iterable[Event]:
         """An event for each map that is nearly full, once until it has room again."""
@@ -103,7 +99,8 @@ class Reports:
                 uplinks=attached.uplinks.status(),
                 xdp=attached.drivers.status(),
                 sockets=attached.sockets.status(),
-                fast_path=self._options.ebpf.fast_path,
+                fast_path=self._fast_path.decision.path,
+                fast_path_reason=self._fast_path.decision.why,
                 maps=self._map_usage(),
                 traffic_bytes=store.traffic.bytes if store.traffic.counting else 0,
                 deferred_frees=len(store.plan.pools),
@@ -145,18 +142,3 @@ class Reports:
         if self._explain is not None:
             self._explain.close()
         self._explain = None
-
-
-def _skipped_rules(options: Options) -> Iterator[str]:
-    """A warning: which rules of the node do not see flows that are handed over from their first packet on."""
-    if options.ebpf.fast_path != "always":
-        return
-    from hybrid_proxy.dataplane.kernel.foreign_rules import passing_rules
-
-    found = passing_rules()
-    if found:
-        more = ", ..." if len(found) > SHOWN else ""
-        yield (
-            f"rules do not see flows to Services between pods of this node, because fastPath is `always`: those of "
-            f"{', '.join(found[:SHOWN])}{more}. If they must, use --fast-path=established"
-        )

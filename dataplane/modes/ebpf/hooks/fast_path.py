@@ -1,0 +1,79 @@
+"""Decides which packets between pods of this node bypass the host's stack, and writes that for the programs.
+
+Programs read the decision from map `node` for each packet. Without an agent the last one stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
+
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+
+SHOWN: Final = 5  # of what packets meet, in one line
+
+log = logging.getLogger(__name__)
+
+
+class Decision(NamedTuple):
+    """The meaning of the setting (`off`, `established` or `always`), why, and a warning about what is skipped."""
+
+    path: str
+    why: str
+    warning: str = ""
+
+
+def decide(setting: str, met: Sequence[str]) -> Decision:
+    """PURE. Returns what the setting means where packets meet this in the stack."""
+    some = ", ".join(met[:SHOWN]) + (", ..." if len(met) > SHOWN else "")
+    if setting == "auto":
+        return Decision("established", f"the stack has {some}") if met else Decision("always", "nothing is skipped")
+    if setting == "always" and met:
+        return Decision(
+            setting, "the setting",
+            "rules do not see flows to Services between pods of this node, because fastPath is `always`: those of "
+            f"{some}. If they must, use --fast-path=auto",
+        )  # fmt: skip
+    return Decision(setting, "the setting")
+
+
+class FastPath:
+    """The decision in force.
+
+    Args:
+        setting: `ebpf.fastPath`.
+        row: the element of map `node`, shared with the kernel.
+        rules: reads what packets meet in the stack.
+    """
+
+    def __init__(self, setting: str, row: Callable[[], NDArray[Any]], rules: Callable[[], Iterable[str]]) -> None:
+        self._setting, self._row, self._rules = setting, row, rules
+        self._met: list[str] | None = None  # not known yet
+        names = layout.abi_constants()
+        self._words = {path: names[f"FAST_PATH_{path.upper()}"] for path in ("off", "established", "always")}
+        stays = setting == "auto" and int(row()["fast_path"][0]) == self._words["always"]
+        self.decision = decide(setting, () if stays or setting != "auto" else ("not been looked at yet",))
+        self._write()
+
+    def differs(self) -> bool:
+        """True if packets meet something else than when it was decided."""
+        return self._met is not None and self._read() != self._met
+
+    def maintain(self) -> None:
+        """Decides again."""
+        self._met = self._read()
+        before, self.decision = self.decision, decide(self._setting, self._met)
+        self._write()
+        if self.decision.warning and self.decision != before:
+            log.warning("%s", self.decision.warning)
+        elif self.decision != before:
+            log.info("fast path: %s, because %s", self.decision.path, self.decision.why)
+
+    def _read(self) -> list[str]:
+        return list(self._rules()) if self._setting in ("auto", "always") else []
+
+    def _write(self) -> None:
+        self._row()["fast_path"] = self._words[self.decision.path]
