@@ -1,4 +1,4 @@
-"""PURE. Arms of a benchmark of exchanges: what they are called, and what their rounds say beside a control's.
+"""PURE. Arms of a benchmark of exchanges: their names, and their rounds compared with a control's.
 
 An arm is `NODE[+firewall][+SERVICES]:WAY`, such as `always+firewall:service`. NODE is what is on the node, one of
 `KINDS`; WAY is who asks whom, one of `WAYS`. The control of an arm is the same exchange on a bare node.
@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from hybrid_proxy.workshop.measuring.stats import ratios
-
-__all__ = ["BARE", "FEW", "KINDS", "WAYS", "Arm", "Kind", "Quartiles", "Round", "Way", "arms_of", "parse", "table"]
-
 BARE: Final = "bare"
-FEW: Final = 10  # services beside the measured one
+FEW: Final = 10  # services other than the measured one
 _FIREWALL: Final = "firewall"
 
 
 class Kind(NamedTuple):
-    """What serves a node's services: `agent` in a mode, kube-proxy's `rules` of one, a `floor`, or `nothing`."""
+    """Names what serves a node's services: `agent` in a mode, kube-proxy's `rules` of one, a `floor`, or `nothing`."""
 
     what: str
     name: str = ""
@@ -39,7 +34,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 class Way(NamedTuple):
-    """Who asks (a place of the lab), whom (a place, or `service` or `nodeport`), and the way without a service."""
+    """Names who asks, a place of the lab, and whom: a place, `service`, `far` or `nodeport`; and the control's way."""
 
     client: str
     target: str
@@ -61,32 +56,36 @@ WAYS: Final[Mapping[str, Way]] = {
 }
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One arm.
+class Node(NamedTuple):
+    """Says what a node is."""
 
-    Args:
-        node: of `KINDS`.
-        way: of `WAYS`.
-        firewall: the node has rules that know connections, as practically every node has.
-        services: beside the measured one.
-        tree: the source tree whose agent serves; "" for this one, and where no agent is.
-    """
-
-    node: str
-    way: str
-    firewall: bool = False
-    services: int = FEW
-    tree: str = ""
+    kind: str  # of `KINDS`
+    firewall: bool = False  # rules that know connections, as practically every node has them
+    services: int = FEW  # other than the measured one
+    tree: str = ""  # the source tree of the agent; "" is this one
 
     def __str__(self) -> str:
         options = (f"+{_FIREWALL}" if self.firewall else "") + (f"+{self.services}" if self.services != FEW else "")
-        return f"{self.node}{options}:{self.way}" + (f"@{self.tree}" if self.tree else "")
+        return self.kind + options + (f"@{self.tree}" if self.tree else "")
+
+
+class Arm(NamedTuple):
+    """One arm: a node, and a way of `WAYS`."""
+
+    node: Node
+    way: str
+
+    def __str__(self) -> str:
+        return f"{self.node}:{self.way}"
 
     @property
     def control(self) -> Arm:
         """The arm without a service, on a bare node with the same firewall."""
-        return Arm(BARE, WAYS[self.way].control, self.firewall)
+        return Arm(Node(BARE, self.node.firewall), WAYS[self.way].control)
+
+    def of(self, tree: str) -> Arm:
+        """Returns the same arm with the agent of that source tree."""
+        return Arm(self.node._replace(tree=tree), self.way)
 
 
 def parse(text: str) -> Arm:
@@ -96,29 +95,29 @@ def parse(text: str) -> Arm:
         ValueError: there is none; says what there is.
     """
     head, _, way = text.partition(":")
-    node, *options = head.split("+")
+    kind, *options = head.split("+")
     numbers = [option for option in options if option.isdecimal()]
-    if node not in KINDS or way not in WAYS or set(options) - {_FIREWALL, *numbers}:
+    if kind not in KINDS or way not in WAYS or set(options) - {_FIREWALL, *numbers}:
         form = f"NODE[+{_FIREWALL}][+SERVICES]:WAY, NODE of {', '.join(KINDS)}; WAY of {', '.join(WAYS)}"
         raise ValueError(f"{text!r} is no arm: {form}")
-    return Arm(node, way, _FIREWALL in options, int(numbers[0]) if numbers else FEW)
+    return Arm(Node(kind, _FIREWALL in options, int(numbers[0]) if numbers else FEW), way)
 
 
 def arms_of(names: Sequence[str], trees: Sequence[str] = ()) -> list[Arm]:
     """Returns the arms with those names and their controls first; an agent's once for each tree."""
     wanted = [parse(name) for name in names]
-    found = dict.fromkeys(arm.control for arm in wanted)
+    found = [arm.control for arm in wanted]
     for arm in wanted:
-        repeated = trees if KINDS[arm.node].what == "agent" else ()
-        found |= dict.fromkeys([replace(arm, tree=tree) for tree in repeated] or [arm])
-    return list(found)
+        found += [arm.of(tree) for tree in trees if KINDS[arm.node.kind].what == "agent"] or [arm]
+    return list(dict.fromkeys(found))
 
 
 class Round(NamedTuple):
-    """One round of an arm: CPU microseconds of client and server for an exchange, and exchanges a second."""
+    """One round of an arm: CPU microseconds of client and server for an exchange, exchanges a second, and failures."""
 
     cpu: float
     rate: float
+    failed: int = 0
 
 
 class Quartiles(NamedTuple):
@@ -131,9 +130,8 @@ class Quartiles(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
         """Returns those of these measurements, of which there is one at least."""
-        if len(values) < 2:
-            return cls(values[0], values[0], values[0])
-        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+        found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(*(round(value, 4) for value in found))
 
     def text(self, digits: int) -> str:
         """Returns them for people."""
@@ -141,28 +139,31 @@ class Quartiles(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An arm's result. Ratios are above 1 where it takes less CPU: beside its control, and beside the first tree."""
+    """An arm's result. Ratios are above 1 where it takes less CPU: than its control, and than with the first tree."""
 
     cpu: Quartiles
     ratio: Quartiles
     rate: float
-    gain: Quartiles | None
+    slowest: float  # round
+    failed: int
+    gain: Quartiles | None = None
 
 
 def rows(found: Mapping[Arm, Sequence[Round]]) -> dict[Arm, Row]:
     """Compares each arm with its control, round by round; those of later trees with the first one, too."""
-    costs = {arm: [one.cpu for one in rounds] for arm, rounds in found.items()}
-    first = next((arm.tree for arm in found if arm.tree), "")
+    first = next((arm.node.tree for arm in found if arm.node.tree), "")
 
-    def beside(arm: Arm, other: Arm) -> Quartiles:
-        return Quartiles.of(ratios(costs[other], costs[arm]))
+    def beside(other: Arm, arm: Arm) -> Quartiles:
+        return Quartiles.of([one.cpu / mine.cpu for one, mine in zip(found[other], found[arm], strict=True)])
 
     return {
         arm: Row(
-            Quartiles.of(costs[arm]),
-            beside(arm, arm.control),
-            statistics.median(one.rate for one in rounds),
-            beside(arm, replace(arm, tree=first)) if arm.tree not in ("", first) else None,
+            Quartiles.of([one.cpu for one in rounds]),
+            beside(arm.control, arm),
+            round(statistics.median(one.rate for one in rounds)),
+            round(min(one.rate for one in rounds)),
+            sum(one.failed for one in rounds),
+            beside(arm.of(first), arm) if arm.node.tree not in ("", first) else None,
         )
         for arm, rounds in found.items()
     }
@@ -171,10 +172,12 @@ def rows(found: Mapping[Arm, Sequence[Round]]) -> dict[Arm, Row]:
 def table(found: Mapping[Arm, Row]) -> list[str]:
     """Returns the lines of a table for people."""
     width = max(len(str(arm)) for arm in found)
-    lines = [f"{'arm':{width}}  CPU us (quartiles)           of its control          a second  of the first tree"]
+    lines = [
+        f"{'arm':{width}}  {'CPU us (quartiles)':27}  {'control / arm':22}  a second    slowest  first tree / this"
+    ]
     for arm, row in found.items():
-        gain = row.gain.text(3) if row.gain else ""
-        lines.append(
-            f"{arm!s:{width}}  {row.cpu.text(2):27}  {row.ratio.text(3):22}  {row.rate:>9,.0f}  {gain}".rstrip()
-        )
+        rates = f"{row.rate:>8,.0f}  {row.slowest:>9,.0f}"
+        gain = f"  {row.gain.text(3)}" if row.gain else ""
+        failed = f"  {row.failed} failed" if row.failed else ""
+        lines.append(f"{arm!s:{width}}  {row.cpu.text(2):27}  {row.ratio.text(3):22}  {rates}{gain}{failed}")
     return lines

@@ -1,20 +1,18 @@
-/* Connect, request, response, close: the lightest client and server that do it
- * with blocking sockets.
+/* Exchanges with blocking sockets: the lightest client and server that do it.
  *
- *   crr serve PORT             answers for ever: reads 64 bytes, writes 256,
- * closes crr ask ADDRESS PORT SEC   as often as it can for SEC seconds crr ask
- * ADDRESS PORT SEC RATE   the same, RATE times a second crr echo PORT answers
- * datagrams with themselves crr query ADDRESS PORT SEC a new socket, a
- * datagram, an answer, as a resolver's crr talk ADDRESS PORT SEC  datagrams and
- * answers of one connected socket crr sink PORT              reads whatever
- * comes, one connection after the other crr pour ADDRESS PORT SEC  one
- * connection, as much as it takes crr catch PORT             reads datagrams
- * and answers none crr throw ADDRESS PORT SEC FROM   small datagrams of one
- * port, as often as it can
+ *   crr serve PORT             answers for ever: reads 64 bytes, writes 256, closes
+ *   crr ask ADDRESS PORT SEC   connections, as often as it can for SEC seconds
+ *   crr ask ADDRESS PORT SEC RATE   the same, RATE times a second
+ *   crr echo PORT              answers datagrams with themselves
+ *   crr query ADDRESS PORT SEC a new socket, a datagram, an answer, as a resolver's
+ *   crr talk ADDRESS PORT SEC  datagrams and answers of one connected socket
+ *   crr sink PORT              reads whatever comes, one connection after the other
+ *   crr pour ADDRESS PORT SEC  one connection, as much as it takes
+ *   crr catch PORT             reads datagrams and answers none
+ *   crr throw ADDRESS PORT SEC small datagrams of one flow, as often as it can
  *
- * Clients print exchanges (bytes, datagrams), seconds and failures, median and
- * 99th percentile of an exchange in microseconds, and the CPU seconds that this
- * process took for them, without its start.
+ * Clients print exchanges (bytes, datagrams), seconds and failures, median and 99th percentile of an exchange in
+ * microseconds, and the CPU seconds that the process took for them, without its start.
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -30,8 +28,7 @@
 
 enum sizes { REQUEST = 64, RESPONSE = 256, PIECE = 1 << 17, SLOWEST = 100000 };
 
-static long times[SLOWEST + 1]; /* exchanges by microseconds, the last for all
-				   that took longer */
+static long times[SLOWEST + 1]; /* exchanges by microseconds, the last for all that took longer */
 
 static double read_clock(clockid_t clock)
 {
@@ -190,10 +187,10 @@ static void catch_all(const char *port)
 		;
 }
 
-static void throw(const char *address, const char *port, const char *time, const char *from)
+static void throw(const char *address, const char *port, const char *time)
 {
 	struct sockaddr_in to = socket_address(address, port);
-	int s = datagram_socket(from);
+	int s = datagram_socket("40000");
 	char buffer[REQUEST] = {0};
 	double start, now, cpu;
 	long sent = 0;
@@ -313,10 +310,10 @@ int main(int argc, char **argv)
 		pour(argv[2], argv[3], argv[4]);
 	else if (argc == 3 && !strcmp(argv[1], "catch"))
 		catch_all(argv[2]);
-	else if (argc == 6 && !strcmp(argv[1], "throw"))
-		throw(argv[2], argv[3], argv[4], argv[5]);
+	else if (argc == 5 && !strcmp(argv[1], "throw"))
+		throw(argv[2], argv[3], argv[4]);
 	else
 		fprintf(stderr, "crr serve|echo|sink|catch PORT, crr ask|query|talk|pour|throw "
-				"ADDRESS PORT SECONDS [RATE|FROM]\n");
+				"ADDRESS PORT SECONDS [RATE]\n");
 	return argc >= 5 ? 0 : 2;
 }

@@ -1,11 +1,11 @@
-"""CPU time that an exchange takes, client and server together, beside the same exchange on a node without any proxy.
+"""CPU time of an exchange, of client and server together, compared with one on a node without any proxy.
 
 `connections` asks a ClusterIP, a backend's own address and plain pods with every setting of the fast path, with and
-without a firewall; `mode-connections` does so with all modes, and rules in the shape of kube-proxy's;
-`ipvs-connections` with mode ipvs: where the kernel has no ip_vs, in a virtual machine whose clock counts instructions,
-so that cache misses cost nothing. `udp-query` has a socket for each question, `udp-round-trip` one for all, and
-`udp-one-way` sends datagrams of one flow, as of logs; `stream` is one TCP connection. `floor-established` and
-`floor-always` are the least that a program can do that translates addresses (floors.bpf.c).
+without a firewall; `mode-connections` does so with all modes, and rules in the shape of kube-proxy's. `udp-query` has a
+socket for each question, `udp-round-trip` one for all, and `udp-one-way` sends datagrams of one flow, as of logs;
+`stream` is one TCP connection. `mixed` has one pod ask a Service and its backend in turn, thousands of times a second,
+and counts connections in the slowest round. `floor-established` and `floor-always` are the least that a program can do
+that translates addresses (floors.bpf.c).
 
 Each arm (arms.py) has its node, and all nodes stand at once. Client and server have a real-time class and share one
 CPU, so that nothing else works there; rounds are short, and arms take turns. The kernel's work for packets is done in
@@ -18,28 +18,36 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from hybrid_proxy.dataplane.kernel import clsact
 from hybrid_proxy.dataplane.kernel.bpf import Object
-from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ipvs.programmer import probe
-from hybrid_proxy.workshop.benchmarks.arms import BARE, KINDS, WAYS, Arm, Round, Row, arms_of, rows, table
+from hybrid_proxy.workshop.benchmarks.arms import (
+    BARE,
+    KINDS,
+    WAYS,
+    Arm,
+    Node,
+    Round,
+    Row,
+    Way,
+    arms_of,
+    parse,
+    rows,
+    table,
+)
 from hybrid_proxy.workshop.benchmarks.clients import ALL_PODS, ALONE, CLIENT, NODE_PORT, PORT, VIP, measured, serve
-from hybrid_proxy.workshop.benchmarks.kit import GUEST, built, in_a_guest, say, take_turns
+from hybrid_proxy.workshop.benchmarks.kit import ROOT, built, say, take_turns
 from hybrid_proxy.workshop.compare.objects import filler
 from hybrid_proxy.workshop.lab import kube_proxy_rules
 from hybrid_proxy.workshop.lab.agent import Agent, remove_forsaken
 from hybrid_proxy.workshop.lab.examples import folder
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
 from hybrid_proxy.workshop.measuring.machine import missing_of_modes
-from hybrid_proxy.workshop.measuring.nodes import lab
 from hybrid_proxy.workshop.measuring.results import Result, Target
 
-ROUNDS, GUEST_ROUNDS = 0, 3  # 0: each benchmark's own
 FAR = "10.97.1.2"  # the ClusterIP of a service on another node
 PODS_ONLY = ("--pod-interfaces", "veth*")  # the agent does not serve the interfaces of plain pods
 FIREWALL = (
@@ -50,7 +58,7 @@ FIREWALL = (
 
 
 class Load(NamedTuple):
-    """What client and server do for `seconds`; with `fresh` each round has a port, so that all its flows are new."""
+    """Says what client and server do for `seconds`; with `fresh` each round has a port: all its flows are new."""
 
     client: str
     server: str
@@ -58,7 +66,6 @@ class Load(NamedTuple):
     seconds: float
     rounds: int
     fresh: bool = False
-    more: tuple[str, ...] = ()
     unit: str = "exchanges"
     per: int = 1  # of what the client counts
 
@@ -67,16 +74,21 @@ CONNECTIONS = Load("ask", "serve", "TCP", 0.25, 24)
 # Short rounds: the tables of flows and of conntrack hold those of half a minute.
 QUERIES = Load("query", "echo", "UDP", 0.06, 48, fresh=True)
 TALK = Load("talk", "echo", "UDP", 0.25, 24)
-THROW = Load("throw", "catch", "UDP", 0.25, 24, more=("40000",), unit="datagrams")  # of one flow, as if for hours
+THROW = Load("throw", "catch", "UDP", 0.25, 24, unit="datagrams")
+MIXED = CONNECTIONS._replace(seconds=0.3, rounds=8)  # a pod's ports are used three times within a minute
 POUR = Load("pour", "sink", "TCP", 0.25, 24, unit="megabytes", per=10**6)
 
 
 class Bench(NamedTuple):
-    """A load, its arms (the first one is the benchmark's value), and the least ratios of some."""
+    """A load, its arms, and the least ratios of some; or, of `mixed`, connections a second in their slowest rounds.
+
+    The benchmark's value is its first arm's, its control that arm's own or `control`.
+    """
 
     load: Load
     arms: tuple[str, ...]
     targets: Mapping[str, float] = {}
+    control: str = ""
 
 
 _DATAGRAMS: Final = ("default:service", "always:service", "nftables:service", "floor-always:service")
@@ -106,8 +118,11 @@ BENCHES: Final[Mapping[str, Bench]] = {
             )
         ),
     ),
-    "ipvs_connections": Bench(
-        CONNECTIONS, ("default+100:service", "ipvs+100:service", "kube-proxy-ipvs+100:service")
+    "mixed": Bench(
+        MIXED,
+        tuple(f"{node}:{way}" for node in ("default", "always", "nftables") for way in ("service", "beside")),
+        {"default:service": 5000, "default:beside": 5000, "always:service": 5000, "always:beside": 5000},
+        "nftables:service",
     ),
     "udp_query": Bench(QUERIES, _DATAGRAMS, {"default:service": 1 / 1.16}),
     "udp_round_trip": Bench(TALK, _DATAGRAMS, {"default:service": 1 / 1.05}),
@@ -120,39 +135,56 @@ BENCHES: Final[Mapping[str, Bench]] = {
 }  # fmt: skip
 
 
-@dataclass
-class Node:
-    """A lab with what serves its node, and the servers that arms there ask."""
+class Stand:
+    """A lab with what serves its node until `stack` ends, and the servers that arms there ask.
 
-    made: Lab
-    program: str
-    load: Load
-    servers: dict[tuple[str, int], subprocess.Popen[str]] = field(default_factory=dict)
+    Each server is at one of `ports` ports, in turn.
+    """
 
-    def run(self, arm: Arm, found: list[Round], ports: int) -> None:
-        """Measures a round of an arm."""
-        way, load = WAYS[arm.way], self.load
+    def __init__(self, stack: contextlib.ExitStack, made: Lab, node: Node, load: Load, ports: int, tree: Path) -> None:
+        self.made, self.node, self.load, self.ports = made, node, load, range(PORT, PORT + ports)
+        self.servers: dict[tuple[str, int], subprocess.Popen[str]] = {}
+        kind = KINDS[node.kind]
+        if kind.what == "agent":
+            under = ("env", "-C", str(tree), f"PYTHONPATH={tree}") if node.tree else ()
+            flags = (*PODS_ONLY, *kind.flags) if kind.name == "ebpf" else ()
+            stack.enter_context(Agent(made, self._manifests(), kind.name, flags, under=under).serving(180))
+        elif kind.what == "rules":
+            backend, protocol = made["pod2"].address4, load.protocol.lower()
+            own = [kube_proxy_rules.Row((VIP, port), ((backend, port),), protocol) for port in self.ports]
+            kube_proxy_rules.load(made, kind.name, node.services, ALL_PODS, own)
+        elif kind.what == "floor":
+            stack.enter_context(_floor(made, kind.name))
+        if node.firewall:
+            made.run("node", ["nft", FIREWALL])
+        say(f"  {node} stands")
+
+    def _manifests(self) -> Path:
+        own = partial(measured, ports=self.ports, protocol=self.load.protocol)
+        items = own(self.made["pod2"], node_port=NODE_PORT, node=NODE_NAMES["node"])
+        if "remote1" in self.made.places:
+            items += own(self.made["remote1"], address=FAR, node=NODE_NAMES["node2"])
+        return folder(self.made, [*items, *filler(self.node.services, 10)])
+
+    def run(self, way: Way, found: list[Round]) -> None:
+        """Measures a round."""
+        made, load, number = self.made, self.load, len(found) % len(self.ports)
         place, address, first = {
             "service": ("pod2", VIP, PORT),
-            "nodeport": ("pod2", self.made["node"].address4, NODE_PORT),
+            "nodeport": ("pod2", made["node"].address4, NODE_PORT),
             "far": ("remote1", FAR, PORT),
-        }.get(way.target) or (way.target, self.made[way.target].address4, PORT)
-        number = len(found) % ports
-        server = self.server(place, PORT + number)
-        before = _ran(server)
-        argv = [*ALONE, self.program, load.client, address, str(first + number), str(load.seconds), *load.more]
-        done = self.made.run(way.client, argv)
-        assert done.returncode == 0, f"{arm}: {done.stderr}"
+        }.get(way.target) or (way.target, made[way.target].address4, PORT)
+        key, program = (place, self.ports[number]), str(ROOT / CLIENT)
+        if key not in self.servers:
+            self.servers[key] = serve(made, place, program, load.server, port=key[1])
+        before = _ran(self.servers[key])
+        argv = [*ALONE, program, load.client, address, str(first + number), str(load.seconds)]
+        done = made.run(way.client, argv)
+        assert done.returncode == 0, f"{self.node}: {done.stderr}"
         count, seconds, failed, *_, cpu = done.stdout.split()
-        assert failed == "0", f"{arm}: {failed} of {count} exchanges with {address} failed"
-        exchanges = int(count) / load.per
-        found.append(Round(1e6 * (float(cpu) + _ran(server) - before) / exchanges, exchanges / float(seconds)))
-
-    def server(self, place: str, port: int) -> subprocess.Popen[str]:
-        """Returns the server there, started at its first round."""
-        if (place, port) not in self.servers:
-            self.servers[place, port] = serve(self.made, place, self.program, self.load.server, port=port)
-        return self.servers[place, port]
+        exchanges = max(int(count), 1) / load.per
+        spent = float(cpu) + _ran(self.servers[key]) - before
+        found.append(Round(1e6 * spent / exchanges, exchanges / float(seconds), int(failed)))
 
 
 def _ran(process: subprocess.Popen[str]) -> float:
@@ -162,109 +194,31 @@ def _ran(process: subprocess.Popen[str]) -> float:
 
 def measure(question: str, arms: str = "", rounds: int = 0, trees: Sequence[str] = ()) -> Result:
     """Measures one of `BENCHES`, or these arms of it; each agent's once for each of these source trees."""
-    bench, program = BENCHES[question], str(built(CLIENT))
-    if question == "ipvs_connections" and (reason := _without_ipvs()):
-        say(f"  in a virtual machine: {reason}")
-        return _of_guest(in_a_guest(f"{__package__}", question, "--rounds", str(ROUNDS or GUEST_ROUNDS), counted=True))
-    load = bench.load
-    rounds = rounds or ROUNDS or load.rounds
-    named = {f"{Path(tree).name}{number or ''}": Path(tree) for number, tree in enumerate(trees)}
+    bench, named = (
+        BENCHES[question],
+        {f"{Path(tree).name}{number or ''}": Path(tree) for number, tree in enumerate(trees)},
+    )
     wanted = arms_of(arms.split(",") if arms else bench.arms, list(named))
+    rounds, remote = rounds or bench.load.rounds, any("remote" in WAYS[arm.way].control for arm in wanted)
+    built(CLIENT)
+    remove_forsaken("bench")
     found: dict[Arm, list[Round]] = {}
+    stands: dict[Node, Stand] = {}
+    missing: dict[str, str] = {}
+    turns = []
     with contextlib.ExitStack() as stack:
-        nodes = _Nodes(stack, program, load, rounds, named, wanted)
-        turns = []
         for arm in wanted:
-            if (node := nodes.of(arm)) is not None:
-                found[arm] = []
-                turns.append(partial(node.run, arm, found[arm], nodes.ports))
+            if reason := missing.get(KINDS[arm.node.kind].name):
+                say(f"  {arm} is skipped: {reason}")
+                continue
+            if arm.node not in stands:
+                made = stack.enter_context(Lab(f"bench{os.getpid()}x{len(stands)}", 3, plain=2, remote=int(remote)))
+                missing = missing or missing_of_modes(made)
+                tree, ports = named.get(arm.node.tree, ROOT), rounds + 1 if bench.load.fresh else 1
+                stands[arm.node] = Stand(stack, made, arm.node, bench.load, ports, tree)
+            turns.append(partial(stands[arm.node].run, WAYS[arm.way], found.setdefault(arm, [])))
         take_turns(rounds, *turns)
-    compared = rows({arm: each[1:] for arm, each in found.items()})  # the first round warms up
-    return _result(question.replace("_", "-"), bench, compared)
-
-
-def _without_ipvs() -> str | None:
-    with lab() as made, made.inside("node"):
-        return probe(Options())
-
-
-def _of_guest(report: Mapping[str, Any]) -> Result:
-    """Returns a result that was measured in a virtual machine."""
-    control, name = report["control"], report["name"]
-    return Result(
-        name, report["value"], report["unit"], control["what"], control["value"], (),
-        [f"{name}: on Debian's kernel {GUEST} in a virtual machine that counts instructions",
-         *(f"{arm}: {found['ratio'][1]:.3f} of {control['what']}" for arm, found in report["arms"].items())],
-        {"arms": report["arms"]},
-    )  # fmt: skip
-
-
-class _Nodes:
-    """Labs with what is on their nodes, until `stack` ends; one for all arms that differ by their way alone."""
-
-    def __init__(
-        self, stack: contextlib.ExitStack, program: str, load: Load, rounds: int, trees: Mapping[str, Path],
-        arms: Sequence[Arm],
-    ) -> None:  # fmt: skip
-        self.stack, self.program, self.load, self.trees = stack, program, load, trees
-        self.ports = rounds + 1 if load.fresh else 1
-        self.remote = int(any("remote1" in WAYS[arm.way] or WAYS[arm.way].target == "far" for arm in arms))
-        self.known: dict[tuple[str, bool, int, str], Node | None] = {}
-        self.missing: dict[str, str] = {}
-        remove_forsaken("bench")
-
-    def of(self, arm: Arm) -> Node | None:
-        """Returns the node of an arm, None where this kernel has no such mode."""
-        key = (arm.node, arm.firewall, arm.services, arm.tree)
-        if key not in self.known:
-            self.known[key] = self._new(arm)
-        return self.known[key]
-
-    def _new(self, arm: Arm) -> Node | None:
-        kind = KINDS[arm.node]
-        if self.missing.get(kind.name):
-            say(f"  {arm} is skipped: {self.missing[kind.name]}")
-            return None
-        made = self.stack.enter_context(_lab(len(self.known), self.remote))
-        self.missing = self.missing or missing_of_modes(made)
-        node = Node(made, self.program, self.load)
-        if kind.what == "agent":
-            self.stack.enter_context(self._agent(made, arm).serving(180))
-        elif kind.what == "rules":
-            self._put_rules(made, arm)
-        elif kind.what == "floor":
-            self.stack.enter_context(_floor(made, kind.name))
-        if arm.firewall:
-            made.run("node", ["nft", FIREWALL])
-        say(f"  {str(arm).partition(':')[0]}{f' of {arm.tree}' if arm.tree else ''} stands")
-        return node
-
-    def _agent(self, made: Lab, arm: Arm) -> Agent:
-        listed = [PORT + number for number in range(self.ports)]
-        items = measured(
-            made["pod2"], node_port=NODE_PORT, ports=listed, protocol=self.load.protocol, node=NODE_NAMES["node"]
-        )
-        if self.remote:
-            items += measured(
-                made["remote1"], ports=listed, protocol=self.load.protocol, address=FAR, node=NODE_NAMES["node2"]
-            )
-        manifests = folder(made, [*items, *filler(arm.services, 10)])
-        kind = KINDS[arm.node]
-        flags = (*PODS_ONLY, *kind.flags) if kind.name == "ebpf" else kind.flags
-        under = ("env", "-C", str(self.trees[arm.tree]), f"PYTHONPATH={self.trees[arm.tree]}") if arm.tree else ()
-        return Agent(made, manifests, kind.name, flags, under=under)
-
-    def _put_rules(self, made: Lab, arm: Arm) -> None:
-        protocol = self.load.protocol.lower()
-        own = [
-            kube_proxy_rules.Row((VIP, port), ((made["pod2"].address4, port),), protocol)
-            for port in range(PORT, PORT + self.ports)
-        ]
-        kube_proxy_rules.load(made, KINDS[arm.node].name, arm.services, ALL_PODS, own)
-
-
-def _lab(number: int, remote: int) -> Lab:
-    return Lab(f"bench{os.getpid()}x{number}", 3, plain=2, remote=remote)
+    return _result(question, bench, rows({arm: each[1:] for arm, each in found.items()}))  # the first round warms up
 
 
 @contextlib.contextmanager
@@ -298,33 +252,25 @@ def _bytes(address: str) -> bytes:
     return bytes(map(int, address.split(".")))
 
 
-def _result(name: str, bench: Bench, found: Mapping[Arm, Row]) -> Result:
-    """Returns the benchmark's result: exchanges by second of CPU time."""
-    first = next(arm for arm in found if arm.node != BARE)
-    floors = {arm.way: row.ratio.median for arm, row in found.items() if arm.node == "floor-always"}
+def _result(question: str, bench: Bench, found: Mapping[Arm, Row]) -> Result:
+    """Returns the benchmark's result: exchanges by second of CPU time, or the slowest round's by second."""
+    first = next(arm for arm in found if arm.node.kind != BARE)
+    control = parse(bench.control) if bench.control else first.control
+    floors = {
+        arm.way: f" (floor {row.ratio.median:.3f})" for arm, row in found.items() if arm.node.kind == "floor-always"
+    }
     targets = [
-        (
-            Target(f"{arm}" + (f" (floor {floors[arm.way]:.3f})" if arm.way in floors else ""), least, at_least=True),
-            ratio,
-        )
-        for arm, row in found.items()
-        if (least := bench.targets.get(str(arm).partition("@")[0])) and (ratio := row.ratio.median)
-    ]
-    unit = bench.load.unit
+        (Target(f"{arm}{floors.get(arm.way, '')}", bench.targets[str(arm.of(""))], at_least=True),
+         row.slowest if bench.control else row.ratio.median)
+        for arm, row in found.items() if str(arm.of("")) in bench.targets
+    ]  # fmt: skip
+    value, beside = (
+        (row.slowest if bench.control else 1e6 / row.cpu.median) if (row := found.get(arm)) else 0.0
+        for arm in (first, control)
+    )
     return Result(
-        name, 1e6 / found[first].cpu.median, f"{unit} by second of CPU time", f"{first.control}",
-        1e6 / found[first.control].cpu.median,
-        targets,
-        table(found),
-        {
-            "arms": {
-                str(arm): {
-                    "cpu_us": [round(number, 3) for number in row.cpu],
-                    "ratio": [round(number, 4) for number in row.ratio],
-                    "rate": round(row.rate),
-                    **({"gain": [round(number, 4) for number in row.gain]} if row.gain else {}),
-                }
-                for arm, row in found.items()
-            }
-        },
+        question.replace("_", "-"), value, f"{bench.load.unit} by second" + " of CPU time" * (not bench.control),
+        str(control), beside,
+        [*targets, (Target("exchanges that failed", 0), sum(row.failed for row in found.values()))],
+        table(found), {"arms": {str(arm): row._asdict() for arm, row in found.items()}},
     )  # fmt: skip

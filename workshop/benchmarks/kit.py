@@ -1,23 +1,21 @@
-"""Shared by the benchmarks: rounds, progress, compiled programs, and virtual machines."""
+"""Shared by the benchmarks: rounds, progress and compiled programs."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.measuring.machine import missing_of_modes
 from hybrid_proxy.workshop.measuring.stats import rotated
 
-__all__ = ["GUEST", "ROOT", "built", "in_a_guest", "median", "say", "take_turns", "working_modes"]
+__all__ = ["ROOT", "built", "median", "say", "take_turns", "working_modes"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-GUEST: Final = "6.1"  # the kernel of virtual machines: Debian 12's
 
 median = statistics.median
 
@@ -51,21 +49,3 @@ def built(target: str) -> Path:
     if done.returncode:
         raise RuntimeError(f"make {target} failed:\n{done.stdout}{done.stderr}")
     return ROOT / target
-
-
-def in_a_guest(module: str, *arguments: str, counted: bool = False) -> dict[str, Any]:
-    """Runs a module in a virtual machine, and returns the JSON of its last line.
-
-    With `counted`, the processor is emulated and its clock counts instructions: rates there are rates per instruction,
-    whatever else this machine does.
-
-    Raises:
-        RuntimeError: it failed there.
-    """
-    machine = ["--timeout", "1800", *(["--counted"] if counted else [])]
-    argv = [sys.executable, "-m", "tests.vm", "run", GUEST, *machine, "--", sys.executable, "-m", module, *arguments]
-    done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{module} failed in the virtual machine:\n{done.stdout}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_proxy.workshop.benchmarks.arms import Arm, Quartiles, Round, arms_of, parse, rows, table
+from hybrid_proxy.workshop.benchmarks.arms import Arm, Node, Quartiles, Round, arms_of, parse, rows, table
 from hybrid_proxy.workshop.benchmarks.exchanges import BENCHES
 
 
 @pytest.mark.parametrize(
     ("text", "arm"),
     [
-        ("default:service", Arm("default", "service")),
-        ("always+firewall:direct", Arm("always", "direct", firewall=True)),
-        ("iptables+10000:service", Arm("iptables", "service", services=10_000)),
-        ("nftables+firewall+100:nodeport", Arm("nftables", "nodeport", firewall=True, services=100)),
+        ("default:service", Arm(Node("default"), "service")),
+        ("always+firewall:direct", Arm(Node("always", firewall=True), "direct")),
+        ("iptables+10000:service", Arm(Node("iptables", services=10_000), "service")),
+        ("nftables+firewall+100:nodeport", Arm(Node("nftables", firewall=True, services=100), "nodeport")),
     ],
 )
 def test_a_name_says_what_the_arm_is(text: str, arm: Arm) -> None:
@@ -39,8 +39,8 @@ def test_controls_come_first_and_an_agents_arm_once_for_each_tree() -> None:
     assert listed == [
         "bare+firewall:direct",
         "bare:outside",
-        "always+firewall:service@old",
-        "always+firewall:service@new",
+        "always+firewall@old:service",
+        "always+firewall@new:service",
         "floor-always:nodeport",
     ]
 
@@ -54,6 +54,7 @@ def test_rounds_are_compared_in_pairs_so_that_a_slower_hour_changes_nothing() ->
     assert found[new].ratio == (1.25, 1.25, 1.25)
     assert found[new].gain == (1.5625, 1.5625, 1.5625)
     assert found[old].gain is None
+    assert (found[new].rate, found[new].slowest, found[new].failed) == (25_000, 25_000, 0)
     assert found[control].cpu.median == 100
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_proxy.workshop.benchmarks.__main__ import available, run
+from hybrid_proxy.workshop.benchmarks.__main__ import BENCHMARKS, run
 from hybrid_proxy.workshop.benchmarks.api_scale import Load
 from hybrid_proxy.workshop.benchmarks.exchanges import BENCHES
 from hybrid_proxy.workshop.benchmarks.scale import Size
@@ -21,7 +21,7 @@ def exchanges(name: str, *arms: str) -> Mapping[str, Mapping[str, Any]]:
     """A benchmark of exchanges with these arms and one short round."""
     bench = BENCHES[name]
     load = bench.load._replace(seconds=0.05, rounds=1)
-    return {"exchanges": {"BENCHES": {name: bench._replace(load=load, arms=arms)}, "GUEST_ROUNDS": 1}}
+    return {"exchanges": {"BENCHES": {name: bench._replace(load=load, arms=arms)}}}
 
 
 CLUSTER = {"SERVICES": 20, "ENDPOINTS": 3}
@@ -41,8 +41,8 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         }
     },
     "connections": exchanges("connections", "default+firewall:service", "floor-established:service"),
-    "ipvs_connections": exchanges("ipvs_connections", "default+3:service", "ipvs+3:service"),
     "mode_connections": exchanges("mode_connections", "nftables:nodeport", "kube-proxy-nftables+20:service"),
+    "mixed": exchanges("mixed", "default:service", "nftables:beside"),
     "nodeport": {"nodeport": {**ROUNDS, "PACKETS": 6400}},
     "packet_kinds": {"packet_kinds": {**ROUNDS, "REPEAT": 20, "BATCH": 5, "BATCHES": 1}},
     "scale": {
@@ -72,13 +72,12 @@ MARKS = {
     "changes": [pytest.mark.long],  # `api_scale` without faults
     "switch": [pytest.mark.long],  # tests/conformance/test_flows_over_a_switch.py
     "upgrade": [pytest.mark.long],  # tests/conformance/test_other_layouts.py
-    "ipvs_connections": [pytest.mark.kernel("ip_vs"), pytest.mark.core(long=True)],
 }
 
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: loads BPF programs, makes network namespaces of its own")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in available()])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in BENCHMARKS])
 def test_it_starts_and_ends_with_its_line(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,4 +96,4 @@ def test_it_starts_and_ends_with_its_line(
 
 
 def test_each_of_them_has_a_small_form() -> None:
-    assert set(SMALL) == set(available())
+    assert set(SMALL) == set(BENCHMARKS)
