@@ -47,6 +47,13 @@ enum frontend_flags {
 					  * without FRONTEND_ADDRESS to sockets of the node alone: a loopback address */
 };
 
+/* Bits of what may be a service's, by hash; a false hit costs a lookup. */
+struct bitmaps {
+	__u64 service_addresses[1 << PREFILTER_BITS >> 6]; /* of addresses */
+	__u64 backend_sockets[1 << PREFILTER_BITS >> 6];   /* of addresses, ports and protocols */
+	__u64 node_ports[3 << 16 >> 6];			   /* not hashed: of TCP, UDP and SCTP, 2^16 for each */
+};
+
 struct frontend4_key {
 	__u32 address;
 	__u16 port;

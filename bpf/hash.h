@@ -35,32 +35,27 @@ INLINE __u32 flow_tag(const struct tuple *t, const bool v6)
 	return (hash_address(t->saddr, v6) * 31 + hash_address(t->daddr, v6)) ^ (ports + t->protocol) * 0x27d4eb2fu;
 }
 
-INLINE bool bit_set(void *bitmap, __u32 hash)
+INLINE bool bit_set(const __u64 *bitmap, __u32 bit)
 {
-	__u32 bit = hash >> (32 - PREFILTER_BITS), word = bit / 64;
-	__u64 *value = bpf_map_lookup_elem(bitmap, &word);
-
-	return value && (READ_ONCE(*value) >> (bit & 63) & 1);
+	return READ_ONCE(bitmap[bit / 64]) >> (bit & 63) & 1;
 }
 
 INLINE bool may_be_service(const __u32 *address, const bool v6)
 {
-	return bit_set(&service_addresses, hash_address(address, v6));
+	return bit_set(prefilters.service_addresses, hash_address(address, v6) >> (32 - PREFILTER_BITS));
 }
 
 /* The bit of a node port; a transport that services do not have shares SCTP's bits. */
 INLINE bool may_be_node_port(__be16 port, __u8 protocol)
 {
 	__u32 kind = protocol == IPPROTO_TCP ? 0 : protocol == IPPROTO_UDP ? 1 : 2;
-	__u32 bit = kind << 16 | bpf_ntohs(port), word = bit / 64;
-	__u64 *value = bpf_map_lookup_elem(&node_ports, &word);
 
-	return value && (READ_ONCE(*value) >> (bit & 63) & 1);
+	return bit_set(prefilters.node_ports, kind << 16 | bpf_ntohs(port));
 }
 
 INLINE bool may_be_backend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
 {
-	return bit_set(&backend_sockets, hash_socket(address, port, protocol, v6));
+	return bit_set(prefilters.backend_sockets, hash_socket(address, port, protocol, v6) >> (32 - PREFILTER_BITS));
 }
 
 #endif

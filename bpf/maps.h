@@ -12,6 +12,7 @@
 /* Rows of programs alone. */
 
 #define AWAITED_BITS 9
+#define FOR_EARLIER (BPF_F_MMAPABLE | BPF_F_WRONLY_PROG)
 #define FRAG_QUEUE 256	   /* fragments that wait for their first, of all datagrams together */
 #define FRAG_QUEUE_EACH 64 /* of one datagram: 64 KiB over an MTU of 1500 are 45 */
 #define FRAG_BYTES 2048	   /* of a frame that can wait */
@@ -43,12 +44,24 @@ struct queued_fragment {
 	__u8 frame[FRAG_BYTES];
 };
 
-/* Bits of addresses that may be a service's, by hash. A false hit costs a lookup. */
-ARRAY_MAP(service_addresses, __u64, (1 << PREFILTER_BITS) / 64);
-/* Is this port a node port, of TCP, UDP or SCTP? 2^16 bits for each. */
-ARRAY_MAP(node_ports, __u64, 3 * 65536 / 64);
-/* Bits of addresses and ports that may be a backend's. */
-ARRAY_MAP(backend_sockets, __u64, (1 << PREFILTER_BITS) / 64);
+/* Programs reach the only element of these two maps as a variable: its address is a constant, where a lookup would be
+ * code at every place that asks. Who loads an object makes the variable's section and the map one.
+ */
+
+/* Which packets may be a service's (hash.h). */
+ARRAY_MAP(bitmaps, struct bitmaps, 1);
+struct bitmaps prefilters SEC(".bss.bitmaps");
+/* Earlier versions have an array for each, and pass too much from then on if they find none. One that takes over makes
+ * its own of these and fills them. They have a flag that it does not know, so that it copies the maps of services, too:
+ * our programs read those until its own are attached, but not its bitmaps.
+ */
+MAP(service_addresses, BPF_MAP_TYPE_ARRAY, FOR_EARLIER, __u32, __u64, 1);
+MAP(node_ports, BPF_MAP_TYPE_ARRAY, FOR_EARLIER, __u32, __u64, 1);
+MAP(backend_sockets, BPF_MAP_TYPE_ARRAY, FOR_EARLIER, __u32, __u64, 1);
+/* Addresses of this node; what else may change at run time. */
+ARRAY_MAP(node, struct node, 1);
+struct node own_node SEC(".data.node");
+
 /* (address, port, protocol) -> service, flags, tag. */
 GROWING_MAP(frontends4, struct frontend4_key, __u64, 65536);
 GROWING_MAP(frontends6, struct frontend6_key, __u64, 65536);
@@ -103,13 +116,6 @@ LRU_MAP(affinity, struct affinity_key, __u64, 65536);
 LRU_MAP(fragments, struct fragment_key, struct fragments, 2048);
 /* Fragments that wait for their first; a ring. */
 ARRAY_MAP(frag_queue, struct queued_fragment, FRAG_QUEUE);
-/* Addresses of this node; what else may change at run time. Programs reach the only element of this map as a variable:
- * its address is a constant, where a lookup would be code at every place that asks. Who loads an object makes the
- * variable's section and the map one.
- */
-ARRAY_MAP(node, struct node, 1);
-struct node own_node SEC(".data.node");
-
 /* Sums over each backend's flows: rows of TRAFFIC_GROUP backends for one CPU, then for the next, so that no two CPUs
  * write to one cache line and user space reads all of it as one array.
  */

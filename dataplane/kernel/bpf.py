@@ -417,7 +417,7 @@ class Object:
 
     def share(self, name: str, shared: Map) -> None:
         """Use an existing map for `name`, before load, and for the variable that stands for its only element."""
-        for known in (name, f".data.{name}"):
+        for known in (name, f".data.{name}", f".bss.{name}"):
             if known in self._maps:
                 check(library().bpf_map__reuse_fd(self._maps[known], shared.fd), f"sharing map {known}")
 

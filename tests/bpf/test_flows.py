@@ -500,8 +500,8 @@ def test_what_waited_for_flows_returns_when_they_end(bench: Bench, net: Net) -> 
         bench.store.plan.pools.services.left,
         bench.store.plan.pools.slots.in_use,
     )
-    assert not bench.maps.view("service_addresses").any()
-    assert not bench.maps.view("backend_sockets").any()
+    assert not bench.maps.bitmap("service_addresses").any()
+    assert not bench.maps.bitmap("backend_sockets").any()
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "never-answered"])

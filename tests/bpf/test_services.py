@@ -265,7 +265,7 @@ def test_unallocated_addresses_are_dropped_whatever_the_prefilter_says(bench: Be
     """A bit of the prefilter stands for many addresses."""
     bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
     bench.allocate(net)
-    bits = bench.maps.view("service_addresses")
+    bits = bench.maps.bitmap("service_addresses")
     before = bits.copy()
     try:
         bits[:] = (1 << 64) - 1

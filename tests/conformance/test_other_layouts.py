@@ -72,8 +72,7 @@ for family in (4, 6):
         sets = [sorted(backend(int(n) & 0xffffffff) for n in slots[o : o + c])
                 for o, c, _ in map(layout.split_range_word, service["sets"].tolist())]
         found[name] = [value >> 32, int(service["flags"]), int(service["affinity"]), sets]
-for name in ("service_addresses", "backend_sockets", "node_ports"):
-    found[name] = maps[name].view(np.dtype(np.uint64)).tobytes().hex()
+found["bitmaps"] = maps["bitmaps"].view(layout.dtype_of("bitmaps")).tobytes().hex()
 flows = []
 for family in (4, 6):
     keys, values = flow_arrays(maps[f"flows{family}"], family)

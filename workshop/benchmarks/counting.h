@@ -37,13 +37,7 @@ INLINE void tally(enum tally what) {
     __VA_ARGS__;                                                               \
   })
 
-/* A map that a function is given without its type is one of the prefilters. */
-struct prefilter_map {
-  int (*type)[BPF_MAP_TYPE_ARRAY];
-};
-
-#define TYPE_OF(map)                                                           \
-  (sizeof(*_Generic((map), void *: (struct prefilter_map *)0, default: (map))->type) / sizeof(int))
+#define TYPE_OF(map) (sizeof(*(map)->type) / sizeof(int))
 #define IS_ARRAY(map)                                                          \
   (TYPE_OF(map) == BPF_MAP_TYPE_ARRAY ||                                       \
    TYPE_OF(map) == BPF_MAP_TYPE_PERCPU_ARRAY)

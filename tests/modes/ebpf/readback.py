@@ -70,7 +70,7 @@ def programmed(maps: MapSet) -> tuple[dict[Key, Port], set[tuple[int, str]]]:
     ports: dict[Key, Port] = {}
     addresses: set[tuple[int, str]] = set()
     services, slots, backends = maps.view("services"), maps.view("slots")["backend"], Backends(maps)
-    service_bits, backend_bits = maps.view("service_addresses"), maps.view("backend_sockets")
+    service_bits, backend_bits = maps.bitmap("service_addresses"), maps.bitmap("backend_sockets")
     for family in (4, 6):
         keys, values = maps.maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
         for key, value in zip(keys, values.tolist(), strict=True):

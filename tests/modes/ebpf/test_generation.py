@@ -70,7 +70,7 @@ def test_flows_of_another_layout_are_carried_over_and_the_rest_is_shared() -> No
 
 def test_the_service_table_is_carried_over_as_a_whole() -> None:
     former = changed("backends", "224:failures:1/4", "224:failures:1/4,256:more:1/8", 40)
-    assert fates(former, Fate.CARRIED) == {*TABLES} - {"source_ranges4", "source_ranges6"}
+    assert fates(former, Fate.CARRIED) == {*TABLES} - {"bitmaps", "source_ranges4", "source_ranges6"}
 
 
 def test_flows_are_carried_over_where_two_fields_change_places() -> None:

@@ -21,19 +21,17 @@ Recorded = tuple[str, int, int, int, int, str | None]  # a `kernel.shape.Shape`
 Enums = Mapping[str, Mapping[str, int]]
 
 TABLES: Final = (
-    "services", "backends", "frontends4", "frontends6", "service_addresses", "backend_sockets", "node_ports",
-    "source_ranges4", "source_ranges6", "slots",
+    "services", "backends", "frontends4", "frontends6", "bitmaps", "source_ranges4", "source_ranges6", "slots",
 )  # fmt: skip # of the service table: both generations use all of them, or the new one has its own
 FLOWS: Final = ("flows4", "half_open4", "flows6", "half_open6")
 OWN: Final = frozenset({"datapaths", "links", "events"})  # never those of another version
 CARRIED: Final = frozenset(
-    {*TABLES, *FLOWS, "affinity", "timewait", "node"} - {"source_ranges4", "source_ranges6"}
+    {*TABLES, *FLOWS, "affinity", "timewait", "node"} - {"bitmaps", "source_ranges4", "source_ranges6"}
 )  # row by row; the first sync writes the others again, or they are forgotten
 # Enums by which the rows of a map are read, and the beginnings of the names that count.
 READ_BY: Final = {
     **dict.fromkeys(TABLES, (("backend_flags", ""), ("abi_limits", "RANGE_"), ("abi_limits", "BACKEND_SETS"))),
     **dict.fromkeys(("frontends4", "frontends6"), (("frontend_flags", ""),)),
-    **dict.fromkeys(("service_addresses", "backend_sockets"), (("abi_limits", "PREFILTER_"),)),
     **dict.fromkeys(FLOWS, (("flow_flags", ""), ("origin", ""))),
     **dict.fromkeys(("traffic", "traffic_gone"), (("abi_limits", "TRAFFIC_"),)),
     "services": (("service_flags", ""), ("abi_limits", "RANGE_"), ("abi_limits", "BACKEND_SETS")),

@@ -50,7 +50,7 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.generation import (
 )
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ARRAY, ours, recorded
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import BITMAPS, make, remove_unfinished, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import make, remove_unfinished, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import LINK, former_folder, former_layouts, is_link_pin, remove_pins
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import possible_cpus, traffic_sizes
 
@@ -248,8 +248,6 @@ class Succession:
                 copy_table(name, self._open(name), new, self._converters[name])
             elif name == "affinity" and name in self._converters and not self.plan.bridged:
                 FlowTable(self._open(name), new, self._converters[name]).copy()
-            elif name in BITMAPS:
-                new.view(np.dtype(np.uint64))[:] = np.uint64(0xFFFFFFFFFFFFFFFF)  # everything may be a service's
         together = {**self._shared, **self._made}
         for name in sorted(together, key=lambda name: (name == SLOTS, name)):
             together[name].pin(self.folder / name)

@@ -23,10 +23,9 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.pins import NEXT, PRIVATE, describe_
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic, possible_cpus, traffic_sizes
 
-BITMAPS = ("service_addresses", "backend_sockets", "node_ports")
 STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
-    "traffic_gone": "traffic", "loads": "load",
+    "traffic_gone": "traffic", "loads": "load", "bitmaps": "bitmaps",
 }  # fmt: skip
 TRAFFIC = ("traffic", "traffic_gone")  # replaced in this order: figures may be lost in between, but never count twice
 
@@ -177,9 +176,13 @@ class MapSet:
     def view(self, name: str) -> NDArray[Any]:
         """Returns the elements of a mappable array, shared with the kernel."""
         if name not in self._views:
-            dtype = np.dtype(np.uint64) if name in BITMAPS else dtype_of(STRUCTS[name])
-            self._views[name] = self.maps[name].view(dtype)
+            self._views[name] = self.maps[name].view(dtype_of(STRUCTS[name]))
         return self._views[name]
+
+    def bitmap(self, name: str) -> NDArray[np.uint64]:
+        """Returns the words of one of the prefilter's bitmaps, shared with the kernel."""
+        words: NDArray[np.uint64] = self.view("bitmaps")[name][0]
+        return words
 
     def flows(self) -> dict[int, Map]:
         """Returns the tables of flows by family."""

@@ -63,9 +63,9 @@ class MapWriter:
         self._maps = maps
         self.hz = hz  # jiffies per second, for affinity times
         self.rows, self.loads = self._open_rows(), maps.view("loads")
-        self.service_addresses = CountingFilter(maps.view("service_addresses"))
-        self.backend_sockets = CountingFilter(maps.view("backend_sockets"))
-        self.node_ports = CountingFilter(maps.view("node_ports"))
+        self.service_addresses = CountingFilter(maps.bitmap("service_addresses"))
+        self.backend_sockets = CountingFilter(maps.bitmap("backend_sockets"))
+        self.node_ports = CountingFilter(maps.bitmap("node_ports"))
         self.source_ranges = SourceRanges({family: maps.maps[f"source_ranges{family}"] for family in (4, 6)})
 
     def _open_rows(self, published: NDArray[np.uint64] | None = None) -> RowWriter:
