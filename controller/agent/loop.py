@@ -33,7 +33,7 @@ from hybrid_proxy.controller.agent.modes import (
 from hybrid_proxy.controller.agent.node_setup import prepare, set_oom_score
 from hybrid_proxy.controller.agent.notebook import Notebook
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
-from hybrid_proxy.controller.agent.process import begin_fast, settle_down, start_logging, trim_memory
+from hybrid_proxy.controller.agent.process import settle_down, start_logging, trim_memory
 from hybrid_proxy.controller.agent.syncer import MIN_REST, State, Syncer
 from hybrid_proxy.controller.errors import ConfigError, ControllerError, SourceError
 from hybrid_proxy.controller.kubernetes import Source
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+HTTP_SECONDS = 1.0  # after which health and metrics are served, if the first table is not programmed before
+
 Job = Callable[[], int | None]  # what another thread wants the loop to do; an exit code ends the agent
 
 
@@ -73,7 +75,6 @@ def run(config: Config, followed: Followed | None = None, flags: Mapping[str, An
     start_logging(config)
     for warning in config.warnings:
         log.warning("%s", warning)
-    begin_fast()
     agent = Agent(config, followed, flags)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _: agent.queue.put(partial(agent.end, _stopped_by(got))))
@@ -189,10 +190,11 @@ class Agent:
         with contextlib.ExitStack() as stack:
             stack.enter_context(hold_namespace())
             self._busy_with = f"it opens mode {self.config.mode}"
-            with START.part("servers"):
-                self._serve_admin(stack)
-                self.http.start()
+            self._serve_admin(stack)
+            serve = threading.Timer(HTTP_SECONDS, self.http.start)
             stack.callback(self.http.close)
+            stack.callback(serve.cancel)
+            serve.start()
             START.begin("list and decode")
             self._start_thread("source", self._run_source)
             stack.callback(self.queue.close)
@@ -317,6 +319,7 @@ class Agent:
         self.mode.take_over(self.syncer.builder.table)
         self.other_proxies.settled = True
         if at_start:
+            self.http.start()
             settle_down()
             self.follower.start(lambda found: self.queue.put(partial(self._config_changed, found)), self._stop)
 

@@ -19,7 +19,7 @@ The caller passes the time: monotonic seconds for ages, seconds since 1970 for w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
@@ -42,6 +42,35 @@ class Answer(NamedTuple):
     body: bytes
     content_type: str = JSON
     headers: tuple[tuple[str, str], ...] = (NOSNIFF,)
+
+
+class Handler(NamedTuple):
+    """A page: called with the family of the address that was connected to (4 or 6) and the request's Accept.
+
+    `slow`: it may wait, so it is called in a thread; one such page is made at a time. `redacted`: it has removed
+    secrets itself, because most of it is long and has none.
+    """
+
+    make: Callable[[int, str], Answer]
+    slow: bool = False
+    redacted: bool = False
+
+
+class Listener(NamedTuple):
+    """Pages by path at some addresses and one port; path `*` answers all that have none.
+
+    `0.0.0.0` and `::` are every address of both families, as in Go. `what` names it in messages.
+    """
+
+    what: str
+    addresses: tuple[str, ...]
+    port: int
+    pages: Mapping[str, Handler]
+
+    @property
+    def place(self) -> tuple[tuple[str, ...], int]:
+        """The part that needs another socket when it changes."""
+        return self.addresses, self.port
 
 
 class Health:

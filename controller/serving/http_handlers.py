@@ -26,14 +26,24 @@ from hybrid_proxy.controller.kubernetes.events import Recorder, node, service
 from hybrid_proxy.controller.semantics.entries import HealthCheck
 from hybrid_proxy.controller.serving import protocol
 from hybrid_proxy.controller.serving.counters import Counters
-from hybrid_proxy.controller.serving.health import NOSNIFF, OK, TEXT, UNAVAILABLE, Answer, Health, service_answer
-from hybrid_proxy.controller.serving.http_server import Handler, HttpServer, Listener
+from hybrid_proxy.controller.serving.health import (
+    NOSNIFF,
+    OK,
+    TEXT,
+    UNAVAILABLE,
+    Answer,
+    Handler,
+    Health,
+    Listener,
+    service_answer,
+)
 from hybrid_proxy.controller.serving.protocol import HealthChecks, Request
 from hybrid_proxy.controller.serving.zpages import flagz, statusz
 from hybrid_proxy.controller.settings.config import Config
 from hybrid_proxy.dataplane.reports import TrafficRow
 
 if TYPE_CHECKING:
+    from hybrid_proxy.controller.serving.http_server import HttpServer
     from hybrid_proxy.controller.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -72,13 +82,21 @@ class HttpHandlers:
         self._addresses: tuple[str, ...] = ()
         self._own = dict(self._own_listeners())
         self.mode = config.mode  # the one that serves, when that is known
-        self._server = HttpServer(self._failed)
+        self._server: HttpServer | None = None
+        self._starting = threading.Lock()
 
     def start(self) -> None:
-        self._server.follow(self._own)
+        """Begin to serve, once; any thread. What the server needs is imported now, and is no part of a quick start."""
+        from hybrid_proxy.controller.serving.http_server import HttpServer
+
+        with self._starting:
+            self._server = self._server or HttpServer(self._failed)
+        self._serve()
 
     def close(self) -> None:
-        self._server.close()
+        with self._starting:
+            if self._server is not None:
+                self._server.close()
 
     def follow(self, checks: Mapping[str, HealthCheck], addresses: tuple[str, ...]) -> None:
         """Serve the health-check node ports of these Services, by `namespace/name`, at these addresses."""
@@ -86,22 +104,29 @@ class HttpHandlers:
         if addresses == self._addresses and _ports(before) == _ports(checks):
             return
         self._addresses = addresses
-        self._server.follow(self._own | self._check_listeners())
+        self._serve()
 
     def configure(self, config: Config) -> None:
         """Serve as another configuration says; what listens at the same address and port stays."""
         self._config = config
         self._own = dict(self._own_listeners())
-        self._server.follow(self._own | self._check_listeners())
+        self._serve()
 
     def status(self) -> HealthChecks:
         """Counts the served health-check node ports, and says why others are not served."""
-        troubles = self._server.troubles
+        server = self._server
+        if server is None:
+            return HealthChecks(0, {}, {})
+        troubles = server.troubles
         return HealthChecks(
-            served=sum(1 for name in self._server.served if name not in self._own),
+            served=sum(1 for name in server.served if name not in self._own),
             failed={name: trouble for name, trouble in troubles.items() if name not in self._own},
             listeners={name: trouble for name, trouble in troubles.items() if name in self._own},
         )
+
+    def _serve(self) -> None:
+        if self._server is not None:
+            self._server.follow(self._own | self._check_listeners())
 
     # Sites
 

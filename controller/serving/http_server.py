@@ -23,12 +23,12 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import h11
 
 from hybrid_proxy.controller.redact import redact
-from hybrid_proxy.controller.serving.health import TEXT, Answer
+from hybrid_proxy.controller.serving.health import TEXT, Answer, Listener
 from hybrid_proxy.dataplane.errors import told
 from hybrid_proxy.dataplane.table import socket_text
 
@@ -50,35 +50,6 @@ NOT_FOUND: Final = Answer(404, b"404 page not found\n", TEXT)
 FAILED: Final = Answer(500, b"the page could not be made; the agent's log says why\n", TEXT)
 
 _Task = asyncio.Task[None]
-
-
-class Handler(NamedTuple):
-    """A page: called with the family of the address that was connected to (4 or 6) and the request's Accept.
-
-    `slow`: it may wait, so it is called in a thread; one such page is made at a time. `redacted`: it has removed
-    secrets itself, because most of it is long and has none.
-    """
-
-    make: Callable[[int, str], Answer]
-    slow: bool = False
-    redacted: bool = False
-
-
-class Listener(NamedTuple):
-    """HttpHandlers by path at some addresses and one port; path `*` answers all that have none.
-
-    `0.0.0.0` and `::` are every address of both families, as in Go. `what` names it in messages.
-    """
-
-    what: str
-    addresses: tuple[str, ...]
-    port: int
-    pages: Mapping[str, Handler]
-
-    @property
-    def place(self) -> tuple[tuple[str, ...], int]:
-        """The part that needs another socket when it changes."""
-        return self.addresses, self.port
 
 
 class HttpServer:

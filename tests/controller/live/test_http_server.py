@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from hybrid_proxy.controller.serving import http_server
-from hybrid_proxy.controller.serving.health import Answer
-from hybrid_proxy.controller.serving.http_server import Handler, HttpServer, Listener
+from hybrid_proxy.controller.serving.health import Answer, Handler, Listener
+from hybrid_proxy.controller.serving.http_server import HttpServer
 from tests.waiting import until
 
 DEADLINE = 60.0
@@ -255,7 +255,8 @@ def test_answers_have_a_reason_phrase(served):
 FEW_DESCRIPTORS = """\
 import logging, resource, sys, threading
 from hybrid_proxy.controller.serving.health import Answer
-from hybrid_proxy.controller.serving.http_server import Handler, Listener, HttpServer
+from hybrid_proxy.controller.serving.health import Handler, Listener
+from hybrid_proxy.controller.serving.http_server import HttpServer
 
 logging.basicConfig(level=logging.INFO)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
