@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 WRITE_SECONDS: Final = 5.0  # between two writes
 LAST_SECONDS: Final = 2.0  # that the end waits for a write that is under way
+PIECE: Final = 100  # names that are redacted together
 MOST: Final = 200  # events, and rows of everything but names
 
 
@@ -60,6 +61,7 @@ class Notebook:
         self._writer: threading.Thread | None = None
         self._written: Memory | None = None
         self._failed = False
+        self._names: dict[int, str] = {}  # as they were written
         # The events of agents before this one, and of modes before this.
         self._before = deque[PacketEvent](former.events if former else (), maxlen=MOST)
         self._recent: list[PacketEvent] = []
@@ -155,9 +157,24 @@ class Notebook:
     def _events(self) -> list[PacketEvent]:
         return [*self._before, *self._recent][-MOST:]
 
+    def _redacted(self, names: Mapping[int, str]) -> Mapping[int, str]:
+        """Returns the names without secrets; those that were written before have none."""
+        # 10,000 names at once would keep the interpreter from the loop for 25 ms.
+        fresh = [(number, name) for number, name in names.items() if self._names.get(number) != name]
+        self._names = dict(names)
+        for start in range(0, len(fresh), PIECE):
+            piece = fresh[start : start + PIECE]
+            text = "\n".join(name for _, name in piece)
+            if redact(text) != text:
+                self._names |= {number: redact(name) for number, name in piece}
+        return self._names
+
     def _write(self, memory: Memory) -> None:
         try:
-            write(self._path, redact(msgspec.json.encode(memory).decode()).encode())
+            rest = redact(msgspec.json.encode(replace(memory, names={})).decode())
+            record = msgspec.json.decode(rest, type=dict[str, msgspec.Raw])
+            record["names"] = msgspec.Raw(msgspec.json.encode(self._redacted(memory.names)))
+            write(self._path, msgspec.json.encode(record))
             self._written, self._failed = memory, False
         except OSError as error:
             if not self._failed:
