@@ -102,7 +102,7 @@ class Recorder:
         self._instance = instance
         self._clock = clock
         self._retry_seconds = retry_seconds
-        self._queue: queue.Queue[_Occurrence | None] = queue.Queue(QUEUE)  # None: look at `_stop`
+        self._queue: queue.Queue[_Occurrence | None] = queue.Queue(QUEUE)  # None: it may be the end
         self._recent: dict[_Key, _Recent] = {}
         self._stop = threading.Event()
         self._dropping = False
