@@ -70,7 +70,8 @@ def parser(typed: str | None = None) -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, entry in entries().items():
+    known = entries()
+    for name, entry in ((typed, known[typed]),) if typed in known else known.items():
         own = commands.add_parser(name, help=entry.help, description=f"{entry.help[0].upper()}{entry.help[1:]}.")
         if typed in (None, name):
             _fill(own, entry.load())

@@ -73,14 +73,21 @@ def _run(args: argparse.Namespace) -> int:
                 say(redact(f"warning: {warning}"), to=sys.stderr)
             configfile.write(Path(args.write_config_to), loaded)
             return 0
+    config = loaded.config if loaded else from_flags(flags)
+    if config.task == "serve":
+        from hybrid_proxy.controller.agent.process import begin_fast
+
+        begin_fast()
+        if config.mode in ("auto", "ebpf"):  # before the rest is imported
+            from hybrid_proxy.dataplane.modes.ebpf.generations.ahead import AHEAD
+
+            AHEAD.begin(config.options)
     from hybrid_proxy.controller.agent import loop
     from hybrid_proxy.controller.agent.cleanup import cleanup
     from hybrid_proxy.controller.agent.config_follower import Followed
     from hybrid_proxy.dataplane.timings import START
 
     START.imported()
-    with START.part("configuration"):
-        config = loaded.config if loaded else from_flags(flags)
     followed = Followed(Path(args.config), flags, loaded) if loaded else None
 
     if config.task == "cleanup":

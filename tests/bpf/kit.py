@@ -34,7 +34,8 @@ from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import CHECK_MTU, put_datapaths
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import share, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import cidr_columns, set_elements
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.views import explanation
@@ -270,7 +271,7 @@ class Bench:
     def load(self, path: Path, constants: bytes = b"") -> Object:
         loaded = Object(path)
         loaded.constants(constants or self.settings)
-        self.maps.share_with(loaded)
+        share(loaded, self.maps.maps)
         loaded.load()
         return loaded
 

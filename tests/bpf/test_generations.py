@@ -10,7 +10,7 @@ from .test_traffic import number
 
 def test_what_sockets_remember_is_one_map_of_all_their_programs(bench: Bench) -> None:
     """Of the program that chooses backends, of the one that listens, and of those that sockets' datagrams pass."""
-    programs = Loader(bench.maps, SMALL, HZ).generation()
+    programs = Loader(bench.maps.maps, SMALL, HZ).generation()
     try:
         assert programs.connect is not None
         assert programs.sockops is not None

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.maps import mapset, traffic
+from hybrid_proxy.dataplane.modes.ebpf.maps import making, mapset
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import traffic_sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS, Traffic, traffic_sizes
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS, Traffic
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.options import EbpfOptions, Limits
 from hybrid_proxy.dataplane.table import Protocol
@@ -258,7 +259,7 @@ def test_without_counting_nothing_is_counted(net: Net) -> None:
 
 def test_backends_without_a_row_are_served_and_not_counted(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts traffic has a bound; figures of other backends are whole, and numbers are given back as ever."""
-    monkeypatch.setattr(traffic, "MOST_BYTES", 16 * cpus() * 56)
+    monkeypatch.setattr(making, "MOST_BYTES", 16 * cpus() * 56)
     with bench_with(Options(ebpf=EbpfOptions(limits=Limits(services=64, backends=64, slots=512, flows=256)))) as made:
         assert made.store.traffic.backends == 16
         made.serve(*(

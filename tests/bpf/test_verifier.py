@@ -18,7 +18,7 @@ processed 7805 insns (limit 1000000) max_states_per_insn 14 total_states 512 pea
 
 @pytest.mark.root
 def test_no_program_is_beyond_its_budget(bench: Bench) -> None:
-    loader = Loader(bench.maps, SMALL, HZ)
+    loader = Loader(bench.maps.maps, SMALL, HZ)
     found = {program: effort for name in objects() for program, effort in loader.effort(name).items()}
     assert found.keys() >= BUDGET.keys()
     assert {name: effort for name, effort in found.items() if not 0 < effort.instructions <= budget(name)} == {}

@@ -288,7 +288,7 @@ def shooting_range(made: Lab) -> Iterator[Range]:
     nets = {family: _net(made, family) for family in (4, 6)}
     with contextlib.ExitStack() as stack:
         maps = stack.enter_context(contextlib.closing(MapSet(stack.enter_context(pin_folder()), options)))
-        loader = Loader(maps, options, jiffies_per_second())
+        loader = Loader(maps.maps, options, jiffies_per_second())
         programs = {
             name: stack.enter_context(contextlib.closing(loader.one(name))) for name in ("hooks", "tc_datapath")
         }

@@ -48,7 +48,7 @@ def measure() -> Result:
     options = Options()
     rounds: list[dict[str, Effort]] = []
     with pin_folder() as folder, contextlib.closing(MapSet(folder, options)) as maps:
-        loader = Loader(maps, options, jiffies_per_second())
+        loader = Loader(maps.maps, options, jiffies_per_second())
         for _ in range(ROUNDS):
             rounds.append({})
             for name in objects():

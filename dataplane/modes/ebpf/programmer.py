@@ -40,6 +40,7 @@ from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
 from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC, forget_half_open, open_flows
 from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import ForeignFlows, newly_receiving
 from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
+from hybrid_proxy.dataplane.modes.ebpf.generations.ahead import AHEAD, enough_processors
 from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import layout_record
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
@@ -64,7 +65,6 @@ from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
 MOST_DEFERRED = 32  # changes whose slots wait, before a grace period is asked for
-SPARE_PROCESSORS = 4  # from so many on, loading programs in vain slows nothing down
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +181,10 @@ class Ebpf(Programmer):
             self.succession = Succession(self.folder, options)
             record = self._opened.enter_context(closing(layout_record(self.folder)))
             upper = sizes.bounds(options)
-            self.maps = self._opened.enter_context(closing(MapSet(self.folder, options, sizes.first_sizes(upper))))
-            loader = Loader(self.maps, options, hz)
+            ahead = None if self.succession.former else AHEAD.take(self.folder, options)
+            maps = MapSet(self.folder, options, sizes.first_sizes(upper), ahead and ahead.loader.maps)
+            self.maps = self._opened.enter_context(closing(maps))
+            loader = ahead.loader if ahead else Loader(self.maps.maps, options, hz)
             inspect = self._opened.enter_context(closing(loader.one("inspect")))
         except BpfError as error:
             if not getattr(getattr(self, "maps", None), "adopted", True):
@@ -200,7 +202,10 @@ class Ebpf(Programmer):
         self.gc = FlowGC(
             self.maps.maps, inspect.program("sweep"), inspect.program("read_clock"), hz, options, self.foreign.scan
         )
-        self.datapath = Datapath(self.maps, loader, self.attachments, upper, self.gc.reading, self.store.grown, wake)
+        self.datapath = Datapath(
+            self.maps, loader, self.attachments, upper, self.gc.reading, self.store.grown, wake,
+            ahead.programs if ahead else None,
+        )  # fmt: skip
         self.failover = Failover(options)
         rules = self._opened.enter_context(closing(PassingRules()))
         self.fast_path = FastPath(
@@ -219,7 +224,7 @@ class Ebpf(Programmer):
             Contents(self.store.damage, lambda: self.sync(self._start_over())),
         ))  # fmt: skip
         self.gc.start()
-        if not options.all_or_nothing and (self.maps.adopted or len(os.sched_getaffinity(0)) >= SPARE_PROCESSORS):
+        if not options.all_or_nothing and (self.maps.adopted or enough_processors()):
             self.datapath.prepare({})  # load while objects are listed: most clusters fit these maps
 
     def _on(self, happened: Input) -> None:

@@ -30,7 +30,8 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.programs import (
 )
 from hybrid_proxy.dataplane.modes.ebpf.generations.replacement import Runner
 from hybrid_proxy.dataplane.modes.ebpf.hooks.attachments import Attachments
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import Larger
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import SETTINGS
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes, crowded, fitting, grown
 from hybrid_proxy.dataplane.timings import START
@@ -51,6 +52,7 @@ class Datapath:
         reading: held by threads that read maps, and here while maps are replaced.
         replaced: called when maps have been replaced.
         wake: called by the thread that loads when it is done: have `step` called.
+        ahead: a first generation that is being loaded on these maps already.
 
     Attributes:
         programs: in use; None before the first table.
@@ -61,6 +63,7 @@ class Datapath:
     def __init__(
         self, maps: MapSet, loader: Loader, attachments: Attachments, upper: Sizes,
         reading: AbstractContextManager[object], replaced: Callable[[], None], wake: Callable[[], None],
+        ahead: Future[Programs] | None = None,
     ) -> None:  # fmt: skip
         self.upper = upper
         self.programs: Programs | None = None
@@ -75,6 +78,9 @@ class Datapath:
         self._larger: Larger = {}
         self._loading: Future[Programs] | None = None
         self._runner: Runner | None = None
+        self._ahead = ahead
+        if ahead is not None:
+            self.prepare({})
 
     @property
     def tables(self) -> Mapping[str, Map]:
@@ -189,9 +195,9 @@ class Datapath:
         self._larger = self._maps.make_larger(sizes)
 
     def _start(self) -> None:
-        """Begins to load programs in a thread."""
-        larger = self._larger
-        self._loading = self._thread.submit(
+        """Begins to load programs in a thread, unless those for these maps are under way."""
+        larger, ahead, self._ahead = self._larger, self._ahead, None
+        self._loading = ahead or self._thread.submit(
             lambda: self.loader.generation(larger, xdp=self._attachments.drivers.loaded)
         )
         self._loading.add_done_callback(lambda _: self._wake())
@@ -199,6 +205,7 @@ class Datapath:
     def _publish(self) -> None:
         """Has all hooks run the programs that were loaded."""
         assert self._loading is not None
+        self.loader.hurry()
         with START.part("wait for the verifier"):
             programs, self._loading = self._loading.result(), None
         for loaded in programs:

@@ -8,14 +8,14 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from hybrid_proxy.dataplane.kernel.attachment import program_number
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Effort, Map, Object, has_helper
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.maps import layout
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger, MapSet, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps import abi
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import Larger, share, traffic_cpus
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import FLOWS
 from hybrid_proxy.dataplane.timings import START
 
@@ -51,15 +51,16 @@ class Programs:
 
 
 class Loader:
-    """Loads objects on a set of maps."""
+    """Loads objects on a set of maps, which follows those in use."""
 
-    def __init__(self, maps: MapSet, options: Options, hz: int) -> None:
-        self._maps, self._options, self.hz = maps, options, hz
+    def __init__(self, maps: dict[str, Map], options: Options, hz: int) -> None:
+        self.maps, self._options, self.hz = maps, options, hz
+        self._hurried = threading.Event()
 
     def _settings(self, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> bytes:
-        options, maps = self._options, {**self._maps.maps, **(larger or {})}
+        options, maps = self._options, {**self.maps, **(larger or {})}
         first, last = options.ebpf.masquerade_ports
-        return layout.pack(
+        return abi.pack(
             "settings",
             hz=self.hz,
             reject_burst=options.ebpf.reject_rate,
@@ -91,7 +92,7 @@ class Loader:
         With `only` it is loaded with this one of its programs. With `quiet` it counts nothing and emits no events.
         `can_set_errno`: the kernel has bpf_set_retval.
         """
-        loaded = Object(layout.OBJECTS / f"{name}.bpf.o")
+        loaded = Object(abi.OBJECTS / f"{name}.bpf.o")
         try:
             self._prepare(loaded, larger, can_set_errno=can_set_errno, quiet=quiet)
             for other in loaded.program_names if only else ():
@@ -106,7 +107,7 @@ class Loader:
 
     def _prepare(self, opened: Object, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> None:
         opened.constants(self._settings(larger, can_set_errno=can_set_errno, quiet=quiet))
-        self._maps.share_with(opened, larger)
+        share(opened, {**self.maps, **(larger or {})})
 
     def effort(self, name: str) -> dict[str, Effort]:
         """Returns what each program of the object `NAME.bpf.o` costs the verifier; it is loaded and closed for that.
@@ -114,7 +115,7 @@ class Loader:
         Raises:
             BpfError: the kernel refuses one.
         """
-        with contextlib.closing(Object(layout.OBJECTS / f"{name}.bpf.o")) as opened:
+        with contextlib.closing(Object(abi.OBJECTS / f"{name}.bpf.o")) as opened:
             self._prepare(opened, None, can_set_errno=has_helper(SET_RETVAL), quiet=False)
             return opened.load(effort=True)
 
@@ -126,6 +127,10 @@ class Loader:
         """
         return self.one("tc_datapath", larger, only=DATAPATHS[family])
 
+    def hurry(self) -> None:
+        """Has all processors load from now on: the caller has nothing to do until then."""
+        self._hurried.set()
+
     def generation(self, larger: Larger | None = None, *, xdp: bool = False) -> Programs:
         """Loads all programs of a generation, those for drivers if `xdp`.
 
@@ -134,16 +139,24 @@ class Loader:
         Raises:
             BpfError: the kernel refuses programs without which there is no service.
         """
-        # The verifier takes a third of a second for each family, so all objects are loaded at once. Where another mode
-        # serves meanwhile, they are loaded one after another behind all other work: connections that begin there would
-        # wait for a processor.
+        # The verifier takes a third of a second, so all objects are loaded at once; until somebody waits for them, one
+        # processor is left to the rest of this program. Where another mode serves meanwhile, they are loaded one after
+        # another behind all other work: connections that begin there would wait for a processor.
         names = ("hooks", *["xdp"] * xdp)
         waits = self._options.all_or_nothing
-        with ThreadPoolExecutor(1 if waits else 4, "load", _give_way if waits else None) as threads:
+        free = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) - 1))
+
+        def begin() -> None:
+            if not free.acquire(blocking=False):
+                self._hurried.wait()
+
+        with ThreadPoolExecutor(1 if waits else 4, "load", _give_way if waits else begin) as threads:
             # What takes longest comes first.
             datapaths = {n: threads.submit(self.datapath, n, larger) for n in sorted(DATAPATHS, reverse=True)}
             sockets = threads.submit(self._sockets, larger)
             loading = {name: threads.submit(self.one, name, larger) for name in names}
+            wait([*datapaths.values(), *loading.values()])
+            self._hurried.set()
         try:
             loaded = {name: known.result() for name, known in loading.items()}
             carrying = {family: known.result() for family, known in datapaths.items()}
@@ -199,7 +212,7 @@ def missing_datapaths(datapaths: Map, programs: Mapping[int, Object]) -> Iterato
 
 
 def _place(family: int) -> bytes:
-    return layout.abi_constants()[DATAPATHS[family].upper()].to_bytes(4, sys.byteorder)
+    return abi.abi_constants()[DATAPATHS[family].upper()].to_bytes(4, sys.byteorder)
 
 
 def _those_loaded(*loading: Future[Object]) -> Iterator[Object]:

@@ -50,9 +50,9 @@ from hybrid_proxy.dataplane.modes.ebpf.generations.generation import (
 )
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ARRAY, ours, recorded
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import make, remove_unfinished, traffic_cpus
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import make, possible_cpus, traffic_cpus, traffic_sizes
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import remove_unfinished
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import LINK, former_folder, former_layouts, is_link_pin, remove_pins
-from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import possible_cpus, traffic_sizes
 
 log = logging.getLogger(__name__)
 

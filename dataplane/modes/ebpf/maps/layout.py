@@ -11,49 +11,22 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.modes.ebpf.maps._abi import ffi as abi
-
-OBJECTS = Path(__file__).parent.parent / "objects"
+from hybrid_proxy.dataplane.modes.ebpf.maps.abi import OBJECTS as OBJECTS  # noqa: PLC0414
+from hybrid_proxy.dataplane.modes.ebpf.maps.abi import abi_constants as abi_constants  # noqa: PLC0414
+from hybrid_proxy.dataplane.modes.ebpf.maps.abi import pack as pack  # noqa: PLC0414
+from hybrid_proxy.dataplane.modes.ebpf.maps.abi import stored_enums as stored_enums  # noqa: PLC0414
+from hybrid_proxy.dataplane.modes.ebpf.maps.abi import stored_numbers as stored_numbers  # noqa: PLC0414
 
 Words = NDArray[np.uint32]
 _WORD = 0xFFFFFFFF
 _FEW = 64  # addresses; of more it is quicker to take them together
 _ONE_WORD, _FOUR_WORDS = struct.Struct("=I"), struct.Struct("=4I")
-
-
-@lru_cache(maxsize=1)
-def abi_constants() -> dict[str, int]:
-    """Returns every enumerator of the header by name."""
-    names: dict[str, int] = {}
-    for enum in (
-        "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin", "link_kind",
-        "verdict", "counter", "hook", "note_kind", "interface_flags", "client", "datapath", "carry_state",
-        "fast_path",
-    ):  # fmt: skip
-        names.update(abi.typeof(f"enum {enum}").relements)
-    return names
-
-
-STORED = ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin")
-
-
-def stored_numbers(header: Any = abi) -> dict[str, int]:
-    """Returns the limits and flags of the header that are needed to read what is stored in maps."""
-    names: dict[str, int] = {}
-    for enum in STORED:
-        names.update(header.typeof(f"enum {enum}").relements)
-    return names
-
-
-def stored_enums() -> dict[str, dict[str, int]]:
-    """Returns the same by enum, with those by which the hooks of one version call the datapath of another."""
-    return {enum: dict(abi.typeof(f"enum {enum}").relements) for enum in (*STORED, "hook", "datapath")}
 
 
 @lru_cache(maxsize=32)
@@ -81,13 +54,6 @@ def _format(kind: Any) -> Any:
     if kind.kind == "struct":
         return dtype_of(kind.cname.removeprefix("struct "))
     return np.dtype(f"u{abi.sizeof(kind)}")
-
-
-def pack(struct: str, **fields: Any) -> bytes:
-    row = np.zeros(1, dtype=dtype_of(struct))
-    for name, value in fields.items():
-        row[name] = value
-    return row.tobytes()
 
 
 def address_bytes(address: str) -> bytes:

@@ -6,7 +6,7 @@ A map that grows is replaced by a larger one: the content is copied, and the pin
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,24 @@ from hybrid_proxy.dataplane.kernel.bpf import Map, Object
 from hybrid_proxy.dataplane.kernel.repairs import PinnedMap, Pins
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes as policy
-from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS, abi_constants, dtype_of, frontend_dtype
-from hybrid_proxy.dataplane.modes.ebpf.maps.pins import NEXT, PRIVATE, describe_foreign, foreign_pins, shapes
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, frontend_dtype
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import (
+    PRIVATE,
+    Larger,
+    make,
+    possible_cpus,
+    traffic_cpus,
+    traffic_sizes,
+)
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import NEXT, describe_foreign, foreign_pins, shapes
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes
-from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic, possible_cpus, traffic_sizes
+from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic
 
 STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
     "traffic_gone": "traffic", "loads": "load", "bitmaps": "bitmaps",
 }  # fmt: skip
 TRAFFIC = ("traffic", "traffic_gone")  # replaced in this order: figures may be lost in between, but never count twice
-
-Larger = Mapping[str, Map]  # maps that will replace those of the same names
-
-
-def traffic_cpus(options: Options) -> int:
-    """Returns for how many processors traffic is counted; 0: it is not counted."""
-    return possible_cpus() if options.ebpf.traffic_counters else 0
 
 
 class MapSet:
@@ -44,11 +45,14 @@ class MapSet:
         folder: where the maps are pinned, and found again after a restart.
         options: bounds of the maps that grow, and sizes of the others.
         sizes: of the maps that grow, if they are made now; None: their bounds. Pinned maps keep their sizes.
+        made: maps to take where none is pinned, instead of new ones.
     """
 
-    def __init__(self, folder: Path, options: Options, sizes: Sizes | None = None) -> None:
+    def __init__(
+        self, folder: Path, options: Options, sizes: Sizes | None = None, made: dict[str, Map] | None = None
+    ) -> None:
         self.folder = folder
-        self.maps: dict[str, Map] = {}
+        self.maps: dict[str, Map] = {} if made is None else made
         self.adopted = (folder / "slots").exists()
         self._traffic_cpus = traffic_cpus(options)
         self._views: dict[str, NDArray[Any]] = {}
@@ -63,8 +67,8 @@ class MapSet:
             name: size for name, size in (bounds | fixed).items()
             if self._entries(name, size) > size or (name in policy.FLOWS and self._entries(name, size) != size)
         }  # fmt: skip
-        for name, made in make(self._with_others({**(sizes or bounds), **fixed}), self.maps).items():
-            self._keep(name, made)
+        for name, known in (made or make(self._with_others({**(sizes or bounds), **fixed}), self.maps)).items():
+            self._keep(name, known)
 
     def _adopt(self) -> None:
         for path in self.folder.glob(f"{NEXT}*"):  # of a process that ended while it replaced maps
@@ -166,13 +170,6 @@ class MapSet:
             if name not in self.maps and name not in PRIVATE:
                 self._keep(name, loaded.map(name))
 
-    def share_with(self, program: Object, larger: Larger | None = None) -> None:
-        """Has an object use these maps, and `larger` ones in place of some, when it is loaded."""
-        shared = {**self.maps, **(larger or {})}
-        for name in program.map_names:
-            if name in shared:
-                program.share(name, shared[name])
-
     def view(self, name: str) -> NDArray[Any]:
         """Returns the elements of a mappable array, shared with the kernel."""
         if name not in self._views:
@@ -206,23 +203,6 @@ class MapSet:
     def close(self) -> None:
         for known in self.maps.values():
             known.close()
-
-
-def make(sizes: Sizes, shared: Mapping[str, Map]) -> dict[str, Map]:
-    """Creates the maps of the programs that are not in `shared`."""
-    template = Object(OBJECTS / "tc_datapath.bpf.o")
-    try:
-        for program in template.program_names:
-            template.leave_out(program)
-        for name, entries in sizes.items():
-            if name not in shared:
-                template.resize(name, entries)
-        for name, known in shared.items():
-            template.share(name, known)
-        template.load()
-        return {name: template.map(name) for name in template.map_names if name not in shared and name not in PRIVATE}
-    finally:
-        template.close()
 
 
 def remove_unfinished(folder: Path) -> None:

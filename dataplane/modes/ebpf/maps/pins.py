@@ -22,11 +22,10 @@ from hybrid_proxy.dataplane.kernel.host_paths import pin_folder, remove_empty_fo
 from hybrid_proxy.dataplane.kernel.shape import Shape, declared, is_pin, name_in_kernel, pinned
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import PRIVATE
 
 log = logging.getLogger(__name__)
 
-# Maps of one program at a time; all others outlive the process.
-PRIVATE: Final = frozenset({"copies", "explanation", "scratch"})
 # Maps that are made again if they are laid out differently: they only count.
 FIGURES: Final = frozenset({"counters", "failures", "traffic", "traffic_gone"})
 NEXT: Final = "next_"  # prefix of pins that are about to replace others

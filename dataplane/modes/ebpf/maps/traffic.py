@@ -8,8 +8,6 @@ Both maps are pinned, so figures outlive the agent.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,34 +15,13 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import possible_cpus
 from hybrid_proxy.dataplane.reports import TrafficCounts
 
 Figures = NDArray[np.uint64]  # a row for each number, a column for each of FIELDS
 
-MOST_BYTES = 256 << 20  # of the programs' rows: what has no row is not counted
 _GROUPS = 1024  # of backends, read in one go: 0.6 MB for each CPU
 FIELDS = TrafficCounts.__struct_fields__  # the order of bpf/traffic.h
-
-
-@lru_cache(maxsize=1)
-def possible_cpus() -> int:
-    """Returns how many CPUs the kernel may ever have, which is how many per-CPU values it keeps."""
-    last = Path("/sys/devices/system/cpu/possible").read_text().strip().split(",")[-1]
-    return int(last.split("-")[-1]) + 1
-
-
-def traffic_sizes(services: int, backends: int, cpus: int) -> dict[str, int]:
-    """Returns the sizes of the maps of traffic and open flows; `cpus` 0: traffic is not counted, sizes are minimal.
-
-    The traffic of backends with numbers for which there is no room is not counted.
-    """
-    group = abi_constants()["TRAFFIC_GROUP"]
-    most = MOST_BYTES // (group * max(cpus, 1) * dtype_of("traffic").itemsize)
-    return {
-        "traffic": min(-(-backends // group), most) * group * cpus if cpus else group,
-        "traffic_gone": services if cpus else 1,
-        "loads": backends,
-    }
 
 
 class Traffic:

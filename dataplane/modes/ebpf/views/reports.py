@@ -14,8 +14,8 @@ from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC
 from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
 from hybrid_proxy.dataplane.modes.ebpf.hooks.attachments import Attachments
 from hybrid_proxy.dataplane.modes.ebpf.hooks.fast_path import FastPath
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
-from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.views import explanation, listing
 from hybrid_proxy.dataplane.reports import EbpfStatus, ExplainAnswer, Fill, MapUsage, Status, TrafficRow

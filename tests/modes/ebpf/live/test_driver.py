@@ -17,6 +17,7 @@ from hybrid_proxy.dataplane.kernel.repairs import PinDirectory
 from hybrid_proxy.dataplane.modes.ebpf.hooks import xdp as module
 from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import XdpPrograms
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import share
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.reports import XdpHooks
 from hybrid_proxy.workshop.lab.frames import Receiver
@@ -40,7 +41,7 @@ class Place:
 
     def load(self) -> Object:
         loaded = Object(layout.OBJECTS / "xdp.bpf.o")
-        self.maps.share_with(loaded)
+        share(loaded, self.maps.maps)
         loaded.load()
         self.maps.pin_new(loaded)
         return loaded

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf import programmer as module
+from hybrid_proxy.dataplane.modes.ebpf.generations import ahead as module
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader, Programs
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import Larger
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import Larger
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, ServiceTable

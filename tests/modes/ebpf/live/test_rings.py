@@ -11,7 +11,7 @@ import pytest
 from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
-from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import MOST_BYTES
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.views.reports import Reports
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet, make
+from hybrid_proxy.dataplane.modes.ebpf.maps.making import make, traffic_sizes
+from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import bounds, first_sizes, written
-from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import traffic_sizes
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.options import flows_by_memory
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty

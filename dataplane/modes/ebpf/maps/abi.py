@@ -1,0 +1,50 @@
+"""Offers the enums of `bpf/abi.h` as ints, and its structs as bytes. Programs are loaded before numpy is imported."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hybrid_proxy.dataplane.modes.ebpf.maps._abi import ffi as abi
+
+OBJECTS = Path(__file__).parent.parent / "objects"
+
+
+@lru_cache(maxsize=1)
+def abi_constants() -> dict[str, int]:
+    """Returns every enumerator of the header by name."""
+    names: dict[str, int] = {}
+    for enum in (
+        "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin", "link_kind",
+        "verdict", "counter", "hook", "note_kind", "interface_flags", "client", "datapath", "carry_state",
+        "fast_path",
+    ):  # fmt: skip
+        names.update(abi.typeof(f"enum {enum}").relements)
+    return names
+
+
+STORED = ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin")
+
+
+def stored_numbers(header: Any = abi) -> dict[str, int]:
+    """Returns the limits and flags of the header that are needed to read what is stored in maps."""
+    names: dict[str, int] = {}
+    for enum in STORED:
+        names.update(header.typeof(f"enum {enum}").relements)
+    return names
+
+
+def stored_enums() -> dict[str, dict[str, int]]:
+    """Returns the same by enum, with those by which the hooks of one version call the datapath of another."""
+    return {enum: dict(abi.typeof(f"enum {enum}").relements) for enum in (*STORED, "hook", "datapath")}
+
+
+def size_of(struct: str) -> int:
+    """Returns the bytes of a struct."""
+    return int(abi.sizeof(f"struct {struct}"))
+
+
+def pack(struct: str, **fields: Any) -> bytes:
+    """Returns a struct with these fields; the others are 0."""
+    return bytes(abi.buffer(abi.new(f"struct {struct} *", fields)))
