@@ -205,8 +205,11 @@ class Store:
 
         At those in `loopback` they are served to the node's own sockets alone.
         """
-        self.writer.serve_node_ports_at(addresses, loopback, self._node_ports_at)
-        self._node_ports_at = frozenset((*addresses, *loopback))
+        former, self._node_ports_at = self._node_ports_at, frozenset((*addresses, *loopback))
+        self.writer.serve_node_ports_at(addresses, loopback, former)
+        used = self.plan.pools.frontends  # an entry for each address
+        used.update(map(family_of, self._node_ports_at))
+        used.subtract(map(family_of, former))
 
     def note_service_cidrs(self, family: int, cidrs: tuple[str, ...]) -> None:
         """Serve these service CIDRs, too: those for which map `node` has no room."""

@@ -348,6 +348,17 @@ def test_a_full_map_of_frontends_takes_a_change_of_all(open_maps: OpenMaps) -> N
     check(again, old, settled=True)
 
 
+def test_a_full_map_of_frontends_counts_the_addresses_of_node_ports(open_maps: OpenMaps) -> None:
+    store = Store(open_maps(services=9, backends=64), HZ)  # frontends: 18, two for each service
+    store.serve_node_ports_at(("10.9.0.1", "10.9.0.2"), ("127.0.0.1",))
+    assert store.apply(many(8, 1)) == (7, 0)
+    assert {left.reason for left in store.plan.unprogrammed.values()} == {
+        "map frontends4 (--max-services) is full (18)"
+    }
+    store.serve_node_ports_at(())
+    assert store.apply({name: many(8, 1)[name] for name in store.plan.unfit}) == (1, 0)
+
+
 def grow(maps: MapSet, store: Store, **sizes: int) -> None:
     """As the agent does it for these maps, but for the programs."""
     larger = maps.make_larger(sizes)
