@@ -417,7 +417,8 @@ class Ebpf(Programmer):
         free(self.store, self.gc, self.maps.view("node"))
         if self._unprogrammed and not self._failed:
             self.sync(self.table)
-        self.datapath.step(self.store.plan.pools.used())
+        if self.state is not State.OPENED or self.maps.adopted:  # otherwise the first table may need larger maps
+            self.datapath.step(self.store.plan.pools.used())
         adopted = self.maps.adopted and self.succession.former is None and self.datapath.programs is not None
         if self.state is State.OPENED and adopted:
             self.attachments.attach_adopted()

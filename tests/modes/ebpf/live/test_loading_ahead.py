@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf import programmer as mode
 from hybrid_proxy.dataplane.modes.ebpf.generations import ahead as module
+from hybrid_proxy.dataplane.modes.ebpf.generations.ahead import Ahead
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader, Programs
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import Larger
+from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, ServiceTable
@@ -111,3 +114,24 @@ def test_an_agent_that_ends_while_programs_load_leaves_no_thread(monkeypatch: py
     with opened() as open_:
         assert open_().datapath.growing
     assert [each.name for each in threading.enumerate() if each.name.startswith(("growth", "load"))] == []
+
+
+def test_what_the_process_loaded_while_it_was_imported_is_used_once(loads: list[Larger | None]) -> None:
+    with new_lab("a", 1) as lab, lab.inside("node"):
+        options = Options(ebpf=EbpfOptions(cgroup=str(lab.cgroup)))
+        before, programmer = Ahead(), None
+        try:
+            before.begin(options)
+            assert not folder_of(options).exists(), "nothing of the node changes"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(mode, "AHEAD", before)
+                programmer = Ebpf(options, lambda: None)
+            assert programmer.sync(table_of(3)).changed == 3
+            assert (len(loads), programmer.datapath.growths) == (1, 0)
+            assert {path.name for path in folder_of(options).iterdir()} >= programmer.maps.maps.keys()
+            before.begin(options)  # maps are pinned now
+            assert before.take(folder_of(options), options) is None
+        finally:
+            if programmer is not None:
+                programmer.close()
+            clean(options)
