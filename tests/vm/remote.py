@@ -126,7 +126,8 @@ class Remote:
         wanted = folder / "tests.txt"
         wanted.write_text("".join(f"{nodeid}\n" for nodeid in self.nodeids))
         try:
-            machine = Machine(get(self.kernel, _nothing), log=_nothing)
+            # Two emulated processors cost twice the time of one: each locked instruction of the kernel is a call then.
+            machine = Machine(get(self.kernel, _nothing), cpus=1, log=_nothing)
             done = run_pytest(machine, [f"@{wanted}"], folder, stop=self._stop)
         except (GuestFailed, LookupError, OSError) as error:
             self._ended = str(error)
