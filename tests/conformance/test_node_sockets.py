@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import select
 import socket
@@ -16,62 +17,78 @@ import pytest
 from hybrid_proxy.workshop.lab.network import Place
 from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, ask_udp
 
-from .kit import PATIENCE, UDP, V4, Bench, Service, eventually, silent
+from .kit import PATIENCE, UDP, V4, V6, Bench, Service, eventually, silent
 from .world import HOST_PORT, SECOND
 
 LOCAL = {"internalTrafficPolicy": "Local"}
 LOOPBACK = 1  # its index
 IP_PKTINFO, IPV6_PKTINFO = 8, 50  # linux/in.h, linux/in6.h
-PLACES = ["node", "pod1"]
+PLACES, FAMILIES = ("node", "pod1"), (V4, V6)
+Target = tuple[str, int]
 
 
-def become_silent(bench: Bench, family: int, **fields: object) -> Service:
+def become_silent(bench: Bench, **fields: object) -> Service:
     """A service whose only endpoint is on another node by now, where its policy forbids to go."""
     service = bench.service("pod2", spec=LOCAL, **fields)
     service.write(bench.lab["remote1"])
-    eventually(lambda: silent(bench, "pod1", service, family, 1.0), 10, "the service still answers")
+    for family in FAMILIES:
+        eventually(lambda family=family: silent(bench, "pod1", service, family, 1.0), 10, "the service still answers")
     return service
 
 
 @pytest.mark.row("2.11", "silence ends with an endpoint: a SYN that comes again is answered")
-@pytest.mark.parametrize("place", PLACES)
-def test_a_connection_waits_for_an_endpoint(bench: Bench, place: str, family: int) -> None:
-    service = become_silent(bench, family)
-    with bench.socket(place, family, socket.SOCK_STREAM, timeout=15) as client:
-        client.setblocking(False)
-        assert client.connect_ex(service.vip(family)) == errno.EINPROGRESS
-        waiting = select.poll()
-        waiting.register(client, select.POLLOUT)
-        assert not waiting.poll(300 * PATIENCE), client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+def test_connections_wait_for_an_endpoint(bench: Bench) -> None:
+    """Clients of all places and families wait at the same time."""
+    service = become_silent(bench)
+    with contextlib.ExitStack() as stack:
+        waiting, clients = select.poll(), {}
+        for place, family in itertools.product(PLACES, FAMILIES):
+            client = stack.enter_context(bench.socket(place, family, socket.SOCK_STREAM, timeout=15))
+            client.setblocking(False)
+            assert client.connect_ex(service.vip(family)) == errno.EINPROGRESS
+            clients[client.fileno()] = place, family, client
+            waiting.register(client, select.POLLOUT)
+        ended = {clients[number][:2]: event for number, event in waiting.poll(300 * PATIENCE)}
+        assert not ended, f"without an endpoint: {ended}"
         service.write(bench.lab["pod2"])
-        client.settimeout(15 * PATIENCE)
-        assert waiting.poll(15_000 * PATIENCE), "no SYN that came again was answered"
-        assert client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
-        assert client.getpeername()[:2] == service.vip(family)
-        assert ask_tcp(client).pod == "pod2"
+        for place, family, client in clients.values():
+            one = select.poll()
+            one.register(client, select.POLLOUT)
+            assert one.poll(15_000 * PATIENCE), f"{place}, {family!r}: no SYN that came again was answered"
+            assert client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0, (place, family)
+            client.settimeout(15 * PATIENCE)
+            assert client.getpeername()[:2] == service.vip(family), place
+            assert ask_tcp(client).pod == "pod2", (place, family)
 
 
 @pytest.mark.row("2.11", "silence ends with an endpoint: later datagrams are answered")
-@pytest.mark.parametrize("connected", [False, True], ids=["unconnected", "connected"])
-@pytest.mark.parametrize("place", PLACES)
-def test_datagrams_wait_for_an_endpoint(bench: Bench, place: str, connected: bool, family: int) -> None:
-    service = become_silent(bench, family, protocol="UDP", port=53, target=UDP)
-    target = service.vip(family)
-    with bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.2) as client:
-        if connected:
-            client.connect(target)
-        for _ in range(2):  # netfilter reports an error to the sender of a packet that it drops on output
-            with contextlib.suppress(PermissionError):
-                client.sendmsg([b"who?"], [], 0, *([] if connected else [target]))
-            with pytest.raises(TimeoutError):
-                client.recv(65536)
+def test_datagrams_wait_for_an_endpoint(bench: Bench) -> None:
+    """Clients of all places and families, with a connected socket and without, wait at the same time."""
+    service = become_silent(bench, protocol="UDP", port=53, target=UDP)
+    with contextlib.ExitStack() as stack:
+        clients = {}
+        for place, family, connected in itertools.product(PLACES, FAMILIES, (False, True)):
+            client = stack.enter_context(bench.socket(place, family, socket.SOCK_DGRAM, timeout=0.2))
+            clients[place, family, connected] = client
+            if connected:
+                client.connect(service.vip(family))
+        waiting = select.poll()
+        for client in clients.values():
+            waiting.register(client, select.POLLIN)
+        for _ in range(2):
+            for (_, family, connected), client in clients.items():
+                with contextlib.suppress(PermissionError):  # of netfilter, to the sender of what it drops on output
+                    client.sendmsg([b"who?"], [], 0, *([] if connected else [service.vip(family)]))
+            assert not waiting.poll(300 * PATIENCE), "an answer or an error without an endpoint"
         service.write(bench.lab["pod2"])
+        for (place, family, connected), client in clients.items():
+            target = service.vip(family)
 
-        def answered() -> bool:
-            reply, source = ask_udp(client, None if connected else target)
-            return (reply.pod, source) == ("pod2", target)
+            def answered(client: socket.socket = client, target: Target = target, connected: bool = connected) -> bool:
+                reply, source = ask_udp(client, None if connected else target)
+                return (reply.pod, source) == ("pod2", target)
 
-        eventually(answered, 5, "nobody answers")
+            eventually(answered, 5, f"{place}, {family!r}, {connected=}: nobody answers")
 
 
 @contextmanager

@@ -182,8 +182,8 @@ class Machine:
             "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
             "-serial", f"file:{control}/console",
             "-kernel", str(self.kernel.image), "-initrd", f"{control}/initrd",
-            # A guest that believes the TSC has a clock that runs several times too fast while the host is busy; one that
-            # checks whether the timer interrupts it gives up, because a busy host's interrupts come late.
+            # A guest that believes the TSC has a clock that runs several times too fast while the host is busy; and one
+            # that tries its timer gives up, because interrupts come late there.
             "-append", "console=ttyS0 quiet loglevel=4 panic=-1 clocksource=hpet no_timer_check mitigations=off",
         ]  # fmt: skip
         for tag, (path, more) in folders.items():
