@@ -67,7 +67,7 @@ class SourceRanges:
     @staticmethod
     def _key(service: int, family: int, cidr: str) -> bytes:
         network = ipaddress.ip_network(cidr, strict=False)
-        words = layout.address_words([str(network.network_address)])[0]
+        words = layout.words_of(str(network.network_address))
         return layout.pack(
             f"source_range{family}_key", bits=32 + network.prefixlen, service=service,
             address=words if family == 6 else words[0],
