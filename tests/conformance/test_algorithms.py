@@ -13,8 +13,8 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
 
-from .conftest import only_in
-from .kit import Bench, Service, eventually
+from .conftest import away_in, only_in
+from .kit import V4, V6, Bench, Service, eventually
 
 pytestmark = only_in("ebpf", "ipvs")  # the others have one way to choose, and say so in `status`
 PODS = ("pod2", "pod3", "remote1")
@@ -32,6 +32,7 @@ def weights(bench: Bench, by_pod: dict[str, int]) -> str:
 FAMILIES = (2, 10)  # AF_INET, AF_INET6
 
 
+@away_in(V6)
 @pytest.mark.parametrize(
     "place", [pytest.param("pod1", marks=pytest.mark.core), pytest.param("node", marks=pytest.mark.core(long=True))]
 )
@@ -60,6 +61,7 @@ def test_a_source_has_one_backend(bench: Bench, family: int) -> None:
     assert set(chosen.values()) <= set(PODS)
 
 
+@away_in(V4)
 @pytest.mark.parametrize(
     "name", [pytest.param("mh", marks=pytest.mark.core(long=True)), pytest.param("maglev", marks=pytest.mark.core)]
 )
@@ -135,6 +137,7 @@ def test_weight_zero_gets_no_new_connections_and_keeps_what_it_has(bench: Bench,
         assert stream.ask().pod == "pod2"
 
 
+@away_in(V6)
 @pytest.mark.parametrize(
     "algorithm",
     [pytest.param(name, marks=pytest.mark.core(long=name != "rr")) for name in ("rr", "wrr", "mh", "random", "lc")],

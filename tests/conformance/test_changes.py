@@ -8,7 +8,8 @@ import pytest
 
 from hybrid_proxy.workshop.lab.traffic import Reply
 
-from .kit import HTTP, SECOND_HTTP, Bench, End, Service, as_terminating, eventually, extra_pod, refused, silent
+from .conftest import away_in
+from .kit import HTTP, SECOND_HTTP, V4, Bench, End, Service, as_terminating, eventually, extra_pod, refused, silent
 
 MALFORMED = """
 apiVersion: v1
@@ -18,7 +19,7 @@ spec: {clusterIP: 10.96.7.300, ports: [{port: 80}]}
 """
 
 
-@pytest.mark.core
+@away_in(V4)
 @pytest.mark.row("6.5", "traffic follows scaling")
 def test_traffic_follows_scaling(bench: Bench, family: int) -> None:
     pods = [bench.lab[f"pod{n}"] for n in range(2, 6)]

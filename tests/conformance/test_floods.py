@@ -155,7 +155,8 @@ def clients(target: tuple[str, int], family: int, first: int) -> dict[int, Clien
     return {first + n: Client(Header(hosts % (1 + n), target[0]), (first + n, target[1])) for n in range(CLIENTS)}
 
 
-@every_mode_but("iptables")  # what conntrack keeps of a flood is the same in mode nftables
+# What conntrack keeps of a flood is the kernel's own, and the same in both modes.
+@every_mode_but("iptables", "nftables")
 @pytest.mark.parametrize("name", ["web", "kept"], ids=["masqueraded", "local"])
 def test_clients_far_away_connect_during_a_flood_of_syns(bench: Bench, name: str, family: int) -> None:
     target = bench.lab["node"].address(family), bench.static[name].node_port
@@ -186,7 +187,7 @@ def test_clients_far_away_connect_during_a_flood_of_syns(bench: Bench, name: str
             assert ask_tcp(beside).pod in {"pod2", "pod3"}
 
 
-@every_mode_but("iptables")
+@every_mode_but("iptables", "nftables")
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
 def test_datagrams_of_one_port_keep_their_backend_during_a_flood(
     bench: Bench, mode: str, protocol: str, family: int

@@ -222,7 +222,7 @@ def tidy(agent: Agent) -> None:
 
 @pytest.mark.timeout(900)
 @settings(
-    max_examples=examples(48),
+    max_examples=examples(36),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -21,7 +21,7 @@ from hybrid_proxy.workshop.lab.examples import node_manifest
 from hybrid_proxy.workshop.lab.network import Lab
 
 from .cases import node, own
-from .conftest import bench_of, new_lab, route_services, serve
+from .conftest import bench_of, every_mode_but, new_lab, route_services, serve
 from .kit import V4, V6, Bench, Service, eventually
 from .probes import SILENT, Probe, To, observe, sight, volley
 from .test_rows import target_of
@@ -153,6 +153,8 @@ def test_what_the_node_object_lacks(
         serves(bench, services)
 
 
+# What an agent knows at its start is the same in every mode: here by programs, and by rules.
+@every_mode_but("iptables", "userspace")
 @pytest.mark.row("1.11", "the Node object is gone, or says nothing or something wrong: what serves goes on")
 @pytest.mark.parametrize("change", [pytest.param(one.values[0], id=one.id) for one in STATES if one.values[2]])
 def test_an_agent_that_starts_without_the_node_object(

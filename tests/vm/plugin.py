@@ -92,8 +92,7 @@ class Reporter:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Before `-m` is asked."""
-    core = item.get_closest_marker("core")
-    if core is not None and core.kwargs.get("long") and _lacks(item):
+    if any(core.kwargs.get("long") for core in item.iter_markers("core")) and _lacks(item):
         item.add_marker("long")
 
 
