@@ -145,18 +145,20 @@ class Stand:
         self.made, self.node, self.load, self.ports = made, node, load, range(PORT, PORT + ports)
         self.servers: dict[tuple[str, int], subprocess.Popen[str]] = {}
         kind = KINDS[node.kind]
+        if node.firewall:
+            made.run("node", ["nft", FIREWALL])
         if kind.what == "agent":
             under = ("env", "-C", str(tree), f"PYTHONPATH={tree}") if node.tree else ()
             flags = (*PODS_ONLY, *kind.flags) if kind.name == "ebpf" else ()
-            stack.enter_context(Agent(made, self._manifests(), kind.name, flags, under=under).serving(180))
+            agent = Agent(made, self._manifests(), kind.name, flags, under=under)
+            stack.callback(agent.end)
+            agent.timed_start(180)  # by its log: another tree's agent may report in another form
         elif kind.what == "rules":
             backend, protocol = made["pod2"].address4, load.protocol.lower()
             own = [kube_proxy_rules.Row((VIP, port), ((backend, port),), protocol) for port in self.ports]
             kube_proxy_rules.load(made, kind.name, node.services, ALL_PODS, own)
         elif kind.what == "floor":
             stack.enter_context(_floor(made, kind.name))
-        if node.firewall:
-            made.run("node", ["nft", FIREWALL])
         say(f"  {node} stands")
 
     def _manifests(self) -> Path:
