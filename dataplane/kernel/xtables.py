@@ -244,7 +244,9 @@ def legacy_tables_with_rules() -> list[str]:
 def _legacy_tables(family: int) -> list[str]:
     """Returns the tables that ip_tables has here."""
     try:
-        return Path(f"/proc/thread-self/net/{_NAMES[family]}_tables_names").read_text().split()
+        # Twice a second (`PassingRules`): `Path.read_text` would take four times as long.
+        with open(f"/proc/thread-self/net/{_NAMES[family]}_tables_names", "rb", 0) as names:  # noqa: PTH123
+            return names.read().decode().split()
     except OSError:
         return []
 
