@@ -12,7 +12,6 @@
 /* Rows of programs alone. */
 
 #define AWAITED_BITS 9
-#define FOR_EARLIER (BPF_F_MMAPABLE | BPF_F_WRONLY_PROG)
 #define FRAG_QUEUE 256	   /* fragments that wait for their first, of all datagrams together */
 #define FRAG_QUEUE_EACH 64 /* of one datagram: 64 KiB over an MTU of 1500 are 45 */
 #define FRAG_BYTES 2048	   /* of a frame that can wait */
@@ -51,13 +50,6 @@ struct queued_fragment {
 /* Which packets may be a service's (hash.h). */
 ARRAY_MAP(bitmaps, struct bitmaps, 1);
 struct bitmaps prefilters SEC(".bss.bitmaps");
-/* Earlier versions have an array for each, and pass too much from then on if they find none. One that takes over makes
- * its own of these and fills them. They have a flag that it does not know, so that it copies the maps of services, too:
- * our programs read those until its own are attached, but not its bitmaps.
- */
-MAP(service_addresses, BPF_MAP_TYPE_ARRAY, FOR_EARLIER, __u32, __u64, 1);
-MAP(node_ports, BPF_MAP_TYPE_ARRAY, FOR_EARLIER, __u32, __u64, 1);
-MAP(backend_sockets, BPF_MAP_TYPE_ARRAY, FOR_EARLIER, __u32, __u64, 1);
 /* Addresses of this node; what else may change at run time. */
 ARRAY_MAP(node, struct node, 1);
 struct node own_node SEC(".data.node");

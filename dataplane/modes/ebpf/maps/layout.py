@@ -114,7 +114,7 @@ def prefilter_bits(hashes: Words) -> Words:
 
 
 def service_bits(words: Words, family: int) -> Words:
-    """Returns bits of `service_addresses`."""
+    """Returns bits of `service_addresses` of map `bitmaps`."""
     return prefilter_bits(hash_addresses(words, family))
 
 
