@@ -46,7 +46,7 @@ demo: $(STAMPS)/agent bpf ## show the main job on this machine, in namespaces of
 # run in a virtual machine, beside the others. Most agents and commands are forked from a process that has imported them
 # (tests/nursery.py); the others begin from bytecode, the guest's too.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE =
-test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, about twenty minutes on two processors (root: they make namespaces of their own); WORKERS=5
+test: setup $(if $(IPVS),,$(STAMPS)/vm) ## run the tests, about a quarter of an hour on two processors (root: they make namespaces of their own); WORKERS=5
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m pytest -n $(WORKERS) -m "not long" --durations=20 --costs=20 $(ARGS)
 

@@ -179,18 +179,30 @@ class Bench:
     numbers: Iterator[int]
     node_addresses: tuple[str, ...] = ()
     static: dict[str, Service] = field(default_factory=dict)
+    passing: list[Service] = field(default_factory=list)  # of the file of tests that runs
+    file: str = ""  # of tests, that `passing` are of
 
     # Services
 
     def service(self, *ends: End | Place | str, settle: bool = True, **fields: Any) -> Service:
         """A new service; returns when traffic from a pod reaches exactly its endpoints (`settle`)."""
         places = [self.lab[end] if isinstance(end, str) else end for end in ends]
+        self._forget_former()
         made = Service(self, next(self.numbers), (), **fields)
+        self.passing.append(made)
         made.write(*places)
         if settle and made.ends:
             for family in (V4, V6):
                 self.settle(made, {end.place.name for end in made.ends}, family)
         return made
+
+    def _forget_former(self) -> None:
+        """Delete the services of the file of tests before this one: what a change costs grows with what is there."""
+        file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+        if file != self.file:
+            for service in self.passing:
+                service.path.unlink(missing_ok=True)
+            self.file, self.passing = file, []
 
     def settle(self, service: Service, pods: set[str], family: int, place: str = "pod1", timeout: float = 8.0) -> None:
         """Wait until a client in `place` is answered by exactly these pods."""

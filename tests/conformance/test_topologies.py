@@ -89,7 +89,10 @@ def without_ipv4(text: str) -> str:
     return json.dumps(objects)
 
 
-@pytest.mark.parametrize("mode", MODES)
+# Rules of mode iptables are at the same hooks as those of mode nftables.
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode == "iptables")) for mode in MODES]
+)
 def test_services_over_this_kind_of_network(
     network: Lab, kind: str, mode: str, record_property: Callable[[str, object], None]
 ) -> None:
