@@ -37,7 +37,7 @@ class Loading(NamedTuple):
 
 
 class Ahead:
-    """What is loaded before the mode is open. A process starts once, so there is one, `AHEAD`."""
+    """Holds what is loaded before the mode is open. A process starts once, so there is one, `AHEAD`."""
 
     def __init__(self) -> None:
         self._loading: Loading | None = None
