@@ -205,7 +205,7 @@ class Plan:
     def _begin(self, batch: Batch, name: str, entry: Entry) -> int:
         """Add a service with one port that is not in the maps: the short way for nearly all at a start."""
         key = entry.key
-        rows = self._adjusted_rows(entry)
+        rows = self._adjusted_rows(entry) if self.parts or self.ejections else lower(entry)
         try:
             self.installed[name] = (self._port(batch, key, entry, rows, None),)
         except FullError as error:
@@ -267,18 +267,21 @@ class Plan:
 
     def _numbered(self, key: EntryKey, entry: Entry, rows: Rows, before: Installed | None) -> Installed:
         """Allocate a service port's ids and slots. It keeps its own id, and the ids of the backends that it has."""
-        pools, known = self.pools, dict[Socket, int]()
+        pools = self.pools
         if before is None:
-            (service,) = pools.services.take(1)
+            (service,), numbers = pools.services.take(1), [0] * len(rows.members)
         else:
             service = before.service
             known = {(b.address, b.port): number for b, number in zip(before.rows.members, before.ids, strict=True)}
-        numbers = [known.pop((backend.address, backend.port), 0) for backend in rows.members]
+            numbers = [known.pop((backend.address, backend.port), 0) for backend in rows.members]
         new: Sequence[int] = ()
         try:
             new = pools.backends.take(numbers.count(0))
-            fresh = iter(new)
-            ids = array("I", [number or next(fresh) for number in numbers])
+            if len(new) == len(numbers):
+                ids = array("I", new)
+            else:
+                fresh = iter(new)
+                ids = array("I", [number or next(fresh) for number in numbers])
             rings, ranges = self._take_slots(key, rows, ids, before)
         except FullError:
             pools.backends.give(new)
@@ -469,8 +472,10 @@ def _list_backends(batch: Batch, port: Installed, before: Installed | None, *, w
             if size:
                 batch.rings.append((offset, service, ring))
             batch.words.append((service, number, offset, len(ring), port.epoch))
-        batch.words += [(service, absent, 0, 0, 0) for absent in range(len(port.rings), BACKEND_SETS)]
-        batch.gone.ranges += () if before is None else [piece for piece in before.ranges if piece[1]]
+        for absent in range(len(port.rings), BACKEND_SETS):
+            batch.words.append((service, absent, 0, 0, 0))
+        if before is not None:
+            batch.gone.ranges += [piece for piece in before.ranges if piece[1]]
     kind = port.entry.family | int(port.entry.protocol) << 8
     if before is None or whole:
         batch.members.append(Members(service, kind, port.ids, rows.members, rows.flags))
