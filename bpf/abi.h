@@ -23,11 +23,11 @@ enum abi_limits {
 	RANGE_OFFSET_BITS = 28, /* a slot range in one word: offset | count << 28 | epoch << 46 */
 	RANGE_COUNT_BITS = 18,
 	RANGE_EPOCH_BITS = 18,
-	BACKEND_SETS = 2,   /* distinct ones of one service port: the cluster's backends, this node's */
-	SERVICE_CIDRS = 4,  /* of each family in `node`; more are ranges of service 0 */
-	SOCKET_PEERS = 4,   /* service addresses that one unconnected UDP socket is remembered to talk to */
-	TIMEWAIT_BITS = 16, /* at most 2^16 buckets of reply tuples that are remembered after their connection ended */
-	TIMEWAIT_ENTRIES = 4, /* tuples in a bucket */
+	BACKEND_SETS = 2,     /* distinct ones of one service port: the cluster's backends, this node's */
+	SERVICE_CIDRS = 4,    /* of each family in `node`; more are ranges of service 0 */
+	SOCKET_PEERS = 4,     /* service addresses that one unconnected UDP socket is remembered to talk to */
+	TIMEWAIT_BITS = 15,   /* 2^15 buckets of reply tuples that are remembered after their connection ended */
+	TIMEWAIT_ENTRIES = 8, /* tuples in a bucket, which is a cache line */
 	SWEEP_KEYS = 16,      /* flows that one call of the sweep program checks again */
 	TRAFFIC_GROUP = 8,    /* backends whose rows in map `traffic` lie together, for one CPU after the other */
 };
@@ -290,7 +290,7 @@ struct own_address {
 
 /* Each entry is hash of the tuple << 40 | hash of its owner << 16 | time in ticks of 256 jiffies. */
 struct timewait_bucket {
-	__u64 entries[4];
+	__u64 entries[8];
 };
 
 struct affinity_key {

@@ -638,6 +638,17 @@ def test_a_tuple_is_remembered_until_the_backend_has_forgotten_it(
     assert (read(bench.ingress(frame(net, net.client, net.vip, syn()))[1]).sport != 40000) is moves
 
 
+def test_the_tuples_of_all_ports_of_a_client_are_remembered(bench: Bench, net: Net) -> None:
+    """A tuple that a full bucket forgot would cost another conversation's SYN a second."""
+    bench.serve(web(net))
+    direct = frame(net, net.client, net.backends[0], syn(dport=8080))
+    sport, ports = 34 if net.family == 4 else 54, range(1024, 61024)
+    for port in ports:
+        bench.ingress(direct[:sport] + port.to_bytes(2, "big") + direct[sport + 2 :])
+    marks = bench.maps.maps["timewait"].view(layout.dtype_of("timewait_bucket"))["entries"]
+    assert np.count_nonzero(marks) == len(ports)
+
+
 def test_a_long_connection_is_remembered_when_its_tuple_is_wanted_before_its_last_segment(
     bench: Bench, net: Net
 ) -> None:

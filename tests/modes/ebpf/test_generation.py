@@ -101,7 +101,7 @@ def test_hooks_that_call_the_datapath_otherwise_are_refused_only_where_flows_are
 
 def test_buckets_that_are_counted_otherwise_are_not_copied() -> None:
     assert plan(numbered("abi_limits", "TIMEWAIT_BITS", 17))["timewait"] is Fate.NEW
-    more = changed("timewait", "struct 32{0:entries:1/8[4]}", "struct 64{0:entries:1/8[8]}", 64)
+    more = changed("timewait", "struct 64{0:entries:1/8[8]}", "struct 128{0:entries:1/8[16]}", 128)
     assert plan(more)["timewait"] is Fate.CARRIED
 
 

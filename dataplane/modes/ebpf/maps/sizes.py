@@ -31,7 +31,7 @@ SLOTS_EACH: Final = 128  # slots for each backend that other algorithms fill, ab
 LEAST_LRU: Final = 1 << 14
 SPARE_EACH_CPU: Final = 1 << 9  # entries of an LRU table that each processor of the kernel may keep to itself
 LRU_EACH_CPU: Final = 1 << 13  # 4,000 half-open flows: 2,000 new ones a second of datagrams live for two seconds
-BUCKETS: Final = 1 << 16  # of map `timewait`: TIMEWAIT_BITS of bpf/abi.h
+BUCKETS: Final = 1 << 15  # of map `timewait`: TIMEWAIT_BITS of bpf/abi.h
 FIRST: Final = {**FIRST_SIZES, "frontends4": 1 << 14, "frontends6": 1 << 14}
 
 
