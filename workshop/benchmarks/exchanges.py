@@ -70,13 +70,13 @@ class Load(NamedTuple):
     per: int = 1  # of what the client counts
 
 
-CONNECTIONS = Load("ask", "serve", "TCP", 0.25, 24)
+CONNECTIONS = Load("ask", "serve", "TCP", 0.1, 60)
 # Short rounds: the tables of flows and of conntrack hold those of half a minute.
 QUERIES = Load("query", "echo", "UDP", 0.06, 48, fresh=True)
-TALK = Load("talk", "echo", "UDP", 0.25, 24)
-THROW = Load("throw", "catch", "UDP", 0.25, 24, unit="datagrams")
+TALK = Load("talk", "echo", "UDP", 0.1, 60)
+THROW = Load("throw", "catch", "UDP", 0.1, 60, unit="datagrams")
 MIXED = CONNECTIONS._replace(seconds=0.3, rounds=8)  # a pod's ports are used three times within a minute
-POUR = Load("pour", "sink", "TCP", 0.25, 24, unit="megabytes", per=10**6)
+POUR = Load("pour", "sink", "TCP", 0.1, 60, unit="megabytes", per=10**6)
 
 
 class Bench(NamedTuple):
