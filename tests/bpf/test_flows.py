@@ -29,6 +29,7 @@ from .kit import (
     PASS,
     POD_MAC,
     REDIRECT,
+    SMALL,
     Bench,
     Net,
     Seen,
@@ -100,6 +101,25 @@ def test_a_datagram_flow_is_handed_over_once_answered(bench: Bench, net: Net) ->
     verdict, out = bench.ingress(back)
     assert verdict == REDIRECT
     assert read(out).tuple == (net.vip, 53, net.client, 40000)
+
+
+def test_a_conversation_is_found_as_long_as_it_has_packets(bench: Bench, net: Net) -> None:
+    """Map `lasting` says whether the table is searched; a note is as old as the last packet, to a second."""
+    notes = bench.maps.maps["lasting"].view(np.dtype(np.uint64))
+
+    def rest(seconds: int) -> None:
+        bench.age_flows(net.family, seconds * HZ)
+        notes[notes != 0] -= np.uint64(seconds * HZ)
+
+    bench.serve(dns(net))
+    bench.open_udp(net, net.vip, lasting=True)
+    for _ in range(3):
+        rest(SMALL.timeouts.udp_stream * 2 // 3)
+        bench.open_udp(net, net.vip)
+    assert (bench.count("new_flow"), bench.flow_count(net.family)) == (1, (2, 0))
+    rest(SMALL.timeouts.udp_stream + 2)
+    bench.open_udp(net, net.vip)
+    assert bench.count("new_flow") == 2, "conntrack would have forgotten it, too"
 
 
 # --- hairpin
