@@ -174,6 +174,8 @@ class Store:
             self._former.remove_leftovers(self.plan, self._node_port_keys())
             self._former = self.plan.adopt = None
             self._exact_after = self.plan.pools.stamp
+            if not self._exact_after:  # programs can see nothing that is gone, and no grace period will be asked for
+                self.writer.only()
         while self._late:
             batch = self._late.pop()
             if self.writer.insert(batch.late_frontends, batch.frontends):
