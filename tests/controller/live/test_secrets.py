@@ -333,6 +333,7 @@ def test_nothing_that_an_agent_writes_has_a_secret(
 def outputs(agent: Watched, lab: Lab, folder: Path) -> Iterator[tuple[str, str]]:
     """Whatever an agent writes, by what it is."""
     yield "log", agent.log.read_text()
+    until(lambda: fetch(lab, "/metrics", METRICS), "HTTP begins after the first table, or after a second")
     for page in ("/metrics", "/flagz", "/configz", "/statusz", "/debug/threads"):
         yield page, fetch(lab, page, METRICS).body.decode()
     yield "/healthz", fetch(lab, "/healthz", HEALTH).body.decode()

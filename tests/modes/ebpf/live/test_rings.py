@@ -10,6 +10,7 @@ import pytest
 
 from hybrid_proxy.dataplane.balancing import ALGORITHMS, ring_of
 from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.ebpf.hooks.fast_path import decide
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
@@ -145,7 +146,8 @@ def test_warnings_name_what_is_not_as_configured() -> None:
     store: Any = SimpleNamespace(plan=plan, traffic=counted)
     maps: Any = SimpleNamespace(maps={"backends": SimpleNamespace(entries=16_384)})
     unused: Any = SimpleNamespace(used={})
-    reports = Reports(Options(), maps, store, datapath, unused, unused, unused)
+    fast_path: Any = SimpleNamespace(decision=decide("auto", ()))
+    reports = Reports(Options(), maps, store, datapath, unused, unused, unused, fast_path)
     assert [event.note for event in reports.nearly_full()] == ["slots are nearly full"]
     assert reports.warnings(table) == [
         "1 service ports ask for another algorithm than random, which they get instead",
