@@ -101,6 +101,13 @@ def over_a_restart(bench: Bench) -> Iterator[str]:
     yield "second"
 
 
+def restarts_where_packets_meet_others(bench: Bench) -> Iterator[str]:
+    """The same, once the agent has seen that there are programs which the fast path would pass by."""
+    for start in over_a_restart(bench):
+        bench.agent.wait(lambda status: "plugin" in status.dataplane.ebpf.fast_path_reason, what="the others' programs")
+        yield start
+
+
 def index_of(bench: Bench, pod: str) -> int:
     return int(bench.lab.netlink("node").link_lookup(ifname=bench.lab[pod].interface)[0])
 
@@ -118,7 +125,7 @@ def test_tcx_programs_keep_their_places(bench: Bench, others: Others) -> None:
     service = served(bench)
     with bench.lab.inside("node"):
         others.link("plugin_behind", index, TCX_INGRESS)
-    for start in over_a_restart(bench):
+    for start in restarts_where_packets_meet_others(bench):
         assert reported(bench) == [f"{name}, ingress: plugin_ahead before ours; plugin_behind after ours"], start
         others.saw(AHEAD), others.saw(BEHIND)
         assert bench.ask("pod1", service, V4).pod == "pod2"
@@ -138,7 +145,7 @@ def test_a_tcx_program_that_keeps_packets_from_filters_comes_behind_ours(bench: 
     with bench.lab.inside("node"):
         others.link("plugin_keeps", index, TCX_INGRESS)
     bench.agent.wait(lambda status: "tcx" in status.dataplane.ebpf.pods.kind, what="a link")
-    for start in over_a_restart(bench):
+    for start in restarts_where_packets_meet_others(bench):
         assert reported(bench) == [f"{name}, ingress: plugin_keeps after ours"], start
         others.saw(BEHIND)
         assert bench.ask("pod1", service, V4).pod == "pod2"
@@ -154,7 +161,7 @@ def test_filters_of_others_stay(bench: Bench, others: Others) -> None:
         add_filter(bench, others, "plugin_ahead", index, 1)
         service = served(bench)
         add_filter(bench, others, "plugin_behind", index, 7)
-        for start in over_a_restart(bench):
+        for start in restarts_where_packets_meet_others(bench):
             assert reported(bench) == [f"{name}, ingress: plugin_ahead, plugin_behind after ours"], start
             others.saw(AHEAD), others.saw(BEHIND)
             assert bench.ask("pod1", service, V4).pod == "pod2"
