@@ -111,7 +111,7 @@ class Answers:
                     pin_root=config.options.ebpf.pin_root,
                     names={**self.mode.draining.service_names(), **programmer.names()},
                     ejections=programmer.ejections(),
-                    without_backend=self.syncer.lacks,
+                    without_backend=self.syncer.builder.lacks,
                 )
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
@@ -132,7 +132,7 @@ class Answers:
                 silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {reports.name})
                 rows, last = reports.packet_events(after)
                 before = [row for row in self.notebook.events_before() if row.number > after] if after < 0 else []
-                rows = [with_policy(row, lambda: self.syncer.lacks) for row in rows]
+                rows = [with_policy(row, lambda: self.syncer.builder.lacks) for row in rows]
                 return p.EventsAnswer(before + rows, last, reports.name, silent)
             case p.SetTrace(service, client, seconds):
                 self._packet_events().trace(service, client, seconds)
@@ -201,7 +201,7 @@ class Answers:
             problems=list(cluster.problems.values()),
             node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
             left_to_node=dict(builder.table.left_to_node),
-            without_backend=syncer.lacks,
+            without_backend=builder.lacks,
             refused_external_ips={
                 service: list(known.refused) for service, known in builder.external_ips.items() if known.refused
             },

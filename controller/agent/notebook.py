@@ -149,7 +149,7 @@ class Notebook:
             unprogrammed=self.unprogrammed[:MOST],
             problems=list(self._syncer.cluster.problems.values())[:MOST],
             node=self._syncer.cluster.node,
-            without_backend=self._syncer.lacks[:MOST],
+            without_backend=self._syncer.builder.lacks[:MOST],
             events=self._events(),
         )
         return self._known

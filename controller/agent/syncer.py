@@ -35,7 +35,6 @@ from hybrid_proxy.controller.kubernetes.model import (
 )
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.entries import Settings
-from hybrid_proxy.controller.semantics.lacks import KnownLacks, Lack
 from hybrid_proxy.controller.semantics.node import NO_ROUTES, Routes
 from hybrid_proxy.controller.semantics.tables import Builder
 from hybrid_proxy.controller.serving.counters import Counters
@@ -119,7 +118,6 @@ class Syncer:
     ) -> None:
         self.cluster = cluster
         self.builder = Builder(settings)
-        self._lacks = KnownLacks()
         self.state = State.LISTING
         self.rest = MIN_REST  # seconds between two syncs
         self.started = clock()
@@ -139,11 +137,6 @@ class Syncer:
         self._retry = _Retry()
         self._log = _SyncLog(clock)
         health.awaited = cluster.awaited
-
-    @property
-    def lacks(self) -> list[Lack]:
-        """Service ports of the newest table that have no backend on this node."""
-        return self._lacks.of(self.builder.table)
 
     @property
     def waits(self) -> bool:

@@ -24,6 +24,7 @@ from hybrid_proxy.controller.semantics.entries import (
     health_addresses,
     health_check,
 )
+from hybrid_proxy.controller.semantics.lacks import KnownLacks, Lack
 from hybrid_proxy.controller.semantics.node import NO_ROUTES, Routes, node_faults, node_network
 from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
@@ -41,6 +42,7 @@ class Builder:
         self._table = EMPTY
         self._services = Shards[Entries]()
         self._claims = _Claims()
+        self._lacks = KnownLacks()
         self._asked: tuple[Node | None, tuple[str, ...], tuple[str, ...], Routes] | None = None
         self._basis: object = None
         self._own: frozenset[str] = frozenset()  # addresses on this node's interfaces
@@ -65,6 +67,11 @@ class Builder:
     @property
     def table(self) -> ServiceTable:
         return self._table
+
+    @property
+    def lacks(self) -> list[Lack]:
+        """Service ports of the newest table that have no backend on this node."""
+        return self._lacks.of(self._table)
 
     @property
     def conflicts(self) -> Mapping[str, tuple[str, ...]]:

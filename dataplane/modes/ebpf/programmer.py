@@ -57,6 +57,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of, former_layout
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
 from hybrid_proxy.dataplane.modes.ebpf.services.capacity import check_room
 from hybrid_proxy.dataplane.modes.ebpf.services.freeing import free
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Rings
 from hybrid_proxy.dataplane.modes.ebpf.services.store import ForeignEntries, Store
 from hybrid_proxy.dataplane.modes.ebpf.views import listing
 from hybrid_proxy.dataplane.modes.ebpf.views.reports import Reports
@@ -197,7 +198,7 @@ class Ebpf(Programmer):
                 "map %s has room for %d, as it was made; the settings' %d hold after `hybrid-proxy cleanup`",
                 name, self.maps.maps[name].entries, size,
             )  # fmt: skip
-        self.store = Store(self.maps, hz, max_ring=options.ebpf.limits.ring, max_slots=options.ebpf.limits.slots)
+        self.store = Store(self.maps, hz, rings=Rings(options.ebpf.limits.ring, options.ebpf.limits.slots))
         self.attachments = Attachments(self.folder, options, self.maps, lambda: self.datapath.load_xdp())  # noqa: PLW0108 (bound later)
         self.foreign = ForeignFlows(self.maps.flows(), inspect.program("leave"), lambda: self.gc.scan_now())  # noqa: PLW0108 (bound later)
         self.gc = FlowGC(
@@ -351,7 +352,7 @@ class Ebpf(Programmer):
                 entries = (entry for name in plan.unfit for entry in change.table.services.get(name, ()))
                 need = Counter(plan.pools.used()) + Counter(sizes.needs(entries))
                 if not self.datapath.make_room(plan.full, need):
-                    if "slots" not in plan.full or cut_rings or plan.pools.slots.limit >= plan.max_slots:
+                    if "slots" not in plan.full or cut_rings or plan.pools.slots.limit >= plan.rings.all:
                         break
                     cut_rings = True  # slots cannot be more at the moment
             plan.retry(cut_rings=cut_rings)

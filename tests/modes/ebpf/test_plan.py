@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Ejection
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import NO_EJECTIONS, lower
-from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, Installed, Plan
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, Installed, Plan, Rings
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Probe, Protocol
 from tests.tables import Front, entry_of
 
@@ -196,7 +196,7 @@ def test_a_service_that_cannot_grow_stays_as_it_was_until_it_fits_or_goes() -> N
 
 
 def test_an_algorithm_of_others_is_random_and_a_ring_has_no_more_slots_than_it_may() -> None:
-    plan = Plan(SIZES | {"slots": 2048}, max_ring=251)
+    plan = Plan(SIZES | {"slots": 2048}, rings=Rings(each=251))
     other = change(plan, port([1, 2, 3], algorithm="dh"))
     assert (rings(other)[0][2], other.services) == ([1, 2, 3], [(1, 0, 0)])
     assert len(change(plan, port([1, 2, 3], algorithm="mh")).rings[0][2]) == 251
@@ -216,7 +216,7 @@ def test_an_entry_that_cannot_be_lowered_changes_nothing() -> None:
 
 
 def test_rings_are_cut_only_when_maps_cannot_grow() -> None:
-    plan = Plan(SIZES | {"slots": 2048}, max_slots=4096)
+    plan = Plan(SIZES | {"slots": 2048}, rings=Rings(all=4096))
     wanted = [port([1, 2, 3], f"10.96.0.{n}", f"default/s{n}", algorithm="mh") for n in (1, 2)]
     for entry in wanted:
         change(plan, entry, name=entry.name.partition(":")[0])

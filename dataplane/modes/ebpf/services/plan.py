@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -96,6 +96,20 @@ class Batch:
 _ADDRESS = (0, FRONTEND_ADDRESS)  # an entry of no service, for an address
 
 
+class Rings(NamedTuple):
+    """Bounds of rings.
+
+    `each` is how many slots an algorithm may fill for one backend set. `all` is the bound of the map of slots: as long
+    as the map is smaller, no ring is cut.
+    """
+
+    each: int = Options().ebpf.limits.ring
+    all: int = 0
+
+
+RINGS: Final = Rings()
+
+
 class Plan:
     """Knows the service ports in the maps and the ids and slots that they use, and plans changes of them.
 
@@ -103,20 +117,17 @@ class Plan:
         sizes: entries of each map by name.
         used: ids and slots that the previous agent handed out.
         adopt: finds what the previous agent installed for a service port; None: there was no agent.
-        max_ring: slots that an algorithm may fill for one backend set.
-        max_slots: the bound of the map of slots: as long as the map is smaller, no ring is cut.
+        rings: their bounds.
         stamp: number of the last grace period that was needed.
     """
 
     def __init__(
         self, sizes: Mapping[str, int], used: InUse = NONE_IN_USE,
-        adopt: Callable[[Entry, Rows], Installed | None] | None = None, max_ring: int = Options().ebpf.limits.ring,
-        max_slots: int = 0, stamp: int = 0,
+        adopt: Callable[[Entry, Rows], Installed | None] | None = None, rings: Rings = RINGS, stamp: int = 0,
     ) -> None:  # fmt: skip
         self.pools = Pools(sizes, used, stamp)
         self.adopt = adopt
-        self.max_ring = max_ring
-        self.max_slots = max_slots
+        self.rings = rings
         self.installed: dict[str, tuple[Installed, ...]] = {}
         self.by_id: dict[int, Installed] = {}
         self.renumbered = True  # service ports came or went
@@ -324,7 +335,7 @@ class Plan:
     ) -> tuple[tuple[array[int], ...], tuple[tuple[int, int], ...]]:
         """Returns rings of backend ids, and slots for them: the present slots, where the rings are the same.
 
-        If there are too few slots for the ring that the algorithm asks for, and `max_slots` is reached, the ring is
+        If there are too few slots for the ring that the algorithm asks for, and `rings.all` is reached, the ring is
         cut, at last to one slot for each backend. The full ring is tried again when the service port changes.
 
         Raises:
@@ -335,7 +346,7 @@ class Plan:
             same = before is not None and before.rings == (ids,)
             return (ids,), before.ranges if before is not None and same else (self.pools.slots.take(len(ids)),)
         algorithm = rows.settings.algorithm
-        limit, wanted, plain = self.max_ring, 0, max(map(len, rows.sets), default=0)
+        limit, wanted, plain = self.rings.each, 0, max(map(len, rows.sets), default=0)
         while True:
             rings = []
             for members in rows.sets:
@@ -352,7 +363,7 @@ class Plan:
                 ranges = self._allocate(rings)
                 break
             except FullError:
-                if largest == plain or (self.pools.slots.limit < self.max_slots and not self._cut_rings):
+                if largest == plain or (self.pools.slots.limit < self.rings.all and not self._cut_rings):
                     raise
                 limit = max((size for size in SIZES if size < min(limit, largest)), default=0)
         if largest < wanted:

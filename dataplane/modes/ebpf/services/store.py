@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
-from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NO_SERVICE
@@ -24,7 +23,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
 from hybrid_proxy.dataplane.modes.ebpf.services.adoption import Former
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejection
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import BACKEND_EJECTED, Key, Socket
-from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, Plan, Subject
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import RINGS, Batch, Plan, Rings, Subject
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_rows
 from hybrid_proxy.dataplane.slow_start import Parts
 from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
@@ -46,16 +45,12 @@ class Store:
         maps: the open set.
         hz: jiffies per second, for affinity times.
         adopt: the maps hold what the previous agent wrote, and the first `apply` adopts it. None: if they were pinned.
-        max_ring: slots that an algorithm may fill for one backend set.
-        max_slots: the bound of the map of slots: as long as the map is smaller, no ring is cut.
+        rings: their bounds.
     """
 
-    def __init__(
-        self, maps: MapSet, hz: int, *, adopt: bool | None = None, max_ring: int = Options().ebpf.limits.ring,
-        max_slots: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, maps: MapSet, hz: int, *, adopt: bool | None = None, rings: Rings = RINGS) -> None:
         self.maps = maps
-        self._hz, self._max_ring, self._max_slots = hz, max_ring, max_slots
+        self._hz, self._rings = hz, rings
         self._begin(adopt=maps.adopted if adopt is None else adopt)
 
     def _begin(self, *, adopt: bool, stamp: int = 0) -> None:
@@ -64,7 +59,7 @@ class Store:
         self._former = Former(maps, self.writer) if adopt else None
         used = self._former.in_use() if self._former else InUse()
         claim = self._former.claim if self._former else None
-        self.plan = Plan(self._sizes(), used, claim, self._max_ring, self._max_slots, stamp)
+        self.plan = Plan(self._sizes(), used, claim, self._rings, stamp)
         self._names: dict[int, str] = {}
         self.traffic = maps.traffic()
         if self._former is not None:
