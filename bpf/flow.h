@@ -128,6 +128,13 @@ INLINE bool may_be_lasting(__u8 protocol, __u32 tag)
 	return !at || (time && now() - time <= settings.udp_timeout_stream + settings.hz);
 }
 
+/* Notes a packet of a flow that another mode translates (FLOW_OTHERS). */
+INLINE void note_others(struct flow *f)
+{
+	WRITE_ONCE(f->seen, now());
+	note_lasting(f->tag);
+}
+
 /* A flow that was found: the live entry, or NULL, and its table. */
 struct found {
 	struct flow *entry;

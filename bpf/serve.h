@@ -110,8 +110,7 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, enum hook h
 	if (!found.entry)
 		return may_begin_flow(skb, p, hook) ? STEP_CHOOSE : STEP_NOT_SERVICE;
 	if (found.entry->flags & FLOW_OTHERS) {
-		WRITE_ONCE(found.entry->seen, now());
-		note_lasting(found.entry->tag);
+		note_others(found.entry);
 		return STEP_NOT_SERVICE;
 	}
 	NOTE(NOTE_FLOW_OWNER, found.entry->service, found.entry->backend);

@@ -422,6 +422,22 @@ def test_a_look_that_began_before_a_service_came_does_not_forget_its_flows(
     assert bench.flow_count(net.family) == (0, 0)
 
 
+def test_flows_of_others_stay_theirs_when_their_service_comes_back(
+    bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No packet of theirs is noted while another proxy serves them, for longer than a conversation of ours may rest."""
+    bench.serve(dns(net))
+    monkeypatch.setattr(module, "translated_keys", lambda *_: frozenset({client_side(net, 40001)}))
+    foreign = foreign_flows(bench)
+    foreign.begin_move(EMPTY, EMPTY)
+    notes = bench.maps.maps["lasting"].view(np.dtype(np.uint64))
+    for _ in range(2):
+        foreign.enter_datagrams(["kube-system/dns"])
+        assert bench.ingress(frame(net, net.client, net.vip, datagram(40001)))[0] == PASS
+        assert bench.flow_count(net.family) == (1, 0)
+        notes[notes != 0] -= np.uint64((SMALL.timeouts.udp_stream + 2) * HZ)
+
+
 def test_a_port_that_conntrack_gave_away_for_a_backend_is_not_given_away_again(
     bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
