@@ -48,9 +48,11 @@ INLINE bool may_be_service(const __u32 *address, const bool v6)
 /* The bit of a node port; a transport that services do not have shares SCTP's bits. */
 INLINE bool may_be_node_port(__be16 port, __u8 protocol)
 {
-	__u32 kind = protocol == IPPROTO_TCP ? 0 : protocol == IPPROTO_UDP ? 1 : 2;
+	__u32 kind = protocol == IPPROTO_TCP ? 0 : protocol == IPPROTO_UDP ? 1 : 2, number = bpf_ntohs(port);
 
-	return bit_set(prefilters.node_ports, kind << 16 | bpf_ntohs(port));
+	/* The verifier of Linux 5.10 does not know how large a swapped number is, and the compiler removes a mask. */
+	asm volatile("" : "+r"(number));
+	return bit_set(prefilters.node_ports, kind << 16 | (number & 0xffff));
 }
 
 INLINE bool may_be_backend(const __u32 *address, __be16 port, __u8 protocol, const bool v6)
