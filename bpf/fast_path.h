@@ -80,18 +80,6 @@ INLINE bool lasts_one_way(const struct flow *f, __u8 protocol)
 	       !(f->flags & (FLOW_REPLY | FLOW_AS_NODE | FLOW_ESTABLISHED)) && now() - f->started >= settings.hz / 4;
 }
 
-/* Does the route back to the client lead to a pod's interface, at which its packet came in? `check_source` has asked
- * for that route, where sources are checked.
- */
-INLINE int leads_back(struct __sk_buff *skb, struct scratch *space, const bool v6)
-{
-	if (space->hop.ifindex == skb->ifindex)
-		return has_link(skb->ifindex | 1u << LINK_POD_BIT);
-	return origin_by_route(skb, space, v6) == skb->ifindex;
-}
-
-GLOBAL_VERB(int, leads_back, false)
-
 /* May the first packet of a flow bypass the stack (FAST_PATH_ALWAYS)? It may if the routes to the backend and back to
  * the client lead to pods' interfaces, and the stack would send the packet there at once. `space->hop` is then the next
  * hop to the backend.
@@ -102,7 +90,7 @@ INLINE bool skips_stack_at_once(struct __sk_buff *skb, struct scratch *space, en
 
 	if (READ_ONCE(own_node.fast_path) < FAST_PATH_ALWAYS || hook != HOOK_POD_INGRESS || space->flow.flags)
 		return false;
-	if (!CALL(leads_back, v6, skb))
+	if (CALL(origin_by_route, v6, skb) != skb->ifindex)
 		return false;
 	return fib_lookup_skb(skb, hop, &space->packet, &space->result, 0, v6) == BPF_FIB_LKUP_RET_SUCCESS &&
 	       has_link(hop->ifindex | 1u << LINK_POD_BIT) && !neighbour_needs_refresh(hop, v6);

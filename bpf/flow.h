@@ -100,41 +100,6 @@ INLINE long flow_delete(const struct tuple *t, const enum flow_table table, cons
 	}
 }
 
-INLINE __u64 *lasting_at(__u32 tag)
-{
-	__u32 index = tag * 0x9e3779b1u >> (32 - LASTING_BITS);
-
-	return bpf_map_lookup_elem(&lasting, &index);
-}
-
-/* Notes that `flows` has an entry of datagrams with this tag: whenever one gets there, or its `seen` is written. */
-INLINE void note_lasting(__u32 tag)
-{
-	__u64 *at = lasting_at(tag);
-
-	if (at)
-		WRITE_ONCE(*at, moment());
-}
-
-/* May `flows` have an entry with this tag? Most datagrams are of short conversations, which are in `half_open`, and
- * their tuples lie anywhere in that large table: a note in a small one saves two cache misses of each question. An
- * entry without a note for so long is abandoned.
- */
-INLINE bool may_be_lasting(__u8 protocol, __u32 tag)
-{
-	__u64 *at = protocol == IPPROTO_UDP ? lasting_at(tag) : NULL;
-	__u32 time = at ? (__u32)READ_ONCE(*at) : 1;
-
-	return !at || (time && now() - time <= settings.udp_timeout_stream + settings.hz);
-}
-
-/* Notes a packet of a flow that another mode translates (FLOW_OTHERS). */
-INLINE void note_others(struct flow *f)
-{
-	WRITE_ONCE(f->seen, now());
-	note_lasting(f->tag);
-}
-
 /* A flow that was found: the live entry, or NULL, and its table. */
 struct found {
 	struct flow *entry;
@@ -160,7 +125,7 @@ INLINE void find_flow(struct found *found, const struct tuple *t, const bool v6)
 	__u32 tag = flow_tag(t, v6);
 
 	found->table = TABLE_FLOWS;
-	found->entry = may_be_lasting(t->protocol, tag) ? flow_lookup(t, TABLE_FLOWS, v6) : NULL;
+	found->entry = flow_lookup(t, TABLE_FLOWS, v6);
 	if (!found->entry && may_be_half_open(t->protocol)) {
 		found->table = TABLE_HALF_OPEN;
 		found->entry = flow_lookup(t, TABLE_HALF_OPEN, v6);

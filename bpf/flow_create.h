@@ -31,19 +31,16 @@ INLINE bool may_encap(const struct choice *c, const struct tuple *t, enum hook h
 	return row && !(READ_ONCE(row->flags) & BACKEND_LOCAL);
 }
 
-/* May the flow be stored at once, without checking who has its reply tuple? Two flows with one reply tuple are rare,
- * and the store fails if there is one. This holds if only the one table may have it, nobody is in TIME_WAIT, and the
+/* May the flow be stored at once, without checking who has its reply tuple? Two connections with one reply tuple are
+ * rare, and the store fails if there is one. This holds if there is only one table, nobody is in TIME_WAIT, and the
  * port stays.
  */
 INLINE bool keeps_port(const struct scratch *space, const bool v6)
 {
 	const struct tuple *key = &space->packet.tuple;
 
-	if (space->flow.flags & FLOW_AS_NODE)
-		return false;
-	if (key->protocol != IPPROTO_TCP)
-		return !may_be_lasting(key->protocol, flow_tag(&space->reply, v6));
-	return !may_be_half_open(IPPROTO_TCP) && !in_timewait(&space->reply, key, v6);
+	return key->protocol == IPPROTO_TCP && !(space->flow.flags & FLOW_AS_NODE) && !may_be_half_open(IPPROTO_TCP) &&
+	       !in_timewait(&space->reply, key, v6);
 }
 
 /* Computes the translated tuple of a first packet to the chosen backend, and the key of its answers. */
@@ -297,7 +294,7 @@ INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reser
 		count(COUNT_FLOW_FULL);
 		report_event(skb, COUNT_FLOW_FULL, hook, v6);
 		note_overflow();
-	} else if (!reserved && p->tuple.protocol == IPPROTO_TCP) {
+	} else if (!reserved) {
 		return -EEXIST;
 	}
 	return store_pair(space, &from, TABLE_HALF_OPEN, v6);

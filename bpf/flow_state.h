@@ -190,11 +190,6 @@ INLINE void note_packet(const struct packet *p, struct flow *f, const enum flow_
 	other = peer_flow(f, p->tuple.protocol, table, v6);
 	if (other)
 		WRITE_ONCE(other->seen, time);
-	if (p->tuple.protocol != IPPROTO_UDP || table != TABLE_FLOWS)
-		return;
-	note_lasting(f->tag);
-	if (other)
-		note_lasting(other->tag);
 }
 
 /* Notes any packet. True: the pair is finished and may be deleted after this packet. */

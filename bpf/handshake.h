@@ -12,11 +12,8 @@
 INLINE long promote(const struct tuple *key, struct flow *f, const struct tuple *reply_key, struct flow *reply,
 		    const bool v6)
 {
-	long error;
+	long error = flow_update(reply_key, reply, TABLE_FLOWS, BPF_NOEXIST, v6);
 
-	note_lasting(reply->tag);
-	note_lasting(f->tag);
-	error = flow_update(reply_key, reply, TABLE_FLOWS, BPF_NOEXIST, v6);
 	if (!error)
 		count_flow(reply->backend, reply->service, false);
 	else if (error == -EEXIST)

@@ -148,7 +148,7 @@ INLINE enum step translate_error_ingress(struct __sk_buff *skb, struct scratch *
 		return checked;
 	if (is_plain_reply(&space->inner))
 		return STEP_PASS;
-	checked = check_source_towards(skb, space, space->packet.tuple.daddr, 0, v6);
+	checked = check_source_towards(skb, space, space->packet.tuple.daddr, v6);
 	if (checked != STEP_CONTINUE)
 		return checked;
 	translate_icmp_error(skb, space, v6);

@@ -34,7 +34,6 @@ INLINE void leave_flow(const struct tuple *t, const bool v6)
 	struct flow f = {.flags = FLOW_OTHERS | FLOW_ESTABLISHED};
 
 	fill_flow(&f, t, t, v6);
-	note_lasting(f.tag);
 	flow_update(t, &f, TABLE_FLOWS, BPF_NOEXIST, v6);
 }
 

@@ -12,7 +12,6 @@
 /* Rows of programs alone. */
 
 #define AWAITED_BITS 9
-#define LASTING_BITS 13
 #define FRAG_QUEUE 256	   /* fragments that wait for their first, of all datagrams together */
 #define FRAG_QUEUE_EACH 64 /* of one datagram: 64 KiB over an MTU of 1500 are 45 */
 #define FRAG_BYTES 2048	   /* of a frame that can wait */
@@ -115,9 +114,6 @@ ARRAY_MAP(frag_queue, struct queued_fragment, FRAG_QUEUE);
 ARRAY_MAP(traffic, struct traffic, 524288);
 /* The figures of a service's former backends, by service; user space alone writes them. */
 ARRAY_MAP(traffic_gone, struct traffic, 32768);
-
-/* When `flows` last was known to have a flow of datagrams, by hash of its tuple (flow.h); jiffies, 0: never. */
-ARRAY_MAP(lasting, __u64, 1 << LASTING_BITS);
 
 /* When a delivery to a backend's socket was last waited for, by the socket's hash (delivery.h); jiffies, 0: never. */
 ARRAY_MAP(awaited, __u64, 1 << AWAITED_BITS);

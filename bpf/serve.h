@@ -30,7 +30,7 @@ INLINE enum step serve_other(struct __sk_buff *skb, struct scratch *space, enum 
 	if (!(flags & FRONTEND_ADDRESS) || flags & FRONTEND_NODE_PORTS)
 		return no_frontend(space, v6);
 	if (is_ingress(hook)) {
-		enum step checked = check_source_towards(skb, space, p->tuple.daddr, 0, v6);
+		enum step checked = check_source_towards(skb, space, p->tuple.daddr, v6);
 
 		if (checked != STEP_CONTINUE)
 			return checked;
@@ -110,7 +110,7 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, enum hook h
 	if (!found.entry)
 		return may_begin_flow(skb, p, hook) ? STEP_CHOOSE : STEP_NOT_SERVICE;
 	if (found.entry->flags & FLOW_OTHERS) {
-		note_others(found.entry);
+		WRITE_ONCE(found.entry->seen, now());
 		return STEP_NOT_SERVICE;
 	}
 	NOTE(NOTE_FLOW_OWNER, found.entry->service, found.entry->backend);
@@ -211,13 +211,9 @@ INLINE enum verdict choose_reachable(struct __sk_buff *skb, struct scratch *spac
 INLINE enum step check_client(struct __sk_buff *skb, struct scratch *space, enum verdict verdict, enum hook hook,
 			      const bool v6)
 {
-	const struct tuple *t = &space->packet.tuple;
+	const __u32 *target = verdict == VERDICT_DNAT ? space->choice.address : space->packet.tuple.daddr;
 
-	if (!is_ingress(hook))
-		return STEP_CONTINUE;
-	if (verdict != VERDICT_DNAT)
-		return check_source_towards(skb, space, t->daddr, t->dport, v6);
-	return check_source_towards(skb, space, space->choice.address, space->choice.port, v6);
+	return is_ingress(hook) ? check_source_towards(skb, space, target, v6) : STEP_CONTINUE;
 }
 
 /* May a flow begin with this fragment? A later fragment of a datagram whose first one began no flow is treated as the

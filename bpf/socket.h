@@ -279,10 +279,7 @@ INLINE bool is_others(struct bpf_sock *sk, const __u32 *source, const struct tar
 		find_flow(&found, &key, true);
 	else
 		find_flow(&found, &key, false);
-	if (!found.entry || !(found.entry->flags & FLOW_OTHERS))
-		return false;
-	note_others(found.entry);
-	return true;
+	return found.entry && found.entry->flags & FLOW_OTHERS;
 }
 
 INLINE int send_datagram(struct bpf_sock_addr *ctx, const bool v6)

@@ -118,19 +118,14 @@ INLINE bool has_path_back(struct __sk_buff *skb, struct scratch *space, const bo
 {
 	const __u32 *source = space->packet.tuple.saddr;
 	struct bpf_fib_lookup *hop = &space->hop;
-	struct tuple back;
+	struct tuple back = {};
 	long result;
 
 	copy_address(back.saddr, space->result.daddr);
 	copy_address(back.daddr, source);
-	back.sport = space->result.dport;
-	back.dport = space->packet.tuple.sport;
-	back.protocol = space->packet.tuple.protocol;
 	result = fib_lookup_as_host(skb, hop, &back, v6);
-	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED) {
-		hop->ifindex = 0;
+	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED)
 		return true;
-	}
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH &&
 	    result != BPF_FIB_LKUP_RET_FRAG_NEEDED) {
 		NOTE(NOTE_PATH_BACK, 0, strict);
@@ -151,12 +146,10 @@ INLINE bool passes_reverse_path(struct __sk_buff *skb, struct scratch *space, __
 }
 
 /* Checks whether the packet's source may begin a flow, or be answered. `ifindex` is where it came in, on its way to
- * `space->result`; 0: the reverse path is not checked. Returns STEP_CONTINUE, or a drop; `space->hop` then leads back
- * to the source, if that was asked for.
+ * `space->result.daddr`; 0: the reverse path is not checked. Returns STEP_CONTINUE, or a drop.
  */
 INLINE enum step check_source(struct __sk_buff *skb, struct scratch *space, __u32 ifindex, const bool v6)
 {
-	space->hop.ifindex = 0;
 	if (is_martian(space->packet.tuple.saddr, v6))
 		return drop(space, COUNT_DROP_MARTIAN);
 	if (ifindex && !passes_reverse_path(skb, space, ifindex, v6))
@@ -180,11 +173,9 @@ INLINE bool may_create_direct(struct __sk_buff *skb, struct scratch *space, cons
 GLOBAL_VERB(int, may_create_direct, false)
 
 /* `check_source` for a packet to `target`, where it came in. */
-INLINE enum step check_source_towards(struct __sk_buff *skb, struct scratch *space, const __u32 *target, __be16 port,
-				      const bool v6)
+INLINE enum step check_source_towards(struct __sk_buff *skb, struct scratch *space, const __u32 *target, const bool v6)
 {
 	copy_address(space->result.daddr, target);
-	space->result.dport = port;
 	return CALL(check_source, v6, skb, skb->ifindex);
 }
 

@@ -352,8 +352,7 @@ class Bench:
         row["primary6"] = layout.address_words([NETS[6].primary])[0]
         row["fast_path"] = self.fast_path
         self.maps.maps["reject_budget"].update(bytes(4), bytes(8 * cpus()))
-        for name in ("awaited", "lasting"):
-            self.maps.maps[name].view(np.dtype(np.uint64))[:] = 0
+        self.maps.maps["awaited"].view(np.dtype(np.uint64))[:] = 0
         for name in ("own_addresses", "interfaces", "equal_routes", "equal_paths", "failures"):
             set_elements(self.maps.maps[name], {})
 

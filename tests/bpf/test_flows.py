@@ -29,7 +29,6 @@ from .kit import (
     PASS,
     POD_MAC,
     REDIRECT,
-    SMALL,
     Bench,
     Net,
     Seen,
@@ -101,25 +100,6 @@ def test_a_datagram_flow_is_handed_over_once_answered(bench: Bench, net: Net) ->
     verdict, out = bench.ingress(back)
     assert verdict == REDIRECT
     assert read(out).tuple == (net.vip, 53, net.client, 40000)
-
-
-def test_a_conversation_is_found_as_long_as_it_has_packets(bench: Bench, net: Net) -> None:
-    """Map `lasting` says whether the table is searched; a note is as old as the last packet, to a second."""
-    notes = bench.maps.maps["lasting"].view(np.dtype(np.uint64))
-
-    def rest(seconds: int) -> None:
-        bench.age_flows(net.family, seconds * HZ)
-        notes[notes != 0] -= np.uint64(seconds * HZ)
-
-    bench.serve(dns(net))
-    bench.open_udp(net, net.vip, lasting=True)
-    for _ in range(3):
-        rest(SMALL.timeouts.udp_stream * 2 // 3)
-        bench.open_udp(net, net.vip)
-    assert (bench.count("new_flow"), bench.flow_count(net.family)) == (1, (2, 0))
-    rest(SMALL.timeouts.udp_stream + 2)
-    bench.open_udp(net, net.vip)
-    assert bench.count("new_flow") == 2, "conntrack would have forgotten it, too"
 
 
 # --- hairpin
@@ -420,22 +400,6 @@ def test_a_look_that_began_before_a_service_came_does_not_forget_its_flows(
     monkeypatch.setattr(module, "translated_keys", lambda *_: frozenset())
     foreign.read()
     assert bench.flow_count(net.family) == (0, 0)
-
-
-def test_flows_of_others_stay_theirs_when_their_service_comes_back(
-    bench: Bench, net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No packet of theirs is noted while another proxy serves them, for longer than a conversation of ours may rest."""
-    bench.serve(dns(net))
-    monkeypatch.setattr(module, "translated_keys", lambda *_: frozenset({client_side(net, 40001)}))
-    foreign = foreign_flows(bench)
-    foreign.begin_move(EMPTY, EMPTY)
-    notes = bench.maps.maps["lasting"].view(np.dtype(np.uint64))
-    for _ in range(2):
-        foreign.enter_datagrams(["kube-system/dns"])
-        assert bench.ingress(frame(net, net.client, net.vip, datagram(40001)))[0] == PASS
-        assert bench.flow_count(net.family) == (1, 0)
-        notes[notes != 0] -= np.uint64((SMALL.timeouts.udp_stream + 2) * HZ)
 
 
 def test_a_port_that_conntrack_gave_away_for_a_backend_is_not_given_away_again(

@@ -26,7 +26,6 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
@@ -225,9 +224,6 @@ class Ebpf(Programmer):
             attached.node_maps, Contents(self.datapath.damage, self.datapath.repair),
             Contents(self.store.damage, lambda: self.sync(self._start_over())),
         ))  # fmt: skip
-        if self.maps.adopted or self.succession.former is not None:
-            # Programs of another version have noted no datagrams, perhaps: until these would be idle, all are searched.
-            self.maps.maps["lasting"].view(np.dtype(np.uint64))[:] = self.gc.clock()
         self.gc.start()
         if not options.all_or_nothing and (self.maps.adopted or enough_processors()):
             self.datapath.prepare({})  # load while objects are listed: most clusters fit these maps

@@ -125,7 +125,7 @@ class ForeignFlows:
         """
         found = _datagram_flows(*self._replaced[-1:], names=names)
         with self._lock:
-            self._change(found, ())  # known ones, too: while another proxy served them, none was noted (`lasting`)
+            self._change(found - self.known, ())
             self.known |= found
 
     def programmed(

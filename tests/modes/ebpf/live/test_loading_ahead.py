@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hybrid_proxy.dataplane.mode import Options
@@ -52,16 +51,6 @@ def opened(*, all_or_nothing: bool = False) -> Iterator[Callable[[], Ebpf]]:
             while made:
                 made.pop().close()
             clean(options)
-
-
-def test_flows_that_programs_of_another_version_stored_are_found() -> None:
-    """These have noted no conversation, so all are searched, as long as one of before may go on."""
-    with opened() as open_:
-        for found in (False, True):
-            mode = open_()
-            notes = mode.maps.maps["lasting"].view(np.dtype(np.uint64))
-            assert notes.all() == notes.any() == found
-            mode.sync(table_of(1))
 
 
 @pytest.fixture
