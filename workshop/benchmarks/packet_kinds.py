@@ -305,6 +305,8 @@ def shooting_range(made: Lab) -> Iterator[Range]:
         node = maps.view("node")
         node["primary4"] = layout.address_words([nets[4].node])[0, 0]
         node["primary6"] = layout.address_words([nets[6].node])[0]
+        # As on a node with rules: the first answer goes through the stack ("SYN/ACK to the client").
+        node["fast_path"] = layout.abi_constants()["FAST_PATH_ESTABLISHED"]
         for column, value in pod_columns(NodeNetwork(pods=PodMatch(tuple(PODS.values())))).items():
             node[column] = value
         for key in (LOOPBACK, LOOPBACK | 1 << layout.abi_constants()["LINK_POD_BIT"]):
