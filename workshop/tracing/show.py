@@ -20,7 +20,7 @@ from hybrid_proxy.controller.serving.admin import UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
 from hybrid_proxy.dataplane.kernel import btf
 from hybrid_proxy.dataplane.kernel.links import read_node
-from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
+from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow, Status
 from hybrid_proxy.workshop.tracing import report, rows
 from hybrid_proxy.workshop.tracing.session import Plan, Session, symbol
 from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
@@ -69,6 +69,10 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     with Session(Plan(view, home, client), targets) as session, _until_asked() as asked:
         start = time.monotonic()
         print(f"measuring for {args.seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr, flush=True)
+        status = _status(args, here)
+        if status and status.ebpf and status.ebpf.fast_path == "always":
+            print("packets between pods of this node bypass the stack, and are not seen: the agent's fast path is "
+                  "`always`; --fast-path=established shows them", file=sys.stderr, flush=True)  # fmt: skip
         _wait(session, args, asked)
         seconds = round(time.monotonic() - start, 3)
         answer = _answer(view, session, targets, args)
@@ -186,16 +190,18 @@ def _drops(session: Session, targets: Targets) -> list[Row]:
     )  # fmt: skip
 
 
+def _status(args: argparse.Namespace, here: _Here) -> Status | None:
+    try:
+        return ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane if here.answers else None
+    except UnansweredError:
+        return None
+
+
 def _counters(args: argparse.Namespace, here: _Here) -> dict[str, int]:
     """Returns what the programs of mode ebpf dropped and rejected so far."""
-    if not here.answers:
-        return {}
-    try:
-        counters = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.counters
-    except UnansweredError:
-        return {}
+    status = _status(args, here)
     kinds = ("drop_", "reject", "socket_refused", "backend_")
-    return {name: value for name, value in counters.items() if name.startswith(kinds)}
+    return {name: value for name, value in (status.counters if status else {}).items() if name.startswith(kinds)}
 
 
 def _more(before: dict[str, int], after: dict[str, int]) -> list[Row]:
