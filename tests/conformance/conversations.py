@@ -164,10 +164,12 @@ class Scene:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return partial(ask_tcp, connection)
 
-    def ask_udp(self, place: str, name: str, *, connected: bool = False) -> Callable[[], Reply]:
-        """A socket of datagrams; each question has a length of its own, which its answer repeats."""
+    def ask_udp(self, place: str, name: str, *, connected: bool = False, port: int = 0) -> Callable[[], Reply]:
+        """A socket of datagrams, at this port if it is given; each question has a length, which its answer repeats."""
         client, target = self.socket(place, socket.SOCK_DGRAM), self.target(place, name)
         lengths = itertools.cycle(range(1, 1000))
+        if port:
+            client.bind(("", port))
         if connected:
             client.connect(target)
 

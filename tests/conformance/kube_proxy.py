@@ -5,6 +5,7 @@ Its rules have its shapes, and lead to another endpoint than ours: so an answer 
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from .kit import PATIENCE, V4, Bench, Service
 
 OURS, KUBE_PROXYS = "pod2", "pod3"  # who answers the flows of whom; both serve, so flows to either go on
 PLACES = ("pod1", "node", "client")
+# Of datagrams, each once: one of a conversation that ended lately would go on with that, and with who answered it.
+PORTS = itertools.count(20_000)
 EACH = 0.05 * PATIENCE  # seconds between two questions of a flow; an emulated processor needs what is left
 ANSWERS = max(2, int(20 / PATIENCE))  # of each flow, after which the next step is taken
 
@@ -127,7 +130,7 @@ def flows(node: Node, stack: ExitStack) -> list[Flow]:
     made = []
     for place in PLACES:
         made.append(scene.flow(place, "TCP", scene.ask_tcp(place, "tcp"), EACH))
-        made.append(scene.flow(place, "UDP", scene.ask_udp(place, "udp", connected=True), EACH))
+        made.append(scene.flow(place, "UDP", scene.ask_udp(place, "udp", connected=True, port=next(PORTS)), EACH))
     if node.kube_proxy.mode == "ipvs":
         made.append(scene.flow("client", "TCP by the node port", scene.ask_tcp("client", "tcp", "nodeport"), EACH))
         made.append(scene.flow("node", "unconnected", scene.ask_udp("node", "udp"), EACH))

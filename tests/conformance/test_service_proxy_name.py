@@ -17,7 +17,7 @@ from hybrid_proxy.workshop.lab.traffic import meanwhile
 from tests.loads import goes_on
 
 from .conftest import bench_of, new_lab, route_services, serve
-from .conversations import Flow, failures_of, wait_for_answers
+from .conversations import failures_of, wait_for_answers
 from .kit import PATIENCE, UDP, as_terminating, eventually
 from .kube_proxy import ANSWERS, KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows
 
@@ -62,14 +62,6 @@ def move(node: Node, label: str | None) -> None:
     node.kube_proxy.sync(*((node.other,) if label == NAME else (node.other, node.tcp, node.udp)))
 
 
-def flows_at(node: Node, stack: ExitStack, pod: str) -> list[Flow]:
-    """Flows that begin there. A socket that gets the port of a conversation which ended elsewhere goes on with that."""
-    begun = flows(node, stack)
-    there = [flow for flow in begun if flow.pod == pod]
-    assert len(there) > len(begun) // 2
-    return there
-
-
 @pytest.mark.row("1.4", "only Services that name this proxy are served; the others pass to kube-proxy, untouched")
 def test_each_serves_its_own(node: Node) -> None:
     assert node.is_served_by(node.other, KUBE_PROXYS)
@@ -102,12 +94,13 @@ def test_a_service_moves_by_its_label_and_back(node: Node) -> None:
     with ExitStack() as stack, meanwhile(clients):
         goes_on(tallies, 5)
         for label, before, after in ((None, OURS, KUBE_PROXYS), (NAME, KUBE_PROXYS, OURS)):
-            opened = flows_at(node, stack, before)
+            opened = flows(node, stack)
             with meanwhile(flow.go_on for flow in opened):
                 move(node, label)
                 wait_until_served(node, after)
                 wait_for_answers(opened, ANSWERS)
             assert failures_of(opened) == [], label
+            assert {flow.pod for flow in opened} == {before}
             goes_on(tallies, 5)
     for name, tally in tallies.items():
         assert not tally.failures, f"{name}: {tally.report()}"
@@ -119,13 +112,14 @@ def test_flows_stay_where_they_began_however_often_their_service_moves(node: Nod
     move(node, None)
     wait_until_served(node, KUBE_PROXYS)
     with ExitStack() as stack:
-        opened = [flow for _ in range(3) for flow in flows_at(node, stack, KUBE_PROXYS)]
+        opened = [flow for _ in range(3) for flow in flows(node, stack)]
         with meanwhile(flow.go_on for flow in opened):
             for label, after in ((NAME, OURS), (None, KUBE_PROXYS), (NAME, OURS)):
                 move(node, label)
                 wait_until_served(node, after)
                 wait_for_answers(opened, ANSWERS)
     assert failures_of(opened) == []
+    assert {flow.pod for flow in opened} == {KUBE_PROXYS}
 
 
 @pytest.mark.row("1.4", "a connection to a Service that moved to kube-proxy goes on when the agent starts anew")
