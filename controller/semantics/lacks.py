@@ -47,15 +47,19 @@ class KnownLacks:
     def __init__(self) -> None:
         self._table = EMPTY
         self._lacks: dict[str, list[Lack]] = {}  # by service
+        self._listed: list[Lack] = []
 
     def of(self, table: ServiceTable) -> list[Lack]:
-        """Returns the lacks of this table, in the order of services."""
+        """Returns the lacks of this table, in the order of services: the same object for the same table."""
+        if table is self._table:
+            return self._listed
         for name in changed_services(self._table, table):
             self._lacks[name] = list(lacks(table.services.get(name, ())))
             if not self._lacks[name]:
                 del self._lacks[name]
         self._table = table
-        return [lack for name in sorted(self._lacks) for lack in self._lacks[name]]
+        self._listed = [lack for name in sorted(self._lacks) for lack in self._lacks[name]]
+        return self._listed
 
 
 def _lack(entry: Entry) -> Iterator[Lack]:
