@@ -62,10 +62,10 @@ INLINE bool may_begin_flow(struct __sk_buff *skb, const struct packet *p, enum h
 /* Does the other half of a flow of datagrams know, perhaps, that the stack has let an answer pass? An answer has shown
  * where the backend is.
  */
-INLINE bool may_be_conversation(const struct flow *f)
+INLINE bool may_be_conversation(const struct packet *p, const struct flow *f)
 {
-	return READ_ONCE(own_node.fast_path) && f->ifindex && !f->bypassed_at && !f->past_stack &&
-	       !(f->flags & FLOW_AS_NODE);
+	return p->tuple.protocol != IPPROTO_TCP && READ_ONCE(own_node.fast_path) && f->ifindex && !f->bypassed_at &&
+	       !f->past_stack && !(f->flags & FLOW_AS_NODE);
 }
 
 /* Was the reply half of the packet's flow evicted? Halves are evicted one by one, and packets that a client repeats
@@ -76,15 +76,17 @@ INLINE bool has_lost_answers(const struct packet *p, const struct found *found, 
 {
 	struct flow *f = found->entry, *reply;
 	__u32 time = now();
+	bool learns;
 
 	if (found->table == TABLE_FLOWS || f->flags & (FLOW_DSR | FLOW_REPLY))
 		return false;
-	if (p->tuple.protocol != IPPROTO_TCP && time - f->seen < settings.hz / 16 && !may_be_conversation(f))
+	learns = may_be_conversation(p, f);
+	if (p->tuple.protocol != IPPROTO_TCP && time - f->seen < settings.hz / 16 && !learns)
 		return false;
 	reply = peer_flow(f, p->tuple.protocol, found->table, v6);
 	if (!reply)
 		return true;
-	if (p->tuple.protocol != IPPROTO_TCP && may_be_conversation(f))
+	if (learns)
 		WRITE_ONCE(f->bypassed_at, READ_ONCE(reply->bypassed_at));
 	WRITE_ONCE(f->seen, time);
 	WRITE_ONCE(reply->seen, time);
