@@ -26,7 +26,7 @@ LIMIT: Final = 1_000_000  # instructions, in every kernel since 5.2
 SMALL: Final = 2_000
 BUDGET: Final[Mapping[str, int]] = {
     "explain_pod": 196_000, "explain_uplink": 196_000, "explain_socket": 39_000,
-    "datapath4": 120_000, "datapath6": 186_000,
+    "datapath4": 106_000, "datapath6": 165_000,
     "connect4": 9_000, "connect6": 19_000, "sendmsg4": 18_000, "sendmsg6": 25_000,
     "pod_ingress": 90_000, "pod_egress": 90_000, "uplink_ingress": 90_000, "uplink_egress": 90_000,  # of carry
     "xdp_uplink": 42_000,
