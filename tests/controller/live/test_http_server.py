@@ -254,8 +254,7 @@ def test_answers_have_a_reason_phrase(served):
 
 FEW_DESCRIPTORS = """\
 import logging, resource, sys, threading
-from hybrid_proxy.controller.serving.health import Answer
-from hybrid_proxy.controller.serving.health import Handler, Listener
+from hybrid_proxy.controller.serving.health import Answer, Handler, Listener
 from hybrid_proxy.controller.serving.http_server import HttpServer
 
 logging.basicConfig(level=logging.INFO)

@@ -12,9 +12,8 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import sizes as policy
 from hybrid_proxy.dataplane.modes.ebpf.maps.abi import OBJECTS, abi_constants, size_of
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes
 
-PRIVATE = frozenset(
-    {"copies", "explanation", "scratch"}
-)  # maps of one program at a time; all others outlive the process
+# Maps of one program at a time; all others outlive the process.
+PRIVATE = frozenset({"copies", "explanation", "scratch"})
 MOST_BYTES = 256 << 20  # of the programs' rows: what has no row is not counted
 
 Larger = Mapping[str, Map]  # maps that will replace those of the same names
