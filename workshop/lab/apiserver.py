@@ -1078,15 +1078,14 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=4096, help="changes of a kind that a watch can go back")
     parser.add_argument("--bookmarks", type=float, default=60.0, help="seconds between bookmarks, as real servers")
     options = parser.parse_args()
-    done = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: done.set())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parent = os.getppid()
     with ApiServer(window=options.window, bookmark_every=options.bookmarks, watch_list=options.watch_list) as api:
         api.populate(options.services, options.endpoints, options.node or ["node-0"], options.health_checks)
         print(api.kubeconfig(), api.control, sep="\n", flush=True)
-        while not done.wait(0.5) and os.getppid() == parent:
-            pass
+        with contextlib.suppress(KeyboardInterrupt):
+            while os.getppid() == parent:
+                time.sleep(0.5)
 
 
 if __name__ == "__main__":

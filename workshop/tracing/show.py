@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -123,10 +122,12 @@ def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes
 
 
 @contextmanager
-def _until_asked() -> Iterator[threading.Event]:
+def _until_asked() -> Iterator[list[int]]:
     """Has Ctrl-C and SIGTERM end the measurement, not the report. An exception would be lost in libbpf's callbacks."""
-    asked = threading.Event()
-    before = {number: signal.signal(number, lambda *_: asked.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    asked: list[int] = []  # no Event: a handler that sets one waits for ever if it interrupts the Event's own wait()
+    before = {
+        number: signal.signal(number, lambda got, _: asked.append(got)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield asked
     finally:
@@ -134,12 +135,12 @@ def _until_asked() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _wait(session: Session, args: argparse.Namespace, asked: threading.Event) -> None:
+def _wait(session: Session, args: argparse.Namespace, asked: list[int]) -> None:
     end = time.monotonic() + args.seconds
     last, seen = time.monotonic(), 0
-    while (now := time.monotonic()) < end and not asked.is_set():
+    while (now := time.monotonic()) < end and not asked:
         if session.plan.view is not View.FOLLOW:
-            asked.wait(min(POLL_SECONDS, end - now))
+            time.sleep(min(POLL_SECONDS, end - now))
             continue
         session.poll(POLL_SECONDS)
         if session.event_count != seen:
