@@ -124,7 +124,7 @@ def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes
 @contextmanager
 def _until_asked() -> Iterator[list[int]]:
     """Has Ctrl-C and SIGTERM end the measurement, not the report. An exception would be lost in libbpf's callbacks."""
-    asked: list[int] = []  # no Event: a handler that sets one waits for ever if it interrupts the Event's own wait()
+    asked: list[int] = []  # no Event: a handler that sets one never ends if it interrupts its own wait()
     before = {
         number: signal.signal(number, lambda got, _: asked.append(got)) for number in (signal.SIGINT, signal.SIGTERM)
     }
