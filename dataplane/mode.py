@@ -97,7 +97,7 @@ class Programmer(ABC):
 
     @abstractmethod
     def maintain(self) -> Sequence[Event] | None:
-        """Collect garbage, free what is no longer in use, repair drift.
+        """Collect garbage, free what is no longer in use, look for drift and repair it.
 
         Called about once a second, and at once after `RequestMaintenance`. Returns events for the cluster.
 
@@ -123,14 +123,6 @@ class Programmer(ABC):
 
         Datagrams whose entry leads to a backend that no longer serves would go there for as long as their client sends.
         """
-
-    def may_have_drifted(self) -> bool:
-        """True if `maintain` should check for drift now. Called twice a second, so it must cost next to nothing.
-
-        Raises:
-            DataplaneError, OSError: it cannot be found out at the moment.
-        """
-        return False
 
     # Draining: the mode serves the flows that it has, and accepts no new ones; `Mode.clean` follows the last flow.
 

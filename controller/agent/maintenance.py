@@ -1,7 +1,7 @@
-"""Lets the mode collect garbage and repair drift: once a second, and at once after a sign of drift.
+"""Lets the mode collect garbage and repair drift: about once a second, and at once after a sign of drift.
 
-The kernel reports foreign changes (`RequestMaintenance`), or a mode checks for them cheaply
-(`Programmer.may_have_drifted`). Drift that cannot be repaired makes this node unhealthy.
+The kernel reports some foreign changes (`RequestMaintenance`); the mode looks for the others whenever it is maintained.
+Drift that cannot be repaired makes this node unhealthy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from hybrid_proxy.dataplane.mode import Programmer
 
 log = logging.getLogger(__name__)
 
-MAINTAIN_SECONDS: Final = 1.0
-CHECK_SECONDS: Final = 0.5  # between two checks for drift
+MAINTAIN_SECONDS: Final = 0.9  # whatever another program takes away is noticed within a second
 
 
 class Maintenance:
@@ -33,8 +32,7 @@ class Maintenance:
         self._health = health
         self._events = events
         self._clock = clock
-        self._maintain_at = clock() + MAINTAIN_SECONDS
-        self.due = 0.0  # the time of the next work for `run`, by the clock
+        self.due = clock() + MAINTAIN_SECONDS  # the time of the next work for `run`, by the clock
         self._repairs = 0  # of the mode, that were reported
 
     def mode_opened(self) -> None:
@@ -43,25 +41,16 @@ class Maintenance:
 
     def request(self) -> None:
         """Have the next `run` maintain the mode."""
-        self._maintain_at = self.due = 0.0
+        self.due = 0.0
 
     def run(self) -> bool:
         """Do what is due, also before the first table, for adopted objects. Returns True if the mode was maintained."""
         now = self._clock()
         if now < self.due:
             return False
-        self.due = now + CHECK_SECONDS
-        if now < self._maintain_at and not self._may_have_drifted():  # maintenance checks, too
-            return False
-        self._maintain_at = now + MAINTAIN_SECONDS
+        self.due = now + MAINTAIN_SECONDS
         self._maintain()
         return True
-
-    def _may_have_drifted(self) -> bool:
-        try:
-            return self._mode.programmer.may_have_drifted()
-        except (DataplaneError, OSError):
-            return True  # maintenance finds and logs the reason
 
     def _maintain(self) -> None:
         programmer = self._mode.programmer

@@ -235,9 +235,10 @@ class Kubernetes:
         TCP notices a peer that is gone, but no server that hangs, nor one behind a proxy. Bookmarks come once a minute,
         so an agent of a cluster in which nothing happens asks once or twice a minute.
         """
-        failures = 0
-        while not stop.wait(min(CHECK_SECONDS, self._policy.quiet)):
-            if self._health.silence() >= self._policy.quiet:
+        failures, quiet = 0, self._policy.quiet
+        soon = min(CHECK_SECONDS, quiet)
+        while not stop.wait(soon if failures else max(soon, quiet - self._health.silence())):
+            if self._health.silence() >= quiet:
                 try:
                     body_of(self.connection.get("/version", {}, _ASK_SECONDS), _MAX_PAGE)
                 except (StatusError, TooLargeError):

@@ -111,7 +111,7 @@ class PassingRules:
 
 def _virtual_servers() -> list[str]:
     try:
-        with open(_VIRTUAL_SERVERS, "rb", 0) as listing:  # noqa: PTH123 (twice a second)
+        with open(_VIRTUAL_SERVERS, "rb", 0) as listing:  # noqa: PTH123 (every second)
             return ["virtual servers of IPVS"] if listing.read(4096).count(b"\n") > _HEADING else []
     except OSError:  # the module is not loaded
         return []

@@ -41,7 +41,7 @@ DATAGRAM: Final = 1 << 16  # bytes; the kernel puts at most 32 KiB of a dump int
 BURST_BYTES, BURST_MESSAGES = 1 << 17, 256
 MARGIN: Final = 1 << 16  # bytes of the send buffer that the kernel accounts in addition to the messages
 ANSWER_SECONDS: Final = 30.0
-STOP_SECONDS: Final = 0.5  # within which `Events.until` notices that it should stop
+STOP_SECONDS: Final = 5.0  # within which `Events.until` notices that it should stop
 AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 HEADER: Final = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 ATTRIBUTE: Final = struct.Struct("=HH")  # length, type
@@ -329,7 +329,7 @@ class Events:
         return found
 
     def until(self, stop: threading.Event) -> Iterator[bytes | None]:
-        """Yields the results of `read` until `stop` is set, which is noticed within half a second."""
+        """Yields the results of `read` until `stop` is set, which is noticed within seconds: to look costs a wakeup."""
         while not stop.is_set():
             if self._poll.poll(1000 * STOP_SECONDS) and (data := self.read()) != b"":
                 yield data

@@ -40,7 +40,7 @@ def watch_ruleset(
 
     Args:
         changed: called in this thread; must be quick.
-        stop: ends it within half a second.
+        stop: ends it within seconds.
         tables: tables that matter, as `ip nat`; empty: all.
         ready: set when changes are reported from now on.
 

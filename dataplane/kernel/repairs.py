@@ -130,7 +130,7 @@ class PinDirectory:
         It is the same object until something is pinned or removed: the kernel notes the time in the directory.
         """
         try:
-            found = os.stat(self.path)  # noqa: PTH116 (twice a second)
+            found = os.stat(self.path)  # noqa: PTH116 (every second)
             seen = found.st_dev, found.st_ino, found.st_mtime_ns
             if seen != self._seen:
                 with os.scandir(self.path) as entries:

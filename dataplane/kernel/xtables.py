@@ -244,7 +244,7 @@ def legacy_tables_with_rules() -> list[str]:
 def _legacy_tables(family: int) -> list[str]:
     """Returns the tables that ip_tables has here."""
     try:
-        # Twice a second (`PassingRules`): `Path.read_text` would take four times as long.
+        # Every second (`PassingRules`): `Path.read_text` would take four times as long.
         with open(f"/proc/thread-self/net/{_NAMES[family]}_tables_names", "rb", 0) as names:  # noqa: PTH123
             return names.read().decode().split()
     except OSError:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from hybrid_proxy.dataplane.kernel import netlink
 from hybrid_proxy.dataplane.kernel.nfmonitor import watch_ruleset
 from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink
 from hybrid_proxy.dataplane.nftables import operations as op
@@ -25,7 +26,8 @@ ADDRESSES = Set("s", (ADDRESS,))
 
 
 @pytest.fixture(autouse=True)
-def _namespace() -> Iterator[None]:
+def _namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(netlink, "STOP_SECONDS", 0.1)
     with namespaces.fresh():
         yield
 

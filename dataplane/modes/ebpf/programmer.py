@@ -397,9 +397,6 @@ class Ebpf(Programmer):
     def links_changed(self) -> None:
         self.attachments.links_changed()
 
-    def may_have_drifted(self) -> bool:
-        return self.attachments.serves and (self.fast_path.differs() or any(True for _ in self.repairs.damage()))
-
     @property
     def unprogrammed(self) -> Collection[Unprogrammed]:
         return self.store.plan.unprogrammed.values()

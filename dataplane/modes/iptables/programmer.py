@@ -164,14 +164,6 @@ class Iptables(TranslatingMode):
 
     # Drift
 
-    def may_have_drifted(self) -> bool:
-        """True if legacy tables changed; nf_tables reports changes by itself."""
-        if not self._programmed or self.monitoring.is_set():
-            return False
-        if self.xtables.revision(TABLES) != self._revision:
-            self._touched.set()
-        return self._touched.is_set() and self._audit_due()
-
     def _note_revision(self) -> None:
         """Note the revision. A later change is foreign, or ours and costs one comparison."""
         if not self.monitoring.is_set():
@@ -181,6 +173,9 @@ class Iptables(TranslatingMode):
         if not self._programmed:
             return
         self._maintain_common()
+        # nf_tables reports changes by itself, legacy tables do not.
+        if not self.monitoring.is_set() and self.xtables.revision(TABLES) != self._revision:
+            self._touched.set()
         if not self._audit_due():
             return
         if self._damage:

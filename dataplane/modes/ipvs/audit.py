@@ -50,11 +50,6 @@ class Audit:
         self._rules_at = self._rules_after = 0.0  # when they are read next at the latest, and at the earliest
 
     @property
-    def due(self) -> bool:
-        """True if `step` has something to compare."""
-        return self.address_lost.is_set() or self._clock() >= self._at + min(self._seconds, ROUND_SECONDS)
-
-    @property
     def _round(self) -> float:
         """The seconds in which everything is compared once."""
         return min(self._seconds, max(ROUND_SECONDS, COST * self._cost))

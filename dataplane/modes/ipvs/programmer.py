@@ -222,10 +222,6 @@ class Ipvs(NetfilterMode):
         self.audit.address_lost.set()
         self._request_maintenance()
 
-    def may_have_drifted(self) -> bool:
-        """True if it is time to compare."""
-        return not self._full and self.audit.due
-
     def maintain(self) -> None:
         if self._full:
             return  # the next sync reads and writes everything

@@ -46,7 +46,6 @@ from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 
-ROUTES_SECONDS: Final = 0.25  # from a change of routing rules to the check of our own: they may change often
 
 TABLES: Final = tuple(f"{family.name} {TABLE}" for family in FAMILIES.values())
 TRIAL: Final = f"{TABLE}-trial"
@@ -247,13 +246,6 @@ class Userspace(NetfilterMode):
             self._full = True
             self._request_maintenance()
 
-    def may_have_drifted(self) -> bool:
-        """Tells whether routing rules must be checked; the kernel reports all other changes."""
-        now = self._clock()
-        if self._addresses.changed():
-            self._audit_at = min(self._audit_at, now + ROUTES_SECONDS)
-        return now >= self._audit_at
-
     def maintain(self) -> None:
         """Repairs what another program changed, and retries what could not be programmed."""
         if self.table is EMPTY:
@@ -261,7 +253,7 @@ class Userspace(NetfilterMode):
         wrong = []
         if self._lost.is_set():
             wrong.append("the relay's process had ended")
-        due = self._clock() >= self._audit_at
+        due = self._addresses.changed() or self._clock() >= self._audit_at
         if self._touched.is_set() or (due and not self.monitoring.is_set()):
             self._touched.clear()
             wrong += self._drift()

@@ -51,21 +51,15 @@ class FastPath:
 
     def __init__(self, setting: str, row: Callable[[], NDArray[Any]], rules: Callable[[], Iterable[str]]) -> None:
         self._setting, self._row, self._rules = setting, row, rules
-        self._met: list[str] | None = None  # not known yet
         names = layout.abi_constants()
         self._words = {path: names[f"FAST_PATH_{path.upper()}"] for path in ("off", "established", "always")}
         stays = setting == "auto" and int(row()["fast_path"][0]) == self._words["always"]
         self.decision = decide(setting, () if stays or setting != "auto" else ("not been looked at yet",))
         self._write()
 
-    def differs(self) -> bool:
-        """True if packets meet something else than when it was decided."""
-        return self._met is not None and self._read() != self._met
-
     def maintain(self) -> None:
         """Decides again."""
-        self._met = self._read()
-        before, self.decision = self.decision, decide(self._setting, self._met)
+        before, self.decision = self.decision, decide(self._setting, self._read())
         self._write()
         if self.decision.warning and self.decision != before:
             log.warning("%s", self.decision.warning)

@@ -1,13 +1,11 @@
-"""Reads packet events of the programs (dropped, rejected, traced) in a thread; the agent's loop adds names.
+"""The latest packet events of the programs (dropped, rejected, traced), with the names of services.
 
 Programs emit a few events per second and CPU (`bpf/packet_events.h`); counters count all of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -15,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel.bpf import Map, Ring
 from hybrid_proxy.dataplane.kernel.links import interface_name
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
@@ -26,9 +22,7 @@ from hybrid_proxy.dataplane.table import Protocol, socket_text
 log = logging.getLogger(__name__)
 
 KEPT = 1000
-UNREAD = 10_000  # events taken from the ring, and not named yet
 LOG_SECONDS = 1.0
-POLL_SECONDS = 1.0
 HOOKS = {
     "HOOK_POD_INGRESS": "from a pod", "HOOK_POD_EGRESS": "to a pod", "HOOK_UPLINK_INGRESS": "from outside",
     "HOOK_UPLINK_EGRESS": "to outside", "HOOK_SOCKET": "socket of this node", "HOOK_XDP": "from outside (XDP)",
@@ -37,40 +31,6 @@ HOOKS = {
 TCP_FLAGS = ("FIN", "SYN", "RST", "PSH", "ACK", "URG", "ECE", "CWR")  # by their bits (RFC 9293)
 
 Addresses = dict[tuple[int, str], str]  # family and address -> name of a service there
-
-
-class Reader:
-    """Reads events from the ring buffer as programs emit them."""
-
-    def __init__(self, events: Map) -> None:
-        self._raw: deque[bytes] = deque(maxlen=UNREAD)
-        self._ring = Ring(events, self._raw.append)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._ring.poll(POLL_SECONDS)
-            except DataplaneError as error:
-                log.warning("events of the programs are not read any more: %s", error)
-                return
-
-    def take(self) -> list[bytes]:
-        taken = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self._raw.popleft())
-        return taken
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
-        self._ring.close()
 
 
 class Journal:

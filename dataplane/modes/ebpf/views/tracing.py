@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable, Mapping
 
 from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.bpf import Ring
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
-from hybrid_proxy.dataplane.modes.ebpf.views.events import Journal, Reader
+from hybrid_proxy.dataplane.modes.ebpf.views.events import Journal
 from hybrid_proxy.dataplane.reports import PacketEvent
 
 
 class PacketLog:
-    """Reads events in a thread, and keeps the latest ones.
+    """Keeps the latest events. Until they are taken, the programs' ring buffer keeps more than the journal does.
 
     Args:
         maps: the open set.
@@ -27,8 +28,8 @@ class PacketLog:
         self._journal = Journal()
         self._traces_until = 0.0
         maps.view("node")["trace"] = 0
-        self._reader = Reader(maps.maps["events"])
-        self._reader.start()
+        self._raw: list[bytes] = []
+        self._ring = Ring(maps.maps["events"], self._raw.append)
 
     def rows(self, after: int) -> tuple[list[PacketEvent], int]:
         """Events with larger numbers than `after`, and the number of the latest."""
@@ -44,9 +45,9 @@ class PacketLog:
             self._traces_until = 0.0
 
     def _take(self) -> None:
-        raw = self._reader.take()
-        if raw:
-            self._journal.add(raw, self._names(), self._store.addresses, self._store.backends)
+        if self._ring.poll(0):
+            self._journal.add(self._raw, self._names(), self._store.addresses, self._store.backends)
+            self._raw.clear()
 
     def trace(self, service: str | None, client: str | None, seconds: float) -> None:
         """Has each packet of this service, and from or to this address, reported for so long.
@@ -69,5 +70,5 @@ class PacketLog:
 
     def close(self) -> None:
         """Ends traces; programs go on reporting drops to the map."""
-        self._reader.stop()
+        self._ring.close()
         self._maps.view("node")["trace"] = 0

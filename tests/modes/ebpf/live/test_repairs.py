@@ -169,15 +169,15 @@ def test_what_is_removed_comes_back(place: Place, accident: str, caplog: pytest.
     do, count = ACCIDENTS[accident]
     before, repairs, pins = place.attached(), agent.audit_repairs, sorted(place.folder.iterdir())
     assert min(before) == 1
-    assert not agent.may_have_drifted()
+    assert not [*agent.repairs.damage()]
     do(place)
-    assert agent.may_have_drifted()
+    assert [*agent.repairs.damage()]
     with caplog.at_level(logging.WARNING):
         agent.maintain()
     assert f"repairing {len(pins) if count is None else count} objects that another program changed: " in caplog.text
     assert agent.unrepaired == ()
     assert agent.audit_repairs == repairs + (len(pins) if count is None else count)
-    assert not agent.may_have_drifted()
+    assert not [*agent.repairs.damage()]
     assert place.attached() == before
     assert sorted(place.folder.iterdir()) == pins
     agent.maintain()

@@ -195,8 +195,7 @@ def test_a_routing_rule_that_others_delete_is_seen_at_a_glance(node: Node) -> No
         deadline = time.monotonic() + 60
         while node.mode.audit_repairs == before:
             assert time.monotonic() < deadline, f"{command} is not noticed"
-            if node.mode.may_have_drifted():
-                node.mode.maintain()
+            node.mode.maintain()
             time.sleep(0.01)
     assert node.ask() == ("pod2", node.lab["pod1"].address4)
 
