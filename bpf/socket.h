@@ -177,6 +177,21 @@ INLINE void remember_peer(struct socket_peer *peer, const struct target *t, cons
 	peer->backend_id = c->backend;
 }
 
+/* Cgroups whose sockets connect to services. The agent attaches sockops.bpf.c to these alone, so that other connections
+ * of the node do not pay for it. Two with one place overwrite each other until each was seen.
+ */
+ARRAY_MAP(client_cgroups, __u64, 64);
+
+INLINE void note_cgroup(void)
+{
+	__u64 number = bpf_get_current_cgroup_id();
+	__u32 place = number % 64;
+	__u64 *noted = bpf_map_lookup_elem(&client_cgroups, &place);
+
+	if (noted && READ_ONCE(*noted) != number)
+		WRITE_ONCE(*noted, number);
+}
+
 /* Remembers what a socket connects to: for getpeername, and for its datagrams when the backend goes (`lost_peer`). */
 INLINE void remember_connected(struct bpf_sock *sk, const struct target *t, const struct choice *c, enum connected how)
 {
@@ -216,6 +231,8 @@ INLINE int connect_socket(struct bpf_sock_addr *ctx, const bool v6)
 		return proceed_untranslated(ctx, sk); /* the uplink decides, also when its SYN comes again */
 	remember_connected(sk, &target, &choice, is_zero_address(source) ? CONNECTED_FREE : CONNECTED_BOUND);
 	write_target(ctx, &target, choice.address, choice.port, v6);
+	if (protocol == IPPROTO_TCP)
+		note_cgroup();
 	count_inline(COUNT_SOCKET_CONNECT);
 	count_localhost(&target);
 	account_flow(choice.backend);

@@ -1,6 +1,7 @@
 /* cgroup hook at which the kernel reports how connections of the node's own sockets begin. Their backend was chosen at
  * connect(), and no program sees their packets; but the kernel reports that it repeats a SYN, that a backend has
- * accepted, and that a connection ended before that.
+ * accepted, and that a connection ended before that. It calls this nine times for any connection of the cgroup, so it
+ * is attached only where sockets connect to services (`note_cgroup`).
  */
 #include "config.h"
 #include "service.h"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -9,11 +10,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import pytest
 
+from hybrid_proxy.dataplane.kernel.bpf import programs_at
+from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCK_OPS
 from hybrid_proxy.dataplane.reports import BackendRow, PacketEvent, ServiceRow
 from hybrid_proxy.workshop.lab.traffic import Stream, ask_tcp
 
@@ -48,6 +53,31 @@ def failing(bench: Bench, *pods: str, how: str = "drop") -> Iterator[None]:
 def listen(bench: Bench, *pods: str) -> None:
     for pod in pods:
         bench.lab.run(pod, ["nft", "delete table inet deaf"])
+
+
+def dial(bench: Bench, place: str, service: Service, family: int) -> bool:
+    """Whether a process of this place connects."""
+    address, port = service.vip(family)
+    return bench.lab.run(place, ["bash", "-c", f"exec 3<>/dev/tcp/{address}/{port}"]).returncode == 0
+
+
+def observe(bench: Bench, place: str, service: Service, family: int) -> None:
+    """Connect until the agent observes how connections of the place's cgroup begin."""
+
+    def is_observed() -> bool:
+        return dial(bench, place, service, family) and observers(bench.lab[place].cgroup) == 1
+
+    eventually(is_observed, 10, f"nobody observes connections of {place}")
+
+
+def observers(cgroup: Path | None) -> int:
+    """How many sock_ops programs are at the cgroup itself."""
+    assert cgroup is not None
+    folder = os.open(cgroup, os.O_RDONLY)
+    try:
+        return len(programs_at(folder, SOCK_OPS))
+    finally:
+        os.close(folder)
 
 
 def ask_at_once(bench: Bench, place: str, target: tuple[str, int], family: int, count: int = CLIENTS) -> Counter[str]:
@@ -141,6 +171,7 @@ def test_every_client_is_connected_while_one_of_three_is_silent(bench: Bench, fa
 def test_what_the_nodes_own_sockets_meet_is_counted(bench: Bench, family: int) -> None:
     """Their SYNs go where the first one went; but three of them in vain are enough for all that come later."""
     web = bench.service("pod2", "pod3")
+    observe(bench, "node", web, family)
     with failing(bench, "pod2"):
         patient = []
         while len(patient) < 3:
@@ -159,6 +190,37 @@ def test_what_the_nodes_own_sockets_meet_is_counted(bench: Bench, family: int) -
         assert client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
         client.close()
     bench.settle(web, {"pod2", "pod3"}, family, timeout=RECOVERY)
+
+
+def test_connections_are_observed_where_sockets_connect_to_services(bench: Bench, family: int) -> None:
+    """Of a pod in the node's own network, in a cgroup below the pods'; the others' connections pay nothing."""
+    lab, web = bench.lab, bench.service("pod2")
+    pods = lab["pod1"].cgroup
+    assert pods is not None
+
+    @contextmanager
+    def hosted(name: str) -> Iterator[None]:
+        lab.places[name] = replace(lab["node"], name=name, cgroup=pods / name)
+        (pods / name).mkdir()
+        try:
+            yield
+        finally:
+            del lab.places[name]
+            (pods / name).rmdir()
+
+    with hosted("first"):
+        observe(bench, "first", web, family)
+    with hosted("second"):
+        observe(bench, "second", web, family)
+        with restarted(bench):
+            eventually(lambda: observers(lab["second"].cgroup) == 1, 10, "a new agent does not know its cgroup")
+            with failing(bench, "pod2", how="reject with tcp reset"):
+                assert not dial(bench, "second", web, family)
+            (row,) = (row for row in backends(bench, web) if row.address in ends(bench, ["pod2"], [family]))
+            assert row.history
+            assert row.history.refused == 1
+    assert bench.seen("pod1", web, family, 2) == {"pod2"}
+    assert observers(pods) == observers(lab.cgroup) == 0
 
 
 def test_clients_outside_whose_address_is_replaced(bench: Bench, family: int) -> None:
@@ -186,6 +248,7 @@ def test_a_pod_that_is_deaf_to_itself(bench: Bench, family: int) -> None:
 def test_what_refuses_the_nodes_own_sockets_is_told_from_sockets_that_give_up(bench: Bench, family: int) -> None:
     """Whoever closes a socket before anybody could answer has met no failure."""
     web = bench.service("pod2")
+    observe(bench, "node", web, family)
 
     def history() -> tuple[int, int]:
         (row,) = (row for row in backends(bench, web) if row.address in ends(bench, ["pod2"], [family]))

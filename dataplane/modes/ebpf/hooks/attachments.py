@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object
 from hybrid_proxy.dataplane.kernel.host_netns import teach_namespace, write_namespace
 from hybrid_proxy.dataplane.kernel.links import (
@@ -66,16 +68,18 @@ class Attachments:
         self._strictly = options.ebpf.source_check == "strict"
         self._maps = maps
         self._at_interfaces: Object | None = None
-        self._at_sockets: tuple[Object | None, Object | None] = (None, None)
+        self._at_sockets: Object | None = None
 
     def use(self, hooks: Object, connect: Object | None, sockops: Object | None, xdp: Object | None) -> None:
         """Lets everything that is attached run these programs, and attaches them from now on."""
         self._use_at_interfaces(hooks)
         if xdp is not None:
             self.drivers.use(xdp)
-        self._at_sockets = connect, sockops
+        self._at_sockets = connect
+        self.sockets.watch.use(sockops)
         if self.attached:
-            self.sockets.use(connect, sockops)
+            self.sockets.use(connect)
+            self._follow_clients()
 
     def attach(self, hooks: Object) -> None:
         """Attaches everything, these programs at interfaces."""
@@ -102,18 +106,24 @@ class Attachments:
             links.use(hooks)
 
     def _attach_to_sockets(self) -> None:
-        if self._at_sockets[0] is None:  # switched off or refused by the kernel, and so their map is missing
+        if self._at_sockets is None:  # switched off or refused by the kernel, and so their map is missing
             return
         host_netns = self._maps.maps["host_netns"]
         known = write_namespace(host_netns)
-        self.sockets.use(*self._at_sockets)
+        self.sockets.use(self._at_sockets)
         if not known and self.sockets.cgroup is not None and not teach_namespace(host_netns):
             log.warning("the node's own sockets are not served: the agent runs in none of the node's cgroups")
 
+    def _follow_clients(self) -> None:
+        if self.sockets.cgroup is not None:
+            noted = self._maps.maps["client_cgroups"].view(np.dtype(np.uint64))
+            self.sockets.watch.follow(self.sockets.cgroup, {*noted[noted != 0].tolist()})
+
     def maintain(self) -> None:
-        """Tries again what could not be attached, or may be another interface's part by now."""
+        """Tries again what could not be attached, or may be another part's by now, and follows new clients."""
         if self.attached and self.sockets.cgroup is None:
             self._attach_to_sockets()
+        self._follow_clients()
         if self.roles.uncertain:
             self.links_changed()
 

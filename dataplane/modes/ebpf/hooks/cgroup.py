@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.attachment import Attachment
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, program_name, programs_at
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, create_link, program_name, programs_at
 from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node
 from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.mode import Options
@@ -24,8 +24,8 @@ SOCKET_HOOKS = {
     "connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15, "recvmsg4": 19, "recvmsg6": 20,
     "getpeername4": 29, "getpeername6": 30,
 }  # fmt: skip
-SOCKOPS_HOOKS = {"sockops_cb": 3}
-ALL_HOOKS = SOCKET_HOOKS | SOCKOPS_HOOKS
+SOCK_OPS = 3
+ALL_HOOKS = SOCKET_HOOKS | {"sockops_cb": SOCK_OPS}
 
 
 class SocketPrograms:
@@ -41,15 +41,16 @@ class SocketPrograms:
         self.options = options
         self.cgroup: Path | None = None
         self.reason = "switched off (--socket-scope off)" if options.ebpf.socket_scope == "off" else "not attached yet"
+        self.watch = Watch()
         self._links: dict[str, Attachment] = {}
 
-    def use(self, programs: Object | None, watch: Object | None = None) -> None:
-        """Attaches these programs, and `watch` to observe how connections begin. Without `programs` nothing changes."""
+    def use(self, programs: Object | None) -> None:
+        """Attaches these programs. Without any nothing changes."""
         if self.options.ebpf.socket_scope == "off" or programs is None:
             return
         try:
             cgroup = cgroup_of_node(self.options.ebpf.cgroup)
-            self._attach(programs, watch, cgroup)
+            self._attach(programs, cgroup)
         except (BpfError, Unsupported, OSError) as error:
             if self.reason != str(error):
                 log.warning("the node's own sockets are not served: %s", error)
@@ -59,15 +60,12 @@ class SocketPrograms:
             log.info("serving the node's own sockets at cgroup %s", cgroup)
         self.cgroup, self.reason = cgroup, ""
 
-    def _attach(self, programs: Object, watch: Object | None, cgroup: Path) -> None:
-        wanted = {name: programs.program(name) for name in SOCKET_HOOKS}
-        if watch is not None:
-            wanted |= {name: watch.program(name) for name in SOCKOPS_HOOKS}
-        for name in ALL_HOOKS.keys() - wanted.keys():
+    def _attach(self, programs: Object, cgroup: Path) -> None:
+        for name in ALL_HOOKS.keys() - SOCKET_HOOKS.keys():  # of a former version, for all cgroups
             self._link(name, cgroup).remove()
             del self._links[name]
-        for name, program in wanted.items():
-            self._run(name, program, cgroup)
+        for name in SOCKET_HOOKS:
+            self._run(name, programs.program(name), cgroup)
 
     def _run(self, name: str, program: int, cgroup: Path) -> None:
         try:
@@ -100,13 +98,64 @@ class SocketPrograms:
             link.repair(pins)
 
     def close(self) -> None:
-        """Leaves everything attached."""
+        """Leaves everything attached that translates."""
+        self.watch.use(None)
         for link in self._links.values():
             link.close()
 
     def status(self) -> SocketHooks:
         """The cgroup to which programs are attached, or why they are not."""
         return SocketHooks(str(self.cgroup) if self.cgroup else None, self.reason)
+
+
+class Watch:
+    """The sock_ops program at the cgroups whose sockets connect to services.
+
+    Its links are not pinned: failures matter to an agent that runs.
+    """
+
+    def __init__(self) -> None:
+        self._program: Object | None = None
+        self._links: dict[int, int] = {}  # by number of the cgroup; -1: there is no such cgroup, or it takes no program
+
+    def use(self, program: Object | None) -> None:
+        """Detaches the former program; `follow` attaches this one."""
+        for link in self._links.values():
+            if link >= 0:
+                os.close(link)
+        self._program, self._links = program, {}
+
+    def follow(self, root: Path, clients: set[int]) -> None:
+        """Attaches to the cgroups with these numbers, at or below `root`."""
+        if self._program is None or clients <= self._links.keys():
+            return
+        present = numbers_of_cgroups(root)
+        for number in self._links.keys() - present.keys() - clients:
+            if (link := self._links.pop(number)) >= 0:
+                os.close(link)
+        for number in clients - self._links.keys():
+            self._links[number] = self._attach(present[number]) if number in present else -1
+
+    def _attach(self, cgroup: str) -> int:
+        assert self._program is not None
+        try:
+            folder = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                return create_link(self._program.program("sockops_cb"), folder, SOCK_OPS, cgroup)
+            finally:
+                os.close(folder)
+        except (BpfError, OSError) as error:
+            log.warning("how connections of cgroup %s begin is not counted: %s", cgroup, error)
+            return -1
+
+
+def numbers_of_cgroups(root: Path) -> dict[int, str]:
+    """Returns the folders of a cgroup and those below by their numbers, as bpf_get_current_cgroup_id reports them."""
+    found = {}
+    for folder, _, _ in os.walk(root):
+        with contextlib.suppress(OSError):  # it was removed meanwhile
+            found[os.stat(folder).st_ino] = folder  # noqa: PTH116 (of a string, for thousands)
+    return found
 
 
 def _programs_at(cgroup: Path, name: str) -> list[int]:

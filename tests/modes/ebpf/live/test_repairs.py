@@ -16,7 +16,7 @@ from hybrid_proxy.dataplane.kernel.bpf import ARRAY, Map, Object, check, library
 from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORITY, names
 from hybrid_proxy.dataplane.kernel.repairs import PinDirectory
 from hybrid_proxy.dataplane.modes.ebpf.hooks import interfaces
-from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import ALL_HOOKS
+from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, NodeNetwork, ServiceTable
@@ -58,7 +58,7 @@ class Place:
         """How many programs are at each hook."""
         cgroup = os.open(self.lab.cgroup, os.O_RDONLY)
         try:
-            sockets = [len(programs_at(cgroup, kind)) for kind in ALL_HOOKS.values()]
+            sockets = [len(programs_at(cgroup, kind)) for kind in SOCKET_HOOKS.values()]
         finally:
             os.close(cgroup)
         served = (*self.agent.attachments.pods.attached, *self.agent.attachments.uplinks.attached)
