@@ -55,7 +55,11 @@ class Notebook:
         self._path = path
         self._mode = mode
         self._syncer = syncer
-        self._started = time.time()
+        requested = mode.config.mode
+        self._blank = Memory(
+            pid=os.getpid(), born=born(os.getpid()), namespace=netns_number(), started=time.time(),
+            mode=ModeStatus(requested, requested), argv=sys.orig_argv,
+        )  # fmt: skip
         self._known = former  # what the file says, or is to say next
         self._write_at = 0.0
         self._writer: threading.Thread | None = None
@@ -105,10 +109,8 @@ class Notebook:
     ) -> None:
         """The last words; called while the mode is open, or before it was."""
         why = f"{type(error).__name__}: {error}" if error is not None else self.why
-        requested = self._mode.config.mode
-        memory = self.former or Memory(
-            pid=0, born=0, namespace=netns_number(), started=0.0, mode=ModeStatus(requested, requested)
-        )
+        blank = self._blank
+        memory = self.former or blank
         with contextlib.suppress(DataplaneError, OSError):
             if self.opened and self.former is None:
                 memory = self._gather()
@@ -116,7 +118,7 @@ class Notebook:
                 self._collect()
                 memory = replace(memory, events=self._events())
         memory = replace(
-            memory, pid=os.getpid(), born=born(os.getpid()), started=self._started, argv=sys.orig_argv,
+            memory, pid=blank.pid, born=blank.born, started=blank.started, argv=blank.argv,
             ended=Ended(time.time(), why or "it ended"),
         )  # fmt: skip
         if self._writer is not None:
@@ -135,14 +137,10 @@ class Notebook:
         self._collect()
         mode = self._mode
         drained, names = mode.draining.service_names(), mode.programmer.names()
-        self._known = Memory(
-            pid=os.getpid(),
-            born=born(os.getpid()),
-            namespace=netns_number(),
-            started=self._started,
+        self._known = replace(
+            self._blank,
             mode=mode.choice,
             draining=sorted(mode.draining.names),
-            argv=sys.orig_argv,
             pin_root=mode.config.options.ebpf.pin_root,
             names={**drained, **names} if drained else names,
             error=self._syncer.error,

@@ -29,6 +29,7 @@ SCHED_CLS, RAW_TRACEPOINT = 3, 17  # BPF_PROG_TYPE_
 MOST_PROGRAMS: Final = 64  # at one hook (BPF_MPROG_MAX)
 FEW: Final = 256  # elements that are read by one call
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
+ENOTSUPP: Final = 524  # of the kernel alone
 RINGBUF_BUSY, RINGBUF_DISCARDED = 1 << 31, 1 << 30  # BPF_RINGBUF_BUSY_BIT, BPF_RINGBUF_DISCARD_BIT
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
 OF_THE_VERIFIER: Final = frozenset({errno.EACCES, errno.ENOSPC, errno.EAGAIN})  # it means something else by these
@@ -131,6 +132,7 @@ class Map:
         self.value_size = int(info.value_size)
         self.entries = int(info.max_entries)
         self._mapping: mmap.mmap | None = None
+        self._batches = True  # as far as is known, this kernel has them for this map type
 
     @classmethod
     def pinned(cls, path: Path) -> Map:
@@ -225,8 +227,8 @@ class Map:
 
         keys, values = _untouched("char[]", FEW * self.key_size), _untouched("char[]", FEW * self.value_size)
         got, position = ffi.new("uint32_t *", FEW), ffi.new("char[]", max(self.key_size, 8))
-        options = self._batch_options()
-        code = library().bpf_map_lookup_batch(self.fd, ffi.NULL, position, keys, values, got, options)
+        call, options = library().bpf_map_lookup_batch, self._batch_options()
+        code = self._batches and call(self.fd, ffi.NULL, position, keys, values, got, options)
         if code == -errno.ENOENT:
             raw = [bytes(ffi.buffer(keys, got[0] * self.key_size)), bytes(ffi.buffer(values, got[0] * self.value_size))]
         else:  # there are more, or this kernel has no batches for this map type
@@ -243,7 +245,7 @@ class Map:
         keys, values, chunk = [], [], 16384
         position = ffi.new("char[]", max(self.key_size, 8))
         first = ffi.NULL
-        while True:
+        while self._batches:
             part_keys, part_values = np.empty(chunk, dtype=key_type), np.empty(chunk, dtype=value_type)
             got = ffi.new("uint32_t *", chunk)
             code = library().bpf_map_lookup_batch(
@@ -254,12 +256,14 @@ class Map:
                 chunk *= 2
                 continue
             if code < 0 and code != -errno.ENOENT:
-                return self._items_one_by_one(key_type, value_type)
+                self._batches = code != -ENOTSUPP
+                break
             keys.append(part_keys[: got[0]])
             values.append(part_values[: got[0]])
             if code == -errno.ENOENT:
                 return np.concatenate(keys), np.concatenate(values)
             first = position
+        return self._items_one_by_one(key_type, value_type)
 
     def _items_one_by_one(
         self, key_type: np.dtype[Any], value_type: np.dtype[Any]
