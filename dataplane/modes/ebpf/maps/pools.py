@@ -244,8 +244,7 @@ class Pools:
         for name, counts, more in (
             ("frontends", self.frontends, frontends), ("source_ranges", self.source_ranges, source_ranges)
         ):  # fmt: skip
-            limit = self._sizes[f"{name}{family}"]
-            if more and counts[family] + more > limit:
+            if more and counts[family] + more > (limit := self._sizes[f"{name}{family}"]):
                 raise FullError(f"{name}{family}", limit)
 
     # Freeing

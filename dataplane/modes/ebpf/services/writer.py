@@ -88,9 +88,10 @@ class MapWriter:
             if batch.weights:
                 ids, weights = np.array(batch.weights, dtype=np.int64).T
                 self.loads["weight"][ids] = weights
-            for service, flags, seconds in batch.services:
-                rows.services[service]["flags"] = flags
-                rows.services[service]["affinity"] = min(seconds * self.hz, 0xFFFFFFFF)
+            if batch.services:
+                ids, flags, seconds = np.array(batch.services, dtype=np.int64).T
+                rows.services["flags"][ids] = flags
+                rows.services["affinity"][ids] = np.minimum(seconds * self.hz, 0xFFFFFFFF)
             if batch.words:
                 rows.publish(batch.words)
             if batch.new_frontends:
@@ -174,10 +175,9 @@ class MapWriter:
 
 def _by_family(keys: Iterable[Key]) -> Iterator[tuple[int, list[Key]]]:
     keys = list(keys)
-    for family in (4, 6):
-        chosen = [key for key in keys if key[0] == family]
-        if chosen:
-            yield family, chosen
+    families = sorted({key[0] for key in keys})
+    for family in families:
+        yield family, keys if len(families) == 1 else [key for key in keys if key[0] == family]
 
 
 def frontend_rows(keys: Sequence[Key], family: int) -> tuple[NDArray[Any], layout.Words]:
