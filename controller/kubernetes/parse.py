@@ -282,8 +282,9 @@ class _Complaints(list[str]):
 
     def few(self, items: list[_Read], field: str, most: int) -> list[_Read]:
         """Returns the first `most` items, and notes a complaint about the others."""
-        if len(items) > most:
-            self.add(field, f"{len(items)} items, and only the first {most} count")
+        if len(items) <= most:
+            return items
+        self.add(field, f"{len(items)} items, and only the first {most} count")
         return items[:most]
 
     def texts(self) -> tuple[str, ...]:
@@ -474,8 +475,10 @@ def _source_ranges(texts: list[str | None] | None, said: _Complaints) -> tuple[s
 
     It restricts the family that it seems to have been written for, or both.
     """
+    if not texts:
+        return ()
     field = "spec.loadBalancerSourceRanges"
-    given = [text for text in texts or () if text and text.strip()] or [""] * bool(texts)
+    given = [text for text in texts if text and text.strip()] or [""]
     found: dict[str, None] = {}
     for index, text in enumerate(said.few(given, field, _MAX_ADDRESSES)):
         cidr = said.part("", _cidr, text, f"{field}[{index}]")
