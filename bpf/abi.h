@@ -337,6 +337,7 @@ enum fast_path {
 	FAST_PATH_OFF,
 	FAST_PATH_ESTABLISHED, /* those of flows that the stack has let open, and datagrams that it has let pass */
 	FAST_PATH_ALWAYS,      /* all that can be delivered, the first of a flow included */
+	FAST_PATH_DIRECT,      /* those of no flow, too: the stack has nothing that would not see them */
 };
 
 /* Settings that are constants of the loaded programs (.rodata). One struct, because the compiler does not keep the

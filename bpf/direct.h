@@ -9,12 +9,30 @@
 #include "node.h"
 #include "renew.h"
 
-/* May a client talk to a backend directly without a flow? TCP is checked when it opens. Datagrams always leave a flow,
- * because nothing distinguishes a reply to them from a reply to a service's flow.
- */
-INLINE bool needs_no_flow(const struct packet *p)
+/* Does no flow have the tuple of a direct datagram's answers? Then none of a service takes it for a while. */
+INLINE int note_direct(struct __sk_buff *skb, struct scratch *space, const bool v6)
 {
-	return p->tuple.protocol == IPPROTO_TCP && !is_syn(p) && !READ_ONCE(own_node.direct_flows);
+	struct found found;
+
+	reverse_tuple(&space->reply, &space->packet.tuple);
+	find_flow(&found, &space->reply, v6);
+	if (found.entry)
+		return false;
+	note_direct_datagram(&space->reply, v6);
+	return true;
+}
+
+GLOBAL_VERB(int, note_direct, false)
+
+/* May a client talk to a backend directly without a flow? TCP is checked when it opens. */
+INLINE bool needs_no_flow(struct __sk_buff *skb, struct scratch *space, const bool v6)
+{
+	const struct packet *p = &space->packet;
+
+	if (READ_ONCE(own_node.direct_flows) || is_syn(p) || p->tuple.protocol == IPPROTO_SCTP)
+		return false;
+	space->result = p->tuple;
+	return p->tuple.protocol == IPPROTO_TCP || (CALL(may_create_direct, v6, skb) && CALL(note_direct, v6, skb));
 }
 
 /* Reserves the tuple of a client that talks to a backend directly, so that the answers are not taken for a service's.
@@ -49,8 +67,12 @@ INLINE enum step to_backend(struct __sk_buff *skb, struct scratch *space, enum h
 
 	if (is_unallocated(t->daddr, v6))
 		return drop(space, COUNT_DROP_UNALLOCATED);
-	if (p->kind != PACKET_TRANSPORT || !may_be_backend(t->daddr, t->dport, t->protocol, v6) || needs_no_flow(p))
+	if (p->kind != PACKET_TRANSPORT)
 		return STEP_PASS;
+	if (!may_be_backend(t->daddr, t->dport, t->protocol, v6) || needs_no_flow(skb, space, v6)) {
+		mark_no_flow(skb);
+		return STEP_PASS;
+	}
 	find_flow(&found, &p->tuple, v6);
 	if (!found.entry)
 		return begin_direct(skb, space, v6);

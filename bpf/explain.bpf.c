@@ -27,14 +27,14 @@ SEC("tc")
 int explain_pod(struct __sk_buff *skb)
 {
 	begin();
-	return prefilter(skb, HOOK_POD_INGRESS);
+	return enter_wanted(skb, HOOK_POD_INGRESS, ALL_PACKETS);
 }
 
 SEC("tc")
 int explain_uplink(struct __sk_buff *skb)
 {
 	begin();
-	return prefilter(skb, HOOK_UPLINK_INGRESS);
+	return enter_wanted(skb, HOOK_UPLINK_INGRESS, ALL_PACKETS);
 }
 
 /* What the node's own sockets get when they connect: see connect.bpf.c. Returns enum verdict. */

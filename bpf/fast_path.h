@@ -42,17 +42,9 @@ INLINE bool skips_stack(const struct flow *f, enum hook hook)
 	return hook == HOOK_POD_INGRESS || f->flags & FLOW_MASQUERADE;
 }
 
-/* Does the packet, or each segment that it stands for, fit the interface's MTU? bpf_redirect_peer() does not check
- * that. Longer packets go through the stack, which sends the ICMP error. Packets of the smallest MTU always fit.
- * bpf_check_mtu() reports the MTU; its own comparison would count the extra header of BIG TCP.
- */
 INLINE bool fits(struct __sk_buff *skb, const struct packet *p, __u32 ifindex, const bool v6)
 {
-	__u32 mtu = 0;
-
-	if (skb->len <= L3_OFFSET + SMALLEST_MTU || !settings.can_check_mtu)
-		return true;
-	return bpf_check_mtu(skb, ifindex, &mtu, 0, 0) < 0 || packet_length(skb, p, v6) <= mtu;
+	return always_fits(skb) || length_fits(skb, ifindex, packet_length(skb, p, v6));
 }
 
 /* Is the pod's interface still there? A pod that was recreated has another one: until the flow has learned which, its

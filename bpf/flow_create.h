@@ -2,10 +2,12 @@
 #ifndef HYBRID_PROXY_FLOW_CREATE_H
 #define HYBRID_PROXY_FLOW_CREATE_H
 
+#include "direct_tuples.h"
 #include "flow.h"
 #include "follow.h"
 #include "fast_path.h"
 #include "forward.h"
+#include "mark.h"
 #include "masquerade.h"
 #include "origin.h"
 #include "packet_events.h"
@@ -124,7 +126,9 @@ INLINE enum port_state try_port(struct __sk_buff *skb, struct scratch *space, __
 	space->reply.dport = port;
 	if (!is_free(&space->reply, &space->packet, v6))
 		return PORT_TAKEN;
-	return forward->protocol == IPPROTO_TCP && in_timewait(&space->reply, forward, v6) ? PORT_TIMEWAIT : PORT_FREE;
+	if (forward->protocol == IPPROTO_TCP)
+		return in_timewait(&space->reply, forward, v6) ? PORT_TIMEWAIT : PORT_FREE;
+	return may_be_direct(&space->reply, v6) && !(space->flow.flags & FLOW_DIRECT) ? PORT_TIMEWAIT : PORT_FREE;
 }
 
 GLOBAL_VERB_WITH(__u32, enum port_state, try_port, PORT_TAKEN)
@@ -327,8 +331,12 @@ INLINE enum step store_flow(struct __sk_buff *skb, struct scratch *space, enum h
 	bool reserved = space->port_reserved;
 	long error;
 
-	if (untouched && key->protocol == IPPROTO_TCP) {
-		timewait_add(&space->reply, key, v6);
+	if (untouched && key->protocol != IPPROTO_SCTP) {
+		if (key->protocol == IPPROTO_TCP)
+			timewait_add(&space->reply, key, v6);
+		else
+			note_direct_datagram(&space->reply, v6);
+		mark_no_flow(skb);
 		return STEP_PASS;
 	}
 	error = create_pair(skb, space, reserved, hook, v6);

@@ -9,37 +9,12 @@
 #define HYBRID_PROXY_FORWARD_H
 
 #include "flow.h"
+#include "length.h"
 #include "nat.h"
 #include "packet.h"
 #include "reject.h"
 #include "route.h"
 #include "scratch.h"
-
-#define SMALLEST_MTU 1280
-#define GSO_BY_FRAGS 0xffff /* linux/skbuff.h: SCTP packets in one, each as long as its sender made it */
-#define JUMBO_HEADER 8	    /* hop-by-hop options with the length (RFC 2675), IPV6_TLV_JUMBO alone */
-
-/* Is it longer than the length in IPv6's header can be? */
-INLINE bool is_jumbo(struct __sk_buff *skb, const bool v6)
-{
-	return v6 && skb->len > L3_OFFSET + sizeof(struct ipv6hdr) + 0xffff;
-}
-
-/* Bytes of the IP packet; of a packet that stands for several (GSO), those of the largest of them. Linux before 7.0
- * writes the length of BIG TCP into an extra header, which it takes away when it segments the packet.
- */
-INLINE __u32 packet_length(struct __sk_buff *skb, const struct packet *p, const bool v6)
-{
-	__u32 segment = skb->gso_size, length = p->l4 - L3_OFFSET;
-
-	if (!segment)
-		return skb->len - L3_OFFSET;
-	if (segment == GSO_BY_FRAGS)
-		return SMALLEST_MTU;
-	if (is_jumbo(skb, v6) && length > sizeof(struct ipv6hdr))
-		length -= JUMBO_HEADER;
-	return length + (p->tuple.protocol == IPPROTO_TCP ? p->header : sizeof(struct udphdr)) + segment;
-}
 
 /* The next hop of a packet that would be forwarded from the interface where it came in, and grows by `more` bytes. */
 INLINE long fib_lookup_skb(struct __sk_buff *skb, struct bpf_fib_lookup *hop, const struct packet *p,

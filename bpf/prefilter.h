@@ -7,8 +7,10 @@
 #include "bare.h"
 #include "delivery.h"
 #include "hash.h"
+#include "mark.h"
 #include "node.h"
 #include "packet.h"
+#include "pairs.h"
 #include "socket_storage.h"
 
 #define VLAN_NUMBER 0x0fff /* of a tag */
@@ -44,20 +46,51 @@ INLINE bool parse_fast(struct __sk_buff *skb, struct tuple *t, const __u32 offse
 	return t->protocol == IPPROTO_TCP || t->protocol == IPPROTO_UDP || t->protocol == IPPROTO_SCTP;
 }
 
-/* Is the packet certainly no service's? Most are not. The datapath repeats these checks for the others. */
-INLINE bool is_irrelevant(struct __sk_buff *skb, const enum hook hook, const __u32 offset, const bool v6)
+/* May the packet be to a service? */
+INLINE bool may_be_to_service(const struct tuple *t, const bool v6)
 {
-	struct tuple t = {};
+	return may_be_service(t->daddr, v6) || may_be_node_port(t->dport, t->protocol) || in_service_cidr(t->daddr, v6);
+}
 
-	if (!parse_fast(skb, &t, offset, v6) || may_be_backend(t.saddr, t.sport, t.protocol, v6))
-		return false;
-	if (!is_ingress(hook) && lost_peer(skb, &t, v6))
+/* Is the packet certainly no service's? Most are not. The datapath repeats these checks for the others. */
+INLINE bool is_irrelevant(struct __sk_buff *skb, const struct tuple *t, const enum hook hook, const bool v6)
+{
+	if (may_be_backend(t->saddr, t->sport, t->protocol, v6) || (!is_ingress(hook) && lost_peer(skb, t, v6)))
 		return false;
 	if (hook == HOOK_POD_EGRESS)
-		return t.protocol != IPPROTO_UDP || !is_awaited(&t, v6);
-	if (may_be_service(t.daddr, v6) || may_be_node_port(t.dport, t.protocol))
-		return false;
-	return !(is_ingress(hook) && may_be_backend(t.daddr, t.dport, t.protocol, v6)) && !in_service_cidr(t.daddr, v6);
+		return t->protocol != IPPROTO_UDP || !is_awaited(t, v6);
+	return !may_be_to_service(t, v6) && !(is_ingress(hook) && may_be_backend(t->daddr, t->dport, t->protocol, v6));
+}
+
+/* A packet from a pod that is to no service: it is handed to the pod that its pair leads to, or left to the stack, or
+ * the datapath asks whose it is.
+ */
+INLINE int enter_directly(struct __sk_buff *skb, const struct tuple *t, const bool v6)
+{
+	bool from_backend = may_be_backend(t->saddr, t->sport, t->protocol, v6);
+	bool to_backend = may_be_backend(t->daddr, t->dport, t->protocol, v6);
+	bool may_be_ours = from_backend || to_backend;
+	struct pair *row = NULL;
+	bool known;
+
+	if (!may_be_ours && READ_ONCE(own_node.fast_path) != FAST_PATH_DIRECT)
+		return TC_ACT_UNSPEC;
+	if (t->protocol != IPPROTO_SCTP)
+		row = pair_row(t, v6);
+	if (!row)
+		return may_be_ours ? call_datapath(skb, HOOK_POD_INGRESS, v6) : TC_ACT_UNSPEC;
+	known = is_pair(skb, row, t, v6);
+	if (known && may_be_ours && concerns_flow(skb, t, from_backend, to_backend, v6))
+		return call_datapath(skb, HOOK_POD_INGRESS, v6);
+	if (known && hand_to_pair(skb, t, row, v6))
+		return TC_ACT_REDIRECT;
+	if (known && !from_backend)
+		return TC_ACT_UNSPEC;
+	ask(skb, row, t, known);
+	if (may_be_ours && !known)
+		return call_datapath(skb, HOOK_POD_INGRESS, v6);
+	mark_no_flow(skb);
+	return TC_ACT_UNSPEC;
 }
 
 /* Does the packet have a VLAN tag? Then it belongs to the VLAN's own device, whose programs see it without the tag.
@@ -85,9 +118,16 @@ enum wanted {
 
 INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const enum wanted wanted, const bool v6)
 {
-	if (wanted == MAYBE_SERVICES && is_irrelevant(skb, hook, L3_OFFSET, v6))
+	struct tuple t = {};
+	bool marked = take_mark(skb);
+
+	if (wanted == ALL_PACKETS || !parse_fast(skb, &t, L3_OFFSET, v6))
+		return call_datapath(skb, hook, v6);
+	if (hook == HOOK_POD_EGRESS && marked && is_untouched(skb, &t, v6))
 		return TC_ACT_UNSPEC;
-	return call_datapath(skb, hook, v6);
+	if (hook == HOOK_POD_INGRESS && !may_be_to_service(&t, v6))
+		return enter_directly(skb, &t, v6);
+	return is_irrelevant(skb, &t, hook, v6) ? TC_ACT_UNSPEC : call_datapath(skb, hook, v6);
 }
 
 INLINE int enter_wanted(struct __sk_buff *skb, const enum hook hook, const enum wanted wanted)
@@ -107,7 +147,11 @@ INLINE int prefilter(struct __sk_buff *skb, const enum hook hook)
 
 INLINE int enter_bare_family(struct __sk_buff *skb, const enum hook hook, const bool v6)
 {
-	return is_irrelevant(skb, hook, 0, v6) ? TC_ACT_UNSPEC : call_bare_datapath(skb, hook, v6);
+	struct tuple t = {};
+
+	if (parse_fast(skb, &t, 0, v6) && is_irrelevant(skb, &t, hook, v6))
+		return TC_ACT_UNSPEC;
+	return call_bare_datapath(skb, hook, v6);
 }
 
 /* A packet at one of the hooks of an interface whose packets have no Ethernet header. */

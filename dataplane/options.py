@@ -135,7 +135,8 @@ class EbpfOptions(Section, frozen=True):
         "Which packets between pods of this node bypass the host's stack: those of flows that it has let open "
         "(`established`), those that open a flow, too (`always`: no netfilter rule, policy or conntrack of the host "
         "sees such a flow), or none (`off`); `auto`: as `always` while there is nothing that would not see them, and "
-        "otherwise as `established`; `status` shows which, and why",
+        "otherwise as `established`; `status` shows which, and why. While there is nothing, nor a chain that "
+        "translates, packets of no Service bypass it, too, with `auto` and `always`",
         choice("auto", "established", "always", "off"), "fast-path"
     )] = "auto"
     traffic_counters: Annotated[bool, _ebpf(

@@ -14,7 +14,7 @@ from typing import Final
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
 from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, XFRM, Message, Netlink, NetlinkFailed
 from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes, generation
-from hybrid_proxy.dataplane.kernel.xtables import legacy_tables_with_rules
+from hybrid_proxy.dataplane.kernel.xtables import legacy_tables_with_rules, legacy_translates
 
 # linux/netfilter/nf_tables.h
 _GET_CHAIN: Final = 4
@@ -62,11 +62,17 @@ class PassingRules:
         self._wires: dict[int, Netlink | None] = {}  # None: this kernel has no such protocol
         self._generation: int | None = None
         self._chains: list[str] = []
+        self._translates = False
         self._listed_until = 0.0
 
     def found(self) -> list[str]:
         """Chains that have rules, or drop by default; tables of iptables-legacy; IPVS; policies of IPsec."""
         return [*self._rules(), *legacy_tables_with_rules(), *_virtual_servers(), *self._policies()]
+
+    def translate(self) -> bool:
+        """True if the kernel may translate: it does that for what met a former rule as long as the chain is there."""
+        self._rules()
+        return self._translates or legacy_translates()
 
     def _rules(self) -> list[str]:
         wire = self._wire(NETFILTER)
@@ -78,9 +84,9 @@ class PassingRules:
             return []
         if now != self._generation:
             began = time.monotonic()
-            self._chains = [
-                str(chain) for chain in _base_chains() if chain.hook in _PASSING and (chain.rules or chain.drops)
-            ]
+            passing = [chain for chain in _base_chains() if chain.hook in _PASSING]
+            self._chains = [str(chain) for chain in passing if chain.rules or chain.drops]
+            self._translates = any(chain.type == "nat" for chain in passing)
             self._generation, ended = now, time.monotonic()
             self._listed_until = ended + _PATIENCE * (ended - began)
         return self._chains

@@ -241,6 +241,11 @@ def legacy_tables_with_rules() -> list[str]:
     return found
 
 
+def legacy_translates() -> bool:
+    """True if iptables-legacy has a table that translates, with or without rules."""
+    return any("nat" in _legacy_tables(family) for family in _NAMES)
+
+
 def _legacy_tables(family: int) -> list[str]:
     """Returns the tables that ip_tables has here."""
     try:

@@ -360,6 +360,7 @@ class Bench:
         """Empty every table of flows, what is remembered of clients and tuples, and the counters."""
         self.forget_flows()
         self.maps.maps["timewait"].view(layout.dtype_of("timewait_bucket"))["entries"] = 0
+        self.maps.maps["direct_tuples"].view(np.dtype(np.uint64))[:] = 0
         memory = self.maps.maps["affinity"]
         for key in memory.items(layout.dtype_of("affinity_key"), np.dtype(np.uint64))[0]:
             memory.delete(key.tobytes())

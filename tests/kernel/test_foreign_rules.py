@@ -15,6 +15,7 @@ from tests.namespaces import fresh
 FORWARD = "add table inet wall; add chain inet wall forward { type filter hook forward priority 0; }"
 INPUT = "add table ip door; add chain ip door input { type filter hook input priority 0; policy drop; }"
 RULE = "add rule inet wall forward ct state invalid drop"
+NAT = "add table ip nat; add chain ip nat post { type nat hook postrouting priority 100; }"
 BRIDGE = (
     "add table bridge wall; add chain bridge wall forward { type filter hook forward priority 0; }; "
     "add rule bridge wall forward drop"
@@ -54,6 +55,15 @@ def test_chains_with_rules_or_a_policy_are_found_whenever_they_come_and_go(
         while rules.found() and time.monotonic() < until:
             time.sleep(0.01)
         assert rules.found() == []
+
+
+@pytest.mark.root
+def test_a_chain_that_translates_is_known_without_a_rule() -> None:
+    with fresh(), closing(PassingRules()) as rules:
+        subprocess.run(["nft", FORWARD], check=True, capture_output=True)
+        assert not rules.translate()
+        subprocess.run(["nft", NAT], check=True, capture_output=True)
+        assert (rules.found(), rules.translate()) == ([], True)
 
 
 @pytest.mark.root

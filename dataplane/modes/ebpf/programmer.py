@@ -138,6 +138,7 @@ def drain(options: Options) -> bool:
     try:
         os.close(hold(folder, f"the eBPF maps at {folder}"))
         row = maps["node"].view(layout.dtype_of("node"))
+        row["fast_path"] = min(row["fast_path"][0], layout.abi_constants()["FAST_PATH_ALWAYS"])
         row["cidr4_count"] = row["cidr6_count"] = 0
         row["draining"] = 1
     finally:
@@ -211,7 +212,7 @@ class Ebpf(Programmer):
         rules = self._opened.enter_context(closing(PassingRules()))
         self.fast_path = FastPath(
             options.ebpf.fast_path, lambda: self.maps.view("node"),
-            lambda: (*rules.found(), *self.attachments.pods.foreign()),
+            lambda: (*rules.found(), *self.attachments.pods.foreign()), rules.translate,
         )  # fmt: skip
         self.reports = Reports(
             options, self.maps, self.store, self.datapath, self.attachments, self.gc, self.failover, self.fast_path
@@ -372,6 +373,7 @@ class Ebpf(Programmer):
     def drain(self, table: ServiceTable) -> None:
         """Lets no flow begin. Rows are still written: open flows go on, and the next mode finds all rows."""
         self._on(Input.DRAINED)
+        self.fast_path.keep_to_flows()
         self.maps.view("node")["draining"] = True  # first: the mode that serves may have room for what we have not
         self.sync(msgspec.structs.replace(table, node=_without_cidrs(table.node)))
 

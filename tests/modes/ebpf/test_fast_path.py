@@ -26,14 +26,43 @@ def test_auto_skips_nothing_and_always_warns(setting: str, met: list[str], path:
     assert setting != "auto" or not met or MET[0] in decision.why
 
 
-@pytest.mark.parametrize("former", ["OFF", "ESTABLISHED", "ALWAYS"])
+@pytest.mark.parametrize("former", ["OFF", "ESTABLISHED", "ALWAYS", "DIRECT"])
 def test_until_somebody_looks_the_last_decision_stays(former: str) -> None:
     row = np.zeros(1, dtype=layout.dtype_of("node"))
     row["fast_path"] = WORDS[f"FAST_PATH_{former}"]
     met: list[str] = []
-    made = FastPath("auto", lambda: row, lambda: met)
-    assert row["fast_path"] == WORDS["FAST_PATH_ALWAYS" if former == "ALWAYS" else "FAST_PATH_ESTABLISHED"]
-    for now, path in (([], "ALWAYS"), (MET, "ESTABLISHED"), ([], "ALWAYS")):
+    made = FastPath("auto", lambda: row, lambda: met, lambda: False)
+    assert row["fast_path"] == WORDS[f"FAST_PATH_{former if former in ('ALWAYS', 'DIRECT') else 'ESTABLISHED'}"]
+    for now, path in (([], "DIRECT"), (MET, "ESTABLISHED"), ([], "DIRECT")):
         met[:] = now
         made.maintain()
         assert row["fast_path"] == WORDS[f"FAST_PATH_{path}"]
+
+
+def test_what_belongs_to_no_flow_meets_rules_even_if_flows_do_not() -> None:
+    row = np.zeros(1, dtype=layout.dtype_of("node"))
+    met = list(MET)
+    made = FastPath("always", lambda: row, lambda: met, lambda: False)
+    for now, path in ((MET, "ALWAYS"), ([], "DIRECT")):
+        assert row["fast_path"] == WORDS["FAST_PATH_ALWAYS"]
+        met[:] = list(now)
+        made.maintain()
+        assert row["fast_path"] == WORDS[f"FAST_PATH_{path}"]
+    made.keep_to_flows()
+    assert row["fast_path"] == WORDS["FAST_PATH_ALWAYS"], "another mode begins to translate"
+
+
+def test_what_a_program_takes_back_is_decided_again() -> None:
+    row = np.zeros(1, dtype=layout.dtype_of("node"))
+    made = FastPath("auto", lambda: row, list, lambda: False)
+    made.maintain()
+    row["fast_path"] = WORDS["FAST_PATH_ALWAYS"]  # a packet was translated
+    made.maintain()
+    assert row["fast_path"] == WORDS["FAST_PATH_DIRECT"]
+
+
+def test_what_may_be_translated_without_a_rule_needs_the_stack_unless_it_is_a_flow() -> None:
+    row = np.zeros(1, dtype=layout.dtype_of("node"))
+    made = FastPath("auto", lambda: row, list, lambda: True)
+    made.maintain()
+    assert (row["fast_path"], made.decision.path) == (WORDS["FAST_PATH_ALWAYS"], "always")

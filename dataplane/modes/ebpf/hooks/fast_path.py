@@ -47,27 +47,43 @@ class FastPath:
         setting: `ebpf.fastPath`.
         row: the element of map `node`, shared with the kernel.
         rules: reads what packets meet in the stack.
+        translates: tells whether the stack may translate some although it has no rules.
     """
 
-    def __init__(self, setting: str, row: Callable[[], NDArray[Any]], rules: Callable[[], Iterable[str]]) -> None:
-        self._setting, self._row, self._rules = setting, row, rules
+    def __init__(
+        self,
+        setting: str,
+        row: Callable[[], NDArray[Any]],
+        rules: Callable[[], Iterable[str]],
+        translates: Callable[[], bool],
+    ) -> None:
+        self._setting, self._row, self._rules, self._translates = setting, row, rules, translates
         names = layout.abi_constants()
-        self._words = {path: names[f"FAST_PATH_{path.upper()}"] for path in ("off", "established", "always")}
-        stays = setting == "auto" and int(row()["fast_path"][0]) == self._words["always"]
+        self._words = {path: names[f"FAST_PATH_{path.upper()}"] for path in ("off", "established", "always", "direct")}
+        former = int(row()["fast_path"][0])
+        stays = setting == "auto" and former >= self._words["always"]
         self.decision = decide(setting, () if stays or setting != "auto" else ("not been looked at yet",))
-        self._write()
+        self._write(direct=former == self._words["direct"])
 
     def maintain(self) -> None:
-        """Decides again."""
-        before, self.decision = self.decision, decide(self._setting, self._read())
-        self._write()
+        """Decides again, also where a program has seen that a packet was translated."""
+        met, translates = self._read()
+        before, self.decision = self.decision, decide(self._setting, met)
+        self._write(direct=not met and not translates)
         if self.decision.warning and self.decision != before:
             log.warning("%s", self.decision.warning)
         elif self.decision != before:
             log.info("fast path: %s, because %s", self.decision.path, self.decision.why)
 
-    def _read(self) -> list[str]:
-        return list(self._rules()) if self._setting in ("auto", "always") else []
+    def _read(self) -> tuple[list[str], bool]:
+        asked = self._setting in ("auto", "always")
+        return (list(self._rules()), self._translates()) if asked else ([], True)
 
-    def _write(self) -> None:
-        self._row()["fast_path"] = self._words[self.decision.path]
+    def keep_to_flows(self) -> None:
+        """Leaves what belongs to no flow to the stack: from now on, another mode may translate it there."""
+        self._write(direct=False)
+
+    def _write(self, *, direct: bool) -> None:
+        """Writes the decision. `direct`: packets of no flow meet nothing in the stack either."""
+        path = self.decision.path
+        self._row()["fast_path"] = self._words["direct" if direct and path == "always" else path]

@@ -13,7 +13,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.abi import OBJECTS, abi_constants, s
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import Sizes
 
 # Maps of one program at a time; all others outlive the process.
-PRIVATE = frozenset({"copies", "explanation", "scratch"})
+PRIVATE = frozenset({"copies", "explanation", "pairs", "scratch"})
 MOST_BYTES = 256 << 20  # of the programs' rows: what has no row is not counted
 
 Larger = Mapping[str, Map]  # maps that will replace those of the same names

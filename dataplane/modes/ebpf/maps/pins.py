@@ -33,7 +33,7 @@ LINK: Final = "link_"
 NAMESPACE: Final = "namespace"  # the map of namespace_map(), orphans.py
 OTHER_PINS: Final = frozenset({NAMESPACE, "layout", "carrying"})  # alongside the maps of the programs
 DEVICES: Final = 14  # BPF_MAP_TYPE_DEVMAP
-WITH_ALL_MAPS: Final = ("connect", "xdp")  # objects that together have every map that is pinned
+WITH_ALL_MAPS: Final = ("connect", "hooks", "xdp")  # objects that together have every map that is pinned
 
 
 @lru_cache(maxsize=4)
