@@ -25,6 +25,7 @@ from .kit import (
     UDP,
     V4,
     Bench,
+    aware_of,
     end_closing_connections,
     eventually,
     forget_connections,
@@ -212,5 +213,6 @@ def strict(bench: Bench) -> Iterator[None]:
     # of mode userspace would send its FIN to a backend that is gone for minutes.
     eventually(lambda: not end_closing_connections(bench.lab), 10, "connections of earlier tests do not end")
     with ruleset(bench.lab, STRICT):
+        aware_of(bench.agent, STRICT)
         forget_connections(bench.lab)
         yield

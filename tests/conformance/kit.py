@@ -423,6 +423,15 @@ def ruleset(lab: Lab, table: str) -> Iterator[None]:
         lab.run("node", ["nft", "delete", "table", family, name])
 
 
+def aware_of(agent: Agent, table: str) -> None:
+    """The agent has seen that table of somebody else, in nft's words: from now on no packet goes past its rules."""
+    _, family, name, *_ = table.split()
+    if agent.mode == "ebpf":
+        agent.wait(
+            lambda status: f"{family} {name} " in status.dataplane.ebpf.fast_path_reason, what=f"aware of {name}"
+        )
+
+
 @contextmanager
 def extra_pod(bench: Bench) -> Iterator[Place]:
     """A pod that comes now, with servers, and goes at the end."""

@@ -25,6 +25,7 @@ from tests import namespaces
 from tests.waiting import bound, until
 
 from .clinic import ADDRESSES, HANGS, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
+from .kit import aware_of
 
 LOCAL = {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}
 GUARDED = {"type": "LoadBalancer", "loadBalancerSourceRanges": ["192.168.77.0/24"]}
@@ -109,6 +110,16 @@ def rules(place: str, table: str) -> Provoke:
     return lambda clinic: clinic.rules(place, table)
 
 
+def firewall(table: str) -> Provoke:
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        with clinic.rules("node", table):
+            aware_of(clinic.agent, table)
+            yield
+
+    return provoke
+
+
 class Incident(NamedTuple):
     """What happened, how it is provoked, what is typed, and what doctor must find."""
 
@@ -131,8 +142,8 @@ INCIDENTS = [
     Incident("nobody listens at the UDP port", put(*PODS, twin="UDP"), (NAME,), "backend-refuses"),
     Incident("a pod drops what comes in", rules("pod1", DEAF), (NAME,), "backend-silent"),
     Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
-    Incident("the firewall drops in FORWARD, and counts", rules("node", COUNTING), (NAME,), "firewall"),
-    Incident("the policy of FORWARD is drop", rules("node", CLOSED), (NAME,), "firewall", certain=False, own=True),
+    Incident("the firewall drops in FORWARD, and counts", firewall(COUNTING), (NAME,), "firewall"),
+    Incident("the policy of FORWARD is drop", firewall(CLOSED), (NAME,), "firewall", certain=False, own=True),
     Incident("the client is not in `loadBalancerSourceRanges`", put(*PODS, **GUARDED), OUTSIDER, "source-not-allowed"),
     Incident("policy `Local`, and no endpoint on this node", put("remote1", **LOCAL), CLIENT, "no-local-endpoint"),
     Incident("kube-proxy left its rules", rules("node", "table ip kube-proxy { }"), (), "other-proxy", own=True),

@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
 
-from .kit import HTTP, Bench, ruleset
+from .kit import HTTP, Bench, aware_of, ruleset
 from .test_rows import target_of
 
 FOREIGN = """
@@ -28,6 +28,7 @@ table inet foreign {
 def masquerade(bench: Bench) -> Iterator[None]:
     """What leaves the node gets its address, as with many CNIs; a port is kept where conntrack calls it free."""
     with ruleset(bench.lab, FOREIGN):
+        aware_of(bench.agent, FOREIGN)
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from .at_once import inbox, send_at_once, two_processors
 from .conftest import every_mode_but
-from .kit import V4, Bench, Service, counted, eventually, forget_path_mtus, ruleset
+from .kit import V4, Bench, Service, aware_of, counted, eventually, forget_path_mtus, ruleset
 from .packets import Header, datagram, fragments
 from .test_rows import target_of
 
@@ -73,6 +73,7 @@ def conntrack(bench: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with ruleset(bench.lab, CONNTRACK):
+        aware_of(bench.agent, CONNTRACK)
         yield
         listing = bench.lab.run("node", ["nft", "list", "table", "inet", "tracking"]).stdout
     assert "counter packets 0 " in listing, listing
