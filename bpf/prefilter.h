@@ -125,8 +125,8 @@ INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const enum 
 		return call_datapath(skb, hook, v6);
 	if (hook == HOOK_POD_EGRESS && marked && is_untouched(skb, &t, v6))
 		return TC_ACT_UNSPEC;
-	if (hook == HOOK_POD_INGRESS && !may_be_to_service(&t, v6))
-		return enter_directly(skb, &t, v6);
+	if (hook == HOOK_POD_INGRESS)
+		return may_be_to_service(&t, v6) ? call_datapath(skb, hook, v6) : enter_directly(skb, &t, v6);
 	return is_irrelevant(skb, &t, hook, v6) ? TC_ACT_UNSPEC : call_datapath(skb, hook, v6);
 }
 
