@@ -70,8 +70,10 @@ class PassingRules:
         return [*self._rules(), *legacy_tables_with_rules(), *_virtual_servers(), *self._policies()]
 
     def translate(self) -> bool:
-        """True if the kernel may translate: it does that for what met a former rule as long as the chain is there."""
-        self._rules()
+        """True if the kernel may translate, as of the last `found`.
+
+        It translates what met a former rule for as long as the chain is there.
+        """
         return self._translates or legacy_translates()
 
     def _rules(self) -> list[str]:
