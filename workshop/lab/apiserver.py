@@ -1080,12 +1080,12 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parent = os.getppid()
-    with ApiServer(window=options.window, bookmark_every=options.bookmarks, watch_list=options.watch_list) as api:
+    server = ApiServer(window=options.window, bookmark_every=options.bookmarks, watch_list=options.watch_list)
+    with contextlib.suppress(KeyboardInterrupt), server as api:
         api.populate(options.services, options.endpoints, options.node or ["node-0"], options.health_checks)
         print(api.kubeconfig(), api.control, sep="\n", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            while os.getppid() == parent:
-                time.sleep(0.5)
+        while os.getppid() == parent:
+            time.sleep(0.5)
 
 
 if __name__ == "__main__":
