@@ -46,7 +46,6 @@ from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
 
-
 TABLES: Final = tuple(f"{family.name} {TABLE}" for family in FAMILIES.values())
 TRIAL: Final = f"{TABLE}-trial"
 END_SECONDS: Final = 5.0
