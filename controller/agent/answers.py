@@ -32,6 +32,7 @@ from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.kernel import conntrack
 from hybrid_proxy.dataplane.mode import Programmer, belongs
 from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
 from hybrid_proxy.dataplane.timings import START
@@ -209,6 +210,7 @@ class Answers:
             configuration=self.follower.status(self.mode.config),
             other_proxies=list(self.other_proxies.warnings),
             health_checks=self.http.status(),
+            conntrack=conntrack.fill(),
             requests=[p.ApiRequests(*row) for row in source.connection.answers()] if source.connection else [],
             error=syncer.error,
             ready_seconds=syncer.ready_seconds,

@@ -292,6 +292,7 @@ class Agent:
             self._busy_with = ""
         if result is None:
             return
+        self.health.warnings = self.syncer.builder.node_port_faults
         self.http.follow(self.syncer.builder.health_checks, self.syncer.builder.health_addresses)
         self.mode.programmed()
         if first:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from enum import Enum
 from textwrap import wrap
-from typing import Final, NamedTuple
+from typing import Final
 
-from hybrid_proxy.controller.commands.columns import Screen, Tone, duration, painted, several, some
-from hybrid_proxy.controller.kubernetes.model import KindState
-from hybrid_proxy.controller.semantics.explain import left_text
+from hybrid_proxy.controller.commands.columns import Screen, duration, painted, several
+from hybrid_proxy.controller.commands.troubles import Trouble, Verdict, clock, missing, troubles
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ChangeLatency,
@@ -22,33 +19,11 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status, start_lines
 
-__all__ = ["Trouble", "Verdict", "lines", "lines_without_agent", "troubles", "verdict"]
+__all__ = ["Verdict", "lines", "lines_without_agent", "verdict"]
 
-NEARLY_FULL: Final = 0.9
 LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
 FIRST: Final = 3  # reasons in the first line
 SEVERAL: Final = ("configuration", "last sync failed")  # our own errors, which may have several lines
-
-
-class Verdict(Enum):
-    """The first words of `status`, and how they are shown."""
-
-    OK = "OK", Tone.GOOD
-    DRAINED = "DRAINED", Tone.WARN  # all is well, and health checks keep load balancers away
-    DEGRADED = "DEGRADED", Tone.WARN  # it serves what the cluster has, and something is wrong
-    NOT_IN_SYNC = "NOT IN SYNC", Tone.BAD  # it does not serve what the cluster has
-
-
-class Trouble(NamedTuple):
-    """Something that is wrong: in a few words, and in detail, each detail behind a word that says what it is.
-
-    `verdict` is what it makes of the whole. OK is a remark: the node does what it should, and there are details alone.
-    """
-
-    reason: str
-    label: str = ""
-    details: Sequence[str] = ()
-    verdict: Verdict = Verdict.DEGRADED
 
 
 def verdict(status: AgentStatus) -> Verdict:
@@ -59,106 +34,6 @@ def verdict(status: AgentStatus) -> Verdict:
 def _worst(found: Iterable[Trouble]) -> Verdict:
     order = list(Verdict)
     return max((trouble.verdict for trouble in found), key=order.index, default=Verdict.OK)
-
-
-def troubles(status: AgentStatus) -> list[Trouble]:
-    """List what is wrong, the worst first, and at the end what is only remarkable."""
-    dataplane, mode = status.dataplane, status.mode
-    found = [*_sync_troubles(status)]
-    if status.leaving:
-        text = "load balancers are told to send nothing to this node"
-        drained = Trouble(text, "drained", ["`hybrid-proxy drain --off` ends that"], Verdict.DRAINED)
-        found.insert(min(1, len(found)), drained)  # the first line has room for few reasons
-    if status.other_proxies:
-        found.append(Trouble("another proxy is on this node", "OTHER PROXY", status.other_proxies))
-    if mode.degraded:
-        found.append(
-            Trouble(
-                f"mode {mode.effective} serves instead of {mode.requested}",
-                f"{mode.requested} was asked for",
-                [mode.reason],
-            )
-        )
-    if dataplane.failing:
-        details = [f"{name}: each backend refused its last connection, or did not answer" for name in dataplane.failing]
-        found.append(Trouble(f"all backends of {some(dataplane.failing)} fail", "failing", details))
-    if dataplane.unprogrammed:
-        details = [f"{one.entry}: {one.reason}" for one in dataplane.unprogrammed]
-        found.append(Trouble(f"{_many(details, 'service port')} not programmed", "NOT PROGRAMMED", details))
-    for label, what, in_use in (("refused", "refused", False), ("left out", "used without a part of it", True)):
-        if details := [problem.text for problem in status.problems if problem.in_use is in_use]:
-            found.append(Trouble(f"{_many(details, 'object')} {what}", label, details))
-    if status.node_faults:
-        what = _many(status.node_faults, "fact of this node", "facts of this node")
-        found.append(Trouble(f"{what} missing or wrong", "node", status.node_faults))
-    if status.conflicts:
-        details = [f"{service}: {message}" for service, several in status.conflicts.items() for message in several]
-        found.append(Trouble(f"{_many(details, 'frontend')} of another service too", "conflict", details))
-    if status.left_to_node:
-        details = [left_text(address, service) for address, service in sorted(status.left_to_node.items())]
-        found.append(Trouble("", "note", details, Verdict.OK))
-    if status.refused_external_ips:  # as somebody has set it: no trouble of this node
-        names = sorted(status.refused_external_ips)
-        details = [f"{name}: {message}" for name in names for message in status.refused_external_ips[name]]
-        found.append(Trouble("", "note", details, Verdict.OK))
-    found += _backend_troubles(dataplane.ebpf) if dataplane.ebpf else ()
-    if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
-        found.append(
-            Trouble(f"{_many(pages, 'health check or page', 'health checks or pages')} not served", "NOT SERVED", pages)
-        )
-    if status.configuration.refused:
-        found.append(Trouble("the newest configuration is not used", "configuration", [status.configuration.refused]))
-    if empty := sorted({lack.service.partition(":")[0] for lack in status.without_backend if lack.clients == "all"}):
-        text = f"{several(len(empty), 'service')} without a backend: {some(empty)}"
-        found.append(Trouble("", "note", [text], Verdict.OK))
-    return found
-
-
-def _sync_troubles(status: AgentStatus) -> Iterator[Trouble]:
-    if status.error:
-        yield Trouble("the last sync failed", "last sync failed", [status.error], verdict=Verdict.NOT_IN_SYNC)
-    if status.drift:
-        yield Trouble(
-            f"{_many(status.drift, 'object')} not in place", "NOT IN PLACE", status.drift, verdict=Verdict.NOT_IN_SYNC
-        )
-    if not status.source.healthy:
-        yield Trouble(
-            "the objects cannot be read", "source", _source_details(status.source), verdict=Verdict.NOT_IN_SYNC
-        )
-    elif not status.synced and status.ready_seconds is None:
-        details = [status.starting] * bool(status.starting) + _source_details(status.source)
-        yield Trouble("the agent is starting", "starting", details, verdict=Verdict.NOT_IN_SYNC)
-    elif not (status.synced or status.error or status.drift):
-        yield Trouble("changes are being programmed", verdict=Verdict.NOT_IN_SYNC)
-
-
-def _source_details(source: SourceStatus) -> list[str]:
-    return [source.message] * bool(source.message) + [_missing(row) for row in source.kinds if row.state == "waiting"]
-
-
-def _missing(row: KindState) -> str:
-    stays = "; what was read stays in use" if row.state == "waiting" and row.listed else ""
-    return f"{row.kind}s: {row.state} since {_clock(row.since)}{': ' + row.why if row.why else ''}{stays}"
-
-
-def _backend_troubles(ebpf: EbpfStatus) -> Iterator[Trouble]:
-    for failing, reason in ((True, "ejected"), (False, "failing, but not ejected")):
-        details = [f"{row.address} of {row.service}: {row.state}" for row in ebpf.ejections if row.ejected is failing]
-        if details:
-            yield Trouble(f"{_many(details, 'backend')} {reason}", "backend", details)
-    if ebpf.pods.failed:
-        details = [f"{name}: {problem}" for name, problem in ebpf.pods.failed.items()]
-        yield Trouble(f"{_many(details, 'interface')} without our programs", "interface", details)
-    if full := [_map_text(name, row) for name, row in ebpf.maps.items() if _is_nearly_full(row)]:
-        yield Trouble(f"{_many(full, 'map')} nearly full", "map", full)
-
-
-def _is_nearly_full(row: MapUsage) -> bool:
-    return row.used is not None and bool(row.bound) and row.used >= NEARLY_FULL * (row.bound or 0)
-
-
-def _many(details: Sequence[object], one: str, more: str = "") -> str:
-    return f"1 {one} is" if len(details) == 1 else f"{len(details)} {more or f'{one}s'} are"
 
 
 # ------------------------------------------------------------------------------------------------ the lines
@@ -259,17 +134,13 @@ def _latency_text(change: ChangeLatency) -> str:
 
 def _draining_lines(left: DrainingMode, now: float) -> Iterator[str]:
     listed = f"; `hybrid-proxy flows --mode {left.mode}` lists them" if left.quiet else ""
-    since = f"{duration(left.seconds)}, since {_clock(now - left.seconds)}"
+    since = f"{duration(left.seconds)}, since {clock(now - left.seconds)}"
     yield f"mode {left.mode} drains for {since}: {left.text}{listed}"
     for row in left.quiet:
         idle = "" if row.idle is None else f"idle for {row.idle} s: "
         yield f"  {idle}{row.protocol} {row.client} -> {row.frontend}, backend {row.backend}, of {row.service or '-'}"
     if any(left.counters.values()):
         yield f"  events: {_counters_text(left.counters)}"
-
-
-def _clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S UTC")
 
 
 def _source_lines(source: SourceStatus, known: str, now: float) -> Iterator[str]:
@@ -280,7 +151,7 @@ def _source_lines(source: SourceStatus, known: str, now: float) -> Iterator[str]
         late = [row for row in source.kinds if row.state == "read" and now - row.heard > LATE]
         others = (f", {row.kind}s {duration(now - row.heard)} ago" for row in late)
         yield f"  something last came {duration(now - heard)} ago{''.join(others)}"
-    yield from (f"  {_missing(row)}" for row in source.kinds if row.state not in ("read", "waiting"))
+    yield from (f"  {missing(row)}" for row in source.kinds if row.state not in ("read", "waiting"))
 
 
 def _configuration_lines(configuration: ConfigurationStatus) -> Iterator[str]:

@@ -148,12 +148,26 @@ def node_faults(
                 f"no interface has {address}, which the Node {name} reports: {serving} is the source of what is "
                 "masqueraded, and node ports are served at both; correct the kubelet's --node-ip, or set --bind-address"
             )
+    yield from node_port_faults(settings, network)
     own = (*network.primary, *_first_of_each_family(_named(settings, node)))
     for cidr, what in wrong_ranges(settings, node, own, service_cidrs, routes).items():
         if not settings.proxy_name:
             yield (
                 f"the service range {cidr} is not believed, because it contains {what}: its unallocated addresses are "
                 "not dropped; correct the ServiceCIDR"
+            )
+
+
+def node_port_faults(settings: Settings, network: NodeNetwork) -> Iterator[str]:
+    """Describes ranges of `node_port_addresses` that leave a family of this node without any node port."""
+    for family in (4, 6):
+        ranges = [str(each) for each in networks_of(settings.node_port_addresses) if each.version == family]
+        have = [address for address in network.addresses if family_of(address) == family]
+        served = any(family_of(address) == family for address in network.node_port_addresses + network.loopback)
+        if ranges and have and not served:
+            yield (
+                f"nodePortAddresses ({', '.join(ranges)}) match no IPv{family} address of this node "
+                f"({', '.join(have)}), so node ports are served at none: correct the ranges"
             )
 
 

@@ -25,7 +25,7 @@ from hybrid_proxy.controller.semantics.entries import (
     health_check,
 )
 from hybrid_proxy.controller.semantics.lacks import KnownLacks, Lack
-from hybrid_proxy.controller.semantics.node import NO_ROUTES, Routes, node_faults, node_network
+from hybrid_proxy.controller.semantics.node import NO_ROUTES, Routes, node_faults, node_network, node_port_faults
 from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Frontend, Kind, NodeNetwork, Protocol, ServiceTable, socket_text
 
@@ -65,6 +65,11 @@ class Builder:
         return health_addresses(self._settings, self._table.node)
 
     @property
+    def node_port_faults(self) -> tuple[str, ...]:
+        """Ranges of node ports that match no address of this node."""
+        return tuple(node_port_faults(self._settings, self._table.node))
+
+    @property
     def table(self) -> ServiceTable:
         return self._table
 
@@ -85,8 +90,10 @@ class Builder:
 
     def node_faults(self, cluster: Cluster, *, needs_node: bool) -> tuple[str, ...]:
         """Describes what is missing or wrong about this node; `needs_node`: it has a Node object."""
-        if self._asked is None or not (needs_node or cluster.node):
+        if self._asked is None:
             return ()
+        if not (needs_node or cluster.node):
+            return self.node_port_faults
         problem = cluster.problems.get(("Node", self._settings.node_name))
         unread = cluster.unread("Node") or (problem.text if problem else "")
         network, (_, _, cidrs, routes) = self._table.node, self._asked

@@ -88,6 +88,7 @@ class Health:
         self.node_eligible = not needs_node
         self.leaving = False  # load balancers should send nothing more to this node
         self.awaited: tuple[str, ...] = ()  # kinds of objects without which nothing is programmed
+        self.warnings: tuple[str, ...] = ()  # of settings that serve nowhere: they change no answer's status
         self.asked: Counter[tuple[str, int]] = Counter()  # page and status -> how often
         self._needs_node = needs_node
         self._waiting: Mapping[int, float] = {}  # family -> since when the oldest change waits
@@ -156,6 +157,8 @@ class Health:
             }
         elif self.awaited:
             body["waitingFor"] = self.awaited
+        if self.warnings:
+            body["warnings"] = self.warnings
         code = OK if good else UNAVAILABLE
         self.asked[name, code] += 1
         return Answer(code, msgspec.json.encode(body))

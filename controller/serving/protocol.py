@@ -20,6 +20,7 @@ from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.dataplane.reports import (
     Ejection,
     ExplainAnswer,
+    Fill,
     FlowRow,
     PacketEvent,
     StartPart,
@@ -184,6 +185,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         configuration: The configuration in effect.
         other_proxies: Warnings about other proxies on this node.
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
+        conntrack: The kernel's table of flows; null where it is not loaded.
         requests: Requests to the API server by their answer.
         error: Why the last sync failed; empty if it succeeded.
         ready_seconds: The time from the start to the first programmed table; null until then.
@@ -221,6 +223,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     configuration: ConfigurationStatus
     other_proxies: list[str]
     health_checks: HealthChecks
+    conntrack: Fill | None = None
     requests: list[ApiRequests]
     error: str
     ready_seconds: float | None

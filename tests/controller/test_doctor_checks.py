@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -25,7 +26,7 @@ from hybrid_proxy.controller.commands.doctor.service import is_about
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.serving.protocol import SourceStatus, TableFrontend, TablePort
-from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow, Unprogrammed
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, WhenEmpty
 from tests.workshop.top.samples import agent_status, dataplane
 
@@ -216,6 +217,7 @@ NODES = [
     pytest.param({"forwarding": {4: True, 6: False}}, "forwarding-off", "problem", id="no forwarding of IPv6"),
     pytest.param({"conntrack": Fill(100, 100)}, "conntrack-full", "problem", id="conntrack is full"),
     pytest.param({"conntrack": Fill(95, 100)}, "conntrack-full", "warning", id="conntrack is nearly full"),
+    pytest.param({"agent": agent_status(dataplane=dataplane(unprogrammed=[Unprogrammed("a/b:c", "map services (--max-services) is full (9)")]))}, "map-full", "problem", id="a map is full"),
     pytest.param({"empty": ("shop/a:http",)}, "empty-services", "warning", id="a service without endpoints"),
     pytest.param({"events": (EVENT,)}, "drops", "warning", id="recent drops"),
     pytest.param({"reverse_path_drops": 3}, "reverse-path", "warning", id="rp_filter drops"),
@@ -228,6 +230,20 @@ NODES = [
     pytest.param({"agent": agent_status(leaving=True)}, "draining", "warning", id="somebody drains the node"),
 ]
 # fmt: on
+
+
+def test_whose_flows_fill_conntrack_is_told() -> None:
+    node = msgspec.structs.replace(WELL, conntrack=Fill(100, 100), conntrack_user="10.0.0.1 (90)")
+    verdict = diagnose("node", [each for each in node_findings(node) if each.subject == "conntrack"]).verdict
+    assert verdict.startswith("conntrack is full")
+    assert verdict.endswith("10.0.0.1 (90)")
+
+
+def test_of_a_full_map_the_flag_and_the_field_are_told() -> None:
+    rows = [Unprogrammed("a/b:c", "map services (--max-services) is full (9)")]
+    node = msgspec.structs.replace(WELL, agent=agent_status(dataplane=dataplane(unprogrammed=rows)))
+    todo = next(each.todo for each in node_findings(node) if each.cause == "map-full")
+    assert {"--max-services", "ebpf.maxServices"} <= set(re.findall(r"[\w.-]+", todo))
 
 
 @pytest.mark.parametrize(("changes", "cause", "mark"), NODES)
@@ -309,7 +325,7 @@ def test_a_service_port_of_which_all_backends_fail_comes_before_old_drops() -> N
     node = msgspec.structs.replace(WELL, agent=agent, events=(EVENT, EVENT, fails))
     verdict = diagnose("node", list(node_findings(node)))
     assert (verdict.cause, verdict.well) == ("backends-fail", False)
-    assert verdict.verdict == "all backends of 1 service port fail: shop/web:http"
+    assert verdict.verdict == "all backends of shop/web:http fail"
     drops = next(each.text for each in verdict.findings if each.subject == "drops")
     assert drops == "in the last minutes: 1 x no answer (shop/web:http); 2 x no such source (shop/web:http)"
 
@@ -421,3 +437,9 @@ def test_of_several_services_each_has_one_line(found: ServiceFacts, mark: str, t
     assert short.mark == mark
     assert short.text.startswith(text)
     assert todo in short.todo
+
+
+def test_other_problems_are_counted_once() -> None:
+    bad = facts(tried(A, "refused", "refused"), tried(B, "silent", "silent"))
+    verdict = diagnose("namespace shop", [in_short(bad, WELL), in_short(bad, WELL)]).verdict
+    assert verdict.count("other problem") == 1

@@ -110,6 +110,12 @@ class TestProxy:
         body = decoded(health.livez(101, WALL))[1]
         assert ("nodeEligible" in body, body["healthy"]) == (False, True)
 
+    def test_a_setting_that_serves_nowhere_is_told_and_changes_no_answer(self):
+        health = programmed(100)
+        health.warnings = ("nodePortAddresses match nothing",)
+        answer = health.healthz(101, WALL)
+        assert (answer.code, decoded(answer)[1]["warnings"]) == (200, ["nodePortAddresses match nothing"])
+
     def test_answers_are_counted(self):
         health = programmed(100)
         health.healthz(101, WALL)

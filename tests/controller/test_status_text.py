@@ -27,6 +27,7 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.dataplane.reports import (
     EbpfStatus,
     Ejection,
+    Fill,
     InterfaceHooks,
     MapUsage,
     SocketHooks,
@@ -169,6 +170,8 @@ ONE_TROUBLE = (
     pytest.param({"configuration": ConfigurationStatus("f", ["w"], ["x"], "")}, Verdict.OK,   id="a-warning"),
     pytest.param({"node_faults": ["there is no Node"]},                  Verdict.DEGRADED,    id="no-node"),
     pytest.param({"left_to_node": {"10.96.0.10": "a/b"}},                Verdict.OK,          id="own-cluster-ip"),
+    pytest.param({"conntrack": Fill(100, 100)},                          Verdict.DEGRADED,    id="conntrack-is-full"),
+    pytest.param({"conntrack": Fill(9, 100)},                            Verdict.OK,          id="conntrack-has-room"),
     pytest.param({"leaving": True},                                      Verdict.DRAINED,     id="a-drained-node"),
     pytest.param({"leaving": True, "error": "boom"},                     Verdict.NOT_IN_SYNC, id="drained-not-in-sync"),
     pytest.param({"without_backend": [Lack("a/b:c", 4, "all", "none")]}, Verdict.OK,          id="no-backend"),

@@ -47,6 +47,28 @@ def test_node_port_addresses(wanted, interfaces, expected):
     assert not {"127.0.0.1", "::1"} & set(network.addresses)
 
 
+# fmt: off
+NOWHERE = [
+    pytest.param(("172.16.0.0/12", "fd09::/64"),    2, id="no address of the node inside"),
+    pytest.param(("172.16.0.0/12",),                1, id="the other family is not restricted"),
+    pytest.param(("172.16.0.0/12", "127.0.0.0/8"),  0, id="loopback alone is meant"),
+    pytest.param(("localhost", "172.16.0.0/12"),    0, id="localhost, and no address inside"),
+    pytest.param(("primary", "172.16.0.0/12"),      0, id="primary, and no address inside"),
+    pytest.param(("10.0.0.0/8",),                   0, id="one that matches"),
+    pytest.param((),                                0, id="no setting"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("wanted", "faults"), NOWHERE)
+def test_ranges_of_node_ports_that_match_nothing_are_told(wanted, faults):
+    settings = Settings(node_name=ME, node_port_addresses=wanted)
+    node = Node(ME, ("10.0.0.5", "fd03::3"))
+    found = faults_of(settings, node, node, "", (), KERNEL)
+    assert len(found) == faults
+    assert all("nodePortAddresses" in fault for fault in found)
+
+
 BOTH, ONE = ("127.0.0.1", "::1"), ("127.0.0.1",)
 # fmt: off
 LOOPBACK = [

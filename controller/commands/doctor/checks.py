@@ -23,13 +23,15 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Tried,
 )
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
+from hybrid_proxy.controller.commands.troubles import fill_trouble, raise_it, troubles, unprogrammed
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
+from hybrid_proxy.dataplane.reports import Fill, PacketEvent
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, socket_text
 
-NEARLY_FULL: Final = 0.9
+# The node's own facts say this, too, and more recently than the agent.
+LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "ejected", "empty-services"})
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 AS_LEFT: Final = ", as the agent before this one left it"
@@ -95,7 +97,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     yield from _forwarding(facts)
     yield _reverse_path(facts)
     if facts.conntrack is not None:
-        yield _conntrack(facts)
+        yield _conntrack(facts.conntrack, facts.conntrack_user)
     for text in facts.beside:
         yield Finding("ok", "other programs", text)
     yield _ejected(facts)
@@ -128,99 +130,22 @@ def _without_agent(facts: NodeFacts) -> Finding:
 
 def _agent_findings(agent: AgentStatus, *, serves: bool) -> Iterator[Finding]:
     yield Finding("ok", "agent", f"it runs on node {agent.node}, up {duration(agent.uptime_seconds)}")
-    mode = agent.mode
-    if mode.degraded:
-        text = f"mode {mode.effective} serves, {mode.requested} was asked for: {mode.reason}"
-        yield Finding("warning", "mode", text, "`hybrid-proxy modes` says what each mode lacks", "degraded")
-    else:
-        drains = "".join(f"; mode {left.mode} drains, {left.text} are open" for left in agent.draining)
-        yield Finding("ok", "mode", f"{mode.effective} serves{drains}")
-    if agent.leaving:
-        text = "load balancers are told to send nothing to this node, because somebody drains it"
-        yield Finding("warning", "drain", text, "`hybrid-proxy drain --off` ends that", "draining")
-    source = _source(agent, serves=serves)
-    yield _sync(agent, source)
-    yield source
-    for message in agent.drift:
-        yield Finding("problem", "drift", message, "the agent cannot repair it: the log says why", "not-in-sync")
-    yield from _objects(agent)
-    yield from _tables(agent)
-    if failing := agent.dataplane.failing:
-        text = f"all backends of {several(len(failing), 'service port')} fail: {some(failing)}"
-        todo = f"hybrid-proxy doctor {failing[0].partition(':')[0]}"
-        yield Finding("problem", "backends", text, todo, "backends-fail")
-    for trouble in (*agent.health_checks.listeners.values(), *agent.health_checks.failed.values()):
-        yield Finding("problem", "health checks", f"not served: {trouble}", "free the port", "not-served")
-
-
-def _sync(agent: AgentStatus, source: Finding) -> Finding:
-    if agent.error:
-        return Finding("problem", "sync", f"the last sync failed: {agent.error}", "read the agent's log", "not-in-sync")
-    if agent.starting:
-        text = f"this agent has programmed nothing yet: {agent.starting}"
-        mark: Mark = "warning" if source.mark == "problem" else "problem"
-        return Finding(mark, "sync", text, "ask again in some seconds, then read the agent's log", "not-in-sync")
-    if not agent.synced and not agent.drift:
-        text = "not everything that is known is programmed yet"
-        return Finding("problem", "sync", text, "ask again in some seconds, then read the agent's log", "not-in-sync")
-    return Finding("ok", "sync", f"{several(agent.services, 'service')} in sync")
-
-
-def _source(agent: AgentStatus, *, serves: bool) -> Finding:
-    source = agent.source
-    waiting = [row for row in source.kinds if row.state == "waiting"]
-    if source.healthy and not waiting:
-        return Finding("ok", "source", source.description)
-    why = source.message or "; ".join(f"{row.kind}s cannot be read: {row.why}" for row in waiting if row.why)
-    stays = "what was read last stays in use"
-    if agent.starting:
-        stays = "what the agent before this one left serves" if serves else "nothing is served"
-    text = f"{source.description} {'cannot be read' if why else 'has not answered yet'}, and {stays}"
-    todo = "check the route to it, its address, and the agent's credentials" + (f" ({why})" if why else "")
-    return Finding("problem", "source", text, todo, "api-unreachable")
-
-
-def _objects(agent: AgentStatus) -> Iterator[Finding]:
-    for text in agent.node_faults:
-        yield Finding("warning", "node", text, cause="node-faults")
-    for problem in agent.problems:
-        text = problem.text if problem.in_use else f"refused: {problem.text}"
-        yield Finding("warning", "objects", text, "correct the object", "refused-objects")
-    for service, messages in agent.conflicts.items():
-        yield Finding(
-            "warning", "objects", f"{service}: {'; '.join(messages)}", "give one another address", "refused-objects"
-        )
-    known = agent.configuration
-    if known.refused:
-        text = f"the newest content of {known.file} is not used: {known.refused}"
-        yield Finding("warning", "configuration", text, "correct the file", "configuration")
-    if known.waiting:
-        text = f"{', '.join(known.waiting)} wait for the next start"
-        yield Finding("warning", "configuration", text, "restart the agent", "configuration")
-
-
-def _tables(agent: AgentStatus) -> Iterator[Finding]:
-    plane = agent.dataplane
-    for text in _unprogrammed(plane.unprogrammed):
-        yield Finding("problem", "maps", text, "the reason names the limit or the feature", "map-full")
-    rows = {name: (row.used, row.limit) for name, row in plane.fill.items()}
-    if plane.ebpf:
-        growing = plane.ebpf.maps.items()
-        rows |= {name: (row.used, row.bound) for name, row in growing if row.used is not None and row.bound}
-    full = {name: row for name, row in rows.items() if row[1] and row[0] >= NEARLY_FULL * row[1]}
-    for name, (used, limit) in full.items():
-        mark, word = ("problem", "full") if used >= limit else ("warning", "nearly full")
-        text = f"{name} is {word}: {used} of {limit} entries are used"
-        yield Finding("problem" if mark == "problem" else "warning", "maps", text, "raise its --max-* flag", "map-full")
-    if not full and not plane.unprogrammed:
-        yield Finding("ok", "maps", "everything is programmed, and no map is nearly full")
-
-
-def _unprogrammed(rows: Sequence[Unprogrammed]) -> Iterator[str]:
-    """A sentence for each reason."""
-    for reason in dict.fromkeys(row.reason for row in rows):
-        entries = list(dict.fromkeys(row.entry for row in rows if row.reason == reason))
-        yield f"{some(entries)} {_verb(entries, 'is', 'are')} not programmed: {reason}"
+    found = [each for each in troubles(agent, serves=serves) if each.cause not in LOOKED_AT]
+    drains = "".join(f"; mode {left.mode} drains, {left.text} are open" for left in agent.draining)
+    missed = len({one.entry for one in agent.dataplane.unprogrammed})
+    without = f", but for {several(missed, 'service port')}" if missed else ""
+    well = {
+        "mode": f"{agent.mode.effective} serves{drains}",
+        "sync": f"{several(agent.services, 'service')} in sync{without}",
+        "source": agent.source.description,
+        "maps": "everything is programmed, and no map is nearly full",
+    }
+    for subject, text in well.items():
+        if subject not in {each.subject for each in found}:
+            yield Finding("ok", subject, text)
+    for each in found:
+        for text in each.said or each.details:
+            yield Finding(each.mark, each.subject, text, each.todo, each.cause)
 
 
 def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
@@ -243,17 +168,12 @@ def _reverse_path(facts: NodeFacts) -> Finding:
     return Finding("ok", "rp_filter", f"strict at {some(strict)}, and drops nothing" if strict else "nowhere strict")
 
 
-def _conntrack(facts: NodeFacts) -> Finding:
-    used, limit = (facts.conntrack.used, facts.conntrack.limit) if facts.conntrack else (0, 0)
-    text = f"{used} of {limit} entries are used"
+def _conntrack(row: Fill, largest: str) -> Finding:
     todo = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core)"
-    if limit and used >= limit:
-        return Finding(
-            "problem", "conntrack", f"it is full, and new connections are dropped: {text}", todo, "conntrack-full"
-        )
-    if limit and used >= NEARLY_FULL * limit:
-        return Finding("warning", "conntrack", f"it is nearly full: {text}", todo, "conntrack-full")
-    return Finding("ok", "conntrack", text)
+    for each in fill_trouble("conntrack", "conntrack-full", "conntrack", row, todo):
+        user = f"; most are of {largest}" if largest else ""
+        return Finding(each.mark, each.subject, f"{each.details[0]}{user}", todo, each.cause)
+    return Finding("ok", "conntrack", f"{row.used} of {row.limit} entries are used")
 
 
 def _ejected(facts: NodeFacts) -> Finding:
@@ -330,7 +250,12 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
         return Finding("ok", "service", found.verdict)
     mark: Mark = "warning" if found.well else "problem"
     todo = next(each.todo for each in findings if (each.mark, each.cause) == (mark, found.cause))
-    text = found.verdict if found.well else f"{facts.asked}: {found.verdict}"
+    # Without "(and 1 other problem)": the verdict on all services counts them.
+    text = (
+        found.verdict
+        if found.well
+        else f"{facts.asked}: {min((f for f in findings if f.mark == mark), key=_rank).text}"
+    )
     return Finding(mark, "service", text, todo, found.cause, found.certain)
 
 
@@ -471,9 +396,8 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     agent = node.agent
     names = {port.name for port in facts.ports}
     missed = [one for one in agent.dataplane.unprogrammed if one.entry in names] if agent else []
-    for text in _unprogrammed(missed):
-        todo = "the reason names the limit (--max-*) or the feature that is missing"
-        yield Finding("problem", "kernel", text, todo, "not-programmed")
+    for text in unprogrammed(missed):
+        yield Finding("problem", "kernel", text, raise_it(missed), "not-programmed")
     if agent is not None and not missed and any(map(_ends, facts.ports)):
         yield _programmed(facts, {(row.service, row.address) for row in node.ejections})
     ejected = [row for row in node.ejections if row.service in names]

@@ -81,6 +81,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     reverse_path: dict[str, int] = {}  # interface -> rp_filter
     reverse_path_drops: int | None = None  # while doctor looked
     conntrack: Fill | None = None
+    conntrack_user: str = ""  # whose flows have most entries, where it is nearly full
     empty: tuple[str, ...] = ()  # service ports that have no backend
     ejections: tuple[Ejection, ...] = ()
     beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours

@@ -12,18 +12,18 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
+from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
 from hybrid_proxy.controller.commands.views import Agent, Programmed
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel import links, sysctl
+from hybrid_proxy.dataplane.kernel import conntrack, links, sysctl
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.other_proxies import warnings
-from hybrid_proxy.dataplane.reports import Fill, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.reports import PacketEvent, ServiceRow
 
 RECENT_SECONDS: Final = 300.0
-CONNTRACK: Final = "net/netfilter/nf_conntrack_"
 FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
 
 
@@ -45,6 +45,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     here, unread = (None, "permission denied") if denied else _read(asked.programmed)
     rows = [row for one in (here.by_mode() if here else ()) for row in _read(one.services)[0] or ()]
     events, events_unknown = (None, unread) if denied else _read(asked.events)
+    table = conntrack.fill()
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
     facts = NodeFacts(
         now=time.time(),
@@ -59,7 +60,8 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         other_proxies=_other_proxies(agent, here),
         forwarding={each: sysctl.read(FORWARDING[each]) != "0" for each in sorted(families)},
         reverse_path=_reverse_path(),
-        conntrack=_conntrack(),
+        conntrack=table,
+        conntrack_user=conntrack.largest_user() if table and table.used >= NEARLY_FULL * table.limit else "",
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
         beside=_beside(here, cgroup or _cgroup(agent)),
@@ -128,8 +130,3 @@ def _reverse_path() -> dict[str, int]:
             if name and name != "lo":
                 found[name] = value
     return found
-
-
-def _conntrack() -> Fill | None:
-    used, limit = sysctl.read(f"{CONNTRACK}count"), sysctl.read(f"{CONNTRACK}max")
-    return Fill(int(used), int(limit)) if used and limit else None

@@ -1,0 +1,257 @@
+"""PURE. Lists what is wrong with an agent and its node: once, for the lines of `status` and the findings of doctor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Final, NamedTuple
+
+from hybrid_proxy.controller.commands.columns import Tone, several, some
+from hybrid_proxy.controller.commands.doctor.facts import Cause, Mark
+from hybrid_proxy.controller.kubernetes.model import KindState
+from hybrid_proxy.controller.semantics.explain import left_text
+from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
+from hybrid_proxy.dataplane.reports import EbpfStatus, Fill, Status, Unprogrammed
+
+__all__ = ["Trouble", "Verdict", "clock", "fill_trouble", "missing", "raise_it", "troubles", "unprogrammed"]
+
+NEARLY_FULL: Final = 0.9
+READ_LOG: Final = "read the agent's log"
+WAIT: Final = f"ask again in some seconds, then {READ_LOG}"
+_FLAG: Final = re.compile(r"--max-[a-z-]+")
+
+
+class Verdict(Enum):
+    """The first words of `status`, and how they are shown."""
+
+    OK = "OK", Tone.GOOD
+    DRAINED = "DRAINED", Tone.WARN  # all is well, and health checks keep load balancers away
+    DEGRADED = "DEGRADED", Tone.WARN  # it serves what the cluster has, and something is wrong
+    NOT_IN_SYNC = "NOT IN SYNC", Tone.BAD  # it does not serve what the cluster has
+
+
+class Trouble(NamedTuple):
+    """Something that is wrong.
+
+    Attributes:
+        subject: What it is about; doctor shows a finding for each sentence.
+        cause: Doctor's word for it, for programs.
+        reason: In a few words, for the first line of `status`.
+        label: The word before each detail in `status`.
+        details: Sentences.
+        verdict: What it makes of the whole. OK is a remark: the node does what it should.
+        mark: Doctor's judgement.
+        todo: What to do about it.
+        said: Doctor's sentences, where the details need the label to be understood.
+    """
+
+    subject: str
+    cause: Cause = ""
+    reason: str = ""
+    label: str = ""
+    details: Sequence[str] = ()
+    verdict: Verdict = Verdict.DEGRADED
+    mark: Mark = "problem"
+    todo: str = ""
+    said: Sequence[str] = ()
+
+
+def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
+    """List what is wrong, the worst first, and at the end what is only remarkable.
+
+    `serves`: something is programmed, be it by a former agent.
+    """
+    found = [*_sync_troubles(status, serves=serves)]
+    if status.leaving:
+        text, todo = "load balancers are told to send nothing to this node", "`hybrid-proxy drain --off` ends that"
+        drained = Trouble("drain", "draining", text, "drained", [todo], Verdict.DRAINED, "warning", todo, [text])
+        found.insert(min(1, len(found)), drained)  # the first line has room for few reasons
+    if status.other_proxies:
+        text = "another proxy is on this node"
+        found.append(Trouble("other proxies", "other-proxy", text, "OTHER PROXY", status.other_proxies))
+    mode = status.mode
+    if mode.degraded:
+        text, todo = f"mode {mode.effective} serves instead of {mode.requested}", "`hybrid-proxy modes` says what lacks"
+        found.append(Trouble(
+            "mode", "degraded", text, f"{mode.requested} was asked for", [mode.reason], mark="warning", todo=todo,
+            said=[f"{text}: {mode.reason}"],
+        ))  # fmt: skip
+    found += [*_plane_troubles(status.dataplane)]
+    found += [*_object_troubles(status)]
+    found += _ebpf_troubles(status.dataplane.ebpf) if status.dataplane.ebpf else ()
+    found += [*_full(status)]
+    if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
+        text = f"{_many(pages, 'health check or page', 'health checks or pages')} not served"
+        said = [f"not served: {page}" for page in pages]
+        found.append(Trouble("health checks", "not-served", text, "NOT SERVED", pages, todo="free the port", said=said))
+    known = status.configuration
+    if known.refused:
+        text = "the newest configuration is not used"
+        said = [f"the newest content of {known.file} is not used: {known.refused}"]
+        found.append(Trouble(
+            "configuration", "configuration", text, "configuration", [known.refused], mark="warning",
+            todo="correct the file", said=said,
+        ))  # fmt: skip
+    if known.waiting:  # status names them with the file
+        said = [f"{', '.join(known.waiting)} wait for the next start"]
+        found.append(Trouble("configuration", "configuration", verdict=Verdict.OK, mark="warning",
+                             todo="restart the agent", said=said))  # fmt: skip
+    if empty := sorted({lack.service.partition(":")[0] for lack in status.without_backend if lack.clients == "all"}):
+        found.append(_note("endpoints", [f"{several(len(empty), 'service')} without a backend: {some(empty)}"],
+                           "empty-services"))  # fmt: skip
+    return found
+
+
+def _note(subject: str, details: Sequence[str], cause: Cause = "") -> Trouble:
+    return Trouble(subject, cause, "", "note", details, Verdict.OK, "ok")
+
+
+def _sync_troubles(status: AgentStatus, *, serves: bool) -> Iterator[Trouble]:
+    source, worst = status.source, Verdict.NOT_IN_SYNC
+    if status.error:
+        text = "the last sync failed"
+        yield Trouble("sync", "not-in-sync", text, "last sync failed", [status.error], worst, todo=READ_LOG,
+                      said=[f"{text}: {status.error}"])  # fmt: skip
+    if status.drift:
+        text, todo = f"{_many(status.drift, 'object')} not in place", "the agent cannot repair it: the log says why"
+        yield Trouble("drift", "not-in-sync", text, "NOT IN PLACE", status.drift, worst, todo=todo)
+    unread = not source.healthy or any(row.state == "waiting" for row in source.kinds)
+    if unread:
+        said, todo = _unread(status, serves=serves)
+        text, details = "the objects cannot be read", _source_details(source)
+        found = Trouble("source", "api-unreachable", text, "source", details, worst, todo=todo, said=[said])
+        yield _if(not source.healthy, found)  # while it is healthy, they are being listed
+    if not status.synced and status.ready_seconds is None:
+        details = [status.starting] * bool(status.starting) + _source_details(source)
+        said = f"this agent has programmed nothing yet{f': {status.starting}' if status.starting else ''}"
+        mark: Mark = "warning" if unread else "problem"
+        text = "the agent is starting"
+        yield _if(source.healthy, Trouble("sync", "not-in-sync", text, "starting", details, worst, mark, WAIT, [said]))
+    elif not (status.synced or status.error or status.drift):
+        text = "not everything that is known is programmed yet"
+        yield _if(source.healthy, Trouble("sync", "not-in-sync", text, verdict=worst, todo=WAIT, said=[text]))
+
+
+def _if(shown: bool, found: Trouble) -> Trouble:
+    """For doctor alone, unless it is shown: another trouble explains it to readers of `status`."""
+    return found if shown else found._replace(reason="", details=(), verdict=Verdict.OK)
+
+
+def _unread(status: AgentStatus, *, serves: bool) -> tuple[str, str]:
+    """Why objects are not read, what serves meanwhile, and what to do about it."""
+    source = status.source
+    late = (f"{row.kind}s cannot be read: {row.why}" for row in source.kinds if row.state == "waiting" and row.why)
+    why = source.message or "; ".join(late)
+    stays = "what was read last stays in use"
+    if status.starting:
+        stays = "what the agent before this one left serves" if serves else "nothing is served"
+    text = f"{source.description} {'cannot be read' if why else 'has not answered yet'}, and {stays}"
+    return text, "check the route to it, its address, and the agent's credentials" + (f" ({why})" if why else "")
+
+
+def _source_details(source: SourceStatus) -> list[str]:
+    return [source.message] * bool(source.message) + [missing(row) for row in source.kinds if row.state == "waiting"]
+
+
+def missing(row: KindState) -> str:
+    """Describe a kind of objects that cannot be read."""
+    stays = "; what was read stays in use" if row.state == "waiting" and row.listed else ""
+    return f"{row.kind}s: {row.state} since {clock(row.since)}{': ' + row.why if row.why else ''}{stays}"
+
+
+def clock(seconds: float) -> str:
+    """Format seconds since 1970 as a time of the day."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S UTC")
+
+
+def _plane_troubles(plane: Status) -> Iterator[Trouble]:
+    if plane.failing:
+        details = [f"{name}: each backend refused its last connection, or did not answer" for name in plane.failing]
+        text, todo = f"all backends of {some(plane.failing)} fail", _doctor(plane.failing[0])
+        yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
+    if plane.unprogrammed:
+        details = [f"{one.entry}: {one.reason}" for one in plane.unprogrammed]
+        text, todo = f"{_many(details, 'service port')} not programmed", raise_it(plane.unprogrammed)
+        said = [*unprogrammed(plane.unprogrammed)]
+        yield Trouble("maps", "map-full", text, "NOT PROGRAMMED", details, todo=todo, said=said)
+
+
+def unprogrammed(rows: Sequence[Unprogrammed]) -> Iterator[str]:
+    """Return a sentence for each reason."""
+    for reason in dict.fromkeys(row.reason for row in rows):
+        entries = list(dict.fromkeys(row.entry for row in rows if row.reason == reason))
+        yield f"{some(entries)} {'is' if len(entries) == 1 else 'are'} not programmed: {reason}"
+
+
+def raise_it(rows: Sequence[Unprogrammed]) -> str:
+    """Say which limit to raise, by its flag and its field in the file."""
+    for flag in _FLAG.findall(" ".join(row.reason for row in rows)):
+        first, *words = flag.removeprefix("--").split("-")
+        return f"raise {flag} (in the file: ebpf.{first}{''.join(map(str.capitalize, words))})"
+    return "the reason names the feature that is missing"
+
+
+def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
+    for label, what, in_use in (("refused", "refused", False), ("left out", "used without a part of it", True)):
+        if details := [problem.text for problem in status.problems if problem.in_use is in_use]:
+            said = details if in_use else [f"refused: {text}" for text in details]
+            yield Trouble("objects", "refused-objects", f"{_many(details, 'object')} {what}", label, details,
+                          mark="warning", todo="correct the object", said=said)  # fmt: skip
+    if status.node_faults:
+        what = _many(status.node_faults, "fact of this node", "facts of this node")
+        yield Trouble("node", "node-faults", f"{what} missing or wrong", "node", status.node_faults, mark="warning")
+    if status.conflicts:
+        details = [f"{service}: {text}" for service, texts in status.conflicts.items() for text in texts]
+        yield Trouble("objects", "refused-objects", f"{_many(details, 'frontend')} of another service too", "conflict",
+                      details, mark="warning", todo="give one another address")  # fmt: skip
+    if status.left_to_node:
+        yield _note("objects", [left_text(*pair) for pair in sorted(status.left_to_node.items())])
+    if status.refused_external_ips:  # as somebody has set it: no trouble of this node
+        known = sorted(status.refused_external_ips.items())
+        yield _note("objects", [f"{name}: {text}" for name, texts in known for text in texts])
+
+
+def _ebpf_troubles(ebpf: EbpfStatus) -> Iterator[Trouble]:
+    for failing, reason in ((True, "ejected"), (False, "failing, but not ejected")):
+        rows = [row for row in ebpf.ejections if row.ejected is failing]
+        if details := [f"{row.address} of {row.service}: {row.state}" for row in rows]:
+            yield Trouble("backends", "ejected", f"{_many(details, 'backend')} {reason}", "backend", details,
+                          mark="warning", todo=_doctor(rows[0].service))  # fmt: skip
+    if ebpf.pods.failed:
+        details = [f"{name}: {problem}" for name, problem in ebpf.pods.failed.items()]
+        text, todo = f"{_many(details, 'interface')} without our programs", f"no pod behind it is served: {READ_LOG}"
+        yield Trouble("interfaces", "not-programmed", text, "interface", details, todo=todo)
+
+
+def _full(status: AgentStatus) -> Iterator[Trouble]:
+    plane = status.dataplane
+    rows = dict(plane.fill)
+    if plane.ebpf:
+        growing = plane.ebpf.maps.items()
+        rows |= {name: Fill(row.used, row.bound) for name, row in growing if row.used is not None and row.bound}
+    for name, row in rows.items():
+        yield from fill_trouble("maps", "map-full", name, row, "raise its --max-* flag")
+    if status.conntrack:
+        todo = "`hybrid-proxy doctor` names its largest user"
+        yield from fill_trouble("conntrack", "conntrack-full", "conntrack", status.conntrack, todo)
+
+
+def fill_trouble(subject: str, cause: Cause, name: str, row: Fill, todo: str) -> Iterator[Trouble]:
+    """Judge how full a table is: nothing, a warning, or a problem."""
+    if not row.limit or row.used < NEARLY_FULL * row.limit:
+        return
+    full = row.used >= row.limit
+    text = f"{name} is {'full' if full else 'nearly full'}"
+    drops = ", and new connections are dropped" if full and cause == "conntrack-full" else ""
+    details = [f"{text}{drops}: {row.used} of {row.limit} entries are used"]
+    yield Trouble(subject, cause, text, "table", details, mark="problem" if full else "warning", todo=todo)
+
+
+def _doctor(service_port: str) -> str:
+    return f"hybrid-proxy doctor {service_port.partition(':')[0]}"
+
+
+def _many(details: Sequence[object], one: str, more: str = "") -> str:
+    return f"1 {one} is" if len(details) == 1 else f"{len(details)} {more or f'{one}s'} are"
