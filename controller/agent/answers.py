@@ -119,7 +119,10 @@ class Answers:
                 by_backend = config.hybrid.metrics_per_backend
                 return p.TrafficAnswer([row for one in each for row in one.traffic(by_backend=by_backend)])
             case p.GetTable(service, packets):
-                return _of_table(self.syncer.builder.table, service, packets)
+                known = _of_table(self.syncer.builder.table, service, packets)
+                slices = self.syncer.cluster.slices_of((service or "").partition(":")[0])
+                unready = sorted({end.address for one in slices for end in one.endpoints if not end.ready})
+                return msgspec.structs.replace(known, unready=unready)
             case p.RunExplain(packets):
                 return p.ExplainAnswers([programmer.explain(packet) for packet in packets])
             case p.FindService(service, port, protocol, family):
@@ -242,7 +245,8 @@ def _of_table(table: ServiceTable, service: str | None, packets: Sequence[Packet
     entries = [e for e in table.entries(sorted(wanted)) if e.name in names or (service and belongs(e.name, service))]
     unknown = service is not None and not any(belongs(entry.name, service) for entry in entries)
     known = [*table.services, *(e.name for e in table.entries([(service or "").partition(":")[0]]))] if unknown else []
-    return p.TableAnswer([_table_port(entry) for entry in entries], verdicts, known)
+    node_ports_at = [*table.node.node_port_addresses, *table.node.loopback]
+    return p.TableAnswer([_table_port(entry) for entry in entries], verdicts, known, node_ports_at=node_ports_at)
 
 
 def _table_port(entry: Entry) -> p.TablePort:

@@ -13,7 +13,7 @@ from hybrid_proxy.controller.commands.doctor.facts import Cause, Mark
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
-from hybrid_proxy.dataplane.reports import EbpfStatus, Fill, Status, Unprogrammed
+from hybrid_proxy.dataplane.reports import Fill, Status, Unprogrammed
 
 __all__ = ["Trouble", "Verdict", "clock", "fill_trouble", "missing", "raise_it", "troubles", "unprogrammed"]
 
@@ -33,18 +33,10 @@ class Verdict(Enum):
 
 
 class Trouble(NamedTuple):
-    """Something that is wrong.
+    """Something that is wrong: a `reason` of few words, and `details`, which `status` shows behind a `label`.
 
-    Attributes:
-        subject: What it is about; doctor shows a finding for each sentence.
-        cause: Doctor's word for it, for programs.
-        reason: In a few words, for the first line of `status`.
-        label: The word before each detail in `status`.
-        details: Sentences.
-        verdict: What it makes of the whole. OK is a remark: the node does what it should.
-        mark: Doctor's judgement.
-        todo: What to do about it.
-        said: Doctor's sentences, where the details need the label to be understood.
+    Doctor shows a finding for each detail, or for what is `said` where details need their label to be understood.
+    `verdict` is what it makes of the whole; OK is a remark: the node does what it should.
     """
 
     subject: str
@@ -74,14 +66,10 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
     mode = status.mode
     if mode.degraded:
         text, todo = f"mode {mode.effective} serves instead of {mode.requested}", "`hybrid-proxy modes` says what lacks"
-        found.append(Trouble(
-            "mode", "degraded", text, f"{mode.requested} was asked for", [mode.reason], mark="warning", todo=todo,
-            said=[f"{text}: {mode.reason}"],
-        ))  # fmt: skip
-    found += [*_plane_troubles(status.dataplane)]
-    found += [*_object_troubles(status)]
-    found += _ebpf_troubles(status.dataplane.ebpf) if status.dataplane.ebpf else ()
-    found += [*_full(status)]
+        found.append(Trouble("mode", "degraded", text, f"{mode.requested} was asked for", [mode.reason], mark="warning",
+                             todo=todo, said=[f"{text}: {mode.reason}"]))  # fmt: skip
+    plane = status.dataplane
+    found += [*_plane_troubles(plane), *_object_troubles(status), *_backend_troubles(plane), *_full(status)]
     if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
         text = f"{_many(pages, 'health check or page', 'health checks or pages')} not served"
         said = [f"not served: {page}" for page in pages]
@@ -90,14 +78,11 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
     if known.refused:
         text = "the newest configuration is not used"
         said = [f"the newest content of {known.file} is not used: {known.refused}"]
-        found.append(Trouble(
-            "configuration", "configuration", text, "configuration", [known.refused], mark="warning",
-            todo="correct the file", said=said,
-        ))  # fmt: skip
+        found.append(Trouble("configuration", "configuration", text, "configuration", [known.refused], mark="warning",
+                             todo="correct the file", said=said))  # fmt: skip
     if known.waiting:  # status names them with the file
-        said = [f"{', '.join(known.waiting)} wait for the next start"]
-        found.append(Trouble("configuration", "configuration", verdict=Verdict.OK, mark="warning",
-                             todo="restart the agent", said=said))  # fmt: skip
+        said = [f"{', '.join(known.waiting)} wait for the next start: restart the agent"]
+        found.append(Trouble("configuration", "configuration", verdict=Verdict.OK, mark="warning", said=said))
     if empty := sorted({lack.service.partition(":")[0] for lack in status.without_backend if lack.clients == "all"}):
         found.append(_note("endpoints", [f"{several(len(empty), 'service')} without a backend: {some(empty)}"],
                            "empty-services"))  # fmt: skip
@@ -169,7 +154,10 @@ def clock(seconds: float) -> str:
 def _plane_troubles(plane: Status) -> Iterator[Trouble]:
     if plane.failing:
         details = [f"{name}: each backend refused its last connection, or did not answer" for name in plane.failing]
-        text, todo = f"all backends of {some(plane.failing)} fail", _doctor(plane.failing[0])
+        text, todo = (
+            f"all backends of {some(plane.failing)} fail",
+            f"hybrid-proxy doctor {plane.failing[0].partition(':')[0]}",
+        )
         yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
     if plane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in plane.unprogrammed]
@@ -213,14 +201,13 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
         yield _note("objects", [f"{name}: {text}" for name, texts in known for text in texts])
 
 
-def _ebpf_troubles(ebpf: EbpfStatus) -> Iterator[Trouble]:
+def _backend_troubles(plane: Status) -> Iterator[Trouble]:
     for failing, reason in ((True, "ejected"), (False, "failing, but not ejected")):
-        rows = [row for row in ebpf.ejections if row.ejected is failing]
+        rows = [row for row in (plane.ebpf.ejections if plane.ebpf else ()) if row.ejected is failing]
         if details := [f"{row.address} of {row.service}: {row.state}" for row in rows]:
-            yield Trouble("backends", "ejected", f"{_many(details, 'backend')} {reason}", "backend", details,
-                          mark="warning", todo=_doctor(rows[0].service))  # fmt: skip
-    if ebpf.pods.failed:
-        details = [f"{name}: {problem}" for name, problem in ebpf.pods.failed.items()]
+            yield Trouble("backends", "ejected", f"{_many(details, 'backend')} {reason}", "backend", details)
+    if plane.ebpf and plane.ebpf.pods.failed:
+        details = [f"{name}: {problem}" for name, problem in plane.ebpf.pods.failed.items()]
         text, todo = f"{_many(details, 'interface')} without our programs", f"no pod behind it is served: {READ_LOG}"
         yield Trouble("interfaces", "not-programmed", text, "interface", details, todo=todo)
 
@@ -247,10 +234,6 @@ def fill_trouble(subject: str, cause: Cause, name: str, row: Fill, todo: str) ->
     drops = ", and new connections are dropped" if full and cause == "conntrack-full" else ""
     details = [f"{text}{drops}: {row.used} of {row.limit} entries are used"]
     yield Trouble(subject, cause, text, "table", details, mark="problem" if full else "warning", todo=todo)
-
-
-def _doctor(service_port: str) -> str:
-    return f"hybrid-proxy doctor {service_port.partition(':')[0]}"
 
 
 def _many(details: Sequence[object], one: str, more: str = "") -> str:

@@ -441,12 +441,15 @@ class TableAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="table"):
     """Answers `GetTable`.
 
     `ports` are those of the requested service and of services that packets belong to; `services` is every service of
-    the table, where the requested one has no such port or is not there.
+    the table, where the requested one has no such port or is not there. `unready` are addresses of its endpoints that
+    are not ready, `node_ports_at` the addresses of this node that serve node ports.
     """
 
     ports: list[TablePort]
     verdicts: list[Verdict]
     services: list[str]
+    unready: list[str] = []
+    node_ports_at: list[str] = []
 
 
 class ExplainAnswers(msgspec.Struct, frozen=True, tag_field="answer", tag="explain"):

@@ -30,11 +30,13 @@ CLONE_NEWNET: Final = 0x40000000
 NAMED: Final = Path("/run/netns")  # where CNI plugins and `ip netns` bind namespaces
 # linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h, linux/net_namespace.h
 RTM_GETLINK, RTM_GETADDR, RTM_GETNSID = 18, 22, 90
-IFLA_IFNAME, IFLA_LINKINFO, IFLA_LINK_NETNSID = 3, 18, 37
+IFLA_IFNAME, IFLA_MTU, IFLA_LINKINFO, IFLA_LINK_NETNSID = 3, 4, 18, 37
 IFLA_INFO_KIND: Final = 1
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 NETNSA_NSID, NETNSA_FD = 1, 3
 SCOPE_UNIVERSE: Final = 0
+TCP_LISTEN, UDP_OPEN = "0A", "07"  # states in /proc/net: net/tcp_states.h
+IP_MTU, IPV6_MTU = 14, 24  # linux/in.h, linux/in6.h
 POD_KINDS: Final = frozenset({b"veth", b"netkit"})
 _LINK: Final = struct.Struct("=BxHiII")  # family, type, index, flags, change
 _ADDRESS: Final = struct.Struct("=BBBBi")  # family, length of the prefix, flags, scope, index
@@ -48,6 +50,7 @@ class Pod(NamedTuple):
     path: str  # by which it can be entered
     interface: str  # the node's end
     addresses: tuple[str, ...]
+    mtu: int = 0  # of the node's end
 
 
 @contextlib.contextmanager
@@ -82,11 +85,52 @@ def pods() -> Iterator[Pod]:
         interfaces = _interfaces(wire)
         for path in _candidates() if interfaces else ():
             with contextlib.suppress(OSError, NetlinkFailed):
-                interface = interfaces.get(_number(wire, path))
-                if interface is not None:
+                known = interfaces.get(_number(wire, path))
+                if known is not None:
                     with inside(path):
                         addresses = _addresses()
-                    yield Pod(path, interface, addresses)
+                    yield Pod(path, known[0], addresses, known[1])
+
+
+def listening(protocol: int) -> list[tuple[str, int]]:
+    """Returns where processes of the thread's namespace listen, by TCP or UDP.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    name, wanted = ("tcp", TCP_LISTEN) if protocol == socket.IPPROTO_TCP else ("udp", UDP_OPEN)
+    found = []
+    for family, file in ((socket.AF_INET, name), (socket.AF_INET6, f"{name}6")):
+        lines = Path("/proc/thread-self/net", file).read_text().splitlines()[1:]
+        for _, local, remote, state, *_ in map(str.split, lines):
+            if state == wanted and remote.endswith(":0000"):
+                address, port = local.split(":")
+                words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]  # in the host's order
+                found.append((socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)))
+    return found
+
+
+def packet_size(address: str) -> int:
+    """Returns the largest packet that the thread's namespace sends to an address: the MTU of the route or its device.
+
+    Raises:
+        OSError: no route leads there.
+    """
+    six = ":" in address
+    with socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # of datagrams this sends nothing
+        return probe.getsockopt(socket.IPPROTO_IPV6, IPV6_MTU) if six else probe.getsockopt(socket.IPPROTO_IP, IP_MTU)
+
+
+def device_drops() -> dict[str, int]:
+    """Returns how many packets each interface of the thread's namespace dropped, both ways.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
+    rows = ((name.strip(), counts.split()) for name, _, counts in (line.partition(":") for line in lines))
+    return {name: int(counts[3]) + int(counts[11]) for name, counts in rows}
 
 
 def _enter(descriptor: int, name: str) -> None:
@@ -95,15 +139,16 @@ def _enter(descriptor: int, name: str) -> None:
         raise OSError(number, f"cannot enter {name}: {os.strerror(number)}")
 
 
-def _interfaces(wire: Netlink) -> dict[int, str]:
-    """Returns number of a namespace -> name of the node's interface that leads there."""
-    found: dict[int, str] = {}
+def _interfaces(wire: Netlink) -> dict[int, tuple[str, int]]:
+    """Returns number of a namespace -> name and MTU of the node's interface that leads there."""
+    found: dict[int, tuple[str, int]] = {}
     request = Message(RTM_GETLINK, _LINK.pack(socket.AF_UNSPEC, 0, 0, 0, 0), NLM_F_DUMP, "reading interfaces")
     for answer in wire.dump(request):
         link = dict(attributes(answer, _LINK.size))
         kind = dict(attributes(link.get(IFLA_LINKINFO, b""))).get(IFLA_INFO_KIND, b"").rstrip(b"\0")
         if kind in POD_KINDS and IFLA_LINK_NETNSID in link:
-            found[_INT.unpack(link[IFLA_LINK_NETNSID])[0]] = link[IFLA_IFNAME].rstrip(b"\0").decode()
+            name = link[IFLA_IFNAME].rstrip(b"\0").decode()
+            found[_INT.unpack(link[IFLA_LINK_NETNSID])[0]] = name, _INT.unpack(link[IFLA_MTU])[0]
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -40,11 +40,12 @@ class Clinic:
     agent: FromServer
 
     def put(
-        self, *pods: str, target: int = HTTP, ports: int = 1, twin: str = "", name: str = NAME, **spec: Any
-    ) -> AgentStatus:
+        self, *pods: str, target: int = HTTP, ports: int = 1, twin: str = "", name: str = NAME, ready: bool = True,
+        named: str = "", **spec: Any,
+    ) -> AgentStatus:  # fmt: skip
         """Give the Service these endpoints and this spec; returns when the agent has programmed what there is.
 
-        `twin` is a protocol, by which the first port is served, too.
+        `twin` is a protocol, by which the first port is served, too; `named` is another name of the slice's port.
         """
         listed = [*(("TCP", 80 + number) for number in range(ports)), *([(twin, 80)] if twin else [])]
         made = service(name, ADDRESSES[name], listed)
@@ -58,19 +59,27 @@ class Clinic:
         places = [self.lab[pod] for pod in pods]
         ends = endpoint_slice(name, [place.address4 for place in places], [("TCP", target)], NODE_NAMES["node"])
         ends["ports"] = [
-            {"name": port["name"], "protocol": port["protocol"], "port": target} for port in made["spec"]["ports"]
+            {"name": named or port["name"], "protocol": port["protocol"], "port": target}
+            for port in made["spec"]["ports"]
         ]
         for end, place in zip(ends["endpoints"], places, strict=True):
             end["nodeName"] = NODE_NAMES[place.node or "node"]
+            end["conditions"]["ready"] = ready
         self.api.put_all([ends, made])
-        return self.settled(name, pods, target, len(listed), guarded="loadBalancerSourceRanges" in spec)
+        serving = pods if ready and not named and spec.get("internalTrafficPolicy") != "Local" else ()
+        return self.settled(
+            name, serving, target, len(listed), () if ready else pods, guarded="loadBalancerSourceRanges" in spec
+        )
 
-    def settled(self, name: str, pods: Sequence[str], target: int, count: int, *, guarded: bool) -> AgentStatus:
+    def settled(
+        self, name: str, pods: Sequence[str], target: int, count: int, unready: Sequence[str], *, guarded: bool
+    ) -> AgentStatus:
         """Wait until the agent has programmed these endpoints, of so many ports."""
         wanted = {(self.lab[pod].address4, target) for pod in pods}
 
         def is_there(status: AgentStatus) -> bool:
-            ports = ask(str(self.agent.socket), GetTable(name, []), TableAnswer).ports
+            answer = ask(str(self.agent.socket), GetTable(name, []), TableAnswer)
+            ports = answer.ports if set(answer.unready) == {self.lab[pod].address4 for pod in unready} else []
             found = {(end.address, end.port) for port in ports for each in port.backend_sets for end in each.backends}
             ranges = any(each.source_ranges for port in ports for each in port.frontends)
             return status.synced and len(ports) == count and found == wanted and ranges is guarded
@@ -86,7 +95,8 @@ class Clinic:
 
     def remove(self, name: str) -> None:
         self.api.delete("services", name)
-        self.api.delete("endpointslices", f"{name}-0")
+        with suppress(KeyError):
+            self.api.delete("endpointslices", f"{name}-0")
         self.agent.wait(lambda status: status.synced)
 
     def doctor(self, *arguments: str) -> tuple[int, Diagnosis]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,9 @@ from hybrid_proxy.controller.commands.bundle import Bundle
 from hybrid_proxy.controller.commands.doctor.facts import Cause
 from hybrid_proxy.controller.serving.memory import Memory, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
+from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
+from hybrid_proxy.workshop.lab.objects import service
 from tests import namespaces
 from tests.waiting import bound, until
 
@@ -31,8 +34,10 @@ LOCAL = {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}
 GUARDED = {"type": "LoadBalancer", "loadBalancerSourceRanges": ["192.168.77.0/24"]}
 FORWARD = "table inet somebody { chain forward { type filter hook forward priority 0 ;"
 COUNTING = f"{FORWARD} tcp dport 8080 counter drop ; }} ; }}"
+UNCOUNTED = COUNTING.replace(" counter", "")
 CLOSED = f"{FORWARD} policy drop ; ct state established accept ; }} ; }}"
 DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp dport 8080 drop ; } ; }"
+NO_ANSWERS = DEAF.replace("dport", "sport")
 FIRST, MANY = "shop/a", "shop/many"
 Provoke = Callable[[Clinic], AbstractContextManager[object]]
 
@@ -93,6 +98,96 @@ def no_agent(clinic: Clinic) -> Iterator[None]:
         clinic.agent.start()
 
 
+@contextmanager
+def stopped_agent(clinic: Clinic) -> Iterator[None]:
+    assert clinic.agent.process is not None
+    clinic.agent.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        clinic.agent.process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def flags(clinic: Clinic, *more: str) -> Iterator[None]:
+    """The agent with further flags."""
+    before = clinic.agent.flags
+    clinic.agent.terminate()
+    clinic.agent.flags = (*before, *more)
+    try:
+        clinic.agent.start()
+        yield
+    finally:
+        clinic.agent.terminate()
+        clinic.agent.flags = before
+        clinic.agent.start()
+
+
+@contextmanager
+def no_address_for_node_ports(clinic: Clinic) -> Iterator[None]:
+    with flags(clinic, "--nodeport-addresses", "172.30.0.0/16"):
+        clinic.put(*PODS, type="NodePort")
+        yield
+
+
+@contextmanager
+def one_address_for_two(clinic: Clinic) -> Iterator[None]:
+    """Neither is older, so the first by its name keeps it."""
+    clinic.put("pod1", name=FIRST, externalIPs=["203.0.113.60"])
+    clinic.put(*PODS, externalIPs=["203.0.113.60"])
+    try:
+        clinic.agent.wait(lambda status: status.conflicts)
+        yield
+    finally:
+        clinic.remove(FIRST)
+
+
+@contextmanager
+def refused(clinic: Clinic) -> Iterator[None]:
+    made = service(FIRST, ADDRESSES[FIRST], [("TCP", 99_999)])
+    clinic.api.put(made)
+    try:
+        clinic.agent.wait(lambda status: status.problems)
+        yield
+    finally:
+        clinic.remove(FIRST)
+        clinic.agent.wait(lambda status: not status.problems)
+
+
+@contextmanager
+def small_mtu(clinic: Clinic) -> Iterator[None]:
+    """The node's end of a pod's link takes less than the pod sends, in packets of their own (no GSO)."""
+    link = clinic.lab["pod2"].interface
+    with clinic.lab.inside("pod2"):
+        for what in (SET_TSO, SET_GSO):
+            set_feature("eth0", what, on=False)
+    clinic.run("node", "ip", "link", "set", link, "mtu", "1280")
+    try:
+        yield
+    finally:
+        clinic.run("node", "ip", "link", "set", link, "mtu", "1500")
+        with clinic.lab.inside("pod2"):
+            for what in (SET_GSO, SET_TSO):
+                set_feature("eth0", what, on=True)
+
+
+def route(to: str) -> Provoke:
+    """Where the node's route to pod2 leads: to the link of another pod, or nowhere."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        target = f"{clinic.lab['pod2'].address4}/32"
+        right = [target, "dev", clinic.lab["pod2"].interface, "scope", "link"]
+        wrong = ["replace", target, "dev", clinic.lab[to].interface, "scope", "link"] if to else ["del", *right]
+        clinic.run("node", "ip", "route", *wrong)
+        try:
+            yield
+        finally:
+            clinic.run("node", "ip", "route", "replace", *right)
+
+    return provoke
+
+
 def has_name(memory: Memory | None) -> bool:
     return memory is not None and any(name.startswith(NAME) for name in memory.names.values())
 
@@ -132,11 +227,16 @@ class Incident(NamedTuple):
     own: bool = False  # what doctor looks at is the mode's own, so it is asked in every mode in `make test`, too
 
 
+FROM_OUTSIDE = (NAME, "--from", "192.168.77.1")
+LARGE = (NAME, "--path", "/bytes/200000")
 OUTSIDER = (NAME, "--from", "203.0.113.7")
 CLIENT = ("--from", "192.168.77.1", "--to", f"192.168.77.2:{NODE_PORT}")
 # A row: what happened, how it is provoked, what is typed, and the cause that doctor must name.
 INCIDENTS = [
     Incident("nothing is wrong", lambda _: nullcontext(), (NAME,), "", own=True),
+    Incident(
+        "there are `loadBalancerSourceRanges`, and no client is named", put(*PODS, **GUARDED), (NAME,), "restricted"
+    ),
     Incident("no endpoint is ready", put(), (NAME,), "no-endpoint"),
     Incident("`targetPort` is wrong", put(*PODS, target=NOBODY), (NAME,), "backend-refuses"),
     Incident("nobody listens at the UDP port", put(*PODS, twin="UDP"), (NAME,), "backend-refuses"),
@@ -147,6 +247,29 @@ INCIDENTS = [
     Incident("the client is not in `loadBalancerSourceRanges`", put(*PODS, **GUARDED), OUTSIDER, "source-not-allowed"),
     Incident("policy `Local`, and no endpoint on this node", put("remote1", **LOCAL), CLIENT, "no-local-endpoint"),
     Incident("kube-proxy left its rules", rules("node", "table ip kube-proxy { }"), (), "other-proxy", own=True),
+    Incident("no endpoint is ready of three", put(*PODS, ready=False), (NAME,), "no-endpoint"),
+    Incident("the slice's port has another name", put(*PODS, named="web"), (NAME,), "no-endpoint"),
+    Incident("the firewall drops, and does not count", firewall(UNCOUNTED), (NAME,), "firewall", certain=False),
+    Incident(
+        "policy `Local`, no endpoint here, and a client outside",
+        put("remote1", **LOCAL),
+        FROM_OUTSIDE,
+        "no-local-endpoint",
+    ),
+    Incident(
+        "`internalTrafficPolicy: Local`, and no endpoint here",
+        put("remote1", internalTrafficPolicy="Local"),
+        (NAME,),
+        "no-local-endpoint",
+    ),
+    Incident("`nodePortAddresses` match no address", no_address_for_node_ports, (NAME,), "node-faults"),
+    Incident("two Services have one external IP", one_address_for_two, (NAME,), "object-refused"),
+    Incident("a Service cannot be read", refused, (), "refused-objects"),
+    Incident("a link of a pod takes less than the pod sends", small_mtu, LARGE, "mtu", own=True),
+    Incident("no route leads to an endpoint", route(""), (NAME,), "endpoint-route", own=True),
+    Incident("the route to an endpoint leads to another pod", route("pod3"), (NAME,), "endpoint-route"),
+    Incident("the client's pod gets no answers", rules("pod4", NO_ANSWERS), (NAME,), "client-pod"),
+    Incident("the agent is stopped", stopped_agent, (), "no-agent"),
     Incident("a map is full", full_map, (MANY,), "not-programmed", modes=("ebpf",)),
     Incident("the name is mistyped", lambda _: nullcontext(), ("shop/wbe",), "no-such-service"),
     Incident("the port is mistyped", lambda _: nullcontext(), (f"{NAME}:https",), "no-such-port"),

@@ -18,6 +18,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     NodeFacts,
     Outcome,
     Place,
+    PodLink,
     Rule,
     ServiceFacts,
     Tried,
@@ -39,11 +40,14 @@ DROP = Rule("inet fw", "forward", ("forward",), "tcp dport 8080 counter drop")
 
 
 def port(
-    *backends: str, why: str = "ready endpoints", name: str = "shop/web:http", external: bool = False
-) -> TablePort:
+    *backends: str, why: str = "ready endpoints", name: str = "shop/web:http", external: bool = False,
+    ranges: tuple[str, ...] | None = None,
+) -> TablePort:  # fmt: skip
     ends = tuple(Backend(each.partition(":")[0], int(each.partition(":")[2])) for each in backends)
     sets = [BackendSet(ends, why=why)]
     frontends = [TableFrontend(Kind.CLUSTER_IP, "10.96.0.1", 80, 0, 0)]
+    if ranges is not None:
+        frontends.append(TableFrontend(Kind.LOAD_BALANCER, "198.51.100.7", 80, 0, 0, ranges))
     if external:
         sets.append(BackendSet((), WhenEmpty.DROP, "externalTrafficPolicy Local: no endpoint on this node"))
         frontends.append(TableFrontend(Kind.NODE_PORT, None, 30080, 0, 1))
@@ -57,6 +61,11 @@ def tried(
     rows: Iterable[tuple[Place, str, Outcome | None]] = (("node", "10.0.9.9", node), ("pod", "10.0.0.9", pod))
     via = "service" if target in (VIP, VIP6) else "backend"
     return [Tried(place, source, via, target, protocol, each, port=port) for place, source, each in rows if each]
+
+
+def by(source: str, *connections: Tried) -> list[Tried]:
+    """The same from another pod."""
+    return [msgspec.structs.replace(each, source=source) for each in connections if each.place == "pod"]
 
 
 def facts(*connections: list[Tried], **more: object) -> ServiceFacts:
@@ -116,6 +125,14 @@ SERVICES = [
     pytest.param(facts(tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP), rules=(DROP,), counted={DROP: 4}), "firewall", True, id="forwarding loses, and the mode does not forward"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B, "silent", "silent"), rules=(DROP,), counted={DROP: 4}), "backend-silent", True, id="a rule counted others' packets"),
     pytest.param(facts(*GOOD, events=(EVENT,)), "drops", True, id="something was dropped meanwhile"),
+    pytest.param(facts(tried(A, "stalled", "stalled"), tried(B), tried(VIP)), "backend-stalls", True, id="an answer that does not end"),
+    pytest.param(facts(*GOOD, links=(PodLink("veth1", "10.0.0.1", 1000, 1500),)), "mtu", True, id="a link takes less than the pod sends"),
+    pytest.param(facts(*GOOD, links=(PodLink("veth1", "10.0.0.1", 1500, 1450, 9),)), "", True, id="others' drops, and a smaller MTU of the pod's route"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), astray={"10.0.0.1": "no route leads there"}), "endpoint-route", True, id="no route leads to the pod"),
+    pytest.param(facts(*GOOD, astray={"10.0.0.1": "the route leads to eth0"}), "", True, id="a route that does no harm"),
+    pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(DROP,)), "client-pod", True, id="another pod reaches what the first one does not"),
+    pytest.param(facts(*LOST, by("10.0.0.8", *tried(A, pod="silent"), *tried(B, pod="silent"))), "forwarding-loses", False, id="no pod reaches it"),
+    pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "restricted", True, id="ranges restrict who is let in"),
     pytest.param(facts(*GOOD, packet=PACKET, verdicts=(Verdict("", "dnat", "", service="shop/web:http"),), live=LIVE), "kernel-differs", True, id="the kernel differs from the table"),
 ]
 # fmt: on
@@ -180,6 +197,9 @@ def test_the_cause_explains_what_was_found(found: ServiceFacts, cause: Cause, ce
 # fmt: off
 TEXTS = [
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not served"),
+    pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), unready=("10.0.0.1", "fd00::1")), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
+    pytest.param(facts(tried(A, "refused", "refused"), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "targetPort 8080 answers RST on 1 of 1 backend from the node and from a pod; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
+    pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "shop/web is well: 6 of 6 connections were answered; 198.51.100.7 admits 10.1.0.0/16 alone (loadBalancerSourceRanges)", id="who is let in"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
 ]
 # fmt: on
@@ -420,6 +440,20 @@ def test_a_mode_that_cannot_see_failures_is_not_said_to_have_none(mode: str, mar
     (found,) = (each for each in node_findings(node) if each.subject == "backends")
     assert found.mark == mark
     assert ("does not see" in found.text) == (mark == "unknown")
+
+
+@pytest.mark.parametrize(("at", "mark"), [(("10.0.9.9",), "ok"), (("fd00::9",), "warning")])
+def test_where_a_node_port_is_served_is_told(at: tuple[str, ...], mark: str) -> None:
+    node = msgspec.structs.replace(WELL, agent=agent_status())
+    _, _, findings = service(facts(*GOOD, ports=(port(A, B, external=True),), node_ports_at=at), node)
+    assert [each.mark for each in findings if each.subject == "node port"] == [mark]
+
+
+def test_the_owner_of_an_address_hears_who_else_claims_it() -> None:
+    message = "externalIP 1.2.3.4:80 TCP of shop/b:http belongs to shop/web"
+    node = msgspec.structs.replace(WELL, agent=agent_status(conflicts={"shop/b": [message]}))
+    cause, _, findings = service(facts(*GOOD), node)
+    assert (cause, [each.mark for each in findings if message in each.text]) == ("", ["ok"])
 
 
 # fmt: off

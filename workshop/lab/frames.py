@@ -15,12 +15,17 @@ from hybrid_proxy.dataplane.kernel.bpf import Object, create_link
 
 ROOT = Path(__file__).resolve().parents[2]
 BPF_XDP, DRIVER_MODE = 37, 1 << 2
-SIOCETHTOOL, SET_TX_CHECKSUM = 0x8946, 0x17  # linux/sockios.h, linux/ethtool.h
+SIOCETHTOOL, SET_TX_CHECKSUM, SET_TSO, SET_GSO = 0x8946, 0x17, 0x1F, 0x24  # linux/sockios.h, linux/ethtool.h
 
 
 def fill_in_checksums(interface: str) -> None:
     """Packets that leave by this interface of the calling thread's namespace have their checksums, as on a wire."""
-    value = array.array("B", struct.pack("=II", SET_TX_CHECKSUM, 0))
+    set_feature(interface, SET_TX_CHECKSUM, on=False)
+
+
+def set_feature(interface: str, feature: int, *, on: bool) -> None:
+    """Turn an offload of an interface of the calling thread's namespace on or off."""
+    value = array.array("B", struct.pack("=II", feature, on))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
         fcntl.ioctl(door, SIOCETHTOOL, struct.pack("16sQ16x", interface.encode(), value.buffer_info()[0]))
 

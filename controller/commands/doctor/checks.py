@@ -28,13 +28,14 @@ from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.reports import Fill, PacketEvent
-from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, socket_text
+from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
 LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "ejected", "empty-services"})
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 AS_LEFT: Final = ", as the agent before this one left it"
+AT_HOME: Final = "give this node an endpoint, or use the traffic policy Cluster"
 AS_ROOT: Final = "run as root, on the node itself"
 
 
@@ -42,11 +43,13 @@ def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = 
     """The verdict: the problem that explains most, else the first warning, else that all is well."""
     problems = sorted((f for f in findings if f.mark == "problem"), key=_rank)
     warnings = sorted((f for f in findings if f.mark == "warning"), key=_rank)
-    chosen = next(iter(problems or warnings), None)
+    limits = [f for f in findings if f.cause == "restricted"]
+    chosen = next(iter(problems or warnings or limits), None)
     return Diagnosis(
         target=target,
         well=not problems,
-        verdict=_verdict(target, problems, warnings, tried),
+        verdict=_verdict(target, problems, warnings, tried)
+        + "".join(f"; {f.text}" for f in limits if chosen == limits[0]),
         cause=chosen.cause if chosen else "",
         certain=chosen.certain if chosen else True,
         seconds=round(seconds, 2),
@@ -171,7 +174,7 @@ def _reverse_path(facts: NodeFacts) -> Finding:
 def _conntrack(row: Fill, largest: str) -> Finding:
     todo = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core)"
     for each in fill_trouble("conntrack", "conntrack-full", "conntrack", row, todo):
-        user = f"; most are of {largest}" if largest else ""
+        user = f"; {largest}" if largest else ""
         return Finding(each.mark, each.subject, f"{each.details[0]}{user}", todo, each.cause)
     return Finding("ok", "conntrack", f"{row.used} of {row.limit} entries are used")
 
@@ -229,7 +232,9 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if any(each.mark == "problem" for each in found) or not facts.ports:
         return
     yield from _remembered(_table(facts), node)
+    yield from _restrictions(facts, node)
     yield from _kernel(facts, node)
+    yield from _links(facts)
     yield from _connections(facts, node)
     yield from _drops(facts)
 
@@ -246,17 +251,13 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
     """Summarize one of several services: its verdict, and what to do about it."""
     findings = list(service_findings(facts, node))
     found = diagnose(facts.asked, findings, facts.tried)
-    if found.well and not found.cause:
+    if found.well and found.cause in ("", "restricted"):
         return Finding("ok", "service", found.verdict)
     mark: Mark = "warning" if found.well else "problem"
-    todo = next(each.todo for each in findings if (each.mark, each.cause) == (mark, found.cause))
     # Without "(and 1 other problem)": the verdict on all services counts them.
-    text = (
-        found.verdict
-        if found.well
-        else f"{facts.asked}: {min((f for f in findings if f.mark == mark), key=_rank).text}"
-    )
-    return Finding(mark, "service", text, todo, found.cause, found.certain)
+    worst = min((each for each in findings if each.mark == mark), key=_rank)
+    text = found.verdict if found.well else f"{facts.asked}: {worst.text}"
+    return Finding(mark, "service", text, worst.todo, found.cause, found.certain)
 
 
 def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
@@ -355,7 +356,7 @@ def _table(facts: ServiceFacts) -> Iterator[Finding]:
             text = f"source not in loadBalancerSourceRanges: {why}"
             todo = "add the client's range to the Service, or connect from one of these"
             yield Finding("problem", "table", text, todo, "source-not-allowed")
-        elif verdict.verdict == "drop" and facts.packet is not None:
+        elif verdict.verdict == "drop":
             todo = (
                 "send to a node that has an endpoint (the health-check node port tells load balancers), or use Cluster"
             )
@@ -368,24 +369,85 @@ def _table(facts: ServiceFacts) -> Iterator[Finding]:
 
 def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
     cluster = [port.backend_sets[each.internal] for each in port.frontends if each.internal < len(port.backend_sets)]
+    unready = [address for address in facts.unready if family_of(address) == port.family]
     if not any(each.backends for each in port.backend_sets):
         why = next((each.why for each in port.backend_sets if each.why), "the service has no endpoints")
         why = why.removeprefix("no endpoint is ready, and ")
-        text = f"no endpoint is ready: {why} ({port.name}, IPv{port.family})"
+        count = f"{several(len(unready), 'endpoint')} {_verb(unready, 'is', 'are')}"
+        what = f"0 of {count} ready: {some(unready)}" if unready else "no endpoint is ready"
+        text = f"{what}: {why} ({port.name}, IPv{port.family})"
         todo = "check the Service's selector, the pods' readiness, and the names of its ports"
-        yield Finding("problem", "table", text, todo, "no-endpoint")
+        if "Local" in why:
+            text, todo = f"dropped at this node: {why} ({port.name}, IPv{port.family})", AT_HOME
+        yield Finding("problem", "table", text, todo, "no-local-endpoint" if "Local" in why else "no-endpoint")
         return
     ends = _ends(port)
     why = cluster[0].why if cluster else ""
-    yield Finding("ok", "table", f"{port.name}, IPv{port.family}: {several(len(ends), 'backend')} ({why})")
+    more = f"; not ready: {some(unready)}" if unready else ""
+    yield Finding("ok", "table", f"{port.name}, IPv{port.family}: {several(len(ends), 'backend')} ({why}{more})")
     if facts.packet is None:
         for each in port.frontends:
-            local = port.backend_sets[each.external]
-            if not local.backends and local.when_empty is WhenEmpty.DROP and each.kind is not Kind.CLUSTER_IP:
-                text = f"clients outside are dropped at this node, at its {each.kind.value}: {local.why}"
+            inside = each.kind is Kind.CLUSTER_IP
+            local = port.backend_sets[each.internal if inside else each.external]
+            if not local.backends and local.when_empty is WhenEmpty.DROP:
+                who = "clients of this node are" if inside else "clients outside are"
+                text = f"{who} dropped at this node, at its {each.kind.value}: {local.why}"
                 todo = "load balancers must heed the health-check node port; or use externalTrafficPolicy Cluster"
-                yield Finding("warning", "table", text, todo, "no-local-endpoint")
+                mark: Mark = "problem" if inside else "warning"
+                yield Finding(mark, "table", text, AT_HOME if inside else todo, "no-local-endpoint")
                 break
+
+
+def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
+    """Who may use the service, and where: as it is meant, but a client elsewhere sees an outage."""
+    texts = []
+    for port in facts.ports:
+        for each in port.frontends:
+            place = f"node port {each.port}" if each.address is None else each.address
+            if each.source_ranges is not None:
+                texts.append(f"{place} admits {some(each.source_ranges)} alone (loadBalancerSourceRanges)")
+            inside = each.kind is Kind.CLUSTER_IP
+            chosen = port.backend_sets[each.internal if inside else each.external]
+            if chosen.backends and chosen.when_empty is WhenEmpty.DROP:
+                who = "clients of this node" if inside else "clients outside"
+                count = f"{len(chosen.backends)} of {several(len(_ends(port)), 'backend')}"
+                texts.append(f"{who} reach {count} ({chosen.why})")
+            if each.address is None and node.agent is not None and not node.agent.starting:
+                at = [one for one in facts.node_ports_at if family_of(one) == port.family]
+                if at:
+                    yield Finding("ok", "node port", f"{each.port} is served at {some(at)}")
+                else:
+                    text = (
+                        f"{place} is served nowhere: nodePortAddresses match no IPv{port.family} address of this node"
+                    )
+                    yield Finding("warning", "node port", text, "correct nodePortAddresses", "node-faults")
+    for text in dict.fromkeys(texts):
+        yield Finding("ok", "restrictions", text, cause="restricted")
+    for service, messages in node.agent.conflicts.items() if node.agent else ():
+        for message in messages:
+            if facts.name and message.endswith(f" belongs to {facts.name.partition(':')[0]}"):
+                yield Finding("ok", "restrictions", f"{service} claims an address of it in vain: {message}")
+
+
+def _links(facts: ServiceFacts) -> Iterator[Finding]:
+    """What happens to packets on the links of pods, and on the way to them."""
+    for each in facts.links:
+        if 0 < each.mtu < each.sends:
+            lost = f", and {several(each.drops, 'packet')} were dropped just now" if each.drops else ""
+            text = (
+                f"MTU: pod {each.address} sends packets of up to {each.sends} bytes, and {each.interface}, the node's "
+                f"end of its link, drops what is larger than {each.mtu}{lost}"
+            )
+            todo = f"`ip link set {each.interface} mtu {each.sends}`, and correct the CNI plugin's MTU"
+            yield Finding("problem", "links", text, todo, "mtu")
+        elif each.drops and not all(map(is_good, facts.tried)):
+            text = f"the link of pod {each.address} ({each.interface}) dropped {several(each.drops, 'packet')} just now"
+            yield Finding("warning", "links", text, "`ip -s link` counts them", "drops")
+    failing = {_host(each).strip("[]") for each in _failing(facts.tried) if each.via == "backend"}
+    for address, why in facts.astray.items():
+        if address in failing:
+            text = f"{address} is an endpoint on this node, but {why}"
+            yield Finding("problem", "routes", text, "the CNI plugin makes this route: see its log", "endpoint-route")
 
 
 def _ends(port: TablePort) -> list[Backend]:
@@ -451,8 +513,16 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("unknown", "connections", text, "run doctor as root on the node itself")
     if facts.left_out:
         yield Finding("unknown", "connections", f"{several(facts.left_out, 'backend')} more were not tried")
-    served = bool(through) and all(_is_good(each) for each in through)
-    lost = _lost_on_the_way(direct)
+    lost = lost_on_the_way(direct)
+    reached = {each.end for each in direct if each.place == "pod" and (is_good(each) or each.outcome in REACHED)}
+    if sick := [each for each in lost if each.end in reached]:  # from another pod they succeed
+        text = f"pod {sick[0].source} does not reach {_targets(sick)}; another pod and the node do"
+        todo = "look at that pod: its routes, its firewall, its network policies"
+        yield Finding("problem", "client", text, todo, "client-pod")
+        lost = [each for each in lost if each.source != sick[0].source]
+        direct = [each for each in direct if each.source != sick[0].source]
+        through = [each for each in through if each.source != sick[0].source]
+    served = bool(through) and all(map(is_good, through))
     explained = {each.port for each in _failing(direct)}  # a service port cannot be better than its backends
     bad = [each for each in _failing(through) if each.port not in explained]
     if lost or bad:
@@ -468,16 +538,17 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("ok", "service address", f"{_targets(through)} {_good_words(through)}, {_places(through)}")
 
 
-def _is_good(each: Tried) -> bool:
+def is_good(each: Tried) -> bool:
+    """Return whether nothing is wrong with what came of a connection."""
     return each.outcome in ("answered", "accepted", "sent")
 
 
 def _failing(tried: Iterable[Tried]) -> list[Tried]:
-    return [each for each in tried if not _is_good(each)]
+    return [each for each in tried if not is_good(each)]
 
 
-def _lost_on_the_way(direct: Sequence[Tried]) -> list[Tried]:
-    """Connections from a pod that fail where the node's own do not: only forwarding makes the difference.
+def lost_on_the_way(direct: Sequence[Tried]) -> list[Tried]:
+    """Return connections from a pod that fail where the node's own do not: only forwarding makes the difference.
 
     That nobody refused the node's datagram proves little once the host refused another one: it sends each of its peers
     six ICMP errors at once, and then one a second (icmp_ratelimit), so the next closed port is silent.
@@ -553,7 +624,10 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts) -> Iterator[Findi
             case "refused":
                 ports = ", ".join(sorted({target.rpartition(":")[2] for target in targets}))
                 how = "answers RST" if protocol == "TCP" else "is closed"
-                text = f"targetPort {ports} {how} on {count}{where}"
+                at = list(dict.fromkeys(place for one in worsts for place in facts.listening.get(one.end, ())))
+                who = "it listens" if len(targets) == 1 else "they listen"
+                else_ = f"; {who} on {some(at)}" if at else ""
+                text = f"targetPort {ports} {how} on {count}{where}{else_}"
                 todo = "compare targetPort with the port that the container listens on, at all of its addresses"
                 yield Finding("problem", "connections", text, todo, "backend-refuses")
             case "silent":
@@ -570,6 +644,11 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts) -> Iterator[Findi
                 text = f"{what}: {some(targets)}"
                 todo = "the process hangs, or waits for something: look at the pod, and let a readiness probe ask it"
                 yield Finding("problem", "connections", text, todo, "backend-never-answers")
+            case "stalled":
+                verb = _verb(targets, "begins an answer that does", "begin answers that do")
+                todo = "large packets are lost? compare MTUs, let ICMP pass; `hybrid-proxy trace --retransmits` counts"
+                text = f"{count} {verb} not end: {some(targets)}"
+                yield Finding("problem", "connections", text, todo, "backend-stalls")
             case "closed" | "reset":
                 text = f"{count} {_verb(targets, 'accepts', 'accept')} and {outcome} without an answer: {some(targets)}"
                 todo = "look at the pod's log; a proxy in the pod may have no server behind it"
@@ -601,6 +680,7 @@ def _words(each: Tried) -> str:
         "silent": "gives no answer",
         "unreachable": f"is unreachable ({each.detail})",
         "mute": "accepts and never answers",
+        "stalled": "does not end its answer",
         "closed": "closes without an answer",
         "reset": "resets",
     }.get(each.outcome, each.outcome)

@@ -107,7 +107,7 @@ def _packet(args: argparse.Namespace) -> Packet | None:
 
 def lines(found: Diagnosis, screen: Screen) -> Iterator[str]:
     """Return the lines for people: the verdict, a row for each finding, the time it took."""
-    mark = "problem" if not found.well else "warning" if found.cause else "ok"
+    mark = "problem" if not found.well else "warning" if found.cause not in ("", "restricted") else "ok"
     likely = "" if found.certain else " (likely, not certain)"
     yield painted(f"{MARKS[mark]} {printable(found.verdict)}{likely}", TONES[mark], screen)
     yield ""

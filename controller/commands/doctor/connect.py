@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import re
 import socket
 import ssl
 import struct
@@ -29,6 +30,8 @@ DNS_QUESTION: Final = struct.pack(">HHHHHH", 0x6870, 0x0100, 1, 0, 0, 0) + b"\0"
 HTTP2: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # RFC 9113, 3.4: preface and SETTINGS
 REFUSED: Final = frozenset({errno.ECONNREFUSED})
 UNREACHABLE: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENETDOWN})
+MOST_BYTES: Final = 512 << 10  # of an answer: more shows nothing new
+_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)\r\n.*?\r\n\r\n", re.IGNORECASE | re.DOTALL)
 _KIND: Final = {"TCP": socket.SOCK_STREAM, "UDP": socket.SOCK_DGRAM, "SCTP": socket.SOCK_STREAM}
 
 
@@ -175,6 +178,8 @@ async def _converse(attempt: Attempt, made: socket.socket, seconds: float) -> Ou
         elif not speech.waits:
             return "accepted"
         answer = await asyncio.wait_for(loop.sock_recv(made, 4096), seconds)
+        if not datagrams and not await _is_whole(answer, made, seconds):
+            return "stalled"
     except TimeoutError:
         return ("silent" if speech.waits else "sent") if datagrams else "mute"
     except ConnectionRefusedError:
@@ -182,6 +187,19 @@ async def _converse(attempt: Attempt, made: socket.socket, seconds: float) -> Ou
     except ConnectionError:
         return "reset"
     return "answered" if answer or datagrams else "closed"
+
+
+async def _is_whole(begin: bytes, made: socket.socket, seconds: float) -> bool:
+    """Read an answer of HTTP to its end; False: a part of it did not come in time. Others have no known end."""
+    head = _LENGTH.search(begin)
+    left = min(MOST_BYTES, head.end() + int(head[1])) - len(begin) if head else 0
+    while left > 0:
+        try:
+            more = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(made, 1 << 16), seconds)
+        except TimeoutError:
+            return False
+        left -= len(more) or left
+    return True
 
 
 def _failed(error: OSError) -> Outcome:

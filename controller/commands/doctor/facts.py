@@ -13,10 +13,11 @@ from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ExplainAnswer, 
 Mark = Literal["ok", "warning", "problem", "unknown"]
 Place = Literal["node", "pod"]
 Outcome = Literal[
-    "answered", "accepted", "mute", "closed", "reset", "refused", "unreachable", "silent", "sent", "failed"
+    "answered", "accepted", "mute", "stalled", "closed", "reset", "refused", "unreachable", "silent", "sent", "failed"
 ]
 
-REACHED: tuple[Outcome, ...] = ("answered", "accepted", "mute", "closed", "reset")  # a connection was accepted
+# A connection was accepted.
+REACHED: tuple[Outcome, ...] = ("answered", "accepted", "mute", "stalled", "closed", "reset")
 LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
 
 
@@ -64,6 +65,20 @@ class Tried(msgspec.Struct, frozen=True):
         return self.target, self.protocol
 
 
+class PodLink(msgspec.Struct, frozen=True):
+    """The link of a pod of this node: the node's interface, and what the pod sends by it.
+
+    `mtu` is that of the node's end, `sends` the largest packet of the pod (its route's MTU); 0: not known. `drops` are
+    the packets that both ends dropped during the connections.
+    """
+
+    interface: str
+    address: str
+    mtu: int = 0
+    sends: int = 0
+    drops: int = 0
+
+
 class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     """The facts of the node. `now` is in seconds since 1970."""
 
@@ -108,6 +123,11 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     rows: tuple[ServiceRow, ...] = ()
     backends: tuple[BackendRow, ...] = ()
     tried: tuple[Tried, ...] = ()
+    links: tuple[PodLink, ...] = ()  # of the pods that take part
+    astray: dict[str, str] = {}  # address of an endpoint on this node -> why no route leads to it
+    listening: dict[tuple[str, str], tuple[str, ...]] = {}  # an end that refused -> ports where its pod listens
+    unready: tuple[str, ...] = ()  # addresses of endpoints that are not ready
+    node_ports_at: tuple[str, ...] = ()  # addresses of this node that serve node ports
     left_out: int = 0  # backends that were not tried, because there are very many
     stranger: str = ""  # the client that was named, if it is neither this node nor a pod of it
     no_pod: str = ""  # why no connection was tried from a pod
@@ -122,11 +142,12 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
 Cause = Literal[
     "",
     "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
-    "no-endpoint", "no-local-endpoint", "forwarding-off", "firewall", "forwarding-loses", "backend-refuses",
-    "backend-silent", "backend-unreachable", "backend-never-answers", "backend-closes", "kernel-differs",
-    "other-proxy", "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path",
-    "not-served", "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "left-to-node",
-    "node-faults", "refused-objects", "configuration", "empty-services", "untold",
+    "no-endpoint", "no-local-endpoint", "forwarding-off", "mtu", "endpoint-route", "client-pod", "firewall",
+    "forwarding-loses", "backend-refuses", "backend-silent", "backend-unreachable", "backend-never-answers",
+    "backend-stalls", "backend-closes", "kernel-differs", "other-proxy", "no-agent", "not-in-sync", "api-unreachable",
+    "map-full", "conntrack-full", "service-path", "not-served", "backends-fail", "drops", "degraded", "draining",
+    "ejected", "reverse-path", "left-to-node", "node-faults", "refused-objects", "configuration", "empty-services",
+    "untold", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

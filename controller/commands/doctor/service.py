@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 from collections.abc import Container, Iterable, Iterator, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Final
 
 import msgspec
 
+from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way
 from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
-from hybrid_proxy.controller.commands.doctor.facts import ServiceFacts
+from hybrid_proxy.controller.commands.doctor.facts import ServiceFacts, Tried
 from hybrid_proxy.controller.commands.doctor.firewall import read_rules
 from hybrid_proxy.controller.commands.doctor.node import Node, recent
 from hybrid_proxy.controller.commands.doctor.rules import counted
+from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listening
 from hybrid_proxy.controller.commands.names import Asked, checked
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
@@ -40,7 +43,7 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, fa
 
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
-MOST_PODS: Final = 64  # of which one is chosen as a client
+MOST_PODS: Final = 256  # more are not looked for
 
 
 def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:
@@ -66,16 +69,18 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     own = interfaces.addresses
     packet = services[0].packet
     source = packet.src if packet else str(ip_address(args.source)) if args.source else ""
-    behind_pods, _ = Roles((), ()).look(interfaces.interfaces, ())
+    behind_pods, uplinks = Roles((), ()).look(interfaces.interfaces, ())
     pods, no_pod = _pods({each.name for each in behind_pods}, source)
     here = {*own, *(each for pod in pods for each in pod.addresses)}
     idle = {one.entry for one in node.facts.agent.dataplane.unprogrammed} if node.facts.agent else set()
     plans: list[tuple[list[Attempt], int]] = []
+    clients: dict[str, namespaces.Pod] = {}  # by the service that was asked about
     attempts: dict[Attempt, None] = {}
     for facts in services:
         origins = [Origin("node", "", own)]
         if (pod := _chosen(pods, facts, source)) is not None:
             origins.append(Origin("pod", pod.path, pod.addresses))
+            clients[facts.asked] = pod
         ports = tuple(port for port in facts.ports if port.name not in idle)
         mine, left_out = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins)
         if len(attempts) >= MOST_ATTEMPTS:
@@ -83,20 +88,37 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
             mine = []
         plans.append((mine, left_out))
         attempts |= dict.fromkeys(mine)
+    ends = {end for facts in services for end in _ends(facts)}
+    taking_part = [pod for pod in pods if pod in clients.values() or not ends.isdisjoint(pod.addresses)]
+    before = {pod: link_of(pod, own) for pod in taking_part if attempts}
     last = _last_event(args.admin_socket) if node.facts.agent and attempts else None
     rules, rules_unknown = read_rules() if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
+    others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients.values()]
+    second = _by_another_pod(tried.values(), attempts, others)
+    again = try_all(second, args.timeout) if second else {}
+    after = {pod: link_of(pod, own).drops for pod in before}
     counters = counted(rules, read_rules()[0]) if any(rule.packets is not None for rule in rules) else {}
     events = _events_since(args.admin_socket, last) if last is not None else ()
     found = []
     for facts, (mine, left_out) in zip(services, plans, strict=True):
         live, live_unknown = _live(args, facts, node, pods, own)
+        rows = [tried[attempt] for attempt in mine]
+        rows += [again[each] for each in second if each.service_port in {port.name for port in facts.ports}]
+        backends = _ends(facts)
         found.append(
             msgspec.structs.replace(
                 facts,
                 live=live,
                 live_unknown=live_unknown,
-                tried=tuple(tried[attempt] for attempt in mine),
+                tried=tuple(rows),
+                links=tuple(
+                    msgspec.structs.replace(link, drops=max(0, after[pod] - link.drops))
+                    for pod, link in before.items()
+                    if pod == clients.get(facts.asked) or not backends.keys().isdisjoint(pod.addresses)
+                ),
+                astray=astray([each for each in backends if backends[each]], pods, interfaces, uplinks),
+                listening=listening(rows, pods),
                 left_out=left_out,
                 stranger=source if pods and source not in here else "",
                 no_pod="" if any(pod.addresses for pod in pods) else no_pod,
@@ -137,6 +159,8 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
         services = [] if rows else sorted({(row.name or "").partition(":")[0] for row in node.rows if row.name})
     return ServiceFacts(
         asked=asked,
+        unready=tuple(answer.unready) if answer else (),
+        node_ports_at=tuple(answer.node_ports_at) if answer else (),
         name=name,
         packet=packet,
         services=tuple(services),
@@ -231,13 +255,30 @@ def _pods(interfaces: Container[str], source: str) -> tuple[list[namespaces.Pod]
     return found, "" if found else "no network namespace of a pod can be entered from here"
 
 
+def _ends(facts: ServiceFacts) -> dict[str, bool]:
+    """Addresses of backends, and whether they are on this node."""
+    return {end.address: end.local for port in facts.ports for each in port.backend_sets for end in each.backends}
+
+
+def _by_another_pod(tried: Iterable[Tried], attempts: Iterable[Attempt], pods: Sequence[Origin]) -> list[Attempt]:
+    """The connections to backends that only a pod failed to make, from another pod: is it that one, or this node?"""
+    lost = {(each.end, each.source) for each in lost_on_the_way([each for each in tried if each.via == "backend"])}
+    found = []
+    for each in attempts:
+        family, end = family_of(each.address), (socket_text(each.address, each.port), each.protocol)
+        if each.via == "backend" and (end, each.origin.address(family)) in lost:
+            others = (pod for pod in pods if pod.address(family) and each.address not in pod.addresses)
+            found += [each._replace(origin=pod) for pod in itertools.islice(others, 1)]
+    return found
+
+
 def _chosen(pods: Sequence[namespaces.Pod], facts: ServiceFacts, source: str) -> namespaces.Pod | None:
     """The pod that was named as the client, else one that is no backend, so that connections cross the node."""
-    ends = {backend.address for port in facts.ports for each in port.backend_sets for backend in each.backends}
+    ends = _ends(facts)
     usable = [pod for pod in pods if pod.addresses]
     return min(
         usable, default=None,
-        key=lambda pod: (source not in pod.addresses, not ends.isdisjoint(pod.addresses), -len(pod.addresses)),
+        key=lambda pod: (source not in pod.addresses, not ends.keys().isdisjoint(pod.addresses), -len(pod.addresses)),
     )  # fmt: skip
 
 
