@@ -73,7 +73,7 @@ bench: setup ## run the benchmarks, or one: make bench BENCH=packet_kinds
 	$(Q)$(PYTHON) -m compileall -q controller dataplane workshop
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.benchmarks $(BENCH)
 
-compare: setup ## compare the modes on this machine, a quarter of an hour: ARGS="--services 10,1000,10000"; build/compare/report.html
+compare: setup ## compare the modes on this machine, half an hour: ARGS="--services 10,1000"; build/compare/report.html
 	$(Q)PATH="$(CURDIR)/$(TOOLS):$$PATH" $(VENV)/bin/hybrid-proxy compare --report build/compare/report.html $(ARGS)
 
 # Ratios only: the processor may be emulated. What is finished stays in build/compare-vm; the same command goes on.

@@ -18,8 +18,8 @@ measured because one is missing). The command needs root, and takes about 20 sec
 Ctrl-C interrupts it; the same command continues from there. Finished measurements are kept beside the report.
 
 examples:
-  hybrid-proxy compare --report report.html                      all modes that work here, 10 and 1,000 services
-  hybrid-proxy compare --modes ebpf,nftables --services 10,1000,10000 --backends 10 --report report.html -o json
+  hybrid-proxy compare --report report.html                      all modes that work here
+  hybrid-proxy compare --modes ebpf,nftables --services 10,100 --backends 3 --report report.html -o json
   hybrid-proxy compare --live default/web --path /healthz        a service of this node, beside one of its endpoints
   hybrid-proxy compare --from report.json --report again.html    the report of earlier measurements
 """
@@ -32,7 +32,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="the first one is compared with each of the others (default: all)",
     )  # fmt: skip
     for flag, default, text in (
-        ("services", "10,1000", "numbers of services, N,..."),
+        ("services", "10,1000,10000", "numbers of services, N,..."),
         ("backends", "10", "endpoints of each service"),
         ("rounds", "6", "how often everything is measured; fewer than six cannot show a significant difference"),
         ("turns", "2", "how often each load runs in a round; there are rounds times turns pairs with the control"),
@@ -40,6 +40,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         ("changes", "5", "changes of a backend in each round"),
     ):
         group.add_argument(f"--{flag}", metavar="N", default=default, help=f"{text} (default: {default})")
+    group.add_argument(
+        "--kube-proxy", metavar="PATH", default="",
+        help="measure kube-proxy too, from this binary: modes kube-proxy-nftables, -iptables and -ipvs",
+    )  # fmt: skip
     group.add_argument("--all-cpus", action="store_true", help="clients and servers on any CPU instead of sharing one")
     group.add_argument(
         "--live", metavar="NAMESPACE/NAME",

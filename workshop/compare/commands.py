@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -19,9 +20,8 @@ from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.settings.documents import MODES
 from hybrid_proxy.workshop.compare import objects
 from hybrid_proxy.workshop.compare.live import Live, look
-from hybrid_proxy.workshop.compare.markdown import markdown
 from hybrid_proxy.workshop.compare.measure import carry_out
-from hybrid_proxy.workshop.compare.plan import Settings, steps
+from hybrid_proxy.workshop.compare.plan import KUBE_PROXY, Settings, steps
 from hybrid_proxy.workshop.compare.progress import Progress
 from hybrid_proxy.workshop.compare.report import Report, report
 from hybrid_proxy.workshop.compare.result import Cell, ModeState, Run
@@ -30,8 +30,7 @@ from hybrid_proxy.workshop.compare.state import State, opened
 from hybrid_proxy.workshop.lab.agent import remove_forsaken
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.libraries import needed
-from hybrid_proxy.workshop.measuring.loads import TOOLS
-from hybrid_proxy.workshop.measuring.machine import describe, missing_of_modes, missing_tools
+from hybrid_proxy.workshop.measuring.machine import describe, missing_of_modes, missing_tools, product, version
 
 __all__ = ["main"]
 
@@ -53,28 +52,27 @@ def main(args: argparse.Namespace) -> int:
             f"--report {args.report}: name a file that ends in .html; .md and .json are written beside it"
         )
     # Import the renderer first: a missing library must fail before an hour of measuring.
-    render = _renderer() if args.report else None
+    pages = _renderer() if args.report else ()
     made = report(_kept(Path(args.measured)) if args.measured else _measured(args))
-    if render is not None:
+    if pages:
         path = Path(args.report)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(made))
-        path.with_suffix(".md").write_text(markdown(made))
+        for suffix, render in zip((".html", ".md"), pages, strict=True):
+            path.with_suffix(suffix).write_text(render(made))
         path.with_suffix(".json").write_bytes(msgspec.json.encode(made) + b"\n")
         print(f"compare  the report is {path}", file=sys.stderr)
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(made), indent=1).decode())
     else:
         found = made.findings
-        standings = [standing.summary(made.run.settings.modes[0]) for standing in found.standings]
-        print("\n".join([*made.summary, *standings, *found.warnings, *found.notes]))
+        print("\n".join([found.headline, *found.warnings, *made.summary, *found.notes]))
     return 0
 
 
-def _renderer() -> Callable[[Report], str]:
+def _renderer() -> tuple[Callable[[Report], str], ...]:
     with needed("--report", "; without --report, -o json keeps everything for `compare --from`"):
-        from hybrid_proxy.workshop.compare.html import html
-    return html
+        from hybrid_proxy.workshop.compare.pages import html, markdown
+    return html, markdown
 
 
 def _kept(path: Path) -> Run:
@@ -129,28 +127,37 @@ def _settings(args: argparse.Namespace, live: Live | None) -> Settings:
         if not args.path.startswith("/"):
             raise ConfigError(f"--path {args.path}: begins with /")
         return Settings(
-            (live.mode,),
-            (live.services,),
-            0,
-            rounds,
-            seconds,
-            0,
-            one_cpu=False,
-            live=args.live,
-            path=args.path,
-            turns=number["turns"],
-        )
+            (live.mode,), (live.services,), 0, rounds, seconds, 0,
+            one_cpu=False, live=args.live, path=args.path, turns=number["turns"],
+        )  # fmt: skip
     modes = tuple(dict.fromkeys(filter(None, args.modes.split(","))))
+    extra = tuple(KUBE_PROXY + mode for mode in ("nftables", "iptables", "ipvs"))
+    if args.kube_proxy and not set(modes) & set(extra):
+        modes += extra
     for mode in modes:
-        if mode not in MODES:
-            raise ConfigError(f"--modes: {mode!r} is none of {', '.join(MODES)}")
+        if mode not in MODES and not (args.kube_proxy and mode in extra):
+            why = "needs --kube-proxy PATH" if mode in extra else f"is none of {', '.join(MODES)}"
+            raise ConfigError(f"--modes: {mode!r} {why}")
     sizes = tuple(_number("--services", text, objects.FEWEST + 1, 60_000) for text in args.services.split(","))
     if not modes:
         raise ConfigError("--modes: names no mode")
     return Settings(
         modes, sizes, number["backends"], rounds, seconds, number["changes"],
-        one_cpu=not args.all_cpus, turns=number["turns"],
+        one_cpu=not args.all_cpus, kube_proxy=_kube_proxy(args.kube_proxy), turns=number["turns"],
     )  # fmt: skip
+
+
+def _kube_proxy(path: str) -> str:
+    """Returns the absolute path of a binary that runs here, empty if none is wanted."""
+    if not path:
+        return ""
+    if lacking := [name for name in ("aiohttp", "trustme") if find_spec(name) is None]:
+        raise ConfigError(
+            f"--kube-proxy needs an API server of {' and '.join(lacking)}: pip install {' '.join(lacking)}"
+        )
+    if version(found := str(Path(path).resolve())) == "?":
+        raise ConfigError(f"--kube-proxy {path}: does not run, or tells no version")
+    return found
 
 
 def _number(flag: str, text: str, least: int, most: int) -> int:
@@ -164,16 +171,23 @@ def _differences(one: Settings, other: Settings) -> str:
     return ", ".join(f"{name} {getattr(one, name)}" for name in fields if getattr(one, name) != getattr(other, name))
 
 
+def _lacking(settings: Settings) -> dict[str, str]:
+    return missing_tools(("wrk",)) if settings.live else missing_tools()  # a live service answers itself
+
+
 def _new(settings: Settings) -> Run:
-    lacking = missing_tools()
+    lacking = _lacking(settings)
     for reason in lacking.values():
         print(f"compare  {reason}", file=sys.stderr)
-    if len(lacking) == len(TOOLS):
+    if "wrk" in lacking and (settings.live or "iperf3" in lacking):
         print("compare  no traffic is measured, only starts, changes and memory", file=sys.stderr)
     modes = (ModeState(settings.modes[0], True),) if settings.live else tuple(_tried(settings.modes))
     works = tuple(state.mode for state in modes if state.works)
+    machine = describe()
+    if settings.kube_proxy:
+        machine = msgspec.structs.replace(machine, tools={**machine.tools, "kube-proxy": version(settings.kube_proxy)})
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Run(now, settings, describe(), modes, (), sum(1 for _ in steps(settings, works)))
+    return Run(now, settings, machine, modes, (), sum(1 for _ in steps(settings, works)), product())
 
 
 def _tried(modes: tuple[str, ...]) -> list[ModeState]:
@@ -181,17 +195,17 @@ def _tried(modes: tuple[str, ...]) -> list[ModeState]:
     remove_forsaken("cmp")
     with Lab(f"cmp{os.getpid()}x0", 0) as lab:
         found = missing_of_modes(lab)
-    missing = {mode: found.get(mode, "this installation does not have it") for mode in modes}
+    missing = {mode: found.get(mode.removeprefix(KUBE_PROXY), "this installation does not have it") for mode in modes}
     return [ModeState(mode, not reason, reason) for mode, reason in missing.items()]
 
 
 def _go_on(run: Run, state: State, live: Live | None) -> Run:
     done = {cell.step.key for cell in run.cells}
     left = [step for step in steps(run.settings, run.works) if step.key not in done]
-    lacking = missing_tools()
+    lacking = _lacking(run.settings)
     cells = list(run.cells)
     broken = {(cell.step.mode, cell.step.size): cell for cell in cells if _gives_up(cell)}
-    shown = Progress(run.planned, len(done))
+    shown = Progress(run.planned, left, cells)
     for size, group in itertools.groupby(left, key=lambda step: step.size):
         todo = list(group)
         with ExitStack() as stack:
@@ -208,9 +222,8 @@ def _go_on(run: Run, state: State, live: Live | None) -> Run:
                 if _gives_up(cell):
                     broken[step.mode, step.size] = cell
                 state.add(cell)
-                cells.append(cell)
                 shown.ends(cell)
-    return msgspec.structs.replace(run, cells=tuple(cells))
+    return msgspec.structs.replace(run, cells=tuple(shown.done))
 
 
 def _gives_up(cell: Cell) -> bool:

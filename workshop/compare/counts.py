@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hybrid_proxy.controller.serving.protocol import AgentStatus
+from hybrid_proxy.workshop.compare.plan import KUBE_PROXY
 from hybrid_proxy.workshop.lab.network import Lab
 
 __all__ = ["programmed"]
@@ -14,6 +15,7 @@ _SAVE = ("iptables-save", "ip6tables-save")
 
 def programmed(lab: Lab, mode: str, status: AgentStatus | None) -> dict[str, float]:
     """Returns the metrics `rules` and `entries`, read from the kernel, or in mode ebpf from the agent."""
+    mode = mode.removeprefix(KUBE_PROXY)
     if mode == "ebpf":
         ebpf = status.dataplane.ebpf if status else None
         return {"rules": 0, "entries": sum(known.used or 0 for known in ebpf.maps.values()) if ebpf else 0}

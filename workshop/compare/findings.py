@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -12,37 +11,26 @@ from hybrid_proxy.workshop.compare.plan import METRICS, Metric
 from hybrid_proxy.workshop.compare.result import Cell, Run
 from hybrid_proxy.workshop.measuring.stats import SURE, Estimate, Verdict, estimate, judge, ratios, spread
 
-__all__ = ["NOISY", "Findings", "Noise", "Row", "Standing", "findings", "shown"]
+__all__ = ["NOISY", "Findings", "Noise", "Row", "findings", "shown"]
+
+Trust = Literal["good", "limited", "poor"]
 
 NOISY: Final = 0.10  # a control that spreads further than this part of its median shows a busy machine
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One metric of one mode with one number of services.
+    """One metric of one mode with one number of services."""
 
-    Args:
-        metric: its name.
-        mode: which.
-        size: number of services.
-        value: in the metric's unit.
-        control: of the plain pod address, in the metric's unit.
-        ratio: value / control, each pair of one round.
-        points: each pair's ratio, for the plot; without a control, this mode / the first one.
-        lead: the first mode / this one, each relative to its control; None for the first itself.
-        verdict: of the first mode against this one.
-        missing: why there is no value.
-    """
-
-    metric: str
-    mode: str
-    size: int
-    value: Estimate | None
-    control: Estimate | None = None
-    ratio: Estimate | None = None
-    points: tuple[float, ...] = ()
-    lead: Estimate | None = None
-    verdict: Verdict = ""
-    missing: str = ""
+    metric: str  # its name
+    mode: str  # which
+    size: int  # number of services
+    value: Estimate | None  # in the metric's unit
+    control: Estimate | None = None  # of the plain pod address, in the metric's unit
+    ratio: Estimate | None = None  # value / control, each pair of one round
+    points: tuple[float, ...] = ()  # each pair's ratio, for the plot; without a control, this mode / the first one
+    lead: Estimate | None = None  # the first mode / this one, each relative to its control; None for the first itself
+    verdict: Verdict = ""  # of the first mode against this one
+    missing: str = ""  # why there is no value
 
 
 class Noise(msgspec.Struct, frozen=True):
@@ -53,47 +41,19 @@ class Noise(msgspec.Struct, frozen=True):
     spread: float
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """A comparison of the first mode with another one, with one number of services.
-
-    Args:
-        mode: the other one.
-        size: number of services.
-        ahead: number of metrics in which the first is ahead.
-        behind: in which it is behind.
-        even: in which there is no significant difference.
-    """
-
-    mode: str
-    size: int
-    ahead: int
-    behind: int
-    even: int
-
-    def summary(self, first: str) -> str:
-        """Returns `ebpf against nftables, 1,000 services: ahead in 12 rows, behind in 2, ...`."""
-        return (
-            f"{first} against {self.mode}, {self.size:,} services: ahead in {self.ahead} rows, behind in "
-            f"{self.behind}, no significant difference in {self.even}."
-        )
-
-
 class Findings(msgspec.Struct, frozen=True):
-    """The results of a run.
+    """The results of a run."""
 
-    Args:
-        rows: one for each metric, mode and number of services.
-        noise: of the controls.
-        standings: of the first mode against each other one.
-        warnings: limits of all figures.
-        notes: limits of some figures, and oddities.
-    """
+    rows: tuple[Row, ...]  # one for each metric, mode and number of services
+    noise: tuple[Noise, ...]  # of the controls
+    warnings: tuple[str, ...]  # limits of all figures
+    notes: tuple[str, ...]  # limits of some figures, and oddities
+    trust: Trust = "good"  # how far the figures as a whole can be trusted
 
-    rows: tuple[Row, ...]
-    noise: tuple[Noise, ...]
-    standings: tuple[Standing, ...]
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
+    @property
+    def headline(self) -> str:
+        """The first line about trust."""
+        return _HEADLINES[self.trust]
 
     def row(self, metric: str, mode: str, size: int) -> Row | None:
         """Returns the row of that metric, mode and size."""
@@ -104,8 +64,14 @@ def findings(run: Run) -> Findings:
     """Computes the results of a run, finished or not."""
     rows = tuple(_row(run, metric, mode, size) for size, metric, mode in _all(run))
     noise = tuple(_noise(run))
+    limits, loud = tuple(_limits(run, rows)), _loud(noise)
+    poor = run.machine.emulated or 2 * len(loud) > len({known.metric for known in noise} or "?")
     return Findings(
-        rows, noise, tuple(_standings(run, rows)), tuple(_warnings(run, rows)), tuple(_notes(run, rows, noise))
+        rows,
+        noise,
+        (*limits, *_certainty(rows, noise)),
+        tuple(_notes(run)),
+        "poor" if poor else "limited" if limits or loud else "good",
     )
 
 
@@ -184,15 +150,12 @@ def _noise(run: Run) -> Iterator[Noise]:
                 yield Noise(metric.name, size, spread(values))
 
 
-def _standings(run: Run, rows: Sequence[Row]) -> Iterator[Standing]:
-    for mode in run.settings.modes[1:]:
-        for size in run.settings.sizes:
-            judged = Counter(row.verdict for row in rows if (row.mode, row.size) == (mode, size) and row.verdict)
-            if judged:
-                yield Standing(mode, size, judged["ahead"], judged["behind"], judged["even"])
+def _loud(noise: Sequence[Noise]) -> list[str]:
+    """Returns the titles of the metrics whose control spread too far."""
+    return sorted({_TITLES[known.metric] for known in noise if known.spread > NOISY})
 
 
-def _warnings(run: Run, rows: Sequence[Row]) -> Iterator[str]:
+def _limits(run: Run, rows: Sequence[Row]) -> Iterator[str]:
     if run.machine.emulated:
         yield (
             "The processor of this machine is emulated by software: times and rates mean nothing. Only ratios of "
@@ -206,24 +169,31 @@ def _warnings(run: Run, rows: Sequence[Row]) -> Iterator[str]:
         yield f"Too few rounds to be sure: some intervals hold with {100 * least:.0f} % only; six rounds make 97 %."
 
 
-def _notes(run: Run, rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
+def _certainty(rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
+    loud, worst = _loud(noise), max((known.spread for known in noise), default=0.0)
+    if loud:
+        of = len({known.metric for known in noise})
+        where = ", ".join(loud) if len(loud) <= _MANY else f"{len(loud)} of {of} rows"
+        yield (
+            f"The machine was not quiet: the control, always the same work, spread by more than {100 * NOISY:.0f} % "
+            f"(up to {100 * worst:,.0f} %) in {where}. Trust ratios, not values."
+        )
+    elif noise:
+        yield f"The machine was quiet: the control, always the same work, spread by {100 * worst:.0f} % at most."
+    judged = [row for row in rows if row.verdict]
+    if judged:
+        differ = sum(row.verdict != "even" for row in judged)
+        wrong = min(differ, round(sum(1 - row.lead.sure for row in judged if row.lead)))
+        yield (
+            f"Of {len(judged)} comparisons, {differ} differ significantly; {wrong} of these at most are to be expected "
+            "at random."
+        )
+
+
+def _notes(run: Run) -> Iterator[str]:
     for state in run.modes:
         if not state.works:
             yield f"Mode {state.mode} does not work on this machine: {state.missing}."
-    loud = sorted({_TITLES[known.metric] for known in noise if known.spread > NOISY})
-    if loud:
-        worst = max(known.spread for known in noise)
-        where = (
-            ", ".join(loud) if len(loud) <= _MANY else f"{len(loud)} of {len({known.metric for known in noise})} rows"
-        )
-        yield (
-            f"The machine was not quiet: measurements of the plain pod address, which is always the same, spread by "
-            f"more than {100 * NOISY:.0f} % (up to {100 * worst:.0f} %) in {where}. Trust ratios, not values."
-        )
-    even = sum(row.verdict == "even" for row in rows)
-    if even:
-        judged = sum(bool(row.verdict) for row in rows)
-        yield f"In {even} of {judged} comparisons the noise is larger than the difference."
     seen: set[str] = set()
     for cell in run.cells:
         for note in cell.notes:
@@ -232,6 +202,11 @@ def _notes(run: Run, rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[st
                 yield f"{cell.step.mode}, {cell.step.size:,} services: {note}"
 
 
+_HEADLINES: Final[Mapping[Trust, str]] = {
+    "good": "Trust: good.",
+    "limited": "Trust: limited. Read this first.",
+    "poor": "Trust: poor. Repeat the run on a quiet machine before you decide by it.",
+}
 _MANY: Final = 3  # more rows than these are counted, not listed
 _TITLES: Final = {known.name: known.title for known in METRICS}
 _STEPS: Final[Sequence[tuple[float, Callable[[float], str]]]] = (

@@ -48,7 +48,7 @@ class Live(msgspec.Struct, frozen=True):
             lambda name: load(name, self.address, self.port),
             lambda name: load(name, self.endpoint, self.endpoint_port),
             LOADS,
-            {name: reason for name, reason in lacking.items() if name == "wrk"},  # the service answers itself
+            lacking,
         )
 
 

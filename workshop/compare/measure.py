@@ -15,8 +15,6 @@ from hybrid_proxy.workshop.measuring.stats import estimate
 
 __all__ = ["carry_out", "traffic"]
 
-_PAUSE = 0.15  # seconds between two changes: the watch of the manifests waits for the end of a burst
-
 Once = Callable[[str], Found]
 
 
@@ -98,7 +96,7 @@ def _changes(step: Step, stand: Stand, began: float) -> Cell:
         for _ in range(settings.changes + 1):
             each.append(stand.change())
             own.append(stand.applied())
-            time.sleep(_PAUSE)
+            time.sleep(stand.pause)
         del each[0], own[0]  # pays for what an agent does the first time
     except LoadFailed as error:
         missing["change"] = str(error)
@@ -107,6 +105,8 @@ def _changes(step: Step, stand: Stand, began: float) -> Cell:
     if middle is not None and not missing:
         values["change"] = middle.median
     applied = estimate([value for value in own if value is not None])
-    if applied is not None and not missing:
+    if applied is None:
+        missing.setdefault("applied", "it is not reported by kube-proxy, nor by an agent that does not answer")
+    elif not missing:
         values["applied"] = applied.median
     return Cell(step, time.monotonic() - began, values, each=tuple(each), missing=missing)

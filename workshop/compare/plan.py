@@ -13,31 +13,21 @@ import msgspec
 
 from hybrid_proxy.workshop.measuring.stats import rotated
 
-__all__ = ["LOADS", "METRICS", "Kind", "Metric", "Settings", "Step", "control_first", "metric", "steps"]
+__all__ = ["KUBE_PROXY", "LOADS", "METRICS", "Kind", "Metric", "Settings", "Step", "control_first", "metric", "steps"]
 
 Kind = Literal["start", "traffic", "change", "live"]
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """One row of the report.
+    """One row of the report."""
 
-    Args:
-        name: in JSON.
-        title: for people.
-        unit: of its values; "" for a number of things.
-        better: the better direction.
-        control: the plain address of a pod is measured in turn.
-        kind: the step that measures it.
-        load: the load that yields it.
-    """
-
-    name: str
-    title: str
-    unit: str
-    better: Literal["more", "less", "neither"]
-    control: bool
-    kind: Kind
-    load: str = ""
+    name: str  # in JSON
+    title: str  # for people
+    unit: str  # of its values; "" for a number of things
+    better: Literal["more", "less", "neither"]  # the better direction
+    control: bool  # the plain address of a pod is measured in turn
+    kind: Kind  # the step that measures it
+    load: str = ""  # the load that yields it
 
 
 METRICS: Final = (
@@ -47,9 +37,9 @@ METRICS: Final = (
     Metric("datagram_cost", "cost of a UDP packet", "µs", "less", True, "traffic", "datagrams"),
     Metric("connection_cpu", "the machine's CPU for a connection", "µs", "less", True, "traffic", "connections"),
     Metric("request_cpu", "the machine's CPU for a request", "µs", "less", True, "traffic", "requests"),
-    Metric("latency_p50", "latency, median", "ms", "less", True, "traffic", "requests"),
-    Metric("latency_p90", "latency, 90 %", "ms", "less", True, "traffic", "requests"),
-    Metric("latency_p99", "latency, 99 %", "ms", "less", True, "traffic", "requests"),
+    Metric("latency_p50", "latency, p50", "ms", "less", True, "traffic", "requests"),
+    Metric("latency_p90", "latency, p90", "ms", "less", True, "traffic", "requests"),
+    Metric("latency_p99", "latency, p99", "ms", "less", True, "traffic", "requests"),
     Metric("connections", "new connections", "1/s", "more", True, "traffic", "connections"),
     Metric("requests", "requests on open connections", "1/s", "more", True, "traffic", "requests"),
     Metric("stream", "throughput of one connection", "Gbit/s", "more", True, "traffic", "stream"),
@@ -61,6 +51,7 @@ METRICS: Final = (
     Metric("rules", "rules in the kernel", "", "neither", False, "start"),
     Metric("entries", "entries of maps, sets and tables", "", "neither", False, "start"),
 )
+KUBE_PROXY: Final = "kube-proxy-"  # begins the names of its modes
 LOADS: Final = ("connections", "requests", "stream", "datagrams")
 
 
@@ -70,31 +61,19 @@ def metric(name: str) -> Metric:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The settings of a run; one that is continued must have the same.
+    """The settings of a run; one that is continued must have the same."""
 
-    Args:
-        modes: the first one is compared with each of the others.
-        sizes: numbers of services.
-        backends: endpoints of each service.
-        rounds: how often everything is measured.
-        seconds: how long each load lasts.
-        changes: of a backend, in each round.
-        one_cpu: clients and servers share one CPU.
-        live: `NAMESPACE/NAME` of a service of this node, "": a lab.
-        path: of the requests to that service.
-        turns: how often each load has its turn in a round; a start takes longer and is measured once.
-    """
-
-    modes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    backends: int
-    rounds: int
-    seconds: int
-    changes: int
-    one_cpu: bool = True
-    live: str = ""
-    path: str = "/"
-    turns: int = 1
+    modes: tuple[str, ...]  # the first one is compared with each of the others
+    sizes: tuple[int, ...]  # numbers of services
+    backends: int  # endpoints of each service
+    rounds: int  # how often everything is measured
+    seconds: int  # how long each load lasts
+    changes: int  # of a backend, in each round
+    one_cpu: bool = True  # clients and servers share one CPU
+    live: str = ""  # `NAMESPACE/NAME` of a service of this node, "": a lab
+    path: str = "/"  # of the requests to that service
+    kube_proxy: str = ""  # path of its binary, which its modes need
+    turns: int = 1  # how often each load has its turn in a round; a start takes longer and is measured once
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -15,13 +15,15 @@ from hybrid_proxy.workshop.compare.report import Report
 from hybrid_proxy.workshop.compare.result import BINS, Cell, Run
 from hybrid_proxy.workshop.measuring.stats import Estimate, estimate
 
-__all__ = ["Axis", "Bar", "Item", "Mark", "Panel", "Tick", "distributions", "forest"]
+__all__ = ["Axis", "Bar", "Curve", "Item", "Line", "Mark", "Panel", "Tick", "curves", "distributions", "forest"]
 
 _FARTHEST: Final = 2.5  # what is farther from 1 is an arrow at the edge, so that small differences stay visible
 _NEAREST: Final = 1.25
 _RIM: Final = 1.06  # of an axis, beyond its outermost values
 _FINE: Final = (0.8, 0.9, 1, 1.1, 1.25)
 _COARSE: Final = (0.5, 0.7, 1, 1.4, 2)
+_FLAT: Final = 4.0  # the least that an axis of curves spans, so that what hardly grows looks flat
+_BESIDE: Final = 9.0  # per cent of a curve's height between two labels
 _SLOWEST: Final = 0.001  # part of the requests that the axis of latencies leaves out at either end
 
 
@@ -61,31 +63,20 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """One mode's line of a plot.
+    """One mode's line of a plot."""
 
-    Args:
-        mode: the mode, for its colour.
-        label: its name.
-        tip: all values as a tooltip.
-        value: the median.
-        interval: of the median.
-        at: place of the median.
-        off: the end of the axis beyond which the median lies.
-        span: places of the interval's ends.
-        points: places of the single measurements.
-        bars: a histogram.
-    """
-
-    mode: str
-    label: str
-    tip: str
-    value: str = ""
-    interval: str = ""
-    at: float = 0.0
-    off: Literal["", "low", "high"] = ""
-    span: tuple[float, float] = (0.0, 0.0)
-    points: tuple[float, ...] = ()
-    bars: tuple[Bar, ...] = ()
+    mode: str  # the mode, for its colour
+    label: str  # its name
+    tip: str  # all values as a tooltip
+    value: str = ""  # the median
+    interval: str = ""  # of the median
+    absolute: str = ""  # the median in the metric's unit
+    even: bool = False  # the interval holds 1
+    at: float = 0.0  # place of the median
+    off: Literal["", "low", "high"] = ""  # the end of the axis beyond which the median lies
+    span: tuple[float, float] = (0.0, 0.0)  # places of the interval's ends
+    points: tuple[float, ...] = ()  # places of the single measurements
+    bars: tuple[Bar, ...] = ()  # a histogram
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -96,23 +87,39 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """Items above one axis.
+    """Items above one axis."""
+
+    title: str  # their common title
+    hint: str  # how to read the axis
+    better: Literal["less", "more", ""]  # the better side of 1; "": there is none
+    one: float | None  # the place of 1, if that is a line
+    ticks: tuple[Tick, ...]  # of the axis
+    items: tuple[Item, ...]  # in order
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One mode's line of a curve: places of medians and of their intervals' ends from the left; a label at the right.
 
     Args:
-        title: their common title.
-        hint: how to read the axis.
-        better: the better side of 1; "": there is none.
-        one: the place of 1, if that is a line.
-        ticks: of the axis.
-        items: in order.
+        mode: the mode, for its colour.
+        points: for each number of services x, y, and the ends of the interval on y.
+        label: the mode and its last value.
+        label_at: y of the label, which keeps away from others.
     """
 
+    mode: str
+    points: tuple[tuple[float, float, float, float], ...]
+    label: str
+    label_at: float
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A metric against the number of services, both on logarithmic axes; places on y are from the top."""
+
     title: str
-    hint: str
-    better: Literal["less", "more", ""]
-    one: float | None
-    ticks: tuple[Tick, ...]
-    items: tuple[Item, ...]
+    across: tuple[Tick, ...]
+    up: tuple[Tick, ...]
+    lines: tuple[Line, ...]
 
 
 # The forest plot
@@ -166,6 +173,8 @@ def _mark(axis: Axis, row: Row, run: Run) -> Mark:
         tip="; ".join(_tip(row, known, emulated=run.machine.emulated)),
         value=_times(known.median),
         interval=f"{_times(known.low)}-{_times(known.high)}" if known.count > 1 and row.points else "",
+        absolute="" if run.machine.emulated else f"{shown(row.value.median)} {metric(row.metric).unit}",
+        even=bool(row.points) and known.holds(1.0),
         at=place,
         off="low" if place < 0 else "high" if place > 100 else "",
         span=(axis.within(known.low), axis.within(known.high)),
@@ -186,6 +195,47 @@ def _tip(row: Row, known: Estimate, *, emulated: bool) -> Iterator[str]:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+
+
+# Curves
+
+
+def curves(report: Report) -> list[Curve]:
+    """Plots what may grow with the number of services, if there are several; of an emulated machine nothing."""
+    if len(report.run.settings.sizes) < 2 or report.run.machine.emulated:
+        return []
+    made = (_curve(report, metric(name)) for name in ("connection_cost", "change", "start", "memory"))
+    return [curve for curve in made if curve.lines]
+
+
+def _curve(report: Report, metric: Metric) -> Curve:
+    sizes, first = report.run.settings.sizes, report.run.settings.modes[0]
+    known: dict[str, dict[int, Estimate]] = {}
+    for size in sizes:
+        for row in _rows(report, metric, size):
+            assert row.value is not None
+            known.setdefault(row.mode, {})[size] = row.value
+            if row.mode == first and row.control:
+                known.setdefault("control", {})[size] = row.control
+    ends = [end for row in known.values() for each in row.values() for end in (each.low, each.high)] or [1.0]
+    spare = max(1.0, _FLAT * min(ends) / max(ends)) ** 0.5 * _RIM
+    across, up = Axis(min(sizes) / 1.5, max(sizes) * 1.5), Axis(min(ends) / spare, max(ends) * spare)
+    lines: list[Line] = []
+    lowest = 100.0 + _BESIDE
+    for mode, of in sorted(known.items(), key=lambda item: [*item[1].values()][-1].median):
+        points = tuple(
+            (across.place(size), 100 - up.place(at.median), 100 - up.place(at.low), 100 - up.place(at.high))
+            for size, at in of.items()
+        )
+        lowest = min(points[-1][1], lowest - _BESIDE)
+        name = "no proxy" if mode == "control" else mode
+        lines.append(Line(mode, points, f"{name} {shown([*of.values()][-1].median)}", lowest))
+    return Curve(
+        f"{metric.title}, {metric.unit}",
+        tuple(Tick(across.place(size), f"{size:,}") for size in sorted(sizes)),
+        tuple(Tick(100 - tick.at, tick.text) for tick in _ticks(up)),
+        tuple(lines),
+    )
 
 
 # Distributions

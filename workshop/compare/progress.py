@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import mean
 
 from hybrid_proxy.workshop.compare.plan import Step
 from hybrid_proxy.workshop.compare.result import Cell
@@ -12,20 +15,31 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Counts `total` steps, some of which are done already."""
+    """Counts `total` steps, of which some are `left` and others `done`."""
 
-    def __init__(self, total: int, done: int) -> None:
-        self._total, self._done = total, done
+    def __init__(self, total: int, left: Sequence[Step], done: Sequence[Cell]) -> None:
+        self._total, self._left, self.done = total, list(left), list(done)
 
     def begins(self, step: Step) -> None:
         """Shows the next step."""
-        self._done += 1
-        print(f"compare  {self._done}/{self._total}  {_describe(step)}", file=sys.stderr, flush=True)
+        print(f"compare  {len(self.done) + 1}/{self._total}  {_describe(step)}{self._eta()}", file=sys.stderr)
 
     def ends(self, cell: Cell) -> None:
-        """Shows what a finished step could not measure."""
+        """Counts a finished step, and shows what it could not measure."""
+        self.done.append(cell)
+        self._left.remove(cell.step)
         for message in _problems(cell):
-            print(f"         {message}", file=sys.stderr, flush=True)
+            print(f"         {message}", file=sys.stderr)
+
+    def _eta(self) -> str:
+        """Returns the time that is left, if finished steps tell: those of the same kind, otherwise all."""
+        took = defaultdict(list)
+        for cell in self.done:
+            took[cell.step.kind].append(cell.took)
+        every = [cell.took for cell in self.done]
+        if not every:
+            return ""
+        return f", about {math.ceil(sum(mean(took[step.kind] or every) for step in self._left) / 60)} min left"
 
 
 def _describe(step: Step) -> str:

@@ -20,22 +20,16 @@ _CONNECTION: Final = {
     "connection_cpu": "CPU of the machine for a connection",
 }
 _REQUEST: Final = {"request_cost": "CPU for a request", "request_cpu": "CPU of the machine for a request"}
-_LATENCY: Final = {"latency_p99": "time for 99 % of the requests"}
+_LATENCY: Final = {"latency_p99": "time for a request at p99"}
 _MANY: Final = 3  # more rows than these are counted, not listed
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The document that `-o json` prints.
+    """The document that `-o json` prints."""
 
-    Args:
-        run: every measurement.
-        findings: their results.
-        summary: the sentences at the top.
-    """
-
-    run: Run
-    findings: Findings
-    summary: tuple[str, ...]
+    run: Run  # every measurement
+    findings: Findings  # their results
+    summary: tuple[str, ...]  # the sentences at the top
 
 
 def report(run: Run) -> Report:
@@ -46,7 +40,7 @@ def report(run: Run) -> Report:
 
 def _summary(run: Run, found: Findings) -> Iterator[str]:
     first, *others = run.settings.modes
-    size = run.settings.sizes[-1]
+    size = run.size
     if not any(row.value for row in found.rows):
         return
     if not others:
@@ -64,7 +58,7 @@ def _summary(run: Run, found: Findings) -> Iterator[str]:
 
 def _alone(run: Run, found: Findings) -> Iterator[str]:
     """Sums up one mode and its control."""
-    mode, size, live = run.settings.modes[0], run.settings.sizes[-1], run.settings.live
+    mode, size, live = run.settings.modes[0], run.size, run.settings.live
     who = f"{live}, in mode {mode}," if live else f"With {size:,} services, {mode}"
     for names in (_CONNECTION, _REQUEST, _LATENCY):
         for name, what in names.items():
@@ -75,7 +69,7 @@ def _alone(run: Run, found: Findings) -> Iterator[str]:
 
 
 def _ipvs(run: Run, found: Findings) -> str:
-    first, size = run.settings.modes[0], run.settings.sizes[-1]
+    first, size = run.settings.modes[0], run.size
     if needs := _against_ipvs(found, size):
         return f"IPVS: {first} needs {needs}."
     row = found.row("connections", "ipvs", size)

@@ -24,54 +24,39 @@ class ModeState(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """The results of one step.
+    """The results of one step."""
 
-    Args:
-        step: the step.
-        took: seconds.
-        values: by the metric's name, in its unit.
-        controls: the same for the plain address of a pod.
-        latency: the number of requests on open connections by bin of their latency.
-        control_latency: the same for the plain address.
-        each: milliseconds of every single change.
-        missing: by metric, why it could not be measured.
-        notes: messages about oddities.
-    """
-
-    step: Step
-    took: float
-    values: Mapping[str, float] = {}
-    controls: Mapping[str, float] = {}
-    latency: Mapping[int, int] = {}
-    control_latency: Mapping[int, int] = {}
-    each: tuple[float, ...] = ()
-    missing: Mapping[str, str] = {}
-    notes: tuple[str, ...] = ()
+    step: Step  # the step
+    took: float  # seconds
+    values: Mapping[str, float] = {}  # by the metric's name, in its unit
+    controls: Mapping[str, float] = {}  # the same for the plain address of a pod
+    latency: Mapping[int, int] = {}  # the number of requests on open connections by bin of their latency
+    control_latency: Mapping[int, int] = {}  # the same for the plain address
+    each: tuple[float, ...] = ()  # milliseconds of every single change
+    missing: Mapping[str, str] = {}  # by metric, why it could not be measured
+    notes: tuple[str, ...] = ()  # messages about oddities
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Everything of one comparison.
+    """Everything of one comparison."""
 
-    Args:
-        began: ISO 8601, UTC.
-        settings: of the run.
-        machine: its machine.
-        modes: all requested modes, working or not.
-        cells: the finished steps in order of time.
-        planned: the number of all steps.
-    """
-
-    began: str
-    settings: Settings
-    machine: Machine
-    modes: tuple[ModeState, ...]
-    cells: tuple[Cell, ...]
-    planned: int
+    began: str  # ISO 8601, UTC
+    settings: Settings  # of the run
+    machine: Machine  # its machine
+    modes: tuple[ModeState, ...]  # all requested modes, working or not
+    cells: tuple[Cell, ...]  # the finished steps in order of time
+    planned: int  # the number of all steps
+    product: str = "hybrid-proxy"  # name, version and commit of what was measured
 
     @property
     def complete(self) -> bool:
         """True if every step is done."""
         return len(self.cells) >= self.planned
+
+    @property
+    def size(self) -> int:
+        """The last number of services that was measured."""
+        return self.cells[-1].step.size if self.cells else self.settings.sizes[-1]
 
     @property
     def works(self) -> tuple[str, ...]:

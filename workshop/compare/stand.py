@@ -10,15 +10,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hybrid_proxy.workshop.compare import objects
-from hybrid_proxy.workshop.compare.plan import Settings
+from hybrid_proxy.workshop.compare.plan import KUBE_PROXY, Settings
 from hybrid_proxy.workshop.lab.agent import Agent, remove, resident
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab, LabError
 from hybrid_proxy.workshop.lab.objects import manifest
 from hybrid_proxy.workshop.measuring.loads import Found, LoadFailed, argv
 from hybrid_proxy.workshop.measuring.running import measured
+
+if TYPE_CHECKING:
+    from hybrid_proxy.workshop.compare.kube_proxy import KubeProxy
 
 __all__ = ["PATIENCE", "SCRIPT", "Stand", "stand"]
 
@@ -55,12 +58,22 @@ class Stand:
         self.folder = lab.folder / "manifests"
         self.prefix = ("taskset", "-c", str(max(os.sched_getaffinity(0)))) if settings.one_cpu else ()
         self.agent: Agent | None = None
+        self._kube_proxy: KubeProxy | None = None
         self._port = objects.CHANGING[0]
         self._serve()
         if mode is not None:
             self._furnish(size)
             self.agent = Agent(lab, self.folder, mode)
+            if mode.startswith(KUBE_PROXY):
+                from hybrid_proxy.workshop.compare.kube_proxy import KubeProxy  # needs more libraries than the others
+
+                self.agent = self._kube_proxy = KubeProxy(lab, self.folder, mode, settings.kube_proxy)
             self.agent.patience = PATIENCE
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two changes: a watch of manifests waits for the end of a burst, kube-proxy for a second."""
+        return 0.15 if self._kube_proxy is None else 1.2
 
     @property
     def server(self) -> str:
@@ -77,9 +90,12 @@ class Stand:
     def _write(self, port: int) -> int:
         """Writes the moving service's manifest; returns CLOCK_MONOTONIC in ns just before readers see it."""
         draft = self.folder / ".moving.draft"
-        draft.write_text(manifest(objects.moving(self.server, NODE_NAMES["node"], port)))
+        text = manifest(objects.moving(self.server, NODE_NAMES["node"], port))
+        draft.write_text(text)
         now = time.monotonic_ns()
         draft.replace(self.folder / "moving.json")
+        if self._kube_proxy is not None:
+            self._kube_proxy.put(text.encode())
         return now
 
     def _serve(self) -> None:
@@ -156,6 +172,11 @@ class Stand:
         assert self.agent.process is not None
         return sum(resident(pid).get("VmRSS", 0.0) for pid in _family(self.agent.process.pid))
 
+    def close(self) -> None:
+        """Ends the API server of kube-proxy."""
+        if self._kube_proxy is not None:
+            self._kube_proxy.api.stop()
+
     # Loads
 
     def load(self, name: str, address: str) -> Found:
@@ -216,6 +237,7 @@ def stand(number: int, settings: Settings, mode: str | None, size: int) -> Itera
         yield made
     finally:
         if made is not None and made.agent is not None:
+            made.close()
             remove(lab, PATIENCE)
         else:
             lab.down()

@@ -12,29 +12,20 @@ from hybrid_proxy.workshop.compare.plan import METRICS, Metric
 from hybrid_proxy.workshop.compare.result import Run
 from hybrid_proxy.workshop.measuring.stats import Estimate, Verdict
 
-__all__ = ["VERDICTS", "Line", "Table", "Text", "method", "place", "reasons", "tables"]
+__all__ = ["VERDICTS", "Line", "Table", "Text", "place", "reasons", "tables"]
 
 VERDICTS: Final = {"ahead": "▲", "behind": "▼", "even": "≈", "": ""}
 
 
 class Text(msgspec.Struct, frozen=True):
-    """One field of a table.
+    """One field of a table."""
 
-    Args:
-        value: the median; empty where times mean nothing, or nothing was measured.
-        interval: the value's interval.
-        ratio: relative to the control.
-        lead: the first mode relative to this one.
-        verdict: of the first mode against this one.
-        missing: why there is no value.
-    """
-
-    value: str = ""
-    interval: str = ""
-    ratio: str = ""
-    lead: str = ""
-    verdict: Verdict = ""
-    missing: str = ""
+    value: str = ""  # the median; empty where times mean nothing, or nothing was measured
+    interval: str = ""  # the value's interval
+    ratio: str = ""  # relative to the control
+    lead: str = ""  # the first mode relative to this one
+    verdict: Verdict = ""  # of the first mode against this one
+    missing: str = ""  # why there is no value
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -55,16 +46,16 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def tables(run: Run, found: Findings) -> list[Table]:
-    """Yields a table for each number of services; metrics without any measurement are skipped."""
+    """Returns a table for each number of services; what was not measured, a metric or a mode, has no place in it."""
     made = []
     for size in run.settings.sizes:
         lines = [_line(run, found, metric, size) for metric in METRICS]
-        made.append(Table(size, run.settings.modes, [line for line in lines if line is not None]))
+        made.append(Table(size, run.works, [line for line in lines if line is not None]))
     return made
 
 
 def _line(run: Run, found: Findings, metric: Metric, size: int) -> Line | None:
-    rows = [found.row(metric.name, mode, size) for mode in run.settings.modes]
+    rows = [found.row(metric.name, mode, size) for mode in run.works]
     if not any(rows):
         return None
     emulated = run.machine.emulated and metric.unit not in ("", "MB")
@@ -107,6 +98,7 @@ def place(run: Run) -> list[tuple[str, str]]:
     m, s = run.machine, run.settings
     virtual = f", in {m.virtual}" if m.virtual else ""
     rows = [
+        ("product", run.product),
         ("date", run.began),
         ("machine", f"{m.processor}, {m.cpus} CPUs, {m.memory / 2**30:.0f} GiB{virtual}"),
         ("system", f"Linux {m.kernel}, {m.system}"),
@@ -126,46 +118,3 @@ def reasons(found: Findings) -> Iterator[str]:
         if row.missing:
             seen.setdefault(row.missing)
     yield from seen
-
-
-def method(run: Run) -> list[str]:
-    """Describes the method, in paragraphs."""
-    s = run.settings
-    paragraphs = [_LIVE if s.live else _CONTROL, _INTERVAL, _LEAD.format(first=s.modes[0]), _CPU]
-    if s.one_cpu and not s.live:
-        paragraphs.append(_ONE_CPU)
-    if not s.live:
-        paragraphs.append(_CHANGE)
-    return paragraphs
-
-
-_CONTROL: Final = (
-    "The control is the same load to the plain address of a pod, on a node without a proxy, next to each measurement; "
-    "× stands for times of the control. Ratios are taken within a round; the table shows their median."
-)
-_LIVE: Final = (
-    "The control is the same load to the address of an endpoint, next to each measurement; × stands for times of the "
-    "control. Ratios are taken within a round; the table shows their median."
-)
-_INTERVAL: Final = (
-    "In brackets stands the interval that holds the true median, made of the measurements themselves, without any "
-    "assumption of how they are distributed; six rounds make it 97 % sure, three 75 %."
-)
-_LEAD: Final = (
-    "Figures are {first} relative to the other mode, each normalised to its own control (interval in brackets): "
-    "▲ ahead, ▼ behind, ≈ no significant difference, because the interval contains 1."
-)
-_CPU: Final = (
-    "Cost is the CPU time of clients, servers and the proxy's processes, with the kernel's work for their packets; it "
-    "holds on a busy machine, too. The machine's CPU is that of all processes. Latency is of clients that ask again as "
-    "soon as they are answered, not of a given rate."
-)
-_ONE_CPU: Final = (
-    "Client and server share one CPU: rates are what a connection or a packet costs in all, not how fast an idle CPU "
-    "wakes up. The agent and the relay of mode userspace may use the others."
-)
-_CHANGE: Final = (
-    "After each start one change goes uncounted. A change takes from the moment at which its manifest is in place to "
-    "the first connection that reaches the new backend; the folder is watched and read in the same way in every mode. "
-    "The agent's part begins when it has read the object and ends when that is programmed."
-)

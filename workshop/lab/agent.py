@@ -36,6 +36,8 @@ class Agent:
         under: a command that starts another one with less than root has, such as `setpriv ...`.
     """
 
+    ready = "after the start"  # what its log says when everything is programmed
+
     def __init__(
         self,
         lab: Lab,
@@ -116,7 +118,7 @@ class Agent:
             self.process = self.lab.start(self.place, self.argv, output=log, errors=log)
         with self.log.open() as log:
             text = ""
-            while "after the start" not in text:
+            while self.ready not in text:
                 text += log.read()
                 now = time.monotonic()
                 if self.process.poll() is not None or now - start > timeout:

@@ -15,17 +15,9 @@ import msgspec
 from hybrid_proxy.controller.errors import ControllerError
 
 __all__ = [
-    "CLIENTS",
-    "DATAGRAM",
-    "NEEDS",
-    "TOOLS",
-    "Found",
-    "LoadFailed",
-    "argv",
-    "busy_seconds",
-    "found",
+    "CLIENTS", "DATAGRAM", "NEEDS", "TOOLS", "Found", "LoadFailed", "argv", "busy_seconds", "found",
     "interrupt_seconds",
-]
+]  # fmt: skip
 
 CLIENTS: Final = 8  # connections of wrk at the same time
 DATAGRAM: Final = 64  # bytes of payload
@@ -43,19 +35,12 @@ class LoadFailed(ControllerError):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The results of one load.
+    """The results of one load."""
 
-    Args:
-        values: by the metric's name, in its unit.
-        count: requests or connections made, 0 where CPU is not reported for each.
-        latency: the number of requests by bin of their latency (`compare.result.BINS`).
-        failed: requests without an answer.
-    """
-
-    values: Mapping[str, float]
-    count: int = 0
-    latency: Mapping[int, int] = {}
-    failed: int = 0
+    values: Mapping[str, float]  # by the metric's name, in its unit
+    count: int = 0  # requests or connections made, 0 where CPU is not reported for each
+    latency: Mapping[int, int] = {}  # the number of requests by bin of their latency (`compare.result.BINS`)
+    failed: int = 0  # requests without an answer
 
 
 def argv(load: str, address: str, port: int, seconds: int, script: PurePath, path: str = "/") -> list[str]:

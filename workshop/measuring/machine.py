@@ -7,12 +7,13 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.mode import Options
@@ -20,42 +21,39 @@ from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.measuring.loads import TOOLS
 
-__all__ = ["Machine", "describe", "missing_of_modes", "missing_tools", "mitigations", "processor"]
+__all__ = ["Machine", "describe", "missing_of_modes", "missing_tools", "mitigations", "processor", "product", "version"]
 
 _WEAKNESSES: Final = Path("/sys/devices/system/cpu/vulnerabilities")
+_TREE: Final = Path(__file__).resolve().parents[2]
 _HINTS: Final = {"nginx": " (its program alone is used: `systemctl disable --now nginx` stops the service)"}
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The machine of a run.
+    """The machine of a run."""
 
-    Args:
-        kernel: release.
-        system: the distribution.
-        processor: model.
-        cpus: that this process may use.
-        memory: in bytes.
-        virtual: the hypervisor, as the machine reports it: kvm, qemu, ...; "" if none.
-        emulated: the processor is software, so that times mean nothing.
-        load: mean number of running processes in the minute before the start.
-        tools: versions of the load generators.
-    """
-
-    kernel: str
-    system: str
-    processor: str
-    cpus: int
-    memory: int
-    virtual: str
-    emulated: bool
-    load: float
-    tools: Mapping[str, str] = {}
+    kernel: str  # release
+    system: str  # the distribution
+    processor: str  # model
+    cpus: int  # that this process may use
+    memory: int  # in bytes
+    virtual: str  # the hypervisor, as the machine reports it: kvm, qemu, ...; "" if none
+    emulated: bool  # the processor is software, so that times mean nothing
+    load: float  # mean number of running processes in the minute before the start
+    tools: Mapping[str, str] = {}  # versions of the load generators
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Returns the processor's name, as the kernel has it."""
     found = re.search(r"^(?:model name|Processor|cpu model)\s*:\s*(.+)$", _text(cpuinfo), re.MULTILINE)
     return found[1].strip() if found else platform.machine()
+
+
+def product(tree: Path = _TREE) -> str:
+    """Returns name and version of this program, and its commit where it runs from a working tree of git."""
+    describe = ["git", "-c", "safe.directory=*", "-C", str(tree), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = _output(describe).strip() if (tree / ".git").exists() else ""
+    known = re.fullmatch(r"[0-9a-f]+(-dirty)?", commit)
+    return f"hybrid-proxy {__version__}" + (f", commit {commit}" if known else "")
 
 
 def mitigations(folder: Path = _WEAKNESSES) -> dict[str, str]:
@@ -71,7 +69,7 @@ def describe() -> Machine:
     """Returns what the kernel and the tools report about this machine."""
     name = processor()
     vendor = _text(Path("/sys/class/dmi/id/sys_vendor")).strip()
-    virtual = _detected() or vendor
+    virtual = _output(["systemd-detect-virt"]).strip().replace("none", "") or vendor
     return Machine(
         kernel=platform.release(),
         system=platform.freedesktop_os_release().get("PRETTY_NAME", platform.system()),
@@ -81,7 +79,7 @@ def describe() -> Machine:
         virtual=virtual,
         emulated="TCG" in name,  # what QEMU calls the processor that it translates
         load=os.getloadavg()[0],
-        tools={name: _version(name) for name in TOOLS if shutil.which(name)},
+        tools={name: version(name) for name in TOOLS if shutil.which(name)},
     )
 
 
@@ -92,11 +90,11 @@ def missing_of_modes(made: Lab) -> dict[str, str]:
         return {mode: open_mode(mode).probe(options) or "" for mode in available_modes()}
 
 
-def missing_tools() -> dict[str, str]:
+def missing_tools(wanted: Iterable[str] = TOOLS) -> dict[str, str]:
     """Returns what to do about load generators that are not installed, by name."""
     return {
         name: f"{name} is not installed: apt-get install {name}" + _HINTS.get(name, "")
-        for name in TOOLS
+        for name in wanted
         if not shutil.which(name)
     }
 
@@ -108,17 +106,16 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _detected() -> str:
+def _output(command: list[str]) -> str:
+    """Returns what a command says, empty where there is none."""
     try:
-        done = subprocess.run(["systemd-detect-virt"], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    name = done.stdout.strip()
-    return "" if name == "none" else name
+    return done.stdout + done.stderr
 
 
-def _version(name: str) -> str:
-    flag = "-v" if name in ("nginx", "wrk") else "--version"
-    done = subprocess.run([name, flag], capture_output=True, text=True, timeout=30, check=False)
-    found = re.search(r"\d+(?:\.\d+)+", done.stdout + done.stderr)
+def version(program: str) -> str:
+    """Returns the version that a program reports."""
+    found = re.search(r"\d+(?:\.\d+)+", _output([program, "-v" if program in ("nginx", "wrk") else "--version"]))
     return found[0] if found else "?"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
+import pytest
 
 from hybrid_proxy.workshop.compare.plan import LOADS, METRICS, Settings, Step, control_first, steps
+from hybrid_proxy.workshop.compare.progress import Progress
+from hybrid_proxy.workshop.compare.result import Cell
 
 ALL = ("ebpf", "nftables", "iptables")
 SETTINGS = Settings(modes=ALL, sizes=(10, 1000), backends=2, rounds=6, seconds=1, changes=3)
@@ -56,6 +59,20 @@ def test_the_control_is_first_in_half_of_the_cases() -> None:
 def test_a_live_service_is_measured_with_its_traffic_alone() -> None:
     live = Settings(("ebpf",), (7,), 1, 3, 1, 0, live="default/web")
     assert [step.kind for step in steps(live, ("ebpf",))] == ["live"] * 3
+
+
+def test_the_time_that_is_left_is_that_of_steps_of_the_same_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    left = list(steps(msgspec.structs.replace(SETTINGS, rounds=1, sizes=(10,)), ("ebpf", "nftables")))
+    shown = Progress(6, left, ())
+    for step, took in zip(left, (60.0, 180.0, 600.0, 600.0, 0.0, 0.0), strict=True):
+        shown.begins(step)
+        shown.ends(Cell(step, took))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compare  1/6  ebpf          10 services  starts, round 1"
+    # Five like the first start, four like the mean of both; then a load like the first, and two like the mean of all.
+    assert [line.rpartition(", ")[2] for line in lines[1:]] == [
+        "about 5 min left", "about 8 min left", "about 20 min left", "about 12 min left", "about 0 min left",
+    ]  # fmt: skip
 
 
 def test_names_of_metrics_are_unique() -> None:

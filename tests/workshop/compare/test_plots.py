@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 
-from hybrid_proxy.workshop.compare.plots import Axis, Mark, Panel, distributions, forest
+from hybrid_proxy.workshop.compare.plots import Axis, Mark, Panel, curves, distributions, forest
 from hybrid_proxy.workshop.compare.report import report
-from tests.workshop.compare.kit import all_modes, made_up, swung
+from hybrid_proxy.workshop.compare.result import Run
+from tests.workshop.compare.kit import MACHINE, all_modes, made_up, swung
 
 
 def marks(panel: Panel, title: str) -> dict[str, Mark]:
@@ -41,6 +44,49 @@ def test_an_interval_lies_around_its_median_between_all_pairs() -> None:
     assert mark.value == "1.21"
     assert mark.interval == "1.06-1.42"
     assert "1.21 × (1.06 to 1.42); 6 pairs, 97 % sure" in mark.tip
+
+
+def test_what_is_no_difference_is_grey_and_its_value_stands_beside_it() -> None:
+    run = swung(made_up(speed={"ebpf": 1.0, "nftables": 0.9, "iptables": 0.5}), "ebpf", (0.9, 1.1))
+    found = marks(forest(report(run), 1000)[0], "cost of a connection")
+    assert {label: mark.even for label, mark in found.items()} == {"ebpf": True, "nftables": False, "iptables": False}
+    assert found["iptables"].absolute == "201 µs"
+    assert not marks(forest(report(run), 1000)[2], "time to start")["ebpf"].even, "the measure itself"
+    emulated = made_up(machine=msgspec.structs.replace(MACHINE, emulated=True))
+    assert marks(forest(report(emulated), 1000)[0], "cost of a connection")["ebpf"].absolute == ""
+
+
+def growing(run: Run, mode: str) -> Run:
+    """The same, with changes of the mode that take as long as there are services."""
+    cells = [
+        msgspec.structs.replace(cell, values={**cell.values, "change": float(cell.step.size)})
+        if cell.step.mode == mode and cell.step.kind == "change" else cell
+        for cell in run.cells
+    ]  # fmt: skip
+    return msgspec.structs.replace(run, cells=tuple(cells))
+
+
+def test_what_grows_with_the_services_is_a_curve() -> None:
+    found = {curve.title: curve for curve in curves(report(growing(all_modes(), "iptables")))}
+    assert list(found) == ["cost of a connection, µs", "time until a change takes effect, ms", "time to start, s",
+                           "memory of the agent, MB"]  # fmt: skip
+    lines = {line.mode: line for line in found["time until a change takes effect, ms"].lines}
+    heights = [y for _, y, _, _ in lines["iptables"].points]
+    assert heights == sorted(heights, reverse=True), "places are from the top"
+    assert heights[0] - heights[1] == pytest.approx(2 * (heights[1] - heights[2]), abs=0.1), "10, 1,000, 10,000"
+    assert lines["iptables"].label == "iptables 10,000"
+    assert len({y for _, y, _, _ in lines["ebpf"].points}) == 1
+    assert [tick.text for tick in found["time to start, s"].across] == ["10", "1,000", "10,000"]
+    labels = sorted(line.label_at for line in found["cost of a connection, µs"].lines)
+    assert len(labels) == 6, "and no proxy"
+    assert all(upper + 8.9 < lower for upper, lower in itertools.pairwise(labels))
+
+
+@pytest.mark.parametrize(
+    "run", [made_up(sizes=(10,)), made_up(machine=msgspec.structs.replace(MACHINE, emulated=True))]
+)
+def test_without_several_sizes_or_with_times_that_mean_nothing_there_is_no_curve(run: Run) -> None:
+    assert curves(report(run)) == []
 
 
 def test_what_is_far_away_is_an_arrow_and_what_is_near_keeps_its_place() -> None:

@@ -66,13 +66,27 @@ def test_the_service_beside_its_endpoint(agent: Agent, tmp_path: Path) -> None:
         assert row.value.count == 2
         assert not row.verdict, "nobody to be compared with"
     assert not any("failed" in note for note in report.findings.notes)
-    assert ["Too few rounds" in warning and "50 %" in warning for warning in report.findings.warnings] == [True]
+    few, control = report.findings.warnings
+    assert "Too few rounds" in few
+    assert "50 %" in few
+    assert "the control, always the same work" in control
+    assert report.findings.trust != "good"
     assert len(report.summary) == 3
     assert all(sentence.startswith("compare/moving, in mode nftables, needs ") for sentence in report.summary)
     after = agent.status()
     assert before is not None
     assert after is not None
     assert after.generation == before.generation, "nothing was programmed"
+
+
+def test_what_answers_in_a_lab_is_not_asked_for(agent: Agent, tmp_path: Path) -> None:
+    """Of the load generators wrk alone is needed: the service answers itself."""
+    (tmp_path / "wrk").symlink_to(shutil.which("wrk") or "")
+    limited = ["env", f"PATH={tmp_path}", *command(agent, tmp_path / "state", "--rounds", "1")]
+    done = agent.lab.run("node", limited, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "is not installed" not in done.stderr
+    assert all(row.value for row in msgspec.json.decode(done.stdout, type=Report).findings.rows)
 
 
 def test_refused_requests_are_reported(agent: Agent, tmp_path: Path) -> None:

@@ -71,6 +71,26 @@ def report(folder: Path) -> Report:
     return msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
 
 
+def test_kube_proxy_takes_part(folder: Path) -> None:
+    """The real one, where it is installed: its start, its rules, a change and its memory, beside the control."""
+    program = shutil.which("kube-proxy")
+    if program is None:
+        pytest.skip("kube-proxy is missing")
+    modes = [f"kube-proxy-{mode}" for mode in ("nftables", "iptables")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "carry_out", without_traffic_of_others)
+        flags = ["--modes", ",".join(("nftables", *modes)), "--kube-proxy", program]
+        target = folder / "kube-proxy.html"
+        assert cli.main(["compare", *SHORT, *flags, "--report", str(target)]) == 0
+    assert_nothing_left(os.getpid())
+    made = msgspec.json.decode(target.with_suffix(".json").read_bytes(), type=Report)
+    assert "kube-proxy" in made.run.machine.tools
+    for mode in modes:
+        rows = {row.metric: row for row in made.findings.rows if row.mode == mode}
+        assert all(rows[name].value for name in ("start", "change", "memory", "rules")), rows
+        assert "not reported by kube-proxy" in rows["applied"].missing
+
+
 def without_traffic_of_others(step: Step, stand: Stand, control: Stand, lacking: Mapping[str, str]) -> Cell:
     left_out = dict.fromkeys(TOOLS, "not in this test") if step.mode != MODES[0] else {}
     return carry_out(step, stand, control, {**lacking, **left_out})
@@ -142,6 +162,8 @@ def test_other_settings_are_not_mixed_in(folder: Path, capsys: pytest.CaptureFix
     ("flags", "words"),
     [
         (["--modes", "ebpf,xdp"], "'xdp' is none of"),
+        (["--modes", "ebpf,kube-proxy-iptables"], "'kube-proxy-iptables' needs --kube-proxy PATH"),
+        (["--kube-proxy", "/nowhere"], "--kube-proxy /nowhere: does not run"),
         (["--services", "10,many"], "--services: 'many'"),
         (["--services", "3"], "from 4 to"),
         (["--rounds", "0"], "--rounds: '0'"),
