@@ -61,8 +61,7 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
         drained = Trouble("drain", "draining", text, "drained", [todo], Verdict.DRAINED, "warning", todo, [text])
         found.insert(min(1, len(found)), drained)  # the first line has room for few reasons
     if status.other_proxies:
-        text = "another proxy is on this node"
-        found.append(Trouble("other proxies", "other-proxy", text, "OTHER PROXY", status.other_proxies))
+        found.append(Trouble("", "other-proxy", "another proxy is on this node", "OTHER PROXY", status.other_proxies))
     mode = status.mode
     if mode.degraded:
         text, todo = f"mode {mode.effective} serves instead of {mode.requested}", "`hybrid-proxy modes` says what lacks"
@@ -194,11 +193,10 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
         details = [f"{service}: {text}" for service, texts in status.conflicts.items() for text in texts]
         yield Trouble("objects", "refused-objects", f"{_many(details, 'frontend')} of another service too", "conflict",
                       details, mark="warning", todo="give one another address")  # fmt: skip
-    if status.left_to_node:
-        yield _note("objects", [left_text(*pair) for pair in sorted(status.left_to_node.items())])
-    if status.refused_external_ips:  # as somebody has set it: no trouble of this node
-        known = sorted(status.refused_external_ips.items())
-        yield _note("objects", [f"{name}: {text}" for name, texts in known for text in texts])
+    notes = [left_text(*pair) for pair in sorted(status.left_to_node.items())]
+    # As somebody has set it: no trouble of this node.
+    notes += [f"{name}: {text}" for name, texts in sorted(status.refused_external_ips.items()) for text in texts]
+    yield _note("objects", notes)
 
 
 def _backend_troubles(plane: Status) -> Iterator[Trouble]:
@@ -229,7 +227,7 @@ def fill_trouble(subject: str, cause: Cause, name: str, row: Fill, todo: str) ->
     """Judge how full a table is: nothing, a warning, or a problem."""
     if not row.limit or row.used < NEARLY_FULL * row.limit:
         return
-    full = row.used >= row.limit
+    full = row.used >= row.limit - row.limit // 2000  # a full conntrack lets go of an entry at times
     text = f"{name} is {'full' if full else 'nearly full'}"
     drops = ", and new connections are dropped" if full and cause == "conntrack-full" else ""
     details = [f"{text}{drops}: {row.used} of {row.limit} entries are used"]

@@ -14,6 +14,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -151,14 +152,17 @@ def fill() -> Fill | None:
 
 
 def largest_user() -> str:
-    """Names the client and the place that have most entries; empty: not known. A full table takes a second."""
-    pairs: Counter[tuple[int, bytes, bytes, bytes]] = Counter()
+    """Names the client that has most entries, and their commonest place; empty: not known. It takes a second."""
+    pairs, clients = Counter[tuple[bytes, bytes, bytes]](), Counter[bytes]()
     with contextlib.suppress(OSError, NetlinkFailed):
         for family in (4, 6):
-            pairs.update((family, e.source, e.destination, e.destination_port) for e in dump(family))
-    for (family, source, to, port), count in pairs.most_common(1):
-        client, place = (socket.inet_ntop(AF[family], each) for each in (source, to))
-        return f"{count} are from {client} to {socket_text(place, int.from_bytes(port, 'big'))}"
+            pairs.update((each.source, each.destination, each.destination_port) for each in dump(family))
+    for (source, _, _), count in pairs.items():
+        clients[source] += count
+    for client, total in clients.most_common(1):
+        count, to, port = max((count, to, port) for (source, to, port), count in pairs.items() if source == client)
+        place = socket_text(str(ip_address(to)), int.from_bytes(port, "big"))
+        return f"{total} are from {ip_address(client)}, {count} of these to {place}"
     return ""
 
 

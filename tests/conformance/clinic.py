@@ -171,4 +171,6 @@ class Incidents(Grouped):
 
     def is_long(self, asked: Mapping[str, Any]) -> bool:
         """What doctor finds in places that no mode owns is asked in every mode only before a release."""
-        return "incident" in asked and asked["mode"] not in ALWAYS and not asked["incident"].own
+        if "incident" not in asked or asked["incident"].own:
+            return False
+        return asked["mode"] not in (ALWAYS[-1:] if asked["incident"].dear else ALWAYS)

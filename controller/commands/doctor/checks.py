@@ -414,13 +414,9 @@ def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
                 texts.append(f"{who} reach {count} ({chosen.why})")
             if each.address is None and node.agent is not None and not node.agent.starting:
                 at = [one for one in facts.node_ports_at if family_of(one) == port.family]
-                if at:
-                    yield Finding("ok", "node port", f"{each.port} is served at {some(at)}")
-                else:
-                    text = (
-                        f"{place} is served nowhere: nodePortAddresses match no IPv{port.family} address of this node"
-                    )
-                    yield Finding("warning", "node port", text, "correct nodePortAddresses", "node-faults")
+                text = f"{place} is served nowhere: nodePortAddresses match no IPv{port.family} address of this node"
+                nowhere = Finding("warning", "node port", text, "correct nodePortAddresses", "node-faults")
+                yield Finding("ok", "node port", f"{each.port} is served at {some(at)}") if at else nowhere
     for text in dict.fromkeys(texts):
         yield Finding("ok", "restrictions", text, cause="restricted")
     for service, messages in node.agent.conflicts.items() if node.agent else ():

@@ -66,17 +66,13 @@ class Tried(msgspec.Struct, frozen=True):
 
 
 class PodLink(msgspec.Struct, frozen=True):
-    """The link of a pod of this node: the node's interface, and what the pod sends by it.
-
-    `mtu` is that of the node's end, `sends` the largest packet of the pod (its route's MTU); 0: not known. `drops` are
-    the packets that both ends dropped during the connections.
-    """
+    """The link of a pod of this node, as the node's interface; 0 where an MTU is not known."""
 
     interface: str
     address: str
-    mtu: int = 0
-    sends: int = 0
-    drops: int = 0
+    mtu: int = 0  # of the node's end
+    sends: int = 0  # the pod's largest packet: the MTU of its route
+    drops: int = 0  # packets that both ends dropped during the connections
 
 
 class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):

@@ -11,8 +11,6 @@ from hybrid_proxy.dataplane.kernel import links, namespaces
 from hybrid_proxy.dataplane.kernel.namespaces import Pod
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
-EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 (what a process listens at)
-
 
 def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
     """Read the MTUs of a pod's link, and how many packets both ends have dropped; `own` are the node's addresses."""
@@ -56,7 +54,7 @@ def listening(tried: Iterable[Tried], pods: Sequence[Pod]) -> dict[tuple[str, st
         pod = by_address.get(address.strip("[]"))
         if each.outcome == "refused" and each.via == "backend" and pod is not None and each.end not in found:
             with contextlib.suppress(OSError), namespaces.inside(pod.path):
-                here = (*EVERYWHERE, address.strip("[]"))
+                here = ("0.0.0.0", "::", address.strip("[]"))  # noqa: S104 (what a process listens at)
                 places = [(at not in here, port, at) for at, port in namespaces.listening(Protocol[each.protocol])]
                 # A process that has the port at loopback alone is the likeliest cause.
                 places.sort(key=lambda place: (str(place[1]) != number, place))
