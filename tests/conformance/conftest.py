@@ -99,15 +99,6 @@ def only_in(*modes: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("mode", [mode for mode in modes if mode in MODES], indirect=True, scope="session")
 
 
-def away_in(one: int) -> pytest.MarkDecorator:
-    """A test of both families, of which an emulated processor has the cases of this one; `make test-long` has all."""
-    families = {"v4": socket.AF_INET, "v6": socket.AF_INET6}
-    made = [
-        pytest.param(family, id=name, marks=pytest.mark.core(long=family != one)) for name, family in families.items()
-    ]
-    return pytest.mark.parametrize("family", made)
-
-
 def bench_of(lab: Lab, mode: str, flags: Sequence[str] = (), *, pod_cidrs: bool = True) -> Bench:
     """The lab with a folder of manifests, and an agent that nobody has started."""
     manifests = lab.folder / "manifests"

@@ -25,7 +25,7 @@ def answered(bench: Bench, probes: list[Probe]) -> list[str]:
     return [answer.pod for answer in answers if isinstance(answer, Reply)]
 
 
-@pytest.mark.core
+@pytest.mark.core(cases=("v6",))
 @pytest.mark.row("2.1", "outsiders at a node port: every backend gets its share")
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_every_backend_gets_its_share_of_outsiders(world: World, family: int) -> None:
@@ -34,7 +34,7 @@ def test_every_backend_gets_its_share_of_outsiders(world: World, family: int) ->
     assert chi_square(seen, ["pod2", "pod3", "remote1"]) < CHI_SQUARE_2, seen
 
 
-@pytest.mark.core
+@pytest.mark.core(cases=("v4 pod1", "v6 node", "v4 client"))
 @pytest.mark.row("2.15", "a client stays with its backend")
 @pytest.mark.parametrize("place", ["pod1", "node", "client"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -13,8 +13,8 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
 
-from .conftest import away_in, only_in
-from .kit import V4, V6, Bench, Service, eventually
+from .conftest import only_in
+from .kit import Bench, Service, eventually
 
 pytestmark = only_in("ebpf", "ipvs")  # the others have one way to choose, and say so in `status`
 PODS = ("pod2", "pod3", "remote1")
@@ -32,10 +32,8 @@ def weights(bench: Bench, by_pod: dict[str, int]) -> str:
 FAMILIES = (2, 10)  # AF_INET, AF_INET6
 
 
-@away_in(V6)
-@pytest.mark.parametrize(
-    "place", [pytest.param("pod1", marks=pytest.mark.core), pytest.param("node", marks=pytest.mark.core(long=True))]
-)
+@pytest.mark.core(cases=("v6 pod1",))
+@pytest.mark.parametrize("place", ["pod1", "node"])
 def test_round_robin_is_exact(bench: Bench, family: int, place: str) -> None:
     service = balanced(bench, "rr")
     assert bench.spread(place, service, family, 12) == dict.fromkeys(PODS, 4)
@@ -48,7 +46,7 @@ def test_weighted_round_robin_is_exact(bench: Bench, family: int) -> None:
     assert bench.spread("pod1", service, family, 20) == {"pod2": 12, "pod3": 4, "remote1": 4}
 
 
-@pytest.mark.core
+@pytest.mark.core(cases=("v4",))
 def test_a_source_has_one_backend(bench: Bench, family: int) -> None:
     """Whichever it is; and not all sources have the same one."""
     service = bench.service(*PODS, annotations={"algorithm": "sh"}, settle=False)
@@ -61,10 +59,8 @@ def test_a_source_has_one_backend(bench: Bench, family: int) -> None:
     assert set(chosen.values()) <= set(PODS)
 
 
-@away_in(V4)
-@pytest.mark.parametrize(
-    "name", [pytest.param("mh", marks=pytest.mark.core(long=True)), pytest.param("maglev", marks=pytest.mark.core)]
-)
+@pytest.mark.core(cases=("v4 maglev",))
+@pytest.mark.parametrize("name", ["mh", "maglev"])
 def test_maglev_uses_every_backend(bench: Bench, family: int, name: str) -> None:
     service = balanced(bench, name)
     for place in ("pod1", "node"):
@@ -137,11 +133,8 @@ def test_weight_zero_gets_no_new_connections_and_keeps_what_it_has(bench: Bench,
         assert stream.ask().pod == "pod2"
 
 
-@away_in(V6)
-@pytest.mark.parametrize(
-    "algorithm",
-    [pytest.param(name, marks=pytest.mark.core(long=name != "rr")) for name in ("rr", "wrr", "mh", "random", "lc")],
-)
+@pytest.mark.core(cases=("v6 rr",))
+@pytest.mark.parametrize("algorithm", ["rr", "wrr", "mh", "random", "lc"])
 def test_slices_have_weights(bench: Bench, family: int, algorithm: str) -> None:
     """Their controllers write them; connections that are over at once weigh nothing for `lc`."""
     service = bench.service("pod2", "pod3", annotations={"algorithm": algorithm}, slice_weights={"pod2": "3"})

@@ -8,8 +8,7 @@ import pytest
 
 from hybrid_proxy.workshop.lab.traffic import Reply
 
-from .conftest import away_in
-from .kit import HTTP, SECOND_HTTP, V4, Bench, End, Service, as_terminating, eventually, extra_pod, refused, silent
+from .kit import HTTP, SECOND_HTTP, Bench, End, Service, as_terminating, eventually, extra_pod, refused, silent
 
 MALFORMED = """
 apiVersion: v1
@@ -19,7 +18,7 @@ spec: {clusterIP: 10.96.7.300, ports: [{port: 80}]}
 """
 
 
-@away_in(V4)
+@pytest.mark.core(cases=("v4",))
 @pytest.mark.row("6.5", "traffic follows scaling")
 def test_traffic_follows_scaling(bench: Bench, family: int) -> None:
     pods = [bench.lab[f"pod{n}"] for n in range(2, 6)]
@@ -93,7 +92,7 @@ def test_a_malformed_object_stops_nothing_else(bench: Bench, family: int) -> Non
 # 2.2 and 2.12: established flows and endpoints that end
 
 
-@pytest.mark.core
+@pytest.mark.core(cases=("v4 pod1", "v6 node"))
 @pytest.mark.row("2.2", "an open connection outlives its endpoint")
 @pytest.mark.parametrize("place", ["pod1", "node"])
 def test_an_open_connection_outlives_its_endpoint(bench: Bench, place: str, family: int) -> None:

@@ -57,7 +57,7 @@ def send_far_ahead(bench: Bench, place: str, last: Read, family: int) -> int:
 WAYS = [("pod1", "one", "cluster"), ("client", "local", "lb")]
 
 
-@pytest.mark.core
+@pytest.mark.core(cases=("v4 pod1", "v6 client"))
 @pytest.mark.row("2.18", "a segment outside the window resets no connection")
 @pytest.mark.parametrize(("place", "name", "way"), WAYS, ids=["-".join(way) for way in WAYS])
 def test_a_segment_outside_the_window_resets_nothing(

@@ -156,7 +156,7 @@ def test_outer_addresses_are_reached_inside(world: World, mode: str, place: str,
             assert captured(listener, target[0], family) == 0, f"packets for {target[0]} left the node"
 
 
-@pytest.mark.core
+@pytest.mark.core(cases=("v4 pod1", "v6 node"))
 @pytest.mark.row("2.19", "what is sent to an address of no service does not leave the node")
 @pytest.mark.parametrize("place", ["pod1", "node"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -4,13 +4,15 @@ A test asks for a kernel feature by `@pytest.mark.kernel("ip_vs")`, or by the mo
 Where the feature is missing, all such tests of the run go into one virtual machine, in the same order, by their
 node ids; what pytest says of each one there is what is shown here. There only those marked `core` are run unless
 `--all-away` is given; how many that leaves out is said at the end. `--kernel none` skips them instead. What takes long
-where the processor is emulated is marked `core(long=True)`: it is `long` then.
+where the processor is emulated is marked `core(long=True)`: it is `long` then. `core(cases=("v4 pod1", "v6 node"))`
+leaves all other cases of the test to `make test-long`: pairs of its parameters are enough there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
@@ -92,8 +94,14 @@ class Reporter:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Before `-m` is asked."""
-    if any(core.kwargs.get("long") for core in item.iter_markers("core")) and _lacks(item):
+    if any(_takes_long(item, **core.kwargs) for core in item.iter_markers("core")) and _lacks(item):
         item.add_marker("long")
+
+
+def _takes_long(item: pytest.Item, *, long: bool = False, cases: Sequence[str] = ()) -> bool:
+    """Whether an emulated processor leaves the case to `make test-long`: its id has the words of none of `cases`."""
+    words = set(re.split(r"[\[\]-]", item.name))
+    return long or (bool(cases) and not any(words.issuperset(case.split()) for case in cases))
 
 
 @pytest.hookimpl(trylast=True)

@@ -29,11 +29,24 @@ def test_of_none():
 def test_lacks():
     missing("dummy device", "EOPNOTSUPP")
 """
+AWAY = """\
+import pytest
+from vm import plugin
+
+plugin._has["of none"] = False
+
+@pytest.mark.kernel("of none")
+@pytest.mark.core(cases=("one left", "two right"))
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("number", ["one", "two"])
+def test_away(number, side):
+    pass
+"""
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> str:
-    """What pytest says of `CASES`."""
-    (folder / "test_cases.py").write_text(CASES)
+def run(folder: Path, *arguments: str, cases: str = CASES, **environment: str) -> str:
+    """What pytest says of `cases`."""
+    (folder / "test_cases.py").write_text(cases)
     clean = {name: value for name, value in os.environ.items() if name != GUEST}
     variables = clean | {"PYTHONPATH": str(Path(__file__).parents[1])} | environment
     words = [sys.executable, "-m", "pytest", "-p", "vm.plugin", "-p", "no:cacheprovider", "-rA", *arguments, "."]
@@ -44,6 +57,13 @@ def test_one_mode_can_be_asked_for(tmp_path: Path) -> None:
     said = run(tmp_path, "--mode=userspace")
     assert "PASSED test_cases.py::test_of_a_mode[userspace]" in said
     assert "1 passed, 3 deselected" in said
+
+
+def test_some_cases_of_a_test_run_on_a_slow_processor_and_the_others_are_long(tmp_path: Path) -> None:
+    said = run(tmp_path, "--collect-only", "-q", "--kernel=none", "-m", "not long", cases=AWAY)
+    assert {line.partition("::")[2] for line in said.splitlines() if "::" in line} == {
+        "test_away[one-left]", "test_away[two-right]",
+    }  # fmt: skip
 
 
 def test_every_report_is_written_down(tmp_path: Path) -> None:
