@@ -36,7 +36,7 @@ from hybrid_proxy.workshop.lab.network import Lab, Place
 
 __all__ = ["warm"]
 
-FORKED: Final = frozenset({"hybrid_proxy.controller", "hybrid_proxy.workshop.lab.traffic"})
+FORKED: Final = frozenset({"hybrid_proxy.controller", "hybrid_proxy.workshop.lab.traffic", "tests.modes.ebpf.child"})
 # What an agent and its commands import, at once or late; all modules of these packages, too.
 MODULES: Final = (
     "numpy",
@@ -60,9 +60,9 @@ _ROOM: Final = socket.CMSG_SPACE(3 * array.array("i").itemsize)
 class Child(subprocess.Popen[str]):
     """A process that another one forked and that is this one's child."""
 
-    def __init__(self, pid: int, argv: Sequence[str], stdout: IO[str] | None, stderr: IO[str] | None) -> None:
+    def __init__(self, pid: int, argv: Sequence[str], *streams: IO[str] | None) -> None:
         self.args, self.pid, self.returncode = argv, pid, None
-        self.stdin, self.stdout, self.stderr = None, stdout, stderr
+        self.stdin, self.stdout, self.stderr = streams
         self.encoding = self.errors = None
         self.text_mode: bool | None = True
         self.pipesize = -1
@@ -90,23 +90,24 @@ class Nursery:
             )
 
     def spawn(
-        self, place: Place, argv: Sequence[str], outputs: Sequence[IO[str] | int | None],
+        self, place: Place, argv: Sequence[str], streams: Sequence[IO[str] | int | None],
         environment: Mapping[str, str], *, session: bool,
     ) -> Child:  # fmt: skip
-        """As `Popen` of a Python module (`[python, "-m", module, ...]`) in that place."""
+        """As `Popen` of a Python module (`[python, "-m", module, ...]`) in that place, with these standard streams."""
         with contextlib.ExitStack() as ours:
-            out, read_out = _output(outputs[0], ours, 1)
-            err, read_err = (out, None) if outputs[1] == subprocess.STDOUT else _output(outputs[1], ours, 2)
+            source, write_in = _stream(streams[0], ours, 0)
+            out, read_out = _stream(streams[1], ours, 1)
+            err, read_err = (out, None) if streams[2] == subprocess.STDOUT else _stream(streams[2], ours, 2)
             request = [argv, dict(environment), str(place.namespace), str(place.cgroup or ""), str(Path.cwd()), session]
             with self._lock, _adopting():
                 self._line.sendmsg(
                     [json.dumps(request).encode()],
-                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [out, err]))],
+                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [source, out, err]))],
                 )
                 answer = self._line.recv(64)
             if not answer:
                 raise RuntimeError("the process that commands are forked from is gone")
-        return Child(int(answer), argv, read_out, read_err)
+        return Child(int(answer), argv, write_in, read_out, read_err)
 
     def close(self) -> None:
         """End it; what it forked lives on."""
@@ -114,18 +115,19 @@ class Nursery:
         self._process.wait(timeout=5 * namespace.DEADLINES)
 
 
-def _output(which: IO[str] | int | None, ours: contextlib.ExitStack, own: int) -> tuple[int, IO[str] | None]:
-    """The descriptor that a child writes to, and, of a pipe, the end that is read here."""
+def _stream(which: IO[str] | int | None, ours: contextlib.ExitStack, own: int) -> tuple[int, IO[str] | None]:
+    """The descriptor that a child has as standard stream `own`, and, of a pipe, the end that is used here."""
     if which is None:
         return own, None
     if which == subprocess.DEVNULL:
-        nothing = ours.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115 (ours closes it)
+        nothing = ours.enter_context(Path(os.devnull).open("r+"))  # noqa: SIM115 (ours closes it)
         return nothing.fileno(), None
     if which != subprocess.PIPE:
         return which if isinstance(which, int) else which.fileno(), None
     reading, writing = os.pipe()
-    ours.callback(os.close, writing)
-    return writing, os.fdopen(reading)
+    theirs, here = (writing, reading) if own else (reading, writing)
+    ours.callback(os.close, theirs)
+    return theirs, os.fdopen(here, "r" if own else "w")
 
 
 @contextlib.contextmanager
@@ -155,8 +157,9 @@ def warm() -> Iterator[None]:
     def spawn(lab: Lab, name: str, argv: Sequence[str], **more: Any) -> subprocess.Popen[str]:
         if list(argv[:2]) != [sys.executable, "-m"] or argv[2] not in FORKED:
             return really(lab, name, argv, **more)
-        outputs, session = (more.get("stdout"), more.get("stderr")), bool(more.get("start_new_session"))
-        return _nursery().spawn(lab[name], argv, outputs, lab.environment(), session=session)
+        streams = more.get("stdin", subprocess.DEVNULL), more.get("stdout"), more.get("stderr")
+        session = bool(more.get("start_new_session"))
+        return _nursery().spawn(lab[name], argv, streams, lab.environment(), session=session)
 
     Lab.spawn = spawn  # type: ignore[method-assign]
     try:
@@ -181,13 +184,13 @@ def main(descriptor: int) -> None:
         request, ancillary, _, _ = line.recvmsg(1 << 20, _ROOM)
         if not request:
             return
-        outputs = array.array("i", ancillary[0][2])
+        streams = array.array("i", ancillary[0][2])
         if _forked(line):
             break
-        for output in outputs:
-            os.close(output)
+        for stream in streams:
+            os.close(stream)
     argv, environment, net, cgroup, folder, session = json.loads(request)
-    _become(environment, net, cgroup, folder, outputs, session=session)
+    _become(environment, net, cgroup, folder, streams, session=session)
     sys.argv, sys.orig_argv[:] = argv[2:], argv
     runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
 
@@ -210,12 +213,11 @@ def _forked(line: socket.socket) -> bool:
 
 
 def _become(
-    environment: dict[str, str], net: str, cgroup: str, folder: str, outputs: Sequence[int], *, session: bool
+    environment: dict[str, str], net: str, cgroup: str, folder: str, streams: Sequence[int], *, session: bool
 ) -> None:
     """What a new process there would be."""
-    with Path(os.devnull).open() as nothing:
-        for number, descriptor in enumerate((nothing.fileno(), *outputs)):
-            os.dup2(descriptor, number)
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
     os.closerange(3, 4096)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if session:

@@ -317,7 +317,7 @@ class Lab:
     def spawn(self, name: str, argv: Sequence[str], **more: Any) -> subprocess.Popen[str]:
         """A process in that place; `more` as for Popen."""
         return subprocess.Popen(
-            self.command(name, argv), stdin=subprocess.DEVNULL, text=True, env=self.environment(), **more
+            self.command(name, argv), text=True, env=self.environment(), **{"stdin": subprocess.DEVNULL} | more
         )
 
     def environment(self) -> dict[str, str]:
