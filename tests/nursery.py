@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
@@ -93,7 +94,7 @@ class Nursery:
         self, place: Place, argv: Sequence[str], streams: Sequence[IO[str] | int | None],
         environment: Mapping[str, str], *, session: bool,
     ) -> Child:  # fmt: skip
-        """As `Popen` of a Python module (`[python, "-m", module, ...]`) in that place, with these standard streams."""
+        """As `Popen` of what `_is_forked` in that place, with these standard streams."""
         with contextlib.ExitStack() as ours:
             source, write_in = _stream(streams[0], ours, 0)
             out, read_out = _stream(streams[1], ours, 1)
@@ -155,7 +156,7 @@ def warm() -> Iterator[None]:
     really = Lab.spawn
 
     def spawn(lab: Lab, name: str, argv: Sequence[str], **more: Any) -> subprocess.Popen[str]:
-        if list(argv[:2]) != [sys.executable, "-m"] or argv[2] not in FORKED:
+        if not _is_forked(*argv[:3]):
             return really(lab, name, argv, **more)
         streams = more.get("stdin", subprocess.DEVNULL), more.get("stdout"), more.get("stderr")
         session = bool(more.get("start_new_session"))
@@ -166,6 +167,11 @@ def warm() -> Iterator[None]:
         yield
     finally:
         Lab.spawn = really  # type: ignore[method-assign]
+
+
+def _is_forked(program: str, flag: str = "", what: str = "") -> bool:
+    """Whether that begins a module of `FORKED`, or a program that is an argument: those of labs alter an agent."""
+    return program == sys.executable and (flag == "-c" or (flag == "-m" and what in FORKED))
 
 
 # In the process that forks
@@ -192,7 +198,12 @@ def main(descriptor: int) -> None:
     argv, environment, net, cgroup, folder, session = json.loads(request)
     _become(environment, net, cgroup, folder, streams, session=session)
     sys.argv, sys.orig_argv[:] = argv[2:], argv
-    runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+    if argv[1] == "-m":
+        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        return
+    sys.argv[0], program = "-c", compile(argv[2], "<string>", "exec")
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(program, vars(sys.modules["__main__"]))
 
 
 def _forked(line: socket.socket) -> bool:
