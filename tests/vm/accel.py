@@ -9,7 +9,9 @@ from pathlib import Path
 
 __all__ = ["COUNTED", "KVM", "TCG", "choose_accelerator"]
 
-TCG = ("-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max")
+# Of a processor's wide registers each instruction is a call: numpy's and libc's old ways take less. It makes random
+# numbers, without which a guest waits for some.
+TCG = ("-accel", "tcg,thread=multi,tb-size=512", "-cpu", "Nehalem,+rdrand")
 # The guest's clock goes on by 4 ns for each instruction, whatever else this machine does: its times are counts.
 COUNTED = ("-accel", "tcg,thread=single,tb-size=512", "-cpu", "max", "-icount", "shift=2")
 KVM = ("-accel", "kvm", "-cpu", "host")
