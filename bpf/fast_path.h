@@ -22,22 +22,30 @@ INLINE bool was_delivered(const struct flow *f)
 	return passed && now() - passed < settings.udp_timeout / 6;
 }
 
-/* Does the stack let the flow's packets pass? It has judged an established flow, unless that began past it: its packets
- * return to the stack when the agent finds a rule (FAST_PATH_ESTABLISHED).
+/* Does the packet end a connection, and carry no data? */
+INLINE bool is_bare_end(const struct packet *p)
+{
+	return p->tcp_flags & TCP_RST || (p->tcp_flags & TCP_FIN && p->fin_end == p->seq + 1);
+}
+
+/* Does the stack let this packet of the flow pass? It has judged an established flow, unless that began past it: its
+ * packets return to the stack when the agent finds a rule (FAST_PATH_ESTABLISHED). There conntrack learns the
+ * connection from data and acknowledgements, but calls an end that comes first invalid, so that firewalls would drop
+ * it.
  */
-INLINE bool needs_no_stack(const struct flow *f)
+INLINE bool needs_no_stack(const struct packet *p, const struct flow *f)
 {
 	if (f->past_stack)
-		return READ_ONCE(own_node.fast_path) >= FAST_PATH_ALWAYS;
+		return READ_ONCE(own_node.fast_path) >= FAST_PATH_ALWAYS || is_bare_end(p);
 	return f->flags & FLOW_ESTABLISHED || was_delivered(f);
 }
 
-/* May packets of the flow bypass the stack? Only where the other direction does, too: conntrack that sees one half of a
- * connection calls the rest invalid. So both ends are pods of this node, or the flow is masqueraded.
+/* May this packet of the flow bypass the stack? Only where the other direction does, too: conntrack that sees one half
+ * of a connection calls the rest invalid. So both ends are pods of this node, or the flow is masqueraded.
  */
-INLINE bool skips_stack(const struct flow *f, enum hook hook)
+INLINE bool skips_stack(const struct packet *p, const struct flow *f, enum hook hook)
 {
-	if (!is_ingress(hook) || !READ_ONCE(own_node.fast_path) || !f->ifindex || !needs_no_stack(f))
+	if (!is_ingress(hook) || !READ_ONCE(own_node.fast_path) || !f->ifindex || !needs_no_stack(p, f))
 		return false;
 	return hook == HOOK_POD_INGRESS || f->flags & FLOW_MASQUERADE;
 }
@@ -62,7 +70,7 @@ INLINE bool has_pod_link(const struct flow *f)
 INLINE bool can_hand_over(struct __sk_buff *skb, const struct packet *p, const struct flow *f, enum hook hook,
 			  const bool v6)
 {
-	return skips_stack(f, hook) && has_pod_link(f) && fits(skb, p, f->ifindex, v6);
+	return skips_stack(p, f, hook) && has_pod_link(f) && fits(skb, p, f->ifindex, v6);
 }
 
 /* Do a client's datagrams keep coming for a quarter of a second, and no answer shows where their pod is? */

@@ -22,7 +22,8 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Stream, Tally, load, meanwhile
 from tests.loads import goes_on
 
-from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, eventually, said, silent
+from .conftest import STRICT
+from .kit import PATIENCE, UDP, V4, V6, Bench, Service, attached, aware_of, eventually, ruleset, said, silent
 
 SOME = max(2, int(10 / PATIENCE))  # answers of each load
 FAMILIES = (V4, V6)  # in one test where each start of an agent would be another one's copy
@@ -262,6 +263,23 @@ def test_strict_conntrack_rules_are_tolerated(bench: Bench, strict: None) -> Non
 
 def test_the_end_of_a_connection_reaches_the_other_side(bench: Bench, strict: None, family: int) -> None:
     """A FIN that a firewall takes for invalid would leave the backend with a connection that nobody has."""
+    with open_at_backend(bench, family) as streams:
+        for stream in streams:
+            stream.connection.close()
+
+
+def test_a_connection_that_is_older_than_a_firewall_ends_at_both_sides(bench: Bench, family: int) -> None:
+    """Conntrack may meet it with its first FIN."""
+    with ExitStack() as rules, open_at_backend(bench, family) as streams:
+        rules.enter_context(ruleset(bench.lab, STRICT))
+        aware_of(bench.agent, STRICT)
+        for stream in streams:
+            stream.connection.close()
+
+
+@contextmanager
+def open_at_backend(bench: Bench, family: int) -> Iterator[list[Stream]]:
+    """Connections of a pod to another, which know at the end of the block that they are over."""
     service = bench.service("pod2")
     before = established(bench.lab, "pod2", family)
     streams = [bench.stream("pod1", service.vip(family), family) for _ in range(20)]
@@ -272,8 +290,7 @@ def test_the_end_of_a_connection_reaches_the_other_side(bench: Bench, strict: No
     eventually(  # the kernel may leave one out of a listing while others come and go
         lambda: len(established(bench.lab, "pod2", family) - before) >= 20, 3, "the backend does not have them all"
     )
-    for stream in streams:
-        stream.connection.close()
+    yield streams
     eventually(
         lambda: established(bench.lab, "pod2", family) <= before,
         3,
