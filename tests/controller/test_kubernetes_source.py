@@ -457,7 +457,7 @@ def test_of_a_start_one_kind_is_refused_and_not_each(api: ApiServer, begin: Star
 
 
 def test_the_others_do_not_wait_for_ever_for_the_kind_that_asks_first(api: ApiServer, begin: Start) -> None:
-    api.faults("services").delay = 60.0
+    api.faults("services").delay = 6000.0  # longer than any bound of tests.waiting
     watcher = begin(policy=quick(longest=1.0))
     watcher.until(lambda: len(watcher.of(Replaced)) == 3, "all kinds but one")
 

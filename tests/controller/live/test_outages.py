@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -21,7 +20,8 @@ from tests.controller.watching import Watcher
 from tests.fakes.gate import Gate
 from tests.served import api_server
 
-POLICY = RetryPolicy(first=0.02, longest=20.0, silence=60.0, rarely=0.2, quiet=60.0)
+# Whoever waits for the end of a silence is late for every bound of tests.waiting.
+POLICY = RetryPolicy(first=0.02, longest=20.0, silence=6000.0, rarely=0.2, quiet=6000.0)
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +186,9 @@ def test_a_peer_that_is_gone_without_a_word_is_noticed_by_tcp(lab: Lab, monkeypa
         watcher.until(lambda: api.streams() == 4 and watcher.of(SourceState), "all is read")
         table = f"lost{threading.get_native_id()}"
         rules = f"table ip {table} {{ chain c {{ type filter hook input priority 0; tcp dport {api.port} drop; }}; }}"
-        began = time.monotonic()
         subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True)
         watcher.until(lambda: everything(watcher, "waiting"), "all kinds are lost")
-        took = time.monotonic() - began
         subprocess.run(["nft", "delete", "table", "ip", table], check=True)
         watcher.until(lambda: len(said(watcher)) == 3, "all is read again")
         watcher.stop()
-    assert took < POLICY.silence / 2
     assert [state.healthy for state in watcher.of(SourceState)] == [True, False, True]
