@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from base64 import b64encode
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import ExitStack
 from ipaddress import ip_address, ip_network
@@ -58,6 +58,7 @@ _ADDRESS: Final = re.compile(
     r"(?P<scheme>\w+://)?(?:(?P<user>[^/]*)@)?(?P<host>[^/?#]*)(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?(?:#.*)?",
     re.DOTALL,
 )
+REQUEST_BOUNDS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # seconds, as client-go's
 _SHOWN: Final = 500  # characters of a server's message
 
 
@@ -123,7 +124,8 @@ class Connection:
         self._closed = threading.Event()
         self._usable = threading.Event()  # open, or closed for good
         self._reads, self._writes = TokenBucket(rate_limit, self._closed), TokenBucket(rate_limit, self._closed)
-        self._answers: Counter[tuple[str, str, str]] = Counter()
+        # Of each kind of answer: how many came within each range of seconds, and the seconds of all.
+        self._answers: dict[tuple[str, str, str], tuple[list[int], float]] = {}
 
     def open(self) -> None:
         """Read the configuration; connections are made when they are needed."""
@@ -142,10 +144,13 @@ class Connection:
         loaded = self._loaded
         return loaded is not None and bool(_changed(loaded.files))
 
-    def answers(self) -> list[tuple[str, str, str, int]]:
-        """Rows of a method, the server, the status of its answer (`<error>` without one), and how many there were."""
+    def answers(self) -> list[tuple[str, str, str, int, list[int], float]]:
+        """Rows of a method, the server, the status of its answer (`<error>` without one), and how many there were.
+
+        Then how many began within each of REQUEST_BOUNDS, and after them, and how many seconds all took to begin.
+        """
         with self._counting:
-            return [(*key, count) for key, count in self._answers.items()]
+            return [(*key, sum(within), [*within], took) for key, (within, took) in self._answers.items()]
 
     def get(
         self, path: str, query: Mapping[str, str], read_seconds: float, *, more: bool = False
@@ -203,7 +208,7 @@ class Connection:
             headers["content-type"] = "application/json"
         hold(*loaded.access.secrets)  # again: what is held longest goes first
         # Retries are ours: urllib3 would sleep through a stop.
-        code = "<error>"
+        code, began = "<error>", time.monotonic()
         try:
             response: BaseHTTPResponse = loaded.pool.request(
                 method,
@@ -218,7 +223,10 @@ class Connection:
             code = str(response.status)
         finally:
             with self._counting:
-                self._answers[method, loaded.url.rpartition("://")[2].partition("/")[0], code] += 1
+                key = (method, loaded.url.rpartition("://")[2].partition("/")[0], code)
+                within, took = self._answers.get(key, ([0] * (len(REQUEST_BOUNDS) + 1), 0.0))
+                within[bisect_left(REQUEST_BOUNDS, seconds := time.monotonic() - began)] += 1
+                self._answers[key] = (within, took + seconds)
         if response.status not in _DONE:
             raise _status_error(response)
         return response

@@ -255,12 +255,22 @@ def _of_dataplane(dataplane: Status, draining: list[DrainingMode]) -> Iterator[M
         yield _counter(name, text, dataplane.stale_deleted, "ip_family")
 
 
-def _of_connection(requests: Iterable[ApiRequests]) -> Iterator[Metric]:
-    """Returns the counts of requests to the API server; none without a server."""
+def _of_connection(requests: Sequence[ApiRequests]) -> Iterator[Metric]:
+    """Returns the counts and durations of requests to the API server; none without a server."""
     counts = {(row.method, row.host, row.code): row.count for row in requests}
     if counts:
         text = "Requests to the API server, by answer"
         yield _counter("rest_client_requests", text, counts, "method", "host", "code")
+        from hybrid_proxy.controller.kubernetes.connection import REQUEST_BOUNDS  # of an agent with a server alone
+
+        text = "From a request to the beginning of its answer, by method"
+        made = HistogramMetricFamily("rest_client_request_duration_seconds", text, labels=["verb", "host"])
+        bounds = [*map(floatToGoString, REQUEST_BOUNDS), "+Inf"]
+        for verb, host in dict.fromkeys((row.method, row.host) for row in requests):
+            rows = [row for row in requests if (row.method, row.host) == (verb, host)]
+            within = accumulate(map(sum, zip(*(row.within for row in rows), strict=True)))
+            made.add_metric([verb, host], [*zip(bounds, within, strict=True)], sum(row.seconds for row in rows))
+        yield made
 
 
 def _traffic_text(traffic: Rows, *, openmetrics: bool) -> Iterator[str]:

@@ -148,12 +148,17 @@ class ChangeLatency(msgspec.Struct, frozen=True):
 
 
 class ApiRequests(msgspec.Struct, frozen=True):
-    """The number of requests to the API server with this answer; `code` is `<error>` where none came."""
+    """The number of requests to the API server with this answer; `code` is `<error>` where none came.
+
+    `within`: how many of them were answered within each range of the histogram; `seconds`: what all took together.
+    """
 
     method: str
     host: str
     code: str
     count: int
+    within: list[int] = []
+    seconds: float = 0.0
 
 
 class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):

@@ -121,7 +121,9 @@ def test_names_and_passwords_of_an_address_are_sent_and_shown_nowhere(how: str, 
     with contextlib.suppress(Exception):
         connection.get("/api/v1/services", {}, 5.0).close()
     assert connection.where == f"https://127.0.0.1:{api.port}"
-    assert connection.answers() == [("GET", f"127.0.0.1:{api.port}", "200" if how == "token" else "401", 1)]
+    assert [row[:4] for row in connection.answers()] == [
+        ("GET", f"127.0.0.1:{api.port}", "200" if how == "token" else "401", 1)
+    ]
     basic = "Basic " + base64.b64encode(f"root:{PASSWORD}".encode()).decode()
     assert api.authorizations[-1] == (f"Bearer {api.token}" if how == "token" else basic)
     assert redact(f"with {PASSWORD}") == f"with {REMOVED}"
