@@ -21,6 +21,7 @@ from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.kubernetes.files import write
 from hybrid_proxy.controller.redact import redact
+from hybrid_proxy.controller.semantics.lacks import with_policy
 from hybrid_proxy.controller.serving.memory import Ended, Memory, born
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.dataplane.errors import DataplaneError, told
@@ -131,7 +132,8 @@ class Notebook:
             self._before.extend(self._recent)
             self._reporter, self._recent = reporter, []
         if reporter is not None:
-            self._recent = reporter.packet_events(0)[0][-MOST:]
+            rows = reporter.packet_events(0)[0][-MOST:]
+            self._recent = [with_policy(row, lambda: self._syncer.builder.lacks) for row in rows]
 
     def _gather(self) -> Memory:
         self._collect()
