@@ -70,7 +70,10 @@ class Left(msgspec.Struct, frozen=True):
 def _switch(args: argparse.Namespace) -> int:
     if bool(args.mode) == args.back:
         raise ConfigError("give a mode, or --back")
-    ask(args.admin_socket, GetNames(), NamesAnswer)  # reports an agent that hangs before the timeout of a switch
+    # This reports an agent that hangs before the timeout of a switch.
+    if ask(args.admin_socket, GetNames(), NamesAnswer).mode == args.mode:
+        _print(args, Switched(args.mode, args.mode, False, "", {}), f"mode {args.mode} serves already")
+        return 0
     if args.dry_run:
         return _would_switch(args)
     answer = ask(args.admin_socket, SwitchMode(args.mode or None), SwitchAnswer)
