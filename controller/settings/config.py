@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Final
 
 import msgspec
@@ -193,7 +194,9 @@ def _mode(given: Given, kube: KubeProxyConfiguration, ours: HybridProxyConfigura
         given.fail(f"is not one of {possible}, or empty; {HYBRID}.mode can be another mode", key)
     elif mode not in available:
         problem = "this version does not have that mode yet" if mode in MODES else "is not a mode"
-        given.fail(f"{problem}; this version has {', '.join(available)}, and auto", key)
+        close = get_close_matches(mode, available, 1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        given.fail(f"{problem}; this version has {', '.join(available)}, and auto{meant}", key)
     return mode
 
 

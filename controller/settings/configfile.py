@@ -13,7 +13,8 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -147,7 +148,7 @@ def _read_object(cls: type[msgspec.Struct], value: dict[str, Any], path: str, gi
         key = f"{path}.{name}"
         where = f"{given.file}: {key}"
         if name not in fields:
-            _unknown(path, name, child, given)
+            _unknown(path, name, child, given, fields)
         elif child is None or name in ("apiVersion", "kind"):
             continue
         elif key in known:
@@ -158,13 +159,16 @@ def _read_object(cls: type[msgspec.Struct], value: dict[str, Any], path: str, gi
             given.reject(f"{where} {shown(child)}: is not an object")
 
 
-def _unknown(path: str, name: object, value: object, given: Given) -> None:
+def _unknown(path: str, name: object, value: object, given: Given, fields: Iterable[str]) -> None:
     plain = isinstance(name, str) and name.isascii() and name.isprintable() and len(name) <= 40
     message = f"{given.file}: {path}.{name if plain else shown(name)} {shown(value)}: there is no such field"
+    lower = {field.lower(): field for field in fields}
+    close = get_close_matches(str(name).lower(), lower, 1) if plain else []
+    hint = f"; did you mean {lower[close[0]]}?" if close else ""
     if path.startswith(HYBRID):
-        given.reject(message)
+        given.reject(f"{message}{hint}")
     else:
-        given.warnings.append(f"{message}; it is ignored")
+        given.warnings.append(f"{message}; it is ignored{hint}")
 
 
 # ----------------------------------------------------------------------------------------- a changed file

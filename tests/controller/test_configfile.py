@@ -649,6 +649,13 @@ ebpf: {{xdp: generic, limits: {{flows: -1}}, probes: [1]}}
         ]  # fmt: skip
         assert "line 6: " in config.warnings[0]
 
+    @pytest.mark.parametrize(
+        ("typed", "meant"), [("clusterCidr: 10.0.0.0/8", "clusterCIDR"), ("porrange: ''", "portRange")]
+    )
+    def test_a_field_with_a_typo_is_named_with_the_one_that_was_meant(self, typed: str, meant: str):
+        (warning,) = kube(f"{typed}\n").warnings
+        assert warning.endswith(f"did you mean {meant}?")
+
     def test_explain_reads_files_too(self, tmp_path: Path, capsys):
         (tmp_path / "f").write_text(HEAD + "nodePortAddresses: [primary, x]\n")
         packet = ["--manifests", str(ROOT / "examples"), "--from", "10.77.1.11", "--to", "10.96.0.10:80"]
