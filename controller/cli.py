@@ -164,9 +164,15 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         root.error(f'no command "{typed}"{INSTEAD.get(typed) or meant(typed, known)}')
     args, unknown = root.parse_known_args(arguments)
     if unknown:
+        from hybrid_proxy.controller.commands.names import closest
+        from hybrid_proxy.controller.settings.config import available_modes
+
         flags = known[args.command]._option_string_actions  # noqa: SLF001 - argparse has no public name for it
-        word = unknown[0].partition("=")[0]
-        known[args.command].error(f"unrecognized arguments: {' '.join(unknown)}{meant(word, flags)}")
+        word, _, value = "=".join(unknown).partition("=")
+        hint = meant(word, flags)
+        if word == "--mode" and "--proxy-mode" in flags:  # kube-proxy's word for it
+            hint = f"; did you mean --proxy-mode {next(iter(closest(value, available_modes())), 'MODE')}?"
+        known[args.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args
 
 

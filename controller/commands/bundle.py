@@ -117,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output == "json":
         print_value("json", made)
     else:
-        say(f"{path}: {size / 1e6:.1f} MB, {len(sizes)} files, without tokens, keys and certificates.")
+        amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+        say(f"{path}: {amount}, {len(sizes)} files, without tokens, keys and certificates.")
         say("It has addresses and names of this cluster: look into it before you give it away.")
         for name, why in missing.items():
             say(f"  not in it: {name}: {why}", to=sys.stderr)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules, resolve_name
+from textwrap import wrap
 from typing import Any, Final, NamedTuple, NoReturn
 
 import hybrid_proxy
@@ -23,10 +25,12 @@ from hybrid_proxy.controller.settings.given import add_flag
 __all__ = [
     "Command", "Entry", "Parser", "PodAddress", "Registry", "add_admin", "add_config", "add_folders", "add_output",
     "add_service", "add_table", "meant", "mode_name", "number_from", "pod_address", "positive_seconds", "registries",
+    "seconds",
 ]  # fmt: skip
 
 PodAddress = Callable[[str, int], str]  # name and family (4 or 6) of a pod -> its address
 
+_EXPLAINED: Final = re.compile(r" +\S.*?  +(?=\S)")  # an example, and the blanks before its explanation
 REGISTRY: Final = "commands"  # the module of a package, or the package in it, whose `REGISTRY` adds commands
 
 
@@ -82,11 +86,35 @@ def pod_address(name: str, family: int) -> str:
     raise ConfigError(f"--from pod/{name}: names of pods are known in a lab alone; give the pod's address")
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Fits the text below the flags to the terminal: paragraphs are filled, explanations go on in their column."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if max(map(len, text.splitlines()), default=0) <= width:
+            return super()._fill_text(text, width, indent)
+        entries: list[tuple[str, int]] = []  # a text, and the column where its further lines begin
+        for line in text.splitlines():
+            begins = len(line) - len(line.lstrip())
+            if line and entries and entries[-1][0] and begins == entries[-1][1]:
+                entries[-1] = (f"{entries[-1][0]} {line.strip()}", begins)
+            else:
+                explained = _EXPLAINED.match(line)
+                # An example without an explanation stays alone: no line begins where its further lines would.
+                entries.append((line, explained.end() if explained else begins and begins + 3))
+        return "\n".join(
+            "\n".join(
+                wrap(line, width, subsequent_indent=" " * min(column, width // 2), break_long_words=False,
+                     break_on_hyphens=False)
+            )
+            for line, column in entries
+        )  # fmt: skip
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with whole flag names only: a script must not change its meaning when a flag is added."""
 
     def __init__(self, **arguments: Any) -> None:
-        arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        arguments.setdefault("formatter_class", _Formatter)
         super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
@@ -124,13 +152,20 @@ def number_from(least: int) -> Callable[[str], int]:
     return parsed
 
 
-def positive_seconds(text: str) -> float:
-    """The type of a duration in seconds above 0."""
+def seconds(text: str) -> float:
+    """The type of a duration in seconds from 0 on."""
     try:
         found = float(text)
     except ValueError:
         found = math.nan
-    if not 0 < found < math.inf:
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, such as 30 or 0.5")
+    return found
+
+
+def positive_seconds(text: str) -> float:
+    """The type of a duration in seconds above 0."""
+    if not (found := seconds(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return found
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_folders, add_output
+from hybrid_proxy.controller.commands.command import Command, add_admin, add_config, add_folders, add_output, seconds
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import from_flags
 from hybrid_proxy.controller.settings.documents import FILES, LOG, SERVERS, SERVICES, SOURCES
@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _cleanup_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--drain", type=float, metavar="SECONDS", nargs="?", const=math.inf,
+        "--drain", type=seconds, metavar="SECONDS", nargs="?", const=math.inf,
         help="how long open flows may continue while new ones pass; without a number: until the last one is over "
         "(default: 3 beside another proxy, else 0)",
     )  # fmt: skip

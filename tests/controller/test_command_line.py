@@ -14,6 +14,8 @@ WRONG = (
     pytest.param([],                               "COMMAND",                   id="no-command"),
     pytest.param(["services", "--outptu", "json"], "did you mean --output",     id="a-mistyped-flag"),
     pytest.param(["flows", "--limits=3"],          "did you mean --limit?",     id="a-mistyped-flag-with-a-value"),
+    pytest.param(["run", "--mode", "ebfp"],        "did you mean --proxy-mode ebpf?", id="a-shorter-flag-and-a-typo"),
+    pytest.param(["cleanup", "--drain", "abc"],    "'abc' is not a number of seconds, such as 30", id="no-duration"),
     pytest.param(["services", "a/b", "c/d"],       "c/d",                       id="one-word-too-many"),
     pytest.param(["services", "-o", "table"],      "table",                     id="no-such-output"),
     pytest.param(["services", "-n", "a", "-A"],    "not allowed with",          id="one-namespace-and-all"),
@@ -46,6 +48,21 @@ def test_help_is_printed_for_the_word_too(argv: list[str], usage: str, capsys: p
         cli.main(argv)
     assert caught.value.code == cli.OK
     assert capsys.readouterr().out.startswith(f"usage: {usage}")
+
+
+@pytest.mark.parametrize("columns", [70, 80, 120])
+def test_help_fits_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in cli.entries():
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        below = capsys.readouterr().out.partition("examples:")[2]
+        too_long = [line for line in below.splitlines() if len(line) > columns]
+        assert not too_long, f"help of {command}: {too_long}"
+        again = [line for line in below.splitlines() if line.count(f"  hybrid-proxy {command}") > 1]
+        assert not again, f"two examples in one line: {again}"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗", "unknown": "?"}
 TONES: Final = {"ok": Tone.GOOD, "warning": Tone.WARN, "problem": Tone.BAD, "unknown": Tone.DIM}
 MOST_SECONDS: Final = 30.0
 OTHERS: Final = ("map-full", "backends-fail")  # of other services: those of this one are found with it
-WIDTH: Final = 120  # of what is no terminal
+WHOLE: Final = 1 << 20  # the width of what is no terminal: no line of it is wrapped
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,7 +132,7 @@ _COLUMNS: Final[tuple[Column[Finding], ...]] = (
 
 def _print(found: Diagnosis) -> None:
     width, colours = screen()
-    print_lines(lines(found, Screen(width or WIDTH, colours)))
+    print_lines(lines(found, Screen(width or WHOLE, colours)))
 
 
 # The command line
