@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from html import unescape
+from pathlib import Path
+
 import pytest
 
 from hybrid_proxy.controller.serving.protocol import DrainingMode, ModeStatus
@@ -139,3 +144,14 @@ def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
 def test_services_whose_backends_all_fail_are_named() -> None:
     now = sample(0, status=agent_status(dataplane=dataplane(failing=["a/a:x", "a/b:x", "a/c:x", "a/d:x"])))
     assert "all backends fail of a/a:x, a/b:x, a/c:x and 1 more" in cells.trouble(snapshot(now, now, now))
+
+
+@pytest.mark.parametrize("columns", [cells.SERVICES, cells.BACKENDS], ids=["services", "backends"])
+def test_the_picture_has_the_columns_of_the_code(columns: Sequence[cells.Column]) -> None:
+    picture = (Path(__file__).parents[3] / "docs" / "top.svg").read_text()
+    lines: dict[str, list[str]] = {}
+    for place, text in re.findall(r'<text [^>]*\by="([^"]+)"[^>]*>([^<]*)</text>', picture):
+        lines.setdefault(place, []).append(unescape(text).replace("\xa0", " ").strip().rstrip("▼▲"))
+    drawn = next((list(filter(None, line)) for line in lines.values() if line[0] == columns[0].title), [])
+    stay = [column.title for column in columns if not column.leave or column.title in drawn]
+    assert drawn == stay, f"docs/top.svg has other columns than `top`: make it anew with `make pictures`: {drawn}"
