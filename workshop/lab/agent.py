@@ -95,15 +95,16 @@ class Agent:
         if done.returncode:
             raise LabError(f"the agent's configuration was not written: {done.stderr.strip()}")
 
-    def start(self, timeout: float = 60.0) -> None:
-        """Start it and wait until everything in the folder is programmed.
+    def start(self, timeout: float = 60.0, *, follow: bool = False) -> None:
+        """Start it and wait until everything in the folder is programmed; with `follow` by its configuration's file.
 
         Raises:
             LabError: it ended, or was not ready in time; with the end of its log.
         """
         self._refuse_the_machine_itself()
         with self.log.open("a") as log:
-            self.process = self.lab.start(self.place, self.argv, output=log, errors=log)
+            argv = [*self.under, *_PROXY, "run", "--config", str(self.configuration)] if follow else self.argv
+            self.process = self.lab.start(self.place, argv, output=log, errors=log)
         self.wait(lambda status: status.synced, timeout, "ready")
 
     def timed_start(self, timeout: float = 60.0) -> float:

@@ -26,6 +26,7 @@ __all__ = ["LabRow", "address_of", "main"]
 
 FEWEST_PODS: Final = 3
 DEFAULT_NAME: Final = "lab"
+METRICS: Final = "127.0.0.1:10249"  # kube-proxy's, inside the node
 
 
 def main(args: argparse.Namespace) -> int:
@@ -112,9 +113,9 @@ def _up(name: str, pods: int, as_json: bool) -> int:
     lab.up()
     try:
         manifests = examples.serve(lab)
-        agent = Agent(lab, manifests)
-        agent.start()
+        agent = Agent(lab, manifests, flags=("--metrics-bind-address", METRICS))
         agent.write_configuration()
+        agent.start(follow=True)
     except BaseException:
         remove(lab)
         raise
@@ -168,6 +169,10 @@ def _how_to_use(lab: Lab, agent: Agent) -> str:
         f"    hybrid-proxy lab shell{named} node",
         "  add or remove endpoints, and ask again:",
         f"    $EDITOR {agent.manifests}/web.yaml",
+        "  change a setting; it is applied at once, or reported where that takes a restart:",
+        f"    $EDITOR {agent.configuration}",
+        "  its metrics:",
+        f"    {run} node -- curl -s http://{METRICS}/metrics",
         "  what it says about that:",
         f"    tail -f {agent.log}",
         "  kill it, see that traffic goes on, and start it again:",
