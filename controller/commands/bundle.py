@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from hybrid_proxy.controller.commands.bundle_page import page
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.terminal import encoded, print_value, say
 from hybrid_proxy.controller.commands.tools import run_tool
@@ -108,6 +109,13 @@ def run(args: argparse.Namespace) -> int:
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     path = Path(args.file or f"hybrid-proxy-bundle-{socket.gethostname()}-{stamp}.tar.gz")
     contents, missing = _gathered(args, began + ALL_SECONDS)
+    contents["index.html"] = page(
+        contents,
+        missing,
+        redact(socket.gethostname()),
+        time.time(),
+        time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    )
     try:
         size = _write(path, contents, missing)
     except OSError as error:
@@ -319,9 +327,10 @@ def _legacy(family: str) -> str:
 
 _BUNDLE: Final = """
 The archive has the status, what doctor says of the node, tables, drops, a summary of the flows, the agent's command
-line, its configuration and the end of its log, the node's rules, links, routes and settings, and versions. An agent
-that hangs or is gone is asked once: what it left, and what is in the kernel, are there without it. Tokens, passwords,
-keys and certificates are taken out, and kubeconfigs are not read. Nothing on the node is changed.
+line, its configuration and the end of its log, the node's rules, links, routes and settings, and versions;
+`index.html` shows in a browser what matters first, and loads nothing. An agent that hangs or is gone is asked once:
+what it left, and what is in the kernel, are there without it. Tokens, passwords, keys and certificates are taken out,
+and kubeconfigs are not read. Nothing on the node is changed.
 
 examples:
   hybrid-proxy bundle                      writes hybrid-proxy-bundle-NODE-TIME.tar.gz here, for root alone

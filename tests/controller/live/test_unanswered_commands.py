@@ -128,6 +128,8 @@ class TestADeadAgent:
         assert "killed, or crashed" in json.loads(found["agent/status.json"])["gone"]["why"]
         assert "default/web:http" in found["dataplane/services.json"]
         assert "events" in json.loads(found["agent/drops.json"])
+        for shown in ("killed, or crashed", "default/web:http", str(dead.manifests), "net.ipv4.ip_forward"):
+            assert shown in found["index.html"]
 
 
 def test_status_says_that_an_agent_hangs_before_a_person_gives_up(

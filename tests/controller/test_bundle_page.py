@@ -1,0 +1,68 @@
+"""The page of a bundle: what objects are named can neither make an element nor load anything."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import msgspec
+import pytest
+
+from hybrid_proxy.controller.commands.bundle_page import MOST, page
+from hybrid_proxy.controller.commands.doctor.checks import diagnose
+from hybrid_proxy.controller.commands.doctor.facts import Finding
+from hybrid_proxy.controller.serving.protocol import NoAgentStatus
+from hybrid_proxy.dataplane.reports import ServiceRow
+
+HOSTILE = "</pre><script src=//x>alert('1')</script><img src=x onerror=\"y\">&lt;\x1b[31m"
+OURS = {"html", "meta", "title", "style", "h1", "p", "details", "summary", "pre", "ul", "li"}
+
+
+class Elements(HTMLParser):
+    """The elements and attributes of a page, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def rows(name: str, count: int) -> bytes:
+    return msgspec.json.encode(
+        [ServiceRow(name=name, frontends=["10.96.0.10:80"], protocol="TCP", backends=1) for _ in range(count)]
+    )
+
+
+CONTENTS = {
+    "agent/status.json": msgspec.json.encode(NoAgentStatus(reason=HOSTILE, programmed={}, error=HOSTILE)),
+    "doctor.json": msgspec.json.encode(
+        diagnose(HOSTILE, [Finding("problem", "x", HOSTILE, HOSTILE, "backend-refuses")])
+    ),
+    "dataplane/services.json": rows(HOSTILE, 1),
+    "agent/command-line.txt": HOSTILE.encode(),
+    "agent/drops.json": HOSTILE.encode(),  # it was cut
+}
+
+
+@pytest.mark.parametrize("part", CONTENTS)
+def test_a_hostile_name_is_text(part: str) -> None:
+    text = page({part: CONTENTS[part]}, {HOSTILE: HOSTILE}, HOSTILE, 0, "now").decode()
+    found = Elements(text)
+    assert found.elements <= OURS
+    assert found.attributes <= {"lang", "charset", "name", "content", "http-equiv", "open", "class"}
+    assert found.text.count("<script src=//x>") > 3  # the title, the heading, the part, what is missing
+    assert "\x1b" not in text
+
+
+def test_only_the_first_of_many_services_are_in_it() -> None:
+    text = Elements(page({"dataplane/services.json": rows("a/b:c", MOST + 1)}, {}, "n", 0, "now").decode()).text
+    assert text.count("a/b:c") == MOST
+    assert f"{MOST} of {MOST + 1}" in text
