@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,3 +114,14 @@ def test_a_proxy_of_the_environment(excepted: str, proxied: bool, monkeypatch: p
     monkeypatch.setenv("NO_PROXY", excepted)
     pool = connection._pool(Access(), "https://10.1.2.3:6443")  # noqa: SLF001
     assert (pool.proxy is not None) == proxied
+
+
+def test_what_the_image_leaves_out_of_the_official_client_is_not_needed() -> None:
+    code = (
+        "import sys; from kubernetes.client.configuration import Configuration; "
+        "from kubernetes.config.kube_config import KubeConfigLoader; "
+        "print([name for name in sys.modules if name.startswith(('kubernetes.aio', 'kubernetes.client.api.', "
+        "'kubernetes.client.models.'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", "deploy/image/Dockerfile removes these modules"
