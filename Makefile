@@ -33,7 +33,7 @@ Q := @
 step = echo "$(1)"; log=$$(mktemp); ( $(2) ) >$$log 2>&1 || { code=$$?; cat $$log >&2; rm $$log; exit $$code; }; rm $$log
 endif
 
-.PHONY: help demo test test-quick test-long test-kernels check bench compare compare-vm setup vm bpf docs pictures format clean
+.PHONY: help demo test test-quick test-long test-kernels check check-fast bench compare compare-vm setup vm bpf docs pictures format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -66,6 +66,10 @@ check: setup ## formatters, linters, types and the import contracts
 	$(Q)$(VENV)/bin/mypy
 	$(Q)$(VENV)/bin/lint-imports --no-cache
 	$(Q)clang-format --dry-run --Werror $(SOURCES) $(HEADERS)
+
+check-fast: ## the same for files that differ from the last commit, and the types: seconds
+	$(Q)files=$$({ git diff --name-only --diff-filter=d HEAD; git ls-files -o --exclude-standard; } | grep '\.py$$'); \
+		{ test -z "$$files" || { $(VENV)/bin/ruff format --check $$files && $(VENV)/bin/ruff check $$files; }; } && $(VENV)/bin/mypy
 
 # An agent starts from bytecode, as where it is installed.
 bench: export PYTHONDONTWRITEBYTECODE =
