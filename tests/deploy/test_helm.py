@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_the_chart_is_the_kustomization(folder: str) -> None:
 
 
 def test_every_overlay_has_its_values_or_is_no_matter_of_the_chart() -> None:
-    others = {"cleanup", "cleanup-drain", "debug", "per-service"}
+    others = {"census", "cleanup", "cleanup-drain", "debug", "per-service", "rollback", "takeover"}
     assert {name.removeprefix("overlays/") for name in SAME} | others >= set(OVERLAYS)
 
 
@@ -81,7 +82,14 @@ def test_labels_select_the_pods() -> None:
     ("values", "said"),
     [
         pytest.param(("--set", "apiServer="), "apiServer: set the address of your control plane", id="no API server"),
-        pytest.param(("--set", "mode=bpf"), 'mode "bpf": choose auto', id="an unknown mode"),
+        pytest.param(("--set", "mode=bpf"), "at '/mode': value must be one of 'auto'", id="an unknown mode"),
+        pytest.param(("--set", "Mode=nftables"), "additional properties 'Mode' not allowed", id="a capital"),
+        pytest.param(
+            ("--set", "hybridProxyConfiguration.ebpf.maxServices=7"),
+            "at '/hybridProxyConfiguration/ebpf': additional properties 'maxServices' not allowed",
+            id="a field that is not there",
+        ),
+        pytest.param(("--set", "apiServer=10.0.0.1"), "at '/apiServer': '10.0.0.1' does not match", id="no URL"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(values: tuple[str, ...], said: str) -> None:
@@ -106,6 +114,31 @@ def test_values_reach_the_documents_and_the_pod() -> None:
     pod = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"]
     assert {each["image"] for each in (*pod["initContainers"], *pod["containers"])} == {"r.example/hp:7"}
     assert pod["containers"][0]["args"][-1] == "-v=6"
+
+
+def test_its_schema_has_the_fields_of_our_document() -> None:
+    ours = json.loads((CHART / "values.schema.json").read_text())["properties"]["hybridProxyConfiguration"]
+    written = json.loads((DEPLOY.parent / "docs/hybrid-proxy-configuration.schema.json").read_text())["properties"]
+    expected = {name: field for name, field in written.items() if name not in ("apiVersion", "kind")}
+    assert ours["properties"] == expected, "copy docs/hybrid-proxy-configuration.schema.json to values.schema.json"
+    assert ours["additionalProperties"] is False
+
+
+def test_alerts_and_dashboard_are_those_of_the_folder() -> None:
+    labels = ("--set", "prometheusRule.labels.release=prometheus")
+    objects = rendered("--set", "prometheusRule.enabled=true", "--set", "dashboard.enabled=true", *labels)
+    found = {(item["kind"], item["metadata"]["name"]): item for item in objects}
+    rule = found["PrometheusRule", "hybrid-proxy"]
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "monitoring/alerts.yaml").read_text())
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    dashboard = found["ConfigMap", "hybrid-proxy-dashboard"]
+    assert dashboard["data"]["hybrid-proxy.json"] == (DEPLOY / "monitoring/dashboard.json").read_text()
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_a_node_that_keeps_kube_proxy_is_a_choice() -> None:
+    (daemonset,) = (item for item in rendered("--set", "affinity=null") if item["kind"] == "DaemonSet")
+    assert "affinity" not in daemonset["spec"]["template"]["spec"]
 
 
 def test_it_is_a_chart_of_this_version() -> None:

@@ -26,13 +26,25 @@ from .manifests import DEPLOY, OVERLAYS, ROOT, agent_of, build, capabilities, on
 
 FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
 CLEANUPS = ("overlays/cleanup", "overlays/cleanup-drain")
-AGENTS = tuple(folder for folder in FOLDERS if folder not in CLEANUPS)
+MIGRATION = ("overlays/census", "overlays/takeover", "overlays/rollback")
+AGENTS = tuple(folder for folder in FOLDERS if folder not in (*CLEANUPS, *MIGRATION))
+LABEL = "hybrid-proxy.io/kube-proxy"  # a node that has it keeps its kube-proxy
 UNKNOWN = {"ServiceMonitor"}  # the Prometheus operator's, no schema of Kubernetes
 VERSIONS = ("1.33", "1.36")
 
 
 def test_every_mode_has_an_overlay() -> None:
-    assert {*MODES, "kubeadm", "debug", "servicemonitor", "cleanup", "cleanup-drain"} <= set(OVERLAYS)
+    assert {
+        *MODES,
+        "kubeadm",
+        "debug",
+        "servicemonitor",
+        "cleanup",
+        "cleanup-drain",
+        "census",
+        "takeover",
+        "rollback",
+    } <= set(OVERLAYS)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -224,6 +236,42 @@ def test_open_flows_may_go_on_until_they_are_over() -> None:
     assert parser().parse_args(cleanup["args"]).drain is None
     assert drains == now
     assert now["spec"]["updateStrategy"]["rollingUpdate"]["maxUnavailable"] == "100%", "also of pods that wait"
+
+
+@pytest.mark.parametrize(
+    ("folder", "operator"),
+    [
+        *((folder, "NotIn") for folder in AGENTS if folder != "overlays/per-service"),
+        ("overlays/per-service", None),  # beside kube-proxy
+        *((folder, None) for folder in (*CLEANUPS, "overlays/census")),
+        ("overlays/takeover", "NotIn"),
+        ("overlays/rollback", "In"),
+    ],
+)
+def test_the_label_of_a_node_decides_who_serves_there(folder: str, operator: str | None) -> None:
+    pod = one(folder, "DaemonSet")["spec"]["template"]["spec"]
+    terms = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    wanted = [{"matchExpressions": [{"key": LABEL, "operator": operator, "values": ["yes"]}]}] if operator else []
+    assert terms.get("nodeSelectorTerms", []) == wanted
+
+
+def test_the_census_tries_modes_with_the_agents_rights() -> None:
+    pod, agents = (one(folder, "DaemonSet")["spec"]["template"]["spec"] for folder in ("overlays/census", "base"))
+    profile, modes = pod["initContainers"]
+    (copied,) = (each for each in agents["initContainers"] if each["name"] == "seccomp-profile")
+    assert profile == copied
+    assert modes["securityContext"] == agent_of("base")["securityContext"]
+    assert set(volumes_of(pod, modes)) == set(volumes_of(agents, agent_of("base"))) - {"config"}
+    args = parser().parse_args(modes["args"])
+    assert (args.command, args.output) == ("modes", "json")
+
+
+def test_the_takeover_finds_the_agent_and_kube_proxys_process() -> None:
+    pod = one("overlays/takeover", "DaemonSet")["spec"]["template"]["spec"]
+    (takeover,) = pod["initContainers"]
+    assert parser().parse_args(takeover["args"]).command == "takeover"
+    assert pod["hostPID"], "a kube-proxy that works is seen"
+    assert {mount["name"] for mount in takeover["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
 def volumes_of(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, tuple[str, Any]]:
