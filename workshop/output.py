@@ -15,6 +15,7 @@ from hybrid_proxy.controller.commands.bundle import Bundle
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
 from hybrid_proxy.controller.commands.listings import ModeRow
 from hybrid_proxy.controller.commands.switch import Left, Switched
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, NoAgentStatus
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow
 from hybrid_proxy.workshop.lab.commands import LabRow
@@ -44,6 +45,7 @@ COMMANDS: Final = (
     Command("services", "a list", ServiceRow),
     Command("backends", "a list", BackendRow),
     Command("flows", "a list", FlowRow),
+    Command("changes", "a list; with `--watch` one object a line", ChangeRow),
     Command("drops", "a list; with `--follow` one object a line", PacketEvent),
     Command("trace", "one object a line", PacketEvent),
     Command("switch", "one object", Switched),

@@ -19,6 +19,7 @@ from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.agent.config_follower import ConfigFollower
 from hybrid_proxy.controller.agent.event_queue import EventQueue
+from hybrid_proxy.controller.agent.history import History
 from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.agent.notebook import Notebook
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
@@ -82,6 +83,7 @@ class Answers:
     health: Health
     http: HttpHandlers
     notebook: Notebook
+    history: History
     switch: Callable[[str | None], p.SwitchAnswer]
     check_switch: Callable[[str], None]
 
@@ -148,6 +150,9 @@ class Answers:
                     return p.SwitchAnswer(self.mode.choice.effective, mode, self._missing_for(mode))
                 return self.switch(mode)
             case p.DrainNode(on):
+                if self.health.leaving != on:
+                    what = "load balancers are told to send nothing" if on else "load balancers may send again"
+                    self.history.told("node", what, "`hybrid-proxy drain`")
                 self.health.leaving = on
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
 

@@ -39,8 +39,13 @@ class ConfigFollower:
     def __init__(self, followed: Followed | None, flags: Mapping[str, Any]) -> None:
         self._followed = followed
         self._flags = flags
+        self.refused = ""  # why the newest content is not used
         self._waiting: tuple[str, ...] = ()
-        self._refused = ""
+
+    @property
+    def file(self) -> str:
+        """The path of the file; empty: there is none."""
+        return str(self._followed.path) if self._followed else ""
 
     def start(self, report: Callable[[Loaded | ConfigError], None], stop: threading.Event) -> None:
         """Report each change of the file, from a thread, until `stop` is set."""
@@ -62,10 +67,10 @@ class ConfigFollower:
                 raise found
             proposed = change(self._followed.loaded, found)
         except ConfigError as error:
-            self._refused = str(error)
+            self.refused = str(error)
             log.error("the changed configuration is not used, the one before stays: %s", error)  # noqa: TRY400
             return None
-        self._refused, self._waiting = "", proposed.waiting
+        self.refused, self._waiting = "", proposed.waiting
         for warning in proposed.now.config.warnings:
             log.warning("%s", warning)
         if proposed.waiting:
@@ -82,7 +87,7 @@ class ConfigFollower:
 
     def refuse(self, error: Exception) -> None:
         """Note that no mode can serve with the new configuration."""
-        self._refused = f"it cannot serve: {error}"
+        self.refused = f"it cannot serve: {error}"
 
     def in_effect(self) -> list[dict[str, Any]]:
         """The configuration in effect, as documents."""
@@ -93,9 +98,9 @@ class ConfigFollower:
     def status(self, config: Config) -> ConfigurationStatus:
         """Returns what is in effect, what waits for the next start, and why the newest content is refused."""
         return ConfigurationStatus(
-            file=str(self._followed.path) if self._followed else None,
+            file=self.file or None,
             warnings=list(config.warnings),
             waiting=list(self._waiting),
-            refused=self._refused,
+            refused=self.refused,
             service_proxy_name=config.settings.proxy_name,
         )

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.agent.active_mode import ActiveMode, Phase
 from hybrid_proxy.controller.agent.announcements import Announcements
 from hybrid_proxy.controller.agent.answers import Answers, ask, ignored
 from hybrid_proxy.controller.agent.config_follower import ConfigFollower, Followed
 from hybrid_proxy.controller.agent.event_queue import EventQueue
+from hybrid_proxy.controller.agent.history import History
 from hybrid_proxy.controller.agent.maintenance import Maintenance
 from hybrid_proxy.controller.agent.modes import (
     hold_namespace,
@@ -44,7 +46,7 @@ from hybrid_proxy.controller.semantics.node import Routes
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
-from hybrid_proxy.controller.serving.memory import kept_path, memory_path, recall
+from hybrid_proxy.controller.serving.memory import changes_path, kept_path, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import (
     Answer,
     FindIgnored,
@@ -132,7 +134,8 @@ class Agent:
         node_name, families = config.settings.node_name, _families()
         self.queue: EventQueue[Job] = EventQueue()
         self.source = _source_of(config)
-        self.events = Recorder(self.source.connection, node_name)
+        self.history = History(changes_path(config.hybrid.admin_socket))
+        self.events = Recorder(self.source.connection, node_name, told=self.history.event)
         self.health = Health(2 * config.options.sync_seconds, families, needs_node=self.source.connection is not None)
         self.follower = ConfigFollower(followed, flags)
         former, counters = recall(memory_path(config.hybrid.admin_socket)), Counters(time.time(), families)
@@ -161,7 +164,7 @@ class Agent:
         )  # fmt: skip
         self.answers = Answers(
             self.mode, self.syncer, self.source, self.queue, self.follower, self.other_proxies, self.health, self.http,
-            self.notebook, self._switch, self._check_switch,
+            self.notebook, self.history, self._switch, self._check_switch,
         )  # fmt: skip
         self._prints_timings = bool(flags.get("timings"))
         self._busy_with = ""  # the part of the start in which no query is answered
@@ -200,6 +203,7 @@ class Agent:
             stack.callback(self.queue.close)
             stack.callback(self._stop.set)
             stack.callback(self.mode.close)
+            stack.callback(self.history.flush)
             stack.push(self.notebook.leave)
             with START.part("open the mode"):
                 self.mode.open()
@@ -256,7 +260,11 @@ class Agent:
             self.health.turned(time.monotonic())
             if time.monotonic() >= self.syncer.due:
                 self._sync()
-            if self.maintenance.run() and self.syncer.ready_seconds is not None:
+            if not self.maintenance.run():
+                continue
+            self.history.source(self.syncer.cluster.source_state)
+            self.history.flush()
+            if self.syncer.ready_seconds is not None:
                 self.syncer.cede_moved_services()
                 self.mode.maintain(self.syncer.builder.table)
                 if len(self.mode.programmer.unprogrammed) != len(self.notebook.unprogrammed):
@@ -268,6 +276,7 @@ class Agent:
     def end(self, why: str, *, failed: bool = False) -> int:
         """Leave the dataplane as it is; the exit code."""
         self.notebook.why = why
+        self.history.told("agent", f"agent {os.getpid()} ends: {why}")
         if failed:
             log.error("%s", why)
         else:
@@ -297,6 +306,7 @@ class Agent:
         self.mode.programmed()
         if first:
             self._first_sync_done(at_start=at_start)
+        self.history.programmed(self.syncer.builder.table)
         self._report_unprogrammed()
         self._announcements.external_ips(self.syncer.builder.external_ips)
         self._announcements.left_out(self.syncer.cluster.complaints.values())
@@ -312,6 +322,7 @@ class Agent:
             prepare(self.config)
             set_oom_score(self.config.kube_proxy.oom_score_adj)
         services = len(self.syncer.builder.table.services)
+        self.history.serves(__version__ if at_start else "", self.mode.choice.effective, services)
         if at_start:
             self._report_timings()
             log.info("programmed %d services, %.2f s after the start", services, self.syncer.ready_seconds)
@@ -370,7 +381,9 @@ class Agent:
         """Apply what can be applied now."""
         proposed = self.follower.propose(found)
         if proposed is None:
+            self.history.told("configuration", f"refused: {self.follower.refused}", self.follower.file)
             return
+        self.history.word = self.follower.file
         config = proposed.now.config
         if self._switched is not None and config.mode == self._switched[0]:
             config = replace(config, mode=self._switched[1])
@@ -380,6 +393,11 @@ class Agent:
             self._reverted(reverted)
         else:
             self.follower.accept(proposed)
+            what = ", ".join(proposed.applied) or "nothing"
+            waits = f"; at the next start: {', '.join(proposed.waiting)}" if proposed.waiting else ""
+            self.history.told("configuration", f"applied: {what}{waits}", self.follower.file)
+        if not self.syncer.waits:
+            self.history.word = ""  # no table follows from it
 
     def _switch(self, mode: str | None) -> SwitchAnswer:
         """Open another mode, None: the one before the last switch. It serves until the configured mode is another one.
@@ -392,6 +410,7 @@ class Agent:
             raise ControllerError("this agent has served in no other mode that it could go back to; name one")
         self._check_switch(mode)
         log.info("mode %s is asked for, in place of %s", mode, before)
+        self.history.word = "`hybrid-proxy switch`"
         configured = self._switched[0] if self._switched else self.config.mode
         if (error := self._apply(replace(self.config, mode=mode))) is not None:
             self._go_on_as_before()
@@ -443,6 +462,7 @@ class Agent:
     def _reverted(self, error: Exception) -> None:
         """The changed configuration cannot serve, so the mode went back to the one before."""
         self.follower.refuse(error)
+        self.history.told("configuration", f"refused: {self.follower.refused}", self.follower.file)
         self._go_on_as_before()
 
     def _go_on_as_before(self) -> None:

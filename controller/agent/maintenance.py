@@ -15,6 +15,7 @@ from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.repairs import taken_damage
 from hybrid_proxy.dataplane.mode import Programmer
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,6 @@ class Maintenance:
             self._events.of_node(
                 "Warning", "Repaired", "RepairDataplane",
                 f"Something changed or removed what mode {self._mode.choice.effective} had programmed; "
-                f"{repairs - self._repairs} things were repaired.",
+                f"{repairs - self._repairs} things were repaired" + "".join(f"; {each}" for each in taken_damage()),
             )  # fmt: skip
         self._repairs = repairs

@@ -21,6 +21,7 @@ REGISTRY: Final = Registry(
         Entry("services", "the programmed service ports", f"{HERE}.inspect:SERVICES"),
         Entry("backends", "the programmed backends", f"{HERE}.inspect:BACKENDS"),
         Entry("flows", "the flows that the dataplane tracks", f"{HERE}.inspect:FLOWS"),
+        Entry("changes", "what changed on this node, when, and on whose word", f"{HERE}.changes:CHANGES"),
         Entry("doctor", "what is wrong here, and what to do about it", f"{HERE}.doctor.command:DOCTOR"),
         Entry("bundle", "one archive with what a report of a bug needs, without secrets", f"{HERE}.bundle:BUNDLE"),
         Entry("drops", "packets that were dropped or rejected, and why", f"{HERE}.watch:DROPS"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,11 +22,12 @@ from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
 from hybrid_proxy.controller.settings.given import add_flag
+from hybrid_proxy.dataplane.settings import duration
 
 __all__ = [
     "Command", "Entry", "Parser", "PodAddress", "Registry", "add_admin", "add_config", "add_folders", "add_output",
     "add_service", "add_table", "meant", "mode_name", "number_from", "pod_address", "positive_seconds", "registries",
-    "seconds",
+    "seconds", "started",
 ]  # fmt: skip
 
 PodAddress = Callable[[str, int], str]  # name and family (4 or 6) of a pod -> its address
@@ -168,6 +170,20 @@ def positive_seconds(text: str) -> float:
     if not (found := seconds(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return found
+
+
+def started(since: str | None) -> float | None:
+    """The moment that --since names, in seconds since 1970; None: any.
+
+    Raises:
+        ConfigError: it is no duration.
+    """
+    if since is None:
+        return None
+    seconds = duration(since)
+    if seconds is None or seconds <= 0:
+        raise ConfigError(f"--since {since!r}: is not a duration, such as 30s, 5m or 2h")
+    return time.time() - seconds
 
 
 def mode_name(text: str) -> str:

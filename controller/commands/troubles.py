@@ -18,6 +18,7 @@ from hybrid_proxy.dataplane.reports import Fill, Status, Unprogrammed
 __all__ = ["Trouble", "Verdict", "clock", "fill_trouble", "missing", "raise_it", "troubles", "unprogrammed"]
 
 NEARLY_FULL: Final = 0.9
+REPAIRS: Final = 3  # the last ones
 READ_LOG: Final = "read the agent's log"
 WAIT: Final = f"ask again in some seconds, then {READ_LOG}"
 _FLAG: Final = re.compile(r"--max-[a-z-]+")
@@ -85,6 +86,9 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
     if empty := sorted({lack.service.partition(":")[0] for lack in status.without_backend if lack.clients == "all"}):
         found.append(_note("endpoints", [f"{several(len(empty), 'service')} without a backend: {some(empty)}"],
                            "empty-services"))  # fmt: skip
+    if status.repairs:
+        details = [f"{clock(row.last)}, {row.count} x: {row.what}" for row in status.repairs[-REPAIRS:]]
+        found.append(_note("drift", details)._replace(label="repaired"))
     return found
 
 

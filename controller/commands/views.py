@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, asked_for, checked
 from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.admin import (
     FIRST_SECONDS,
@@ -21,7 +22,14 @@ from hybrid_proxy.controller.serving.admin import (
     UnansweredError,
     ask,
 )
-from hybrid_proxy.controller.serving.memory import Memory, how_it_ended, memory_path, recall
+from hybrid_proxy.controller.serving.memory import (
+    Memory,
+    changes_path,
+    how_it_ended,
+    memory_path,
+    read_changes,
+    recall,
+)
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     EventsAnswer,
@@ -44,6 +52,7 @@ from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, PacketEvent, Ser
 from hybrid_proxy.dataplane.table import Protocol
 
 ALL: Final = 1 << 30
+CHANGES_SECONDS: Final = 3600.0
 
 Row = TypeVar("Row", ServiceRow, BackendRow)
 
@@ -312,6 +321,14 @@ def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredErro
         unprogrammed=memory.unprogrammed,
         problems=memory.problems,
     )
+
+
+def last_changes(admin_socket: str, now: float) -> list[ChangeRow]:
+    """Returns the changes of the last hour, the oldest first."""
+    with contextlib.suppress(OSError):
+        rows = folded(read_changes(changes_path(admin_socket)))
+        return [row for row in rows if now - row.last < CHANGES_SECONDS]
+    return []
 
 
 def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[str], list[PacketEvent], str]:

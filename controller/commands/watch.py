@@ -19,6 +19,7 @@ from hybrid_proxy.controller.commands.command import (
     add_table,
     number_from,
     positive_seconds,
+    started,
 )
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
 from hybrid_proxy.controller.commands.packet_columns import event_columns
@@ -28,7 +29,6 @@ from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, TraceAnswer
 from hybrid_proxy.dataplane.reports import PacketEvent
-from hybrid_proxy.dataplane.settings import duration
 
 POLL_SECONDS: Final = 0.5
 NONE: Final = 1 << 62  # no event has a larger number
@@ -38,7 +38,7 @@ LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 
 def _show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
-    since = _since(args) if command == "drops" else None
+    since = started(args.since) if command == "drops" else None
     try:
         silent = ask(args.admin_socket, GetEvents(NONE), EventsAnswer, FIRST_SECONDS).silent
     except UnansweredError as error:
@@ -158,16 +158,6 @@ def _address(text: str | None) -> str | None:
         return text and str(ip_address(text))
     except ValueError:
         raise ConfigError(f"--client {text!r}: is not an IP address") from None
-
-
-def _since(args: argparse.Namespace) -> float | None:
-    """The moment that --since names, in seconds since 1970; None: any."""
-    if args.since is None:
-        return None
-    seconds = duration(args.since)
-    if seconds is None or seconds <= 0:
-        raise ConfigError(f"--since {args.since!r}: is not a duration, such as 30s, 5m or 2h")
-    return time.time() - seconds
 
 
 def _within(rows: list[PacketEvent], since: float | None) -> list[PacketEvent]:

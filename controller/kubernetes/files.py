@@ -36,6 +36,19 @@ def head(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
+def append(path: Path, content: bytes) -> int:
+    """Appends to one of our own files, which nobody else may read, by one write; returns its size.
+
+    Raises:
+        OSError: it cannot be written, or the path is a link.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:  # noqa: PTH123 (a descriptor)
+        file.write(content)
+        return file.tell()
+
+
 def write(path: Path, content: bytes) -> None:
     """Replaces one of our own files, which nobody else may read, at once.
 

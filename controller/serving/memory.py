@@ -7,13 +7,16 @@ and the agent touches it once a second. Failed connections to backends are count
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from hybrid_proxy.controller.kubernetes.files import read
 from hybrid_proxy.controller.kubernetes.model import Node, Problem
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.admin import socket_path
 from hybrid_proxy.controller.serving.protocol import Gone, ModeStatus
@@ -21,6 +24,9 @@ from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
 
 VERSION: Final = 1
+LARGEST_CHANGES: Final = 4 << 20  # bytes of a file that is read; an agent writes far less
+
+_CHANGES: Final = msgspec.json.Decoder(ChangeRow)
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -82,9 +88,29 @@ def kept_path(asked: str) -> Path:
     return socket_path(asked).with_suffix(".kept")
 
 
+def changes_path(asked: str) -> Path:
+    """Returns the file of what changed on this node, of this agent and of former ones."""
+    return socket_path(asked).with_suffix(".changes")
+
+
+def read_changes(path: Path) -> list[ChangeRow]:
+    """Returns what is remembered; a line that a killed agent or another program has spoiled is passed over.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows = list[ChangeRow]()
+    with contextlib.suppress(FileNotFoundError):
+        for line in read(path, LARGEST_CHANGES).split(b"\n"):
+            with contextlib.suppress(msgspec.MsgspecError):
+                rows.append(_CHANGES.decode(line))
+    return rows
+
+
 def forget(asked: str) -> bool:
     """Remove the files. Returns whether there was a memory."""
     kept_path(asked).unlink(missing_ok=True)
+    changes_path(asked).unlink(missing_ok=True)
     try:
         memory_path(asked).unlink()
     except FileNotFoundError:

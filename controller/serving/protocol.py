@@ -15,6 +15,7 @@ import msgspec
 
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.dataplane.reports import (
@@ -192,6 +193,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
         conntrack: The kernel's table of flows; null where it is not loaded.
         requests: Requests to the API server by their answer.
+        repairs: What other programs changed in the last hour, and the agent repaired; `status` fills it in.
         error: Why the last sync failed; empty if it succeeded.
         ready_seconds: The time from the start to the first programmed table; null until then.
         last_sync_seconds: The duration of the last sync.
@@ -230,6 +232,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     health_checks: HealthChecks
     conntrack: Fill | None = None
     requests: list[ApiRequests]
+    repairs: list[ChangeRow] = []
     error: str
     ready_seconds: float | None
     last_sync_seconds: float

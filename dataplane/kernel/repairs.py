@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol, Self
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 SETTLED_NS: Final = 1_000_000_000
 SHOWN: Final = 5  # damaged objects in one line of the log
 
+_LAST: Final = deque[str](maxlen=SHOWN)  # of this process
+
 Pins = Mapping[str, int]  # the inode of each file in a pin directory, by name
 
 
@@ -29,6 +32,14 @@ def log_repairs(damage: Sequence[str]) -> None:
     """Logs what another program changed, and what is repaired now."""
     more = f"; and {len(damage) - SHOWN} more" if len(damage) > SHOWN else ""
     log.warning("repairing %d objects that another program changed: %s%s", len(damage), "; ".join(damage[:SHOWN]), more)
+    _LAST.extend(damage[:SHOWN])
+
+
+def taken_damage() -> list[str]:
+    """Returns the last damage that was logged since the last call, at most `SHOWN` messages."""
+    found = list(_LAST)
+    _LAST.clear()
+    return found
 
 
 class Repairable(Protocol):

@@ -22,7 +22,8 @@ from pyroute2 import NFCTSocket
 
 from hybrid_proxy.controller.commands.bundle import Bundle
 from hybrid_proxy.controller.commands.doctor.facts import Cause
-from hybrid_proxy.controller.serving.memory import Memory, memory_path, recall
+from hybrid_proxy.controller.semantics.history import folded
+from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_path, read_changes, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
@@ -250,6 +251,20 @@ def has_name(memory: Memory | None) -> bool:
     return memory is not None and any(name.startswith(NAME) for name in memory.names.values())
 
 
+@contextmanager
+def flapping(clinic: Clinic) -> Iterator[None]:
+    """A readiness probe that fails now and then: 8 changes, each of which is programmed."""
+    for _ in range(4):
+        for pods in (PODS[:1], PODS):
+            generation = clinic.agent.status().generation
+            clinic.put(*pods)
+            clinic.agent.wait(lambda status, last=generation: status.generation > last)
+    with clinic.lab.inside("node"):
+        path = changes_path(str(clinic.agent.socket))
+        until(lambda: any(row.flapping for row in folded(read_changes(path))), "it is written down")
+    yield
+
+
 def put(*pods: str, **spec: object) -> Provoke:
     @contextmanager
     def provoke(clinic: Clinic) -> Iterator[None]:
@@ -343,6 +358,7 @@ INCIDENTS = [
     Incident("conntrack is full", full_conntrack, (), "conntrack-full", said="from 127.0.0.1", dear=True),
     Incident("the folder of the objects is gone", from_files(shutil.rmtree), (), "api-unreachable"),
     Incident("a file of objects is no YAML", from_files(spoil), (), "refused-objects"),
+    Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
     Incident("the agent is dead", no_agent, (), "no-agent"),
     Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent", own=True),
 ]
@@ -438,6 +454,14 @@ class TestAnAgentThatHasNoTableYet:
             assert (found["verdict"], found["service"]) == ("dnat", f"{NAME}:http"), found
             assert f"The source {source} is {place}." in {step["text"] for step in found["steps"]}
 
+    def test_top_and_changes_know_what_was_before(self, new: Clinic, mode: str) -> None:
+        done = new.agent.command("top", NAME, "-o", "json", "--count", "1")
+        found = json.loads(done.stdout)
+        assert ([row["name"] for row in found["services"]], found["mode"]) == ([f"{NAME}:http"], mode)
+        assert "waits for" in found["trouble"]
+        rows = json.loads(new.agent.command("changes", "-o", "json").stdout)
+        assert {"agent", "source", "service", "endpoints"} <= {row["kind"] for row in rows}
+
     def test_a_drained_node_is_not_said_to_be_empty(self, new: Clinic) -> None:
         done = new.agent.command("drain")
         assert done.returncode == 1
@@ -467,6 +491,28 @@ class TestAnAgentThatHasNoTableYet:
         code, found = new.doctor(NAME)
         assert (code, found.cause) == (1, "api-unreachable")
         assert "and nothing is served" in found.verdict
+
+
+def test_changes_have_their_authors_and_outlive_the_agent(clinic: Clinic, mode: str) -> None:
+    other = "iptables" if mode == "nftables" else "nftables"
+    for argv in (("drain",), ("drain", "--off"), ("switch", other), ("switch", mode)):
+        done = clinic.agent.command(*argv)
+        assert done.returncode == 0, done.stderr
+    clinic.agent.wait(lambda status: status.synced and status.mode.effective == mode)
+    clinic.put(PODS[0], **LOCAL)
+    clinic.put(*PODS)
+    clinic.agent.terminate()
+    try:
+        rows = json.loads(clinic.agent.command("changes", "-o", "json").stdout)
+        own = json.loads(clinic.agent.command("changes", NAME, "--since", "1h", "-o", "json").stdout)
+        wrong = clinic.agent.command("changes", "shop/wbe")
+    finally:
+        clinic.agent.start()
+    authors = {(row["kind"], row["by"]) for row in rows}
+    assert {("node", "`hybrid-proxy drain`"), ("mode", "`hybrid-proxy switch`"), ("service", "Service")} <= authors
+    assert rows[-1]["kind"] == "agent"
+    assert {row["service"] for row in own} == {NAME}
+    assert (wrong.returncode, "did you mean shop/web?" in wrong.stderr) == (1, True)
 
 
 def test_a_namespace_has_a_line_for_each_service(clinic: Clinic) -> None:

@@ -75,6 +75,9 @@ def test_what_others_delete_comes_back(world: World, mode: str, accident: str) -
             done = bench.lab.run("node", [word.replace("{pins}", folder) for word in argv])
             assert done.returncode == 0, done.stderr
         repairs(bench, before)
+        eventually(
+            lambda: "repaired:" in bench.agent.command("status").stdout, 5, "`status` says nothing of the repair"
+        )
         answered = {place: tally.answered for place, tally in tallies.items()}
         eventually(
             lambda: all(tally.answered > answered[place] + 10 for place, tally in tallies.items()), 20,

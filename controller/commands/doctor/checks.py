@@ -25,9 +25,10 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
 from hybrid_proxy.controller.commands.troubles import fill_trouble, raise_it, troubles, unprogrammed
 from hybrid_proxy.controller.semantics.explain import left_text
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.reports import Fill, PacketEvent
+from hybrid_proxy.dataplane.reports import Fill, PacketEvent, ago
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
@@ -36,6 +37,7 @@ SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how co
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 AS_LEFT: Final = ", as the agent before this one left it"
 AT_HOME: Final = "give this node an endpoint, or use the traffic policy Cluster"
+FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AS_ROOT: Final = "run as root, on the node itself"
 
 
@@ -105,6 +107,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding("ok", "other programs", text)
     yield _ejected(facts)
     yield _empty(facts)
+    yield from _flapping(facts.changes, facts.now)
     yield _recent_drops(facts)
 
 
@@ -192,6 +195,18 @@ def _ejected(facts: NodeFacts) -> Finding:
     return Finding("warning", "backends", f"failing: {some(rows, '; ')}", todo, "ejected")
 
 
+def _flapping(changes: Sequence[ChangeRow], now: float) -> Iterator[Finding]:
+    """A line for each Service whose endpoints flap."""
+    for row in changes:
+        if row.flapping and now - row.last < FLAPPING_SECONDS:
+            text = (
+                f"endpoints of {row.service} flap: {row.often.replace(' ', ' changes ', 1)}, the last "
+                f"{ago(now - row.last)} ({row.text.removeprefix('FLAPPING: ')})"
+            )
+            todo = f"look at their readiness probe (kubectl describe pod); `hybrid-proxy changes {row.service}`"
+            yield Finding("warning", "history", text, todo, "flapping")
+
+
 def _empty(facts: NodeFacts) -> Finding:
     if not facts.empty and (facts.unread or not any(facts.programmed.values())):
         todo = AS_ROOT if facts.denied else ""
@@ -229,6 +244,7 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     """Object, table, kernel, connections, drops; it ends where there is nothing more to ask."""
     found = _object(facts, node)
     yield from _remembered(found, node)
+    yield from _history(facts, node)
     if any(each.mark == "problem" for each in found) or not facts.ports:
         return
     yield from _remembered(_table(facts), node)
@@ -237,6 +253,18 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     yield from _links(facts)
     yield from _connections(facts, node)
     yield from _drops(facts)
+
+
+def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
+    """What changed lately, in a line, and whether endpoints flap."""
+    names = {port.name.partition(":")[0] for port in facts.ports}
+    own = [row for row in node.changes if row.service.partition(":")[0] in names]
+    flapping = list(_flapping(own, node.now))
+    yield from flapping
+    if own and not flapping:
+        last, count = own[-1], sum(row.count for row in own)
+        text = f"{several(count, 'change')} in the last hour, the last {ago(node.now - last.last)}: {last.text}"
+        yield Finding("ok", "history", text)
 
 
 def _remembered(findings: Iterable[Finding], node: NodeFacts) -> Iterator[Finding]:

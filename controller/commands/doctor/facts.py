@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, ExplainAnswer, Fill, PacketEvent, ServiceRow
 
@@ -97,6 +98,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     ejections: tuple[Ejection, ...] = ()
     beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
+    changes: tuple[ChangeRow, ...] = ()  # of the last hour, the oldest first
     events_unknown: str = ""  # why they could not be read
 
 
@@ -141,9 +143,9 @@ Cause = Literal[
     "no-endpoint", "no-local-endpoint", "forwarding-off", "mtu", "endpoint-route", "client-pod", "firewall",
     "forwarding-loses", "backend-refuses", "backend-silent", "backend-unreachable", "backend-never-answers",
     "backend-stalls", "backend-closes", "kernel-differs", "other-proxy", "no-agent", "not-in-sync", "api-unreachable",
-    "map-full", "conntrack-full", "service-path", "not-served", "backends-fail", "drops", "degraded", "draining",
-    "ejected", "reverse-path", "left-to-node", "node-faults", "refused-objects", "configuration", "empty-services",
-    "untold", "restricted",
+    "map-full", "conntrack-full", "service-path", "not-served", "flapping", "backends-fail", "drops", "degraded",
+    "draining", "ejected", "reverse-path", "left-to-node", "node-faults", "refused-objects", "configuration",
+    "empty-services", "untold", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

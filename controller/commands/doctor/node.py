@@ -13,7 +13,7 @@ import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
-from hybrid_proxy.controller.commands.views import Agent, Programmed
+from hybrid_proxy.controller.commands.views import Agent, Programmed, last_changes
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
 from hybrid_proxy.controller.serving.protocol import AgentStatus
@@ -65,6 +65,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
         beside=_beside(here, cgroup or _cgroup(agent)),
+        changes=tuple(last_changes(asked.admin_socket, time.time())),
         events=recent(events or ()),
         events_unknown=events_unknown,
     )

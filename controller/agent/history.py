@@ -1,0 +1,149 @@
+"""Writes down what changes on this node, for `hybrid-proxy changes`: a file that outlives the agent.
+
+A sync pays for a comparison of the Services that it changed, up to a number. Rows are collected by key, and appended
+once a second by one `write` each time. A killed agent loses the last second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain, islice
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from hybrid_proxy.controller.kubernetes.files import append, write
+from hybrid_proxy.controller.kubernetes.model import SourceState
+from hybrid_proxy.controller.redact import redact
+from hybrid_proxy.controller.semantics.history import (
+    OTHERS,
+    ChangeRow,
+    Kind,
+    change_of,
+    change_of_node,
+    folded,
+    joined,
+)
+from hybrid_proxy.controller.serving.memory import read_changes
+from hybrid_proxy.dataplane.diff import changed_services
+from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the number is kept
+LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
+LONGEST: Final = 500  # characters of a text
+KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
+SILENT: Final = ("Starting", "ExternalIPsServed")  # events of every start
+COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
+
+# What an event for the cluster is about; the others are about a Service or the node.
+KINDS: Final[dict[str, Kind]] = {
+    "Repaired": "repair", "ModeDegraded": "mode", "BackendEjected": "ejection", "BackendReadmitted": "ejection",
+}  # fmt: skip
+
+
+class History:
+    """The changes of one agent. `told` is for any thread, the rest for the loop's."""
+
+    def __init__(self, path: Path) -> None:
+        self.word = ""  # what else than objects of Services the next table's changes may come from
+        self._path = path
+        self._table = EMPTY  # that was programmed last
+        self._rows: dict[tuple[str, ...], ChangeRow] = {}
+        self._mode = ""  # that has programmed a table
+        self._source: SourceState | None = None
+        self._told = deque[ChangeRow](maxlen=2 * MOST_ROWS)
+        self._failed = False
+
+    def told(self, kind: Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
+        """Remember something that is not in a table."""
+        if service and len(self._told) >= MOST_ROWS:
+            return  # what is about the node has room
+        now, what = time.time(), redact(what)[:LONGEST]
+        self._told.append(ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by))
+
+    def event(self, reason: str, service: str, note: str) -> None:
+        """Remember an event for the cluster."""
+        if reason not in SILENT:
+            by = "another program" if reason == "Repaired" else "hybrid-proxy"
+            self.told(KINDS.get(reason, "service" if service else "node"), note, by, service)
+
+    def programmed(self, table: ServiceTable) -> None:
+        """Remember what distinguishes a table from the one before; of this agent's first one, nothing."""
+        before, self._table, word, self.word = self._table, table, self.word, ""
+        if before is table or before is EMPTY:
+            return
+        now = time.time()
+        if table.node != before.node and (what := change_of_node(before.node, table.node)):
+            self.told("node", what, word or "its addresses and routes")
+        names = changed_services(before, table)
+        room = max(0, MOST_ROWS - len(self._rows))
+        for name in islice(names, room):
+            was, new = before.services.get(name, ()), table.services.get(name, ())
+            for row in change_of(name, was, new, now, word):
+                self._add(row)
+        if len(names) > room:
+            self._add(
+                ChangeRow(
+                    first=now,
+                    last=now,
+                    kind="service",
+                    what=OTHERS,
+                    by=word or "objects of the cluster",
+                    count=len(names) - room,
+                )
+            )
+
+    def serves(self, version: str, mode: str, services: int) -> None:
+        """Remember that a mode has programmed its first table; `version` is this agent's, which starts with it."""
+        what = f"mode {mode} serves {services} Services"
+        if version:
+            self.told("agent", f"agent {os.getpid()} started, version {version}: {what}")
+        elif mode != self._mode:
+            self.told("mode", f"{what}, in place of {self._mode}", self.word or "hybrid-proxy")
+        self._mode = mode
+
+    def source(self, state: SourceState | None) -> None:
+        """Remember when the objects cannot be read any more, and when they can again."""
+        before, self._source = self._source, state
+        if state is not None and state is not before and (before is not None or not state.healthy):
+            self.told("source", state.message, "")
+
+    def flush(self) -> None:
+        """Append what came since the last call."""
+        while self._told:
+            self._add(self._told.popleft())
+        if not self._rows:
+            return
+        text = _lines(self._rows.values())
+        self._rows.clear()
+        try:
+            if append(self._path, text) > LARGEST:
+                self._shorten()
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                log.warning("%s; `hybrid-proxy changes` lacks what changes now", told(error, self._path))
+            self._failed = True
+
+    def _add(self, row: ChangeRow) -> None:
+        known = self._rows.get(row.key)
+        self._rows[row.key] = joined(known, row) if known else row
+
+    def _shorten(self) -> None:
+        rows = folded(read_changes(self._path))
+        each = ([row for row in rows if (row.kind in COMMON) is common][-KEPT:] for common in (True, False))
+        kept = sorted(chain.from_iterable(each), key=lambda row: row.last)
+        write(self._path, _lines(kept)[-LARGEST // 2 :])
+
+
+def _lines(rows: Iterable[ChangeRow]) -> bytes:
+    """A line begins with its end: what a killed agent left unfinished stays apart from it."""
+    return b"".join(b"\n" + msgspec.json.encode(row) for row in rows)

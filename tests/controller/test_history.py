@@ -1,0 +1,205 @@
+"""What is remembered of changes: rows, their folding, and the file that outlives an agent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from hybrid_proxy.controller.agent.history import KEPT, LARGEST, MOST_ROWS, History
+from hybrid_proxy.controller.semantics.history import FLAPS, NAMED, ChangeRow, change_of, folded
+from hybrid_proxy.controller.serving.memory import read_changes
+from hybrid_proxy.dataplane.shards import Shards
+from hybrid_proxy.dataplane.table import (
+    Backend,
+    BackendSet,
+    Entry,
+    Frontend,
+    Kind,
+    NodeNetwork,
+    Protocol,
+    ServiceTable,
+)
+
+NAME, NOW = "shop/web", 1_800_000_000.0
+A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+FLUSHES = 3 * LARGEST // 20_000
+NODE_PORT = Frontend(Kind.NODE_PORT, None, 30080, 0, 0)
+
+
+def entries(*ends: str, name: str = NAME, fronts: tuple[Frontend, ...] = (), **fields: object) -> tuple[Entry, ...]:
+    those = tuple(Backend(end, 8080) for end in ends)
+    front = Frontend(Kind.CLUSTER_IP, "10.96.0.1", 80, 0, 0)
+    return (
+        Entry(f"{name}:http", 4, Protocol.TCP, (front, *fronts), (BackendSet(those),), those, **fields),  # type: ignore[arg-type]
+    )
+
+
+# fmt: off
+DIFFERENCES = [
+    pytest.param(entries(A), entries(A, B), [("endpoints", 1, f"ready: {B}")], id="one more"),
+    pytest.param(entries(A, B), entries(A), [("endpoints", 1, "gone: 10.0.0.2")], id="one less"),
+    pytest.param(entries(A, B), entries(C), [("endpoints", 2, f"ready: {C}; gone: {A}, {B}")], id="others"),
+    pytest.param((), entries(A), [("service", 1, "came"), ("endpoints", 1, "ready: 10.0.0.1")], id="new"),
+    pytest.param(entries(A), (), [("service", 1, "is not served now"), ("endpoints", 1, f"gone: {A}")], id="removed"),
+    pytest.param(entries(A), entries(A, fronts=(NODE_PORT,)),
+                 [("service", 1, "+ nodePort node port 30080/TCP")], id="a node port"),
+    pytest.param(entries(A), entries(A, affinity_seconds=60),
+                 [("service", 1, "session affinity changed")], id="affinity"),
+    pytest.param(entries(A), entries(A, slow_start=3.0, algorithm="maglev"),
+                 [("service", 1, "algorithm changed, slow start changed")], id="annotations"),
+    pytest.param(entries(A), entries(A, present=((A, 8080),)),
+                 [("endpoints", 1, "their ports or conditions")], id="rest"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("before", "after", "told"), DIFFERENCES)
+def test_rows_tell_what_distinguishes_two_tables(
+    before: tuple[Entry, ...], after: tuple[Entry, ...], told: list[tuple[str, int, str]]
+) -> None:
+    rows = change_of(NAME, before, after, NOW, "")
+    assert [(row.kind, row.count, row.text) for row in rows] == told
+    assert {row.by for row in rows} <= {"Service", "EndpointSlice"}
+
+
+def toggles(times: int, seconds: float) -> Iterator[ChangeRow]:
+    """An endpoint that is gone and ready again, so often, at this interval."""
+    for number in range(times):
+        pair = (entries(A, B), entries(A)) if number % 2 == 0 else (entries(A), entries(A, B))
+        yield from change_of(NAME, *pair, NOW + number * seconds, "")
+
+
+def rollout() -> Iterator[ChangeRow]:
+    """Each of 20 endpoints is replaced by another one."""
+    ends = [f"10.0.1.{number}" for number in range(40)]
+    for number in range(20):
+        pair = entries(*ends[number : number + 20]), entries(*ends[number + 1 : number + 21])
+        yield from change_of(NAME, *pair, NOW + number, "")
+
+
+def test_an_endpoint_that_comes_again_and_again_flaps_and_a_rollout_does_not() -> None:
+    (flaps,) = folded(toggles(24, 0.5))
+    assert (flaps.flapping, flaps.often, flaps.ready) == (True, "24 in 12 s", {B: 12})
+    (rolled,) = folded(rollout())
+    assert (rolled.flapping, rolled.count) == (False, 20)
+    assert len(rolled.ready) == len(rolled.gone) == NAMED
+
+
+@pytest.mark.parametrize(("times", "seconds", "rows"), [(2 * FLAPS, 50.0, 1), (2 * FLAPS, 70.0, 2 * FLAPS)])
+def test_only_what_happens_close_together_is_folded(times: int, seconds: float, rows: int) -> None:
+    found = folded(toggles(times, seconds))
+    assert len(found) == rows
+    assert any(row.flapping for row in found) is (rows == 1)
+    assert folded(found) == found
+
+
+def table(
+    generation: int, services: Shards[tuple[Entry, ...]], changed: frozenset[str], **node: object
+) -> ServiceTable:
+    return ServiceTable(services, NodeNetwork(**node), generation, generation - 1, changed)  # type: ignore[arg-type]
+
+
+def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "admin.changes"
+    first = Shards[tuple[Entry, ...]]().replaced({NAME: entries(A)})
+    history = History(path)
+    history.programmed(table(1, first, frozenset({NAME})))
+    history.flush()
+    assert not path.exists()  # what an agent finds when it starts is no change
+    history.programmed(table(2, first.replaced({NAME: entries(A, B)}), frozenset({NAME}), addresses=("192.0.2.1",)))
+    history.event("Repaired", "", "2 things; token=abcdefghijkl")
+    history.event("ExternalIPsServed", NAME, "as at every start")
+    history.flush()
+    rows = read_changes(path)
+    found = {(row.kind, row.service, row.text, row.by) for row in rows if row.kind != "repair"}
+    assert found == {
+        ("endpoints", NAME, "ready: 10.0.0.2", "EndpointSlice"),
+        ("node", "", "+ address 192.0.2.1", "its addresses and routes"),
+    }
+    assert [row.by for row in rows if row.kind == "repair"] == ["another program"]
+    assert "abcdefghijkl" not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_mode_that_is_opened_anew_changes_no_service(tmp_path: Path) -> None:
+    history = History(tmp_path / "changes")
+    for _ in range(2):  # the second has other objects, with numbers from the beginning
+        history.programmed(table(1, Shards[tuple[Entry, ...]]().replaced({NAME: entries(A)}), frozenset({NAME})))
+    history.flush()
+    assert not (tmp_path / "changes").exists()
+
+
+def test_a_herd_of_changes_costs_a_bounded_amount(tmp_path: Path) -> None:
+    """10,000 Services with 10 endpoints each are changed by one sync, and compared up to a number."""
+    path = tmp_path / "changes"
+    names = [f"ns/s{number}" for number in range(10_000)]
+    ends = [f"10.1.0.{number}" for number in range(10)]
+    services = Shards[tuple[Entry, ...]]().replaced({name: entries(*ends, name=name) for name in names})
+    history = History(path)
+    history.programmed(table(1, services, frozenset(names)))
+    with patch("hybrid_proxy.controller.agent.history.change_of", side_effect=change_of) as compared:
+        history.programmed(table(2, services.replaced({name: entries(name=name) for name in names}), frozenset(names)))
+    assert compared.call_count == MOST_ROWS
+    history.flush()
+    rows = read_changes(path)
+    assert len(rows) == MOST_ROWS + 1
+    assert sum(row.count for row in rows if not row.service) == len(names) - MOST_ROWS
+    assert path.stat().st_size < 100_000
+
+
+def test_the_file_is_bounded_and_what_is_rare_stays(tmp_path: Path) -> None:
+    path = tmp_path / "changes"
+    history = History(path)
+    history.told("mode", "mode nftables serves 3 Services, in place of ebpf", "`hybrid-proxy switch`")
+    sizes = [0]
+    for number in range(FLUSHES):
+        for service in range(MOST_ROWS):
+            history.told("service", f"change {number}", "Service", f"ns/{service}")
+        history.flush()
+        sizes.append(path.stat().st_size)
+    assert LARGEST // 2 < max(sizes) <= LARGEST
+    assert sizes != sorted(sizes)
+    rows = read_changes(path)
+    assert [row.kind for row in rows].count("mode") == 1
+    assert len(rows) > KEPT
+    assert rows[-1].what == f"change {FLUSHES - 1}"
+
+
+SPOILED = {
+    "a line that a killed agent left": b'{"first":1.0,"la',
+    "no JSON": b"\xff\x00\n{}\n[]\nnull",
+    "another type": b'{"first":"x","last":2,"kind":"service"}\n{"first":1,"last":2,"kind":"invented"}',
+}
+
+
+@pytest.mark.parametrize("content", SPOILED.values(), ids=SPOILED)
+def test_spoiled_lines_are_passed_over_and_the_next_stay_whole(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "changes"
+    path.write_bytes(content)
+    history = History(path)
+    history.told("agent", "agent 1 started")
+    history.flush()
+    assert [row.what for row in read_changes(path)] == ["agent 1 started"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_what_is_no_file_of_ours_stops_no_agent(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    path, other = tmp_path / "changes", tmp_path / "other"
+    other.write_text("as it was")
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(other)
+        case "folder":
+            path.mkdir()
+    history = History(path)
+    for _ in range(2):
+        history.told("agent", "agent 1 started")
+        history.flush()
+    assert len(caplog.records) == 1
+    assert other.read_text() == "as it was"
