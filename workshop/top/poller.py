@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from hybrid_proxy.controller.commands.views import note_lacks, views_of
 from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.admin import ask
+from hybrid_proxy.controller.serving.memory import memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus, GetNames, GetStatus, NamesAnswer, StatusAnswer
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -36,6 +38,7 @@ class NodeReader:
         self._pin_root = pin_root
         self._mode = ""
         self._names: dict[int, str] = {}
+        self._lacks: list[Lack] = []  # of the last agent
         self._named: tuple[Any, ...] = ()  # the mode and generation that the names belong to
         self._named_at = 0.0
 
@@ -47,6 +50,7 @@ class NodeReader:
             self._read_names(status)
         except ControllerError as error:
             status, trouble = None, str(error)
+            self._recall()
         try:
             return self._read(status, trouble, chosen)
         except (DataplaneError, ControllerError, OSError, KeyError) as error:  # it disappeared meanwhile
@@ -61,6 +65,12 @@ class NodeReader:
         self._pin_root = self._asked_root or answer.pin_root
         self._named, self._named_at = known, time.monotonic()
 
+    def _recall(self) -> None:
+        """Takes what the last agent wrote down, unless one has answered: this one may have no table yet."""
+        if not self._named and (memory := recall(memory_path(self._socket))) is not None:
+            self._names, self._mode, self._lacks = dict(memory.names), memory.mode.effective, memory.without_backend
+            self._pin_root = self._asked_root or memory.pin_root
+
     def _read(self, status: AgentStatus | None, trouble: str, chosen: str | None) -> Sample:
         # The agent's mode. Without an agent, all modes, beginning with that of the last one.
         modes = [self._mode] if status else sorted(available_modes(), key=lambda name: name != self._mode)
@@ -69,7 +79,7 @@ class NodeReader:
             with contextlib.closing(view):
                 at = time.monotonic()
                 services = tuple(view.services())
-                note_lacks(services, status.without_backend if status else ())
+                note_lacks(services, status.without_backend if status else self._lacks)
                 backends = tuple(view.backends(chosen)) if chosen else ()
             return Sample(at, status, trouble, name, services, chosen, backends)
         return Sample(time.monotonic(), status, trouble, chosen=chosen)
