@@ -106,12 +106,12 @@ def test_what_a_lab_prints_can_be_typed() -> None:
         assert up.returncode == 0, up.stderr
         lines = [line.strip() for line in up.stdout.splitlines() if line.startswith("    ")]
         assert all(len(line) <= 140 for line in lines), lines
-        load, *asked, shell, _editor, _tail, kill, again = lines
+        load, *asked, shell, _manifest, _configuration, metrics, _tail, kill, again = lines
 
         done = typed(load)
         final = json.loads(done.stdout.splitlines()[-1])
         assert (final["answered"], final["failed"], set(final["backends"])) == (100, 0, {"pod1", "pod2", "pod3"})
-        for line in asked:
+        for line in (*asked, metrics):
             assert typed(line).returncode == 0, line
         inside = typed(f"echo 'hybrid-proxy status -o json' | {shell}")
         assert json.loads(inside.stdout)["synced"], inside.stderr

@@ -460,7 +460,7 @@ class TestAnAgentThatHasNoTableYet:
         assert ([row["name"] for row in found["services"]], found["mode"]) == ([f"{NAME}:http"], mode)
         assert "waits for" in found["trouble"]
         rows = json.loads(new.agent.command("changes", "-o", "json").stdout)
-        assert {"agent", "source", "service", "endpoints"} <= {row["kind"] for row in rows}
+        assert {"agent", "source", "service"} <= {row["kind"] for row in rows}
 
     def test_a_drained_node_is_not_said_to_be_empty(self, new: Clinic) -> None:
         done = new.agent.command("drain")
