@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.waiting import bound
+
 from .at_once import inbox, send_at_once, two_processors
 from .conftest import every_mode_but
 from .kit import V4, Bench, Service, aware_of, counted, eventually, forget_path_mtus, ruleset
@@ -232,8 +234,8 @@ def test_fragments_may_come_in_any_order(bench: Bench, family: int) -> None:
 
 def in_any_order(bench: Bench, way: Way, target: Target, family: int) -> None:
     with (
-        bench.socket(way.place, family, socket.SOCK_DGRAM, timeout=1.0) as client,
-        bench.socket(way.pod, family, socket.SOCK_DGRAM, timeout=1.0) as server,
+        bench.socket(way.place, family, socket.SOCK_DGRAM, timeout=bound(1)) as client,
+        bench.socket(way.pod, family, socket.SOCK_DGRAM, timeout=bound(1)) as server,
     ):
         server.bind((bench.lab[way.pod].address(family), ECHO))
         with bench.socket(way.place, family, socket.SOCK_DGRAM) as other:
