@@ -38,6 +38,7 @@ class Builder:
     """Builds table after table from one cluster; keeps the state between them."""
 
     def __init__(self, settings: Settings) -> None:
+        self.node_port_faults: tuple[str, ...] = ()  # ranges of node ports that match no address of this node
         self._settings = settings
         self._table = EMPTY
         self._services = Shards[Entries]()
@@ -63,11 +64,6 @@ class Builder:
     def health_addresses(self) -> tuple[str, ...]:
         """The addresses of health-check node ports."""
         return health_addresses(self._settings, self._table.node)
-
-    @property
-    def node_port_faults(self) -> tuple[str, ...]:
-        """Ranges of node ports that match no address of this node."""
-        return tuple(node_port_faults(self._settings, self._table.node))
 
     @property
     def table(self) -> ServiceTable:
@@ -144,6 +140,7 @@ class Builder:
         if asked == self._asked:
             return self._table.node
         network = node_network(self._settings, *asked)
+        self.node_port_faults = tuple(node_port_faults(self._settings, network))
         self._asked = asked
         return network
 
