@@ -151,8 +151,8 @@ class Answers:
                 return self.switch(mode)
             case p.DrainNode(on):
                 if self.health.leaving != on:
-                    what = "load balancers are told to send nothing" if on else "load balancers may send again"
-                    self.history.told("node", what, "`hybrid-proxy drain`")
+                    what = f"health checks {'fail: load balancers send elsewhere' if on else 'succeed again'}"
+                    self.history.record("node", what, "`hybrid-proxy drain`")
                 self.health.leaving = on
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
 

@@ -50,7 +50,7 @@ KINDS: Final[dict[str, Kind]] = {
 
 
 class History:
-    """The changes of one agent. `told` is for any thread, the rest for the loop's."""
+    """The changes of one agent. `record` is for any thread, the rest for the loop's."""
 
     def __init__(self, path: Path) -> None:
         self.word = ""  # what else than objects of Services the next table's changes may come from
@@ -59,21 +59,21 @@ class History:
         self._rows: dict[tuple[str, ...], ChangeRow] = {}
         self._mode = ""  # that has programmed a table
         self._source: SourceState | None = None
-        self._told = deque[ChangeRow](maxlen=2 * MOST_ROWS)
+        self._reported = deque[ChangeRow](maxlen=2 * MOST_ROWS)
         self._failed = False
 
-    def told(self, kind: Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
+    def record(self, kind: Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
         """Remember something that is not in a table."""
-        if service and len(self._told) >= MOST_ROWS:
+        if service and len(self._reported) >= MOST_ROWS:
             return  # what is about the node has room
         now, what = time.time(), redact(what)[:LONGEST]
-        self._told.append(ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by))
+        self._reported.append(ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by))
 
     def event(self, reason: str, service: str, note: str) -> None:
         """Remember an event for the cluster."""
         if reason not in SILENT:
             by = "another program" if reason == "Repaired" else "hybrid-proxy"
-            self.told(KINDS.get(reason, "service" if service else "node"), note, by, service)
+            self.record(KINDS.get(reason, "service" if service else "node"), note, by, service)
 
     def programmed(self, table: ServiceTable) -> None:
         """Remember what distinguishes a table from the one before; of this agent's first one, nothing."""
@@ -82,7 +82,7 @@ class History:
             return
         now = time.time()
         if table.node != before.node and (what := change_of_node(before.node, table.node)):
-            self.told("node", what, word or "its addresses and routes")
+            self.record("node", what, word or "its addresses and routes")
         names = changed_services(before, table)
         room = max(0, MOST_ROWS - len(self._rows))
         for name in islice(names, room):
@@ -105,21 +105,21 @@ class History:
         """Remember that a mode has programmed its first table; `version` is this agent's, which starts with it."""
         what = f"mode {mode} serves {services} Services"
         if version:
-            self.told("agent", f"agent {os.getpid()} started, version {version}: {what}")
+            self.record("agent", f"agent {os.getpid()} started, version {version}: {what}")
         elif mode != self._mode:
-            self.told("mode", f"{what}, in place of {self._mode}", self.word or "hybrid-proxy")
+            self.record("mode", f"{what}, in place of {self._mode}", self.word or "hybrid-proxy")
         self._mode = mode
 
     def source(self, state: SourceState | None) -> None:
         """Remember when the objects cannot be read any more, and when they can again."""
         before, self._source = self._source, state
         if state is not None and state is not before and (before is not None or not state.healthy):
-            self.told("source", state.message, "")
+            self.record("source", state.message, "")
 
     def flush(self) -> None:
         """Append what came since the last call."""
-        while self._told:
-            self._add(self._told.popleft())
+        while self._reported:
+            self._add(self._reported.popleft())
         if not self._rows:
             return
         text = _lines(self._rows.values())

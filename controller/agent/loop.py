@@ -135,7 +135,7 @@ class Agent:
         self.queue: EventQueue[Job] = EventQueue()
         self.source = _source_of(config)
         self.history = History(changes_path(config.hybrid.admin_socket))
-        self.events = Recorder(self.source.connection, node_name, told=self.history.event)
+        self.events = Recorder(self.source.connection, node_name, remember=self.history.event)
         self.health = Health(2 * config.options.sync_seconds, families, needs_node=self.source.connection is not None)
         self.follower = ConfigFollower(followed, flags)
         former, counters = recall(memory_path(config.hybrid.admin_socket)), Counters(time.time(), families)
@@ -276,7 +276,7 @@ class Agent:
     def end(self, why: str, *, failed: bool = False) -> int:
         """Leave the dataplane as it is; the exit code."""
         self.notebook.why = why
-        self.history.told("agent", f"agent {os.getpid()} ends: {why}")
+        self.history.record("agent", f"agent {os.getpid()} ends: {why}")
         if failed:
             log.error("%s", why)
         else:
@@ -381,7 +381,7 @@ class Agent:
         """Apply what can be applied now."""
         proposed = self.follower.propose(found)
         if proposed is None:
-            self.history.told("configuration", f"refused: {self.follower.refused}", self.follower.file)
+            self.history.record("configuration", f"refused: {self.follower.refused}", self.follower.file)
             return
         self.history.word = self.follower.file
         config = proposed.now.config
@@ -395,7 +395,7 @@ class Agent:
             self.follower.accept(proposed)
             what = ", ".join(proposed.applied) or "nothing"
             waits = f"; at the next start: {', '.join(proposed.waiting)}" if proposed.waiting else ""
-            self.history.told("configuration", f"applied: {what}{waits}", self.follower.file)
+            self.history.record("configuration", f"applied: {what}{waits}", self.follower.file)
         if not self.syncer.waits:
             self.history.word = ""  # no table follows from it
 
@@ -462,7 +462,7 @@ class Agent:
     def _reverted(self, error: Exception) -> None:
         """The changed configuration cannot serve, so the mode went back to the one before."""
         self.follower.refuse(error)
-        self.history.told("configuration", f"refused: {self.follower.refused}", self.follower.file)
+        self.history.record("configuration", f"refused: {self.follower.refused}", self.follower.file)
         self._go_on_as_before()
 
     def _go_on_as_before(self) -> None:

@@ -87,8 +87,8 @@ class _Recent(NamedTuple):
 class Recorder:
     """Writes events in a thread of its own; without an API server there is nothing to write to.
 
-    Without a `writer` events are dropped: the log has what they say. `instance` is the name of this node. `told` is
-    called with the reason, the Service (empty: the node) and the note of each event, by whoever reports it.
+    Without a `writer` events are dropped: the log has what they say. `instance` is the name of this node. `remember`
+    is called with the reason, the Service (empty: the node) and the note of each event, by whoever reports it.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class Recorder:
         writer: Connection | None,
         instance: str,
         *,
-        told: Callable[[str, str, str], None] = lambda *_: None,
+        remember: Callable[[str, str, str], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self._writer = writer
         self._instance = instance
-        self._told = told
+        self._remember = remember
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._queue: queue.Queue[_Occurrence | None] = queue.Queue(QUEUE)  # None: it may be the end
@@ -136,7 +136,7 @@ class Recorder:
         thousands of nodes make one event of it, which they do not repeat.
         """
         of_service = regarding.kind == "Service"
-        self._told(reason, f"{regarding.namespace}/{regarding.name}" if of_service else "", note)
+        self._remember(reason, f"{regarding.namespace}/{regarding.name}" if of_service else "", note)
         if self._writer is None:
             return
         try:

@@ -60,11 +60,16 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def text(self) -> str:
-        """Describes what happened, for people."""
+        """Describes what happened, for people, and that endpoints flap."""
+        return f"{'FLAPPING: ' * self.flapping}{self.description}"
+
+    @property
+    def description(self) -> str:
+        """Describes what happened."""
         parts = [self.what] * bool(self.what) + [
             f"{word}: {_counted(those)}" for word, those in (("ready", self.ready), ("gone", self.gone)) if those
         ]
-        return f"{'FLAPPING: ' * self.flapping}{'; '.join(parts)}"
+        return "; ".join(parts)
 
 
 def _counted(those: Mapping[str, int]) -> str:

@@ -154,11 +154,11 @@ def test_a_herd_of_changes_costs_a_bounded_amount(tmp_path: Path) -> None:
 def test_the_file_is_bounded_and_what_is_rare_stays(tmp_path: Path) -> None:
     path = tmp_path / "changes"
     history = History(path)
-    history.told("mode", "mode nftables serves 3 Services, in place of ebpf", "`hybrid-proxy switch`")
+    history.record("mode", "mode nftables serves 3 Services, in place of ebpf", "`hybrid-proxy switch`")
     sizes = [0]
     for number in range(FLUSHES):
         for service in range(MOST_ROWS):
-            history.told("service", f"change {number}", "Service", f"ns/{service}")
+            history.record("service", f"change {number}", "Service", f"ns/{service}")
         history.flush()
         sizes.append(path.stat().st_size)
     assert LARGEST // 2 < max(sizes) <= LARGEST
@@ -181,7 +181,7 @@ def test_spoiled_lines_are_passed_over_and_the_next_stay_whole(tmp_path: Path, c
     path = tmp_path / "changes"
     path.write_bytes(content)
     history = History(path)
-    history.told("agent", "agent 1 started")
+    history.record("agent", "agent 1 started")
     history.flush()
     assert [row.what for row in read_changes(path)] == ["agent 1 started"]
 
@@ -199,7 +199,7 @@ def test_what_is_no_file_of_ours_stops_no_agent(tmp_path: Path, kind: str, caplo
             path.mkdir()
     history = History(path)
     for _ in range(2):
-        history.told("agent", "agent 1 started")
+        history.record("agent", "agent 1 started")
         history.flush()
     assert len(caplog.records) == 1
     assert other.read_text() == "as it was"

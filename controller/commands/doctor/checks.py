@@ -201,7 +201,7 @@ def _flapping(changes: Sequence[ChangeRow], now: float) -> Iterator[Finding]:
         if row.flapping and now - row.last < FLAPPING_SECONDS:
             text = (
                 f"endpoints of {row.service} flap: {row.often.replace(' ', ' changes ', 1)}, the last "
-                f"{ago(now - row.last)} ({row.text.removeprefix('FLAPPING: ')})"
+                f"{ago(now - row.last)} ({row.description})"
             )
             todo = f"look at their readiness probe (kubectl describe pod); `hybrid-proxy changes {row.service}`"
             yield Finding("warning", "history", text, todo, "flapping")
