@@ -33,8 +33,9 @@ from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Agent, agent_at
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.redact import redact
+from hybrid_proxy.controller.semantics.history import folded
 from hybrid_proxy.controller.serving.admin import listener
-from hybrid_proxy.controller.serving.memory import memory_path, recall
+from hybrid_proxy.controller.serving.memory import changes_path, memory_path, read_changes, recall
 from hybrid_proxy.dataplane.errors import DataplaneError, told
 
 ALL_SECONDS: Final = 20.0
@@ -210,6 +211,7 @@ def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
     yield "versions/hybrid-proxy.json", _versions
     yield "agent/status.json", lambda: _json(agent.known())
     yield "agent/drops.json", lambda: _json({"events": agent.events()})
+    yield "agent/changes.json", lambda: _json(folded(read_changes(changes_path(args.admin_socket))))
     yield "agent/command-line.txt", lambda: " ".join(_known(process.argv))
     yield "agent/configuration.yaml", lambda: _configuration(process.argv)
     yield "agent/log.txt", lambda: _log(process.pid)

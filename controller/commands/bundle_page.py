@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands import listings, status
+from hybrid_proxy.controller.commands import changes, listings, status
 from hybrid_proxy.controller.commands.columns import Screen, table
 from hybrid_proxy.controller.commands.doctor.command import WHOLE, lines
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
 from hybrid_proxy.controller.commands.packet_columns import event_columns
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, NoAgentStatus
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.reports import PacketEvent, ServiceRow
@@ -39,7 +40,7 @@ def page(contents: Mapping[str, bytes], missing: Mapping[str, str], node: str, n
         "Status": ("agent/status.json", lambda text: _status(text, now)),
         "Doctor": ("doctor.json", lambda text: lines(msgspec.json.decode(text, type=Diagnosis), PLAIN)),
         "Top: the busiest Services since they were programmed": ("dataplane/services.json", _busiest),
-        "Changes": ("agent/changes.txt", _lines),
+        "Changes": ("agent/changes.json", lambda text: _changes(text, now)),
         "Drops": ("agent/drops.json", lambda text: _drops(text, now)),
         "The agent's command line": ("agent/command-line.txt", _lines),
         "The agent's configuration": ("agent/configuration.yaml", _lines),
@@ -84,6 +85,11 @@ def _busiest(content: bytes) -> Iterator[str]:
     yield from table(listings.service_columns(most), most, Screen(), wide=True) if most else ["none"]
     if len(most) < len(rows):
         yield f"{len(most)} of {len(rows)}; dataplane/services.json has all"
+
+
+def _changes(content: bytes, now: float) -> Iterator[str]:
+    rows = msgspec.json.decode(content, type=list[ChangeRow])[-MOST:]
+    yield from table(changes.columns(now), rows, Screen(), wide=True) if rows else ["none"]
 
 
 def _drops(content: bytes, now: float) -> Iterator[str]:

@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
         checked_service(args)  # a wrong name has no changes either
     if args.watch:
         with contextlib.suppress(KeyboardInterrupt):
-            print_stream(args, _columns(now), _followed(path, rows, known, asked), rows or [LIKELY])
+            print_stream(args, columns(now), _followed(path, rows, known, asked), rows or [LIKELY])
     elif rows or args.output in ("json", "yaml"):
-        print_rows(args, _columns(now), rows)
+        print_rows(args, columns(now), rows)
     else:
         began = min((row.first for row in known), default=None)
         when = f"; changes are known since {clock(began, now)}" if began else ": no agent has written any down"
@@ -67,7 +67,8 @@ def _followed(path: Path, rows: list[ChangeRow], known: list[ChangeRow], asked: 
         yield from (row for row in known if (row.key, row.first, row.last) not in before and _is_meant(row, asked))
 
 
-def _columns(now: float) -> tuple[Column[ChangeRow], ...]:
+def columns(now: float) -> tuple[Column[ChangeRow], ...]:
+    """Return the columns of a table of changes."""
     return (
         Column("WHEN", lambda row: clock(row.last, now)),
         Column("AGO", lambda row: ago(now - row.last), leave=4),

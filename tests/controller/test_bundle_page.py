@@ -10,6 +10,7 @@ import pytest
 from hybrid_proxy.controller.commands.bundle_page import MOST, page
 from hybrid_proxy.controller.commands.doctor.checks import diagnose
 from hybrid_proxy.controller.commands.doctor.facts import Finding
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import NoAgentStatus
 from hybrid_proxy.dataplane.reports import ServiceRow
 
@@ -47,6 +48,7 @@ CONTENTS = {
         diagnose(HOSTILE, [Finding("problem", "x", HOSTILE, HOSTILE, "backend-refuses")])
     ),
     "dataplane/services.json": rows(HOSTILE, 1),
+    "agent/changes.json": msgspec.json.encode([ChangeRow(first=0, last=0, kind="service", service=HOSTILE)]),
     "agent/command-line.txt": HOSTILE.encode(),
     "agent/drops.json": HOSTILE.encode(),  # it was cut
 }

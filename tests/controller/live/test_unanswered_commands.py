@@ -128,6 +128,7 @@ class TestADeadAgent:
         assert "killed, or crashed" in json.loads(found["agent/status.json"])["gone"]["why"]
         assert "default/web:http" in found["dataplane/services.json"]
         assert "events" in json.loads(found["agent/drops.json"])
+        assert "agent" in {row["kind"] for row in json.loads(found["agent/changes.json"])}
         for shown in ("killed, or crashed", "default/web:http", str(dead.manifests), "net.ipv4.ip_forward"):
             assert shown in found["index.html"]
 
