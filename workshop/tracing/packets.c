@@ -71,6 +71,7 @@ struct sum {
 BPF_TABLE("lru_hash", u64, struct walk, walks, 16384);
 BPF_TABLE("lru_hash", struct ends, struct known, flows, 65536);
 BPF_TABLE("hash", struct place, u32, wanted, 1); /* as many as are wanted when it is made */
+BPF_TABLE("hash", struct place, u32, reached, 1); /* backends */
 
 struct settings {
 	u64 client[2]; /* of packets with this source address alone */
@@ -200,6 +201,46 @@ static __always_inline u32 *asked_for(const struct ends *e)
 	return wanted.lookup(&to);
 }
 
+/* The ends of any backend's answer to this client. */
+static __always_inline void of_any(struct ends *to, const u8 *client, u16 port, u8 protocol)
+{
+	__builtin_memset(to, 0, sizeof(*to));
+	__builtin_memcpy(to->destination, client, 16);
+	to->destination_port = port;
+	to->protocol = protocol;
+}
+
+/* Tells whether the packet is the first answer to a request that bypassed the stack (bpf_redirect_peer): no point has
+ * shown its backend. `of_any` remembers what that client asked for, in place of a backend.
+ */
+static __always_inline int is_answer(const struct header *h, struct known *k)
+{
+	struct ends e = h->ends, asked;
+	struct place from = {};
+	struct known *old;
+
+	__builtin_memcpy(from.address, e.source, 16);
+	from.port = e.source_port;
+	from.protocol = e.protocol;
+	if (!reached.lookup(&from))
+		return 0;
+	of_any(&asked, e.destination, e.destination_port, e.protocol);
+	old = flows.lookup(&asked);
+	if (!old)
+		return 0;
+	__builtin_memcpy(asked.source, old->backend.address, 16);
+	asked.source_port = old->backend.port;
+	__builtin_memset(k, 0, sizeof(*k));
+	k->service = old->service;
+	k->backend = from;
+	turned(&e, &asked);
+	flows.update(&e, k);
+	e = h->ends;
+	k->way = REPLY;
+	flows.update(&e, k);
+	return 1;
+}
+
 /* Tells whether a packet belongs to a wanted flow, whose first packet it may be. */
 static __always_inline int belongs(const struct header *h, struct known *k)
 {
@@ -213,13 +254,18 @@ static __always_inline int belongs(const struct header *h, struct known *k)
 	}
 	service = asked_for(&e);
 	if (!service)
-		return 0;
+		return is_answer(h, k);
 	__builtin_memset(k, 0, sizeof(*k));
 	k->service = *service;
 	flows.update(&e, k);
 	turned(&back, &e);
 	k->way = REPLY;
 	flows.update(&back, k);
+	__builtin_memcpy(k->backend.address, e.destination, 16);
+	k->backend.port = e.destination_port;
+	of_any(&back, e.source, e.source_port, e.protocol);
+	flows.update(&back, k);
+	__builtin_memset(&k->backend, 0, sizeof(k->backend));
 	k->way = REQUEST;
 	return 1;
 }
@@ -344,8 +390,8 @@ static __always_inline void count_answer(u32 service, u32 what, const struct end
 /* Counts a packet that was received: a SYN, whose wait begins, or the answer that ends it. */
 static __always_inline void came(struct walk *w, const struct header *h, u64 now)
 {
-	struct ends e = h->ends;
-	struct waiting *waits_for;
+	struct waiting *waits_for, one = {};
+	struct ends e = h->ends, any;
 	u64 *since;
 
 	if (e.protocol != TCP)
@@ -356,14 +402,24 @@ static __always_inline void came(struct walk *w, const struct header *h, u64 now
 		count_answer(w->service, since ? REPEATED : ASKED, 0, 0);
 		if (!since)
 			pending.update(&e, &now);
+		of_any(&any, e.source, e.source_port, TCP);
+		one.since = w->began;
+		one.first = e;
+		one.service = w->service;
+		waits.update(&any, &one);
 	} else if (w->way == REPLY && h->flags & (SYN | RST)) {
+		of_any(&any, e.destination, e.destination_port, TCP);
 		waits_for = waits.lookup(&e);
+		if (!waits_for)
+			waits_for = waits.lookup(&any);
 		if (!waits_for)
 			return;
 		count_answer(waits_for->service, h->flags & RST ? REFUSED : ANSWERED, &e, now - waits_for->since);
 		struct ends first = waits_for->first;
 		pending.delete(&first);
 		waits.delete(&e);
+		of_any(&any, first.source, first.source_port, TCP);
+		waits.delete(&any);
 	}
 }
 
@@ -620,8 +676,6 @@ static __always_inline void repeated(u64 sk)
 
 #ifdef LATENCY
 enum { ESTABLISHED = 1, SYN_SENT = 2, OF_SOCKET = 255 };
-
-BPF_TABLE("hash", struct place, u32, reached, 1);
 
 /* A socket of the node itself: its connect() shows which service it asked for; no packet does. */
 static __always_inline void changed(u64 sk, u32 before, u32 after)

@@ -148,14 +148,12 @@ def _another(last: Event, event: Event) -> bool:
 
 def one_flow(ways: Sequence[list[Event]]) -> list[list[Event]]:
     """Returns the packets of the first flow in both directions, across all translations."""
-    ends: set[frozenset[str]] = set()
-    flow = []
-    for way in ways:
-        of = {frozenset((event.source, event.destination)) for event in way}
-        if not ends or ends & of:
-            ends |= of
-            flow.append(way)
-    return flow
+    ends_of = [{frozenset((event.source, event.destination)) for event in way} for way in ways]
+    known = set[frozenset[str]]().union(*ends_of[:1])
+    for ends in ends_of * 2:  # which ends are one flow's, a later packet may show: a SYN may bypass the stack
+        if known & ends:
+            known |= ends
+    return [way for way, ends in zip(ways, ends_of, strict=True) if known & ends]
 
 
 def is_closed(flow: Iterable[Sequence[Event]]) -> bool:

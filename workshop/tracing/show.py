@@ -68,10 +68,6 @@ def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
     with Session(Plan(view, home, client), targets) as session, _until_asked() as asked:
         start = time.monotonic()
         print(f"measuring for {args.seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr, flush=True)
-        status = _status(args, here)
-        if status and status.ebpf and status.ebpf.fast_path == "always":
-            print("packets between pods of this node bypass the stack, and are not seen: the agent's fast path is "
-                  "`always`; --fast-path=established shows them", file=sys.stderr, flush=True)  # fmt: skip
         _wait(session, args, asked)
         seconds = round(time.monotonic() - start, 3)
         answer = _answer(view, session, targets, args)

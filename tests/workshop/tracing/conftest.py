@@ -40,8 +40,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 def stage(mode: str, measurable: None) -> Iterator[Stage]:
     with Lab(f"tr{os.getpid()}", 4) as lab:
         folder = examples.serve(lab, lab.pods()[:3])
-        # Flows that begin past the stack are not seen by its points.
-        agent = Agent(lab, folder, mode, flags=("--fast-path=established",) if mode == "ebpf" else ())
+        agent = Agent(lab, folder, mode)
         agent.start()
         yield Stage(lab, agent, mode)
         agent.terminate()

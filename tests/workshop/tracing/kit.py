@@ -112,6 +112,8 @@ class Stage:
         )
         added = self.lab.run(place, ["nft", text])
         assert added.returncode == 0, added.stderr
+        if place == "node" and self.mode == "ebpf":  # its fast path heeds a new rule within a second
+            self.agent.wait(lambda status: status.dataplane.ebpf.fast_path != "always", what="heeding the rule")
 
     def undrop(self, place: str) -> int:
         """Remove it; how many packets it dropped."""

@@ -207,12 +207,15 @@ def test_a_flow_is_followed_in_order(stage: Stage, family: int) -> None:
         return
     (pod,) = tally.backends
     backend = stage.lab[pod].address4 if family == 4 else stage.lab[pod].address6
-    assert at_node[-1]["point"] == "sent"
-    assert at_node[-1]["destination"].strip("[").startswith(backend)
     answers = [row for row in points if row["direction"] == "reply" and row["where"] == "node"]
     assert answers[0]["source"].strip("[").startswith(backend)
     synack = [row for row in answers if row["packet"] == answers[0]["packet"]]
-    assert (synack[0]["flags"], synack[-1]["point"], synack[-1]["source"]) == ("SYN ACK", "sent", target)
+    assert synack[0]["flags"] == "SYN ACK"
+    if stage.mode == "ebpf":  # the fast path may bypass the points behind the first one
+        return
+    assert at_node[-1]["point"] == "sent"
+    assert at_node[-1]["destination"].strip("[").startswith(backend)
+    assert (synack[-1]["point"], synack[-1]["source"]) == ("sent", target)
 
 
 def test_a_flow_that_is_closed_ends_the_following(stage: Stage) -> None:
