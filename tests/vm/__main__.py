@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .architectures import split
 from .kernels import SERIES, download, find, get
 from .machine import GuestFailed, Machine, missing_programs
 from .matrix import MODES, run_matrix
@@ -15,7 +16,7 @@ from .matrix import MODES, run_matrix
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.vm", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    series = f'a series such as 6.1, or "newest"; usually one of {", ".join(SERIES)}'
+    series = f'a series such as 6.1, or "newest"; usually one of {", ".join(SERIES)}; 6.1-arm64: for that architecture'
     kernels = commands.add_parser("kernels", help="download kernels, and list them")
     kernels.add_argument("series", nargs="*", default=SERIES, help=series)
     kernels.add_argument("--refresh", action="store_true", help="download again what is there")
@@ -52,8 +53,9 @@ def main() -> int:
                 kernel = kernel or download(series, log)
                 print(f"{series:8} {kernel.release}")
             return 0
-        if missing := missing_programs():
-            log(f"this machine lacks {' '.join(missing)}: make vm")
+        wanted = options.kernels if options.command == "matrix" else [options.kernel]
+        if missing := {package for name in wanted for package in missing_programs(split(name)[1])}:
+            log(f"this machine lacks {' '.join(sorted(missing))}: make vm")
             return 2
         if options.command == "matrix":
             return not run_matrix(options.kernels, options.modes, core=options.core, limit=options.limit)

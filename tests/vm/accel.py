@@ -7,11 +7,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["COUNTED", "KVM", "TCG", "choose_accelerator"]
+from .architectures import HERE, Architecture
 
-# Of a processor's wide registers each instruction is a call: numpy's and libc's old ways take less. It makes random
-# numbers, without which a guest waits for some.
-TCG = ("-accel", "tcg,thread=multi,tb-size=512", "-cpu", "Nehalem,+rdrand")
+__all__ = ["COUNTED", "KVM", "choose_accelerator", "emulated"]
+
 # The guest's clock goes on by 4 ns for each instruction, whatever else this machine does: its times are counts.
 COUNTED = ("-accel", "tcg,thread=single,tb-size=512", "-cpu", "max", "-icount", "shift=2")
 KVM = ("-accel", "kvm", "-cpu", "host")
@@ -19,15 +18,23 @@ BOOT_LIMIT = 12.0  # seconds; KVM on real hardware needs about one
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def choose_accelerator(boots: Callable[[tuple[str, ...]], bool], remembered: Path) -> tuple[str, ...]:
+def emulated(architecture: Architecture) -> tuple[str, ...]:
+    """QEMU's arguments for a processor that it translates."""
+    return ("-accel", "tcg,thread=multi,tb-size=512", "-cpu", architecture.cpu)
+
+
+def choose_accelerator(
+    architecture: Architecture, boots: Callable[[tuple[str, ...]], bool], remembered: Path
+) -> tuple[str, ...]:
     """KVM when a guest really starts with it, else translation; tried once for each start of this machine.
 
     Args:
+        architecture: of the guest; KVM has only this machine's.
         boots: whether a guest comes up within `BOOT_LIMIT` with these arguments of QEMU.
         remembered: a file for the answer.
     """
-    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        return TCG
+    if architecture is not HERE or not os.access("/dev/kvm", os.R_OK | os.W_OK):
+        return emulated(architecture)
     here = _BOOT_ID.read_text().strip()
     try:
         known = json.loads(remembered.read_text())
@@ -36,4 +43,4 @@ def choose_accelerator(boots: Callable[[tuple[str, ...]], bool], remembered: Pat
     if known.get("boot") != here:
         known = {"boot": here, "kvm": boots(KVM)}
         remembered.write_text(json.dumps(known))
-    return KVM if known["kvm"] else TCG
+    return KVM if known["kvm"] else emulated(architecture)

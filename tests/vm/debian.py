@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from .architectures import HERE
+
 __all__ = ["SUITES", "Apt", "Package", "apt_sources", "choose", "exact_parts", "parse", "unpack", "wanted_file"]
 
 SUITES = ("bullseye", "bookworm", "bookworm-backports", "trixie", "sid")
 SECURITY_SUITES = ("bullseye-security", "bookworm-security")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-META = "linux-image-amd64"  # depends on the newest kernel of its suite
+META = "linux-image-{}"  # of an architecture; depends on the newest kernel of its suite
 _STEP = 600.0  # seconds that one command of apt may take
 
 # No machine of ours has these, and they are nine tenths of a kernel package.
@@ -85,7 +87,7 @@ def apt_sources(targets: str) -> str:
 
 
 class Apt:
-    """apt with sources, lists and cache of its own, below one folder.
+    """apt with sources, lists and cache of its own, below one folder, for any architecture.
 
     Raises:
         subprocess.CalledProcessError: from each method, when apt fails; its words are in `stderr`.
@@ -93,13 +95,15 @@ class Apt:
 
     TARGETS = ("apt-get", "indextargets", "--format", "$(REPO_URI) $(ORIGIN)", "Created-By: Packages")
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, architecture: str = HERE.name) -> None:
         self.folder = folder
+        self.architecture = architecture
 
     def update(self) -> None:
         """Fetch the package lists of all suites."""
         for name in ("lists/partial", "cache/archives/partial"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
+        (self.folder / "status").touch()
         (self.folder / "sources.list").write_text(apt_sources(_run(self.TARGETS)))
         self._apt("apt-get", "-qq", "update")
 
@@ -124,12 +128,23 @@ class Apt:
         self._apt("apt-get", "-qq", "download", *("=".join(part) for part in parts), folder=folder)
         return sorted(folder.glob("*.deb"))
 
+    def download_all(self, names: Sequence[str], suite: str, folder: Path) -> list[Path]:
+        """Packages of one suite and all that they depend on, as files in `folder`."""
+        (folder / "partial").mkdir(parents=True, exist_ok=True)
+        places = ["-o", f"APT::Default-Release={suite}", "-o", f"Dir::Cache::Archives={folder}/"]
+        words = ["-qq", "-y", "--no-install-recommends", "--download-only", "install"]
+        self._apt("apt-get", *places, *words, *names)
+        return sorted(folder.glob("*.deb"))
+
     def _apt(self, *argv: str, folder: Path | None = None) -> str:
         settings = {
             "Dir::Etc::SourceList": self.folder / "sources.list",
             "Dir::Etc::SourceParts": "/dev/null",
             "Dir::State::Lists": self.folder / "lists",
             "Dir::Cache": self.folder / "cache",
+            "Dir::State::status": self.folder / "status",  # nothing is installed
+            "APT::Architecture": self.architecture,
+            "APT::Architectures": self.architecture,
             "APT::Sandbox::User": "root",
         }
         flags = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]

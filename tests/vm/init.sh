@@ -1,6 +1,6 @@
 #!/bin/busybox sh
 # First process of the guest, out of the initramfs: the host's files, read-only, below a layer of memory.
-# MODULES and RELEASE_MODULES (a folder of the host) are put in by machine.py.
+# What stands between @ is put in by machine.py.
 b=/bin/busybox
 fail() { echo "init: $*"; $b poweroff -f; }
 $b mount -t proc proc /proc
@@ -20,7 +20,7 @@ $b mount -t tmpfs shm dev/shm
 $b mount -t tmpfs run run   # the host's namespaces, sockets and locks are not the guest's
 $b mkdir -p run/vm run/lock run/netns lib/modules/@RELEASE@
 $b mount -t 9p -o cache=none,$nine control run/vm || fail "the control folder"
-$b mount -o bind /host@RELEASE_MODULES@ lib/modules/@RELEASE@ || fail "the modules"
+$b mount -t 9p -o ro,cache=loose,$nine modules lib/modules/@RELEASE@ || fail "the modules"
 # Each read of the control folder is a question to the host, and tar would read 512 bytes at a time.
 $b dd if=run/vm/checkout.tar bs=256k 2>/dev/null | $b tar -xf - -C .@CHECKOUT@ || fail "the checkout"
 shared=@SHARED@

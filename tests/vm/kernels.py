@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from .architectures import HERE, Architecture, split
 from .debian import META, Apt, choose, unpack
 
-__all__ = ["FOLDER", "ROOT", "SERIES", "Kernel", "find", "get"]
+__all__ = ["FOLDER", "ROOT", "SERIES", "Kernel", "apt_for", "find", "get"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "kernels"
-SERIES = ("5.10", "6.1", "6.12", "newest")  # Debian 11, 12, 13 and sid
+SERIES = ("5.10", "6.1", "6.12", "newest", "6.1-arm64")  # Debian 11, 12, 13 and sid; 12 of another architecture
 
 
 class Kernel(NamedTuple):
@@ -23,6 +24,10 @@ class Kernel(NamedTuple):
     series: str
     release: str
     folder: Path
+
+    @property
+    def architecture(self) -> Architecture:
+        return split(self.series)[1]
 
     @property
     def image(self) -> Path:
@@ -51,10 +56,11 @@ def get(series: str, log: Callable[[str], None], folder: Path = FOLDER) -> Kerne
 
 def download(series: str, log: Callable[[str], None], folder: Path = FOLDER) -> Kernel:
     """Fetch the newest Debian kernel of that series, whatever is there already; errors as in `get`."""
-    apt = Apt(folder / "apt")
+    version, architecture = split(series)
+    apt = apt_for(architecture, folder)
     log(f"kernel {series}: reading package lists")
     apt.update()
-    meta = choose(series, apt.show(META))
+    meta = choose(version, apt.show(META.format(architecture.name)))
     parts = apt.kernel_packages(meta)
     fresh = folder / f"fresh-{series}"
     shutil.rmtree(fresh, ignore_errors=True)
@@ -68,6 +74,10 @@ def download(series: str, log: Callable[[str], None], folder: Path = FOLDER) -> 
     (folder / "index.json").write_text(json.dumps(_index(folder) | {series: release}, indent=1))
     log(f"kernel {series}: {release}")
     return Kernel(series, release, folder / release)
+
+
+def apt_for(architecture: Architecture, folder: Path = FOLDER) -> Apt:
+    return Apt(folder / ("apt" if architecture is HERE else f"apt-{architecture.name}"), architecture.name)
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """A virtual machine that runs one command: another kernel, this machine's files.
 
 The guest sees the host's whole file system at the same paths, read-only below a layer of memory: the checkout,
-its virtual environment with compiled bytecode, every program. Only the shared folder keeps what is written.
-Network: none but its own loopback. The command's output comes while it runs.
+its virtual environment with compiled bytecode, every program. A guest of another architecture sees a copy of these
+that was made for it. Only the shared folder keeps what is written. Network: none but its own loopback. The command's
+output comes while it runs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .accel import BOOT_LIMIT, COUNTED, KVM, choose_accelerator
+from .architectures import HERE, Architecture
+from .foreign import root_of
 from .kernels import FOLDER, ROOT, Kernel
 
 __all__ = ["GUEST", "PATIENCE", "Finished", "GuestFailed", "Machine", "missing_programs"]
@@ -36,7 +39,6 @@ PATIENCE = "HYBRID_PROXY_PATIENCE"  # how many times as long everything may take
 # In the initramfs: enough to reach the host's files. modprobe loads everything else from there.
 FIRST_MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
 PROGRAMS = {
-    "qemu-system-x86_64": "qemu-system-x86",
     "/bin/busybox": "busybox-static",
     "modprobe": "kmod",
     "setpriv": "util-linux",
@@ -44,6 +46,7 @@ PROGRAMS = {
 # Of the checkout: not packed for the guest. It sees them as the host's files, or needs none of them.
 ELSEWHERE = {
     ".git", ".venv", "build/kernels", "build/tools", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis",
+    "dataplane/kernel/_publish.abi3.so",
 }  # fmt: skip
 PACK = "find . | /bin/busybox cpio -o -H newc"
 INIT = Path(__file__).with_name("init.sh")
@@ -65,9 +68,12 @@ class Finished(NamedTuple):
     seconds: float
 
 
-def missing_programs() -> list[str]:
+def missing_programs(architecture: Architecture = HERE) -> list[str]:
     """The Debian packages that this machine lacks to run guests."""
-    return [package for program, package in PROGRAMS.items() if not shutil.which(program)]
+    needed = PROGRAMS | {architecture.emulator: architecture.package}
+    if architecture is not HERE:
+        needed[architecture.compiler] = f"gcc-{architecture.machine}-linux-gnu"
+    return [package for program, package in needed.items() if not shutil.which(program)]
 
 
 class Machine:
@@ -85,6 +91,8 @@ class Machine:
         self.cpus = 1 if counted else cpus
         self.log = log
         self.counted = counted
+        # The guest's files: this machine's where it has the same architecture.
+        self.root = Path("/") if kernel.architecture is HERE else root_of(kernel.architecture, log)
 
     def run(
         self,
@@ -116,7 +124,8 @@ class Machine:
         stop = stop or threading.Event()
         with _one_at_a_time(self.log, stop), tempfile.TemporaryDirectory(prefix="vm-", dir=FOLDER) as made:
             control = Path(made)
-            accel = COUNTED if self.counted else choose_accelerator(self._boots, FOLDER / "accelerator.json")
+            known = FOLDER / "accelerator.json"
+            accel = COUNTED if self.counted else choose_accelerator(self.kernel.architecture, self._boots, known)
             environment = {GUEST: self.kernel.series, PATIENCE: "1" if accel is KVM else "5"} | dict(env or {})
             self._prepare(control, _command(argv, folder, environment), shared)
             return self._boot(control, self._qemu(control, accel, memory, shared), timeout, progress, stop)
@@ -174,17 +183,20 @@ class Machine:
             raise GuestFailed(f"kernel {self.kernel.release} ended early:\n{words}") from None
 
     def _qemu(self, control: Path, accel: Sequence[str], memory: int, shared: Path | None) -> list[str]:
-        folders = {"host": (Path("/"), ",readonly=on,multidevs=remap"), "control": (control, "")}
+        folders = {
+            "host": (self.root, ",readonly=on,multidevs=remap"),
+            "modules": (self.kernel.modules, ",readonly=on"),
+            "control": (control, ""),
+        }
+        architecture = self.kernel.architecture
         if shared is not None:
             folders["shared"] = (shared, "")
         words = [
-            "qemu-system-x86_64", "-machine", "q35", *accel, "-m", str(memory), "-smp", str(self.cpus),
+            architecture.emulator, *architecture.board, *accel, "-m", str(memory), "-smp", str(self.cpus),
             "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
             "-serial", f"file:{control}/console",
             "-kernel", str(self.kernel.image), "-initrd", f"{control}/initrd",
-            # A guest that believes the TSC has a clock that runs several times too fast while the host is busy; and one
-            # that tries its timer gives up, because interrupts come late there.
-            "-append", "console=ttyS0 quiet loglevel=4 panic=-1 clocksource=hpet no_timer_check mitigations=off",
+            "-append", f"{architecture.append} quiet loglevel=4 panic=-1 mitigations=off",
         ]  # fmt: skip
         for tag, (path, more) in folders.items():
             words += ["-fsdev", f"local,id={tag},path={_escaped(path)},security_model=none{more}"]
@@ -195,7 +207,6 @@ class Machine:
         modules = self._first_modules()
         words = {
             "MODULES": " ".join(modules),
-            "RELEASE_MODULES": shlex.quote(str(self.kernel.modules)),
             "RELEASE": self.kernel.release,
             "CHECKOUT": shlex.quote(str(ROOT)),
             "SHARED": shlex.quote(str(shared)) if shared else "",
@@ -208,7 +219,7 @@ class Machine:
             for name in ("bin", "dev", "host", "memory", "modules", "proc", "root", "sys"):
                 (root / name).mkdir()
             os.mknod(root / "dev/console", stat.S_IFCHR | 0o600, os.makedev(5, 1))
-            shutil.copy("/bin/busybox", root / "bin")
+            shutil.copy(self.root / "bin/busybox", root / "bin")
             for name, path in modules.items():
                 module = path.read_bytes()
                 if path.suffix == ".xz":  # as Debian has them since 6.12

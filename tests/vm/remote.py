@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .architectures import split
 from .kernels import get
 from .machine import Finished, GuestFailed, Machine, missing_programs
 
@@ -120,7 +121,7 @@ class Remote:
         self._thread.start()
 
     def _run(self, folder: Path) -> None:
-        if missing := missing_programs():
+        if missing := missing_programs(split(self.kernel)[1]):
             self._ended = f"this machine cannot run guests: it lacks {' '.join(missing)} (make vm)"
             return
         wanted = folder / "tests.txt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from .architectures import ARCHITECTURES, HERE, split
 from .debian import KEYRING, Package, apt_sources, choose, exact_parts, parse, wanted_file
 
 SHOWN = """\
@@ -53,6 +54,13 @@ def test_a_series_that_is_not_there_is_named_with_those_that_are() -> None:
 def test_a_series_is_not_the_beginning_of_another() -> None:
     with pytest.raises(LookupError):
         choose("6", [Package("linux-image-amd64", "66.1-1", "")])
+
+
+def test_a_kernel_is_named_by_its_series_and_by_its_architecture_if_that_is_not_ours() -> None:
+    assert split("6.1-arm64") == ("6.1", ARCHITECTURES["arm64"])
+    assert split("newest") == ("newest", HERE)
+    with pytest.raises(LookupError, match="no guests of architecture riscv64, but of amd64, arm64"):
+        split("6.1-riscv64")
 
 
 def test_the_files_are_in_the_packages_of_exactly_that_version() -> None:

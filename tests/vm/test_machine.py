@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from tests.waiting import until
 
 from .kernels import ROOT, Kernel
 from .machine import TIMED_OUT, Machine
+from .matrix import MODES
 
 # Another guest may run before ours. `make test` has one all the time, where mode ipvs is tested.
 pytestmark = [pytest.mark.root, pytest.mark.guest, pytest.mark.long, pytest.mark.timeout(1800)]
@@ -46,6 +48,14 @@ def test_a_command_runs_on_the_other_kernel_and_leaves_only_what_it_shared(kerne
     assert "".join(pieces) == done.output
     assert (tmp_path / "kept").read_text() == "kept\n"
     assert not beside.exists()
+
+
+@pytest.mark.parametrize("kernel", ["6.1-arm64"], indirect=True)
+def test_a_guest_of_another_architecture_has_all_modes(kernel: Kernel) -> None:
+    """Its Python, what is compiled of ours, the BPF programs and the tools of modes."""
+    done = Machine(kernel).run([str(ROOT / ".venv/bin/hybrid-proxy"), "modes", "-o", "json"])
+    found = json.loads(done.output[done.output.index("[") :])
+    assert [each["mode"] for each in found if each["works"]] == list(MODES), done.output
 
 
 def test_a_guest_ends_with_its_time(kernel: Kernel) -> None:
