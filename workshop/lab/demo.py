@@ -30,16 +30,17 @@ from rich.text import Text
 from hybrid_proxy.controller.commands.terminal import wants_colours
 from hybrid_proxy.workshop.lab import examples
 from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.namespace import PATIENCE
 from hybrid_proxy.workshop.lab.network import Lab, LabError, Place
-from hybrid_proxy.workshop.lab.traffic import Tally, ask_tcp, load
+from hybrid_proxy.workshop.lab.traffic import TIMEOUT, Tally, ask_tcp, load
 
 __all__ = ["run"]
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
 FAMILIES: Final = ((V4, "IPv4"), (V6, "IPv6"))
 FRAME: Final = 0.25  # seconds between two pictures
-PATIENCE: Final = 4.0  # seconds that a load may take longer than planned
-FOLLOWED_WITHIN: Final = 5.0  # seconds in which traffic must follow an edited file
+LATER: Final = 4.0 * PATIENCE  # seconds that a load may take longer than planned
+FOLLOWED_WITHIN: Final = 5.0 * PATIENCE  # seconds in which traffic must follow an edited file
 
 
 class _Failed(Exception):
@@ -368,7 +369,7 @@ class _Demo:
         tally, stop = Tally(), threading.Event()
         source = self.lab[place] if place else self.client
         client = self.background(kind, service, family, source, tally, stop, rate=rate, count=count)
-        until = time.monotonic() + count / rate + PATIENCE
+        until = time.monotonic() + count / rate + LATER
         with self.charts(
             f"{title}, {count} requests", names, lambda: tally.backends, total=count // len(names)
         ) as chart:
@@ -397,6 +398,7 @@ class _Demo:
             args=(kind, (family, _target(self.addresses[service][family]))),
             kwargs={
                 "tally": tally, "stop": stop, "rate": rate, "count": count, "concurrency": 4,
+                "timeout": TIMEOUT * PATIENCE,
                 "open_socket": lambda family, kind: self.lab.socket(place.name, family, kind),
             },
             daemon=True,
