@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +38,7 @@ VERSIONS = ("1.33", "1.36")
 
 
 def test_every_mode_has_an_overlay() -> None:
-    assert {
-        *MODES,
-        "kubeadm",
-        "debug",
-        "servicemonitor",
-        "cleanup",
-        "cleanup-drain",
-        "census",
-        "takeover",
-        "rollback",
-    } <= set(OVERLAYS)
+    assert set(MODES) <= set(OVERLAYS)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -272,6 +266,38 @@ def test_the_takeover_finds_the_agent_and_kube_proxys_process() -> None:
     assert parser().parse_args(takeover["args"]).command == "takeover"
     assert pod["hostPID"], "a kube-proxy that works is seen"
     assert {mount["name"] for mount in takeover["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_a_rollback_waits_for_kube_proxys_first_sync() -> None:
+    """Its own script, asking what answers in turn: nobody, our agent, and a kube-proxy that comes to serve."""
+    first = one("overlays/rollback", "DaemonSet")["spec"]["template"]["spec"]["initContainers"][0]
+    synced, queued = (f"kubeproxy_sync_proxy_rules_last{kind}_timestamp_seconds" for kind in ("", "_queued"))
+    both = "".join(f'{queued}{{ip_family="{family}"}} 1.7e+09\n' for family in ("IPv4", "IPv6"))
+    four, six = (f'{synced}{{ip_family="{family}"}} 1.7e+09\n' for family in ("IPv4", "IPv6"))
+    answers = [f"{four}{six}hybrid_proxy_synced 1\n", f"{queued} 1.7e+09\n{synced} 0\n", both, both + four]
+    with answering([*answers, both + four + six]) as (port, left):
+        program, flags, script = first["command"]
+        assert "127.0.0.1:10249/" in script
+        argv = [program, flags, script.replace(":10249/", f":{port}/").replace("sleep(1)", "sleep(0)")]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert not left
+    assert done.stdout.startswith("waiting for kube-proxy's first sync")
+
+
+@contextlib.contextmanager
+def answering(texts: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """An HTTP server that gives these answers, one after the other; its port, and those that are left."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(texts.pop(0).encode())
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port, texts
+        server.shutdown()
 
 
 def volumes_of(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PAGES", "ROOT", "Block", "anchors", "blocks", "commands"]
+__all__ = ["PAGES", "ROOT", "Block", "anchors", "blocks", "commands", "table"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("controller", "dataplane", "workshop", "deploy", "vagrant", "tests")
@@ -55,3 +56,12 @@ def commands(program: str) -> Iterator[tuple[str, list[str]]]:
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as they are made by GitHub."""
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(page.read_text())}
+
+
+def table(page: str, first: str) -> dict[str, dict[str, str]]:
+    """The table whose heading begins so: title of a row -> heading of a column -> cell."""
+    lines = (ROOT / page).read_text().partition(first)[2].splitlines()
+    rows = [first + lines[0], *itertools.takewhile(lambda line: line.startswith("|"), lines[1:])]
+    cells = [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows]
+    heading, _, *body = cells
+    return {row[0]: dict(zip(heading[1:], row[1:], strict=True)) for row in body}

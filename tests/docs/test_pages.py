@@ -1,12 +1,11 @@
 """What pages say of the tree and of each other is true."""
 
-import itertools
 import re
 
 import pytest
 
 from hybrid_proxy.workshop import house, manual, output
-from tests.docs.pages import PAGES, ROOT, anchors
+from tests.docs.pages import PAGES, ROOT, anchors, table
 
 LINK = re.compile(r"\]\((?P<file>[^)#\s:]*)(?:#(?P<anchor>[^)]+))?\)")
 
@@ -30,18 +29,10 @@ def test_the_readme_is_one_sitting() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def rows(page: str, first: str) -> dict[str, dict[str, str]]:
-    """The table whose heading begins so: title of a row -> heading of a column -> cell."""
-    lines = (ROOT / page).read_text().partition(first)[2].splitlines()
-    table = [first + lines[0], *itertools.takewhile(lambda line: line.startswith("|"), lines[1:])]
-    heading, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
-    return {cells[0]: dict(zip(heading[1:], cells[1:], strict=True)) for cells in body}
-
-
 def test_the_comparison_in_the_readme_says_what_its_source_says() -> None:
-    sources = rows("docs/peers.md", "| | kube-proxy | Cilium")
+    sources = table("docs/peers.md", "| | kube-proxy | Cilium")
     text = (ROOT / "docs/peers.md").read_text()
-    compared = rows("README.md", "| | kube-proxy | Cilium")
+    compared = table("README.md", "| | kube-proxy | Cilium")
     assert len(compared.keys() & sources.keys()) >= 9
     for title, cells in compared.items():
         known = sources.get(title, {})

@@ -1,0 +1,184 @@
+"""A control plane for kubectl: it keeps objects of any kind, and its DaemonSet controller is never early.
+
+After a write nothing moves until somebody asks twice, having seen the status of before; then each step of the
+controller is an event. A command that believes the first answer returns too early, every time.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import operator
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from hybrid_proxy.workshop.lab.apiserver import parse_selector
+
+__all__ = ["Cluster"]
+
+Json = dict[str, Any]
+
+KINDS = {
+    "v1": {"namespaces": "Namespace", "nodes": "Node", "pods": "Pod", "serviceaccounts": "ServiceAccount"},
+    "apps/v1": {"daemonsets": "DaemonSet"},
+    "rbac.authorization.k8s.io/v1": {"clusterroles": "ClusterRole", "clusterrolebindings": "ClusterRoleBinding"},
+}
+VERBS = ("GET", "POST", "PATCH", "DELETE")
+WIDE = ("namespaces", "nodes", "clusterroles", "clusterrolebindings")  # no namespace has them
+HOLDS = {"In": lambda value, values: value in values, "NotIn": lambda value, values: value not in values}
+
+
+def wants(daemonset: Json, node: Json) -> bool:
+    """Whether the DaemonSet has a pod for the node: selector, affinity and taints as the scheduler reads them."""
+    spec, labels = daemonset["spec"]["template"]["spec"], node["metadata"]["labels"]
+    affinity = spec.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution")
+    terms = [term["matchExpressions"] for term in affinity["nodeSelectorTerms"]] if affinity else [[]]
+    return (
+        spec.get("nodeSelector", {}).items() <= labels.items()
+        and any(all(HOLDS[e["operator"]](labels.get(e["key"]), e["values"]) for e in term) for term in terms)
+        and (not node["spec"].get("taints") or {"operator": "Exists"} in spec.get("tolerations", []))
+    )
+
+
+def merged(old: Any, patch: Any) -> Any:
+    """An object with a merge patch, or with a JSON patch that only removes."""
+    if isinstance(patch, list):
+        new = copy.deepcopy(old)
+        for operation in patch:
+            assert operation["op"] == "remove", operation
+            *way, last = (word.replace("~1", "/") for word in operation["path"].split("/")[1:])
+            del functools.reduce(operator.getitem, way, new)[last]
+        return new
+    if not isinstance(patch, dict):
+        return patch
+    old = old if isinstance(old, dict) else {}
+    both = old | {name: merged(old.get(name), value) for name, value in patch.items()}
+    return {name: value for name, value in both.items() if value is not None}
+
+
+class Cluster:
+    """The server, on threads of its own; `objects` has what is there, by plural and name."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, Json]] = {plural: {} for kinds in KINDS.values() for plural in kinds}
+        self.version, self.watched = 1, 0  # of now, and when the last watch began
+        self.lock = threading.RLock()
+        methods = {f"do_{verb}": lambda request: self.answer(request) for verb in VERBS}  # noqa: PLW0108
+        quiet = {"log_message": lambda *_: None}
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (BaseHTTPRequestHandler,), methods | quiet))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{server.server_port}"
+
+    def put(self, plural: str, item: Json) -> Json:
+        self.version += 1
+        meta, old = item["metadata"], self.objects[plural].get(item["metadata"]["name"])
+        changed = old is None or old.get("spec") != item.get("spec")
+        meta["generation"] = (old["metadata"]["generation"] if old else 0) + changed
+        meta |= {"resourceVersion": str(self.version), "uid": meta["name"]}
+        self.objects[plural][meta["name"]] = item
+        return item
+
+    def wanted(self, daemonset: Json) -> list[str]:
+        return [name for name, node in sorted(self.objects["nodes"].items()) if wants(daemonset, node)]
+
+    def pods(self, daemonset: str) -> dict[str, Json]:
+        """The pods of a DaemonSet by node."""
+        pods = self.objects["pods"].values()
+        return {pod["spec"]["nodeName"]: pod for pod in pods if pod["metadata"]["annotations"]["of"] == daemonset}
+
+    def step(self, daemonset: Json) -> bool:
+        """One step of its controller: a pod less or more, and the status. False: there is nothing to do."""
+        name, generation = daemonset["metadata"]["name"], daemonset["metadata"]["generation"]
+        pods, names = self.pods(name), self.wanted(daemonset)
+        is_of = {"of": name, "generation": str(generation)}
+        if old := [node for node, pod in pods.items() if node not in names or pod["metadata"]["annotations"] != is_of]:
+            del self.objects["pods"][f"{name}-{old[0]}"]
+        elif missing := [node for node in names if node not in pods]:
+            pod = copy.deepcopy(daemonset["spec"]["template"])
+            pod["metadata"] |= {"name": f"{name}-{missing[0]}", "namespace": "kube-system", "annotations": is_of}
+            pod["spec"]["nodeName"] = missing[0]
+            self.put("pods", pod | {"kind": "Pod", "apiVersion": "v1", "status": {"phase": "Running"}})
+        run = len(self.pods(name).keys() & set(names))
+        status = {"desiredNumberScheduled": len(names), "observedGeneration": generation, "numberAvailable": run}
+        status |= dict.fromkeys(("currentNumberScheduled", "updatedNumberScheduled", "numberReady"), run)
+        if status == daemonset.get("status"):
+            return False
+        self.put("daemonsets", daemonset | {"status": status})
+        return True
+
+    # The API
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        url = urlsplit(request.path)
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        body = json.loads(request.rfile.read(int(request.headers.get("Content-Length") or 0)) or "{}")
+        words = url.path.strip("/").split("/")
+        code, answer = 200, discovered(words)
+        if answer is None:
+            rest = words[2:] if words[0] == "api" else words[3:]
+            rest = rest[2:] or ["namespaces"] if rest[0] == "namespaces" else rest
+            if "watch" not in query:
+                with self.lock:
+                    code, answer = self.act(request.command, rest, query, body)
+        request.send_response(code)
+        request.send_header("Content-Type", "application/json")
+        request.end_headers()
+        if answer is None:
+            self.watch(request, rest[0], query)
+        else:
+            request.wfile.write(json.dumps(answer).encode() + b"\n")
+
+    def act(self, verb: str, words: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
+        plural, name, below = (*words, "", "")[:3]
+        known = self.objects[plural]
+        if verb == "POST":
+            return 201, self.put(plural, body)
+        if not name:
+            version, kind = next((v, kinds[plural]) for v, kinds in KINDS.items() if plural in kinds)
+            listed = {"kind": f"{kind}List", "apiVersion": version, "items": self.selected(plural, query)}
+            return 200, listed | {"metadata": {"resourceVersion": str(self.version)}}
+        if name not in known:
+            return 404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        if below == "log":
+            has = query["container"] in [each["name"] for each in known[name]["spec"].get("initContainers", [])]
+            return (200, {"works": True}) if has else (400, {})
+        if verb == "DELETE":
+            for node in self.pods(name):
+                del self.objects["pods"][f"{name}-{node}"]
+            return 200, known.pop(name)
+        return 200, self.put(plural, merged(known[name], body)) if verb == "PATCH" else known[name]
+
+    def selected(self, plural: str, query: dict[str, str]) -> list[Json]:
+        labels, fields = (parse_selector(query.get(f"{by}Selector", "")) for by in ("label", "field"))
+        found = (item for _, item in sorted(self.objects[plural].items()) if labels(item["metadata"].get("labels", {})))
+        return [item for item in found if fields({"metadata.name": item["metadata"]["name"]})]
+
+    def watch(self, request: BaseHTTPRequestHandler, plural: str, query: dict[str, str]) -> None:
+        """Each step of the controllers, until they have nothing to do, or the client has seen enough."""
+        moved, self.watched = self.watched == self.version, self.version
+        while moved:
+            with self.lock:
+                moved = sum(map(self.step, list(self.objects["daemonsets"].values()))) > 0
+                events = [{"type": "MODIFIED", "object": item} for item in self.selected(plural, query)]
+            try:
+                request.wfile.write(b"".join(json.dumps(event).encode() + b"\n" for event in events))
+            except ConnectionError:
+                return
+
+
+def discovered(words: list[str]) -> Json | None:
+    """What kubectl asks before it asks for anything."""
+    if words == ["api"]:
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if words == ["apis"]:
+        versions = [{"groupVersion": version, "version": "v1"} for version in KINDS if "/" in version]
+        groups = [{"name": v["groupVersion"][:-3], "preferredVersion": v, "versions": [v]} for v in versions]
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    if (version := "/".join(words[1:])) in KINDS:
+        every = {"singularName": "", "verbs": ["get", "list", "watch", "create", "patch", "delete"]}
+        named = [{"name": n, "kind": kind, "namespaced": n not in WIDE} | every for n, kind in KINDS[version].items()]
+        return {"kind": "APIResourceList", "groupVersion": version, "resources": named}
+    return {} if words[0] in ("openapi", "version") else None
