@@ -163,6 +163,13 @@ struct traffic {
 	__u64 connect_ns; /* from their SYN to its answer, together */
 };
 
+/* How long a service's clients waited for the first packet of a backend (map `first_packets`): a count for each step,
+ * which wraps. Step 4n + m begins at (4 + m) << (n - 1) ticks of 1.024 us, and steps 0 to 3 at so many ticks.
+ */
+struct first_packets {
+	__u32 counts[96];
+};
+
 struct flow4_key {
 	__u32 saddr;
 	__u32 daddr;
@@ -233,7 +240,10 @@ struct flow {
 	__u32 tag;     /* hash of the key, by which a program recognizes a reused entry: see flow.h */
 	__u32 ifindex; /* established packets are handed to this pod's interface; 0: they go through the stack */
 	union {
-		__u32 started; /* when the flow began: jiffies, of TCP ticks of ktime() */
+		/* When the flow began: jiffies, of TCP ticks of ktime(). In the backend's direction, when the client's
+		 * first SYN came, which may have been to another backend.
+		 */
+		__u32 started;
 		__u32 fin_end; /* of TCP once this direction has sent a FIN: the number that acknowledges it */
 	};
 	__u8 mac[12]; /* destination and source of frames to that pod */
@@ -244,6 +254,8 @@ struct flow {
 		 */
 		__u32 ack;
 		__u32 client_seq; /* of FLOW_DSR: the client's last sequence number */
+		/* Of datagrams, until the backend's first one: when the client's came, in ktime(), if that is timed. */
+		__u32 asked_at;
 	};
 	union {
 		/* Of datagrams until the flow is established: when the stack last delivered one, in jiffies, 0: never
@@ -416,7 +428,10 @@ struct socket_peer {
 
 struct socket_state {
 	struct socket_peer peers[4];
-	__u32 sent;	 /* datagrams to services */
+	union {
+		__u32 sent;	/* datagrams to services */
+		__u32 asked_at; /* of TCP whose SYN was repeated: when the first was sent, in ktime() */
+	};
 	__u32 connected; /* peers[0] is the peer of a connected socket: enum connected */
 };
 

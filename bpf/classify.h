@@ -17,7 +17,7 @@ INLINE enum packet_kind load_packet(struct __sk_buff *skb, struct scratch *space
 	struct packet *p = &space->packet;
 
 	__builtin_memset(p, 0, sizeof(*p));
-	space->service = space->backend = 0;
+	space->service = space->backend = space->tried_since = 0;
 	parse_packet(skb, p, v6);
 	if (is_ingress(hook) && p->l4 && !is_well_formed(skb, p, v6))
 		p->kind = PACKET_MALFORMED;

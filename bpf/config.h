@@ -85,7 +85,8 @@ INLINE __u32 moment(void)
 	return time ? time : 1;
 }
 
-#define KTIME_SHIFT 10 /* ticks of 2^10 ns, which wrap after 73 minutes */
+#define KTIME_SHIFT 10		   /* ticks of 2^10 ns, which wrap after 73 minutes */
+#define LONGEST_CONNECT (1u << 26) /* ticks of ktime(), 67 s: longer than clients try */
 
 /* Finer than `now`, and slower to get: for what happens once in a connection. */
 INLINE __u32 ktime(void)

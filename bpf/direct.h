@@ -100,11 +100,12 @@ INLINE bool answers_past_stack(struct __sk_buff *skb, const struct packet *p, co
 	       can_hand_over(skb, p, reply, hook, v6);
 }
 
-/* Has the answer to open the flow, or establish it? Others are followed as on an established flow. */
+/* Has the answer to open the flow, or establish it, or is it the first? Others are followed as on an established flow.
+ */
 INLINE bool is_opening(const struct packet *p, const struct flow *reply)
 {
-	return !(reply->flags & FLOW_ESTABLISHED) &&
-	       (p->tuple.protocol == IPPROTO_TCP || reply->flags & FLOW_AS_NODE || is_assured(reply));
+	return !(reply->flags & FLOW_ESTABLISHED) && (p->tuple.protocol == IPPROTO_TCP || reply->flags & FLOW_AS_NODE ||
+						      reply->asked_at || is_assured(reply));
 }
 
 /* Handles a backend's answer on a half-open flow. Where answers are translated before routing, the flow is followed; it

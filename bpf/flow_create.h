@@ -6,6 +6,7 @@
 #include "flow.h"
 #include "follow.h"
 #include "fast_path.h"
+#include "first_packet.h"
 #include "forward.h"
 #include "mark.h"
 #include "masquerade.h"
@@ -169,7 +170,7 @@ GLOBAL_VERB(enum step, reserve_tuple, STEP_DROP)
 struct first_packet {
 	__u32 ifindex; /* where to hand answers over, to a pod, or to this node; 0: they go through the stack */
 	__u32 origin;
-	__u32 seq; /* before that of its first byte, as a SYN's is */
+	__u32 asked; /* of TCP what the backend's first segment must acknowledge; of datagrams as `asked_at` */
 	__u32 ack;
 	__u8 mac[12];
 	bool past_stack; /* `hop` leads to the backend, and no packet of the flow needs the stack */
@@ -188,7 +189,7 @@ INLINE void fill_reply(struct flow *f, const struct tuple *key, const struct tup
 	f->origin = f->flags & FLOW_HAIRPIN ? from->origin : from->past_stack ? hop->ifindex : ORIGIN_UNKNOWN;
 	f->flags |= from->resumes ? FLOW_REPLY | FLOW_REPLIED : FLOW_REPLY;
 	f->ifindex = from->ifindex;
-	f->ack = from->seq + 1;
+	f->ack = from->asked;
 	__builtin_memcpy(f->mac, from->mac + 6, 6);
 	__builtin_memcpy(f->mac + 6, from->mac, 6);
 }
@@ -242,10 +243,10 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 {
 	const struct tuple *key = &space->packet.tuple, *reply = &space->reply;
 	struct flow *f = &space->flow;
-	__u32 direction = f->flags;
+	__u32 direction = f->flags, time = start_time(key->protocol);
 	long error;
 
-	f->started = start_time(key->protocol);
+	f->started = space->tried_since ? space->tried_since : time;
 	f->challenges = 0;
 	f->past_stack = from->past_stack;
 	f->bypassed_at = 0;
@@ -255,6 +256,7 @@ INLINE long store_pair(struct scratch *space, const struct first_packet *from, c
 	if (error)
 		return error;
 	fill_flow(f, key, &space->result, v6);
+	f->started = time;
 	f->ifindex = 0;
 	f->ack = from->ack;
 	f->origin = from->origin;
@@ -277,7 +279,7 @@ INLINE long create_pair(struct __sk_buff *skb, struct scratch *space, bool reser
 	struct first_packet from = {
 		.ifindex = hook == HOOK_UPLINK_INGRESS ? 0 : skb->ifindex,
 		.origin = origin_here(skb, hook),
-		.seq = p->seq - resumes,
+		.asked = p->tuple.protocol == IPPROTO_TCP ? p->seq + !resumes : asked_now(&p->tuple, v6),
 		.ack = p->ack,
 		.past_stack = skips_stack_at_once(skb, space, hook, v6),
 		.reserved = reserved,

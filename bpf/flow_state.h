@@ -9,10 +9,9 @@
 #include "traffic.h"
 
 #define DATAGRAM_SECONDS 2
-#define LONGEST_CONNECT (1u << 26) /* ticks of ktime(), 67 s: longer than clients try */
-#define RESET_WINDOW (1u << 16)	   /* by how much a reset may be ahead of what its receiver has acknowledged */
-#define FIN_WINDOW (1u << 26)	   /* the same for what may follow all data that is under way: a FIN */
-#define DSR_WINDOW (1u << 20)	   /* by how much a client's segment may be ahead of its last, with DSR */
+#define RESET_WINDOW (1u << 16) /* by how much a reset may be ahead of what its receiver has acknowledged */
+#define FIN_WINDOW (1u << 26)	/* the same for what may follow all data that is under way: a FIN */
+#define DSR_WINDOW (1u << 20)	/* by how much a client's segment may be ahead of its last, with DSR */
 
 /* Has the flow of datagrams lasted long enough to count as established, as in nf_conntrack? A question with one answer,
  * which is most of DNS, stays in the table from which it may be evicted.

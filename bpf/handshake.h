@@ -2,6 +2,7 @@
 #ifndef HYBRID_PROXY_HANDSHAKE_H
 #define HYBRID_PROXY_HANDSHAKE_H
 
+#include "first_packet.h"
 #include "flow.h"
 #include "flow_state.h"
 #include "scratch.h"
@@ -58,15 +59,19 @@ INLINE int establish(struct __sk_buff *skb, struct scratch *space, enum flow_tab
 
 GLOBAL_VERB_WITH(enum flow_table, int, establish, 0)
 
-/* Accounts how long the backend took to accept. Ignores impossibly long times: the flow was created by an older program
- * with another clock.
- */
-INLINE void note_connect_time(const struct flow *f)
+/* Accounts how long the backend took to accept, and the client waited, which may have tried another backend first. */
+INLINE void note_accepted(const struct flow *forward, const struct flow *reply)
 {
-	__u32 took = ktime() - f->started;
+	__u32 time = ktime();
 
-	if (took < LONGEST_CONNECT)
-		account_answer(f->backend, (__u64)took << KTIME_SHIFT);
+	account_first_packet(reply->backend, time - forward->started, reply->service, time - reply->started);
+}
+
+/* Accounts how long the client waited for the backend's first datagram. */
+INLINE void note_first_answer(struct flow *reply)
+{
+	account_first_packet(0, 0, reply->service, ktime() - reply->asked_at);
+	WRITE_ONCE(reply->asked_at, 0);
 }
 
 /* Notes a reply to a SYN that is no SYN/ACK. True: it is a reset, so the backend refused. */
@@ -105,6 +110,8 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 	struct flow *reply = found->entry, *forward;
 
 	if (p->tuple.protocol != IPPROTO_TCP) {
+		if (reply->asked_at)
+			note_first_answer(reply);
 		if (is_assured(reply))
 			CALL(establish, v6, skb, found->table);
 		else
@@ -122,10 +129,10 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 		return false;
 	}
 	note_success(reply->backend, reply->service);
-	if (!(reply->flags & FLOW_REPLIED))
-		note_connect_time(reply);
-	reply->flags |= FLOW_REPLIED;
 	forward = peer_flow(reply, p->tuple.protocol, found->table, v6);
+	if (forward && !(reply->flags & FLOW_REPLIED))
+		note_accepted(forward, reply);
+	reply->flags |= FLOW_REPLIED;
 	if (!forward)
 		return false;
 	forward->flags |= FLOW_REPLIED;

@@ -114,6 +114,8 @@ ARRAY_MAP(frag_queue, struct queued_fragment, FRAG_QUEUE);
 ARRAY_MAP(traffic, struct traffic, 524288);
 /* The figures of a service's former backends, by service; user space alone writes them. */
 ARRAY_MAP(traffic_gone, struct traffic, 32768);
+/* Service id -> how long its clients waited for a backend's first packet. */
+ARRAY_MAP(first_packets, struct first_packets, 32768);
 
 /* When a delivery to a backend's socket was last waited for, by the socket's hash (delivery.h); jiffies, 0: never. */
 ARRAY_MAP(awaited, __u64, 1 << AWAITED_BITS);

@@ -67,6 +67,19 @@ INLINE bool leaves_backend(const struct packet *p, const struct found *found, co
 	return true;
 }
 
+/* Returns when the client first tried to open the connection that this SYN opens, because no backend has answered yet;
+ * 0: it is another connection.
+ */
+INLINE __u32 first_try(const struct packet *p, const struct found *found, const bool v6)
+{
+	struct flow *reply;
+
+	if (p->tuple.protocol != IPPROTO_TCP || found->entry->flags & (FLOW_REPLIED | FLOW_ESTABLISHED | FLOW_RESET))
+		return 0;
+	reply = peer_flow(found->entry, IPPROTO_TCP, found->table, v6);
+	return reply && reply->ack == p->seq + 1 ? reply->started : 0;
+}
+
 /* Handles a client that repeats its SYN because its backend is silent: true with the backend to `avoid`. */
 INLINE bool leaves_silent(struct flow *f, __u32 *avoid)
 {

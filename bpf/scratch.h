@@ -35,6 +35,7 @@
  *   translate_error_*        r                            w      w     w     w    w
  *   emit_event               r     r                      r
  *
+ * `load_packet` and `serve` write `tried_since`, and `store_flow` reads it.
  * fragment.h alone uses `datagram`, `fragments`, `first` and `next_place`. `prepare_flow` and `reserve_tuple` write
  * `port_reserved`, and `store_flow` reads it.
  */
@@ -86,6 +87,7 @@ struct scratch {
 	__u32 service; /* of which the packet is, and its backend, as far as known; 0: unknown */
 	__u32 backend;
 	__u32 avoid;	     /* a backend that was tried in vain, for the choice of another; 0: none */
+	__u32 tried_since;   /* when the client's first SYN came, if this is another one, in ticks of ktime(); 0: now */
 	enum counter reason; /* of a drop, or of a rejection */
 	struct flow flow;
 	struct tuple result; /* what the packet becomes */

@@ -124,6 +124,7 @@ INLINE enum step serve(struct __sk_buff *skb, struct scratch *space, enum hook h
 	if (!needs_new_flow(p, &found, &space->avoid, v6))
 		return follow(skb, space, &found, hook, FOLLOW_PLAIN, v6);
 	NOTE(NOTE_RENEWAL, 0, 0);
+	space->tried_since = first_try(p, &found, v6);
 	if (space->avoid)
 		report_failure(skb, space, found.entry, COUNT_BACKEND_UNANSWERED, hook, v6);
 	evict(&p->tuple, &found, v6);

@@ -4,6 +4,7 @@
  * is attached only where sockets connect to services (`note_cgroup`).
  */
 #include "config.h"
+#include "first_packet.h"
 #include "service.h"
 #include "socket_storage.h"
 #include "traffic.h"
@@ -12,13 +13,13 @@
 #define SYN_SENT 2 /* TCP_SYN_SENT, net/tcp_states.h */
 #define CLOSE 7
 
-/* Returns the service that this socket connects to, and its backend; NULL: it connects to none. */
-INLINE struct socket_peer *peer_of(struct bpf_sock_ops *ctx)
+/* Returns the storage of a socket that connects to a service; NULL: it connects to none. */
+INLINE struct socket_state *state_of(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock *sk = ctx->sk;
 	struct socket_state *state = sk ? bpf_sk_storage_get(&sockets, sk, NULL, 0) : NULL;
 
-	return state && state->connected ? &state->peers[0] : NULL;
+	return state && state->connected ? state : NULL;
 }
 
 /* Ask for reports of repetitions, and of states. Other programs' wishes stay. */
@@ -44,13 +45,20 @@ INLINE bool is_refused(const struct bpf_sock_ops *ctx)
 }
 
 /* The only round trip so far is that of the SYN; of one that was repeated the kernel measures none. */
-INLINE void note_accepted(struct bpf_sock_ops *ctx, const struct socket_peer *peer)
+INLINE void note_accepted(struct bpf_sock_ops *ctx, const struct socket_state *state)
 {
-	__u32 eighths = ctx->srtt_us;
+	const struct socket_peer *peer = &state->peers[0];
+	__u32 eighths = ctx->srtt_us, ticks = (__u64)eighths * 125 >> KTIME_SHIFT;
 
 	note_success(peer->backend_id, peer->service);
-	if (eighths)
-		account_answer(peer->backend_id, (__u64)eighths * 1000 / 8);
+	account_first_packet(peer->backend_id, eighths ? ticks : LONGEST_CONNECT, peer->service,
+			     eighths ? ticks : ktime() - state->asked_at);
+}
+
+/* Returns when the first SYN was sent, in ticks of ktime(): the kernel's timer, in jiffies, has just run out. */
+INLINE __u32 first_sent(const struct bpf_sock_ops *ctx)
+{
+	return ktime() - ctx->args[1] * (1000000000 / settings.hz >> KTIME_SHIFT);
 }
 
 /* One failure for each connection, however often its SYN is repeated. */
@@ -58,24 +66,28 @@ SEC("sockops")
 int sockops_cb(struct bpf_sock_ops *ctx)
 {
 	__u32 what = ctx->op;
+	struct socket_state *state;
 	struct socket_peer *peer;
 
 	if (what != BPF_SOCK_OPS_TCP_CONNECT_CB && what != BPF_SOCK_OPS_RTO_CB &&
 	    what != BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB && !(what == BPF_SOCK_OPS_STATE_CB && is_refused(ctx)))
 		return PROCEED;
-	peer = peer_of(ctx);
-	if (!peer)
+	state = state_of(ctx);
+	if (!state)
 		return PROCEED;
+	peer = &state->peers[0];
 	if (what == BPF_SOCK_OPS_TCP_CONNECT_CB) {
 		begin(ctx);
 		return PROCEED;
 	}
-	if (what == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB)
-		note_accepted(ctx, peer);
-	else if (what == BPF_SOCK_OPS_STATE_CB)
+	if (what == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB) {
+		note_accepted(ctx, state);
+	} else if (what == BPF_SOCK_OPS_STATE_CB) {
 		note_failure(peer->backend_id, peer->service, COUNT_BACKEND_REFUSED);
-	else if (ctx->state == SYN_SENT)
+	} else if (ctx->state == SYN_SENT) {
+		state->asked_at = first_sent(ctx);
 		note_failure(peer->backend_id, peer->service, COUNT_BACKEND_UNANSWERED);
+	}
 	end(ctx);
 	return PROCEED;
 }

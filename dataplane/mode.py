@@ -169,6 +169,13 @@ class Programmer(ABC):
         del by_backend
         return []
 
+    def first_packets(self) -> Mapping[str, list[int]]:
+        """Returns how long clients waited for a first packet, in counts by step (first_packets.py).
+
+        The busiest service ports have a row each, all others one without a name; empty if not counted.
+        """
+        return {}
+
     def explain(self, packet: ProbePacket) -> ExplainAnswer:
         """Runs a probe packet through the loaded programs.
 

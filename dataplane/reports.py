@@ -109,6 +109,8 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         slots: The size of each backend set's slot range.
         proxy_ports: How many ports the relay listens on for it.
         traffic: Its traffic; null in a mode that does not count.
+        first_packets: First packets of backends, by the longest time of their step of the histogram, in nanoseconds;
+            null in a mode that does not count.
     """
 
     mode: str = ""
@@ -129,6 +131,7 @@ class ServiceRow(msgspec.Struct, kw_only=True):
     slots: list[int] | None = None
     proxy_ports: int | None = None
     traffic: TrafficCounts | None = None
+    first_packets: dict[int, int] | None = None
 
 
 class BackendRow(msgspec.Struct, kw_only=True):

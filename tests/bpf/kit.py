@@ -329,13 +329,13 @@ class Bench:
         self.node(half_open=1 << 31)  # read as less than none
 
     def age(self, family: int, **columns: int) -> None:
-        """Move these moments of every flow back: to what is kept of them, in either table."""
+        """Move these moments of every flow back: to what is kept of them, in either table; 0 is never."""
         for table in ("flows", "half_open"):
             known = self.maps.maps[f"{table}{family}"]
             for key, value in zip(*flow_arrays(known, family), strict=True):
                 aged = value.copy()
                 for column, amount in columns.items():
-                    aged[column] = (int(value[column]) - amount) & 0xFFFFFFFF
+                    aged[column] = (int(value[column]) - amount) & 0xFFFFFFFF if value[column] else 0
                 known.update(key.tobytes(), aged.tobytes())
 
     def reset(self) -> None:
@@ -365,6 +365,7 @@ class Bench:
         for key in memory.items(layout.dtype_of("affinity_key"), np.dtype(np.uint64))[0]:
             memory.delete(key.tobytes())
         self.maps.view("traffic")[:] = self.maps.view("traffic_gone")[:] = 0
+        self.maps.view("first_packets")["counts"] = 0
         for number in range(layout.abi_constants()["COUNTERS"]):
             self.maps.maps["counters"].update(number.to_bytes(4, "little"), bytes(8 * cpus()))
 

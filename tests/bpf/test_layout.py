@@ -28,7 +28,8 @@ FIXED_ROWS = {"frontend4_key": 8, "frontend6_key": 20, "service": 32, "backend":
 STRUCTS = [
     "frontend4_key", "frontend6_key", "service", "backend", "flow4_key", "flow6_key", "flow", "affinity_key", "node",
     "settings", "explanation", "note", "slot", "timewait_bucket", "source_range4_key", "source_range6_key",
-    "own_address", "interface_address", "equal_path", "equal_route", "traffic", "failures", "load", "bitmaps",
+    "own_address", "interface_address", "equal_path", "equal_route", "traffic", "failures", "first_packets",
+    "load", "bitmaps",
 ]  # fmt: skip
 SOCKET_STRUCTS = ["socket_peer", "socket_state", "host_netns"]
 CARRY_STRUCTS = ["flow_key_places", "carrying"]

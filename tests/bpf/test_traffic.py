@@ -11,9 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hybrid_proxy.dataplane.first_packets import BOUNDS
 from hybrid_proxy.dataplane.kernel.bpf import Map, run_on_packet
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import making, mapset
+from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import traffic_sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS, Traffic
@@ -24,6 +26,7 @@ from tests.properties import examples
 
 from .kit import (
     HZ,
+    KTIME_SHIFT,
     NETS,
     PASS,
     SMALL,
@@ -244,6 +247,20 @@ def test_maps_of_another_layout_are_made_anew(monkeypatch: pytest.MonkeyPatch) -
         again.close()
 
 
+def test_maps_of_a_version_without_histograms_get_them(net: Net) -> None:
+    """The layout is the same, so nothing else is made anew, and the next restart finds what it wants."""
+    larger = msgspec.structs.replace(SMALL.ebpf.limits, services=4 * SMALL.ebpf.limits.services)
+    with bench_with() as made:
+        (made.folder / "first_packets").unlink()
+        options = Options(ebpf=msgspec.structs.replace(SMALL.ebpf, limits=larger))
+        first, second = MapSet(made.folder, options), MapSet(made.folder, options)
+        assert first.maps["first_packets"].entries == made.maps.maps["services"].entries
+        assert number(second.maps["first_packets"]) == number(first.maps["first_packets"])
+        assert number(second.maps["traffic"]) == number(made.maps.maps["traffic"])
+        first.close()
+        second.close()
+
+
 def number(known: Map) -> int:
     """The kernel's id of a map."""
     fdinfo = Path(f"/proc/self/fdinfo/{known.fd}").read_text()
@@ -343,3 +360,77 @@ def test_no_figure_is_lost_or_given_to_another(data: st.DataObject) -> None:
             traffic.give_back([service_id], gone, owners[gone])
             owners[gone], wanted[service_id] = 0, 0
         assert (traffic.of_services(owners)[1:] == wanted[1:]).all()
+
+
+def waited(bench: Bench, name: str = "default/web") -> dict[int, int]:
+    """The histogram of the time to first packet, by upper bounds in nanoseconds."""
+    return bench.store.first_packets.of_service(next(iter(bench.store.plan.installed[name])).service)
+
+
+@pytest.mark.parametrize("seconds", [0.00005, 0.001, 0.9, 1.1, 17])
+def test_the_time_to_first_packet_is_in_its_step(bench: Bench, net: Net, seconds: float) -> None:
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    began = time.monotonic()
+    bench.ingress(frame(net, net.client, net.vip, syn(40000)))
+    bench.age(net.family, started=round(seconds * 1e9) >> KTIME_SHIFT)
+    answer(bench, net, 40000)
+    longest = seconds + time.monotonic() - began
+    answer(bench, net, 40000)  # repeated
+    ((bound, count),) = waited(bench).items()
+    assert count == 1
+    step = BOUNDS.index(bound)
+    assert BOUNDS[step] / 1e9 > seconds - 2e-6
+    assert BOUNDS[step - 1] / 1e9 <= longest
+
+
+def test_a_client_that_is_sent_to_another_backend_has_waited_since_its_first_syn(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [(backend, 8080) for backend in net.backends[:2]]))
+    _, out = bench.ingress(frame(net, net.client, net.vip, syn(40000)))
+    silent = read(out).dst
+    bench.age(net.family, started=moments(HZ))
+    _, out = bench.ingress(frame(net, net.client, net.vip, syn(40000)))
+    assert read(out).dst != silent
+    bench.egress(frame(net, read(out).dst, net.client, segment(8080, 40000, "SA", 1, 1001), from_backend=True))
+    ((bound, count),) = waited(bench).items()
+    assert count == 1
+    assert bound > 1e9
+    assert bench.maps.view("traffic")["connect_ns"].sum() < 1e9  # that is no time of the backend's
+
+
+def test_another_connection_from_a_port_waits_from_its_own_syn(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [(backend, 8080) for backend in net.backends[:2]]))
+    bench.ingress(frame(net, net.client, net.vip, syn(40000)))
+    bench.age(net.family, started=moments(20 * HZ))
+    _, out = bench.ingress(frame(net, net.client, net.vip, syn(40000, seq=77_000)))
+    bench.egress(frame(net, read(out).dst, net.client, segment(8080, 40000, "SA", 1, 77_001), from_backend=True))
+    ((bound, count),) = waited(bench).items()
+    assert (count, bound < 1e9) == (1, True)
+
+
+def test_of_some_conversations_the_first_answer_is_timed_once_and_counts_for_all(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 53, [(net.backends[0], 5353)], name="kube-system/dns:dns", protocol=Protocol.UDP))
+    ports = range(40000, 40128)
+    for port in ports:
+        bench.open_udp(net, net.vip, sport=port, answer=False)
+    _, flows = flow_arrays(bench.maps.maps[f"half_open{net.family}"], net.family)
+    timed = np.count_nonzero(flows["ack"])
+    assert len(ports) / 8 < timed < len(ports) / 2
+    bench.age(net.family, ack=moments(HZ))
+    for _ in range(2):
+        for port in ports:
+            bench.open_udp(net, net.vip, sport=port)
+    ((bound, count),) = waited(bench, "kube-system/dns").items()
+    assert (count, bound > 1e9) == (4 * timed, True)
+
+
+def test_former_services_leave_their_first_packets_to_all_others(bench: Bench, net: Net) -> None:
+    bench.serve(service(net.vip, 80, [(net.backends[0], 8080)]))
+    bench.open_tcp(net, net.vip)
+    number = next(iter(bench.store.plan.installed["default/web"])).service
+    assert bench.store.first_packets.counts[number].sum() == 1
+    bench.serve()
+    bench.forget_flows()
+    bench.settle()
+    counts = bench.store.first_packets.counts
+    assert not counts[number].any()
+    assert counts[0].sum() == 1

@@ -447,6 +447,9 @@ class Ebpf(Programmer):
     def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
         return self.reports.traffic(self.table, by_backend=by_backend)
 
+    def first_packets(self) -> dict[str, list[int]]:
+        return self.reports.first_packets(self.table)
+
     def explain(self, packet: ProbePacket) -> ExplainAnswer:
         return self.reports.explain(packet, self.table)
 

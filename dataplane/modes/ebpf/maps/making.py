@@ -41,6 +41,7 @@ def traffic_sizes(services: int, backends: int, cpus: int) -> dict[str, int]:
     return {
         "traffic": min(-(-backends // group), most) * group * cpus if cpus else group,
         "traffic_gone": services if cpus else 1,
+        "first_packets": services if cpus else 1,
         "loads": backends,
     }
 

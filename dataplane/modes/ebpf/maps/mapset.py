@@ -18,6 +18,7 @@ from hybrid_proxy.dataplane.kernel.bpf import Map, Object
 from hybrid_proxy.dataplane.kernel.repairs import PinnedMap, Pins
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes as policy
+from hybrid_proxy.dataplane.modes.ebpf.maps.first_packets import FirstPackets
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, frontend_dtype
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import (
     PRIVATE,
@@ -33,7 +34,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic
 
 STRUCTS = {
     "slots": "slot", "services": "service", "backends": "backend", "node": "node", "traffic": "traffic",
-    "traffic_gone": "traffic", "loads": "load", "bitmaps": "bitmaps",
+    "traffic_gone": "traffic", "first_packets": "first_packets", "loads": "load", "bitmaps": "bitmaps",
 }  # fmt: skip
 TRAFFIC = ("traffic", "traffic_gone")  # replaced in this order: figures may be lost in between, but never count twice
 
@@ -67,7 +68,9 @@ class MapSet:
             name: size for name, size in (bounds | fixed).items()
             if self._entries(name, size) > size or (name in policy.FLOWS and self._entries(name, size) != size)
         }  # fmt: skip
-        for name, known in (made or make(self._with_others({**(sizes or bounds), **fixed}), self.maps)).items():
+        pinned = {name: known.entries for name, known in self.maps.items()}
+        wanted = self._with_others({**(sizes or bounds), **fixed, **pinned})
+        for name, known in (made or make(wanted, self.maps)).items():
             self._keep(name, known)
 
     def _adopt(self) -> None:
@@ -80,8 +83,9 @@ class MapSet:
         if "failures" in self.maps and self.maps["failures"].value_size != dtype_of("failures").itemsize:
             self._drop("failures")
         wanted = self._with_others({})
-        if self._entries("loads", 0) != wanted.get("loads"):
-            self._drop("loads")  # it did not grow with the rest: flows are counted again
+        for name in ("loads", "first_packets"):
+            if self._entries(name, 0) != wanted.get(name):
+                self._drop(name)  # it did not grow with the rest: counts begin again
         if not all(self._can_count(name, wanted.get(name)) for name in TRAFFIC):
             for name in TRAFFIC:  # another size is wanted, or they did not grow with the rest: figures begin at 0
                 self._drop(name)
@@ -189,6 +193,11 @@ class MapSet:
         """Returns the reader of traffic per backend and service."""
         counted, kind = self.maps["traffic"], dtype_of("traffic")
         return Traffic(lambda: counted.glimpse(kind), self.view("traffic_gone"), self._traffic_cpus)
+
+    def first_packets(self) -> FirstPackets:
+        """Returns the reader of the time to first packet by service."""
+        kind = dtype_of("first_packets")
+        return FirstPackets(lambda: self.maps["first_packets"].glimpse(kind), counting=self._traffic_cpus > 0)
 
     def counters(self) -> dict[str, int]:
         """Returns sums over all CPUs by name, `new_flow` for COUNT_NEW_FLOW."""

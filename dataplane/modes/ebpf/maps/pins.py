@@ -27,7 +27,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.making import PRIVATE
 log = logging.getLogger(__name__)
 
 # Maps that are made again if they are laid out differently: they only count.
-FIGURES: Final = frozenset({"counters", "failures", "traffic", "traffic_gone"})
+FIGURES: Final = frozenset({"counters", "failures", "first_packets", "traffic", "traffic_gone"})
 NEXT: Final = "next_"  # prefix of pins that are about to replace others
 LINK: Final = "link_"
 NAMESPACE: Final = "namespace"  # the map of namespace_map(), orphans.py

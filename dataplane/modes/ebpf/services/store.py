@@ -61,9 +61,10 @@ class Store:
         claim = self._former.claim if self._former else None
         self.plan = Plan(self._sizes(), used, claim, self._rings, stamp)
         self._names: dict[int, str] = {}
-        self.traffic = maps.traffic()
+        self.traffic, self.first_packets = maps.traffic(), maps.first_packets()
         if self._former is not None:
             self.traffic.only(used.services, used.backends)
+            self.first_packets.only(used.services)
         self._unwritten: deque[Batch] = deque()  # planned, in this order
         self._late: list[Batch] = []  # written but for frontends for which there was no room
         self._shown: dict[int, tuple[int, Key | None, bytes]] = {}  # by family: a frontend of so many, and its row
@@ -237,6 +238,7 @@ class Store:
         self.writer.clear_frontends(freed.frontends)
         ids = np.array(freed.backends, dtype=np.int64)
         self.traffic.give_back(freed.services, ids, self.backends["service"][ids])
+        self.first_packets.give_back(freed.services)
         self.writer.clear_backends(freed.backends)
 
     # What the maps say

@@ -15,6 +15,7 @@ from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failures import histories
 from hybrid_proxy.dataplane.modes.ebpf.hooks import co_attached
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
+from hybrid_proxy.dataplane.modes.ebpf.maps.first_packets import by_bound, first_packets_of
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic, counts_of, traffic_of
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
@@ -104,7 +105,7 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     table = maps["services"].view(layout.dtype_of("service"))
     drops = layout.abi_constants()["SERVICE_DROP_SET0"]
     members, ejected, failing = _members(maps, len(table)), _ejected(maps, len(table)), _failing(maps, len(table))
-    counted = traffic_of(maps)
+    counted, waited = traffic_of(maps), first_packets_of(maps)
     owners = maps["backends"].view(layout.dtype_of("backend"))["service"]
     figures = None if counted is None else counted.of_services(owners)
     for number, frontends in sorted(_frontends(maps).items()):
@@ -124,6 +125,7 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
                 chosen_by=_chosen_by(int(row["flags"])),
                 slots=[layout.split_range_word(word)[1] for word in row["sets"].tolist()],
                 traffic=None if figures is None else counts_of(figures[number]),
+                first_packets=None if waited is None else by_bound(waited[number]),
             )
         )
     return sorted(rows, key=lambda row: (row.name or "", row.frontends))
