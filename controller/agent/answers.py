@@ -119,7 +119,10 @@ class Answers:
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
                 by_backend = config.hybrid.metrics_per_backend
-                return p.TrafficAnswer([row for one in each for row in one.traffic(by_backend=by_backend)])
+                return p.TrafficAnswer(
+                    [row for one in each for row in one.traffic(by_backend=by_backend)],
+                    {name: row for one in each for name, row in one.first_packets().items()},
+                )
             case p.GetTable(service, packets):
                 known = _of_table(self.syncer.builder.table, service, packets)
                 slices = self.syncer.cluster.slices_of((service or "").partition(":")[0])

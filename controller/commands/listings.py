@@ -9,6 +9,7 @@ from typing import Final, Generic, Literal, TypeVar, cast
 import msgspec
 
 from hybrid_proxy.controller.commands.columns import Cell, Column, Tone, Value, duration
+from hybrid_proxy.dataplane.first_packets import quantile
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow, TrafficCounts
 
 __all__ = [
@@ -48,6 +49,8 @@ def service_columns(rows: Sequence[ServiceRow], ejections: Iterable[Ejection] = 
         Column("BACKENDS", lambda row: str(row.backends), leave=2, right=True),
         Column("LOCAL", lambda row: _number(row.local_backends), wide=True, right=True),
         *_COUNTS,
+        Column("FIRST P50", lambda row: _first_packet(row, 0.5), wide=True, right=True, live=True),
+        Column("FIRST P99", lambda row: _first_packet(row, 0.99), wide=True, right=True, live=True),
         Column("STATE", lambda row: service_state(row, known)),
         Column("REASON", lambda row: row.reason or "", leave=4, wrap=True),
         Column("AFFINITY", lambda row: "client" if row.affinity else "none", wide=True),
@@ -151,6 +154,11 @@ def _counted(text: Callable[[TrafficCounts], str | None]) -> Callable[[ServiceRo
 
 def _connect(counts: TrafficCounts) -> str | None:
     return f"{counts.connect_ns / counts.answered / 1e6:.3f} ms" if counts.answered else None
+
+
+def _first_packet(row: ServiceRow, part: float) -> str | None:
+    seconds = quantile(row.first_packets or {}, part)
+    return None if seconds is None else f"{1e3 * seconds:.3f} ms"
 
 
 # Since the dataplane was set up; the time to connect is a mean.

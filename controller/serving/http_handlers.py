@@ -40,7 +40,6 @@ from hybrid_proxy.controller.serving.health import (
 from hybrid_proxy.controller.serving.protocol import HealthChecks, Request
 from hybrid_proxy.controller.serving.zpages import flagz, statusz
 from hybrid_proxy.controller.settings.config import Config
-from hybrid_proxy.dataplane.reports import TrafficRow
 
 if TYPE_CHECKING:
     from hybrid_proxy.controller.serving.http_server import HttpServer
@@ -210,9 +209,9 @@ class HttpHandlers:
         answer = self._ask(protocol.GetStatus())
         return answer.status if isinstance(answer, protocol.StatusAnswer) else None
 
-    def _traffic(self) -> list[TrafficRow]:
+    def _traffic(self) -> protocol.TrafficAnswer:
         answer = self._ask(protocol.GetTraffic())
-        return answer.rows if isinstance(answer, protocol.TrafficAnswer) else []
+        return answer if isinstance(answer, protocol.TrafficAnswer) else protocol.TrafficAnswer([])
 
     def _configz(self) -> bytes:
         """Returns documents by the group of their apiVersion, as kube-proxy has its own."""

@@ -10,7 +10,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, Final
 
@@ -24,7 +24,8 @@ from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.counters import FAMILIES, Counters, Durations
 from hybrid_proxy.controller.serving.health import OK, UNAVAILABLE, Health
-from hybrid_proxy.controller.serving.protocol import AgentStatus, ApiRequests, DrainingMode
+from hybrid_proxy.controller.serving.protocol import AgentStatus, ApiRequests, DrainingMode, TrafficAnswer
+from hybrid_proxy.dataplane.first_packets import BOUNDS
 from hybrid_proxy.dataplane.reports import Status, TrafficCounts, TrafficRow
 
 Rows = Sequence[TrafficRow]
@@ -43,7 +44,7 @@ class Metrics:
 
     Args:
         status: called once for each scrape, in the server's thread; None: the loop does not answer.
-        traffic: as `dataplane.mode.Programmer.traffic`, called likewise.
+        traffic: of the dataplane, called likewise.
         counters: the loop's counters.
         health: of the proxy.
     """
@@ -51,7 +52,7 @@ class Metrics:
     def __init__(
         self,
         status: Callable[[], AgentStatus | None],
-        traffic: Callable[[], Rows] = tuple,
+        traffic: Callable[[], TrafficAnswer] = lambda: TrafficAnswer([]),
         counters: Counters | None = None,
         health: Health | None = None,
     ) -> None:
@@ -70,7 +71,11 @@ class Metrics:
         openmetrics = content_type.startswith("application/openmetrics-text")
         if openmetrics:
             del body[-len(_END) :]
-        for text in _traffic_text(self._traffic(), openmetrics=openmetrics):
+        traffic = self._traffic()
+        for text in (
+            *_traffic_text(traffic.rows, openmetrics=openmetrics),
+            *_first_packets_text(traffic.first_packets),
+        ):
             body += text.encode()
         if openmetrics:
             body += _END
@@ -308,6 +313,29 @@ def _traffic_text(traffic: Rows, *, openmetrics: bool) -> Iterator[str]:
                 if row.answered
             ]
         )
+
+
+_SHORTEST: Final = 8000  # nanoseconds: what came sooner is in one bucket
+OTHERS: Final = "others"  # the Services without a series of their own: no name is without a slash
+
+
+def _first_packets_text(found: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Formats the histograms of the time to first packet."""
+    name = "hybrid_proxy_service_first_packet_seconds"
+    if found:
+        text = "From the client's first packet to the backend's, of the busiest Services"
+        yield f"# HELP {name} {text}\n# TYPE {name} histogram\n"
+    bounds = [*map(floatToGoString, (bound / 1e9 for bound in BOUNDS[:-1])), "+Inf"]
+    for service, counts in sorted(found.items(), key=lambda item: (not item[0], item[0])):
+        label, sums = f'service="{_escaped(service or OTHERS)}"', list(accumulate(counts))
+        yield "".join(
+            f'{name}_bucket{{{label},le="{bound}"}} {count}\n'
+            for bound, end, count in zip(bounds, BOUNDS, sums, strict=True)
+            if end >= _SHORTEST
+        )
+        middles = [(lower + upper) / 2e9 for lower, upper in pairwise((0, *BOUNDS))]
+        seconds = sum(count * middle for count, middle in zip(counts, middles, strict=True))
+        yield f"{name}_sum{{{label}}} {seconds:.6f}\n{name}_count{{{label}}} {sums[-1]}\n"
 
 
 _CHUNK: Final = 500

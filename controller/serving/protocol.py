@@ -440,9 +440,10 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
 
 
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):
-    """Answers `GetTraffic`."""
+    """Answers `GetTraffic`. `first_packets` are as `dataplane.mode.Programmer.first_packets` has them."""
 
     rows: list[TrafficRow]
+    first_packets: dict[str, list[int]] = {}
 
 
 class TableAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="table"):

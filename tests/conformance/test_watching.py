@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import select
+import socket
+import struct
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
+from hybrid_proxy.dataplane.first_packets import BOUNDS, growth, quantile
+from hybrid_proxy.workshop.lab.traffic import ask_udp
+
 from .conftest import only_in
-from .kit import V4, Bench, Service, eventually, said
+from .kit import PATIENCE, UDP, V4, Bench, Service, eventually, said
 from .test_failover import dial, observe
 
 pytestmark = only_in("ebpf")  # whose programs emit events
@@ -64,6 +72,71 @@ def test_the_time_to_accept_is_about_what_the_client_saw(bench: Bench, family: i
     took = (after["connect_ns"] - before["connect_ns"]) / 1e9
     assert after["answered"] - before["answered"] == 20
     assert 0 < took < saw
+    assert sum(first_packets(bench, service, family).values()) >= 20
+
+
+def first_packets(bench: Bench, service: Service, family: int) -> dict[int, int]:
+    """The histogram of the time to first packet, by upper bounds in nanoseconds."""
+    rows = said(bench, "services", f"conformance/{service.name}")
+    ours = service.address(family)
+    (found,) = [row["first_packets"] for row in rows if any(ours in frontend for frontend in row["frontends"])]
+    return {int(bound): count for bound, count in found.items()}
+
+
+def round_trip(connection: socket.socket) -> float:
+    """What the client's kernel measured from the SYN to its answer, in seconds (tcpi_rtt)."""
+    return struct.unpack_from("=I", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128), 68)[0] / 1e6
+
+
+@contextmanager
+def slow_answers(bench: Bench, pod: str) -> Iterator[None]:
+    """The pod's interface sends about 150 SYN/ACKs a second: those of connections that open together wait in turn."""
+    links = json.loads(bench.lab.run(pod, ["ip", "-j", "link"]).stdout)
+    device = next(link["ifname"] for link in links if link["link_type"] != "loopback")
+    shape = ["tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", "96kbit", "burst", "1600", "latency", "5s"]
+    done = bench.lab.run(pod, shape)
+    assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        bench.lab.run(pod, ["tc", "qdisc", "del", "dev", device, "root"])
+
+
+@pytest.mark.parametrize("place", ["pod1", "client"])
+def test_the_time_to_first_packet_is_what_the_client_measured(bench: Bench, family: int, place: str) -> None:
+    service = bench.service("pod2", outside=True, settle=False)
+    bench.settle(service, {"pod2"}, family)
+    target = (bench.lab["node"].address(family), service.node_port) if place == "client" else service.vip(family)
+    before, saw = first_packets(bench, service, family), []
+    with slow_answers(bench, "pod2"), ExitStack() as stack:
+        made = [stack.enter_context(bench.socket(place, family, socket.SOCK_STREAM)) for _ in range(100)]
+        for each in made:
+            each.setblocking(False)
+            each.connect_ex(target)
+        for each in made:
+            assert select.select([], [each], [], 10 * PATIENCE)[1], "a connection is not accepted"
+            saw.append(round_trip(each))
+    counted = growth(before, first_packets(bench, service, family))
+    assert counted is not None
+    assert sum(counted.values()) == len(saw)
+    for part in (0.5, 0.99):
+        measured, truth = quantile(counted, part), sorted(saw)[round(part * len(saw)) - 1]
+        assert measured is not None
+        steps = [next(step for step, bound in enumerate(BOUNDS) if bound > 1e9 * value) for value in (measured, truth)]
+        assert abs(steps[0] - steps[1]) <= 1, (part, measured, truth)
+    assert max(saw) > 0.2  # they did wait
+
+
+def test_first_answers_to_datagrams_are_counted(bench: Bench, family: int) -> None:
+    service = bench.service("pod2", protocol="UDP", port=53, target=UDP)
+    before = first_packets(bench, service, family)
+    for _ in range(64):
+        with bench.socket("pod1", family, socket.SOCK_DGRAM) as sender:
+            ask_udp(sender, service.vip(family))
+    counted = growth(before, first_packets(bench, service, family))
+    assert counted is not None
+    assert sum(counted.values()) % 4 == 0
+    assert 0 < sum(counted.values()) < 160
 
 
 def test_a_refused_port_shows_with_the_services_name(bench: Bench, family: int) -> None:

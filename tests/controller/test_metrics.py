@@ -10,7 +10,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_parser
 
 from hybrid_proxy.controller.serving.metrics import Metrics
-from hybrid_proxy.controller.serving.protocol import DrainingMode
+from hybrid_proxy.controller.serving.protocol import DrainingMode, TrafficAnswer
+from hybrid_proxy.dataplane.first_packets import BOUNDS, STEPS
 from hybrid_proxy.dataplane.reports import Ejection, TrafficCounts, TrafficRow
 from tests.workshop.top.samples import agent_status, dataplane, ebpf
 
@@ -55,7 +56,8 @@ def test_traffic_is_what_a_scraper_can_read(openmetrics: bool) -> None:
         TrafficRow("d/dns:dns", TrafficCounts(4, 40, 400, 30, 300, 0, 0)),
     ]
     accept = "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain"
-    body, _ = Metrics(agent_status, lambda: rows).page(accept)
+    waited = {"d/web:http": [0] * 40 + [3, 1] + [0] * 54, "": [0] * STEPS}
+    body, _ = Metrics(agent_status, lambda: TrafficAnswer(rows, waited)).page(accept)
     parse = openmetrics_parser if openmetrics else text_parser
     samples = {(s.name, *sorted(s.labels.items())): s.value for family in parse(body.decode()) for s in family.samples}
     web, dns = ("service", "d/web:http"), ("service", "d/dns:dns")
@@ -64,3 +66,8 @@ def test_traffic_is_what_a_scraper_can_read(openmetrics: bool) -> None:
     assert samples["hybrid_proxy_service_connect_seconds_sum", web] == pytest.approx(0.006)
     assert samples["hybrid_proxy_service_connect_seconds_count", web] == 4
     assert ("hybrid_proxy_service_connect_seconds_count", dns) not in samples
+    first = "hybrid_proxy_service_first_packet_seconds"
+    assert samples[f"{first}_count", web] == samples[f"{first}_bucket", ("le", "+Inf"), web] == 4
+    assert samples[f"{first}_bucket", ("le", f"{BOUNDS[40] / 1e9}"), web] == 3
+    assert samples[f"{first}_count", ("service", "others")] == 0
+    assert len([key for key in samples if key[0].startswith(first)]) < 2 * 92

@@ -117,6 +117,7 @@ SERVICES: Final = (
     _text("name", "service"),
     Column("conn/s", _of("connections"), _shown("connections", rate)),
     *_TRAFFIC,
+    Column("first p99", _of("first_packet"), _shown("first_packet", latency), leave=5),
     Column("backends", _of("backends"), _shown("backends", number), leave=5),
     Column("state", lambda row: (row.failing, row.state != "serving"), _shown("state", str), right=False),
     _text("protocol", "protocol", leave=8),

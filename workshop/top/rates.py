@@ -16,6 +16,7 @@ from hybrid_proxy.controller.commands.columns import Tone
 from hybrid_proxy.controller.commands.listings import service_state
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane import reports
+from hybrid_proxy.dataplane.first_packets import growth, quantile
 from hybrid_proxy.dataplane.reports import TrafficCounts
 
 __all__ = ["BackendRates", "MapRow", "Snapshot", "ReasonRow", "Sample", "ServiceRates", "Window", "snapshot"]
@@ -67,6 +68,7 @@ class ServiceRates(msgspec.Struct, frozen=True):
     reply_bytes: float | None
     connect: float | None  # average seconds until a backend accepted, since `before`
     total: int | None  # connections since the maps were made
+    first_packet: float | None = None  # seconds within which 99 of 100 first packets came, since `before`
     state: str = "serving"  # as `services` has it
     failing: bool = False  # it has no backend, or all of them fail
 
@@ -202,13 +204,14 @@ def _service_key(row: reports.ServiceRow) -> str:
 
 def _services(before: Sample, now: Sample) -> tuple[ServiceRates, ...]:
     seconds = now.at - before.at
-    known = {_service_key(row): row.traffic for row in before.services}
+    former = {_service_key(row): row for row in before.services}
     ejections = _ejections(now)
     out = Counter((row.service, _family([row.address])) for row in ejections if row.ejected)
     rows = []
     for row in now.services:
         key = _service_key(row)
-        rates = _Rates(known.get(key), row.traffic, seconds)
+        known = former.get(key)
+        rates = _Rates(known.traffic if known else None, row.traffic, seconds)
         name = row.name or "unknown"
         state = service_state(row, ejections)
         rows.append(
@@ -216,10 +219,17 @@ def _services(before: Sample, now: Sample) -> tuple[ServiceRates, ...]:
                 key, name, row.protocol, tuple(row.frontends), row.backends,
                 out[name, _family(row.frontends)],
                 rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
-                rates.connect(), row.traffic.flows if row.traffic else None, state.text, state.tone is Tone.BAD,
+                rates.connect(), row.traffic.flows if row.traffic else None, _first_packet(known, row), state.text,
+                state.tone is Tone.BAD,
             )
         )  # fmt: skip
     return tuple(rows)
+
+
+def _first_packet(before: reports.ServiceRow | None, now: reports.ServiceRow) -> float | None:
+    if before is None or before.first_packets is None or now.first_packets is None:
+        return None
+    return quantile(growth(before.first_packets, now.first_packets) or {}, 0.99)
 
 
 def _ejections(sample: Sample) -> list[reports.Ejection]:

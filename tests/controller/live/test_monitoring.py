@@ -34,7 +34,7 @@ VIP = "10.96.0.77"
 # Words of PromQL that these files use; everything else that looks like a name is a metric or a label.
 WORDS = frozenset({
     "sum", "max", "min", "count", "topk", "rate", "increase", "histogram_quantile", "vector", "by", "on", "or",
-    "group_left", "max_over_time",
+    "group_left", "max_over_time", "and",
 })  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def documented() -> dict[str, tuple[str, set[str]]]:
     found: dict[str, tuple[str, set[str]]] = {}
     page, _, _ = DOCUMENTED.read_text().partition(ABSENT)
     for line in page.splitlines():
-        row = re.match(r"\| `(\w+)` \| (\w+) \|([^|]*)\|([^|]*)\|(.*)\|$", line)
+        row = re.match(r"\| `(\w+)` \| (\w+) \|([^|]*)\|(.*)\|$", line)
         if row:
             found[row[1]] = row[2], set(re.findall(r"`(\w+)`", row[3]))
     return found

@@ -33,7 +33,8 @@ from hybrid_proxy.workshop.top.rates import Sample
 def service(name: str, flows: int, frontend: str = "10.96.0.10:80", **more: Any) -> ServiceRow:
     """A row of mode ebpf's view, with 10 packets and 1,000 bytes each way for each flow."""
     counts = TrafficCounts(flows, 10 * flows, 1000 * flows, 10 * flows, 1000 * flows, flows, 2_000_000 * flows)
-    fields = {"id": 7, "protocol": "TCP", "backends": 2, "traffic": counts}
+    waited = {1_048_576: flows, 2_097_152: flows // 20}
+    fields = {"id": 7, "protocol": "TCP", "backends": 2, "traffic": counts, "first_packets": waited}
     return ServiceRow(name=name, frontends=[frontend], **(fields | more))
 
 

@@ -79,8 +79,8 @@ BUSY = row(
 WIDTHS = (
     pytest.param(80,  ["service", "conn/s", "state", "frontends"],                                        id="80"),
     pytest.param(100, ["service", "conn/s", "in/s", "out/s", "state", "frontends"],                       id="100"),
-    pytest.param(120, ["service", "conn/s", "in/s", "out/s", "connect", "backends", "state", "frontends"], id="120"),
-    pytest.param(160, [each.title for each in cells.SERVICES],                                            id="160"),
+    pytest.param(120, ["service", "conn/s", "in/s", "out/s", "first p99", "backends", "state", "frontends"], id="120"),
+    pytest.param(180, [each.title for each in cells.SERVICES],                                            id="180"),
 )
 # fmt: on
 

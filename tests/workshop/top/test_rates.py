@@ -16,11 +16,13 @@ def test_rates_are_growth_over_time() -> None:
     assert (row.connections, row.packets, row.request_bytes, row.reply_bytes) == (25, 500, 25_000, 25_000)
     assert row.total == 150
     assert row.connect == pytest.approx(0.002)
+    assert row.first_packet == pytest.approx(0.002, rel=0.1)  # two of 52 took about so long
 
 
 def test_where_nothing_was_accepted_there_is_no_time() -> None:
     before, now = sample(10, service("ns/a:http", 100)), sample(12, service("ns/a:http", 100))
     assert snapshot(before, before, now).services[0].connect is None
+    assert snapshot(before, before, now).services[0].first_packet is None
 
 
 def test_the_first_look_has_no_rates() -> None:
