@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -55,18 +56,28 @@ def get(series: str, log: Callable[[str], None], folder: Path = FOLDER) -> Kerne
 
 
 def download(series: str, log: Callable[[str], None], folder: Path = FOLDER) -> Kernel:
-    """Fetch the newest Debian kernel of that series, whatever is there already; errors as in `get`."""
+    """Fetch the newest Debian kernel of that series, whatever is there already; errors as in `get`.
+
+    A mirror lists packages that it no longer has: then the one before is taken.
+    """
     version, architecture = split(series)
     apt = apt_for(architecture, folder)
     log(f"kernel {series}: reading package lists")
     apt.update()
-    meta = choose(version, apt.show(META.format(architecture.name)))
-    parts = apt.kernel_packages(meta)
+    metas = apt.show(META.format(architecture.name))
     fresh = folder / f"fresh-{series}"
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        log(f"kernel {series}: downloading {meta.version}")
-        release = unpack(apt.download(parts, fresh / "debs"), fresh / "files", log)
+        debs: list[Path] = []
+        while not debs:
+            meta = choose(version, metas)
+            metas.remove(meta)
+            log(f"kernel {series}: downloading {meta.version}")
+            try:
+                debs = apt.download(apt.kernel_packages(meta), fresh / "debs")
+            except subprocess.CalledProcessError as error:
+                log(f"kernel {series}: {error.stderr.strip()}")
+        release = unpack(debs, fresh / "files", log)
         shutil.rmtree(folder / release, ignore_errors=True)
         (fresh / "files").rename(folder / release)
     finally:
