@@ -155,6 +155,7 @@ def test_it_may_not_do_more(lab: Lab) -> None:
     attempts = """
 import ctypes, errno, os
 libc = ctypes.CDLL(None, use_errno=True)
+clone, init_module, keyctl = {"x86_64": (56, 175, 250), "aarch64": (220, 105, 219)}[os.uname().machine]
 def refused(what, call):
     try:
         code = call()
@@ -165,10 +166,10 @@ refused("write", lambda: os.close(os.open("/usr/hybrid-proxy-was-here", os.O_CRE
 refused("sysctl", lambda: open("/proc/sys/net/ipv4/ip_forward", "w").close())
 refused("mount", lambda: libc.mount(b"none", b"/mnt", b"tmpfs", 0, None))
 refused("unshare", lambda: libc.unshare(0x10000000))
-refused("clone", lambda: libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0))
+refused("clone", lambda: libc.syscall(clone, 0x10000000 | 17, 0, 0, 0, 0))
 refused("ptrace", lambda: libc.ptrace(16, 1, 0, 0))
-refused("module", lambda: libc.syscall(175, 0, 0, b""))
-refused("keyring", lambda: libc.syscall(250, 0, -3, 0))
+refused("module", lambda: libc.syscall(init_module, 0, 0, b""))
+refused("keyring", lambda: libc.syscall(keyctl, 0, -3, 0))
 refused("temporary", lambda: os.close(os.open(f"/tmp/{os.getpid()}", os.O_CREAT | os.O_WRONLY)))
 """
     result = lab.run("node", [*confined(lab, manifests.capabilities("ebpf")), sys.executable, "-c", attempts])
