@@ -134,7 +134,6 @@ class Quartiles(NamedTuple):
         return cls(*(round(value, 4) for value in found))
 
     def text(self, digits: int) -> str:
-        """Returns them for people."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 

@@ -169,7 +169,6 @@ class Stand:
         return folder(self.made, [*items, *filler(self.node.services, 10)])
 
     def run(self, way: Way, found: list[Round]) -> None:
-        """Measures a round."""
         made, load, number = self.made, self.load, len(found) % len(self.ports)
         place, address, first = {
             "service": ("pod2", VIP, PORT),

@@ -193,7 +193,6 @@ class Range:
         self.verified = {name: _verified(programs[owner].program(name)) for name, owner in names}
 
     def row(self, kind: Kind, family: int) -> Row:
-        """Everything about a kind."""
         counts = self._count(kind, family)
         seconds = self._time_changing if kind.changes else self._time
         return Row(kind, family, seconds(kind, family), counts)

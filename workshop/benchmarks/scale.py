@@ -38,7 +38,6 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The number of endpoints."""
         return self.services * self.endpoints
 
     def __str__(self) -> str:
@@ -101,7 +100,6 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> Size:
-        """The size of the cluster."""
         return Size(self.services, self.endpoints)
 
 

@@ -75,20 +75,16 @@ class EbpfView(View):
     mode = "ebpf"
 
     def open(self) -> None:
-        """Maps the agent's maps into memory."""
         self._kernel = AgentMaps(self.lab)
         self._ids = self._kernel.ids()
 
     def close(self) -> None:
-        """Unmaps them."""
         self._kernel.close()
 
     def state(self, index: int) -> object:
-        """Returns the word with the service's slot range."""
         return int(self._kernel.services[self._ids[cluster_address(index)]]["sets"][0])
 
     def backends(self) -> Backends:
-        """Resolves each service by every step of the programs."""
         with contextlib.closing(AgentMaps(self.lab)) as kernel:
             return kernel.all_backends()
 
@@ -99,40 +95,31 @@ class NftablesView(View):
     mode = "nftables"
 
     def open(self) -> None:
-        """Opens a netlink socket."""
         self._netlink = Nfnetlink()
         self._key = Codec(IPV4).encoder(SETS["internal"].key)
 
     def close(self) -> None:
-        """Closes it."""
         self._netlink.close()
 
     def state(self, index: int) -> object:
-        """Returns the verdict of a service, as bytes."""
         key = attribute(1, self._key((cluster_address(index), 6, 80)))
         question = string(1, TABLE) + string(2, "internal") + nested(3, nested(1, nested(1, key)))
         return self._netlink.get(NFT_MSG_GETSETELEM, NFPROTO[4], question)
 
     def backends(self) -> Backends:
-        """Resolves the maps of verdicts and of slots."""
         with contextlib.closing(Kernel(TABLE, SETS, chain_named)) as kernel:
             verdicts = kernel.contents(IPV4, "internal")
             slots = kernel.contents(IPV4, "internal-slots")
         found: Backends = {str(address): set() for address, *_ in verdicts}
         for (slot, address, *_), (backend, _) in slots.items():
-            pick = _pick(next(value for value, _ in (verdicts[address, 6, 80],)))
+            (verdict, _) = verdicts[address, 6, 80]
+            assert isinstance(verdict, Verdict)
+            assert isinstance(verdict.chain, Pick), "a service has no backends"
             assert isinstance(slot, int)
             assert isinstance(backend, tuple)
-            if slot < pick.backends:
+            if slot < verdict.chain.backends:
                 found[str(address)].add(f"{backend[0]}:{backend[1]}")
         return found
-
-
-def _pick(value: object) -> Pick:
-    """Returns the chain to which an element of map `internal` leads."""
-    assert isinstance(value, Verdict)
-    assert isinstance(value.chain, Pick), "a service has no backends"
-    return value.chain
 
 
 class IptablesView(View):
@@ -145,12 +132,10 @@ class IptablesView(View):
         self._tables = Xtables("nft")
 
     def agent(self) -> ApiAgent:
-        """Returns the agent, and sets the hint."""
         self._restore("*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n")
         return super().agent()
 
     def end(self, agent: ApiAgent) -> None:
-        """Stops the agent and removes the hint, too."""
         super().end(agent)
         self._restore("*mangle\n-X KUBE-IPTABLES-HINT\nCOMMIT\n")
 
@@ -159,11 +144,9 @@ class IptablesView(View):
             self._tables.restore(4, text)
 
     def state(self, index: int) -> object:  # noqa: ARG002 - the tables have one number
-        """Returns the generation of the ruleset."""
         return self._tables.generation()
 
     def backends(self) -> Backends:
-        """Resolves the chains to which rules lead."""
         view = Programmed("nft", {4: self._tables.save(4, "nat")})
         found: Backends = {}
         for row in view.backends():

@@ -56,7 +56,6 @@ class Findings(msgspec.Struct, frozen=True):
         return _HEADLINES[self.trust]
 
     def row(self, metric: str, mode: str, size: int) -> Row | None:
-        """Returns the row of that metric, mode and size."""
         return next((r for r in self.rows if (r.metric, r.mode, r.size) == (metric, mode, size)), None)
 
 

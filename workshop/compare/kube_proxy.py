@@ -47,5 +47,4 @@ class KubeProxy(Agent):
         """Returns nothing: it has no admin socket."""
 
     def cleanup(self) -> subprocess.CompletedProcess[str]:
-        """Removes its rules."""
         return self.lab.run(self.place, [self.program, "--cleanup"], timeout=self.patience)

@@ -86,7 +86,6 @@ class Step(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The step's name in files."""
         return f"{self.kind}/{self.mode}/{self.size}/{self.round}"
 
 

@@ -45,11 +45,9 @@ class Axis(msgspec.Struct, frozen=True):
         return round(100 * math.log(value / self.low) / math.log(self.high / self.low), 2) if value > 0 else -1.0
 
     def within(self, value: float) -> float:
-        """Returns the same, clamped to the axis."""
         return min(100.0, max(0.0, self.place(value)))
 
     def ticks(self, values: Sequence[float]) -> tuple[Tick, ...]:
-        """Returns ticks for the values on the axis."""
         return tuple(Tick(self.place(value), f"{value:g}") for value in values if self.low <= value <= self.high)
 
 

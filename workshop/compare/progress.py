@@ -21,7 +21,6 @@ class Progress:
         self._total, self._left, self.done = total, list(left), list(done)
 
     def begins(self, step: Step) -> None:
-        """Shows the next step."""
         print(f"compare  {len(self.done) + 1}/{self._total}  {_describe(step)}{self._eta()}", file=sys.stderr)
 
     def ends(self, cell: Cell) -> None:

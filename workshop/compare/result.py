@@ -50,7 +50,6 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def complete(self) -> bool:
-        """True if every step is done."""
         return len(self.cells) >= self.planned
 
     @property
@@ -60,5 +59,4 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def works(self) -> tuple[str, ...]:
-        """The modes that work here."""
         return tuple(state.mode for state in self.modes if state.works)

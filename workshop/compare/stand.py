@@ -145,7 +145,6 @@ class Stand:
         return self.agent.timed_start(PATIENCE)
 
     def ready(self) -> None:
-        """Starts the agent if none runs."""
         assert self.agent is not None
         if not self.agent.running():
             self.start()
@@ -173,7 +172,6 @@ class Stand:
         return sum(resident(pid).get("VmRSS", 0.0) for pid in _family(self.agent.process.pid))
 
     def close(self) -> None:
-        """Ends the API server of kube-proxy."""
         if self._kube_proxy is not None:
             self._kube_proxy.api.stop()
 

@@ -60,7 +60,6 @@ class State:
                 file.truncate(whole)
 
     def begin(self, run: Run) -> None:
-        """Replaces the folder's run by this one."""
         self._cells.unlink(missing_ok=True)
         draft = self._run.with_suffix(".draft")
         draft.write_bytes(msgspec.json.encode(msgspec.structs.replace(run, cells=())))

@@ -81,7 +81,6 @@ class Agent:
 
     @property
     def configuration(self) -> Path:
-        """The file of `write_configuration`."""
         return self.log.with_suffix(".conf")
 
     def write_configuration(self) -> None:
@@ -188,7 +187,6 @@ class Agent:
         return status
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command of hybrid-proxy on the node."""
         return self.lab.run(self.place, [*_PROXY, *arguments], timeout=self.patience)
 
     def kill(self) -> None:
@@ -196,7 +194,6 @@ class Agent:
         self._end(signal.SIGKILL)
 
     def terminate(self) -> int:
-        """Sends SIGTERM, and returns its exit code."""
         return self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> int:
@@ -208,7 +205,6 @@ class Agent:
             self.process = None
 
     def running(self) -> bool:
-        """Tells whether the process that `start` made is alive."""
         return self.process is not None and self.process.poll() is None
 
     def processor_seconds(self) -> float:
@@ -217,11 +213,9 @@ class Agent:
         return time.clock_gettime(-8 * (self.process.pid + 1) + 2)  # MAKE_PROCESS_CPUCLOCK, linux/posix-timers.h
 
     def cleanup(self) -> subprocess.CompletedProcess[str]:
-        """Runs `hybrid-proxy cleanup` on the node."""
         return self.command("cleanup", "--cgroup", str(self.lab.cgroup))
 
     def tail(self, lines: int = 25) -> str:
-        """Returns the end of its log."""
         return "\n".join(self.log.read_text().splitlines()[-lines:]) if self.log.exists() else "(no log)"
 
 

@@ -318,7 +318,6 @@ class ApiServer:
             self._bookmarked.clear()
 
     def objects(self, plural: str) -> dict[str, Json]:
-        """Returns the stored objects by key."""
         with self._lock:
             return {key: msgspec.json.decode(stored.raw) for key, stored in self._kinds[plural].objects.items()}
 
@@ -404,7 +403,6 @@ class ApiServer:
         return self._kinds[plural].faults
 
     def all_faults(self) -> Iterator[Faults]:
-        """The faults of each kind."""
         return (kept.faults for kept in self._kinds.values())
 
     def serve(self, plural: str, served: bool) -> None:
@@ -440,7 +438,6 @@ class ApiServer:
         self.token = token
 
     def streams(self, plural: str | None = None) -> int:
-        """The number of open watches."""
         return len(self._alive(plural))
 
     def _alive(self, plural: str | None) -> list[web.Request]:
@@ -461,7 +458,6 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """The address of the API."""
         return f"https://127.0.0.1:{self.port}"
 
     @property
@@ -471,7 +467,6 @@ class ApiServer:
 
     @property
     def authority(self) -> bytes:
-        """PEM of the certificate authority."""
         return self._authority.cert_pem.bytes()
 
     def kubeconfig(self, *, token: str | None = None, token_file: Path | None = None, url: str | None = None) -> Path:
@@ -502,14 +497,12 @@ class ApiServer:
         self.stop()
 
     def start(self) -> None:
-        """Serve, from a thread of its own."""
         self._thread.start()
         self._started.wait(20)
         if self._failure is not None or not self.port:
             raise RuntimeError("the fake API server did not start") from self._failure
 
     def stop(self) -> None:
-        """End all streams and the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)

@@ -442,14 +442,12 @@ class _LiveChart:
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def watch(self, seconds: float) -> None:
-        """Draw for that long."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.draw()
             time.sleep(min(left, FRAME))
 
     def draw(self) -> None:
-        """One chart."""
         if self.live:
             self.live.update(self._bars(), refresh=True)
 

@@ -52,6 +52,5 @@ class Receiver:
         self.close()
 
     def close(self) -> None:
-        """Detach the program and unload it."""
         os.close(self.link)
         self.loaded.close()

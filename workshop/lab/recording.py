@@ -59,7 +59,6 @@ class Recorder(Console):
         self.moments.append((time.monotonic(), printed))
 
     def picture(self) -> str:
-        """All of it, as SVG."""
         now, frames, before = 0.0, [], self.moments[0][0]
         for at, printed in self.moments:
             now += min(at - before, LONGEST_PAUSE)

@@ -192,13 +192,11 @@ class Tally:
                 self.connects.append(connected)
 
     def fail(self, error: OSError) -> None:
-        """One failure."""
         with self.lock:
             self.failures[failure(error)] += 1
 
     @property
     def failed(self) -> int:
-        """Failures of every kind."""
         return self.failures.total()
 
     def report(self) -> dict[str, Any]:

@@ -143,7 +143,6 @@ class ApiAgent(Agent):
 
     @property
     def argv(self) -> list[str]:
-        """The command that runs it."""
         return [
             sys.executable, "-m", "hybrid_proxy.controller", "run",
             "--kubeconfig", self.kubeconfig,
@@ -196,6 +195,5 @@ class Kernel:
         return {address: set(self.backends_of(number)) for address, number in self.ids().items()}
 
     def close(self) -> None:
-        """Closes the maps."""
         for known in self.maps.values():
             known.close()

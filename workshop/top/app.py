@@ -53,11 +53,9 @@ class Listing(DataTable[Text]):
         self._held = True
 
     def on_mount(self) -> None:
-        """Adds the titles."""
         self._head()
 
     def on_resize(self) -> None:
-        """Chooses the columns that fit."""
         self._redraw()
 
     def _head(self) -> None:
@@ -68,14 +66,12 @@ class Listing(DataTable[Text]):
             self.add_column(Text(f"{column.title}{arrow}", justify="right" if column.right else "left"))
 
     def sort_next(self) -> None:
-        """Sorts by the next visible column."""
         last = self._columns_of[self.sort_by]
         shown = self._shown_columns
         following = shown[(shown.index(last) + 1) % len(shown)] if last in shown else shown[0]
         self.sort_at(self._columns_of.index(following))
 
     def sort_at_title(self, position: int) -> None:
-        """Sorts by the column whose title was clicked."""
         self.sort_at(self._columns_of.index(self._shown_columns[position]))
 
     def sort_at(self, position: int) -> None:
@@ -86,7 +82,6 @@ class Listing(DataTable[Text]):
         self._redraw()
 
     def turn(self) -> None:
-        """Reverses the order."""
         self.sort_at(self.sort_by)
 
     def _redraw(self) -> None:
@@ -215,13 +210,11 @@ class Top(App[None]):
             yield Listing(cells.MAPS, "full", "maps")
 
     def on_mount(self) -> None:
-        """Starts polling."""
         self._listing("services").focus()
         self.query_one("#head", Static).update("reading ...")
         self._poller.start()
 
     def on_unmount(self) -> None:
-        """Ends polling."""
         self._poller.stop()
 
     def _listing(self, name: str) -> Listing:
@@ -291,31 +284,25 @@ class Top(App[None]):
         return self.focused if isinstance(self.focused, Listing) else self._listing("services")
 
     def action_sort(self) -> None:
-        """Sorts the focused table by its next column."""
         self._in_hand().sort_next()
 
     def action_turn(self) -> None:
-        """Reverses the order."""
         self._in_hand().turn()
 
     def action_below(self, name: str) -> None:
-        """Shows another table below."""
         self.query_one("#below", TabbedContent).active = f"tab-{name}"
 
     def action_pause(self) -> None:
-        """Pauses or resumes."""
         self._paused = not self._paused
         self._poller.pause(paused=self._paused)
         self._show()
 
     def action_filter(self) -> None:
-        """Shows the filter's input field."""
         field = self.query_one("#filter", Input)
         field.display = True
         self.screen.set_focus(field)  # at once: the next keys belong there
 
     def action_forget_filter(self) -> None:
-        """Clears the filter."""
         self.query_one("#filter", Input).value = ""
         self._end_filter()
 

@@ -105,7 +105,6 @@ class Poller:
         self._thread = threading.Thread(target=self._run, name="top", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -114,7 +113,6 @@ class Poller:
         self._wake.set()
 
     def pause(self, *, paused: bool) -> None:
-        """Pauses or resumes polling."""
         self._paused = paused
         self._wake.set()
 

@@ -122,7 +122,6 @@ class Session:
 
     @property
     def event_count(self) -> int:
-        """The number of events so far."""
         return len(self._records)
 
     def poll(self, seconds: float) -> None:
