@@ -21,7 +21,7 @@ QUICK    := tests/balancing tests/controller tests/docs tests/fakes tests/modes 
 WORKERS  ?= 5
 CLANG    ?= clang
 INCLUDES := -I/usr/include/$(shell uname -m)-linux-gnu
-CFLAGS_BPF := -O2 -g -target bpf -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare $(INCLUDES)
+CFLAGS_BPF := -O2 -g -target bpf -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare $(INCLUDES) '-ffile-prefix-map=$(CURDIR)=.'
 
 # A step of the installation is one line. What its command prints is shown if it fails; V=1 shows all of it.
 # $(call step,words,command)

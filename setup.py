@@ -6,13 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
+ROOMS = ("controller", "dataplane", "workshop")  # hybrid_proxy has links to them, but no source distribution has links
 # Of a checkout alone: the fake API server and nodes of tests and benchmarks, and what generates pages and pictures.
 LEFT_OUT = {
-    "hybrid_proxy.workshop": {"house", "manual", "output"},
+    "hybrid_proxy.workshop": {"house", "manual", "output", "release"},
     "hybrid_proxy.workshop.lab": {"apiserver", "recording"},
     "hybrid_proxy.workshop.measuring": {"apidata", "nodes", "results"},
 }
@@ -45,7 +46,13 @@ class BuildWithBpf(build_py):
         return target
 
 
+PACKAGES = ["hybrid_proxy"]
+for room in ROOMS:
+    inner = find_packages(room, exclude=["benchmarks*"])
+    PACKAGES += [f"hybrid_proxy.{room}", *(f"hybrid_proxy.{room}.{package}" for package in inner)]
 setup(
+    packages=PACKAGES,
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},  # cffi's C file asks for no more
     cmdclass={"build_py": BuildWithBpf},
     cffi_modules=["dataplane/kernel/publish_build.py:builder", "dataplane/kernel/libbpf_build.py:builder"],
 )

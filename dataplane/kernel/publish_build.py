@@ -35,5 +35,5 @@ builder.set_source(
         return __atomic_load_n(array + index, __ATOMIC_ACQUIRE);
     }
     """,
-    extra_compile_args=["-O2"],
+    extra_compile_args=["-O2", "-g0"],
 )
