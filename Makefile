@@ -11,6 +11,7 @@ APT_LAB  := shellcheck tmux zsh fish vagrant systemd debian-archive-keyring libs
 APT_COMPARE := wrk iperf3 chromium fonts-dejavu-core
 APT_TRACE := python3-bpfcc
 APT_VM   := qemu-system-x86 qemu-system-arm gcc-aarch64-linux-gnu libc6-dev-arm64-cross busybox-static kmod debian-archive-keyring
+LOCK     := $(VENV)/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 STAMPS   := $(VENV)/.stamps
 TOOLS    := build/tools/usr/sbin
 PROMTOOL := build/tools/usr/bin/promtool
@@ -33,7 +34,7 @@ Q := @
 step = echo "$(1)"; log=$$(mktemp); ( $(2) ) >$$log 2>&1 || { code=$$?; cat $$log >&2; rm $$log; exit $$code; }; rm $$log
 endif
 
-.PHONY: help demo test test-quick test-long test-kernels check check-fast bench compare compare-vm setup vm bpf docs pictures format clean
+.PHONY: help demo test test-quick test-long test-kernels check check-fast bench compare compare-vm setup vm bpf docs pictures release lock format clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -103,6 +104,30 @@ docs: setup ## write what is generated from definitions: docs/configuration.md, 
 pictures: setup ## make the moving picture of the demo and that of `top` anew, on a machine with nothing else to do (root)
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.lab.recording docs/demo.svg
 	$(Q)$(PYTHON) -m tests.workshop.top.screenshot docs/top.svg
+
+# From the last commit, in a folder of its own: nothing that is not committed, and no umask, gets in. setuptools gives the
+# source distribution the times of the build.
+release: setup ## build what is released from the last commit: dist/RELEASE.md tells; BASE=debian@sha256:... is the image's base
+	$(Q)test -z "$(BASE)" || expr "$(BASE)" : '.*@sha256:[0-9a-f]\{64\}$$' >/dev/null || { echo "BASE is not NAME@sha256:DIGEST" >&2; exit 1; }
+	$(Q)rm -rf dist build/release && mkdir -p dist build/release
+	$(Q)umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) PYTHONHASHSEED=0 && git archive HEAD | tar x -C build/release && \
+		$(call step,build    the wheel and the source distribution,$(abspath $(PYTHON)) -m build --no-isolation build/release)
+	$(Q)umask 022 && cd build/release/dist && tar xf *.tar.gz && rm *.tar.gz && for tree in */; do \
+		tar c --format=gnu --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@$$(git log -1 --format=%ct) $${tree%/} | \
+		gzip -9n > $${tree%/}.tar.gz && rm -r $$tree; done
+	$(Q)umask 022 && cp build/release/dist/* $(addprefix build/release/deploy/image/,requirements.txt workshop.txt) dist && \
+		sed '$(if $(BASE),s|^ARG BASE=.*|ARG BASE=$(BASE)|)' build/release/deploy/image/Dockerfile > dist/Dockerfile
+	$(Q)umask 022 && cd build/release && $(abspath $(PYTHON)) -m hybrid_proxy.workshop.release ../../dist $$(git rev-parse HEAD) "$(BASE)"
+	$(Q)cat dist/SHA256SUMS
+
+# The versions of all Python packages of the image, with the hashes of their wheels for every architecture.
+lock: setup ## pin what the image installs anew: deploy/image/*.txt
+	$(Q)$(LOCK) pyproject.toml -o deploy/image/requirements.txt
+	$(Q)$(LOCK) pyproject.toml --extra workshop -c deploy/image/requirements.txt -o deploy/image/workshop.txt \
+		$$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' deploy/image/requirements.txt)
+	$(Q)$(LOCK) --group build -o deploy/image/build.txt
+	$(Q)for machine in x86_64 aarch64; do $(VENV)/bin/uv pip install -q --dry-run --target build/locked --python-platform $$machine-manylinux_2_28 \
+		--only-binary :all: --require-hashes $(addprefix -r deploy/image/,requirements.txt workshop.txt build.txt) || exit 1; done
 
 format: setup ## format Python and C in place
 	$(Q)$(VENV)/bin/ruff format .

@@ -381,22 +381,28 @@ def test_the_image_has_what_the_manifests_start() -> None:
                 assert any(Path(path).is_relative_to(allowed) for allowed in kept), f".dockerignore hides {path}"
 
 
-def test_the_constraints_of_the_image_are_possible() -> None:
+def test_what_the_image_installs_is_pinned_with_hashes() -> None:
     """Every dependency of the project has one exact version, inside its bounds."""
     import tomllib
 
+    from packaging.markers import default_environment
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
-    lines = (DEPLOY / "image/constraints.txt").read_text().splitlines()
-    exact = {name.lower(): version for name, _, version in (line.partition("==") for line in lines if "==" in line)}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for wanted in (*project["dependencies"], *project["optional-dependencies"]["workshop"]):
-        requirement = Requirement(wanted)
-        found = exact.get(requirement.name.lower().replace("_", "-")) or exact.get(
-            requirement.name.lower().replace("-", "_")
-        )
-        assert found, f"{requirement.name} has no exact version in constraints.txt"
-        assert requirement.specifier.contains(found), f"{requirement.name}=={found} is outside {requirement.specifier}"
+    text = "".join((DEPLOY / f"image/{name}.txt").read_text() for name in ("requirements", "workshop", "build"))
+    entries = [
+        re.split(r"\s+\\\n    --hash=sha256:", entry) for entry in re.findall(r"^\w.+\n(?: .+\n)+", text, re.MULTILINE)
+    ]
+    debian = default_environment() | {"python_version": "3.11", "python_full_version": "3.11.2"}
+    pins = [Requirement(entry[0]) for entry in entries]
+    exact = {pin.name: str(pin.specifier)[2:] for pin in pins if pin.marker is None or pin.marker.evaluate(debian)}
+    assert all(len(hashes) > 1 for hashes in entries)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras, build = project["project"]["optional-dependencies"], project["build-system"]["requires"]
+    for wanted in map(Requirement, (*project["project"]["dependencies"], *extras["workshop"], *build)):
+        found = exact.get(canonicalize_name(wanted.name))
+        assert found, f"{wanted.name} has no exact version in deploy/image: `make lock` writes it"
+        assert wanted.specifier.contains(found), f"{wanted.name}=={found} is outside {wanted.specifier}: `make lock`"
 
 
 def unit() -> dict[str, list[str]]:

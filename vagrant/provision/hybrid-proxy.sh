@@ -20,7 +20,8 @@ for part in pyproject.toml setup.py README.md Makefile bpf hybrid_proxy controll
 done
 rm -rf "$work/dataplane/modes/ebpf/objects"
 [ -x "$PREFIX/bin/pip" ] || python3 -m venv "$PREFIX"
-"$PREFIX/bin/pip" install --quiet --constraint "$work/deploy/image/constraints.txt" "${work}[workshop]"
+(cd "$work/deploy/image" && "$PREFIX/bin/pip" install --quiet --require-hashes -r build.txt -r requirements.txt -r workshop.txt)
+"$PREFIX/bin/pip" install --quiet --no-deps --no-build-isolation "$work"
 ln -sf "$PREFIX/bin/hybrid-proxy" /usr/local/bin/hybrid-proxy
 
 install -d -m 700 /etc/hybrid-proxy

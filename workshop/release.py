@@ -1,0 +1,74 @@
+"""Writes the SBOM, the page and the checksums of a release: `make release`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+
+from hybrid_proxy.controller import __version__
+from hybrid_proxy.workshop.measuring.machine import version
+
+__all__ = ["main", "section"]
+
+PAGE: Final = Path(__file__).with_suffix(".md.jinja")
+CYCLONEDX: Final = "cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible -"
+
+
+def section(changelog: str) -> tuple[str, str]:
+    """The date of this version, and what its section says; links to pages become their paths.
+
+    Raises:
+        ValueError: the version has no section, or no date.
+    """
+    for part in changelog.split("\n## "):
+        if found := re.match(rf"{re.escape(__version__)} \((\d{{4}}-\d\d-\d\d)\)\n\n", part):
+            return found[1], re.sub(r"\[[^]]+\]\((?!https?:)([^)#]+)[^)]*\)", r"`\1`", part[found.end() :])
+    raise ValueError(f"CHANGELOG.md has no section with the heading `## {__version__} (DATE)`")
+
+
+def _sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _complete(bom: dict[str, Any], wheel: Path, tools: str) -> dict[str, Any]:
+    """The SBOM of the pinned packages with this version's name, and with the files in the wheel that were compiled."""
+    with zipfile.ZipFile(wheel) as archive:
+        compiled = {name: _sum(archive.read(name)) for name in archive.namelist() if name.endswith((".bpf.o", ".so"))}
+    for name, content in compiled.items():
+        hashes, by = [{"alg": "SHA-256", "content": content}], [{"name": "hybrid-proxy:built-with", "value": tools}]
+        bom["components"].append({"type": "file", "bom-ref": name, "name": name, "hashes": hashes, "properties": by})
+    root = bom["metadata"]["component"]
+    root |= {"version": __version__, "hashes": [{"alg": "SHA-256", "content": _sum(wheel.read_bytes())}]}
+    bom["dependencies"].append({"ref": root["bom-ref"], "dependsOn": [part["bom-ref"] for part in bom["components"]]})
+    return bom
+
+
+def main(folder: Path, commit: str, base: str) -> None:
+    """Write them into a folder that has everything else; `base` is the image of the Dockerfile, if it has a digest."""
+    (wheel,) = folder.glob("*.whl")
+    versions = {name: version(name) for name in ("clang", "gcc", sys.executable)}
+    tools = "clang {}, gcc {}, Python {}".format(*versions.values()) + f", setuptools {metadata.version('setuptools')}"
+    pinned = "".join((folder / name).read_text() for name in ("requirements.txt", "workshop.txt"))
+    argv = [sys.executable, "-m", "cyclonedx_py", *CYCLONEDX.split()[1:]]
+    made = subprocess.run(argv, input=pinned, stdout=subprocess.PIPE, text=True, check=True).stdout
+    (folder / "sbom.cdx.json").write_text(json.dumps(_complete(json.loads(made), wheel, tools), indent=1) + "\n")
+    date, changes = section(Path("CHANGELOG.md").read_text())
+    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    page = jinja2.Template(PAGE.read_text(), undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    given = {"date": date, "changes": changes, "commit": commit, "tools": tools, "wheel": wheel.name, "base": base}
+    files["RELEASE.md"] = page.render(given, version=__version__, files=files, sum=_sum).encode()
+    (folder / "RELEASE.md").write_bytes(files["RELEASE.md"])
+    (folder / "SHA256SUMS").write_text("".join(f"{_sum(files[name])}  {name}\n" for name in sorted(files)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
