@@ -1,7 +1,7 @@
 """Up and down a ladder of versions whose maps are laid out otherwise: no client notices.
 
-The rungs are today's programs and two that are made of them here. `tests/modes/ebpf/test_convert.py` has the rules by
-which rows are carried over.
+The rungs are today's programs, two that are made of them here, and, in every mode, the last release.
+`tests/modes/ebpf/test_convert.py` has the rules by which rows are carried over.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import LabError
 from hybrid_proxy.workshop.lab.traffic import Stream, Tally, ask_udp, load, meanwhile
 from tests.loads import goes_on
+from tests.released import released
 
-from .conftest import bench_of, routed_lab
+from .conftest import bench_of, only_in, routed_lab
 from .kit import PATIENCE, UDP, V4, V6, Bench, Service
 
 TREES = {"today": (), "a-field-more": FIELD_MORE, "wider-keys": (*FIELD_MORE, *WIDER_KEYS), "other-sizes": ()}
@@ -97,7 +98,9 @@ class Trees:
 
     def make(self, *names: str) -> None:
         for name in names:
-            if name not in self.made:
+            if name == "released":
+                self.made[name] = released()
+            elif name not in self.made:
                 self.made[name] = tree(self.folder / name, *TREES[name])
                 with (self.made[name] / "dataplane/modes/ebpf/generations/replacement.py").open("a") as module:
                     module.write(DIES)
@@ -129,8 +132,9 @@ class Ladder:
         if known is None:
             more = (dies,) if dies else ()
             known = self.agents[version + dies] = agent_of(
-                self.trees.made[version], self.bench.lab, self.bench.agent.manifests, FLAGS.get(version, ()), *more
-            )
+                self.trees.made[version], self.bench.lab, self.bench.agent.manifests, FLAGS.get(version, ()), *more,
+                mode=self.bench.agent.mode,
+            )  # fmt: skip
         return known
 
     def climb(self, version: str) -> str:
@@ -159,9 +163,10 @@ class Ladder:
 
 
 @pytest.fixture
-def ladder(trees: Trees) -> Iterator[Ladder]:
+def ladder(trees: Trees, request: pytest.FixtureRequest) -> Iterator[Ladder]:
+    mode = request.getfixturevalue("mode") if "mode" in request.fixturenames else "ebpf"
     with routed_lab(4, 1) as lab:
-        made = Ladder(bench_of(lab, "ebpf"), trees)
+        made = Ladder(bench_of(lab, mode), trees)
         made.agent.start()
         try:
             yield made
@@ -321,3 +326,25 @@ def test_an_agent_of_the_former_version_takes_over_from_one_that_was_killed(ladd
         ask_all()
         state = ladder.state()
         assert (len(state["folders"]), "carrying" in state["pins"]) == (1, False)
+
+
+# Mode ipvs is tried in a guest, which has no git.
+@only_in("ebpf", "nftables", "iptables", "userspace")
+@pytest.mark.timeout(900)
+def test_no_client_notices_an_upgrade_from_the_last_release_and_back(ladder: Ladder, mode: str) -> None:
+    assert ladder.agent.mode == mode
+    ladder.trees.make("released")
+    ladder.agent.terminate()
+    assert ladder.agent.cleanup().returncode == 0
+    ladder.climb("released")
+    with idle_flows(ladder) as ask_all, under_load(ladder) as tallies:
+        for version in ("today", "released", "today"):
+            goes_on(tallies, SOME)
+            ladder.climb(version)
+            goes_on(tallies, SOME)
+            ask_all()
+            process = Path(f"/proc/{ladder.agent.running_status().pid}")
+            assert (process / "cwd").resolve() == ladder.trees.made[version]
+            if mode == "ebpf":  # others load nothing of ours that the kernel shows
+                loaded = "/build/released/" in (process / "maps").read_text()
+                assert loaded == (version == "released"), "another version's code runs"

@@ -53,6 +53,8 @@ def tree(folder: Path, *edits: Edit) -> Path:
     return folder
 
 
-def agent_of(tree: Path, lab: Lab, manifests: Path, flags: Sequence[str] = (), *variables: str) -> Agent:
+def agent_of(
+    tree: Path, lab: Lab, manifests: Path, flags: Sequence[str] = (), *variables: str, mode: str = "ebpf"
+) -> Agent:
     """The agent of that tree: Python finds what is in its working directory first. `variables` are NAME=VALUE."""
-    return Agent(lab, manifests, "ebpf", flags, under=("env", "-C", str(tree), *variables))
+    return Agent(lab, manifests, mode, flags, under=("env", "-C", str(tree), *variables))
