@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from hybrid_proxy.workshop.lab.network import Lab
-from tests.deploy.promtool import promtool
+from tests.deploy.promtool import answered, promtool
 from tests.docs.pages import anchors, table
 from tests.served import METRICS, Served, balanced, fetch, the_node
 from tests.waiting import until
@@ -30,11 +30,12 @@ MONITORING = ROOT / "deploy" / "monitoring"
 DOCUMENTED = ROOT / "docs" / "metrics.md"
 ABSENT = "## Metrics of kube-proxy that are not here"
 VIP = "10.96.0.77"
+STARTED = "Agent started"  # the annotation whose value is its time
 
 # Words of PromQL that these files use; everything else that looks like a name is a metric or a label.
 WORDS = frozenset({
     "sum", "max", "min", "count", "topk", "rate", "increase", "histogram_quantile", "vector", "by", "on", "or",
-    "group_left", "max_over_time", "and",
+    "group_left", "max_over_time", "and", "unless", "offset",
 })  # fmt: skip
 
 
@@ -154,9 +155,10 @@ def dashboard() -> dict[str, Any]:
 def expressions() -> list[str]:
     drawn = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
     asked = [v["query"]["query"] for v in dashboard()["templating"]["list"] if isinstance(v["query"], dict)]
+    noted = [note["expr"] for note in dashboard()["annotations"]["list"]]
     asked = [re.sub(r"label_values\((\w+),.*", r"\1", query) for query in asked]
     gates = [row["query"].strip("`") for row in table("docs/migration.md", "| gate |").values()]
-    return [rule["expr"] for rule in alerts()] + drawn + asked + gates
+    return [rule["expr"] for rule in alerts()] + drawn + noted + asked + gates
 
 
 def metrics_of(expression: str) -> set[str]:
@@ -216,6 +218,23 @@ def test_the_dashboard_is_whole() -> None:
             assert panel["description"]
             assert [target["refId"] for target in panel["targets"]] == [*"ABCDEF"[: len(panel["targets"])]]
     assert {variable["name"] for variable in made["templating"]["list"]} == {"datasource", "instance"}
+
+
+@pytest.mark.parametrize(("series", "noted"), [
+    ({'hybrid_proxy_mode{effective="ebpf"': "1x30", "hybrid_proxy_other_proxies{": "0x30"}, set()),
+    ({'hybrid_proxy_mode{effective="ebpf"': "1x28 _x2", 'hybrid_proxy_mode{effective="nftables"': "_x29 1x2"},
+     {"Mode switched"}),
+    ({"hybrid_proxy_other_proxies{": "2x28 0x2"}, {"Taken over"}),
+    ({"process_start_time_seconds{": "1.7e9x30", "hybrid_proxy_build_info{": "1x30"}, {STARTED}),
+    ({"process_start_time_seconds{": "1.7e9x30"}, set()),
+])  # fmt: skip
+def test_the_dashboard_notes_what_happened(series: dict[str, str], noted: set[str], tmp_path: Path) -> None:
+    """Each annotation of its time; one of starts has the time as its value, of our agents alone."""
+    notes = {note["name"]: note["expr"].replace("$instance", ".*") for note in dashboard()["annotations"]["list"]}
+    rows = [{"series": f'{name}{"" if name[-1] == "{" else ","}instance="a", job="j"}}', "values": values}
+            for name, values in series.items()]  # fmt: skip
+    assert answered(tmp_path, notes, rows) == noted
+    assert [note["name"] for note in dashboard()["annotations"]["list"] if "useValueForTime" in note] == [STARTED]
 
 
 def test_promtool_accepts_them(metrics: Metrics, tmp_path: Path) -> None:
