@@ -78,22 +78,36 @@ def test_labels_select_the_pods() -> None:
     assert labels.items() <= daemonset["metadata"]["labels"].items()
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        pytest.param(("--set", "apiServer="), "apiServer: set the address of your control plane", id="no API server"),
-        pytest.param(("--set", "mode=bpf"), "at '/mode': value must be one of 'auto'", id="an unknown mode"),
-        pytest.param(("--set", "Mode=nftables"), "additional properties 'Mode' not allowed", id="a capital"),
-        pytest.param(
-            ("--set", "hybridProxyConfiguration.ebpf.maxServices=7"),
-            "at '/hybridProxyConfiguration/ebpf': additional properties 'maxServices' not allowed",
-            id="a field that is not there",
-        ),
-        pytest.param(("--set", "apiServer=10.0.0.1"), "at '/apiServer': '10.0.0.1' does not match", id="no URL"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_a_sentence(values: tuple[str, ...], said: str) -> None:
-    done = helm("template", "hybrid-proxy", str(CHART), "--set", f"apiServer={SERVER}", *values)
+@pytest.mark.parametrize(("value", "said"), [
+    ("apiServer=",                                  "apiServer: set the address of your control plane"),
+    ("apiServer=10.0.0.1",                          "at '/apiServer': '10.0.0.1' does not match"),
+    ("apiServer=https://kubernetes.default.svc",    "apiServer: Service kubernetes works only when this proxy does"),
+    ("mode=bpf",                                    "at '/mode': value must be one of 'auto'"),
+    ("Mode=nftables",                               "additional properties 'Mode' not allowed"),
+    ("strictMode=maybe",                            "at '/strictMode': got string, want null or boolean"),
+    ("clusterCIDR=10.244.0.0",                      "at '/clusterCIDR': '10.244.0.0' does not match"),
+    ("hybridProxyConfiguration.ebpf.maxServices=7", "at '/hybridProxyConfiguration/ebpf': additional properties"),
+    ("hybridProxyConfiguration.mode=bpf",           "at '/hybridProxyConfiguration/mode': value must be one of"),
+    ("kubeProxyConfigMap=Kube_Proxy",               "at '/kubeProxyConfigMap': 'Kube_Proxy' does not match"),
+    ("image.repository=",                           "at '/image/repository': minLength: got 0, want 1"),
+    ("image.tag=a:1",                               "at '/image/tag': 'a:1' does not match"),
+    ("image.pullPolicy=Sometimes",                  "at '/image/pullPolicy': value must be one of"),
+    ("image.pullSecrets={a}",                       "at '/image/pullSecrets/0': got string, want object"),
+    ("extraArgs=-v6",                               "at '/extraArgs': got string, want array"),
+    ("extraArgs={v6}",                              "at '/extraArgs/0': 'v6' does not match"),
+    ("serviceMonitor.enabled=yes",                  "at '/serviceMonitor/enabled': got string, want boolean"),
+    ("serviceMonitor.interval=30",                  "at '/serviceMonitor/interval': got number, want string"),
+    ("prometheusRule.label.a=b",                    "at '/prometheusRule': additional properties 'label' not allowed"),
+    ("dashboard.labels.a=1",                        "at '/dashboard/labels/a': got number, want string"),
+    ("updateStrategy.type=Recreate",                "at '/updateStrategy/type': value must be one of"),
+    ("updateStrategy.rollingUpdate.maxSurge=all",   "at '/updateStrategy/rollingUpdate/maxSurge': 'all' does not"),
+    ("tolerations.operator=Exists",                 "at '/tolerations': got object, want array"),
+    ("nodeSelector=linux",                          "at '/nodeSelector': got string, want object"),
+    ("affinity=none",                               "at '/affinity': got string, want null or object"),
+    ("seccompFolder=seccomp",                       "at '/seccompFolder': 'seccomp' does not match"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_with_a_sentence(value: str, said: str) -> None:
+    done = helm("template", "hybrid-proxy", str(CHART), "--set", f"apiServer={SERVER}", "--set", value)
     assert done.returncode != 0
     assert said in done.stderr
 
