@@ -172,7 +172,7 @@ class Programmer(ABC):
     def first_packets(self) -> Mapping[str, list[int]]:
         """Returns how long clients waited for a first packet, in counts by step (first_packets.py).
 
-        The busiest service ports have a row each, all others one without a name; empty if not counted.
+        The busiest service ports have a row each, `others` have one together; empty if not counted.
         """
         return {}
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -315,8 +315,9 @@ def _traffic_text(traffic: Rows, *, openmetrics: bool) -> Iterator[str]:
         )
 
 
-_SHORTEST: Final = 8000  # nanoseconds: what came sooner is in one bucket
-OTHERS: Final = "others"  # the Services without a series of their own: no name is without a slash
+_SHORT: Final = 7  # steps that share the first bucket, up to 8 microseconds
+_BUCKETS: Final = [*map(floatToGoString, (bound / 1e9 for bound in BOUNDS[_SHORT:-1])), "+Inf"]
+_MIDDLES: Final = [(lower + upper) / 2e9 for lower, upper in pairwise((0, *BOUNDS))]
 
 
 def _first_packets_text(found: Mapping[str, Sequence[int]]) -> Iterator[str]:
@@ -325,16 +326,11 @@ def _first_packets_text(found: Mapping[str, Sequence[int]]) -> Iterator[str]:
     if found:
         text = "From the client's first packet to the backend's, of the busiest Services"
         yield f"# HELP {name} {text}\n# TYPE {name} histogram\n"
-    bounds = [*map(floatToGoString, (bound / 1e9 for bound in BOUNDS[:-1])), "+Inf"]
-    for service, counts in sorted(found.items(), key=lambda item: (not item[0], item[0])):
-        label, sums = f'service="{_escaped(service or OTHERS)}"', list(accumulate(counts))
-        yield "".join(
-            f'{name}_bucket{{{label},le="{bound}"}} {count}\n'
-            for bound, end, count in zip(bounds, BOUNDS, sums, strict=True)
-            if end >= _SHORTEST
-        )
-        middles = [(lower + upper) / 2e9 for lower, upper in pairwise((0, *BOUNDS))]
-        seconds = sum(count * middle for count, middle in zip(counts, middles, strict=True))
+    for service, counts in sorted(found.items()):
+        label, sums = f'service="{_escaped(service)}"', [*accumulate(counts)]
+        buckets = zip(_BUCKETS, sums[_SHORT:], strict=True)
+        yield "".join(f'{name}_bucket{{{label},le="{bound}"}} {count}\n' for bound, count in buckets)
+        seconds = sum(map(mul, counts, _MIDDLES))
         yield f"{name}_sum{{{label}}} {seconds:.6f}\n{name}_count{{{label}}} {sums[-1]}\n"
 
 

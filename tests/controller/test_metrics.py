@@ -56,7 +56,7 @@ def test_traffic_is_what_a_scraper_can_read(openmetrics: bool) -> None:
         TrafficRow("d/dns:dns", TrafficCounts(4, 40, 400, 30, 300, 0, 0)),
     ]
     accept = "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain"
-    waited = {"d/web:http": [0] * 40 + [3, 1] + [0] * 54, "": [0] * STEPS}
+    waited = {"d/web:http": [0] * 40 + [3, 1] + [0] * 54, "others": [0] * STEPS}
     body, _ = Metrics(agent_status, lambda: TrafficAnswer(rows, waited)).page(accept)
     parse = openmetrics_parser if openmetrics else text_parser
     samples = {(s.name, *sorted(s.labels.items())): s.value for family in parse(body.decode()) for s in family.samples}

@@ -448,7 +448,7 @@ class Ebpf(Programmer):
         return self.reports.traffic(self.table, by_backend=by_backend)
 
     def first_packets(self) -> dict[str, list[int]]:
-        return self.reports.first_packets(self.table)
+        return self.store.first_packets.series(self.names())
 
     def explain(self, packet: ProbePacket) -> ExplainAnswer:
         return self.reports.explain(packet, self.table)

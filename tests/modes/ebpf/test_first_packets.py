@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.first_packets import BOUNDS, STEPS, TICK, growth, quantile
-from hybrid_proxy.dataplane.modes.ebpf.maps.first_packets import Busiest, by_bound
+from hybrid_proxy.dataplane.modes.ebpf.maps.first_packets import FirstPackets, by_bound
 
 
 def counted(seconds: NDArray[np.float64]) -> dict[int, int]:
@@ -42,31 +42,31 @@ class Node:
     """Counts as the programs do, and reads as a scrape does."""
 
     def __init__(self, services: int, most: int) -> None:
-        self.counts = np.zeros((services, STEPS), np.uint32)
+        self.rows = np.zeros(services, [("counts", np.uint32, STEPS)])
         self.names = {number: f"d/s{number}:p" for number in range(1, services)}
-        self.busiest = Busiest(most)
+        self.packets = FirstPackets(lambda: self.rows, counting=True, most=most)
 
     def scrape(self, **added: int) -> dict[str, int]:
         for name, count in added.items():
             with np.errstate(over="ignore"):
-                self.counts[int(name[1:]), 30] += np.uint32(count)
-        read = self.busiest.read(self.counts, self.names)
-        return {name.partition("/")[2].partition(":")[0]: sum(row) for name, row in read.items()}
+                self.rows["counts"][int(name[1:]), 30] += np.uint32(count)
+        read = self.packets.series(self.names)
+        return {name.removeprefix("d/").removesuffix(":p"): sum(row) for name, row in read.items()}
 
 
 def test_every_first_packet_is_in_one_series_which_grows() -> None:
     node = Node(6, 2)
-    assert node.scrape(s1=100, s2=50, s3=5).keys() == {"s1", "s2", ""}
-    assert node.scrape(s1=10, s2=10, s3=10) == {"s1": 10, "s2": 10, "": 10}
-    assert node.scrape(s3=1000) == {"s1": 10, "s3": 0, "": 1010}  # it takes the place of the least busy one
-    assert node.scrape(s3=7, s2=2) == {"s1": 10, "s3": 7, "": 1012}
+    assert node.scrape(s1=100, s2=50, s3=5).keys() == {"s1", "s2", "others"}
+    assert node.scrape(s1=10, s2=10, s3=10) == {"s1": 10, "s2": 10, "others": 10}
+    assert node.scrape(s3=1000) == {"s1": 10, "s3": 0, "others": 1010}  # it takes the place of the least busy one
+    assert node.scrape(s3=7, s2=2) == {"s1": 10, "s3": 7, "others": 1012}
 
 
 def test_one_that_is_a_little_busier_takes_no_place() -> None:
     node = Node(4, 1)
     node.scrape(s1=100)
     for _ in range(10):
-        assert node.scrape(s1=100, s2=150).keys() == {"s1", ""}
+        assert node.scrape(s1=100, s2=150).keys() == {"s1", "others"}
 
 
 def test_counts_wrap_and_maps_are_copied() -> None:
@@ -75,29 +75,26 @@ def test_counts_wrap_and_maps_are_copied() -> None:
     total = 0
     for _ in range(3):
         total += 0x60000000
-        assert node.scrape(s1=0x60000000) == {"s1": total, "": 0}
-    assert node.scrape(s1=10, s2=3) == {"s1": total + 10, "": 3}
-    node.counts[1, 30] -= 2  # what was counted while a larger map was filled is lost
-    assert node.scrape() == {"s1": total + 10, "": 3}
-    node.counts = np.pad(node.counts, ((0, 3), (0, 0)))
-    assert node.scrape(s1=1) == {"s1": total + 11, "": 3}
+        assert node.scrape(s1=0x60000000) == {"s1": total, "others": 0}
+    assert node.scrape(s1=10, s2=3) == {"s1": total + 10, "others": 3}
+    node.rows["counts"][1, 30] -= 2  # what was counted while a larger map was filled is lost
+    assert node.scrape() == {"s1": total + 10, "others": 3}
+    node.rows = np.pad(node.rows, (0, 3))
+    assert node.scrape(s1=1) == {"s1": total + 11, "others": 3}
 
 
 def test_a_service_that_is_gone_has_no_series_and_its_number_is_anothers() -> None:
     node = Node(3, 1)
     node.scrape(s1=1)
-    assert node.scrape(s1=9) == {"s1": 9, "": 0}
-    node.counts[0] += node.counts[1]
-    node.counts[1] = 0
-    node.busiest.forget([1])
+    assert node.scrape(s1=9) == {"s1": 9, "others": 0}
+    node.packets.give_back([1])
     node.names[1] = "d/new:p"
-    assert node.scrape() == {"": 0}
-    assert node.scrape(s1=4) == {"new": 0, "": 4}
-    assert node.scrape(s1=4) == {"new": 4, "": 4}
+    assert node.scrape(s1=4) == {"new": 0, "others": 4}
+    assert node.scrape(s1=4) == {"new": 4, "others": 4}
 
 
 def test_both_families_of_a_service_port_are_one_series() -> None:
     node = Node(4, 1)
     node.names[2] = node.names[1]
     node.scrape(s1=5)
-    assert node.scrape(s1=3, s2=4) == {"s1": 7, "": 0}
+    assert node.scrape(s1=3, s2=4) == {"s1": 7, "others": 0}

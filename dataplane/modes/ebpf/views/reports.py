@@ -126,10 +126,6 @@ class Reports:
         """A row for each service port that had traffic, or for each backend of each."""
         return listing.traffic(self._store.traffic, self._maps.maps, self.names(table), by_backend=by_backend)
 
-    def first_packets(self, table: ServiceTable) -> dict[str, list[int]]:
-        """The histograms of the busiest service ports, and of all others under no name."""
-        return self._store.first_packets.series(self.names(table))
-
     def explain(self, packet: ProbePacket, table: ServiceTable) -> ExplainAnswer:
         """Runs a probe packet through the loaded programs."""
         if self._growths != self._datapath.growths:  # the programs use maps that were replaced
