@@ -94,6 +94,7 @@ class Kind:
     """A kind of packet, and the kinds that come before it.
 
     `changes`: it moves its flow on, so that each packet is another client's, whose address is in that field.
+    `fast_path`: as on a node with rules the first answer goes through the stack ("SYN/ACK to the client").
     """
 
     name: str
@@ -102,6 +103,7 @@ class Kind:
     after: tuple[str, ...] = ()
     verdict: int = REDIRECT
     changes: str = ""
+    fast_path: str = "ESTABLISHED"
 
 
 def tcp(flags: str, payload: int = 0, *, back: bool = False, sport: int = SPORT) -> Packet:
@@ -138,6 +140,8 @@ HAIRPIN = ("hairpin: SYN", "hairpin: SYN/ACK", "hairpin: first ACK")
 KINDS = (
     Kind("passing, from a pod", "pod_ingress", lambda net, _: net.frame(net.pod, net.stranger, tcp("PA", 8)),
          verdict=PASS),
+    Kind("passing, from a pod, of no pair (`DIRECT`)", "pod_ingress",
+         lambda net, _: net.frame(net.pod, net.stranger, tcp("PA", 8)), verdict=PASS, fast_path="DIRECT"),
     Kind("passing, to a pod", "pod_egress", lambda net, _: net.frame(net.stranger, net.pod, tcp("PA", 8)),
          verdict=PASS),
     Kind("passing, from outside", "uplink_ingress", lambda net, _: net.frame(net.stranger, net.pod, tcp("PA", 8)),
@@ -193,6 +197,7 @@ class Range:
         self.verified = {name: _verified(programs[owner].program(name)) for name, owner in names}
 
     def row(self, kind: Kind, family: int) -> Row:
+        self._maps.view("node")["fast_path"] = layout.abi_constants()[f"FAST_PATH_{kind.fast_path}"]
         counts = self._count(kind, family)
         seconds = self._time_changing if kind.changes else self._time
         return Row(kind, family, seconds(kind, family), counts)
@@ -305,8 +310,6 @@ def shooting_range(made: Lab) -> Iterator[Range]:
         node = maps.view("node")
         node["primary4"] = layout.address_words([nets[4].node])[0, 0]
         node["primary6"] = layout.address_words([nets[6].node])[0]
-        # As on a node with rules: the first answer goes through the stack ("SYN/ACK to the client").
-        node["fast_path"] = layout.abi_constants()["FAST_PATH_ESTABLISHED"]
         for column, value in pod_columns(NodeNetwork(pods=PodMatch(tuple(PODS.values())))).items():
             node[column] = value
         for key in (LOOPBACK, LOOPBACK | 1 << layout.abi_constants()["LINK_POD_BIT"]):
