@@ -132,11 +132,11 @@ class EbpfOptions(Section, frozen=True):
         "A folder on a BPF file system for pinned objects (default: found)", FOLDER, "pin-root", RESTART
     )] = ""
     fast_path: Annotated[str, _ebpf(
-        "Which packets between pods of this node bypass the host's stack: those of flows that it has let open "
-        "(`established`), those that open a flow, too (`always`: no netfilter rule, policy or conntrack of the host "
-        "sees such a flow), or none (`off`); `auto`: as `always` while there is nothing that would not see them, and "
-        "otherwise as `established`; `status` shows which, and why. While there is nothing, nor a chain that "
-        "translates, packets of no Service bypass it, too, with `auto` and `always`",
+        "Which packets between pods of this node bypass the host's stack: none (`off`), those of flows that it has let "
+        "open (`established`), or those that open a flow, too (`always`: no rule, policy or conntrack of the host sees "
+        "it); `auto` is `always` where nothing would see them, `established` where rules would, `off` where a qdisc or "
+        "filter limits a pod's interface; `status` says why. With `always`, packets of no Service bypass "
+        "it, too, where no chain translates",
         choice("auto", "established", "always", "off"), "fast-path"
     )] = "auto"
     traffic_counters: Annotated[bool, _ebpf(

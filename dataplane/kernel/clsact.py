@@ -30,6 +30,8 @@ from hybrid_proxy.dataplane.kernel.netlink import (
 
 # linux/rtnetlink.h, linux/pkt_sched.h, linux/pkt_cls.h
 NEW_QDISC, DELETE_QDISC, GET_QDISC, NEW_FILTER, DELETE_FILTER, GET_FILTER, RTMGRP_TC = 36, 37, 38, 44, 45, 46, 8
+# They give packets hooks, or an order, and do not limit an interface.
+HARMLESS: Final = frozenset({"noqueue", "noop", "pfifo_fast", "fq", "fq_codel", "mq", "clsact", "ingress"})
 CLSACT, AT_CLSACT = 0xFFFF0000, 0xFFFFFFF1  # the qdisc's handle and parent
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3  # TC_H_CLSACT with TC_H_MIN_INGRESS and TC_H_MIN_EGRESS
 TCA_KIND, TCA_OPTIONS = 1, 2
@@ -94,14 +96,15 @@ def _qdisc(index: int) -> Message:
 
 def _ingress_alone(wire: Netlink) -> frozenset[int]:
     """Interfaces with a foreign `ingress` qdisc in the place of clsact. It would run egress filters at ingress."""
-    request = Message(GET_QDISC, _TCMSG.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the qdiscs")
-    found = set()
-    for body in wire.dump(request):
+    return frozenset(index for index, parent, kind in _qdiscs(wire) if parent == AT_CLSACT and kind != "clsact")
+
+
+def _qdiscs(wire: Netlink) -> Iterator[tuple[int, int, str]]:
+    """Yields interface, parent and kind of each qdisc of this namespace."""
+    for body in wire.dump(Message(GET_QDISC, _TCMSG.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the qdiscs")):
         _, index, _, parent, _ = _TCMSG.unpack_from(body)
         kind = dict(attributes(body, _TCMSG.size)).get(TCA_KIND, b"")
-        if parent == AT_CLSACT and kind.rstrip(b"\0") != b"clsact":
-            found.add(index)
-    return frozenset(found)
+        yield index, parent, kind.rstrip(b"\0").decode(errors="replace")
 
 
 def _new(wanted: Filter) -> Message:
@@ -192,7 +195,8 @@ class FilterWatch:
     def __init__(self) -> None:
         self._events = Events(ROUTE, RTMGRP_TC)
         self._missing: dict[int, list[str]] = {}  # by interface, of those read since their last change
-        self._others: dict[int, list[str]] = {}  # the same
+        self._others: dict[int, list[_Found]] = {}  # the same
+        self._qdiscs: dict[int, list[str]] | None = None  # of all interfaces, since the last change of any
 
     def missing(self, index: int, programs: Mapping[tuple[str, bool], int]) -> list[str]:
         """The names of our filters that an interface does not have, or that run another program.
@@ -212,14 +216,30 @@ class FilterWatch:
 
     def others(self, index: int) -> list[str]:
         """The names of foreign filters at an interface."""
+        return [one.name or one.kind for one in self._foreign(index)]
+
+    def _foreign(self, index: int) -> list[_Found]:
         self._forget_changed()
         if index not in self._others:
-            found = names(index, ingress=True) + names(index, ingress=False)
-            self._others[index] = [name for name, ours in found if not ours]
+            with Netlink(ROUTE) as wire:
+                found = [one for parent in (INGRESS, EGRESS) for one in _filters(wire, index, parent)]
+            self._others[index] = [one for one in found if one.handle and not one.ours]
         return self._others[index]
+
+    def shapers(self, index: int) -> list[str]:
+        """The qdiscs and the filters of other kinds by which an interface may be limited."""
+        found = {f"filter {one.kind}" for one in self._foreign(index) if one.kind != "bpf"}
+        if self._qdiscs is None:
+            self._qdiscs = {}
+            with Netlink(ROUTE) as wire:
+                for interface, _, kind in _qdiscs(wire):
+                    if kind not in HARMLESS:
+                        self._qdiscs.setdefault(interface, []).append(f"qdisc {kind}")
+        return [*self._qdiscs.get(index, ()), *sorted(found)]
 
     def _forget_changed(self) -> None:
         while (data := self._events.read()) != b"":
+            self._qdiscs = None
             if data is None:  # reports were lost
                 self._missing.clear()
                 self._others.clear()

@@ -1,4 +1,6 @@
-"""Finds what packets meet in the calling thread's network namespace: rules, virtual servers of IPVS, IPsec policies.
+"""Finds what packets meet in the network namespace of the calling thread.
+
+That is rules of firewalls, virtual servers of IPVS, IPsec policies, and routing rules that no route lookup repeats.
 
 The agent watches `PassingRules` as long as it takes packets past them; `doctor` reads the rules of `foreign_chains`.
 """
@@ -7,12 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from typing import Final
 
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
-from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, XFRM, Message, Netlink, NetlinkFailed
+from hybrid_proxy.dataplane.kernel.netlink import (
+    AF,
+    NETFILTER,
+    NLM_F_DUMP,
+    ROUTE,
+    XFRM,
+    Events,
+    Message,
+    Netlink,
+    NetlinkFailed,
+)
 from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes, generation
 from hybrid_proxy.dataplane.kernel.xtables import legacy_tables_with_rules, legacy_translates
 
@@ -33,6 +46,12 @@ _HEADING: Final = 3  # lines
 _GET_POLICIES: Final = 0x25  # XFRM_MSG_GETSPDINFO
 _COUNTS: Final = 1  # XFRMA_SPD_INFO
 _POLICIES: Final = struct.Struct("=6I")  # in, out, forwarded; the same of sockets
+# linux/rtnetlink.h, linux/fib_rules.h
+_GET_ROUTING_RULE: Final = 34
+_RULE_GROUPS: Final = 0x80 | 0x40000  # IPv4's and IPv6's
+_ROUTING_RULE: Final = struct.Struct("=BBBB4xI")  # family, lengths of destination and source, tos, ..., flags
+_PRIORITY: Final = 6
+_BY_PACKET: Final = frozenset({22, 23, 24, 25, 26})  # protocol, source port, destination port, DSCP, flow label
 
 
 def foreign_chains() -> list[BaseChain]:
@@ -64,10 +83,18 @@ class PassingRules:
         self._chains: list[str] = []
         self._translates = False
         self._listed_until = 0.0
+        self._routing_events = Events(ROUTE, _RULE_GROUPS)
+        self._routing: list[str] | None = None
 
     def found(self) -> list[str]:
-        """Chains that have rules, or drop by default; tables of iptables-legacy; IPVS; policies of IPsec."""
-        return [*self._rules(), *legacy_tables_with_rules(), *_virtual_servers(), *self._policies()]
+        """Chains that have rules, or drop by default; tables of iptables-legacy; IPVS; IPsec policies; routing rules.
+
+        Of routing rules, those that two packets from one address to another may meet differently.
+        """
+        if self._routing_events.discard() or self._routing is None:
+            self._routing = list(_routing_rules())
+        rules = self._rules()
+        return [*rules, *legacy_tables_with_rules(), *_virtual_servers(), *self._policies(), *self._routing]
 
     def translate(self) -> bool:
         """True if the kernel may translate, as of the last `found`.
@@ -113,8 +140,22 @@ class PassingRules:
 
     def close(self) -> None:
         """Closes the sockets."""
+        self._routing_events.close()
         for wire in filter(None, self._wires.values()):
             wire.close()
+
+
+def _routing_rules() -> Iterator[str]:
+    with Netlink(ROUTE) as wire:
+        for number, family in AF.items():
+            request = Message(_GET_ROUTING_RULE, _ROUTING_RULE.pack(family, 0, 0, 0, 0), NLM_F_DUMP, "reading rules")
+            with contextlib.suppress(NetlinkFailed):  # the kernel has no such rules
+                for body in wire.dump(request):
+                    kind, _, _, tos, _ = _ROUTING_RULE.unpack_from(body)
+                    known = attributes(body[_ROUTING_RULE.size :])
+                    if kind == family and (tos or known.keys() & _BY_PACKET):
+                        priority = int.from_bytes(known.get(_PRIORITY, b""), sys.byteorder)
+                        yield f"IPv{number} routing rule {priority} by ports or DSCP"
 
 
 def _virtual_servers() -> list[str]:

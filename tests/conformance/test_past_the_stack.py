@@ -4,6 +4,7 @@ flow may begin. By default it is the former where there is no rule, and otherwis
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from .world import SECOND
 
 OPENS = f"tcp dport {HTTP} tcp flags & (syn | ack) == syn"  # the first segment of a connection, by its flags
 CATCH = 9191  # a port of the second pod where datagrams are only read
+IFB = "ifb"
 SIZE = 50_000
 SMALL = 500  # less than a sequence number grows in a connection's time: a backend in TIME_WAIT accepts the next one
 FAMILIES = pytest.mark.parametrize("family", [V4, V6], ids=["v4", "v6"])
@@ -190,3 +192,93 @@ def test_datagrams_of_every_size_have_answers(field: Lab, family: int, path: str
             client.connect(service.vip(family))
             for size in (10, 1400, 5000, 20_000):
                 assert ask_udp(client, text="x" * size)[0].pod == "pod2"
+
+
+def bytes_shaped(lab: Lab, device: str) -> int:
+    """By the token bucket of the device."""
+    listed = lab.run("node", ["tc", "-s", "-j", "qdisc", "show", "dev", device]).stdout
+    return sum(one["bytes"] for one in json.loads(listed) if one["kind"] == "tbf")
+
+
+@contextmanager
+def limit(lab: Lab, interface: str, kind: str) -> Iterator[str]:
+    """A pod's bandwidth is limited as the CNI plugin `bandwidth` does it; yields the words of the status."""
+    bucket = "tbf rate 1gbit burst 1mb latency 50ms"
+    commands, words = {
+        "to the pod": ([f"tc qdisc add dev {interface} root {bucket}"], f"qdisc tbf at {interface}"),
+        "from the pod": (
+            [
+                f"ip link add {IFB} type ifb", f"ip link set {IFB} up", f"tc qdisc add dev {IFB} root {bucket}",
+                f"tc qdisc add dev {interface} clsact",
+                f"tc filter add dev {interface} ingress prio 9 u32 match u32 0 0 action mirred egress redirect dev ifb",
+            ],
+            f"filter u32 at {interface}",
+        ),
+    }[kind]  # fmt: skip
+    try:
+        for command in commands:
+            done = lab.run("node", command.split())
+            assert done.returncode == 0 or "clsact" in command, done.stderr  # the agent's own is there already
+        yield words
+    finally:
+        lab.run("node", f"tc qdisc del dev {interface} root".split())
+        lab.run("node", f"tc filter del dev {interface} ingress prio 9".split())
+        lab.run("node", ["ip", "link", "del", IFB])
+
+
+@pytest.mark.parametrize("kind", ["to the pod", "from the pod"])
+def test_a_limit_of_a_pods_bandwidth_sees_every_packet_of_open_flows_too(field: Lab, kind: str) -> None:
+    interface, device = {
+        "to the pod": (field["pod2"].interface, field["pod2"].interface),
+        "from the pod": (field["pod1"].interface, IFB),
+    }[kind]
+    with agent_with(field, "ebpf") as (bench, services):
+        bench.settle(services["near"], {"pod2"}, V4)
+        decided(bench, "always", "nothing is skipped")
+        with bench.connect("pod1", services["near"].vip(V4), V4, timeout=20.0) as connection:
+            assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
+            with limit(field, interface, kind) as words:
+                decided(bench, "off", words)
+                before = bytes_shaped(field, device)
+                assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
+                assert bytes_shaped(field, device) - before > SIZE
+            decided(bench, "always", "nothing is skipped")
+            assert ask_tcp(connection, body=bytes(SIZE)).received == SIZE
+
+
+@FAMILIES
+def test_a_routing_rule_by_ports_meets_packets_of_pairs_that_bypass_the_stack(field: Lab, family: int) -> None:
+    ports = {"open": 9300, "closed": 9301}
+    with agent_with(field, "ebpf") as (bench, _), ExitStack() as stack:
+        senders, catchers = {}, {}
+        for name, port in ports.items():
+            catchers[name] = stack.enter_context(field.socket("pod2", family, socket.SOCK_DGRAM))
+            catchers[name].bind((field["pod2"].address(family), port))
+            catchers[name].setblocking(False)
+            senders[name] = stack.enter_context(field.socket("pod1", family, socket.SOCK_DGRAM))
+            senders[name].connect((field["pod2"].address(family), port))
+
+        def arrived(name: str) -> bool:
+            """Whether any did of those that were sent with others of the same pair, which bypass the stack."""
+            found = 0
+            for _ in range(40):
+                for each in ("open", "closed"):
+                    found += bool(send(bench, senders[each], catchers[each], 0.02)[1]) and each == name
+            return bool(found)
+
+        decided(bench, "always", "nothing is skipped")
+        before = counted(bench.agent, "fast")
+        assert arrived("closed")
+        assert counted(bench.agent, "fast") > before
+        ip = ["ip", "-6" if family == V6 else "-4"]
+        rule = f"rule add pref 100 ipproto udp dport {ports['closed']} blackhole".split()
+        done = field.run("node", [*ip, *rule])
+        assert done.returncode == 0, done.stderr
+        try:
+            decided(bench, "established", "routing rule 100 by ports")
+            assert not arrived("closed")
+            assert arrived("open")
+        finally:
+            field.run("node", [*ip, "rule", "del", "pref", "100"])
+        decided(bench, "always", "nothing is skipped")
+        assert arrived("closed")

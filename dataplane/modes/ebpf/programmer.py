@@ -212,7 +212,7 @@ class Ebpf(Programmer):
         rules = self._opened.enter_context(closing(PassingRules()))
         self.fast_path = FastPath(
             options.ebpf.fast_path, lambda: self.maps.view("node"),
-            lambda: (*rules.found(), *self.attachments.pods.foreign()), rules.translate,
+            lambda: (*rules.found(), *self.attachments.pods.foreign()), rules.translate, self.attachments.pods.shapers,
         )  # fmt: skip
         self.reports = Reports(
             options, self.maps, self.store, self.datapath, self.attachments, self.gc, self.failover, self.fast_path

@@ -10,20 +10,27 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 
 WORDS = layout.abi_constants()
 MET = ["inet wall forward", "program shaper at veth0"]
+LIMITS = ["qdisc tbf at veth0"]
 
 
 @pytest.mark.parametrize(
-    ("setting", "met", "path"),
+    ("setting", "met", "limits", "path", "warned"),
     [
-        ("auto", [], "always"), ("auto", MET, "established"), ("always", [], "always"), ("always", MET, "always"),
-        ("established", [], "established"), ("off", MET, "off"),
+        ("auto", [], [], "always", ""), ("auto", MET, [], "established", ""), ("auto", MET, LIMITS, "off", ""),
+        ("always", [], [], "always", ""), ("always", MET, [], "always", MET[0]),
+        ("always", [], LIMITS, "always", LIMITS[0]), ("established", [], [], "established", ""),
+        ("established", MET, [], "established", ""), ("established", [], LIMITS, "established", LIMITS[0]),
+        ("off", MET, LIMITS, "off", ""),
     ],
 )  # fmt: skip
-def test_auto_skips_nothing_and_always_warns(setting: str, met: list[str], path: str) -> None:
-    decision = decide(setting, met)
+def test_auto_skips_nothing_and_other_settings_warn(
+    setting: str, met: list[str], limits: list[str], path: str, warned: str
+) -> None:
+    decision = decide(setting, met, limits)
     assert decision.path == path
-    assert bool(decision.warning) is (setting == "always" and bool(met))
-    assert setting != "auto" or not met or MET[0] in decision.why
+    assert warned in decision.warning
+    assert bool(decision.warning) is bool(warned)
+    assert setting != "auto" or not (met or limits) or (limits or met)[0] in decision.why
 
 
 @pytest.mark.parametrize("former", ["OFF", "ESTABLISHED", "ALWAYS", "DIRECT"])
@@ -31,10 +38,13 @@ def test_until_somebody_looks_the_last_decision_stays(former: str) -> None:
     row = np.zeros(1, dtype=layout.dtype_of("node"))
     row["fast_path"] = WORDS[f"FAST_PATH_{former}"]
     met: list[str] = []
-    made = FastPath("auto", lambda: row, lambda: met, lambda: False)
-    assert row["fast_path"] == WORDS[f"FAST_PATH_{former if former in ('ALWAYS', 'DIRECT') else 'ESTABLISHED'}"]
-    for now, path in (([], "DIRECT"), (MET, "ESTABLISHED"), ([], "DIRECT")):
-        met[:] = now
+    limits: list[str] = []
+    made = FastPath("auto", lambda: row, lambda: met, lambda: False, lambda: limits)
+    assert row["fast_path"] == WORDS[f"FAST_PATH_{former}"]
+    for now, limited, path in (
+        ([], [], "DIRECT"), (MET, [], "ESTABLISHED"), ([], LIMITS, "OFF"), ([], [], "DIRECT"),
+    ):  # fmt: skip
+        met[:], limits[:] = now, limited
         made.maintain()
         assert row["fast_path"] == WORDS[f"FAST_PATH_{path}"]
 
@@ -42,7 +52,7 @@ def test_until_somebody_looks_the_last_decision_stays(former: str) -> None:
 def test_what_belongs_to_no_flow_meets_rules_even_if_flows_do_not() -> None:
     row = np.zeros(1, dtype=layout.dtype_of("node"))
     met = list(MET)
-    made = FastPath("always", lambda: row, lambda: met, lambda: False)
+    made = FastPath("always", lambda: row, lambda: met, lambda: False, list)
     for now, path in ((MET, "ALWAYS"), ([], "DIRECT")):
         assert row["fast_path"] == WORDS["FAST_PATH_ALWAYS"]
         met[:] = list(now)
@@ -54,7 +64,7 @@ def test_what_belongs_to_no_flow_meets_rules_even_if_flows_do_not() -> None:
 
 def test_what_a_program_takes_back_is_decided_again() -> None:
     row = np.zeros(1, dtype=layout.dtype_of("node"))
-    made = FastPath("auto", lambda: row, list, lambda: False)
+    made = FastPath("auto", lambda: row, list, lambda: False, list)
     made.maintain()
     row["fast_path"] = WORDS["FAST_PATH_ALWAYS"]  # a packet was translated
     made.maintain()
@@ -63,6 +73,6 @@ def test_what_a_program_takes_back_is_decided_again() -> None:
 
 def test_what_may_be_translated_without_a_rule_needs_the_stack_unless_it_is_a_flow() -> None:
     row = np.zeros(1, dtype=layout.dtype_of("node"))
-    made = FastPath("auto", lambda: row, list, lambda: True)
+    made = FastPath("auto", lambda: row, list, lambda: True, list)
     made.maintain()
     assert (row["fast_path"], made.decision.path) == (WORDS["FAST_PATH_ALWAYS"], "always")

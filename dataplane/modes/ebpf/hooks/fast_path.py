@@ -26,18 +26,27 @@ class Decision(NamedTuple):
     warning: str = ""
 
 
-def decide(setting: str, met: Sequence[str]) -> Decision:
-    """PURE. Returns what the setting means where packets meet this in the stack."""
-    some = ", ".join(met[:SHOWN]) + (", ..." if len(met) > SHOWN else "")
+def decide(setting: str, met: Sequence[str], shapers: Sequence[str] = ()) -> Decision:
+    """PURE. Returns what the setting means where packets meet this in the stack.
+
+    Rules may judge a flow when it opens. Shapers have to see every packet, because they limit what an interface sends.
+    """
     if setting == "auto":
-        return Decision("established", f"the stack has {some}") if met else Decision("always", "nothing is skipped")
-    if setting == "always" and met:
+        path = "off" if shapers else "established" if met else "always"
+        found = shapers or met
+        return Decision(path, f"the stack has {_some(found)}" if found else "nothing is skipped")
+    skipped = [*shapers, *met] if setting == "always" else shapers if setting == "established" else ()
+    if skipped:
         return Decision(
             setting, "the setting",
-            "rules do not see flows to Services between pods of this node, because fastPath is `always`: those of "
-            f"{some}. If they must, use --fast-path=auto",
+            f"rules do not see flows to Services between pods of this node, because fastPath is `{setting}`: those of "
+            f"{_some(skipped)}. If they must, use --fast-path=auto",
         )  # fmt: skip
     return Decision(setting, "the setting")
+
+
+def _some(found: Sequence[str]) -> str:
+    return ", ".join(found[:SHOWN]) + (", ..." if len(found) > SHOWN else "")
 
 
 class FastPath:
@@ -48,6 +57,7 @@ class FastPath:
         row: the element of map `node`, shared with the kernel.
         rules: reads what packets meet in the stack.
         translates: tells whether the stack may translate some although it has no rules.
+        shapers: reads what limits the interfaces of pods.
     """
 
     def __init__(
@@ -56,20 +66,23 @@ class FastPath:
         row: Callable[[], NDArray[Any]],
         rules: Callable[[], Iterable[str]],
         translates: Callable[[], bool],
+        shapers: Callable[[], Iterable[str]],
     ) -> None:
         self._setting, self._row, self._rules, self._translates = setting, row, rules, translates
+        self._shapers = shapers
         names = layout.abi_constants()
         self._words = {path: names[f"FAST_PATH_{path.upper()}"] for path in ("off", "established", "always", "direct")}
         former = int(row()["fast_path"][0])
-        stays = setting == "auto" and former >= self._words["always"]
-        self.decision = decide(setting, () if stays or setting != "auto" else ("not been looked at yet",))
+        unread = ("not been looked at yet",) if setting == "auto" and former < self._words["always"] else ()
+        self.decision = decide(setting, unread, () if former else unread)
         self._write(direct=former == self._words["direct"])
 
     def maintain(self) -> None:
         """Decides again, also where a program has seen that a packet was translated."""
         met, translates = self._read()
-        before, self.decision = self.decision, decide(self._setting, met)
-        self._write(direct=not met and not translates)
+        shapers = list(self._shapers()) if self._setting != "off" else []
+        before, self.decision = self.decision, decide(self._setting, met, shapers)
+        self._write(direct=not met and not shapers and not translates)
         if self.decision.warning and self.decision != before:
             log.warning("%s", self.decision.warning)
         elif self.decision != before:

@@ -221,6 +221,11 @@ class InterfacePrograms:
             for name in (*others, *self._filters.others(index)):
                 yield f"program {name} at {interface.name}"
 
+    def shapers(self) -> Iterator[str]:
+        """Yields what may limit these interfaces."""
+        for index, interface in self.attached.items():
+            yield from (f"{shaper} at {interface.name}" for shaper in self._filters.shapers(index))
+
     def close(self) -> None:
         """Leaves everything attached."""
         for links in self._links.values():
