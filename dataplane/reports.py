@@ -8,6 +8,7 @@ the dataplane was set up. docs/output.md is generated from this module.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
@@ -70,6 +71,12 @@ class FailureHistory(msgspec.Struct, frozen=True):
             if count and last is not None
         ]
         return "; ".join(text for _, text in sorted(kinds, reverse=True))
+
+
+def clock(moment: float, now: float | None = None) -> str:
+    """Formats a time, in seconds since 1970, as one of the day; with the date if it was not within a day of `now`."""
+    form = "%H:%M:%S UTC" if now is None or abs(now - moment) < 86_400 else "%Y-%m-%d %H:%M:%S UTC"
+    return f"{datetime.fromtimestamp(moment, UTC):{form}}"
 
 
 def ago(seconds: float) -> str:

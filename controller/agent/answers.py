@@ -217,7 +217,7 @@ class Answers:
             refused_external_ips={
                 service: list(known.refused) for service, known in builder.external_ips.items() if known.refused
             },
-            conflicts={service: list(messages) for service, messages in builder.conflicts.items()},
+            conflicts={service: dict(owners) for service, owners in builder.conflicts.items()},
             configuration=self.follower.status(self.mode.config),
             other_proxies=list(self.other_proxies.warnings),
             health_checks=self.http.status(),

@@ -17,9 +17,8 @@ from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, 
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
-from hybrid_proxy.controller.serving.protocol import clock
 from hybrid_proxy.dataplane.errors import told
-from hybrid_proxy.dataplane.reports import ago
+from hybrid_proxy.dataplane.reports import ago, clock
 
 POLL_SECONDS: Final = 0.5
 

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Final
 
 from hybrid_proxy.controller.commands.columns import Screen, duration, painted, several
-from hybrid_proxy.controller.commands.troubles import Trouble, Verdict, clock, missing, troubles
+from hybrid_proxy.controller.commands.troubles import Trouble, Verdict, missing, troubles
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ChangeLatency,
@@ -17,7 +17,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SourceStatus,
 )
 from hybrid_proxy.controller.text import printable
-from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status, start_lines
+from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status, clock, start_lines
 
 __all__ = ["Verdict", "lines", "lines_without_agent", "verdict"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -13,9 +12,9 @@ from hybrid_proxy.controller.commands.doctor.facts import Cause, Mark
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
-from hybrid_proxy.dataplane.reports import Fill, Status, Unprogrammed
+from hybrid_proxy.dataplane.reports import Fill, Status, Unprogrammed, clock
 
-__all__ = ["Trouble", "Verdict", "clock", "fill_trouble", "missing", "raise_it", "troubles", "unprogrammed"]
+__all__ = ["Trouble", "Verdict", "fill_trouble", "missing", "raise_it", "troubles", "unprogrammed"]
 
 NEARLY_FULL: Final = 0.9
 REPAIRS: Final = 3  # the last ones
@@ -147,11 +146,6 @@ def missing(row: KindState) -> str:
     """Describe a kind of objects that cannot be read."""
     stays = "; what was read stays in use" if row.state == "waiting" and row.listed else ""
     return f"{row.kind}s: {row.state} since {clock(row.since)}{': ' + row.why if row.why else ''}{stays}"
-
-
-def clock(seconds: float) -> str:
-    """Format seconds since 1970 as a time of the day."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S UTC")
 
 
 def _plane_troubles(plane: Status) -> Iterator[Trouble]:

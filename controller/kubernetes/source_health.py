@@ -11,6 +11,7 @@ import msgspec
 from hybrid_proxy.controller.kubernetes import Emit
 from hybrid_proxy.controller.kubernetes.connection import Connection
 from hybrid_proxy.controller.kubernetes.model import KindState, SourceState
+from hybrid_proxy.dataplane.reports import clock
 
 __all__ = ["CHECK_SECONDS", "SourceHealth"]
 
@@ -43,7 +44,7 @@ class SourceHealth:
     def states(self) -> list[KindState]:
         """Returns how each kind is read; for any thread."""
         with self._changed:
-            silent = f"nothing came since {_clock(self._since)}, and the server does not answer" * ("" in self._lost)
+            silent = f"nothing came since {clock(self._since)}, and the server does not answer" * ("" in self._lost)
             changes = {"state": "waiting", "since": self._since, "why": silent}
             return [
                 msgspec.structs.replace(
@@ -71,7 +72,7 @@ class SourceHealth:
                     self._lost[""], self._told, self._since = None, {""}, max(self._heard.values())
                     self._reported = False
                     text = (
-                        f"{self._where()}: nothing came since {_clock(self._since)}, and there is no answer: {trouble}"
+                        f"{self._where()}: nothing came since {clock(self._since)}, and there is no answer: {trouble}"
                     )
                     text += "; what is programmed stays"
             if text:
@@ -109,7 +110,7 @@ class SourceHealth:
             stays = "what is programmed stays" if before.listed else "nothing is programmed before"
             self._reported = False
             what = f"{kind}s cannot" if sort else f"objects ({kind}s first) cannot"
-            text = f"{self._where()}: {what} be read since {_clock(since)}: {why}; {stays}, "
+            text = f"{self._where()}: {what} be read since {clock(since)}: {why}; {stays}, "
             return f"{text}next try in {pause:.1f} s"
 
     def found(self, kind: str, absent: str = "") -> None:
@@ -192,7 +193,3 @@ class SourceHealth:
                 self._news[kind] += 1
                 self._changed.notify_all()
             return True
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))

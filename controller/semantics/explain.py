@@ -64,7 +64,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """The verdict on a packet.
 
     `backends` are the candidates as `ip:port`, `service` is the entry's name. `masquerade`: the source address becomes
-    the node's, whichever candidate is chosen.
+    the node's, whichever candidate is chosen. `rule` is what keeps the packet from a backend, `why` its clause.
     """
 
     name: str
@@ -73,6 +73,8 @@ class Verdict(msgspec.Struct, frozen=True):
     backends: tuple[str, ...] = ()
     masquerade: bool = False
     service: str | None = None
+    rule: Literal["", "source-ranges", "no-backend"] = ""
+    why: str = ""
 
 
 def left_text(address: str, service: str) -> str:
@@ -275,8 +277,9 @@ class Explainer:
         says = [f"{where} is the {frontend.kind.value} of {entry.name}."]
         ranges = frontend.source_ranges
         if ranges is not None and not self._allowed(src, ranges):
-            says.append(f"loadBalancerSourceRanges: {src} is not in {', '.join(ranges)}.")
-            return Verdict(packet.name, "drop", " ".join(says), service=entry.name)
+            why = f"{src} is not in {', '.join(ranges)}"
+            says.append(f"loadBalancerSourceRanges: {why}.")
+            return Verdict(packet.name, "drop", " ".join(says), service=entry.name, rule="source-ranges", why=why)
 
         # Without detection a pod is an external client to every rule, whatever the caller knows about it.
         told_apart = self._node.pods.recognizes(entry.family)
@@ -340,11 +343,11 @@ _A_CLASS: Final = {"pod": "a pod", "node": "this node", "external": "outside the
 
 
 def _empty(name: str, entry: Entry, backend_set: BackendSet, says: list[str]) -> Verdict:
-    if backend_set.when_empty is WhenEmpty.REJECT:
-        says.append(f"No backend: {backend_set.why}; the client is refused at once.")
-        return Verdict(name, "reject", " ".join(says), service=entry.name)
-    says.append(f"No backend: {backend_set.why}; silence makes clients and load balancers try elsewhere.")
-    return Verdict(name, "drop", " ".join(says), service=entry.name)
+    drops, why = backend_set.when_empty is WhenEmpty.DROP, backend_set.why
+    then = "silence makes clients and load balancers try elsewhere" if drops else "the client is refused at once"
+    says.append(f"No backend: {why}; {then}.")
+    verdict: Literal["drop", "reject"] = "drop" if drops else "reject"
+    return Verdict(name, verdict, " ".join(says), service=entry.name, rule="no-backend", why=why)
 
 
 def _choice(entry: Entry, backend_set: BackendSet) -> list[str]:

@@ -75,8 +75,8 @@ class Builder:
         return self._lacks.of(self._table)
 
     @property
-    def conflicts(self) -> Mapping[str, tuple[str, ...]]:
-        """Service -> messages about its frontends that another service has."""
+    def conflicts(self) -> Mapping[str, Mapping[str, str]]:
+        """Service -> messages about its frontends that another service has -> that service."""
         return MappingProxyType(self._claims.lost)
 
     @property
@@ -199,7 +199,7 @@ class _Claims:
 
     def __init__(self) -> None:
         self.wanted: dict[str, Entries] = {}  # by service, before any frontend is lost
-        self.lost: dict[str, tuple[str, ...]] = {}
+        self.lost: dict[str, dict[str, str]] = {}
         self._owner: dict[Key, str] = {}
         self._rivals: dict[Key, set[str]] = {}  # of the keys with more than one claimant, the owner included
 
@@ -270,7 +270,7 @@ class _Claims:
         """Returns the entries of a service without the frontends that others have, the same objects if none is lost."""
         wanted = self.wanted.get(name, ())
         taken: set[Key] = set()
-        losses: list[str] = []
+        losses: dict[str, str] = {}
         result: list[Entry] = []
         for entry in wanted:
             kept: list[Frontend] = []
@@ -278,9 +278,9 @@ class _Claims:
                 key = _key(entry, frontend)
                 owner = self._owner[key]
                 if owner != name:
-                    losses.append(f"{_claim_text(entry, frontend)} belongs to {owner}")
+                    losses[f"{_claim_text(entry, frontend)} belongs to {owner}"] = owner
                 elif key in taken:
-                    losses.append(f"{_claim_text(entry, frontend)} is also another port of this service")
+                    losses[f"{_claim_text(entry, frontend)} is also another port of this service"] = owner
                 else:
                     kept.append(frontend)
                     taken.add(key)
@@ -291,7 +291,7 @@ class _Claims:
         if not losses:
             self.lost.pop(name, None)
             return wanted
-        self.lost[name] = tuple(losses)
+        self.lost[name] = losses
         return tuple(result)
 
 

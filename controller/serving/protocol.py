@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -29,6 +28,7 @@ from hybrid_proxy.dataplane.reports import (
     TrafficRow,
     Unprogrammed,
     ago,
+    clock,
 )
 from hybrid_proxy.dataplane.table import BackendSet, Kind
 
@@ -186,7 +186,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         node_faults: What is missing or wrong in the Node object and the ServiceCIDRs, and what serves instead.
         left_to_node: ClusterIPs that an interface of this node has (NodeLocal DNSCache), each with its Service.
         without_backend: Service ports that have no backend on this node.
-        conflicts: By service, the frontends that it lost because another service has them.
+        conflicts: By service, the frontends that it lost, and who has each.
         refused_external_ips: By service, which of its external IPs are not served, and why.
         configuration: The configuration in effect.
         other_proxies: Warnings about other proxies on this node.
@@ -225,7 +225,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     node_faults: list[str] = []
     left_to_node: dict[str, str] = {}
     without_backend: list[Lack] = []
-    conflicts: dict[str, list[str]]
+    conflicts: dict[str, dict[str, str]]
     refused_external_ips: dict[str, list[str]] = {}
     configuration: ConfigurationStatus
     other_proxies: list[str]
@@ -272,12 +272,6 @@ class Gone(msgspec.Struct, frozen=True):
         """Formats it for people: `agent 4711 is gone since 10:33:44 UTC, 2 min ago: SIGTERM`."""
         when = f"{'' if self.exact else 'about '}{clock(self.since, now)}, {ago(now - self.since)}"
         return f"agent {self.pid} is gone since {when}: {self.why}"
-
-
-def clock(moment: float, now: float) -> str:
-    """A time of the day, with the date if it was not within a day of now."""
-    form = "%H:%M:%S UTC" if abs(now - moment) < 86_400 else "%Y-%m-%d %H:%M:%S UTC"
-    return f"{datetime.fromtimestamp(moment, UTC):{form}}"
 
 
 class NoAgentStatus(msgspec.Struct, kw_only=True, frozen=True):

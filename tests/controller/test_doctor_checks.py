@@ -88,9 +88,9 @@ def service(found: ServiceFacts, node: NodeFacts = WELL) -> tuple[Cause, bool, l
 
 GOOD = (tried(A), tried(B), tried(VIP))
 LOST = (tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP, pod="silent"))
-DENIED = Verdict("", "drop", "loadBalancerSourceRanges: 1.1.1.1 is not in 2.0.0.0/8.", service="shop/web:http")
+DENIED = Verdict("", "drop", "", (), False, "shop/web:http", "source-ranges", "1.1.1.1 is not in 2.0.0.0/8")
 AWAY = Verdict(
-    "", "drop", "No backend: externalTrafficPolicy Local: no endpoint here; silence.", service="shop/web:http"
+    "", "drop", "", (), False, "shop/web:http", "no-backend", "externalTrafficPolicy Local: no endpoint here"
 )
 UNKNOWN = Verdict("", "reject", "10.96.0.1 is the ClusterIP of shop/web, and the service has no such port.")
 PACKET = Packet("", "1.1.1.1", "10.96.0.1", 80, "tcp")
@@ -395,7 +395,9 @@ def test_a_cluster_ip_that_the_node_has_is_named(ports: tuple[TablePort, ...]) -
 @pytest.mark.parametrize(("ports", "mark"), [((), "problem"), ((port(A),), "warning")])
 def test_an_address_that_another_service_has_is_named(ports: tuple[TablePort, ...], mark: str) -> None:
     message = "ClusterIP 10.96.0.1:80 TCP of shop/web:http belongs to shop/old"
-    node = msgspec.structs.replace(WELL, agent=agent_status(conflicts={"shop/web": [message], "shop/x": ["other"]}))
+    node = msgspec.structs.replace(
+        WELL, agent=agent_status(conflicts={"shop/web": {message: "shop/old"}, "shop/x": {"other": "shop/y"}})
+    )
     found = next(each for each in service(facts(ports=ports), node)[2] if each.subject == "object")
     assert (found.mark, found.cause, found.text) == (mark, "object-refused", f"shop/web: {message}")
 
@@ -450,8 +452,8 @@ def test_where_a_node_port_is_served_is_told(at: tuple[str, ...], mark: str) -> 
 
 
 def test_the_owner_of_an_address_hears_who_else_claims_it() -> None:
-    message = "externalIP 1.2.3.4:80 TCP of shop/b:http belongs to shop/web"
-    node = msgspec.structs.replace(WELL, agent=agent_status(conflicts={"shop/b": [message]}))
+    message = "externalIP 1.2.3.4:80 TCP of shop/b:http is another's"
+    node = msgspec.structs.replace(WELL, agent=agent_status(conflicts={"shop/b": {message: "shop/web"}}))
     cause, _, findings = service(facts(*GOOD), node)
     assert (cause, [each.mark for each in findings if message in each.text]) == ("", ["ok"])
 

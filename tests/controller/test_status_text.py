@@ -63,7 +63,7 @@ DEGRADED = agent_status(
     mode=ModeStatus("ebpf", "nftables", "ebpf does not work here (BTF: it is missing)"),
     other_proxies=["kube-proxy left its chain KUBE-SERVICES in ip nat here, and nobody maintains it"],
     problems=[Problem("Service", "default/lb", "Service default/lb: spec.ports[0].port: 0 is no port", "lb.yaml:1")],
-    conflicts={"default/two:http": ["10.96.0.10:80/TCP is of default/web:http"]},
+    conflicts={"default/two:http": {"10.96.0.10:80/TCP is of default/web:http": "default/web"}},
     health_checks=HealthChecks(1, {"default/lb": "node port 32000 is in use"}, {}),
     dataplane=dataplane(ebpf=attached(SICK), unprogrammed=[Unprogrammed("a/b", "SCTP is not in this kernel")]),
 )  # fmt: skip

@@ -81,7 +81,9 @@ def test_a_cluster_ip_beats_an_older_service():
     assert [f.address for f in table.services["default/victim"][0].frontends] == ["10.96.0.1"]
     assert [f.address for f in table.services["default/thief"][0].frontends] == ["10.96.0.9"]
     assert builder.conflicts == {
-        "default/thief": ("externalIP 10.96.0.1:80 TCP of default/thief:http belongs to default/victim",)
+        "default/thief": {
+            "externalIP 10.96.0.1:80 TCP of default/thief:http belongs to default/victim": "default/victim"
+        }
     }
 
 

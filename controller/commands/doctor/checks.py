@@ -379,17 +379,15 @@ def _destination(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
 
 def _table(facts: ServiceFacts) -> Iterator[Finding]:
     for verdict in facts.verdicts:
-        if verdict.verdict == "drop" and "loadBalancerSourceRanges" in verdict.reason:
-            why = verdict.reason.partition("loadBalancerSourceRanges: ")[2].rstrip(".")
-            text = f"source not in loadBalancerSourceRanges: {why}"
+        if verdict.rule == "source-ranges":
+            text = f"source not in loadBalancerSourceRanges: {verdict.why}"
             todo = "add the client's range to the Service, or connect from one of these"
             yield Finding("problem", "table", text, todo, "source-not-allowed")
         elif verdict.verdict == "drop":
             todo = (
                 "send to a node that has an endpoint (the health-check node port tells load balancers), or use Cluster"
             )
-            why = verdict.reason.partition("No backend: ")[2] or verdict.reason
-            text = f"dropped at this node: {why.partition(';')[0]}"
+            text = f"dropped at this node: {verdict.why or verdict.reason}"
             yield Finding("problem", "table", text, todo, "no-local-endpoint")
     for port in facts.ports:
         yield from _sets(port, facts)
@@ -405,9 +403,11 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
         what = f"0 of {count} ready: {some(unready)}" if unready else "no endpoint is ready"
         text = f"{what}: {why} ({port.name}, IPv{port.family})"
         todo = "check the Service's selector, the pods' readiness, and the names of its ports"
-        if "Local" in why:
+        cause: Cause = "no-endpoint"
+        if any(each.when_empty is WhenEmpty.DROP for each in port.backend_sets):
             text, todo = f"dropped at this node: {why} ({port.name}, IPv{port.family})", AT_HOME
-        yield Finding("problem", "table", text, todo, "no-local-endpoint" if "Local" in why else "no-endpoint")
+            cause = "no-local-endpoint"
+        yield Finding("problem", "table", text, todo, cause)
         return
     ends = _ends(port)
     why = cluster[0].why if cluster else ""
@@ -448,8 +448,8 @@ def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     for text in dict.fromkeys(texts):
         yield Finding("ok", "restrictions", text, cause="restricted")
     for service, messages in node.agent.conflicts.items() if node.agent else ():
-        for message in messages:
-            if facts.name and message.endswith(f" belongs to {facts.name.partition(':')[0]}"):
+        for message, owner in messages.items():
+            if owner != service and facts.name and belongs(facts.name, owner):
                 yield Finding("ok", "restrictions", f"{service} claims an address of it in vain: {message}")
 
 
