@@ -27,7 +27,7 @@ from hybrid_proxy.dataplane.kernel.attachment import Attachment, target_of
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, pinned_link
 from hybrid_proxy.dataplane.kernel.host_netns import teach_namespace, write_namespace
 from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, pin_folder, pin_folders, remove_empty_folders
-from hybrid_proxy.dataplane.kernel.repairs import PinDirectory, Repairs
+from hybrid_proxy.dataplane.kernel.repairs import PinDirectory, RepairLog, Repairs
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.table import EMPTY, NodeNetwork, Protocol, ServiceTable, family_of
 
@@ -48,9 +48,9 @@ class Localhost:
         reason: Why sockets are not served; empty if they are, or need not be.
     """
 
-    def __init__(self, options: Options, mode: str) -> None:
+    def __init__(self, options: Options, mode: str, repaired: RepairLog) -> None:
         self.reason = ""
-        self._options, self._mode = options, mode
+        self._options, self._mode, self._repaired = options, mode, repaired
         self._table: ServiceTable = EMPTY
         self._synced = False
         self._retry_at = 0.0  # by time.monotonic()
@@ -132,19 +132,16 @@ class Localhost:
         for hook, attach_type in HOOKS.items():
             self._links.append(Attachment(folder / f"link_{hook}", attach_type, cgroup, hook))
             self._links[-1].run(self._programs.program(f"localhost_{hook}"))
-        self._repairs = Repairs(PinDirectory(folder), self._links)
+        self._repairs = Repairs(PinDirectory(folder), self._links, self._repaired)
         if not known and not teach_namespace(host_netns):
             raise Unsupported("socket hooks", "the agent runs in none of the node's cgroups; name one with --cgroup")
 
-    def maintain(self) -> int:
-        """Repairs what another program removed, or tries again what failed. Returns how many objects were repaired."""
-        if self._repairs is None:
-            if self.reason and time.monotonic() >= self._retry_at:
-                self._begin()
-            return 0
-        before = self._repairs.count
-        self._repairs.run()
-        return self._repairs.count - before
+    def maintain(self) -> None:
+        """Repairs what another program removed, or tries again what failed."""
+        if self._repairs is not None:
+            self._repairs.run()
+        elif self.reason and time.monotonic() >= self._retry_at:
+            self._begin()
 
     def counters(self) -> dict[str, int]:
         """Counts the node's connections and datagrams to node ports at loopback addresses.

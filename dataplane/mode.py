@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
 
 from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.repairs import RepairLog
 from hybrid_proxy.dataplane.options import Options as Options  # noqa: PLC0414 (part of this contract)
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
@@ -69,10 +71,10 @@ class Programmer(ABC):
     name: str
     reports_packets = False  # it implements `packet_events` and `trace`
 
-    @property
-    def audit_repairs(self) -> int:
-        """The number of objects that were repaired after foreign changes."""
-        return 0
+    @cached_property
+    def repaired(self) -> RepairLog:
+        """The repairs after foreign changes."""
+        return RepairLog()
 
     @property
     def unprogrammed(self) -> Collection[Unprogrammed]:

@@ -90,7 +90,6 @@ class NetfilterMode(Programmer):
     `monitoring` is set while the kernel reports foreign changes of our rules, `_touched` when there were some.
     """
 
-    audit_repairs: int = 0
     writes: str  # what a sync writes, for messages
     needs_sources = True  # its packets to loopback addresses would keep their source: see dataplane.localhost
 
@@ -107,7 +106,7 @@ class NetfilterMode(Programmer):
         self._judges = True  # conntrack entries
         self._former: Collection[Key] = ()  # frontends that were programmed when this process began
         self._touched, self._stop = threading.Event(), threading.Event()
-        self._localhost = Localhost(options, self.name) if self.needs_sources else None
+        self._localhost = Localhost(options, self.name, self.repaired) if self.needs_sources else None
 
     # Changes
 
@@ -223,7 +222,7 @@ class NetfilterMode(Programmer):
 
     def _maintain_common(self) -> None:
         if self._localhost is not None:
-            self.audit_repairs += self._localhost.maintain()
+            self._localhost.maintain()
 
     # What is asked
 
@@ -244,7 +243,7 @@ class NetfilterMode(Programmer):
         return Status(
             mode=self.name,
             unprogrammed=list(self._unprogrammed.values()),
-            audit_repairs=self.audit_repairs,
+            audit_repairs=self.repaired.count,
             stale_deleted={f"IPv{family}": count for family, count in self.stale_deleted.items()},
             **({"warnings": [*self.warnings(), *self._localhost_warnings()]} | parts),
         )

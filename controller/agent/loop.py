@@ -369,7 +369,6 @@ class Agent:
     def _mode_opened(self, choice: ModeStatus) -> None:
         self.notebook.opened = True
         self.http.mode = self.other_proxies.mode = choice.effective
-        self.maintenance.mode_opened()
         if self.syncer.ready_seconds is None:
             self.events.of_node("Normal", "Starting", "StartProxy", f"hybrid-proxy serves in mode {choice.effective}.")
         if choice.degraded:

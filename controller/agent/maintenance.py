@@ -15,7 +15,6 @@ from hybrid_proxy.controller.agent.active_mode import ActiveMode
 from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel.repairs import taken_damage
 from hybrid_proxy.dataplane.mode import Programmer
 
 log = logging.getLogger(__name__)
@@ -34,11 +33,6 @@ class Maintenance:
         self._events = events
         self._clock = clock
         self.due = clock() + MAINTAIN_SECONDS  # the time of the next work for `run`, by the clock
-        self._repairs = 0  # of the mode, that were reported
-
-    def mode_opened(self) -> None:
-        """Start from 0: another mode was opened, with its own count of repairs."""
-        self._repairs = 0
 
     def request(self) -> None:
         """Have the next `run` maintain the mode."""
@@ -73,11 +67,10 @@ class Maintenance:
 
     def _report_repairs(self, programmer: Programmer) -> None:
         """Report repairs to the cluster; the mode has logged the details."""
-        repairs = programmer.audit_repairs
-        if repairs > self._repairs:
+        repairs, last = programmer.repaired.take()
+        if repairs:
             self._events.of_node(
                 "Warning", "Repaired", "RepairDataplane",
                 f"Something changed or removed what mode {self._mode.choice.effective} had programmed; "
-                f"{repairs - self._repairs} things were repaired" + "".join(f"; {each}" for each in taken_damage()),
+                f"{repairs} things were repaired" + "".join(f"; {each}" for each in last),
             )  # fmt: skip
-        self._repairs = repairs

@@ -12,34 +12,44 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.lock import hold
+
+if TYPE_CHECKING:
+    from hybrid_proxy.dataplane.kernel.bpf import Map
 
 log = logging.getLogger(__name__)
 
 SETTLED_NS: Final = 1_000_000_000
 SHOWN: Final = 5  # damaged objects in one line of the log
 
-_LAST: Final = deque[str](maxlen=SHOWN)  # of this process
-
 Pins = Mapping[str, int]  # the inode of each file in a pin directory, by name
 
 
-def log_repairs(damage: Sequence[str]) -> None:
-    """Logs what another program changed, and what is repaired now."""
-    more = f"; and {len(damage) - SHOWN} more" if len(damage) > SHOWN else ""
-    log.warning("repairing %d objects that another program changed: %s%s", len(damage), "; ".join(damage[:SHOWN]), more)
-    _LAST.extend(damage[:SHOWN])
+class RepairLog:
+    """The repairs of one mode; `count` is how many objects were repaired."""
 
+    def __init__(self) -> None:
+        self.count = self._taken = 0
+        self._last = deque[str](maxlen=SHOWN)
 
-def taken_damage() -> list[str]:
-    """Returns the last damage that was logged since the last call, at most `SHOWN` messages."""
-    found = list(_LAST)
-    _LAST.clear()
-    return found
+    def add(self, damage: Sequence[str], repaired: int = 0) -> None:
+        """Logs what another program changed, and counts what is `repaired` by now."""
+        more = f"; and {len(damage) - SHOWN} more" if len(damage) > SHOWN else ""
+        shown = damage[:SHOWN]
+        log.warning("repairing %d objects that another program changed: %s%s", len(damage), "; ".join(shown), more)
+        self._last.extend(shown)
+        self.count += repaired
+
+    def take(self) -> tuple[int, list[str]]:
+        """Returns how many objects were repaired since the last call, and the last damage, at most `SHOWN` messages."""
+        new, self._taken = self.count - self._taken, self.count
+        found = list(self._last)
+        if new:
+            self._last.clear()
+        return new, found
 
 
 class Repairable(Protocol):
@@ -178,16 +188,15 @@ class Repairs:
     Args:
         directory: of all pins of these parts.
         parts: in the order of repair.
+        repaired: where repairs are counted.
 
     Attributes:
-        count: how many objects were repaired.
         unrepaired: a message for each object that could not be repaired; the next `run` tries again.
     """
 
-    def __init__(self, directory: PinDirectory, parts: Sequence[Repairable]) -> None:
-        self.count = 0
+    def __init__(self, directory: PinDirectory, parts: Sequence[Repairable], repaired: RepairLog) -> None:
         self.unrepaired: tuple[str, ...] = ()
-        self._directory, self._parts = directory, parts
+        self._directory, self._parts, self._repaired = directory, parts, repaired
 
     def damage(self) -> Iterator[str]:
         """Yields a message for each damaged object."""
@@ -203,10 +212,10 @@ class Repairs:
             return
         new = [message for message in damage if message not in self.unrepaired]
         if new:
-            log_repairs(new)
+            self._repaired.add(new)
         failures = list(self._repair())
         before, self.unrepaired = self.unrepaired, tuple(self.damage())
-        self.count += max(0, len(damage) - len(self.unrepaired))
+        self._repaired.count += max(0, len(damage) - len(self.unrepaired))
         if self.unrepaired and self.unrepaired != before:
             why = "; ".join(failures) or "they were changed again"
             log.error("%d objects cannot be repaired: %s", len(self.unrepaired), why)

@@ -7,17 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from hybrid_proxy.controller.agent.maintenance import MAINTAIN_SECONDS, Maintenance
+from hybrid_proxy.dataplane.kernel.repairs import RepairLog
 
 
 class Mode:
     """A mode, and the times at which it was maintained."""
 
-    unrepaired, audit_repairs = (), 0
+    unrepaired: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.now = 100.0
         self.maintained: list[float] = []
         self.programmer = self
+        self.repaired = RepairLog()
 
     def maintain(self) -> None:
         self.maintained.append(self.now)

@@ -224,7 +224,7 @@ class Ebpf(Programmer):
             attached.pods, attached.uplinks, attached.drivers, attached.sockets, self.maps, namespace, record,
             attached.node_maps, Contents(self.datapath.damage, self.datapath.repair),
             Contents(self.store.damage, lambda: self.sync(self._start_over())),
-        ))  # fmt: skip
+        ), self.repaired)  # fmt: skip
         self.gc.start()
         if not options.all_or_nothing and (self.maps.adopted or enough_processors()):
             self.datapath.prepare({})  # load while objects are listed: most clusters fit these maps
@@ -407,10 +407,6 @@ class Ebpf(Programmer):
     def unrepaired(self) -> tuple[str, ...]:
         return self.repairs.unrepaired
 
-    @property
-    def audit_repairs(self) -> int:
-        return self.repairs.count
-
     def maintain(self) -> Sequence[Event]:
         if self.attachments.serves:
             self.repairs.run()
@@ -426,7 +422,7 @@ class Ebpf(Programmer):
         self.attachments.maintain()
         if self.state not in (State.DRAINING, State.LEFT):  # the rules of the mode that serves are not in the way
             self.fast_path.maintain()
-        self.repairs.count += self.store.repair_ranges()
+        self.repaired.count += self.store.repair_ranges()
         self.packets.maintain()
         notices = self.failover.evaluate(self.store)
         self.gc.grace.want(self.store.plan.pools.stamp)
@@ -436,7 +432,7 @@ class Ebpf(Programmer):
         return self.reports.names(self.table)
 
     def status(self) -> Status:
-        return self.reports.status(self.name, self.table, self.audit_repairs)
+        return self.reports.status(self.name, self.table, self.repaired.count)
 
     def ejections(self) -> list[Ejection]:
         return self.failover.rows()

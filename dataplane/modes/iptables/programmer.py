@@ -16,7 +16,6 @@ from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
-from hybrid_proxy.dataplane.kernel.repairs import log_repairs
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, find, present
 from hybrid_proxy.dataplane.mode import (
     Mode,
@@ -207,13 +206,13 @@ class Iptables(TranslatingMode):
         return now >= self._audit_at + self.options.sync_seconds
 
     def _repair(self, damage: list[str]) -> None:
-        log_repairs(damage)
+        self.repaired.add(damage)
         self._full, self._damage = True, damage
         self._audit_at = self._clock() + REPAIR_PAUSE
         self._touched.set()  # compare again soon: the repair may fail, or be undone meanwhile
         self.sync(self.table)
         self._damage = []
-        self.audit_repairs += len(damage)
+        self.repaired.count += len(damage)
 
     # Status
 

@@ -16,7 +16,6 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel.ipset import LIMIT, Ipsets
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs as VirtualServers
 from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
-from hybrid_proxy.dataplane.kernel.repairs import log_repairs
 from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
@@ -109,7 +108,7 @@ class Ipvs(NetfilterMode):
             self._quiet(table)
         else:
             self._serve(table)
-        self.audit_repairs, self._owed = self.audit_repairs + self._owed, 0
+        self.repaired.count, self._owed = self.repaired.count + self._owed, 0
 
     def _serve(self, table: ServiceTable) -> None:
         steps = self.needs.replace(table, self.actual)
@@ -233,7 +232,7 @@ class Ipvs(NetfilterMode):
         if self._left and not self.actual.held.keys() | self.actual.addresses <= self._flows.addresses:
             self._hold(self.table.node)
         if damage := self.audit.step():
-            log_repairs(damage)
+            self.repaired.add(damage)
             self._owed += len(damage)
         if self._owed:
             self._repair()

@@ -14,7 +14,6 @@ from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
-from hybrid_proxy.dataplane.kernel.repairs import log_repairs
 from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
@@ -208,8 +207,7 @@ class Nftables(TranslatingMode):
         self._full = False
         self._verified()
         if repaired := [f"table {name} {TABLE}: {describe(done)}" for name, done in written.items() if done]:
-            self.audit_repairs += len(repaired)
-            log_repairs(repaired)
+            self.repaired.add(repaired, len(repaired))
             self._judge(self.table, self.table.services.keys(), repaired=True)
 
     def _skeleton_repair(self) -> list[tuple[Family, list[op.Operation]]]:

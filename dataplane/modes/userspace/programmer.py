@@ -15,7 +15,6 @@ from hybrid_proxy.dataplane.kernel import policy
 from hybrid_proxy.dataplane.kernel.conntrack import delete_translated, open_flows
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
-from hybrid_proxy.dataplane.kernel.repairs import log_repairs
 from hybrid_proxy.dataplane.mode import (
     Mode,
     Options,
@@ -261,11 +260,10 @@ class Userspace(NetfilterMode):
         if due:
             self._audit_at = self._clock() + self.options.sync_seconds
             repaired, more = self._addresses.repair(answer_mark(self.table.node))
-            self.audit_repairs += repaired
+            self.repaired.count += repaired
             self._full |= more
         if wrong:
-            self.audit_repairs += len(wrong)
-            log_repairs(wrong)
+            self.repaired.add(wrong, len(wrong))
         if self._full:  # also when the last attempt failed
             self.sync(self.table)
         elif self._unprogrammed:

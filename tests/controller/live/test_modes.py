@@ -34,7 +34,6 @@ WORKS = """
 
     class Nothing(Programmer):
         name = {name!r}
-        audit_repairs = 0
         def __init__(self, options, wake): {init}
         def sync(self, table): {sync}
         def maintain(self): {maintain}
@@ -64,7 +63,7 @@ MODES = {
                       clean="raise DataplaneError('no')", probe="return 'the feature is missing: load the module'"),
     "later": source("later", sync="raise Unsupported('a rule', 'the kernel lacks it')",
                     close="import sys; print('later is closed', file=sys.stderr)"),
-    "drifts": source("drifts", maintain="self.audit_repairs = 2"),
+    "drifts": source("drifts", maintain="self.repaired.count = 2"),
     "ejects": source("ejects", maintain="return [Event('d/web:p', 'Warning', 'BackendEjected', 'Eject', 'so')]"),
     "nofiles": source("nofiles", maintain="raise OSError(24, 'Too many open files')"),
     "broken": source("broken", maintain="raise DataplaneError('a link cannot be put back')"),

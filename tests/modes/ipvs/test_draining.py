@@ -194,7 +194,7 @@ def test_what_others_change_meanwhile_is_put_right(node: Node, damage) -> None:
     for _ in range(3):
         node.time += 1
         agent.maintain()
-    assert agent.audit_repairs == 0
+    assert agent.repaired.count == 0
     damage(node)
     assert state() != before
     node.time += 1
@@ -202,7 +202,7 @@ def test_what_others_change_meanwhile_is_put_right(node: Node, damage) -> None:
     node.time += 1
     agent.maintain()
     assert state() == before
-    assert agent.audit_repairs
+    assert agent.repaired.count
 
 
 def test_another_address_of_the_node_becomes_the_source(node: Node) -> None:

@@ -133,7 +133,7 @@ def test_row_3_12_health_check_node_ports_come_and_go_and_nothing_else_is_touche
     assert accepted in node.tables.chain(4, "filter", "HPV-INPUT")
     assert accepted in node.tables.chain(6, "filter", "HPV-INPUT")
     assert agent.maintain() in (None, (), [])
-    assert agent.audit_repairs == 0
+    assert agent.repaired.count == 0
     agent.sync(msgspec.structs.replace(first, generation=3, base=2, changed=frozenset()))
     assert accepted not in node.tables.chain(4, "filter", "HPV-INPUT")
     assert not [done for done in node.journal.take() if "BIND" in done]
@@ -170,7 +170,7 @@ def test_what_a_new_table_puts_right_counts_as_a_repair(node: Node) -> None:
     agent.sync(msgspec.structs.replace(table, node=facts))
     assert node.device.bound == {"10.96.0.1"}
     agent.maintain()
-    assert agent.audit_repairs == 1
+    assert agent.repaired.count == 1
 
 
 # What fails

@@ -356,7 +356,7 @@ def test_a_new_agent_finds_everything_and_changes_nothing(place: Place) -> None:
     again.sync(table(*NUMBERS))
     assert place.state() == known
     place.pass_time(again)
-    assert (place.state(), again.audit_repairs) == (known, 0)
+    assert (place.state(), again.repaired.count) == (known, 0)
 
 
 @cases(name for name in PLACES if not name.startswith(("userspace", "ipvs")))  # their ports and marks have a history
@@ -384,11 +384,11 @@ def test_what_others_break_is_repaired_and_counted(place: Place, damage: Act) ->
     whole = place.state()
     damage(place)
     assert place.state() != whole
-    place.maintain(agent, lambda: agent.audit_repairs > 0)
+    place.maintain(agent, lambda: agent.repaired.count > 0)
     assert place.state() == whole
-    found = agent.audit_repairs
+    found = agent.repaired.count
     place.pass_time(agent)
-    assert agent.audit_repairs == found
+    assert agent.repaired.count == found
 
 
 @everywhere
@@ -404,7 +404,7 @@ def test_a_repair_that_is_refused_is_tried_again(place: Place, monkeypatch: pyte
             place.maintain(agent, lambda: False)
     assert place.state() != whole
     place.maintain(agent, lambda: place.state() == whole)
-    assert agent.audit_repairs > 0
+    assert agent.repaired.count > 0
 
 
 @everywhere
@@ -432,7 +432,7 @@ def test_what_others_write_is_no_damage_and_stays(place: Place) -> None:
     programmed = place.state()
     assert programmed != before
     place.pass_time(agent)
-    assert (place.state(), agent.audit_repairs) == (programmed, 0)
+    assert (place.state(), agent.repaired.count) == (programmed, 0)
     if place.half is not None:
         place.close()
         assert place.mode.clean(Options()) > 0

@@ -89,7 +89,7 @@ def test_chains_that_are_unused_are_no_damage_when_others_change_the_tables(fake
     assert "internal-1-ne" in fake.tables[4].chains
     mode.ruleset_changed()
     mode.maintain()
-    assert mode.audit_repairs == 0
+    assert mode.repaired.count == 0
     assert state(fake) == fresh(many(3, 2))
 
 
@@ -158,10 +158,10 @@ def test_without_reports_the_structure_is_compared_in_time(fake: FakeNftables) -
     mode.sync(many(5))
     fake.tables[4].rules["from-internal"].pop()
     mode.maintain()
-    assert mode.audit_repairs == 0, "the generation did not change: nobody wrote anything"
+    assert mode.repaired.count == 0, "the generation did not change: nobody wrote anything"
     fake.number += 1
     mode.maintain()
-    assert mode.audit_repairs == 1
+    assert mode.repaired.count == 1
     assert state(fake) == fresh(many(5))
 
 

@@ -137,7 +137,7 @@ def test_an_interface_that_is_removed_is_no_damage_and_a_renamed_one_keeps_its_p
         agent.links_changed()
         assert (agent.attachments.pods.status().interfaces, at("many7")) == (["many7"], BY_FILTERS)
         agent.maintain()
-        assert agent.audit_repairs == 0
+        assert agent.repaired.count == 0
 
 
 @pytest.mark.usefixtures("many")
@@ -150,7 +150,7 @@ def test_a_foreign_tcx_program_that_comes_later_stays_behind_ours(options: Optio
             agent.maintain()
             assert at("many0") == (["ours", "ours", "foreign"], [])
             assert at("many1") == BY_FILTERS
-            assert (agent.audit_repairs, agent.unrepaired, agent.attachments.pods.status().kind) == (
+            assert (agent.repaired.count, agent.unrepaired, agent.attachments.pods.status().kind) == (
                 1,
                 (),
                 "tcx and clsact",

@@ -167,7 +167,7 @@ ACCIDENTS: dict[str, tuple[Callable[[Place], object], int | None]] = {
 def test_what_is_removed_comes_back(place: Place, accident: str, caplog: pytest.LogCaptureFixture) -> None:
     agent = place.agent
     do, count = ACCIDENTS[accident]
-    before, repairs, pins = place.attached(), agent.audit_repairs, sorted(place.folder.iterdir())
+    before, repairs, pins = place.attached(), agent.repaired.count, sorted(place.folder.iterdir())
     assert min(before) == 1
     assert not [*agent.repairs.damage()]
     do(place)
@@ -176,7 +176,7 @@ def test_what_is_removed_comes_back(place: Place, accident: str, caplog: pytest.
         agent.maintain()
     assert f"repairing {len(pins) if count is None else count} objects that another program changed: " in caplog.text
     assert agent.unrepaired == ()
-    assert agent.audit_repairs == repairs + (len(pins) if count is None else count)
+    assert agent.repaired.count == repairs + (len(pins) if count is None else count)
     assert not [*agent.repairs.damage()]
     assert place.attached() == before
     assert sorted(place.folder.iterdir()) == pins

@@ -58,10 +58,10 @@ def is_intact(programmer: Iptables, clock: Clock) -> bool:
     xtables = Xtables(programmer.xtables.variant)
     xtables.restore(4, "*nat\n:OTHERS - [0:0]\nCOMMIT\n")
     xtables.restore(4, "*nat\n-X OTHERS\nCOMMIT\n")
-    before = programmer.audit_repairs
+    before = programmer.repaired.count
     clock.now += programmer.options.sync_seconds
     programmer.maintain()
-    return programmer.audit_repairs == before
+    return programmer.repaired.count == before
 
 
 def rules(variant: str) -> dict[tuple[int, str], dict[str, list[str]]]:
@@ -169,7 +169,7 @@ def test_what_others_remove_from_legacy_tables_is_seen_at_a_glance() -> None:
             Xtables("legacy").restore(4, f"*nat\n{damage}\nCOMMIT\n")
             programmer.maintain()
             assert rules("legacy") == whole
-            assert programmer.audit_repairs >= number
+            assert programmer.repaired.count >= number
             programmer.maintain()  # a repair is followed by another comparison
 
 
@@ -178,7 +178,7 @@ def test_what_another_process_tries_out_is_no_damage(variant: str) -> None:
         mode.sync(table(1))
         Xtables(variant).restore(4, "*nat\n:HP-PROBE - [0:0]\n-A HP-PROBE -j RETURN\nCOMMIT\n")
         mode.maintain()
-        assert mode.audit_repairs == 0
+        assert mode.repaired.count == 0
     clean(Options())
     assert "HP-" not in Xtables(variant).save(4, "nat")
 
@@ -245,7 +245,7 @@ def test_the_kernel_reports_changes_of_others_at_once_and_our_own_cost_no_compar
         Xtables("nft").restore(6, "*nat\n-F HP-SERVICES\nCOMMIT\n")
         assert reported.wait(60)
         programmer.maintain()
-        assert programmer.audit_repairs == 1
+        assert programmer.repaired.count == 1
 
 
 def test_the_view_names_services_and_backends(variant: str) -> None:

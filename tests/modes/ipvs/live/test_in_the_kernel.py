@@ -196,7 +196,7 @@ def test_while_the_mode_drains_what_is_open_goes_on_and_what_is_new_is_refused(
             assert there.recv(1) == b"?"
             there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
         agent.maintain()
-        assert agent.audit_repairs == 0
+        assert agent.repaired.count == 0
     assert agent.open_flows(served) == {}
     agent.close()
     assert clean(Options()) > 0

@@ -168,7 +168,7 @@ def test_its_rules_are_repaired_as_those_of_a_mode_that_drains(node: Node) -> No
         nft("delete", "table", "ip", programmer.TABLE)
         assert node.woken.wait(60), "maintenance was not requested"
         node.mode.maintain()
-        assert node.mode.audit_repairs == 1
+        assert node.mode.repaired.count == 1
         assert ask_tcp(web).pod == "pod2"
         with node.client(WEB) as client:
             assert is_direct(ask_tcp(client), client)

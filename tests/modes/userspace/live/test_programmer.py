@@ -190,10 +190,10 @@ def test_a_routing_rule_that_others_delete_is_seen_at_a_glance(node: Node) -> No
     for command in (["ip", "rule", "del", "priority", str(policy.PRIORITY)],
                     ["ip", "-6", "rule", "del", "priority", str(policy.PRIORITY)],
                     ["ip", "route", "flush", "table", str(policy.TABLE)]):  # fmt: skip
-        before = node.mode.audit_repairs
+        before = node.mode.repaired.count
         assert node.lab.run("node", command).returncode == 0
         deadline = time.monotonic() + 60
-        while node.mode.audit_repairs == before:
+        while node.mode.repaired.count == before:
             assert time.monotonic() < deadline, f"{command} is not noticed"
             node.mode.maintain()
             time.sleep(0.01)
