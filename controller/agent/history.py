@@ -90,16 +90,8 @@ class History:
             for row in change_of(name, was, new, now, word):
                 self._add(row)
         if len(names) > room:
-            self._add(
-                ChangeRow(
-                    first=now,
-                    last=now,
-                    kind="service",
-                    what=OTHERS,
-                    by=word or "objects of the cluster",
-                    count=len(names) - room,
-                )
-            )
+            by = word or "objects of the cluster"
+            self._add(ChangeRow(first=now, last=now, kind="service", what=OTHERS, by=by, count=len(names) - room))
 
     def serves(self, version: str, mode: str, services: int) -> None:
         """Remember that a mode has programmed its first table; `version` is this agent's, which starts with it."""

@@ -543,22 +543,15 @@ def _rank(endpoint: Endpoint, weight: int | None, me: str) -> tuple[Any, ...]:
 def _by_hints(ready: list[tuple[Endpoint, Backend]], me: str, zone: str) -> tuple[list[tuple[Endpoint, Backend]], str]:
     """Returns the ready endpoints that the hints allow, and why these; all or nothing (KEP-2433, KEP-4444)."""
     ignored = ""
-    node_hinted = sum(1 for e, _ in ready if e.node_hints)
-    if node_hinted == len(ready):
-        chosen = [pair for pair in ready if me and me in pair[0].node_hints]
-        if chosen:
-            return chosen, f"node hints: {me}"
-        ignored = f"no endpoint has a node hint for {me}"
-    elif node_hinted:
-        ignored = f"{len(ready) - node_hinted} of {len(ready)} ready endpoints have no node hint"
-    zone_hinted = sum(1 for e, _ in ready if e.zone_hints)
-    if zone_hinted == len(ready):
-        chosen = [pair for pair in ready if zone and zone in pair[0].zone_hints]
-        if chosen:
-            return chosen, f"zone hints: {zone}"
-        ignored = f"no endpoint has a hint for {zone}" if zone else "this node has no zone label"
-    elif zone_hinted:
-        ignored = f"{len(ready) - zone_hinted} of {len(ready)} ready endpoints have no zone hint"
+    for kind, here, nowhere in (("node", me, "this node has no name"), ("zone", zone, "this node has no zone label")):
+        hints = [e.node_hints if kind == "node" else e.zone_hints for e, _ in ready]
+        hinted = sum(map(bool, hints))
+        if hinted == len(ready):
+            if chosen := [pair for pair, hint in zip(ready, hints, strict=True) if here and here in hint]:
+                return chosen, f"{kind} hints: {here}"
+            ignored = f"no endpoint has a {kind} hint for {here}" if here else nowhere
+        elif hinted:
+            ignored = f"{len(ready) - hinted} of {len(ready)} ready endpoints have no {kind} hint"
     return ready, f"{READY}; topology hints ignored: {ignored}" if ignored else READY
 
 

@@ -119,7 +119,22 @@ def _error_of(body: bytes) -> int:
     return -int(_INT.unpack_from(body)[0]) if len(body) >= _INT.size else 0
 
 
-class Netlink:
+class Closing:
+    """A socket that is closed at the end of a `with` block."""
+
+    _socket: socket.socket
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Netlink(Closing):
     """A socket for requests, of the network namespace that the calling thread is in now. A context manager.
 
     Args:
@@ -156,15 +171,6 @@ class Netlink:
                     raise
             else:
                 return
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._socket.close()
 
     def send(self, requests: Sequence[Message]) -> list[tuple[int, int]]:
         """Send all requests, which the kernel handles in their order, whether or not others fail.
@@ -273,7 +279,7 @@ class Netlink:
                     return
 
 
-class Events:
+class Events(Closing):
     """The kernel's reports to multicast groups of the calling thread's network namespace. A context manager.
 
     pyroute2's `IPRoute().bind()` decodes each report, which takes 70 us where reading one takes 2; watchers here only
@@ -300,15 +306,6 @@ class Events:
         self._socket.setblocking(False)
         self._poll = select.poll()  # select(2) takes no descriptor beyond 1023
         self._poll.register(self._socket, select.POLLIN)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._socket.close()
 
     def read(self) -> bytes | None:
         """Returns the next datagram, empty when none waits; None: there were too many, and some are lost."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import struct
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from hybrid_proxy.dataplane.kernel import netlink
-from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_DUMP, Netlink, NetlinkFailed
+from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, NLM_F_DUMP, Closing, Netlink, NetlinkFailed
 from hybrid_proxy.dataplane.kernel.nfmonitor import OWN_PORTS
 
 SUBSYSTEM: Final = 10 << 8
@@ -70,18 +70,12 @@ def generation(wire: Netlink) -> int:
     return int.from_bytes(attributes(answer[NFGEN.size :]).get(NFTA_GEN_ID, b""), "big")
 
 
-class Nfnetlink:
+class Nfnetlink(Closing):
     """A socket of the calling thread's network namespace, whose transactions a monitor takes for our own."""
 
     def __init__(self) -> None:
         self._wire = Netlink(NETFILTER)
         OWN_PORTS.add(self._wire.port)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         OWN_PORTS.discard(self._wire.port)

@@ -7,15 +7,13 @@ Documentation/networking/tproxy.rst).
 from __future__ import annotations
 
 import errno
-import socket
 from typing import Any, Final
 
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel.netlink import ROUTE, Events
+from hybrid_proxy.dataplane.kernel.netlink import AF, ROUTE, Events
 
 TABLE: Final = 0x4850
 PRIORITY: Final = 77  # after the table `local`, before what CNIs add
-_FAMILIES: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 _RTN_LOCAL: Final = 2
 _GROUPS: Final = 0x40 | 0x400 | 0x80 | 0x40000  # linux/rtnetlink.h: IPv4 and IPv6 routes, IPv4 and IPv6 rules
 _EVERYTHING: Final = {4: "0.0.0.0/0", 6: "::/0"}
@@ -37,7 +35,7 @@ def deliver_marked(family: int, mark: int) -> bool:
             if not _routes(link, family):
                 link.route(
                     "replace", dst=_EVERYTHING[family], oif=loopback, table=TABLE, type="local", scope="host",
-                    family=_FAMILIES[family],
+                    family=AF[family],
                 )  # fmt: skip
                 changed = True
             rules = _rules(link, family)
@@ -47,7 +45,7 @@ def deliver_marked(family: int, mark: int) -> bool:
                     _delete(link, family, rule)
                     changed = True
             if not wanted:
-                link.rule("add", priority=PRIORITY, fwmark=mark, fwmask=mark, table=TABLE, family=_FAMILIES[family])
+                link.rule("add", priority=PRIORITY, fwmark=mark, fwmask=mark, table=TABLE, family=AF[family])
                 changed = True
     except (NetlinkError, OSError, IndexError) as error:
         raise DataplaneError(f"the routing rule for marked IPv{family} packets cannot be set: {error}") from error
@@ -65,7 +63,7 @@ def remove(family: int) -> int:
                 _delete(link, family, rule)
                 removed += 1
             if _routes(link, family):
-                link.flush_routes(table=TABLE, family=_FAMILIES[family])
+                link.flush_routes(table=TABLE, family=AF[family])
                 removed += 1
     except NetlinkError as error:
         if error.code not in {errno.ENOENT, errno.EAFNOSUPPORT, errno.EOPNOTSUPP}:
@@ -76,7 +74,7 @@ def remove(family: int) -> int:
 def _rules(link: Any, family: int) -> list[Any]:
     return [
         rule
-        for rule in link.get_rules(family=_FAMILIES[family])
+        for rule in link.get_rules(family=AF[family])
         if rule.get_attr("FRA_TABLE") == TABLE and rule.get_attr("FRA_PRIORITY") == PRIORITY
     ]
 
@@ -87,8 +85,8 @@ def _mark(rule: Any) -> tuple[int | None, int | None]:
 
 def _delete(link: Any, family: int, rule: Any) -> None:
     mark, mask = _mark(rule)
-    link.rule("del", priority=PRIORITY, fwmark=mark, fwmask=mask, table=TABLE, family=_FAMILIES[family])
+    link.rule("del", priority=PRIORITY, fwmark=mark, fwmask=mask, table=TABLE, family=AF[family])
 
 
 def _routes(link: Any, family: int) -> list[Any]:
-    return [route for route in link.get_routes(family=_FAMILIES[family], table=TABLE) if route["type"] == _RTN_LOCAL]
+    return [route for route in link.get_routes(family=AF[family], table=TABLE) if route["type"] == _RTN_LOCAL]

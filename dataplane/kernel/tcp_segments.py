@@ -12,9 +12,10 @@ import struct
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from hybrid_proxy.dataplane.kernel.netlink import AF
+
 RESET, SYN_ACK = 0x04, 0x12
 _TCP4: Final = struct.Struct("!HHIIBBHHH")
-_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 
 
 class Segment(NamedTuple):
@@ -63,9 +64,9 @@ def send(segments: Iterable[Segment]) -> int:
         for segment in segments:
             sender = senders.get(segment.family)
             if sender is None:
-                sender = stack.enter_context(socket.socket(_AF[segment.family], socket.SOCK_RAW, socket.IPPROTO_RAW))
+                sender = stack.enter_context(socket.socket(AF[segment.family], socket.SOCK_RAW, socket.IPPROTO_RAW))
                 senders[segment.family] = sender
             with contextlib.suppress(OSError):
-                sender.sendto(packed(segment), (socket.inet_ntop(_AF[segment.family], segment.target), 0))
+                sender.sendto(packed(segment), (socket.inet_ntop(AF[segment.family], segment.target), 0))
                 sent += 1
     return sent

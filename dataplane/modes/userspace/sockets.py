@@ -50,20 +50,27 @@ def listening(family: int, protocol: int, address: str) -> socket.socket:
     Raises:
         OSError: no port or no descriptor is left, or this kernel lacks the protocol.
     """
-    datagrams = protocol == socket.IPPROTO_UDP
-    kind = socket.SOCK_DGRAM if datagrams else socket.SOCK_STREAM
-    made = socket.socket(family_of(family), kind | socket.SOCK_NONBLOCK, protocol)
-    try:
+    with _made(family, protocol) as made:
         if family == 6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind((address, 0))
-        if not datagrams:
-            _tune(made, protocol)  # accepted sockets inherit these options
+        if protocol != socket.IPPROTO_UDP:
             made.listen(BACKLOG)
+    return made
+
+
+@contextlib.contextmanager
+def _made(family: int, protocol: int) -> Iterator[socket.socket]:
+    """Opens a socket, which is closed if the block fails. Accepted sockets inherit its options."""
+    kind = socket.SOCK_DGRAM if protocol == socket.IPPROTO_UDP else socket.SOCK_STREAM
+    made = socket.socket(family_of(family), kind | socket.SOCK_NONBLOCK, protocol)
+    try:
+        if kind == socket.SOCK_STREAM:
+            _tune(made, protocol)
+        yield made
     except OSError:
         made.close()
         raise
-    return made
 
 
 def _tune(made: socket.socket, protocol: int) -> None:
@@ -83,19 +90,11 @@ def toward(family: int, protocol: int, client: str | None) -> socket.socket:
     Raises:
         OSError: no descriptor or port is left.
     """
-    datagrams = protocol == socket.IPPROTO_UDP
-    kind = socket.SOCK_DGRAM if datagrams else socket.SOCK_STREAM
-    made = socket.socket(family_of(family), kind | socket.SOCK_NONBLOCK, protocol)
-    try:
-        if not datagrams:
-            _tune(made, protocol)
+    with _made(family, protocol) as made:
         with contextlib.suppress(PermissionError):  # without CAP_NET_ADMIN there are no rules either
             made.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, KEEPING if client else PLAIN)
         if client:
-            _bind_as(made, family, client, datagrams=datagrams)
-    except OSError:
-        made.close()
-        raise
+            _bind_as(made, family, client, datagrams=protocol == socket.IPPROTO_UDP)
     return made
 
 

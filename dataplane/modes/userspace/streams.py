@@ -64,14 +64,9 @@ class Way:
         if not data:
             self._end()
             return
-        try:
-            sent = self.sink.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self.flow.reset()
+        sent = self._send(data)
+        if sent is None:
             return
-        self.count += sent
         if sent < len(data):
             self.pending = data[sent:]
             self._wait()
@@ -88,15 +83,7 @@ class Way:
             if not self._splice_out():
                 return
         elif self.pending:
-            try:
-                sent = self.sink.send(self.pending)
-            except BlockingIOError:
-                return
-            except OSError:
-                self.flow.reset()
-                return
-            self.count += sent
-            self.pending = self.pending[sent:]
+            self.pending = self.pending[self._send(self.pending) or 0 :]
             if self.pending:
                 return
             self.full += 1  # a slow reader, too, is a sign of a bulk transfer
@@ -105,6 +92,18 @@ class Way:
         loop = self.flow.state.loop
         loop.remove_writer(self.sink)
         loop.add_reader(self.source, self.readable)
+
+    def _send(self, data: bytes) -> int | None:
+        """Writes to the sink, and returns how much it took; None: it is broken, and the flow is reset."""
+        try:
+            sent = self.sink.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.flow.reset()
+            return None
+        self.count += sent
+        return sent
 
     def _wait(self) -> None:
         loop = self.flow.state.loop

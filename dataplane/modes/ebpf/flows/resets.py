@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import tcp_segments
 from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.diag import end_connections
+from hybrid_proxy.dataplane.kernel.netlink import AF
 from hybrid_proxy.dataplane.kernel.tcp_segments import Segment
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, is_over, swap16
@@ -32,7 +33,6 @@ from hybrid_proxy.dataplane.table import Protocol
 log = logging.getLogger(__name__)
 
 ROUNDS, PAUSE = 3, 0.02  # resets of one client, seconds between two
-_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 
 Read = Callable[[str, int], tuple[NDArray[Any], NDArray[Any]]]  # name of a table of flows, family -> keys, values
 Forget = Callable[[int, NDArray[Any]], None]  # family, keys
@@ -54,7 +54,7 @@ class Endpoint(NamedTuple):
     @property
     def words(self) -> NDArray[np.uint32]:
         """The address as the maps have it."""
-        packed = socket.inet_pton(_AF[self.family], self.address)
+        packed = socket.inet_pton(AF[self.family], self.address)
         return np.frombuffer(packed.ljust(16, b"\0"), np.uint32)
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 from hybrid_proxy.dataplane.kernel._publish import ffi, lib
 from numpy.typing import NDArray
 
+from hybrid_proxy.dataplane.kernel.netlink import AF
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import BACKEND_SETS
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, Members, Ring
@@ -24,7 +25,6 @@ from hybrid_proxy.dataplane.table import Protocol
 VECTORIZE_FROM: Final = 65
 _U64 = np.uint64
 _ADDRESS = struct.Struct("=4I")
-_AF: Final = {4: socket.AF_INET, 6: socket.AF_INET6}
 
 
 class RowWriter:
@@ -71,7 +71,7 @@ class RowWriter:
             family, protocol = kind & 0xFF, kind >> 8
             for number, backend, flag in zip(ids, backends, flags, strict=True):
                 at, port_number = number * step, socket.htons(backend.port)
-                packed = _ADDRESS.unpack(socket.inet_pton(_AF[family], backend.address).ljust(16, b"\0"))
+                packed = _ADDRESS.unpack(socket.inet_pton(AF[family], backend.address).ljust(16, b"\0"))
                 words[at], words[at + 1], words[at + 2], words[at + 3] = packed
                 halves[2 * at + port] = port_number
                 words[at + self._service] = service
