@@ -53,7 +53,8 @@ class History:
     """The changes of one agent. `record` is for any thread, the rest for the loop's."""
 
     def __init__(self, path: Path) -> None:
-        self.word = ""  # what else than objects of Services the next table's changes may come from
+        self.word = ""  # what else than objects of Services the next table's changes come from
+        self._zone = ""  # of this node
         self._path = path
         self._table = EMPTY  # that was programmed last
         self._rows: dict[tuple[str, ...], ChangeRow] = {}
@@ -75,12 +76,15 @@ class History:
             by = "another program" if reason == "Repaired" else "hybrid-proxy"
             self.record(KINDS.get(reason, "service" if service else "node"), note, by, service)
 
-    def programmed(self, table: ServiceTable) -> None:
+    def programmed(self, table: ServiceTable, zone: str = "") -> None:
         """Remember what distinguishes a table from the one before; of this agent's first one, nothing."""
         before, self._table, word, self.word = self._table, table, self.word, ""
+        moved, self._zone = zone != self._zone, zone
         if before is table or before is EMPTY:
             return
         now = time.time()
+        if moved:
+            word = f"zone {zone or 'none'} of this node"
         if table.node != before.node and (what := change_of_node(before.node, table.node)):
             self.record("node", what, word or "its addresses and routes")
         names = changed_services(before, table)

@@ -306,7 +306,8 @@ class Agent:
         self.mode.programmed()
         if first:
             self._first_sync_done(at_start=at_start)
-        self.history.programmed(self.syncer.builder.table)
+        node = self.syncer.cluster.node
+        self.history.programmed(self.syncer.builder.table, node.zone if node else "")
         self._report_unprogrammed()
         self._announcements.external_ips(self.syncer.builder.external_ips)
         self._announcements.left_out(self.syncer.cluster.complaints.values())

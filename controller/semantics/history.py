@@ -111,19 +111,18 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
 
 def change_of(name: str, before: tuple[Entry, ...], after: tuple[Entry, ...], at: float, by: str) -> list[ChangeRow]:
     """Returns the rows about a Service between two tables. `by` is a cause that its own objects are not."""
-    origin = f", {by}" if by else ""
     what = ""
     if not (before and after):
         what = "came" if after else "is not served now"
     elif [_own(entry) for entry in before] != [_own(entry) for entry in after]:
         what = differences(_facts(before), _facts(after))
-    rows = [ChangeRow(first=at, last=at, kind="service", service=name, what=what, by=f"Service{origin}")] * bool(what)
+    rows = [ChangeRow(first=at, last=at, kind="service", service=name, what=what, by=by or "Service")] * bool(what)
     was, now = _endpoints(before), _endpoints(after)
     if was != now or not rows:
         ready, gone = (dict.fromkeys(sorted(those)[:NAMED], 1) for those in (now - was, was - now))
         row = ChangeRow(
             first=at, last=at, kind="endpoints", service=name, what="" if was != now else "their ports or conditions",
-            by=f"EndpointSlice{origin}", count=max(1, len(now - was), len(was - now)), ready=ready, gone=gone,
+            by=by or "EndpointSlice", count=max(1, len(now - was), len(was - now)), ready=ready, gone=gone,
         )  # fmt: skip
         rows.append(row)
     return rows

@@ -125,6 +125,15 @@ def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> No
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_what_a_zone_of_the_node_changes_is_not_said_to_come_from_slices(tmp_path: Path) -> None:
+    history, made = History(tmp_path / "changes"), Shards[tuple[Entry, ...]]()
+    for number, (zone, ends) in enumerate((("a", (A,)), ("b", (B,)), ("b", (A,)))):
+        made = made.replaced({NAME: entries(*ends)})
+        history.programmed(table(number + 1, made, frozenset({NAME})), zone)
+        history.flush()
+    assert [row.by for row in read_changes(tmp_path / "changes")] == ["zone b of this node", "EndpointSlice"]
+
+
 def test_a_mode_that_is_opened_anew_changes_no_service(tmp_path: Path) -> None:
     history = History(tmp_path / "changes")
     for _ in range(2):  # the second has other objects, with numbers from the beginning

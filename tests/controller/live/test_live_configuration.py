@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,6 +234,24 @@ def test_log_level_and_what_waits_and_what_is_refused(start: Callable[[str], Age
     assert status.ready_seconds == opened
     shown = agent.command("status", "--admin-socket", str(agent.socket)).stdout
     assert f"configured by {file.path}" in shown
+
+
+def test_who_watches_changes_sees_reloads_and_what_is_refused(start: Callable[[str], Agent], file: File, lab: Lab):
+    agent = start("nftables")
+    argv = [*agent.argv[:3], "changes", "--watch", "-o", "json", "--admin-socket", str(agent.socket)]
+    watcher = lab.start("node", argv, output=subprocess.PIPE)
+    try:
+        assert watcher.stdout is not None
+        rows = map(json.loads, watcher.stdout)  # which ends with the lab at the latest
+        assert next(row for row in rows if row["kind"] == "agent")
+        for verbosity, words in ((5, "applied: KubeProxyConfiguration.logging.verbosity"), (-1, "refused: ")):
+            file.theirs["logging"] = {"verbosity": verbosity}
+            file.write()
+            row = next(row for row in rows if row["kind"] == "configuration")
+            assert (row["what"].startswith(words), row["by"]) == (True, str(file.path)), row
+    finally:
+        watcher.terminate()
+        watcher.wait()
 
 
 def page(lab: Lab, place: str) -> str:
