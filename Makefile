@@ -89,7 +89,7 @@ compare-vm: vm ## the same, with mode ipvs too, in a virtual machine; under an h
 		--services 100 --changes 3 --state $(CURDIR)/build/compare-vm/state $(ARGS)
 	$(Q)$(VENV)/bin/hybrid-proxy compare --from build/compare-vm/state --report build/compare-vm/report.html
 
-setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab $(STAMPS)/trace ## install what is missing: packages, the virtual environment, BPF objects
+setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab $(STAMPS)/trace ## install what is missing, in about three minutes: packages, the virtual environment, BPF objects
 
 vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
@@ -168,7 +168,7 @@ build/%: %.c
 define packages
 	@missing=$$(for p in $(1); do dpkg -s $$p >/dev/null 2>&1 || printf '%s ' $$p; done); \
 	if [ -n "$$missing" ]; then \
-		$(call step,apt      $$missing,apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $$missing); \
+		$(call step,apt      $$missing (about a minute),apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $$missing); \
 	fi
 endef
 
@@ -218,5 +218,5 @@ $(STAMPS)/agent: pyproject.toml setup.py $(wildcard dataplane/kernel/*_build.py)
 	@touch $@
 
 $(STAMPS)/venv: $(STAMPS)/agent
-	@$(call step,pip      the development tools,$(PYTHON) -m pip install --upgrade 'pip>=25.1' && $(PYTHON) -m pip install --group dev --editable '.[workshop]')
+	@$(call step,pip      the development tools (about a minute),$(PYTHON) -m pip install --upgrade 'pip>=25.1' && $(PYTHON) -m pip install --group dev --editable '.[workshop]')
 	@touch $@

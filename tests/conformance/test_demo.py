@@ -154,7 +154,7 @@ def test_taking_down_what_is_not_there_says_so() -> None:
     assert "Traceback" not in down.stderr
 
 
-@pytest.mark.parametrize("arguments", [("up", "--pods", "1"), ("demo", "--pods", "999")])
+@pytest.mark.parametrize("arguments", [("up", "--pods", "2"), ("demo", "--pods", "999")])
 def test_impossible_labs_are_refused_with_a_message(arguments: tuple[str, ...]) -> None:
     result = lab(*arguments)
     assert result.returncode != 0

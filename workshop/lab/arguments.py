@@ -9,6 +9,8 @@ from hybrid_proxy.controller.commands.command import Command, add_output, add_ta
 
 __all__ = ["LAB"]
 
+FEWEST_PODS: Final = 3  # which the examples need
+
 _LAB: Final = """
 A lab is a node, its pods and a client, as network namespaces with a cgroup of their own. The command changes nothing
 outside of these. It needs root.
@@ -42,9 +44,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
             "--name", default="lab", metavar="NAME", help="several labs can be up at once (default: lab)"
         )
         if name in ("up", "demo"):
-            action.add_argument(
-                "--pods", type=number_from(1), default=3, metavar="N", help="number of serving pods (default: 3)"
-            )
+            fewest = f"number of serving pods (default and fewest: {FEWEST_PODS})"
+            action.add_argument("--pods", type=number_from(FEWEST_PODS), default=FEWEST_PODS, metavar="N", help=fewest)
             add_output(action)
         if name in ("exec", "shell"):
             action.add_argument("place", metavar="NODE", help="node, client, or a pod such as pod1")

@@ -24,7 +24,6 @@ from hybrid_proxy.workshop.libraries import needed
 
 __all__ = ["LabRow", "address_of", "main"]
 
-FEWEST_PODS: Final = 3
 DEFAULT_NAME: Final = "lab"
 METRICS: Final = "127.0.0.1:10249"  # kube-proxy's, inside the node
 
@@ -48,8 +47,6 @@ def main(args: argparse.Namespace) -> int:
         remove(Lab.standing(args.name))
         print(f"Lab {args.name} is removed.", file=sys.stderr)
         return 0
-    if args.pods < FEWEST_PODS:
-        raise LabError(f"--pods {args.pods}: the examples need {FEWEST_PODS} pods at least")
     with contextlib.suppress(LabError):
         Lab.standing(args.name)
         raise ControllerError(
