@@ -184,7 +184,7 @@ class FlowRow(msgspec.Struct, kw_only=True):
         frontend: The address and port that the client sent to.
         backend: The address and port of the backend; null while none is chosen.
         source: The client as the backend sees it.
-        state: `opening`, `established` or `closed`; from the relay `connecting`, `established` or `unanswered`.
+        state: `opening`, `established`, `half-closed` or `closed`; from the relay also `connecting` or `unanswered`.
         hairpin: Whether the backend is its own client.
         direct: Whether the backend's node answers the client directly (DSR).
         fast_path: Whether its packets bypass the host's network stack.

@@ -60,11 +60,13 @@ IPS_SEEN_REPLY, IPS_ASSURED, IPS_SRC_NAT, IPS_DST_NAT, IPS_OFFLOAD = 1 << 1, 1 <
 NOT_ASSURED, MASQUERADED = (0, IPS_ASSURED), (IPS_SRC_NAT, IPS_SRC_NAT)  # value and mask of a status: `dump`
 NOT_ANSWERED: Final = (0, IPS_SEEN_REPLY)
 BY_CONNTRACK = IPS_DST_NAT, IPS_DST_NAT  # flows of a service that IPVS translates do not have it
-# TCP: 1 SYN_SENT, 2 SYN_RECV, 9 SYN_SENT2; 6 LAST_ACK, 7 TIME_WAIT, 8 CLOSE. SCTP: up to 4 COOKIE_ECHOED, 5 and on
+# TCP: 1 SYN_SENT, 2 SYN_RECV, 9 SYN_SENT2; 4 FIN_WAIT, 5 CLOSE_WAIT, 6 LAST_ACK, 7 TIME_WAIT, 8 CLOSE.
+# SCTP: up to 4 COOKIE_ECHOED, 5 and on
 OPENING: Final = {socket.IPPROTO_TCP: frozenset({0, 1, 2, 9}), socket.IPPROTO_SCTP: frozenset({0, 1, 2, 3})}
 ENDED: Final = frozenset({7, 8})
 CLOSING: Final = ENDED | {6}
 CLOSED: Final = {socket.IPPROTO_TCP: CLOSING, socket.IPPROTO_SCTP: frozenset({7})}
+HALF_CLOSED: Final = {socket.IPPROTO_TCP: frozenset({4, 5}), socket.IPPROTO_SCTP: frozenset[int]()}
 TCP_ESTABLISHED: Final = 3
 TIMEOUTS: Final = ("tcp_timeout_established", "tcp_timeout_unacknowledged", "udp_timeout_stream", "udp_timeout")
 
@@ -427,7 +429,9 @@ def _state(entry: Entry) -> str:
     state = stage_of(entry.protocol, known)
     if state in OPENING[entry.protocol]:
         return "opening"
-    return "closed" if state in CLOSED[entry.protocol] else "established"
+    if state in CLOSED[entry.protocol]:
+        return "closed"
+    return "half-closed" if state in HALF_CLOSED[entry.protocol] else "established"
 
 
 def _status(entry: Entry) -> int:

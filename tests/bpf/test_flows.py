@@ -297,7 +297,7 @@ def test_idle_limits(flags: list[str], protocol: Protocol, seconds: int) -> None
     pytest.param([],                                                          "opening",     id="opening"),
     pytest.param(["FLOW_REPLIED"],                                            "opening",     id="answered"),
     pytest.param(["FLOW_ESTABLISHED"],                                        "established", id="established"),
-    pytest.param(["FLOW_ESTABLISHED", "FLOW_FIN", "FLOW_FIN_ACKED"],          "established", id="half-closed"),
+    pytest.param(["FLOW_ESTABLISHED", "FLOW_FIN", "FLOW_FIN_ACKED"],          "half-closed", id="half-closed"),
     pytest.param(["FLOW_ESTABLISHED", "FLOW_FIN_ACKED", "FLOW_PEER_FIN"],     "closed",      id="both-fins"),
     pytest.param(["FLOW_ESTABLISHED", "FLOW_RESET"],                          "closed",      id="reset"),
 ])  # fmt: skip

@@ -271,8 +271,10 @@ class TestFlows:
             client = stack.enter_context(socket.create_connection((VIP[V4], PORT), timeout=20))
             answered = stack.enter_context(server.accept()[0])
             assert [row.state for row in conntrack.flows(self.SERVICES, 9)[0]] == ["established"]
-            client.close()
+            client.shutdown(socket.SHUT_WR)
             assert answered.recv(1) == b""
+            assert [row.state for row in conntrack.flows(self.SERVICES, 9)[0]] == ["half-closed"]
+            client.close()
             answered.close()
             assert [row.state for row in conntrack.flows(self.SERVICES, 9)[0]] == ["closed"]
 

@@ -347,7 +347,9 @@ class Flow:
 
     def describe(self) -> Conversation:
         """Returns the connection as a row of a listing."""
-        return self.port.flow_row(self.client_address, self.backend, "established" if self.forth else "connecting")
+        ways = [way for way in (self.forth, self.back) if way]
+        state = "half-closed" if any(way.ended for way in ways) else "established" if ways else "connecting"
+        return self.port.flow_row(self.client_address, self.backend, state)
 
 
 class Flows:

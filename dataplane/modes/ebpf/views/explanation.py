@@ -81,7 +81,7 @@ class _Notes:
 
     def flow(self, flags: int, age: int) -> None:
         constants = layout.abi_constants()
-        states = {"ESTABLISHED": "established", "RESET": "reset", "FIN": "closing", "MASQUERADE": "masqueraded",
+        states = {"ESTABLISHED": "established", "RESET": "reset", "FIN": "half-closed", "MASQUERADE": "masqueraded",
                   "HAIRPIN": "hairpin", "COLLISION": "in collision"}  # fmt: skip
         shown = [text for flag, text in states.items() if flags & constants[f"FLOW_{flag}"]]
         self.masquerade = bool(flags & (constants["FLOW_MASQUERADE"] | constants["FLOW_HAIRPIN"]))
@@ -133,7 +133,8 @@ class _Notes:
         self.step("client", f"The source {self.question.src} is {CLIENTS[kind]}.")
 
     def sources(self, allowed: int, _b: int) -> None:
-        self.step("sources", f"The source {'is' if allowed else 'is not'} in loadBalancerSourceRanges.")
+        if allowed:  # otherwise the packet is dropped, and the reason says so
+            self.step("sources", "The source is in loadBalancerSourceRanges.")
 
     def route(self, number: int, masquerade: int) -> None:
         self.masquerade = bool(masquerade) and self.place != "node"  # a socket has the node's address anyway

@@ -277,9 +277,12 @@ def _clock(maps: Maps) -> int:
 
 def flow_state(flags: int) -> str:
     """Returns the name of a flow's state. A flow that only one end has closed may still carry data."""
+    names = layout.abi_constants()
     if layout.is_over(np.array([flags])).any():
         return "closed"
-    return "established" if flags & layout.abi_constants()["FLOW_ESTABLISHED"] else "opening"
+    if flags & (names["FLOW_FIN"] | names["FLOW_PEER_FIN"]):
+        return "half-closed"
+    return "established" if flags & names["FLOW_ESTABLISHED"] else "opening"
 
 
 def _flow(key: Any, value: Any, family: int, names: Names) -> FlowRow:
@@ -301,5 +304,5 @@ def _flow(key: Any, value: Any, family: int, names: Names) -> FlowRow:
         state=state,
         hairpin=bool(flags & constants["FLOW_HAIRPIN"]),
         direct=bool(flags & constants["FLOW_DIRECT"]),
-        fast_path=bool(value["ifindex"]) and state == "established",
+        fast_path=bool(value["ifindex"]) and state in ("established", "half-closed"),
     )
