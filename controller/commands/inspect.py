@@ -162,15 +162,13 @@ def _show_modes(args: argparse.Namespace) -> int:
 def _show_status(args: argparse.Namespace) -> int:
     """The status; the exit code is 1 where no agent answers, and with --exit-code where the node is not in sync."""
     from hybrid_proxy.controller.commands import status as text
-    from hybrid_proxy.controller.commands.views import agent_at, last_changes
+    from hybrid_proxy.controller.commands.views import agent_at
 
     status = agent_at(args.admin_socket, args.pin_root).known()
     if isinstance(status, AgentStatus):
         with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
             status = _with_quiet_flows(args, status) if status.draining else status
             status = _with_former(args, status) if status.starting else status
-        repairs = [row for row in last_changes(args.admin_socket, time.time()) if row.kind == "repair"]
-        status = msgspec.structs.replace(status, repairs=repairs)
     if args.output in ("json", "yaml"):
         print_value(args.output, status)
     elif isinstance(status, AgentStatus):

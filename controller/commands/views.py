@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from typing import Final, NamedTuple, TypeVar
 
+import msgspec
+
 from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, asked_for, checked
 from hybrid_proxy.controller.errors import ControllerError
@@ -182,11 +184,13 @@ class Agent(NamedTuple):
 
 
 def agent_at(admin_socket: str, pin_root: str | None) -> Agent:
-    """Ask the agent for its status; never raises."""
+    """Ask the agent for its status, to which the repairs of the last hour are added; never raises."""
     try:
-        return Agent(admin_socket, pin_root, ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status, None)
+        status = ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status
     except ControllerError as error:
         return Agent(admin_socket, pin_root, None, error)
+    repairs = [row for row in last_changes(admin_socket, time.time()) if row.kind == "repair"]
+    return Agent(admin_socket, pin_root, msgspec.structs.replace(status, repairs=repairs), None)
 
 
 def note_lacks(rows: Iterable[ServiceRow], lacks: Iterable[Lack]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -48,14 +49,7 @@ class Clinic:
         `twin` is a protocol, by which the first port is served, too; `named` is another name of the slice's port.
         """
         listed = [*(("TCP", 80 + number) for number in range(ports)), *([(twin, 80)] if twin else [])]
-        made = service(name, ADDRESSES[name], listed)
-        made["spec"] |= {"type": "ClusterIP", **spec}
-        for number, port in enumerate(made["spec"]["ports"]):
-            port["name"] = "http" if len(listed) == 1 else f"http-{number}"
-            if made["spec"]["type"] != "ClusterIP":
-                port["nodePort"] = NODE_PORT
-        if made["spec"]["type"] == "LoadBalancer":
-            made["status"] = {"loadBalancer": {"ingress": [{"ip": BALANCER, "ipMode": "VIP"}]}}
+        made = self.made(name, listed, **spec)
         places = [self.lab[pod] for pod in pods]
         ends = endpoint_slice(name, [place.address4 for place in places], [("TCP", target)], NODE_NAMES["node"])
         ends["ports"] = [
@@ -70,6 +64,19 @@ class Clinic:
         return self.settled(
             name, serving, target, len(listed), () if ready else pods, guarded="loadBalancerSourceRanges" in spec
         )
+
+    @staticmethod
+    def made(name: str, listed: Sequence[tuple[str, int]], **spec: Any) -> dict[str, Any]:
+        """A Service with these ports and this spec."""
+        made = service(name, ADDRESSES[name], listed)
+        made["spec"] |= {"type": "ClusterIP", **spec}
+        for number, port in enumerate(made["spec"]["ports"]):
+            port["name"] = "http" if len(listed) == 1 else f"http-{number}"
+            if made["spec"]["type"] != "ClusterIP":
+                port["nodePort"] = NODE_PORT
+        if made["spec"]["type"] == "LoadBalancer":
+            made["status"] = {"loadBalancer": {"ingress": [{"ip": BALANCER, "ipMode": "VIP"}]}}
+        return made
 
     def settled(
         self, name: str, pods: Sequence[str], target: int, count: int, unready: Sequence[str], *, guarded: bool
@@ -120,17 +127,21 @@ class Clinic:
             self.run(place, "nft", "delete", "table", family, name)
 
     @contextmanager
-    def hanging(self, *pods: str) -> Iterator[None]:
-        """Processes that take connections there and never read one: the kernel accepts for them."""
+    def hanging(self, *pods: str, begin: bytes = b"") -> Iterator[None]:
+        """Processes that take connections there and never read one, but may `begin` an answer."""
         sockets = [self.lab.socket(pod) for pod in pods]
         try:
             for pod, made in zip(pods, sockets, strict=True):
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 made.bind((self.lab[pod].address4, HANGS))
                 made.listen(64)
+                if begin:
+                    threading.Thread(target=_begin, args=(made, begin), daemon=True).start()
             yield
         finally:
             for made in sockets:
+                with suppress(OSError):
+                    made.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
                 made.close()
 
     @contextmanager
@@ -145,6 +156,15 @@ class Clinic:
         finally:
             with self.lab.inside("node"):
                 path.write_text(before)
+
+
+def _begin(listener: socket.socket, answer: bytes) -> None:
+    """Begin an answer on each connection, until the listener is closed."""
+    open_ones = []
+    with suppress(OSError):
+        while True:
+            open_ones.append(listener.accept()[0])
+            open_ones[-1].send(answer)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
-from hybrid_proxy.workshop.lab.objects import service
+from hybrid_proxy.workshop.lab.traffic import ask_udp
 from tests import namespaces
 from tests.waiting import bound, until
 
@@ -43,6 +43,7 @@ CLOSED = f"{FORWARD} policy drop ; ct state established accept ; }} ; }}"
 DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp dport 8080 drop ; } ; }"
 NO_ANSWERS = DEAF.replace("dport", "sport")
 FIRST, MANY = "shop/a", "shop/many"
+SHARED, DNS = ADDRESSES[FIRST], 5353
 Provoke = Callable[[Clinic], AbstractContextManager[object]]
 
 
@@ -134,28 +135,85 @@ def no_address_for_node_ports(clinic: Clinic) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def one_address_for_two(clinic: Clinic) -> Iterator[None]:
-    """Neither is older, so the first by its name keeps it."""
-    clinic.put("pod1", name=FIRST, externalIPs=["203.0.113.60"])
-    clinic.put(*PODS, externalIPs=["203.0.113.60"])
-    try:
-        clinic.agent.wait(lambda status: status.conflicts)
-        yield
-    finally:
-        clinic.remove(FIRST)
+def one_for_two(**spec: object) -> Provoke:
+    """Neither Service is older, so the first by its name keeps what both claim."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        clinic.put("pod1", name=FIRST, **spec)
+        clinic.api.put(clinic.made(NAME, [("TCP", 80)], **spec))
+        try:
+            clinic.agent.wait(lambda status: status.conflicts)
+            yield
+        finally:
+            clinic.remove(FIRST)
+
+    return provoke
+
+
+def refused(port: int = 80, **spec: object) -> Provoke:
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        clinic.api.put(clinic.made(FIRST, [("TCP", port)], **spec))
+        try:
+            clinic.agent.wait(lambda status: status.problems)
+            yield
+        finally:
+            clinic.remove(FIRST)
+            clinic.agent.wait(lambda status: not status.problems)
+
+    return provoke
 
 
 @contextmanager
-def refused(clinic: Clinic) -> Iterator[None]:
-    made = service(FIRST, ADDRESSES[FIRST], [("TCP", 99_999)])
-    clinic.api.put(made)
-    try:
-        clinic.agent.wait(lambda status: status.problems)
+def stalling(clinic: Clinic) -> Iterator[None]:
+    """Processes that begin an answer, and write no more of it."""
+    begin = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\nthe beginning"
+    with clinic.hanging(*PODS, begin=begin):
+        clinic.put(*PODS, target=HANGS)
         yield
+
+
+def put_back(damage: Callable[[Clinic], object], *modes: str) -> Provoke:
+    """Another program damages what is programmed; the agent repairs it, and remembers."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        before = clinic.agent.status().dataplane.audit_repairs
+        with clinic.lab.inside("node"):
+            damage(clinic)
+        if clinic.agent.mode in modes:
+            clinic.agent.wait(lambda status: status.dataplane.audit_repairs > before, 30)
+            path = changes_path(str(clinic.agent.socket))
+            until(lambda: any(row.kind == "repair" for row in read_changes(path)), "it is written down")
+        yield
+
+    return provoke
+
+
+def detach(clinic: Clinic) -> None:
+    index = socket.if_nametoindex(clinic.lab["pod1"].interface)
+    ebpf = clinic.agent.status().dataplane.ebpf
+    for link in Path(ebpf.pins).glob(f"link_pod_ingress_{index}") if ebpf else ():
+        clinic.run("node", "bpftool", "link", "detach", "pinned", str(link))
+
+
+@contextmanager
+def backend_of_a_client_goes(clinic: Clinic) -> Iterator[None]:
+    """A client that keeps one UDP socket: what it sends goes to another backend from the change on."""
+    servers = clinic.lab.serve(*PODS, udp=(DNS,), http=(DNS,))
+    try:
+        clinic.put("pod1", target=DNS, twin="UDP")
+        with clinic.lab.socket("pod4", kind=socket.SOCK_DGRAM) as client:
+            client.settimeout(bound(5))
+            client.connect((ADDRESSES[NAME], 80))
+            assert ask_udp(client)[0].pod == "pod1"
+            clinic.put("pod2", target=DNS, twin="UDP")
+            assert ask_udp(client)[0].pod == "pod2"
+            yield
     finally:
-        clinic.remove(FIRST)
-        clinic.agent.wait(lambda status: not status.problems)
+        servers.terminate()
+        servers.wait()
 
 
 @contextmanager
@@ -297,10 +355,12 @@ class Incident(NamedTuple):
     certain: bool = True
     modes: tuple[str, ...] = ()  # where it can happen, empty: in all; in others it harms nobody
     said: str = ""  # a part of the verdict
+    noted: str = ""  # a part of a finding
     dear: bool = False  # it takes ten seconds: in one mode, before a release in all
     own: bool = False  # what doctor looks at is the mode's own, so it is asked in every mode in `make test`, too
 
 
+WITH_RULES = ("nftables", "iptables", "ipvs", "userspace")
 FROM_OUTSIDE = (NAME, "--from", "192.168.77.1")
 LARGE = (NAME, "--path", "/bytes/200000")
 OUTSIDER = (NAME, "--from", "203.0.113.7")
@@ -320,6 +380,24 @@ INCIDENTS = [
     Incident("nobody listens at the UDP port", put(*PODS, twin="UDP"), (NAME,), "backend-refuses"),
     Incident("a pod drops what comes in", rules("pod1", DEAF), (NAME,), "backend-silent"),
     Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
+    Incident("the processes stall in an answer", stalling, (NAME,), "backend-stalls"),
+    Incident(
+        "another program detaches ours from a pod",
+        put_back(detach, "ebpf"),
+        (),
+        "",
+        modes=("ebpf",),
+        noted="is detached",
+    ),
+    Incident(
+        "`nft flush ruleset`",
+        put_back(lambda clinic: clinic.run("node", "nft", "flush", "ruleset"), *WITH_RULES),
+        (),
+        "",
+        modes=WITH_RULES,
+        noted="things were repaired",
+    ),
+    Incident("the backend of a UDP client is removed", backend_of_a_client_goes, (NAME,), ""),
     Incident("the firewall drops in FORWARD, and counts", firewall(COUNTING), (NAME,), "firewall"),
     Incident("the policy of FORWARD is drop", firewall(CLOSED), (NAME,), "firewall", certain=False, own=True),
     Incident("the client is not in `loadBalancerSourceRanges`", put(*PODS, **GUARDED), OUTSIDER, "source-not-allowed"),
@@ -341,8 +419,31 @@ INCIDENTS = [
         "no-local-endpoint",
     ),
     Incident("`nodePortAddresses` match no address", no_address_for_node_ports, (NAME,), "node-faults", said="30080"),
-    Incident("two Services have one external IP", one_address_for_two, (NAME,), "object-refused", said="203.0.113.60"),
-    Incident("a Service cannot be read", refused, (), "refused-objects"),
+    Incident(
+        "two Services have one external IP",
+        one_for_two(externalIPs=["203.0.113.60"]),
+        (NAME,),
+        "object-refused",
+        said="203.0.113.60",
+    ),
+    Incident(
+        "two Services have one ClusterIP",
+        one_for_two(clusterIP=SHARED, clusterIPs=[SHARED]),
+        (NAME,),
+        "object-refused",
+        said=SHARED,
+    ),
+    Incident(
+        "two Services have one node port", one_for_two(type="NodePort"), (NAME,), "object-refused", said=str(NODE_PORT)
+    ),
+    Incident("a Service cannot be read", refused(99_999), (), "refused-objects"),
+    Incident(
+        "a source range is no CIDR",
+        refused(loadBalancerSourceRanges=["10.0.0.0/33"]),
+        (),
+        "refused-objects",
+        said="10.0.0.0/33",
+    ),
     Incident("a link of a pod takes less than the pod sends", small_mtu, LARGE, "mtu", said="veth2", own=True),
     Incident("no route leads to an endpoint", route(""), (NAME,), "endpoint-route", said="veth2", own=True),
     Incident("the route to an endpoint leads to another pod", route("pod3"), (NAME,), "endpoint-route", said="veth3"),
@@ -377,6 +478,7 @@ def test_doctor_names_the_incident(
     clinic: Clinic, mode: str, incident: Incident, request: pytest.FixtureRequest
 ) -> None:
     changes_path(str(clinic.agent.socket)).unlink(missing_ok=True)  # the incidents before this one would be flapping
+    happens = not incident.modes or mode in incident.modes
     try:
         with incident.provoke(clinic):
             code, found = clinic.doctor(*incident.asked)
@@ -384,7 +486,7 @@ def test_doctor_names_the_incident(
         clinic.put(*PODS)
     print(found)
     assert incident.said in found.verdict
-    happens = not incident.modes or mode in incident.modes
+    assert not happens or any(incident.noted in each.text for each in found.findings), found
     assert (found.cause, found.certain) == (incident.cause if happens else "", incident.certain), found
     problems = [each.cause for each in found.findings if each.mark == "problem"]
     assert (code, found.well) == ((1, False) if problems else (0, True)), found

@@ -31,7 +31,7 @@ HTTP2: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # RF
 REFUSED: Final = frozenset({errno.ECONNREFUSED})
 UNREACHABLE: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENETDOWN})
 MOST_BYTES: Final = 512 << 10  # of an answer: more shows nothing new
-_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)\r\n.*?\r\n\r\n", re.IGNORECASE | re.DOTALL)
+_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n).*?\r\n\r\n", re.IGNORECASE | re.DOTALL)
 _KIND: Final = {"TCP": socket.SOCK_STREAM, "UDP": socket.SOCK_DGRAM, "SCTP": socket.SOCK_STREAM}
 
 
