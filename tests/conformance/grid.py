@@ -136,8 +136,7 @@ class Grouped(Grid):
         for mode in MODES:
             if mode in cells:
                 groups.setdefault(cells[mode], []).append(mode)
-        every = [*groups.values()] == [list(MODES)]
-        return "<br>".join(f"{'all' if every else ', '.join(modes)}: {cell}" for cell, modes in groups.items())
+        return "<br>".join(f"{_named(modes)}: {cell}" for cell, modes in groups.items())
 
     @classmethod
     def read(cls, text: str) -> Rows:
@@ -148,5 +147,12 @@ class Grouped(Grid):
             cells = rows[tuple(key)] = {}
             for part in result.split("<br>") if result else ():
                 modes, _, cell = part.partition(": ")
-                cells.update(dict.fromkeys(MODES if modes == "all" else modes.split(", "), cell))
+                without = modes.removeprefix("all but ") if modes.startswith("all") else ""
+                named = [mode for mode in MODES if mode != without] if without else modes.split(", ")
+                cells.update(dict.fromkeys(named, cell))
         return rows
+
+
+def _named(modes: Sequence[str]) -> str:
+    missing = [mode for mode in MODES if mode not in modes]
+    return ", ".join(modes) if len(missing) > 1 else f"all but {missing[0]}" if missing else "all"

@@ -368,19 +368,7 @@ CLIENT = ("--from", "192.168.77.1", "--to", f"192.168.77.2:{NODE_PORT}")
 # A row: what happened, how it is provoked, what is typed, and the cause that doctor must name.
 INCIDENTS = [
     Incident("nothing is wrong", lambda _: nullcontext(), (NAME,), "", own=True),
-    Incident(
-        "there are `loadBalancerSourceRanges`, and no client is named",
-        put(*PODS, **GUARDED),
-        (NAME,),
-        "restricted",
-        said="192.168.77.0/24",
-    ),
-    Incident("no endpoint is ready", put(), (NAME,), "no-endpoint"),
-    Incident("`targetPort` is wrong", put(*PODS, target=NOBODY), (NAME,), "backend-refuses", said="8080"),
-    Incident("nobody listens at the UDP port", put(*PODS, twin="UDP"), (NAME,), "backend-refuses"),
-    Incident("a pod drops what comes in", rules("pod1", DEAF), (NAME,), "backend-silent"),
-    Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
-    Incident("the processes stall in an answer", stalling, (NAME,), "backend-stalls"),
+    # Before others, whose drops the node remembers for minutes.
     Incident(
         "another program detaches ours from a pod",
         put_back(detach, "ebpf"),
@@ -397,6 +385,19 @@ INCIDENTS = [
         modes=WITH_RULES,
         noted="things were repaired",
     ),
+    Incident(
+        "there are `loadBalancerSourceRanges`, and no client is named",
+        put(*PODS, **GUARDED),
+        (NAME,),
+        "restricted",
+        said="192.168.77.0/24",
+    ),
+    Incident("no endpoint is ready", put(), (NAME,), "no-endpoint"),
+    Incident("`targetPort` is wrong", put(*PODS, target=NOBODY), (NAME,), "backend-refuses", said="8080"),
+    Incident("nobody listens at the UDP port", put(*PODS, twin="UDP"), (NAME,), "backend-refuses"),
+    Incident("a pod drops what comes in", rules("pod1", DEAF), (NAME,), "backend-silent"),
+    Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
+    Incident("the processes stall in an answer", stalling, (NAME,), "backend-stalls"),
     Incident("the backend of a UDP client is removed", backend_of_a_client_goes, (NAME,), ""),
     Incident("the firewall drops in FORWARD, and counts", firewall(COUNTING), (NAME,), "firewall"),
     Incident("the policy of FORWARD is drop", firewall(CLOSED), (NAME,), "firewall", certain=False, own=True),
@@ -438,7 +439,7 @@ INCIDENTS = [
     ),
     Incident("a Service cannot be read", refused(99_999), (), "refused-objects"),
     Incident(
-        "a source range is no CIDR",
+        "a range is no CIDR",
         refused(loadBalancerSourceRanges=["10.0.0.0/33"]),
         (),
         "refused-objects",

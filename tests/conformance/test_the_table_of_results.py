@@ -99,12 +99,14 @@ def test_switches_that_are_written_can_be_read() -> None:
 
 def test_modes_with_one_result_stand_together() -> None:
     cells = {"ebpf": "yes", "nftables": "all but a port: it is closed", "userspace": "yes"}
-    rows: Rows = {("a bond",): dict.fromkeys(MODES, "yes"), ("a bridge",): cells, ("new",): {}}
+    alone = dict.fromkeys([mode for mode in MODES if mode != "ipvs"], "yes")
+    rows: Rows = {("a bond",): dict.fromkeys(MODES, "yes"), ("a bridge",): cells, ("new",): {}, ("tun",): alone}
     text = Networks.render(rows)
     assert text.splitlines()[2:] == [
         "| a bond | all: yes |",
         "| a bridge | ebpf, userspace: yes<br>nftables: all but a port: it is closed |",
         "| new |  |",
+        "| tun | all but ipvs: yes |",
     ]
     assert Networks.read(text) == rows
 
