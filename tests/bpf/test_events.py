@@ -223,7 +223,8 @@ def test_the_log_has_one_line_for_many_drops(events: EventReader, caplog: pytest
 def test_every_counter_has_words_and_a_line_in_the_docs() -> None:
     assert set(WORDS) == COUNTERS
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/counters.md").read_text(), re.MULTILINE)
-    assert sorted(rows) == sorted(COUNTERS | {"connections_reset"})  # which the agent counts itself
+    wanted = COUNTERS | {"connections_reset"}  # which the agent counts itself
+    assert sorted(rows) == sorted(wanted), f"docs/counters.md has a row for each: {wanted.symmetric_difference(rows)}"
 
 
 def test_every_drop_in_the_programs_has_a_reason_of_its_own() -> None:

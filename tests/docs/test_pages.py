@@ -14,9 +14,9 @@ LINK = re.compile(r"\]\((?P<file>[^)#\s:]*)(?:#(?P<anchor>[^)]+))?\)")
 def test_links_lead_somewhere(page: str) -> None:
     for link in LINK.finditer((ROOT / page).read_text()):
         target = (ROOT / page).parent / link["file"] if link["file"] else ROOT / page
-        assert target.exists(), link[0]
+        assert target.exists(), f"{page}: {link[0]} leads nowhere"
         if link["anchor"]:
-            assert link["anchor"] in anchors(target), link[0]
+            assert link["anchor"] in anchors(target), f"{page}: {link[0]} names no heading of that page"
 
 
 def test_the_tree_of_packages_is_the_one_on_disk() -> None:
@@ -26,7 +26,7 @@ def test_the_tree_of_packages_is_the_one_on_disk() -> None:
 
 
 def test_the_readme_is_one_sitting() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150, "shorten README.md"
 
 
 def test_the_comparison_in_the_readme_says_what_its_source_says() -> None:
@@ -38,7 +38,8 @@ def test_the_comparison_in_the_readme_says_what_its_source_says() -> None:
         known = sources.get(title, {})
         ours = known.get("hybrid-proxy, mode ebpf")
         if known:
-            assert cells == {name: known.get(name, ours) for name in cells}, title
+            wanted = {name: known.get(name, ours) for name in cells}
+            assert cells == wanted, f"README.md has other cells than docs/peers.md for {title}"
         else:
             figures = re.findall(r"[\d.]+ (?:s|ms)\b", " ".join(cells.values()))
             assert figures, f"{title}: nothing in docs/peers.md says so"
