@@ -14,7 +14,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_o
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
 
 from .conftest import only_in
-from .kit import Bench, Service, eventually
+from .kit import PATIENCE, Bench, Service, eventually
 
 pytestmark = only_in("ebpf", "ipvs")  # the others have one way to choose, and say so in `status`
 PODS = ("pod2", "pod3", "remote1")
@@ -151,7 +151,7 @@ def test_slices_have_weights(bench: Bench, family: int, algorithm: str) -> None:
 @pytest.mark.core(long=True)
 def test_a_new_backend_starts_slowly(bench: Bench, family: int) -> None:
     """Its share grows, and in the end it has the whole of it."""
-    service = bench.service("pod2", annotations={"algorithm": "rr", "slow-start": "3s"})
+    service = bench.service("pod2", annotations={"algorithm": "rr", "slow-start": f"{3 * PATIENCE:.0f}s"})
     service.write(bench.lab["pod2"], bench.lab["pod3"])
     eventually(lambda: "pod3" in bench.seen("pod1", service, family, 11), 5, "it gets nothing")
     first = bench.spread("pod1", service, family, 22)
