@@ -32,6 +32,8 @@ PROBES = {
     # Old kernels (5.10) do not load the module when its family of generic netlink is asked for.
     "ip_vs": "from pyroute2 import IPVS; from hybrid_proxy.dataplane.kernel.ipvs import load_module; "
     "load_module('ip_vs'); IPVS()",
+    # What is asked on this kernel anyway, once more on that of the virtual machine.
+    "another kernel": f"import os; raise SystemExit(not os.environ.get({GUEST!r}))",
 }
 _DEVICE = (
     "import subprocess; lines = 'link add below type veth peer name beside\\nlink add probe {}'; "
