@@ -60,10 +60,8 @@ INLINE int establish(struct __sk_buff *skb, struct scratch *space, enum flow_tab
 GLOBAL_VERB_WITH(enum flow_table, int, establish, 0)
 
 /* Accounts how long the backend took to accept, and the client waited, which may have tried another backend first. */
-INLINE void note_accepted(const struct flow *forward, const struct flow *reply)
+INLINE void note_accepted(const struct flow *forward, const struct flow *reply, __u32 time)
 {
-	__u32 time = ktime();
-
 	account_first_packet(reply->backend, time - forward->started, reply->service, time - reply->started);
 }
 
@@ -108,6 +106,7 @@ INLINE bool completes_handshake(const struct packet *p, const struct found *foun
 INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const struct found *found, const bool v6)
 {
 	struct flow *reply = found->entry, *forward;
+	__u32 time;
 
 	if (p->tuple.protocol != IPPROTO_TCP) {
 		if (reply->asked_at)
@@ -129,9 +128,10 @@ INLINE bool note_reply(struct __sk_buff *skb, const struct packet *p, const stru
 		return false;
 	}
 	note_success(reply->backend, reply->service);
+	time = ktime(); /* waits for what is being read: so before the other half */
 	forward = peer_flow(reply, p->tuple.protocol, found->table, v6);
 	if (forward && !(reply->flags & FLOW_REPLIED))
-		note_accepted(forward, reply);
+		note_accepted(forward, reply, time);
 	reply->flags |= FLOW_REPLIED;
 	if (!forward)
 		return false;
