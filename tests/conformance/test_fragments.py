@@ -212,13 +212,15 @@ def send_pieces(bench: Bench, place: str, pieces: Sequence[bytes], target: tuple
 
 
 def heard(bench: Bench, place: str, receiver: socket.socket, what: str) -> tuple[bytes, tuple[str, int]]:
-    """A datagram and its sender; where none comes, the message has the counters of the agent and of the receiver."""
+    """A datagram and its sender; where none comes, the message has the counters of all."""
     try:
         while (got := receiver.recvfrom(65536))[0] == SMALL:  # a late one
             pass
     except TimeoutError:
-        counters = {name: count for name, count in bench.agent.status().dataplane.counters.items() if "frag" in name}
-        kernel = bench.lab.run(place, ["grep", "-h", "^Ip6*:\\|^Ip6Reasm", "/proc/net/snmp", "/proc/net/snmp6"]).stdout
+        counters = {name: count for name, count in bench.agent.status().dataplane.counters.items() if count}
+        wanted = "^Ip:\\|^Udp:\\|^Icmp:\\|^Ip6Reasm\\|^Udp6"
+        kernel = bench.lab.run(place, ["grep", "-h", wanted, "/proc/net/snmp", "/proc/net/snmp6"]).stdout
+        kernel += bench.lab.run("node", ["grep", "-h", wanted, "/proc/net/snmp", "/proc/net/snmp6"]).stdout
         raise AssertionError(f"{what}: nothing came; {counters}\n{kernel}") from None
     return got[0], got[1][:2]
 
