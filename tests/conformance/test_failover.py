@@ -101,7 +101,8 @@ def ask_at_once(bench: Bench, place: str, target: tuple[str, int], family: int, 
 
 def listed(bench: Bench, command: str, service: Service, kind: type[Row]) -> list[Row]:
     """What a listing says of the service, in rows of this kind."""
-    return msgspec.convert(said(bench, command, f"conformance/{service.name}"), list[kind])  # type: ignore[valid-type]
+    rows = said(bench, command, f"conformance/{service.name}")
+    return msgspec.convert(rows, list[kind], str_keys=True)  # type: ignore[valid-type]
 
 
 def backends(bench: Bench, service: Service) -> list[BackendRow]:

@@ -415,11 +415,11 @@ def test_all_maps_grow_at_any_time(open_maps: OpenMaps) -> None:
 
 
 def test_what_a_small_node_has_maps_for_is_small() -> None:
-    """With 8 GB and two processors; the programs of sockets have 1.3 MB more."""
+    """With 8 GB and two processors; 0.4 MB are first packets, and the programs of sockets have 1.3 MB more."""
     options = Options(default_flows=flows_by_memory(8 << 30))
     first = first_sizes(bounds(options)) | written(options, 2)
     made = make(first | traffic_sizes(first["services"], first["backends"], 2), {})
-    assert sum(known.memory for known in made.values()) < 18.5e6
+    assert sum(known.memory for known in made.values()) < 18.9e6
     for known in made.values():
         known.close()
 

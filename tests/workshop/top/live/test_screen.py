@@ -83,7 +83,7 @@ def text(screen: Top, name: str) -> str:
 
 
 def web(screen: Top) -> list[str]:
-    return next(row for row in lines(screen, "services") if row[0] == "default/web:http" and row[10] == "10.96.0.10:80")
+    return next(row for row in lines(screen, "services") if row[0] == "default/web:http" and row[11] == "10.96.0.10:80")
 
 
 def is_busy(screen: Top) -> bool:
@@ -125,7 +125,7 @@ def test_keys_sort_turn_and_filter(lab: Lab, agent: Agent) -> None:
         await pilot.press("r")
         assert titles(screen, "services")[1] == "conn/s▲"
         await until(lambda: lines(screen, "services")[-1][0] == "default/web:http", "the order was not turned")
-        for _ in range(10):
+        for _ in range(11):
             await pilot.press("s")
         assert titles(screen, "services")[:2] == ["service▲", "conn/s"]
         names = [row[0] for row in lines(screen, "services")]
@@ -205,7 +205,7 @@ def test_a_pause_stands_still(lab: Lab, agent: Agent) -> None:
         await asyncio.sleep(3 * INTERVAL)
         assert web(screen) == before
         await pilot.press("p")
-        await until(lambda: web(screen)[9] != before[9], "it does not go on")
+        await until(lambda: web(screen)[10] != before[9], "it does not go on")
 
     drive(lab, agent, keys)
 
@@ -218,8 +218,8 @@ def test_an_agent_that_goes_and_comes_back(lab: Lab, agent: Agent, elsewhere: Ex
         await until(
             lambda: "no answer from the agent" in text(screen, "trouble"), "the screen does not show that it is gone"
         )
-        total = web(screen)[9]
-        await until(lambda: web(screen)[9] != total and is_busy(screen), "without an agent nothing is counted")
+        total = web(screen)[10]
+        await until(lambda: web(screen)[10] != total and is_busy(screen), "without an agent nothing is counted")
         assert "as last programmed" in text(screen, "head")
         await asyncio.wrap_future(elsewhere.submit(agent.start))
         await until(lambda: "in sync" in text(screen, "head"), "the screen does not show that it is back")
