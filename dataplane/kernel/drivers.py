@@ -23,6 +23,8 @@ _NDO_XMIT: Final = 1 << 2  # NETDEV_XDP_ACT_NDO_XMIT
 # Devices with a place on a bus behind which is another kernel on the same machine. Its packets come with checksums that
 # are still to be filled in, and XDP cannot see that.
 _PARAVIRTUAL: Final = frozenset({"virtio_net", "vif", "xen_netfront", "hv_netvsc", "vmxnet3", "ibmveth"})
+# In these the XDP program was tried (tests/conformance/test_cards.py).
+TRIED: Final = frozenset({"igb"})
 _NO_BUS: Final = frozenset({"", "N/A", "tap", "tun"})
 
 

@@ -31,6 +31,7 @@ def arguments() -> argparse.ArgumentParser:
     run.add_argument("--memory", type=int, default=2048, help="MiB (default: 2048)")
     run.add_argument("--cpus", type=int, default=2)
     run.add_argument("--counted", action="store_true", help="emulate one processor whose clock counts its instructions")
+    run.add_argument("--cards", action="store_true", help="emulate a network card of each driver that has XDP")
     run.add_argument("--share", type=Path, help="a folder that the guest may write to")
     run.add_argument("argv", nargs="+", metavar="CMD", help="the command, after --")
     return parser
@@ -59,7 +60,8 @@ def main() -> int:
             return 2
         if options.command == "matrix":
             return not run_matrix(options.kernels, options.modes, core=options.core, limit=options.limit)
-        machine = Machine(get(options.kernel, log), options.cpus, log, counted=options.counted)
+        kernel = get(options.kernel, log)
+        machine = Machine(kernel, options.cpus, log, counted=options.counted, with_cards=options.cards)
         shared = options.share and options.share.resolve()
         done = machine.run(options.argv, options.timeout, options.memory, show, shared=shared)
     except (LookupError, GuestFailed) as error:

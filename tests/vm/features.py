@@ -47,6 +47,9 @@ FEATURES = {
     "ipvlan": Feature((3, 19), "2ad7bf363841, ipvlan: Initial check-in of the IPVLAN driver; a module of Debian"),
     "netkit": Feature((6, 7), "35dfaad7188c, netkit, bpf: Add bpf programmable net device; a module of Debian"),
     "br_netfilter": Feature((3, 18), "34666d467cbf, netfilter: bridge: move br_netfilter out of the core"),
+    "card igb": Feature((5, 10), "9cbc948b5a20, igb: add XDP support; a module of Debian"),
+    "card virtio_net": Feature((5, 13), "97c2c69e1926, virtio-net: support XDP when not more queues"),
+    "card vmxnet3": Feature((6, 3), "54f00cce1178, vmxnet3: Add XDP support; a module of Debian"),
     "SCTP sockets": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
 }  # fmt: skip
 

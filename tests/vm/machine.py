@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from . import cards
 from .accel import BOOT_LIMIT, COUNTED, KVM, choose_accelerator
 from .architectures import HERE, Architecture
 from .foreign import root_of
@@ -84,15 +85,21 @@ class Machine:
         cpus: of the guest.
         log: gets messages about what is being waited for.
         counted: one processor is emulated, and its clock counts instructions. A second one does not come up.
+        with_cards: the guest has the network cards of cards.py.
     """
 
-    def __init__(self, kernel: Kernel, cpus: int = 2, log: Progress = lambda _: None, *, counted: bool = False) -> None:
+    def __init__(
+        self, kernel: Kernel, cpus: int = 2, log: Progress = lambda _: None, *, counted: bool = False,
+        with_cards: bool = False,
+    ) -> None:  # fmt: skip
         self.kernel = kernel
         self.cpus = 1 if counted else cpus
         self.log = log
         self.counted = counted
         # The guest's files: this machine's where it has the same architecture.
         self.root = Path("/") if kernel.architecture is HERE else root_of(kernel.architecture, log)
+        self._emulator = cards.emulator(FOLDER, log) if with_cards else [kernel.architecture.emulator]
+        self._cards = with_cards
 
     def run(
         self,
@@ -127,7 +134,8 @@ class Machine:
             known = FOLDER / "accelerator.json"
             accel = COUNTED if self.counted else choose_accelerator(self.kernel.architecture, self._boots, known)
             environment = {GUEST: self.kernel.series, PATIENCE: "1" if accel is KVM else "5"} | dict(env or {})
-            self._prepare(control, _command(argv, folder, environment), shared)
+            command = _command(argv, folder, environment)
+            self._prepare(control, f"{cards.modules()}\n{command}" if self._cards else command, shared)
             return self._boot(control, self._qemu(control, accel, memory, shared), timeout, progress, stop)
 
     def _boots(self, accel: tuple[str, ...]) -> bool:
@@ -192,7 +200,7 @@ class Machine:
         if shared is not None:
             folders["shared"] = (shared, "")
         words = [
-            architecture.emulator, *architecture.board, *accel, "-m", str(memory), "-smp", str(self.cpus),
+            *self._emulator, *architecture.board, *accel, "-m", str(memory), "-smp", str(self.cpus),
             "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
             "-serial", f"file:{control}/console",
             "-kernel", str(self.kernel.image), "-initrd", f"{control}/initrd",
@@ -201,7 +209,7 @@ class Machine:
         for tag, (path, more) in folders.items():
             words += ["-fsdev", f"local,id={tag},path={_escaped(path)},security_model=none{more}"]
             words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
-        return words
+        return words + (cards.wires() if self._cards else [])
 
     def _pack_initramfs(self, control: Path, shared: Path | None) -> None:
         modules = self._first_modules()

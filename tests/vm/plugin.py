@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from . import cards
 from .features import excuse, missing
 from .machine import GUEST
 from .remote import Remote
@@ -54,6 +55,8 @@ PROBES |= {
         "WireGuard": "type wireguard",
     }.items()
 }
+_CARD = "from tests.vm import cards; raise SystemExit(not cards.find({!r}, cards.NODE_END))"
+PROBES |= {f"{cards.PREFIX}{driver}": _CARD.format(driver) for driver in cards.CARDS}
 _REMOTE = pytest.StashKey[Remote]()
 _AWAY = pytest.StashKey[bool]()
 _DESELECTED = pytest.StashKey[int]()

@@ -1,8 +1,8 @@
 """An XDP program at uplinks, which forwards packets of known flows in the driver. tc programs serve all others.
 
 Only native mode is used: generic XDP runs after the stack has done its work, and is slower than tc. `auto` attaches to
-physical devices. Virtual devices deliver packets whose checksums are not filled in yet, which XDP cannot see; `native`
-attaches to them too, for nodes where that is switched off.
+devices of drivers in which it was tried. Virtual devices deliver packets whose checksums are not filled in yet, which
+XDP cannot see; `native` attaches to them too, for nodes where that is switched off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hybrid_proxy.dataplane.kernel.attachment import Attachment
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
-from hybrid_proxy.dataplane.kernel.drivers import driver_of, is_virtual, takes_frames
+from hybrid_proxy.dataplane.kernel.drivers import TRIED, driver_of, is_virtual, takes_frames
 from hybrid_proxy.dataplane.kernel.links import Interface
 from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import set_elements, word
@@ -131,6 +131,8 @@ class XdpPrograms:
             driver = driver_of(interface.name)
             if is_virtual(driver):
                 return f"a virtual device ({driver.name or interface.kind or 'no driver'}); --xdp native takes it"
+            if driver.name not in TRIED:
+                return f"XDP was not tried in driver {driver.name}; --xdp native takes it"
             if interface.index in below:
                 return "VLANs are above it, whose tags the device may hide from XDP; --xdp native takes it"
         if interface.kind == "veth" and takes_frames(interface.index) is False:

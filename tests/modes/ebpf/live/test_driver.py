@@ -119,10 +119,13 @@ def test_auto_leaves_virtual_devices_to_tc(place: Place) -> None:
     assert status.left_to_tc["up0"] == "a virtual device (veth); --xdp native takes it"
 
 
-def test_auto_takes_a_device_of_the_machine_that_has_no_vlans(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_a_device_of_a_tried_driver_without_vlans(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_virtual", lambda driver: False)
     with Receiver("wire0"):
         drivers = place.serve("auto")
+        assert drivers.status().left_to_tc["up0"] == "XDP was not tried in driver veth; --xdp native takes it"
+        monkeypatch.setattr(module, "TRIED", {"veth"})
+        drivers.refresh(place.interfaces("up0"), place.interfaces())
         assert drivers.status().interfaces == ["up0"]
         index = socket.if_nametoindex("up0")
         vlan = Interface(99, "up0.7", "vlan", True, False, False, (), lower=index)
