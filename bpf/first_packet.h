@@ -8,9 +8,8 @@
 #include "traffic.h"
 
 #define FIRST_PACKET_STEPS (sizeof(struct first_packets) / sizeof(__u32))
-#define DATAGRAM_SAMPLE                                                                                                \
-	4 /* one in so many conversations of datagrams is timed, and counts for all: clocks are slow                   \
-	   */
+/* One in so many conversations of datagrams is timed, and counts for all: clocks are slow. */
+#define DATAGRAM_SAMPLE 4
 
 /* Returns when the client asked, in ticks of ktime(), for the backend's half of a flow of datagrams; 0: the answer is
  * not timed.
