@@ -618,22 +618,22 @@ def test_changes_have_their_authors_and_outlive_the_agent(clinic: Clinic, mode: 
     assert (wrong.returncode, "did you mean shop/web?" in wrong.stderr) == (1, True)
 
 
-def test_a_drop_is_told_in_the_same_words_after_a_restart(clinic: Clinic, mode: str) -> None:
+def test_a_drop_is_reported_in_the_same_words_after_a_restart(clinic: Clinic, mode: str) -> None:
     """Only the agent knows which traffic policy it was; programs know that there was no backend."""
     clinic.put("remote1", **LOCAL)
     with clinic.lab.socket("client") as client:
         client.settimeout(1)
         with pytest.raises(TimeoutError):
             client.connect((clinic.lab["node"].address4, NODE_PORT))
-    told = []
+    messages = []
     for _ in range(2):
         rows = json.loads(clinic.agent.command("drops", NAME, "-o", "json").stdout or "[]")
-        told.append([row["message"] for row in rows if row["reason"] == "drop_empty"])
+        messages.append([row["message"] for row in rows if row["reason"] == "drop_empty"])
         clinic.agent.terminate()
         clinic.agent.start()
     clinic.put(*PODS)
-    assert told[0] == told[1]
-    assert any("externalTrafficPolicy" in text for text in told[0]) is (mode == "ebpf"), told
+    assert messages[0] == messages[1]
+    assert any("externalTrafficPolicy" in text for text in messages[0]) is (mode == "ebpf"), messages
 
 
 def test_a_namespace_has_a_line_for_each_service(clinic: Clinic) -> None:
