@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import select
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -19,13 +18,14 @@ from vm import cards
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.frames import set_feature
 from hybrid_proxy.workshop.lab.network import Lab
-from hybrid_proxy.workshop.lab.traffic import ask_tcp, download
+from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, download, meanwhile
 from tests.waiting import bound, until
 
 from .cases import own
 from .conftest import bench_of
+from .conversations import FAMILIES, Flow, failures_of, wait_for_answers
 from .kit import V4, V6, Bench, Service, counted
-from .packets import ACK, FIN, PUSH, SYN, Header, datagram, packet, segment
+from .packets import ACK, FIN, PUSH, SYN, Header, datagram, packet, read, segment
 from .probes import Probe, observe
 from .test_rows import target_of
 from .topologies import KINDS, built, moved
@@ -33,6 +33,7 @@ from .topologies import KINDS, built, moved
 pytestmark = pytest.mark.long
 NATIVE, TC = "--xdp=native", "--xdp=off"
 SINK, PORT = 7999, 40_001  # nothing listens there
+LENGTHS = (0, 1, 2, 3, 17, 63, 64, 511, 1000, 1399, 1400, 1439, 1440)
 SIZE = 2_000_000
 RX_CHECKSUM, TX_CHECKSUM = 0x15, 0x17  # linux/ethtool.h
 SILENT = """table inet silent {{
@@ -115,13 +116,11 @@ class Exchange:
         """The next packet to the port of that place."""
         while select.select([self._ears[place]], [], [], bound(1))[0]:
             data, (_, _, kind, *_) = self._ears[place].recvfrom(65536)
-            start = (data[0] & 15) * 4 if data[0] >> 4 == 4 else 40
-            source, target = (int.from_bytes(data[start + at : start + at + 2]) for at in (0, 2))
-            if kind == socket.PACKET_HOST and target == self.ends[place][1]:
-                length = int.from_bytes(data[2:4]) if start < 40 else 40 + int.from_bytes(data[4:6])
+            found = read(data)
+            if found and kind == socket.PACKET_HOST and found.target[1] == self.ends[place][1]:
                 if place == "remote1":
-                    address = data[12:16] if start < 40 else data[8:24]
-                    self.towards["remote1"] = socket.inet_ntop(V4 if start < 40 else V6, address), source
+                    self.towards["remote1"] = found.source
+                length = 40 + int.from_bytes(data[4:6]) if data[0] >> 4 == 6 else int.from_bytes(data[2:4])
                 return data[:length]
         raise AssertionError(f"packet {self._number} of {sender} does not arrive at {place}")
 
@@ -136,22 +135,7 @@ def conversation(bench: Bench, service: Service, family: int) -> list[tuple[str,
             talk.send("remote1", b"", SYN | ACK, 5000, 1001)
             talk.send("client", b"", ACK, 1001, 5001)
         due = {"client": 1001, "remote1": 5001}
-        for length in (
-            0,
-            1,
-            2,
-            3,
-            17,
-            63,
-            64,
-            511,
-            1000,
-            1399,
-            1400,
-            1439,
-            1440,
-            *(dice.randrange(1440) for _ in range(12)),
-        ):
+        for length in (*LENGTHS, *(dice.randrange(1440) for _ in range(12))):
             for place, other in (("client", "remote1"), ("remote1", "client")):
                 talk.send(
                     place, dice.randbytes(length), ACK | PUSH, due[place], due[other], dice.choice((64, 63, 9, 255))
@@ -185,41 +169,33 @@ def test_the_same_bytes_as_by_tc(lab: Lab, protocol: str, checksums: bool) -> No
         assert not differ, (family, [(found[TC][family][n], found[NATIVE][family][n]) for n in differ[:2]])
 
 
-class Load(threading.Thread):
-    """One connection that asks again and again until it is told to end."""
+def asking(bench: Bench, target: tuple[str, int], family: int, stack: ExitStack) -> Flow:
+    """One connection from outside that asks without a pause."""
+    connection = stack.enter_context(bench.connect("client", target, family, timeout=bound(20)))
 
-    def __init__(self, bench: Bench, target: tuple[str, int], family: int) -> None:
-        super().__init__()
-        self.connection = bench.connect("client", target, family, timeout=bound(20))
-        self.answers, self.failed, self.enough = 0, "", False
-        self.start()
+    def ask() -> Reply:
+        reply = ask_tcp(connection, body=bytes(5000))
+        if reply.received != 5000:
+            raise ConnectionError(f"of 5000 bytes {reply.received} came")
+        return reply
 
-    def run(self) -> None:
-        try:
-            while not self.enough:
-                assert ask_tcp(self.connection, body=bytes(5000)).received == 5000
-                self.answers += 1
-        except OSError as error:
-            self.failed = repr(error)
+    return Flow(f"{FAMILIES[family]}, client", ask, each=0)
 
-    def more(self) -> None:
-        """Waits for answers to questions of now."""
-        before = self.answers
-        until(lambda: self.failed or self.answers > before + 2, "no answers", 20)
-        assert not self.failed, self.failed
+
+def go_on(flows: list[Flow]) -> None:
+    wait_for_answers(flows, 3)
+    assert not failures_of(flows)
 
 
 @WHOLE
 def test_connections_stay_while_agent_and_card_begin_again(lab: Lab) -> None:
-    with serving(lab, NATIVE) as (bench, service):
-        loads = [Load(bench, target_of(bench, service, "nodeport", family), family) for family in (V4, V6)]
-        try:
-            for load in loads:
-                load.more()
+    with serving(lab, NATIVE) as (bench, service), ExitStack() as stack:
+        flows = [asking(bench, target_of(bench, service, "nodeport", family), family, stack) for family in (V4, V6)]
+        with meanwhile([flow.go_on for flow in flows]):
+            go_on(flows)
             for end in (bench.agent.terminate, bench.agent.kill):
                 end()
-                for load in loads:
-                    load.more()
+                go_on(flows)
                 bench.agent.start()
                 until(lambda: served_by_xdp(bench))
             for change in ("mtu 1400", "mtu 1500", "down", "up"):  # each of them stops and starts the driver's rings
@@ -231,16 +207,10 @@ def test_connections_stay_while_agent_and_card_begin_again(lab: Lab) -> None:
                     lab.run("node", ["ip", "-force", "-batch", str(path)])
                 before = counted(bench.agent, "xdp_dnat")
                 if change != "down":
-                    for load in loads:
-                        load.more()
-                    until(lambda: served_by_xdp(bench))
+                    go_on(flows)
                     assert counted(bench.agent, "xdp_dnat") > before
-        finally:
-            for load in loads:
-                load.enough = True
-                load.join()
-                load.connection.close()
-        assert not [load.failed for load in loads if load.failed]
+                    until(lambda: served_by_xdp(bench))
+        assert not failures_of(flows)
 
 
 def set_mtu(lab: Lab, mtu: int) -> str:

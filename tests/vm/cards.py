@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from .architectures import ARCHITECTURES
 from .debian import Apt
+from .kernels import GUEST
 
-__all__ = ["CARDS", "EMULATOR", "NODE_END", "OTHER_END", "PREFIX", "emulator", "find", "mac", "modules", "wires"]
+__all__ = ["CARDS", "NODE_END", "OTHER_END", "PREFIX", "emulator", "find", "mac", "modules", "wires"]
 
-EMULATOR: Final = "qemu-system-x86_64"
-PACKAGES: Final = ("qemu-system-x86", "qemu-system-common", "qemu-system-data")
-GUEST: Final = "HYBRID_PROXY_GUEST"  # of machine.py
+EMULATOR: Final = ARCHITECTURES["amd64"].emulator
+PACKAGES: Final = (ARCHITECTURES["amd64"].package, "qemu-system-common", "qemu-system-data")
 PREFIX: Final = "card "  # so begin the names of these features (features.py)
 # The driver, which is the name of its kernel module, and QEMU's device. XDP runs in each of these drivers.
 CARDS: Final = {"igb": "igb", "virtio_net": "virtio-net-pci", "vmxnet3": "vmxnet3"}

@@ -12,10 +12,11 @@ from typing import NamedTuple
 from .architectures import HERE, Architecture, split
 from .debian import META, Apt, choose, unpack
 
-__all__ = ["FOLDER", "ROOT", "SERIES", "Kernel", "apt_for", "find", "get"]
+__all__ = ["FOLDER", "GUEST", "ROOT", "SERIES", "Kernel", "apt_for", "find", "get"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "kernels"
+GUEST = "HYBRID_PROXY_GUEST"  # a variable of what runs in a guest: its kernel's series
 SERIES = ("5.10", "6.1", "6.12", "newest", "6.1-arm64")  # Debian 11, 12, 13 and sid; 12 of another architecture
 
 

@@ -29,12 +29,11 @@ from . import cards
 from .accel import BOOT_LIMIT, COUNTED, KVM, choose_accelerator
 from .architectures import HERE, Architecture
 from .foreign import root_of
-from .kernels import FOLDER, ROOT, Kernel
+from .kernels import FOLDER, GUEST, ROOT, Kernel
 
 __all__ = ["GUEST", "PATIENCE", "Finished", "GuestFailed", "Machine", "missing_programs"]
 
-# Environment variables of the command.
-GUEST = "HYBRID_PROXY_GUEST"  # the kernel's series
+# An environment variable of the command, as GUEST is.
 PATIENCE = "HYBRID_PROXY_PATIENCE"  # how many times as long everything may take
 
 # In the initramfs: enough to reach the host's files. modprobe loads everything else from there.

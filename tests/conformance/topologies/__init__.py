@@ -30,7 +30,7 @@ from ..kit import EXTERNAL_CIDRS, V4, V6, Bench, Service
 from ..probes import Probe, To, Want, observe
 from ..world import SECOND
 
-__all__ = ["KINDS", "SIDES", "Check", "Kind", "built", "nodes", "routes", "services", "tunnel"]
+__all__ = ["KINDS", "SIDES", "Check", "Kind", "built", "nodes", "routes", "services", "tunnel", "xdp_serves"]
 
 # Both nodes by name: what `nodes` puts in for the words in braces.
 SIDES: Final = {
@@ -199,6 +199,16 @@ def _node_is_seen(bench: Bench, services: Mapping[str, Service]) -> str:
         if not seen.is_(want, "pod1"):
             return f"want {want} at the bridge, see {seen}"
     return ""
+
+
+def xdp_serves(interface: str) -> Callable[[Bench, Mapping[str, Service]], str]:
+    """Of a kind whose uplink's driver runs the program: it is there, in mode ebpf."""
+
+    def proves(bench: Bench, _: Mapping[str, Service]) -> str:
+        ebpf = bench.agent.running_status().dataplane.ebpf
+        return "" if ebpf is None or ebpf.xdp.interfaces == [interface] else f"not as said: {ebpf.xdp}"
+
+    return proves
 
 
 def on_the_wire(words: str, device: str, **more: Any) -> Kind:

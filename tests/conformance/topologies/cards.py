@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vm import cards
@@ -11,8 +11,7 @@ from vm.features import missing
 
 from hybrid_proxy.workshop.lab.network import Lab
 
-from ..kit import Bench, Service
-from . import Kind, moved
+from . import Kind, moved, xdp_serves
 
 
 def wired(driver: str) -> Callable[[Lab], object]:
@@ -31,16 +30,12 @@ def wired(driver: str) -> Callable[[Lab], object]:
     return begin
 
 
-def xdp_serves(bench: Bench, _: Mapping[str, Service]) -> str:
-    ebpf = bench.agent.running_status().dataplane.ebpf
-    return "" if ebpf is None or ebpf.xdp.interfaces == ["card"] else f"not as said: {ebpf.xdp}"
-
-
 KINDS = {
     f"card_{driver}": Kind(
         f"an uplink that is a card of driver {driver}, --xdp=native",
         {"client": "link set to-card master eth0\nlink set to-card up", "node": moved("node", "card")},
-        needs=f"{cards.PREFIX}{driver}", begin=wired(driver), flags=("--xdp=native",), proves=xdp_serves, rare=True,
+        needs=f"{cards.PREFIX}{driver}", begin=wired(driver), flags=("--xdp=native",), proves=xdp_serves("card"),
+        rare=True,
     )
     for driver in cards.CARDS
 }  # fmt: skip
