@@ -10,7 +10,8 @@ APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbp
 APT_LAB  := shellcheck tmux zsh fish vagrant systemd debian-archive-keyring libseccomp2 linux-libc-dev-arm64-cross
 APT_COMPARE := wrk iperf3 chromium fonts-dejavu-core
 APT_TRACE := python3-bpfcc
-APT_VM   := qemu-system-x86 qemu-system-arm gcc-aarch64-linux-gnu libc6-dev-arm64-cross busybox-static kmod debian-archive-keyring
+APT_ACROSS := gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+APT_VM   := qemu-system-x86 qemu-system-arm $(APT_ACROSS) busybox-static kmod debian-archive-keyring
 LOCK     := $(VENV)/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 STAMPS   := $(VENV)/.stamps
 TOOLS    := build/tools/usr/sbin
@@ -106,15 +107,19 @@ pictures: setup ## make the moving picture of the demo and that of `top` anew, o
 	$(Q)$(PYTHON) -m tests.workshop.top.screenshot docs/top.svg
 
 # From the last commit, in a folder of its own: nothing that is not committed, and no umask, gets in. setuptools gives the
-# source distribution the times of the build.
+# source distribution the times of the build. Both wheels are built from it; only a C file's object differs.
 release: setup ## build what is released from the last commit: dist/RELEASE.md tells; BASE=debian@sha256:... is the image's base
+	$(call packages,$(APT_ACROSS))
 	$(Q)test -z "$(BASE)" || expr "$(BASE)" : '.*@sha256:[0-9a-f]\{64\}$$' >/dev/null || { echo "BASE is not NAME@sha256:DIGEST" >&2; exit 1; }
 	$(Q)rm -rf dist build/release && mkdir -p dist build/release
 	$(Q)umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) PYTHONHASHSEED=0 && git archive HEAD | tar x -C build/release && \
-		$(call step,build    the wheel and the source distribution,$(abspath $(PYTHON)) -m build --no-isolation build/release)
-	$(Q)umask 022 && cd build/release/dist && tar xf *.tar.gz && rm *.tar.gz && for tree in */; do \
-		tar c --format=gnu --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@$$(git log -1 --format=%ct) $${tree%/} | \
-		gzip -9n > $${tree%/}.tar.gz && rm -r $$tree; done
+		$(call step,build    the source distribution,$(abspath $(PYTHON)) -m build --no-isolation --sdist build/release)
+	$(Q)umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) PYTHONHASHSEED=0 && cd build/release/dist && \
+		tar xf *.tar.gz && rm *.tar.gz && for tree in */; do \
+		tar c --format=gnu --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@$$SOURCE_DATE_EPOCH $${tree%/} | \
+		gzip -9n > $${tree%/}.tar.gz; \
+		for machine in x86_64 aarch64; do $(call step,build    the wheel for $$machine,CC=$$machine-linux-gnu-gcc $(abspath $(PYTHON)) -m build \
+		--no-isolation --wheel --outdir . -C--build-option=--plat-name=linux_$$machine $$tree) && rm -r $$tree/build || exit 1; done; rm -r $$tree; done
 	$(Q)umask 022 && cp build/release/dist/* $(addprefix build/release/deploy/image/,requirements.txt workshop.txt) dist && \
 		sed '$(if $(BASE),s|^ARG BASE=.*|ARG BASE=$(BASE)|)' build/release/deploy/image/Dockerfile > dist/Dockerfile
 	$(Q)umask 022 && cd build/release && $(abspath $(PYTHON)) -m hybrid_proxy.workshop.release ../../dist $$(git rev-parse HEAD) "$(BASE)"

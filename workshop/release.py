@@ -39,32 +39,37 @@ def _sum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _complete(bom: dict[str, Any], wheel: Path, tools: str) -> dict[str, Any]:
-    """The SBOM of the pinned packages with this version's name, and with the files in the wheel that were compiled."""
-    with zipfile.ZipFile(wheel) as archive:
-        compiled = {name: _sum(archive.read(name)) for name in archive.namelist() if name.endswith((".bpf.o", ".so"))}
+def _complete(bom: dict[str, Any], wheels: list[Path], tools: str) -> dict[str, Any]:
+    """The SBOM of the pinned packages with this version's name, the wheels, and what was compiled in them."""
+    compiled = {wheel.name: _sum(wheel.read_bytes()) for wheel in wheels}
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if name.endswith((".bpf.o", ".so")):  # BPF's instructions are the same everywhere
+                    machine = f" ({wheel.stem.partition('linux_')[2]})" if name.endswith(".so") else ""
+                    compiled[name + machine] = _sum(archive.read(name))
     for name, content in compiled.items():
         hashes, by = [{"alg": "SHA-256", "content": content}], [{"name": "hybrid-proxy:built-with", "value": tools}]
         bom["components"].append({"type": "file", "bom-ref": name, "name": name, "hashes": hashes, "properties": by})
     root = bom["metadata"]["component"]
-    root |= {"version": __version__, "hashes": [{"alg": "SHA-256", "content": _sum(wheel.read_bytes())}]}
+    root["version"] = __version__
     bom["dependencies"].append({"ref": root["bom-ref"], "dependsOn": [part["bom-ref"] for part in bom["components"]]})
     return bom
 
 
 def main(folder: Path, commit: str, base: str) -> None:
     """Write them into a folder that has everything else; `base` is the image of the Dockerfile, if it has a digest."""
-    (wheel,) = folder.glob("*.whl")
+    wheels = sorted(folder.glob("*.whl"))
     versions = {name: version(name) for name in ("clang", "gcc", sys.executable)}
     tools = "clang {}, gcc {}, Python {}".format(*versions.values()) + f", setuptools {metadata.version('setuptools')}"
     pinned = "".join((folder / name).read_text() for name in ("requirements.txt", "workshop.txt"))
     argv = [sys.executable, "-m", "cyclonedx_py", *CYCLONEDX.split()[1:]]
     made = subprocess.run(argv, input=pinned, stdout=subprocess.PIPE, text=True, check=True).stdout
-    (folder / "sbom.cdx.json").write_text(json.dumps(_complete(json.loads(made), wheel, tools), indent=1) + "\n")
+    (folder / "sbom.cdx.json").write_text(json.dumps(_complete(json.loads(made), wheels, tools), indent=1) + "\n")
     date, changes = section(Path("CHANGELOG.md").read_text())
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     page = jinja2.Template(PAGE.read_text(), undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    given = {"date": date, "changes": changes, "commit": commit, "tools": tools, "wheel": wheel.name, "base": base}
+    given = {"date": date, "changes": changes, "commit": commit, "tools": tools, "base": base}
     files["RELEASE.md"] = page.render(given, version=__version__, files=files, sum=_sum).encode()
     (folder / "RELEASE.md").write_bytes(files["RELEASE.md"])
     (folder / "SHA256SUMS").write_text("".join(f"{_sum(files[name])}  {name}\n" for name in sorted(files)))

@@ -20,6 +20,8 @@ from tests.released import ROOT, git
 
 CHECKOUT_ALONE = ("benchmarks", "lab/apiserver", "measuring/nodes", "manual", "house", "release")
 OBJECT = "hybrid_proxy/dataplane/modes/ebpf/objects/tc_datapath.bpf.o"
+LIBRARY = "hybrid_proxy/dataplane/kernel/_publish.abi3.so"
+MACHINES = {"x86_64": 62, "aarch64": 183}  # EM_X86_64, EM_AARCH64 of elf.h
 
 
 def make_release(folder: Path, **environment: str) -> Path:
@@ -48,9 +50,25 @@ def sums(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+def wheel_of(dist: Path, machine: str) -> Path:
+    (wheel,) = dist.glob(f"hybrid_proxy-*-linux_{machine}.whl")
+    return wheel
+
+
+def test_wheels_differ_in_what_their_machine_runs(dist: Path) -> None:
+    found = {}
+    for machine, number in MACHINES.items():
+        with zipfile.ZipFile(wheel_of(dist, machine)) as archive:
+            found[machine] = {name: archive.read(name) for name in archive.namelist()}
+        assert int.from_bytes(found[machine][LIBRARY][18:20], "little") == number  # e_machine
+    here, there = found.values()
+    differ = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
+    assert {name for name in differ if ".dist-info/" not in name} == {LIBRARY}
+
+
 def test_a_release_is_whole(dist: Path) -> None:
-    (wheel,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
-    names = set(zipfile.ZipFile(wheel).namelist())
+    (source,) = dist.glob("*.tar.gz")
+    names = set(zipfile.ZipFile(wheel_of(dist, "x86_64")).namelist())
     assert {OBJECT, "hybrid_proxy/workshop/lab/demo.py", "hybrid_proxy/workshop/lab/manifests/web.yaml"} <= names
     assert [name for name in names if any(f"workshop/{part}" in name for part in CHECKOUT_ALONE)] == []
     with tarfile.open(source) as archive:
@@ -77,11 +95,13 @@ def test_the_sbom_names_what_is_pinned_and_what_is_compiled(dist: Path) -> None:
     versions = set(re.findall(r"^([a-z0-9-]+)==(\S+)", pinned, re.MULTILINE))
     assert len(versions) > 40
     assert versions <= {(part["name"], part.get("version")) for part in components}
-    (wheel,) = dist.glob("*.whl")
-    compiled = hashlib.sha256(zipfile.ZipFile(wheel).read(OBJECT)).hexdigest()
-    assert [part["hashes"] for part in components if part["name"] == OBJECT] == [
-        [{"alg": "SHA-256", "content": compiled}]
-    ]
+    listed = [(part["name"], part["hashes"][0]["content"]) for part in components if part["type"] == "file"]
+    for machine in MACHINES:
+        wheel = wheel_of(dist, machine)
+        with zipfile.ZipFile(wheel) as archive:
+            for name, told in ((OBJECT, OBJECT), (LIBRARY, f"{LIBRARY} ({machine})")):
+                assert listed.count((told, hashlib.sha256(archive.read(name)).hexdigest())) == 1, told
+        assert (wheel.name, sums(dist)[wheel.name]) in listed
 
 
 @pytest.mark.long  # the second build takes 20 s of a processor
