@@ -49,8 +49,8 @@ HERE = next((each for each in ARCHITECTURES.values() if each.machine == platform
 
 
 def split(series: str) -> tuple[str, Architecture]:
-    """A series and its architecture, from a kernel's name such as "6.1" or "6.1-arm64"."""
-    version, _, name = series.partition("-")
+    """A series and its architecture, from the name of a kernel: "6.1", "6.1-arm64", "6.12-arm64-16k" (its pages)."""
+    version, name = [*series.split("-"), ""][:2]
     if name and name not in ARCHITECTURES:
         raise LookupError(f"kernel {series}: no guests of architecture {name}, but of {', '.join(ARCHITECTURES)}")
     return version, ARCHITECTURES[name] if name else HERE

@@ -65,7 +65,7 @@ def download(series: str, log: Callable[[str], None], folder: Path = FOLDER) -> 
     apt = apt_for(architecture, folder)
     log(f"kernel {series}: reading package lists")
     apt.update()
-    metas = apt.show(META.format(architecture.name))
+    metas = apt.show(META.format(series.partition("-")[2] or architecture.name))
     fresh = folder / f"fresh-{series}"
     shutil.rmtree(fresh, ignore_errors=True)
     try:

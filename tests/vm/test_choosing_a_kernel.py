@@ -58,6 +58,7 @@ def test_a_series_is_not_the_beginning_of_another() -> None:
 
 def test_a_kernel_is_named_by_its_series_and_by_its_architecture_if_that_is_not_ours() -> None:
     assert split("6.1-arm64") == ("6.1", ARCHITECTURES["arm64"])
+    assert split("6.12-arm64-16k") == ("6.12", ARCHITECTURES["arm64"])
     assert split("newest") == ("newest", HERE)
     with pytest.raises(LookupError, match="no guests of architecture riscv64, but of amd64, arm64"):
         split("6.1-riscv64")
