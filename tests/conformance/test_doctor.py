@@ -450,7 +450,8 @@ INCIDENTS = [
     Incident("the route to an endpoint leads to another pod", route("pod3"), (NAME,), "endpoint-route", said="veth3"),
     Incident("the client's pod gets no answers", rules("pod4", NO_ANSWERS), (NAME,), "client-pod", said="another pod"),
     Incident("the agent is stopped", stopped_agent, (), "no-agent"),
-    Incident("a map is full", full_map, (MANY,), "not-programmed", modes=("ebpf",)),
+    # Elsewhere doctor tries 600 ports at once, for which an emulated processor needs its time.
+    Incident("a map is full", full_map, (MANY, "--timeout", "30"), "not-programmed", modes=("ebpf",)),
     Incident("the name is mistyped", lambda _: nullcontext(), ("shop/wbe",), "no-such-service"),
     Incident("the port is mistyped", lambda _: nullcontext(), (f"{NAME}:https",), "no-such-port"),
     Incident("forwarding is off", lambda clinic: clinic.setting("ipv4/ip_forward", "0"), (NAME,), "forwarding-off"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def run_matrix(series: Sequence[str], modes: Sequence[str], *, core: bool, limit
                 cell = run_cell(kernel, mode, progress, core=core, limit=limit)
                 progress.log(f"{mode} on {kernel.release}: {cell.text}")
                 document = DOCS / Kernels.document
-                found = {(mode,): {f"{kernel.series} ({kernel.release})": cell.text}}
+                text = f"{cell.text}, {time.strftime('%Y-%m-%d')}"
+                found = {(mode,): {f"{kernel.series} ({kernel.release})": text}}
                 document.write_text(Kernels.merge(document.read_text(), found))
                 good = good and not cell.failed and not cell.unfinished
     return good
