@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, Final
 
 import msgspec
@@ -27,15 +28,17 @@ from hybrid_proxy.controller.agent.process import resident_bytes
 from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.kubernetes import Source
-from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of
+from hybrid_proxy.controller.kubernetes.model import Service
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of, left_text
 from hybrid_proxy.controller.semantics.lacks import with_policy
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.kernel import conntrack
-from hybrid_proxy.dataplane.mode import Programmer, belongs
-from hybrid_proxy.dataplane.table import Entry, Kind, ServiceTable
+from hybrid_proxy.dataplane.kernel import conntrack, namespaces
+from hybrid_proxy.dataplane.mode import ProbePacket, Programmer, belongs
+from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep
+from hybrid_proxy.dataplane.table import Entry, Kind, Protocol, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
 # Without a table, commands know more from what the agent before left (`serving.memory`).
@@ -129,7 +132,7 @@ class Answers:
                 unready = sorted({end.address for one in slices for end in one.endpoints if not end.ready})
                 return msgspec.structs.replace(known, unready=unready)
             case p.RunExplain(packets):
-                return p.ExplainAnswers([programmer.explain(packet) for packet in packets])
+                return p.ExplainAnswers([self._explained(programmer, packet) for packet in packets])
             case p.FindService(service, port, protocol, family):
                 try:
                     found = destination_of(self.syncer.builder.table, service, port, protocol, family)
@@ -158,6 +161,14 @@ class Answers:
                     self.history.record("node", what, "`hybrid-proxy drain`")
                 self.health.leaving = on
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
+
+    def _explained(self, programmer: Programmer, packet: ProbePacket) -> ExplainAnswer:
+        """Returns what the loaded programs say, and where they leave a ClusterIP to this node, why."""
+        answer = programmer.explain(packet)
+        if owner := self.syncer.builder.table.left_to_node.get(packet.dst):
+            answer.reason = left_text(packet.dst, owner)
+            answer.steps.append(ExplainStep("left", f"{answer.reason}."))
+        return answer
 
     def _missing_for(self, mode: str) -> str:
         """Returns why the mode could not serve the current table; empty: it could."""
@@ -213,6 +224,11 @@ class Answers:
             problems=list(cluster.problems.values()),
             node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
             left_to_node=dict(builder.table.left_to_node),
+            unheard=[
+                address
+                for address, owner in builder.table.left_to_node.items()
+                if (service := cluster.services.get(owner)) and not _is_heard(address, service)
+            ],
             without_backend=builder.lacks,
             refused_external_ips={
                 service: list(known.refused) for service, known in builder.external_ips.items() if known.refused
@@ -264,6 +280,18 @@ def _table_port(entry: Entry) -> p.TablePort:
     )
     path = entry.probe.path if entry.probe else None
     return p.TablePort(entry.name, entry.family, entry.protocol.name, frontends, entry.backend_sets, path)
+
+
+def _is_heard(address: str, service: Service) -> bool:
+    """Returns whether somebody listens at a port of a Service at this address, as NodeLocal DNSCache does at two."""
+    ports = {(port.protocol, port.port) for port in service.ports}
+    there = {
+        (protocol, port)
+        for protocol in {protocol for protocol, _ in ports} - {Protocol.SCTP}
+        for at, port in namespaces.listening(protocol)
+        if at == address or ip_address(at).is_unspecified
+    }
+    return not ports.isdisjoint(there) or Protocol.SCTP in dict(ports)  # nobody asks who listens by SCTP
 
 
 def _outer_addresses(table: ServiceTable) -> list[str]:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Final
@@ -18,9 +18,10 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.kubernetes.files import append, write
-from hybrid_proxy.controller.kubernetes.model import SourceState
+from hybrid_proxy.controller.kubernetes.model import Problem, SourceState
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.history import (
+    ADDRESSES,
     OTHERS,
     ChangeRow,
     Kind,
@@ -40,7 +41,7 @@ MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the n
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
-SILENT: Final = ("Starting", "ExternalIPsServed")  # events of every start
+SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
 
 # What an event for the cluster is about; the others are about a Service or the node.
@@ -60,6 +61,7 @@ class History:
         self._rows: dict[tuple[str, ...], ChangeRow] = {}
         self._mode = ""  # that has programmed a table
         self._source: SourceState | None = None
+        self._problems: Mapping[tuple[str, str], Problem] = {}
         self._reported = deque[ChangeRow](maxlen=2 * MOST_ROWS)
         self._failed = False
 
@@ -86,12 +88,13 @@ class History:
         if moved:
             word = f"zone {zone or 'none'} of this node"
         if table.node != before.node and (what := change_of_node(before.node, table.node)):
-            self.record("node", what, word or "its addresses and routes")
+            self.record("node", what, word or ADDRESSES)
+        left = {owner for _, owner in before.left_to_node.items() ^ table.left_to_node.items()}
         names = changed_services(before, table)
         room = max(0, MOST_ROWS - len(self._rows))
         for name in islice(names, room):
             was, new = before.services.get(name, ()), table.services.get(name, ())
-            for row in change_of(name, was, new, now, word):
+            for row in change_of(name, was, new, now, word or ADDRESSES * (name in left)):
                 self._add(row)
         if len(names) > room:
             by = word or "objects of the cluster"
@@ -111,6 +114,17 @@ class History:
         before, self._source = self._source, state
         if state is not None and state is not before and (before is not None or not state.healthy):
             self.record("source", state.message, "")
+
+    def problems(self, now: Mapping[tuple[str, str], Problem]) -> None:
+        """Remember which objects are refused, or in use without a part, and when that is over."""
+        before, self._problems = self._problems, now
+        if now == before:
+            return
+        for key in sorted(now.keys() | before.keys()):
+            if now.get(key) != before.get(key):
+                one, over = now.get(key) or before[key], key not in now
+                what = f"{one.kind} {one.key} is not refused any more" if over else one.told
+                self.record("service" if one.service else "source", what, one.kind, one.service)
 
     def flush(self) -> None:
         """Append what came since the last call."""

@@ -263,6 +263,7 @@ class Agent:
             if not self.maintenance.run():
                 continue
             self.history.source(self.syncer.cluster.source_state)
+            self.history.problems(self.syncer.cluster.problems)
             self.history.flush()
             if self.syncer.ready_seconds is not None:
                 self.syncer.cede_moved_services()

@@ -19,6 +19,7 @@ __all__ = ["Trouble", "Verdict", "fill_trouble", "missing", "raise_it", "trouble
 NEARLY_FULL: Final = 0.9
 REPAIRS: Final = 3  # the last ones
 READ_LOG: Final = "read the agent's log"
+SHOW_ADDRESS: Final = "`ip addr` names the interface, `ss -ltun` what listens"
 WAIT: Final = f"ask again in some seconds, then {READ_LOG}"
 _FLAG: Final = re.compile(r"--max-[a-z-]+")
 
@@ -179,9 +180,9 @@ def raise_it(rows: Sequence[Unprogrammed]) -> str:
 
 
 def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
-    for label, what, in_use in (("refused", "refused", False), ("left out", "used without a part of it", True)):
+    for label, what, in_use in (("refused", "refused", False), ("left out", "used without a part", True)):
         if details := [problem.text for problem in status.problems if problem.in_use is in_use]:
-            said = details if in_use else [f"refused: {text}" for text in details]
+            said = [problem.told for problem in status.problems if problem.in_use is in_use]
             yield Trouble("objects", "refused-objects", f"{_many(details, 'object')} {what}", label, details,
                           mark="warning", todo="correct the object", said=said)  # fmt: skip
     if status.node_faults:
@@ -191,7 +192,12 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
         details = [f"{service}: {text}" for service, texts in status.conflicts.items() for text in texts]
         yield Trouble("objects", "refused-objects", f"{_many(details, 'frontend')} of another service too", "conflict",
                       details, mark="warning", todo="give one another address")  # fmt: skip
-    notes = [left_text(*pair) for pair in sorted(status.left_to_node.items())]
+    left = {address: left_text(address, owner, status.unheard) for address, owner in status.left_to_node.items()}
+    if status.unheard:
+        details = [left[address] for address in status.unheard]
+        text = f"{_many(details, 'ClusterIP')} on this node, where nothing listens"
+        yield Trouble("node", "left-to-node", text, "node", details, todo=SHOW_ADDRESS)
+    notes = [text for address, text in sorted(left.items()) if address not in status.unheard]
     # As somebody has set it: no trouble of this node.
     notes += [f"{name}: {text}" for name, texts in sorted(status.refused_external_ips.items()) for text in texts]
     yield _note("objects", notes)

@@ -186,6 +186,20 @@ class Problem(msgspec.Struct, frozen=True):
     def text(self) -> str:
         return self.message if not self.where or self.where in self.message else f"{self.message} ({self.where})"
 
+    @property
+    def told(self) -> str:
+        """The text, and that the object is refused."""
+        return self.text if self.in_use else f"refused: {self.text}"
+
+    @property
+    def service(self) -> str:
+        """The Service (namespace/name) that it is about; of an EndpointSlice by the custom that it is its name's begin.
+
+        Empty: another kind.
+        """
+        name = {"Service": self.key, "EndpointSlice": self.key.rpartition("-")[0] or self.key}
+        return name.get(self.kind, "")
+
 
 class SourceState(msgspec.Struct, frozen=True):
     """The source itself came up, or cannot be read at the moment."""

@@ -6,7 +6,7 @@ is built once for each table, so that thousands of packets are quick.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Final, Literal, NamedTuple
 
@@ -77,11 +77,10 @@ class Verdict(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def left_text(address: str, service: str) -> str:
-    """Describes a ClusterIP in `ServiceTable.left_to_node`."""
-    return (
-        f"{address}, the ClusterIP of {service}, is on an interface of this node: what listens there gets the packets"
-    )
+def left_text(address: str, service: str, unheard: Collection[str] = ()) -> str:
+    """Describes a ClusterIP in `ServiceTable.left_to_node`; at those in `unheard` nothing listens."""
+    what = "nothing listens at its ports" if address in unheard else "what listens there gets the packets"
+    return f"{address}, the ClusterIP of {service}, is on an interface of this node: {what}"
 
 
 def verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
@@ -143,12 +142,12 @@ def destination_of(table: ServiceTable, service: str, port: str, protocol: str, 
         LookupError: there is no such service, or no such port of it; the message says what there is.
     """
     entries = [entry for entry in table.services.get(service, ()) if entry.frontends]
-    if not entries:
-        left = [left_text(address, owner) for address, owner in table.left_to_node.items() if owner == service]
-        raise LookupError(f"no service {service} is served here" + "".join(f": {text}" for text in left[:1]))
-    entries = [entry for entry in entries if family in (0, entry.family)]
-    if not entries:
-        raise LookupError(f"service {service} has no IPv{family} address")
+    here = [entry for entry in entries if family in (0, entry.family)]
+    if not here:
+        text = f"service {service} has no IPv{family} address" if entries else f"no service {service} is served here"
+        left = [left_text(*pair) for pair in table.left_to_node.items() if pair[1] == service]
+        raise LookupError(": ".join([text, *left[:1]]))
+    entries = here
     entries.sort(key=lambda entry: (entry.family, entry.protocol.name.lower() != (protocol or "tcp")))
     known = [(entry, frontend) for entry in entries for frontend in entry.frontends if frontend.address is not None]
     if not known:

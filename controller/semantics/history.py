@@ -17,6 +17,7 @@ FLAPS: Final = 3  # times that an endpoint becomes ready in one row: once is a r
 NAMED: Final = 8  # endpoints in a row
 SHOWN: Final = 3  # endpoints in a sentence
 OTHERS: Final = "many Services at once"
+ADDRESSES: Final = "its addresses and routes"  # of this node
 
 Kind = Literal["agent", "endpoints", "service", "mode", "repair", "configuration", "ejection", "node", "source"]
 
@@ -118,7 +119,7 @@ def change_of(name: str, before: tuple[Entry, ...], after: tuple[Entry, ...], at
         what = differences(_facts(before), _facts(after))
     rows = [ChangeRow(first=at, last=at, kind="service", service=name, what=what, by=by or "Service")] * bool(what)
     was, now = _endpoints(before), _endpoints(after)
-    if was != now or not rows:
+    if (was != now and by != ADDRESSES) or not rows:  # an address that is not served any more had endpoints
         ready, gone = (dict.fromkeys(sorted(those)[:NAMED], 1) for those in (now - was, was - now))
         row = ChangeRow(
             first=at, last=at, kind="endpoints", service=name, what="" if was != now else "their ports or conditions",

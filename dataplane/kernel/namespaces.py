@@ -95,18 +95,23 @@ def pods() -> Iterator[Pod]:
 def listening(protocol: int) -> list[tuple[str, int]]:
     """Returns where processes of the thread's namespace listen, by TCP or UDP.
 
+    The kernel lists listeners by TCP before all other sockets, of which there may be very many.
+
     Raises:
         OSError: it cannot be read.
     """
     name, wanted = ("tcp", TCP_LISTEN) if protocol == socket.IPPROTO_TCP else ("udp", UDP_OPEN)
     found = []
     for family, file in ((socket.AF_INET, name), (socket.AF_INET6, f"{name}6")):
-        lines = Path("/proc/thread-self/net", file).read_text().splitlines()[1:]
-        for _, local, remote, state, *_ in map(str.split, lines):
-            if state == wanted and remote.endswith(":0000"):
-                address, port = local.split(":")
-                words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]  # in the host's order
-                found.append((socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)))
+        with Path("/proc/thread-self/net", file).open() as lines:
+            next(lines, "")
+            for _, local, remote, state, *_ in map(str.split, lines):
+                if state != wanted and name == "tcp":
+                    break
+                if state == wanted and remote.endswith(":0000"):
+                    address, port = local.split(":")
+                    words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]  # in the host's order
+                    found.append((socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)))
     return found
 
 

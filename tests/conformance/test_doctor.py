@@ -40,8 +40,10 @@ FORWARD = "table inet somebody { chain forward { type filter hook forward priori
 COUNTING = f"{FORWARD} tcp dport 8080 counter drop ; }} ; }}"
 UNCOUNTED = COUNTING.replace(" counter", "")
 CLOSED = f"{FORWARD} policy drop ; ct state established accept ; }} ; }}"
+AT_HOOK = "table inet somebody {{ chain c {{ type filter hook {0} priority 0 ; tcp dport 8080 {1} drop ; }} ; }}"
 DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp dport 8080 drop ; } ; }"
 NO_ANSWERS = DEAF.replace("dport", "sport")
+LOSSY = DEAF.replace("drop", "numgen inc mod 2 0 drop")
 FIRST, MANY = "shop/a", "shop/many"
 SHARED, DNS = ADDRESSES[FIRST], 5353
 Provoke = Callable[[Clinic], AbstractContextManager[object]]
@@ -331,6 +333,18 @@ def put(*pods: str, **spec: object) -> Provoke:
     return provoke
 
 
+@contextmanager
+def address_of_a_service(clinic: Clinic) -> Iterator[None]:
+    address = [f"{ADDRESSES[NAME]}/32", "dev", "lo"]
+    clinic.run("node", "ip", "address", "add", *address)
+    try:
+        clinic.agent.wait(lambda status: status.synced and status.unheard)
+        yield
+    finally:
+        clinic.run("node", "ip", "address", "del", *address)
+        clinic.agent.wait(lambda status: not status.left_to_node)
+
+
 def rules(place: str, table: str) -> Provoke:
     return lambda clinic: clinic.rules(place, table)
 
@@ -445,6 +459,25 @@ INCIDENTS = [
         "refused-objects",
         said="10.0.0.0/33",
     ),
+    Incident("a Service cannot be read, and is asked about", refused(99_999), (FIRST,), "object-refused"),
+    Incident("a ClusterIP is on an interface of the node", address_of_a_service, (NAME,), "left-to-node", own=True),
+    Incident("a pod loses every other packet", rules("pod1", LOSSY), (NAME,), "lossy", said="SYNs"),
+    Incident(
+        "the firewall drops before the route, and does not count",
+        firewall(AT_HOOK.format("prerouting", "")),
+        (NAME,),
+        "firewall",
+        certain=False,
+        said="PREROUTING",
+        own=True,
+    ),
+    Incident(
+        "the firewall drops after the route, and counts",
+        firewall(AT_HOOK.format("postrouting", "counter")),
+        (NAME,),
+        "firewall",
+        said="POSTROUTING",
+    ),
     Incident("a link of a pod takes less than the pod sends", small_mtu, LARGE, "mtu", said="veth2", own=True),
     Incident("no route leads to an endpoint", route(""), (NAME,), "endpoint-route", said="veth2", own=True),
     Incident("the route to an endpoint leads to another pod", route("pod3"), (NAME,), "endpoint-route", said="veth3"),
@@ -460,6 +493,9 @@ INCIDENTS = [
     Incident("conntrack is full", full_conntrack, (), "conntrack-full", said="from 127.0.0.1", dear=True),
     Incident("the folder of the objects is gone", from_files(shutil.rmtree), (), "api-unreachable"),
     Incident("a file of objects is no YAML", from_files(spoil), (), "refused-objects"),
+    Incident(
+        "a file is no YAML, and a service is asked about", from_files(spoil), (FIRST,), "object-refused", certain=False
+    ),
     Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
     Incident("the agent is dead", no_agent, (), "no-agent"),
     Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent", own=True),

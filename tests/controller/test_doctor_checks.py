@@ -86,7 +86,17 @@ def service(found: ServiceFacts, node: NodeFacts = WELL) -> tuple[Cause, bool, l
     return verdict.cause, verdict.certain, findings
 
 
+def syns(target: str, *outcomes: Outcome, source: str = "10.0.9.9") -> tuple[Tried, ...]:
+    """SYNs of the node that repeated a connection to a backend."""
+    return tuple(Tried("node", source, "backend", target, "TCP", each, port="shop/web:http") for each in outcomes)
+
+
+def rule(hook: str, text: str = "tcp dport 8080 drop", packets: int | None = None) -> Rule:
+    return Rule("inet fw", "c", (hook,), text, packets)
+
+
 GOOD = (tried(A), tried(B), tried(VIP))
+SILENT = (tried(A, "silent", "silent"), tried(B, "silent", "silent"), tried(VIP, "silent", "silent"))
 LOST = (tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP, pod="silent"))
 DENIED = Verdict("", "drop", "", (), False, "shop/web:http", "source-ranges", "1.1.1.1 is not in 2.0.0.0/8")
 AWAY = Verdict(
@@ -124,6 +134,21 @@ SERVICES = [
     pytest.param(facts(tried(A), tried(B), tried(VIP, "silent", "silent")), "service-path", True, id="only the service's address fails"),
     pytest.param(facts(tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP), rules=(DROP,), counted={DROP: 4}), "firewall", True, id="forwarding loses, and the mode does not forward"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B, "silent", "silent"), rules=(DROP,), counted={DROP: 4}), "backend-silent", True, id="a rule counted others' packets"),
+    pytest.param(facts(*LOST, rules=(rule("prerouting"),)), "firewall", False, id="a rule may have dropped before the route"),
+    pytest.param(facts(*LOST, rules=(rule("input"), rule("output"))), "forwarding-loses", False, id="forwarded packets pass no rule of the node's own"),
+    pytest.param(facts(tried(A), tried(B), tried(VIP, pod="silent"), rules=(rule("prerouting"),)), "firewall", False, id="a rule may drop what is not translated yet"),
+    pytest.param(facts(tried(A), tried(B), tried(VIP, pod="silent"), rules=(rule("forward"),)), "service-path", False, id="what backends got passed FORWARD"),
+    pytest.param(facts(*SILENT, rules=(rule("postrouting"),), counted={rule("postrouting"): 4}), "firewall", True, id="a rule counted the node's packets and the pod's"),
+    pytest.param(facts(*SILENT, rules=(rule("postrouting"),), counted={rule("postrouting"): 3}), "backend-silent", False, id="a rule counted fewer than failed"),
+    pytest.param(facts(tried(A, "silent"), tried(B, "silent"), tried(VIP), rules=(rule("output"),)), "backend-silent", False, id="a rule may drop what the node sends"),
+    pytest.param(facts(tried(A, "silent", None), tried(B)), "backend-silent", False, id="one attempt is not sure"),
+    pytest.param(facts(tried(A, "silent", None), tried(B), repeated=syns(A, *["silent"] * 5)), "backend-silent", True, id="six attempts are"),
+    pytest.param(facts(tried(A, "mute", None), tried(B), repeated=syns(A, *["accepted"] * 5)), "backend-never-answers", False, id="no SYN is lost"),
+    pytest.param(facts(tried(A, "mute"), tried(B), repeated=syns(A, "accepted", "silent", "accepted")), "lossy", True, id="some SYNs are lost"),
+    pytest.param(facts(tried(A), tried(B), repeated=syns(A, "silent", "silent")), "lossy", True, id="SYNs are lost, and a connection was accepted"),
+    pytest.param(facts(tried(A, "silent"), tried(B), repeated=syns(A, "accepted", "accepted")), "lossy", True, id="one was lost, and none that followed"),
+    pytest.param(facts(tried(A, "silent"), tried(B), repeated=syns(A, "silent", "silent")), "backend-silent", True, id="every SYN of the node is lost"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), tried(VIP, "silent"), repeated=(*syns(A, "silent"), *(msgspec.structs.replace(each, via="service") for each in syns(VIP, "accepted", "silent")))), "backend-silent", True, id="SYNs to the service's address meet one backend that is silent"),
     pytest.param(facts(*GOOD, events=(EVENT,)), "drops", True, id="something was dropped meanwhile"),
     pytest.param(facts(tried(A, "stalled", "stalled"), tried(B), tried(VIP)), "backend-stalls", True, id="an answer that does not end"),
     pytest.param(facts(*GOOD, links=(PodLink("veth1", "10.0.0.1", 1000, 1500),)), "mtu", True, id="a link takes less than the pod sends"),
@@ -149,9 +174,9 @@ TWINS = [
     pytest.param((tried(A, "silent", "silent"), tried(A, **SCTP)), "backend-silent", "1 of 1 backend gives no answer from the node and from a pod: 10.0.0.1:8080", id="a TCP port that is silent"),
     pytest.param((tried(A), tried(A6, *CLOSED)), "backend-refuses", "targetPort 8080 answers RST on 1 of 2 backends from the node and from a pod", id="nobody listens at the IPv6 address"),
     pytest.param((tried(A), tried("10.0.0.1:81", *CLOSED)), "backend-refuses", "targetPort 81 answers RST on 1 of 2 backends from the node and from a pod", id="nobody listens at another port of the pod"),
-    pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.1:82", "sent", "refused", **UDP)), "backend-refuses", "targetPort 81/UDP, 82/UDP is closed on 2 of 2 backends from the node and from a pod", id="the host refuses no more datagrams of the node"),
+    pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.1:82", "sent", "refused", **UDP)), "backend-refuses", "targetPorts 81/UDP, 82/UDP are closed on 2 of 2 backends from the node and from a pod", id="the host refuses no more datagrams of the node"),
     pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.2:82", "sent", "refused", **UDP)), "forwarding-loses", "", id="another host refuses none of the node"),
-    pytest.param((tried(A, pod="silent", **SCTP), tried(A)), "forwarding-loses", "this node loses forwarded packets: connections from a pod to 10.0.0.1:8080/SCTP fail, and from the node they do not, and no rule that drops them was found", id="SCTP is lost on the way"),
+    pytest.param((tried(A, pod="silent", **SCTP), tried(A)), "forwarding-loses", "this node loses forwarded packets: connections from a pod to 10.0.0.1:8080/SCTP fail, those from the node do not, and no rule that drops them was found", id="SCTP is lost on the way"),
     pytest.param((tried(A), tried(VIP, "silent", "silent"), tried("10.0.0.1:81", *CLOSED, port="shop/web:x")), "service-path", "", id="one port's address fails, and nobody listens at another port"),
     pytest.param((tried(A), tried(VIP), tried("10.0.0.1:81", *CLOSED, port="shop/web:x"), tried("10.96.0.1:81", *CLOSED, port="shop/web:x")), "backend-refuses", "", id="and where the address only says what its backends do"),
 ]
@@ -196,6 +221,8 @@ def test_the_cause_explains_what_was_found(found: ServiceFacts, cause: Cause, ce
 
 # fmt: off
 TEXTS = [
+    pytest.param(facts(tried(A), tried(B), repeated=syns(A, *["accepted"] * 3, *["silent"] * 2)), "packets are lost: 3 of 5 SYNs to 10.0.0.1:8080 from the node were answered", id="how many packets are lost"),
+    pytest.param(facts(*LOST, rules=(REJECT := rule("forward", "counter reject"),), counted={REJECT: 4}), "the firewall rejects packets in FORWARD: `counter reject` counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="a rule that rejects"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not served"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), unready=("10.0.0.1", "fd00::1")), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
     pytest.param(facts(tried(A, "refused", "refused"), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "targetPort 8080 answers RST on 1 of 1 backend from the node and from a pod; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
@@ -392,6 +419,30 @@ def test_a_cluster_ip_that_the_node_has_is_named(ports: tuple[TablePort, ...]) -
         assert [each.mark for each in findings if "10.96.0.1" in each.text] == ["warning"]
 
 
+REFUSED = Problem("Service", "shop/web", "Service shop/web: 99999 is no port", in_use=True)
+SPOILT = Problem("File", "a.yaml", "a.yaml: line 4 is no YAML")
+
+
+@pytest.mark.parametrize(("problem", "certain"), [(REFUSED, True), (SPOILT, False)], ids=["its own", "a file"])
+def test_what_is_refused_explains_that_a_service_is_unknown(problem: Problem, certain: bool) -> None:
+    node = msgspec.structs.replace(WELL, agent=agent_status(problems=[problem]))
+    missing = facts(ports=(), services=("shop/wen",))
+    assert service(missing, node)[:2] == ("object-refused", certain)
+    text = diagnose("shop/web", service(missing, node)[2]).verdict
+    assert problem.message in text
+
+
+@pytest.mark.parametrize("ports", [(), (port(A),)])
+def test_a_cluster_ip_of_the_node_where_nothing_listens_comes_first(ports: tuple[TablePort, ...]) -> None:
+    """Its service port has no frontend then, which does not mean that no endpoint is ready."""
+    status = agent_status(left_to_node={"10.96.0.1": "shop/web"}, unheard=["10.96.0.1"])
+    node = msgspec.structs.replace(WELL, agent=status)
+    bare = TablePort("shop/web:http", 6, "TCP", (), ())
+    assert service(facts(ports=(*ports, bare)), node)[0] == "left-to-node"
+    assert "no-endpoint" not in {each.cause for each in service(facts(ports=(*ports, bare)), node)[2]}
+    assert [each.mark for each in node_findings(node) if each.cause == "left-to-node"] == ["problem"]
+
+
 @pytest.mark.parametrize(("ports", "mark"), [((), "problem"), ((port(A),), "warning")])
 def test_an_address_that_another_service_has_is_named(ports: tuple[TablePort, ...], mark: str) -> None:
     message = "ClusterIP 10.96.0.1:80 TCP of shop/web:http belongs to shop/old"
@@ -402,17 +453,16 @@ def test_an_address_that_another_service_has_is_named(ports: tuple[TablePort, ..
     assert (found.mark, found.cause, found.text) == (mark, "object-refused", f"shop/web: {message}")
 
 
-@pytest.mark.parametrize(("in_use", "others"), [(True, True), (False, False)])
-def test_a_part_that_is_left_out_is_told_beside_all_that_is_well(in_use: bool, others: bool) -> None:
-    problem = Problem("Service", "shop/web", "Service shop/web: slow-start: '30' is no duration", in_use=in_use)
+@pytest.mark.parametrize("in_use", [True, False])
+@pytest.mark.parametrize(("kind", "key"), [("Service", "shop/web"), ("EndpointSlice", "shop/web-x2z4k")])
+def test_what_is_refused_of_a_service_is_told_beside_all_that_is_well(kind: str, key: str, in_use: bool) -> None:
+    problem = Problem(kind, key, f"{kind} {key}: slow-start: '30' is no duration", in_use=in_use)
     node = msgspec.structs.replace(WELL, agent=agent_status(problems=[problem]))
     cause, _, findings = service(facts(*GOOD), node)
     found = [each for each in findings if each.subject == "object" and each.mark == "warning"]
     assert [("slow-start" in each.text, each.cause) for each in found] == [(True, "object-refused")]
-    assert (cause, any(each.mark == "ok" for each in findings if each.subject == "object")) == (
-        "object-refused",
-        others,
-    )
+    assert cause == "object-refused"
+    assert any(each.mark == "ok" for each in findings if each.subject == "object")
     of_the_node = next(each for each in node_findings(node) if each.subject == "objects")
     assert ("refused: " in of_the_node.text) is not in_use
 
@@ -420,9 +470,9 @@ def test_a_part_that_is_left_out_is_told_beside_all_that_is_well(in_use: bool, o
 @pytest.mark.parametrize(
     ("rule", "named", "todo"),
     [
-        (Rule("inet fw", "f", ("forward",), "policy drop"), "`policy drop` in chain f of table inet fw is on this way",
+        (Rule("inet fw", "f", ("forward",), "policy drop"), "on their way is `policy drop` in chain f of table inet fw",
          "`nft add rule inet fw f counter`"),
-        (Rule("ip fw", "g", ("forward",), "tcp dport 9 drop"), "`tcp dport 9 drop` in chain g of table ip fw is on this",
+        (Rule("ip fw", "g", ("forward",), "tcp dport 9 drop"), "on their way is `tcp dport 9 drop` in chain g of table ip fw",
          "`nft -a list chain ip fw g`"),
     ],
     ids=["policy", "rule"],

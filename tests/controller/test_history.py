@@ -8,9 +8,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.history import KEPT, LARGEST, MOST_ROWS, History
-from hybrid_proxy.controller.semantics.history import FLAPS, NAMED, ChangeRow, change_of, folded
+from hybrid_proxy.controller.kubernetes.model import Problem
+from hybrid_proxy.controller.semantics.history import ADDRESSES, FLAPS, NAMED, ChangeRow, change_of, folded
 from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import (
@@ -95,6 +97,33 @@ def test_only_what_happens_close_together_is_folded(times: int, seconds: float, 
     assert len(found) == rows
     assert any(row.flapping for row in found) is (rows == 1)
     assert folded(found) == found
+
+
+def test_a_cluster_ip_that_the_node_takes_is_its_own_doing_and_no_endpoint_goes(tmp_path: Path) -> None:
+    path = tmp_path / "admin.changes"
+    history, services = History(path), Shards[tuple[Entry, ...]]().replaced({NAME: entries(A)})
+    history.programmed(table(1, services, frozenset({NAME})))
+    left = replace(table(2, services.replaced({NAME: ()}), frozenset({NAME})), left_to_node={"10.96.0.1": NAME})
+    history.programmed(left)
+    history.programmed(table(3, services, frozenset({NAME})))
+    history.flush()
+    found = [(row.kind, row.text, row.by) for row in read_changes(path)]
+    assert found == [("service", "is not served now", ADDRESSES), ("service", "came", ADDRESSES)]
+
+
+def test_objects_that_are_refused_are_remembered_until_they_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "admin.changes"
+    history = History(path)
+    slices = Problem("EndpointSlice", "shop/web-x2z4k", "EndpointSlice shop/web-x2z4k: 99999 is no port")
+    file = Problem("File", "a.yaml", "a.yaml: line 4 is no YAML")
+    for problems in ([slices, file], [slices, file], [file]):
+        history.problems({(one.kind, one.key): one for one in problems})
+    history.flush()
+    assert [(row.kind, row.service, row.text, row.by) for row in read_changes(path)] == [
+        ("service", NAME, f"refused: {slices.message}", "EndpointSlice"),
+        ("source", "", f"refused: {file.message}", "File"),
+        ("service", NAME, "EndpointSlice shop/web-x2z4k is not refused any more", "EndpointSlice"),
+    ]
 
 
 def table(

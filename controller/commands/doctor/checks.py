@@ -23,9 +23,9 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Tried,
 )
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
-from hybrid_proxy.controller.commands.troubles import fill_trouble, raise_it, troubles, unprogrammed
+from hybrid_proxy.controller.commands.troubles import SHOW_ADDRESS, fill_trouble, raise_it, troubles, unprogrammed
 from hybrid_proxy.controller.semantics.explain import left_text
-from hybrid_proxy.controller.semantics.history import ChangeRow
+from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.reports import Fill, PacketEvent, ago
@@ -35,6 +35,9 @@ from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, so
 LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "ejected", "empty-services"})
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
+# Hooks of netfilter that packets between pods pass on this node, and those of the node itself.
+FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
+OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
 AS_LEFT: Final = ", as the agent before this one left it"
 AT_HOME: Final = "give this node an endpoint, or use the traffic policy Cluster"
 FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
@@ -199,12 +202,13 @@ def _flapping(changes: Sequence[ChangeRow], now: float) -> Iterator[Finding]:
     """A line for each Service whose endpoints flap."""
     for row in changes:
         if row.flapping and now - row.last < FLAPPING_SECONDS:
+            over = now - row.last > FOLD_SECONDS  # another change would begin another row
             text = (
-                f"endpoints of {row.service} flap: {row.often.replace(' ', ' changes ', 1)}, the last "
-                f"{ago(now - row.last)} ({row.description})"
+                f"endpoints of {row.service} {'flapped' if over else 'flap'}: {row.often.replace(' ', ' changes ', 1)},"
+                f" the last {ago(now - row.last)} ({row.description})"
             )
             todo = f"look at their readiness probe (kubectl describe pod); `hybrid-proxy changes {row.service}`"
-            yield Finding("warning", "history", text, todo, "flapping")
+            yield Finding("ok", "history", text) if over else Finding("warning", "history", text, todo, "flapping")
 
 
 def _empty(facts: NodeFacts) -> Finding:
@@ -245,7 +249,7 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     found = _object(facts, node)
     yield from _remembered(found, node)
     yield from _history(facts, node)
-    if any(each.mark == "problem" for each in found) or not facts.ports:
+    if any(each.mark == "problem" and each.cause != "left-to-node" for each in found) or not facts.ports:
         return
     yield from _remembered(_table(facts), node)
     yield from _restrictions(facts, node)
@@ -293,19 +297,20 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     agent = node.agent
     left_out = []
     for problem in agent.problems if agent else ():
-        if problem.kind in ("Service", "EndpointSlice") and facts.name and belongs(facts.name, problem.key):
-            if problem.in_use:
-                left_out.append(Finding("warning", "object", problem.text, "correct the object", "object-refused"))
-                continue
-            stays = "; its last good version serves" if facts.ports else ""
+        if problem.service and facts.name and belongs(facts.name, problem.service):
+            stays = "; its last good version serves" if facts.ports and not problem.in_use else ""
             mark: Mark = "warning" if facts.ports else "problem"
-            text = f"the {problem.kind} is refused{stays}: {problem.text}"
-            return [Finding(mark, "object", text, "correct the object", "object-refused")]
+            text = f"{problem.told}{stays}"
+            left_out.append(Finding(mark, "object", text, "correct the object", "object-refused"))
+    unheard = agent.unheard if agent else []
     left = [
-        Finding("warning", "object", left_text(address, service), "look who listens there: `ss -ltun`", "left-to-node")
+        Finding(
+            "problem" if address in unheard else "warning", "object", left_text(address, service, unheard),
+            SHOW_ADDRESS, "left-to-node",
+        )
         for address, service in (agent.left_to_node.items() if agent else ())
         if (facts.packet.dst == address if facts.packet else facts.name and belongs(facts.name, service))
-    ]
+    ]  # fmt: skip
     if facts.packet is not None:
         return left or _destination(facts, node)
     lost = [
@@ -335,7 +340,12 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     if agent is None and not facts.services:
         text = "its backends cannot be found by its name, because no agent answers"
         return [Finding("problem", "object", text, "ask by its address: --to ADDRESS:PORT", "no-agent")]
-    return [_unknown_name(facts), *left_out]
+    unknown = _unknown_name(facts)
+    files = [problem.text for problem in agent.problems if problem.kind == "File"] if agent else []
+    if files and unknown.cause == "no-such-service" and not left_out:
+        text = f"{unknown.text}, or it is in a file that cannot be read: {some(files, '; ')}"
+        return [Finding("problem", "object", text, "correct the file", "object-refused", certain=False)]
+    return left_out or [unknown]
 
 
 def _has_address(facts: ServiceFacts) -> bool:
@@ -395,6 +405,8 @@ def _table(facts: ServiceFacts) -> Iterator[Finding]:
 
 def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
     cluster = [port.backend_sets[each.internal] for each in port.frontends if each.internal < len(port.backend_sets)]
+    if not port.frontends:  # it lost them, which is another finding, or is about to go
+        return
     unready = [address for address in facts.unready if family_of(address) == port.family]
     if not any(each.backends for each in port.backend_sets):
         why = next((each.why for each in port.backend_sets if each.why), "the service has no endpoints")
@@ -537,6 +549,12 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("unknown", "connections", text, "run doctor as root on the node itself")
     if facts.left_out:
         yield Finding("unknown", "connections", f"{several(facts.left_out, 'backend')} more were not tried")
+    lossy = _lossy(facts)
+    if lossy:
+        yield _of_losses(facts, node, [row for rows in lossy.values() for row in rows])
+        gone = {each.port for rows in lossy.values() for each in rows}
+        direct = [each for each in direct if (each.source, *each.end) not in lossy]
+        through = [each for each in through if each.port not in gone]
     lost = lost_on_the_way(direct)
     reached = {each.end for each in direct if each.place == "pod" and (is_good(each) or each.outcome in REACHED)}
     if sick := [each for each in lost if each.end in reached]:  # from another pod they succeed
@@ -552,14 +570,80 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if lost or bad:
         yield from _on_the_way(facts, node, lost or bad, lost=bool(lost), served=served)
     ends = {each.end for each in lost}
-    yield from _of_backends([each for each in direct if each.end not in ends], facts)
+    silent = [each for each in direct if each.outcome in LOST and each.end not in ends]
+    # A rule that counted fewer packets than failed may have met other ones.
+    for rule in [one for one in _rules_at(facts, node, silent, facts.counted) if facts.counted[one] >= len(silent)][:1]:
+        ends |= {each.end for each in silent}
+        yield _counting(facts, rule, f"connections to {_targets(silent)} failed {_from(silent)}")
+    yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     if bad:
         good = _good_words([each for each in direct if each.port == bad[0].port])
         text = f"every backend {good}, but {_end(bad[0])} {_words(bad[0])} {_from(bad)}"
         todo = "`hybrid-proxy trace --from SRC --to DST:PORT` follows a connection, point by point"
-        yield Finding("problem", "service address", text, todo, "service-path")
+        yield Finding("problem", "service address", text, todo, "service-path", _is_sure(bad, facts))
     elif served:
-        yield Finding("ok", "service address", f"{_targets(through)} {_good_words(through)}, {_places(through)}")
+        many = len({each.end for each in through}) > 1
+        words = f"{_targets(through)} {_good_words(through, many=many)}, {_places(through)}"
+        yield Finding("ok", "service address", words)
+
+
+def _lossy(facts: ServiceFacts) -> dict[tuple[str, str, str], list[Tried]]:
+    """By client and end, the SYNs of those of which some were answered and some were not.
+
+    Behind a service's address they meet different backends.
+    """
+    groups = dict[tuple[str, str, str], list[Tried]]()
+    explained = {each.port for each in _failing(facts.tried) if each.via == "backend"}
+    for each in [one for one in facts.repeated if one.via == "backend" or one.port not in explained]:
+        groups.setdefault((each.source, *each.end), []).append(each)
+    for each in facts.tried:
+        if each.outcome == "silent" and (each.source, *each.end) in groups:
+            groups[each.source, *each.end].append(each)
+    accepted = {(each.source, *each.end) for each in facts.tried if each.outcome in REACHED}
+    lost = {key: sum(row.outcome in LOST for row in rows) for key, rows in groups.items()}
+    return {key: rows for key, rows in groups.items() if lost[key] and (lost[key] < len(rows) or key in accepted)}
+
+
+def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> Finding:
+    syns = [each for each in syns if each.via == "backend"] or syns
+    answered = sum(each.outcome not in LOST for each in syns)
+    rule = next(iter(_rules_at(facts, node, syns, facts.counted)), None)
+    where = f"; {_rule(rule)} {_where(rule)} counted {several(facts.counted[rule], 'packet')}" if rule else ""
+    text = f"packets are lost: {answered} of {several(len(syns), 'SYN')} to {_targets(syns)} {_from(syns)} "
+    text += f"{_verb(range(answered), 'was', 'were')} answered{where}"
+    todo = (
+        "accept the pods' traffic before this rule" if rule else
+        "look at the link (`tc -s qdisc`, `ip -s link`), and whether the pod's queue is full (`ss -ltn` in the pod)"
+    )  # fmt: skip
+    return Finding("problem", "connections", text, todo, "lossy")
+
+
+def _is_sure(failing: Sequence[Tried], facts: ServiceFacts) -> bool:
+    """Return whether more than one attempt at each end failed, or was answered by a refusal."""
+    counts = Counter(each.end for each in (*facts.tried, *facts.repeated) if not is_good(each))
+    return all(each.outcome == "refused" or counts[each.end] > 1 for each in failing)
+
+
+def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rules: Iterable[Rule]) -> list[Rule]:
+    """Return those of the rules that all of these connections, or their answers, may have met: FORWARD's first."""
+    relayed = bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
+    hooks = [
+        OWN
+        if each.place == "node" or _host(each).strip("[]") in facts.own or (each.via == "service" and relayed)
+        else FORWARDED
+        for each in failed
+    ]
+    common = frozenset.intersection(*hooks) if hooks else frozenset[str]()
+    return sorted(
+        (rule for rule in rules if common.intersection(rule.hooks)), key=lambda rule: _hook(rule) != "FORWARD"
+    )
+
+
+def _counting(facts: ServiceFacts, rule: Rule, seen: str, mark: Mark = "problem", ease: str = "") -> Finding:
+    text = f"the firewall {_does(rule)} packets in {_hook(rule)}: {_rule(rule)} counted "
+    text += f"{several(facts.counted[rule], 'packet')} while {seen}{ease}"
+    todo = f"accept the pods' traffic before this rule, {_where(rule)}"
+    return Finding(mark, "firewall", text, todo, "firewall")
 
 
 def is_good(each: Tried) -> bool:
@@ -597,26 +681,25 @@ def _on_the_way(
     """
     if not any(node.forwarding.get(6 if each.target.startswith("[") else 4, True) for each in failed):
         return  # the node's own finding says so
-    counted = [rule for rule in facts.counted if "forward" in rule.hooks] or list(facts.counted)
-    # A rule whose counter stood still has dropped none of them.
-    suspects = [rule for rule in facts.rules if "forward" in rule.hooks and rule.packets is None]
-    where = f"from a pod to {_targets(failed)}" if lost else "to the service's address"
-    seen = f"connections {where} fail, and from the node they do not" if lost else f"connections {where} fail"
+    counted = _rules_at(facts, node, failed, facts.counted)
+    # A rule whose counter stood still has dropped none of them. Connections to backends met those of FORWARD, too.
+    suspects = [
+        rule
+        for rule in _rules_at(facts, node, failed, facts.rules)
+        if rule.packets is None and (lost or not {"forward", "postrouting"}.issuperset(rule.hooks))
+    ]
+    where = f"from a pod to {_targets(failed)}" if lost else f"to {_targets(failed)} {_from(failed)}"
+    seen = f"connections {where} fail, those from the node do not" if lost else f"connections {where} fail"
     # In other modes a connection that succeeded says nothing of the next one, which may be to another backend.
     harmless = served and bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
     mark: Mark = "warning" if harmless else "problem"
     ease = "; the service is served all the same, because this mode does not forward its packets" if harmless else ""
     if counted:
-        rule = counted[0]
-        text = (
-            f"firewall drops in {_hook(rule)}: {_rule(rule)} counted {several(facts.counted[rule], 'packet')} while "
-            f"{seen}{ease}"
-        )
-        yield Finding(mark, "firewall", text, f"accept the pods' traffic before this rule, {_where(rule)}", "firewall")
-    elif suspects and lost:
+        yield _counting(facts, counted[0], seen, mark, ease)
+    elif suspects:
         named = some([f"{_rule(rule)} {_where(rule)}" for rule in suspects], "; ")
-        way = "is on this way" if len(suspects) == 1 else "are on this way"
-        text = f"firewall drops in {_hook(suspects[0])}, probably: {seen}, and {named} {way}{ease}"
+        text = f"the firewall probably {_does(suspects[0])} packets in {_hook(suspects[0])}: {seen}; on their way "
+        text += f"{_verb(suspects, 'is', 'are')} {named}{ease}"
         todo = f"it has no counter: {_count_it(suspects[0])}, then ask doctor again, which names the rule that counts"
         yield Finding(mark, "firewall", text, todo, "firewall", certain=False)
     elif lost:
@@ -629,7 +712,7 @@ def _on_the_way(
         yield Finding(mark, "forwarding", text, todo, "forwarding-loses", certain=False)
 
 
-def _of_backends(direct: Sequence[Tried], facts: ServiceFacts) -> Iterator[Finding]:
+def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     """One finding for each way in which backends fail, and one for those that do not."""
     by_end: dict[tuple[str, str], list[Tried]] = {}
     for each in direct:
@@ -646,12 +729,17 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts) -> Iterator[Findi
         where = f" {_from(failing)}" if failing else ""
         match outcome:
             case "refused":
-                ports = ", ".join(sorted({target.rpartition(":")[2] for target in targets}))
-                how = "answers RST" if protocol == "TCP" else "is closed"
+                numbers = sorted({target.rpartition(":")[2] for target in targets})
+                ports = f"targetPort{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+                how = (
+                    _verb(numbers, "answers RST", "answer RST")
+                    if protocol == "TCP"
+                    else _verb(numbers, "is closed", "are closed")
+                )
                 at = list(dict.fromkeys(place for one in worsts for place in facts.listening.get(one.end, ())))
                 who = "it listens" if len(targets) == 1 else "they listen"
                 else_ = f"; {who} on {some(at)}" if at else ""
-                text = f"targetPort {ports} {how} on {count}{where}{else_}"
+                text = f"{ports} {how} on {count}{where}{else_}"
                 todo = "compare targetPort with the port that the container listens on, at all of its addresses"
                 yield Finding("problem", "connections", text, todo, "backend-refuses")
             case "silent":
@@ -659,28 +747,35 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts) -> Iterator[Findi
                 todo = (
                     "check the pod, its own firewall and network policies; on another node: routes and the CNI plugin"
                 )
-                yield Finding("problem", "connections", text, todo, "backend-silent")
+                if suspects := [one for one in _rules_at(facts, node, failing, facts.rules) if one.packets is None]:
+                    text += f"; or {_rule(suspects[0])} {_where(suspects[0])} {_does(suspects[0])} it"
+                sure = _is_sure(worsts, facts) and not suspects
+                yield Finding("problem", "connections", text, todo, "backend-silent", sure)
             case "unreachable":
                 text = f"{count} cannot be reached{where}: {some(targets)}: {each.detail}"
                 yield Finding("problem", "connections", text, "check the routes to these pods", "backend-unreachable")
             case "mute":
-                what = "backend accepts and never answers" if total == 1 else f"{count} accept and never answer"
-                text = f"{what}: {some(targets)}"
+                text = (
+                    f"{count} {_verb(targets, 'accepts and never answers', 'accept and never answer')}: {some(targets)}"
+                )
                 todo = "the process hangs, or waits for something: look at the pod, and let a readiness probe ask it"
-                yield Finding("problem", "connections", text, todo, "backend-never-answers")
+                yield Finding("problem", "connections", text, todo, "backend-never-answers", _is_sure(worsts, facts))
             case "stalled":
                 verb = _verb(targets, "begins an answer that does", "begin answers that do")
                 todo = "large packets are lost? compare MTUs, let ICMP pass; `hybrid-proxy trace --retransmits` counts"
                 text = f"{count} {verb} not end: {some(targets)}"
-                yield Finding("problem", "connections", text, todo, "backend-stalls")
+                yield Finding("problem", "connections", text, todo, "backend-stalls", _is_sure(worsts, facts))
             case "closed" | "reset":
                 text = f"{count} {_verb(targets, 'accepts', 'accept')} and {outcome} without an answer: {some(targets)}"
                 todo = "look at the pod's log; a proxy in the pod may have no server behind it"
                 yield Finding("warning", "connections", text, todo, "backend-closes")
             case "answered":
-                yield Finding("ok", "connections", f"{count} answer, {_places(direct)}")
+                yield Finding("ok", "connections", f"{count} {_verb(targets, 'answers', 'answer')}, {_places(direct)}")
             case "accepted":
-                text = f"{count} accept, {_places(direct)}; whether they answer cannot be told without their protocol"
+                text = (
+                    f"{count} {_verb(targets, 'accepts', 'accept')}, {_places(direct)}; without their protocol, nobody "
+                )
+                text += "can tell whether they answer"
                 yield Finding("ok", "connections", text, "--path PATH asks by HTTP")
             case _:
                 text = f"{count} took a datagram; whether they answer cannot be told without their protocol"
@@ -710,8 +805,9 @@ def _words(each: Tried) -> str:
     }.get(each.outcome, each.outcome)
 
 
-def _good_words(tried: Sequence[Tried]) -> str:
-    return "answers" if any(each.outcome == "answered" for each in tried) else "accepts"
+def _good_words(tried: Sequence[Tried], *, many: bool = False) -> str:
+    word = "answer" if any(each.outcome == "answered" for each in tried) else "accept"
+    return word if many else f"{word}s"
 
 
 def _from(tried: Sequence[Tried]) -> str:
@@ -738,6 +834,10 @@ def _host(each: Tried) -> str:
 
 def _hook(rule: Rule) -> str:
     return "FORWARD" if "forward" in rule.hooks else "/".join(hook.upper() for hook in rule.hooks)
+
+
+def _does(rule: Rule) -> str:
+    return "rejects" if "reject" in rule.text.lower() else "drops"
 
 
 def _rule(rule: Rule) -> str:

@@ -1,7 +1,7 @@
 """Real connections to backends and to the Service, from the node and from a pod of it, all at the same time.
 
-Each is one that a client could make: it is closed as soon as something was answered. Nothing is tried twice, but the
-kernel repeats a SYN after a second, so that one that was lost is not taken for silence.
+Each is one that a client could make: it is closed as soon as something was answered. The kernel repeats a SYN after a
+second, and tells that it did: what may have been lost is tried again, by several SYNs at once (`repeats`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Final, NamedTuple
 
@@ -32,6 +32,10 @@ REFUSED: Final = frozenset({errno.ECONNREFUSED})
 UNREACHABLE: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENETDOWN})
 MOST_BYTES: Final = 512 << 10  # of an answer: more shows nothing new
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n).*?\r\n\r\n", re.IGNORECASE | re.DOTALL)
+REPEATS, REPEAT_SECONDS = 5, 0.9  # before the kernel repeats a SYN itself
+MOST_REPEATED: Final = 40
+_INFO: Final = struct.Struct("=B99xI")  # of struct tcp_info the state, and how many segments were sent again
+_ESTABLISHED: Final = 1
 _KIND: Final = {"TCP": socket.SOCK_STREAM, "UDP": socket.SOCK_DGRAM, "SCTP": socket.SOCK_STREAM}
 
 
@@ -63,6 +67,7 @@ class Attempt(NamedTuple):
     protocol: str
     speech: Speech
     service_port: str  # namespace/name:port
+    number: int = 0  # among those that repeat it
 
 
 def speech_of(port_name: str, port: int, protocol: str, *, path: str | None = None, host: str = "") -> Speech:
@@ -119,6 +124,16 @@ def try_all(attempts: Sequence[Attempt], seconds: float) -> dict[Attempt, Tried]
     return asyncio.run(_together(opened, seconds))
 
 
+def repeats(tried: Mapping[Attempt, Tried]) -> list[Attempt]:
+    """Return SYNs that show whether packets are lost, for connections that failed by silence, or sent a segment again.
+
+    Only these say how sure that is: of a segment that was lost twice, one attempt looks like a process that hangs.
+    """
+    seen = [one for one, each in tried.items() if each.resent or each.outcome in ("silent", "mute", "stalled")]
+    mine = [one for one in seen if one.protocol == "TCP"][:MOST_REPEATED]
+    return [one._replace(speech=Speech(), number=1 + number) for one in mine for number in range(REPEATS)]
+
+
 def _open(attempt: Attempt) -> socket.socket | OSError:
     family = socket.AF_INET6 if family_of(attempt.address) == 6 else socket.AF_INET
     protocol = int(Protocol[attempt.protocol])
@@ -137,7 +152,7 @@ async def _together(opened: Sequence[tuple[Attempt, socket.socket | OSError]], s
 
 async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float) -> Tried:
     began = time.monotonic()
-    detail = ""
+    detail, resent = "", 0
     if isinstance(made, OSError):
         outcome, detail = _failed(made), made.strerror or str(made)
     else:
@@ -146,6 +161,7 @@ async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float
                 outcome = await _converse(attempt, made, seconds)
             except OSError as error:
                 outcome, detail = _failed(error), error.strerror or str(error)
+            resent = _info(made)[1]
     return Tried(
         place=attempt.origin.place,
         source=attempt.origin.address(family_of(attempt.address)),
@@ -156,6 +172,7 @@ async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float
         seconds=round(time.monotonic() - began, 4),
         detail=detail,
         port=attempt.service_port,
+        resent=resent,
     )
 
 
@@ -169,7 +186,8 @@ async def _converse(attempt: Attempt, made: socket.socket, seconds: float) -> Ou
     try:
         await asyncio.wait_for(loop.sock_connect(made, (attempt.address, attempt.port)), seconds)
     except TimeoutError:
-        return "silent"
+        if _info(made)[0] != _ESTABLISHED:  # else this process was late
+            return "silent"
     datagrams = made.type == socket.SOCK_DGRAM
     speech = attempt.speech
     try:
@@ -200,6 +218,14 @@ async def _is_whole(begin: bytes, made: socket.socket, seconds: float) -> bool:
             return False
         left -= len(more) or left
     return True
+
+
+def _info(made: socket.socket) -> tuple[int, int]:
+    """Return the state of a TCP connection, and how many segments were sent again; zeros: of another protocol."""
+    if made.type == socket.SOCK_DGRAM or made.proto != socket.IPPROTO_TCP:
+        return 0, 0
+    state, resent = _INFO.unpack(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+    return state, resent
 
 
 def _failed(error: OSError) -> Outcome:

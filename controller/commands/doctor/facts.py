@@ -45,6 +45,7 @@ class Tried(msgspec.Struct, frozen=True):
         target: The address and port that were asked.
         protocol: TCP, UDP or SCTP.
         port: The service port (namespace/name:port) that it was tried for.
+        resent: How many segments of TCP were lost, and sent again.
         outcome: What came of it.
         seconds: How long that took.
         detail: The kernel's words, where it failed.
@@ -59,6 +60,7 @@ class Tried(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     detail: str = ""
     port: str = ""
+    resent: int = 0
 
     @property
     def end(self) -> tuple[str, str]:
@@ -121,6 +123,8 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     rows: tuple[ServiceRow, ...] = ()
     backends: tuple[BackendRow, ...] = ()
     tried: tuple[Tried, ...] = ()
+    repeated: tuple[Tried, ...] = ()  # SYNs alone, several for each connection that looked as if packets were lost
+    own: tuple[str, ...] = ()  # addresses of this node
     links: tuple[PodLink, ...] = ()  # of the pods that take part
     astray: dict[str, str] = {}  # address of an endpoint on this node -> why no route leads to it
     listening: dict[tuple[str, str], tuple[str, ...]] = {}  # an end that refused -> ports where its pod listens
@@ -140,12 +144,12 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
 Cause = Literal[
     "",
     "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
-    "no-endpoint", "no-local-endpoint", "forwarding-off", "mtu", "endpoint-route", "client-pod", "firewall",
-    "forwarding-loses", "backend-refuses", "backend-silent", "backend-unreachable", "backend-never-answers",
-    "backend-stalls", "backend-closes", "kernel-differs", "other-proxy", "no-agent", "not-in-sync", "api-unreachable",
-    "map-full", "conntrack-full", "service-path", "not-served", "flapping", "backends-fail", "drops", "degraded",
-    "draining", "ejected", "reverse-path", "left-to-node", "node-faults", "refused-objects", "configuration",
-    "empty-services", "untold", "restricted",
+    "left-to-node", "no-endpoint", "no-local-endpoint", "forwarding-off", "link-down", "mtu", "endpoint-route",
+    "client-pod", "lossy", "firewall", "forwarding-loses", "backend-refuses", "backend-silent", "backend-unreachable",
+    "backend-never-answers", "backend-stalls", "backend-closes", "kernel-differs", "other-proxy", "no-agent",
+    "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served", "flapping",
+    "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "node-faults", "refused-objects",
+    "configuration", "empty-services", "untold", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way
-from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, speech_of, try_all
+from hybrid_proxy.controller.commands.doctor.connect import REPEAT_SECONDS, Attempt, Origin, repeats, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import ServiceFacts, Tried
 from hybrid_proxy.controller.commands.doctor.firewall import read_rules
 from hybrid_proxy.controller.commands.doctor.node import Node, recent
@@ -94,6 +94,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     last = _last_event(args.admin_socket) if node.facts.agent and attempts else None
     rules, rules_unknown = read_rules() if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
+    syns = try_all(repeats(tried), REPEAT_SECONDS)
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients.values()]
     second = _by_another_pod(tried.values(), attempts, others)
     again = try_all(second, args.timeout) if second else {}
@@ -104,7 +105,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     for facts, (mine, left_out) in zip(services, plans, strict=True):
         live, live_unknown = _live(args, facts, node, pods, own)
         rows = [tried[attempt] for attempt in mine]
-        rows += [again[each] for each in second if each.service_port in {port.name for port in facts.ports}]
+        names = {port.name for port in facts.ports}
+        rows += [again[each] for each in second if each.service_port in names]
         backends = _ends(facts)
         found.append(
             msgspec.structs.replace(
@@ -112,6 +114,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 live=live,
                 live_unknown=live_unknown,
                 tried=tuple(rows),
+                repeated=tuple(row for each, row in syns.items() if each.service_port in names),
+                own=tuple(own),
                 links=tuple(
                     msgspec.structs.replace(link, drops=max(0, after[pod] - link.drops))
                     for pod, link in before.items()
