@@ -14,7 +14,7 @@ from typing import Final
 # What to do about a number of errno(3), by its name, wherever the kernel says it.
 _RIGHTS: Final = "run as root, with the capabilities of docs/operations.md"
 _ROOM: Final = "make room there, for bytes and for inodes (df, df -i)"
-_ADVICE: Final = {
+ADVICE: Final = {
     errno.EPERM: _RIGHTS,
     errno.EACCES: _RIGHTS,
     errno.EROFS: "mount it writable (in a pod: its volume)",
@@ -24,13 +24,13 @@ _ADVICE: Final = {
     errno.EMFILE: "raise the limit of open files (LimitNOFILE= of the service, ulimit -n)",
     errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
     errno.EAGAIN: "raise the limit of processes and threads (TasksMax= of the service, pids.max of the pod's cgroup)",
-    errno.ENOMEM: "raise the limit of memory, or of locked memory before Linux 5.11 (ulimit -l)",
+    errno.ENOMEM: "raise the limit of memory (limits.memory of a pod, MemoryMax= of a service, ulimit -l before 5.11)",
 }
 
 
 def told(error: OSError, where: object = "") -> str:
     """Formats an error with what to do about it: `/run/x: Read-only file system: mount it writable (...)`."""
-    parts = (str(where or error.filename or ""), error.strerror or str(error), _ADVICE.get(error.errno or 0, ""))
+    parts = (str(where or error.filename or ""), error.strerror or str(error), ADVICE.get(error.errno or 0, ""))
     return ": ".join(filter(None, parts))
 
 

@@ -46,7 +46,14 @@ from hybrid_proxy.controller.semantics.node import Routes
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
-from hybrid_proxy.controller.serving.memory import changes_path, kept_path, memory_path, recall
+from hybrid_proxy.controller.serving.memory import (
+    changes_path,
+    how_it_ended,
+    kept_path,
+    killed_for_memory,
+    memory_path,
+    recall,
+)
 from hybrid_proxy.controller.serving.protocol import (
     Answer,
     FindIgnored,
@@ -192,6 +199,8 @@ class Agent:
         )  # fmt: skip
         with contextlib.ExitStack() as stack:
             stack.enter_context(hold_namespace())
+            if (former := self.notebook.former) and killed_for_memory(former):
+                log.warning("%s", how_it_ended(self.notebook.path, former).text(time.time()))
             self._busy_with = f"it opens mode {self.config.mode}"
             self._serve_admin(stack)
             serve = threading.Timer(HTTP_SECONDS, self.http.start)

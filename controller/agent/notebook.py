@@ -22,7 +22,7 @@ from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.kubernetes.files import write
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.lacks import with_policy
-from hybrid_proxy.controller.serving.memory import Ended, Memory, born
+from hybrid_proxy.controller.serving.memory import Ended, Memory, born, oom_kills
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.dataplane.errors import DataplaneError, told
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
@@ -53,7 +53,7 @@ class Notebook:
         self.why = ""
         self.opened = False
         self.unprogrammed: list[Unprogrammed] = []
-        self._path = path
+        self.path = path
         self._mode = mode
         self._syncer = syncer
         requested = mode.config.mode
@@ -101,7 +101,7 @@ class Notebook:
                 return
         if self._written:
             try:
-                os.utime(self._path)
+                os.utime(self.path)
             except OSError:
                 self._written = None  # somebody removed it
 
@@ -151,6 +151,7 @@ class Notebook:
             node=self._syncer.cluster.node,
             without_backend=self._syncer.builder.lacks[:MOST],
             events=self._events(),
+            oom_kills=oom_kills(),
         )
         return self._known
 
@@ -174,9 +175,9 @@ class Notebook:
             rest = redact(msgspec.json.encode(replace(memory, names={})).decode())
             record = msgspec.json.decode(rest, type=dict[str, msgspec.Raw])
             record["names"] = msgspec.Raw(msgspec.json.encode(self._redacted(memory.names)))
-            write(self._path, msgspec.json.encode(record))
+            write(self.path, msgspec.json.encode(record))
             self._written, self._failed = memory, False
         except OSError as error:
             if not self._failed:
-                log.warning("%s; without it, names and events are lost with this process", told(error, self._path))
+                log.warning("%s; without it, names and events are lost with this process", told(error, self.path))
             self._written, self._failed = None, True

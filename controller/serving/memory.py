@@ -8,6 +8,8 @@ and the agent touches it once a second. Failed connections to backends are count
 from __future__ import annotations
 
 import contextlib
+import errno
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -20,6 +22,7 @@ from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.admin import socket_path
 from hybrid_proxy.controller.serving.protocol import Gone, ModeStatus
+from hybrid_proxy.dataplane.errors import ADVICE
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
 
@@ -57,6 +60,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
         without_backend: Service ports that had no backend on this node.
         events: The last packet events, the oldest first, former agents' included.
         ended: The reason of its end; null while it runs, and if it was killed.
+        oom_kills: As `oom_kills` counted them then; null: unknown.
     """
 
     version: int = VERSION
@@ -76,6 +80,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True):
     without_backend: list[Lack] = []
     events: list[PacketEvent] = []
     ended: Ended | None = None
+    oom_kills: int | None = None
 
 
 def memory_path(asked: str) -> Path:
@@ -135,10 +140,25 @@ def how_it_ended(path: Path, memory: Memory) -> Gone:
         last = path.stat().st_mtime  # it touches the file once a second
     except OSError:
         last = memory.started
-    why = "it was killed, or crashed: it left no last words (`dmesg` says whether memory had run out)"
+    why = "it was killed, or crashed: it left no last words"
+    if killed := killed_for_memory(memory):
+        why += f"; out of memory, the kernel has killed {killed} processes since (dmesg): {ADVICE[errno.ENOMEM]}"
     if born(memory.pid) == memory.born:
         why = f"process {memory.pid} is there, but does not listen"
     return Gone(memory.pid, memory.started, last, exact=False, why=why)
+
+
+def killed_for_memory(former: Memory) -> int:
+    """Returns how many processes of this machine were killed for lack of memory after a former agent's last record."""
+    return max(0, oom_kills() - former.oom_kills) if former.oom_kills is not None and not former.ended else 0
+
+
+def oom_kills() -> int:
+    """Returns how many processes the kernel has killed because the machine or a cgroup had no memory left."""
+    try:
+        return int(re.findall(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)[0])
+    except (OSError, IndexError):
+        return 0
 
 
 def born(pid: int) -> int:

@@ -199,11 +199,10 @@ class FilterWatch:
         self._qdiscs: dict[int, list[str]] | None = None  # of all interfaces, since the last change of any
 
     def missing(self, index: int, programs: Mapping[tuple[str, bool], int]) -> list[str]:
-        """The names of our filters that an interface does not have, or that run another program.
+        """The names of our filters that an interface did not have, or that ran another program, at the last `look`.
 
         `programs` has the descriptor of each program by the filter's name and whether it is at ingress.
         """
-        self._forget_changed()
         if index not in self._missing:
             with Netlink(ROUTE) as wire:
                 found = {ingress: dict(_ours(wire, index, INGRESS if ingress else EGRESS)) for ingress in (True, False)}
@@ -219,7 +218,6 @@ class FilterWatch:
         return [one.name or one.kind for one in self._foreign(index)]
 
     def _foreign(self, index: int) -> list[_Found]:
-        self._forget_changed()
         if index not in self._others:
             with Netlink(ROUTE) as wire:
                 found = [one for parent in (INGRESS, EGRESS) for one in _filters(wire, index, parent)]
@@ -237,7 +235,8 @@ class FilterWatch:
                         self._qdiscs.setdefault(interface, []).append(f"qdisc {kind}")
         return [*self._qdiscs.get(index, ()), *sorted(found)]
 
-    def _forget_changed(self) -> None:
+    def look(self) -> None:
+        """Forgets what has changed: once for all interfaces, of which a node may have hundreds."""
         while (data := self._events.read()) != b"":
             self._qdiscs = None
             if data is None:  # reports were lost

@@ -66,6 +66,15 @@ def test_an_agent_without_last_words_ended_when_it_touched_the_file_last(tmp_pat
     assert "no last words" in gone.why
 
 
+def test_an_agent_may_have_been_killed_for_memory(tmp_path: Path) -> None:
+    path, now = tmp_path / "admin.memory", m.oom_kills()
+    assert now >= 0
+    for count, ended, words in ((now - 2, None, True), (now + 9, None, False), (None, None, False),
+                                (now - 2, m.Ended(NOW, "SIGTERM"), False)):  # fmt: skip
+        why = m.how_it_ended(path, left(path, oom_kills=count, ended=ended)).why
+        assert ("limits.memory" in why) == words, (count, ended)
+
+
 def test_a_process_that_does_not_listen_is_told_from_one_that_is_gone(tmp_path: Path) -> None:
     path, born = tmp_path / "admin.memory", m.born(os.getpid())
     assert "does not listen" in m.how_it_ended(path, left(path, pid=os.getpid(), born=born)).why

@@ -24,7 +24,7 @@ import msgspec
 
 from hybrid_proxy.workshop.benchmarks.kit import median, say
 from hybrid_proxy.workshop.benchmarks.views import EbpfView, IptablesView, NftablesView, View, check
-from hybrid_proxy.workshop.lab.network import LabError
+from hybrid_proxy.workshop.lab.network import Lab, LabError
 from hybrid_proxy.workshop.measuring.apidata import ApiProcess
 from hybrid_proxy.workshop.measuring.nodes import METRICS, ApiAgent, get, lab
 from hybrid_proxy.workshop.measuring.results import Result, Target
@@ -70,7 +70,7 @@ LIMITS = {
 SMALL: Final = Size(1_000, 1)  # the control: a change at 1,000 endpoints
 FLAT = 1.5  # times as long a change may take at the largest size
 VIEWS: dict[str, type[View]] = {"ebpf": EbpfView, "nftables": NftablesView, "iptables": IptablesView}
-CHANGES = 200
+CHANGES = int(os.environ.get("HYBRID_PROXY_SCALE_CHANGES", "200"))
 PAUSE = 0.2  # seconds between two changes: caches are cold, as where changes are rare
 SETTLED = 3.0  # seconds after the start: the first maintenance is over
 IDLE = 15.0  # seconds in which nothing changes: three reads of the flows
@@ -79,6 +79,7 @@ BOUND = float(os.environ.get("HYBRID_PROXY_SCALE_BOUND", "120"))
 PODS = int(os.environ.get("HYBRID_PROXY_SCALE_PODS", "0"))
 CHECKED = 100_000  # endpoints up to which the kernel is compared with the API
 MODES = tuple(os.environ.get("HYBRID_PROXY_SCALE_MODES", ALL_MODES).split(","))
+KERNEL = ("Slab", "VmallocUsed", "Percpu")  # rules may be there: only a difference of two moments says something
 POLLS = {"ebpf": 0.00005, "nftables": 0.0002, "iptables": 0.0005}  # seconds between two reads of the kernel
 
 
@@ -91,12 +92,15 @@ class Point(msgspec.Struct, frozen=True):
     start: float
     start_cpu: float
     restart: float  # over what a killed agent left
+    restart_cpu: float
     p50: float  # ms
     p99: float
     change_cpu: float  # ms of all threads, a change
     idle_cpu: float  # % of a core
     memory: float
+    peak: float
     kernel: float
+    available: float  # of the machine
     scrape: float  # ms
     status: float
 
@@ -133,9 +137,10 @@ def measure() -> Result:
 def _line(point: Point) -> str:
     return (
         f"{point.mode:8} {point.size!s:>12}: start {point.start:.2f} s ({point.start_cpu:.2f} s of a CPU), "
-        f"restart {point.restart:.2f} s, change "
+        f"restart {point.restart:.2f} s ({point.restart_cpu:.2f} s of a CPU), change "
         f"{point.p50:.2f} / {point.p99:.2f} ms ({point.change_cpu:.2f} ms of a CPU), idle {point.idle_cpu:.2f} %, "
-        f"{point.memory:.0f} MB, kernel {point.kernel:.1f} MB, scrape {point.scrape:.0f} ms, "
+        f"{point.memory:.0f} MB ({point.peak:.0f} at most), kernel {point.kernel:.1f} MB, "
+        f"{point.available:.0f} MB available, scrape {point.scrape:.0f} ms, "
         f"status {point.status:.0f} ms"
     )
 
@@ -144,7 +149,8 @@ def _points() -> tuple[list[Point], list[str]]:
     points: list[Point] = []
     left_out: list[str] = []
     modes = list(MODES)
-    with lab(PODS, kind="scale") as made:
+    with lab(min(PODS, 1), kind="scale") as made:
+        _add_links(made)
         for size in sorted(SIZES, key=lambda size: size.services + size.total):
             say(f"  {size}")
             with ApiProcess(*size, lab=made) as api:
@@ -158,6 +164,13 @@ def _points() -> tuple[list[Point], list[str]]:
                         left_out.append(f"{mode} ends before {size}: {str(error).splitlines()[0]}, {BOUND:g} s at most")
                         say("  " + left_out[-1])
     return points, left_out
+
+
+def _add_links(made: Lab) -> None:
+    """Gives the node the other pods' links; their far ends are in the namespace of the first pod."""
+    for number in range(2, PODS + 1):
+        far = {"ifname": f"eth{number}", "net_ns_fd": made["pod1"].namespace.name}
+        made.netlink("node").link("add", kind="veth", ifname=f"veth{number}", peer=far, state="up")
 
 
 def _point(view: View, size: Size, endpoints: list[int]) -> Point:
@@ -176,7 +189,7 @@ def _point(view: View, size: Size, endpoints: list[int]) -> Point:
             view.open()
             changes = _changes(view, agent, size, endpoints)
         change_cpu = (agent.processor_seconds() - before) / len(changes)
-        memory = agent.memory()["VmRSS"]
+        memory, available = agent.memory(), _megabytes("MemAvailable")
         scrape = _milliseconds(lambda: get(view.lab, METRICS, "/metrics"))
         asked = time.monotonic()
         status = agent.running_status()
@@ -184,20 +197,20 @@ def _point(view: View, size: Size, endpoints: list[int]) -> Point:
         if size.total <= CHECKED:
             check(view)
         agent.kill()
-        restart = agent.timed_start(BOUND)
+        restart, restart_cpu = agent.timed_start(BOUND), agent.processor_seconds()
         agent.terminate()
-        kernel = _kernel_memory()
+        kernel = _megabytes(*KERNEL)
     finally:
         view.end(agent)
     time.sleep(min(1.0, SETTLED))  # the kernel frees after a grace period
-    kernel -= _kernel_memory()
+    kernel -= _megabytes(*KERNEL)
     if (maps := status.dataplane.ebpf) is not None:
         kernel = sum(row.bytes for row in maps.maps.values()) / 1e6
-    return Point(
-        view.mode, size.services, size.endpoints, round(seconds, 3), round(start_cpu, 2), round(restart, 3),
-        round(1000 * median(changes), 2), round(1000 * quantile(changes, 0.99), 2), round(1000 * change_cpu, 2),
-        round(idle, 2), round(memory, 1), round(kernel, 1), round(scrape, 1), round(answered, 1),
+    found = (
+        seconds, start_cpu, restart, restart_cpu, 1000 * median(changes), 1000 * quantile(changes, 0.99),
+        1000 * change_cpu, idle, memory["VmRSS"], memory["VmHWM"], kernel, available, scrape, answered,
     )  # fmt: skip
+    return Point(view.mode, *size, *(round(value, 3) for value in found))
 
 
 def _changes(view: View, agent: ApiAgent, size: Size, counts: list[int]) -> list[float]:
@@ -243,7 +256,7 @@ def _milliseconds(act: Callable[[], object]) -> float:
     return 1000 * (time.monotonic() - start)
 
 
-def _kernel_memory() -> float:
-    """MB of the whole kernel's memory that rules may be in: only a difference of two moments says something."""
+def _megabytes(*names: str) -> float:
+    """Returns so much of the whole machine's memory."""
     rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return sum(int(rows[name].split()[0]) * 1024 / 1e6 for name in ("Slab", "VmallocUsed", "Percpu"))
+    return sum(int(rows[name].split()[0]) * 1024 / 1e6 for name in names)

@@ -220,12 +220,12 @@ class Agent:
 
 
 def resident(pid: int) -> dict[str, float]:
-    """Returns VmRSS, RssAnon, RssFile and RssShmem of a process in MB (10^6 bytes); empty once it has ended."""
+    """Returns VmHWM, VmRSS, RssAnon, RssFile and RssShmem of a process in MB (10^6 bytes); empty once it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
-    kept = (line.split() for line in lines if line.startswith(("VmRSS", "Rss")))
+    kept = (line.split() for line in lines if line.startswith(("VmHWM", "VmRSS", "Rss")))
     return {fields[0].rstrip(":"): int(fields[1]) * 1024 / 1e6 for fields in kept}
 
 

@@ -15,6 +15,7 @@ resumes the replacement: both datapaths are in the kernel, and serve meanwhile.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import time
 from collections import deque
@@ -154,7 +155,11 @@ class Succession:
             self._plan(Generation(ours(), self._wanted.sizes) if (folder / SLOTS).exists() else None)
 
     def _begin(self, former: Path) -> bool:
-        """Makes and fills our maps. Returns False, after a warning, if the former rows are not understood."""
+        """Makes and fills our maps. Returns False, after a warning, if the former rows are not understood.
+
+        Raises:
+            BpfError: there is no memory for them. The next start finds the former ones again.
+        """
         try:
             self._known, self._wanted = _understood(former), Generation(ours(), wanted_sizes(former, self._options))
             self._reached = _reached(self.folder, former)
@@ -162,6 +167,8 @@ class Succession:
             if Step.COPY in self._runner.left:
                 self._runner.run(Step.COPY)
         except (UnknownMeaningError, ValueError, BpfError) as error:
+            if isinstance(error, BpfError) and error.code == errno.ENOMEM:
+                raise
             log.warning(
                 "the maps at %s are of another layout, and %d flows there cannot be carried over: %s. New maps are "
                 "made, and these flows end when the new maps serve", former, _flows_in(former), error,

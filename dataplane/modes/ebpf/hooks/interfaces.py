@@ -188,6 +188,7 @@ class InterfacePrograms:
         for links in self._links.values():
             for link in links:
                 yield from link.damage(pins)
+        self._filters.look()
         for interface in self._filtered():
             for message in self._filter_damage(interface):
                 if interface_name(interface.index) == interface.name:
@@ -210,11 +211,13 @@ class InterfacePrograms:
         for links in self._links.values():
             for link in links:
                 link.repair(pins)
+        self._filters.look()
         self._attach([interface for interface in self._filtered() if any(True for _ in self._filter_damage(interface))])
 
     def foreign(self) -> Iterator[str]:
         """Yields the foreign programs and filters at the interfaces that are served."""
         ours = {program_number(self._programs.program(name)) for name, _, _ in self._hooks} if self._programs else set()
+        self._filters.look()
         for index, interface in self.attached.items():
             numbers = _foreign_tcx(index) if index in self._links else ()  # behind filters there are none: `damage`
             others = [program_name(number) for number in numbers if number not in ours]
@@ -223,6 +226,7 @@ class InterfacePrograms:
 
     def shapers(self) -> Iterator[str]:
         """Yields what may limit these interfaces."""
+        self._filters.look()
         for index, interface in self.attached.items():
             yield from (f"{shaper} at {interface.name}" for shaper in self._filters.shapers(index))
 

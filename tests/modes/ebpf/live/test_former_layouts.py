@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ARRAY, RECORD, recorded
 from hybrid_proxy.dataplane.modes.ebpf.generations.replacement import BRIDGE, MARK
@@ -95,6 +97,23 @@ def test_an_agent_that_never_serves_leaves_a_former_layout_as_it_was(options: Op
     assert not ours.exists()
     serve(options)
     assert has_flow(ours, flow)
+
+
+def test_flows_wait_where_there_is_no_memory_for_our_maps(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end only where they are not understood: the agent that starts next may have the memory."""
+    ours = leave_maps(options)
+    flow = begin_flow(ours)
+    ours.rename(ours.with_name("abi3-00000000"))
+    really, left = Object.load, [BpfError("loading tc_datapath.bpf.o", errno.ENOMEM)]
+    monkeypatch.setattr(Object, "load", lambda each: raised(left.pop()) if left else really(each))
+    with pytest.raises(Unsupported, match="memory"):
+        serve(options)
+    serve(options)
+    assert has_flow(ours, flow)
+
+
+def raised(error: Exception) -> None:
+    raise error
 
 
 def test_this_kernel_takes_the_programs_that_choose_a_datapath(options: Options) -> None:
