@@ -41,6 +41,18 @@ def test_every_mode_has_an_overlay() -> None:
     assert set(MODES) <= set(OVERLAYS)
 
 
+def test_an_agent_asks_for_the_memory_that_was_measured_and_has_no_limit() -> None:
+    """The figures are MB (10^6 bytes), those of `scale`; the last one of each cell is the latest."""
+    rows = (line.split("|") for line in (ROOT / "docs/benchmarks.md").read_text().splitlines())
+    memory, kernel = next(row[4:6] for row in rows if row[1:2] == [" 10,000 x 10 "])
+    measured = 1e6 * sum(int(re.findall(r"(\d+) MB", cell)[-1]) for cell in (memory, kernel)) / 2**20
+    for folder in AGENTS:
+        resources = agent_of(folder)["resources"]
+        asked = int(resources["requests"]["memory"].removesuffix("Mi"))
+        assert measured <= asked <= 1.2 * measured, folder
+        assert "limits" not in resources, folder
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_valid(version: str, tmp_path: Path) -> None:
     files, known = [], 0
