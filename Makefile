@@ -5,7 +5,9 @@ PYTHON   := $(VENV)/bin/python
 OBJECTS  := dataplane/modes/ebpf/objects
 SOURCES  := $(wildcard bpf/*.bpf.c)
 HEADERS  := $(wildcard bpf/*.h)
-BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) dataplane/modes/ebpf/maps/_abi.py dataplane/kernel/_libbpf.py
+ABI      := dataplane/modes/ebpf/maps/_abi.py
+STATE    := $(shell cat $(sort $(SOURCES) $(HEADERS)) | sha256sum | cut -c 1-64)
+BUILT    := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(SOURCES)) $(ABI) dataplane/kernel/_libbpf.py
 APT      := iproute2 util-linux clang llvm clang-format bpftool libbpf-dev libbpf1 linux-libc-dev libc6-dev gcc make python3-venv python3-dev nftables iptables
 APT_LAB  := shellcheck tmux zsh fish vagrant systemd debian-archive-keyring libseccomp2 linux-libc-dev-arm64-cross
 APT_COMPARE := wrk iperf3 chromium fonts-dejavu-core
@@ -141,20 +143,24 @@ format: setup ## format Python and C in place
 
 clean: ## remove everything that was built
 	rm -rf $(VENV) $(OBJECTS) build dist *.egg-info dataplane/kernel/_publish*.so dataplane/kernel/_publish.c \
-		dataplane/kernel/_libbpf.py dataplane/modes/ebpf/maps/_abi.py
+		dataplane/kernel/_libbpf.py $(ABI)
 
-$(OBJECTS)/%.bpf.o: bpf/%.bpf.c $(HEADERS)
+# Built files that were copied may be newer than sources of another state, so contents decide as well.
+OTHER    := $(if $(shell grep -s $(STATE) $(ABI)),,other)
+.PHONY: other
+
+$(OBJECTS)/%.bpf.o: bpf/%.bpf.c $(HEADERS) $(OTHER)
 	@mkdir -p $(OBJECTS)
 	@echo "bpf      $<"
 	$(Q)$(CLANG) $(CFLAGS_BPF) -c $< -o $@
 
-$(OBJECTS)/abi.h: bpf/abi.h
+$(OBJECTS)/abi.h: bpf/abi.h $(OTHER)
 	@mkdir -p $(OBJECTS)
 	$(Q)$(CLANG) -E -P -DABI_FOR_PYTHON -x c $< -o $@
 
 # PYTHON has cffi: that of the virtual environment, or the one that builds the package (setup.py).
-dataplane/modes/ebpf/maps/_abi.py: dataplane/modes/ebpf/maps/abi_build.py $(OBJECTS)/abi.h
-	$(Q)$(PYTHON) -P $^ $@
+$(ABI): dataplane/modes/ebpf/maps/abi_build.py $(OBJECTS)/abi.h $(SOURCES) $(HEADERS)
+	$(Q)$(PYTHON) -P $(wordlist 1,2,$^) $@ $(STATE)
 
 dataplane/kernel/_libbpf.py: dataplane/kernel/libbpf_build.py
 	$(Q)$(PYTHON) -P $< $@

@@ -20,7 +20,7 @@ from hybrid_proxy.controller.commands.command import Command, Entry, Parser, mea
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.text import printable
-from hybrid_proxy.dataplane.errors import DataplaneError, told
+from hybrid_proxy.dataplane.errors import DataplaneError, OtherSource, told
 
 OK, FAILED, USAGE = 0, 1, 2
 EXIT_CODES: Final = """
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _call(args)
         sys.stdout.flush()
-    except ConfigError as error:
+    except (ConfigError, OtherSource) as error:
         _say(f"hybrid-proxy {args.command}: {error}")
         return USAGE
     except (ControllerError, DataplaneError) as error:

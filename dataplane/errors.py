@@ -2,6 +2,7 @@
 
 DataplaneError
 ├── Unsupported      this kernel, machine or privilege cannot do it; says what is missing
+├── OtherSource      the compiled programs do not fit the rest; says what to build
 ├── Occupied         another instance holds the pins; says who
 └── SyncError        the table could not be programmed; the caller retries the current table
 """
@@ -50,6 +51,10 @@ class Unsupported(DataplaneError):
         super().__init__(f"{feature}: {missing}")
         self.feature = feature
         self.missing = missing
+
+
+class OtherSource(DataplaneError):
+    """The programs were compiled from another state of the source."""
 
 
 class Occupied(DataplaneError):

@@ -6,9 +6,28 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hybrid_proxy.dataplane.modes.ebpf.maps._abi import ffi as abi
+from hybrid_proxy.dataplane.errors import OtherSource
+from hybrid_proxy.dataplane.modes.ebpf.maps import _abi
 
+abi = _abi.ffi
 OBJECTS = Path(__file__).parent.parent / "objects"
+
+
+def check_source(programs: Path) -> None:
+    """Compare the sources of a checkout with those that were compiled. An installation has no sources.
+
+    Raises:
+        OtherSource: they differ.
+    """
+    if programs.is_dir():
+        from hashlib import sha256
+
+        sources = b"".join(path.read_bytes() for path in sorted(programs.glob("*.[ch]")))
+        if sha256(sources).hexdigest() != getattr(_abi, "SOURCE", ""):
+            raise OtherSource(f"the BPF objects were built from another source than {programs}: run `make bpf` there")
+
+
+check_source(Path(__file__).resolve().parents[4] / "bpf")
 
 
 @lru_cache(maxsize=1)

@@ -1,8 +1,8 @@
 """Writes `dataplane.modes.ebpf.maps._abi`: what cffi knows of `bpf/abi.h`, parsed when the programs are compiled.
 
-    python -P abi_build.py objects/abi.h _abi.py
+    python -P abi_build.py objects/abi.h _abi.py STATE
 
-The header is preprocessed already. Run by `make bpf`.
+The header is preprocessed already. STATE is the SHA-256 of all files of `bpf/`. Run by `make bpf`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ _TYPES = "".join(
 )
 
 
-def main(header: str, target: str) -> None:
+def main(header: str, target: str, state: str) -> None:
     builder = FFI()
     builder.cdef(_TYPES + Path(header).read_text())
     builder.set_source("hybrid_proxy.dataplane.modes.ebpf.maps._abi", None)
     builder.emit_python_code(target)
+    with Path(target).open("a") as generated:
+        generated.write(f'SOURCE = "{state}"\n')
 
 
 if __name__ == "__main__":
