@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-import threading
 
 import msgspec
 
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _tell(reader: NodeReader, args: argparse.Namespace) -> int:
     """Prints an object for each sample after the first, which has no rates yet."""
-    window, ended, looks = Window(), threading.Event(), 0
+    window, looks = Window(), 0
 
     def took(sample: Sample) -> None:
         nonlocal looks
@@ -70,15 +70,11 @@ def _tell(reader: NodeReader, args: argparse.Namespace) -> int:
             _print(shown, args.filter)
         if looks == args.count + 1 and args.count:
             poller.stop()
-            ended.set()
 
     poller = Poller(reader, args.interval, took)
     poller.choose(args.service)
-    poller.start()
-    try:
-        ended.wait()
-    except KeyboardInterrupt:
-        poller.stop()
+    with contextlib.suppress(KeyboardInterrupt):
+        poller.run()
     return 0
 
 

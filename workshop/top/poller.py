@@ -86,12 +86,12 @@ class NodeReader:
 
 
 class Poller:
-    """Reads samples in a daemon thread.
+    """Reads samples, in a daemon thread or in the caller's.
 
     Args:
         reader: reads one.
         seconds: interval between samples; longer where reading takes long.
-        took: called in that thread with each sample.
+        took: called in the thread that reads, with each sample.
     """
 
     def __init__(self, reader: NodeReader, seconds: float, took: Callable[[Sample], None]) -> None:
@@ -102,7 +102,7 @@ class Poller:
         self._ended = False
         self._paused = False
         self._chosen: str | None = None
-        self._thread = threading.Thread(target=self._run, name="top", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="top", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -122,7 +122,8 @@ class Poller:
             self._chosen = service
             self._wake.set()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Reads until it is stopped."""
         while not self._ended:
             self._wake.clear()
             began = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -252,6 +253,20 @@ def test_programs_get_json(lab: Lab, agent: Agent) -> None:
     assert 5 < max(row["connections"] for row in looks[1]["services"]) < 60
     assert sum(row["share"] or 0 for row in looks[1]["backends"]) == pytest.approx(1)
     assert looks[1]["mode"] == "ebpf"
+
+
+def test_it_ends_without_a_word_when_nobody_reads_its_json(lab: Lab, agent: Agent) -> None:
+    words = [sys.executable, "-m", "hybrid_proxy.controller", "top", "-o", "json", "--interval", "0.1"]
+    read, written = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            lab.command("node", [*words, "--admin-socket", str(agent.socket)]),
+            stdout=written, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(written)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_without_a_terminal_it_says_what_to_do(lab: Lab, agent: Agent) -> None:
