@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from hybrid_proxy.workshop.lab.apiserver import parse_selector
 
-__all__ = ["Cluster"]
+__all__ = ["NOT_READY", "READY", "Cluster"]
 
 Json = dict[str, Any]
 
@@ -26,6 +26,7 @@ KINDS = {
     "apps/v1": {"daemonsets": "DaemonSet"},
     "rbac.authorization.k8s.io/v1": {"clusterroles": "ClusterRole", "clusterrolebindings": "ClusterRoleBinding"},
 }
+READY, NOT_READY = ({"type": "Ready", "status": status} for status in ("True", "Unknown"))  # conditions of a node
 VERBS = ("GET", "POST", "PATCH", "DELETE")
 WIDE = ("namespaces", "nodes", "clusterroles", "clusterrolebindings")  # no namespace has them
 HOLDS = {"In": lambda value, values: value in values, "NotIn": lambda value, values: value not in values}
@@ -101,9 +102,11 @@ class Cluster:
             pod["metadata"] |= {"name": f"{name}-{missing[0]}", "namespace": "kube-system", "annotations": is_of}
             pod["spec"]["nodeName"] = missing[0]
             self.put("pods", pod | {"kind": "Pod", "apiVersion": "v1", "status": {"phase": "Running"}})
-        run = len(self.pods(name).keys() & set(names))
-        status = {"desiredNumberScheduled": len(names), "observedGeneration": generation, "numberAvailable": run}
-        status |= dict.fromkeys(("currentNumberScheduled", "updatedNumberScheduled", "numberReady"), run)
+        nodes = self.pods(name).keys() & set(names)
+        status = {"desiredNumberScheduled": len(names), "observedGeneration": generation}
+        status |= dict.fromkeys(("currentNumberScheduled", "updatedNumberScheduled"), len(nodes))
+        ready = sum(READY in self.objects["nodes"][node]["status"]["conditions"] for node in nodes)
+        status |= dict.fromkeys(("numberReady", "numberAvailable"), ready)
         if status == daemonset.get("status"):
             return False
         self.put("daemonsets", daemonset | {"status": status})

@@ -165,8 +165,8 @@ def _judged(found: dict[Load, dict[str, Any]]) -> Seen:
         lost={f"{load.name}: {why}": n for load, row in kept.items() for why, n in row["failures"].items()},
         moved={load.name: row["moved"] for load, row in kept.items() if row["moved"]},
         new_failed=sum(row["failed"] for row in new),
-        wait=max(row["slowest_answer_ms"] for row in kept.values()),
-        plain_wait=plain["slowest_answer_ms"],
+        wait=max(row["slowest_answer_ms"] or 0.0 for row in kept.values()),
+        plain_wait=plain["slowest_answer_ms"] or 0.0,
         new_p99=max(row["connect_ms"]["p99"] for row in new),
     )
 

@@ -200,7 +200,7 @@ class Tally:
         return self.failures.total()
 
     def report(self) -> dict[str, Any]:
-        """Returns the counts as plain values, times in milliseconds."""
+        """Returns the counts as plain values, times in milliseconds; None: nothing of the kind was measured."""
         with self.lock:
             times = sorted(self.connects)
             return {
@@ -210,7 +210,7 @@ class Tally:
                 "backends": dict(sorted(self.backends.items())),
                 "moved": self.moved,
                 "connect_ms": {name: _quantile_ms(times, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
-                "slowest_answer_ms": round(self.slowest_answer * 1000, 3),
+                "slowest_answer_ms": round(self.slowest_answer * 1000, 3) or None,
             }
 
 

@@ -150,8 +150,10 @@ def find_headers() -> Path | None:
     if Path(f"/lib/modules/{release}/build/include").is_dir() or Path(_OWN_HEADERS).exists():
         return None
     raise ControllerError(
-        f"kernel headers are missing, without which bcc compiles nothing: apt-get install linux-headers-{release}; "
-        f"or name a folder with those of another kernel in {HEADERS}"
+        f"no headers of kernel {release}, without which bcc compiles nothing (looked for /lib/modules/{release}/build "
+        f"and {_OWN_HEADERS}). A distribution's kernel has a package (Debian: linux-headers-{release}). No archive has "
+        f"those of other kernels; headers of a similar one serve, in the folder that {HEADERS} names: `make setup` in "
+        "a source tree unpacks Debian's to build/tools/kernel-headers"
     )
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from tests.deploy import helm, manifests
 from tests.deploy.promtool import answered
-from tests.fakes.cluster import Cluster
+from tests.fakes.cluster import NOT_READY, READY, Cluster
 
 from ..pages import ROOT, blocks, table
 
@@ -60,6 +60,7 @@ class Walk:
         for name in ("cp", *(f"worker{n}" for n in range(1, 21)), "windows"):
             labels = {"kubernetes.io/os": "windows" if name == "windows" else "linux"}
             node = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": name, "labels": labels}, "spec": {}}
+            node["status"] = {"conditions": [READY]}
             if name == "cp":
                 labels["node-role.kubernetes.io/control-plane"] = ""
                 node["spec"] = {"taints": [{"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}]}
@@ -145,6 +146,17 @@ def test_rollout_status_would_return_before_a_wave_is_done(block: str, tmp_path:
         walk.type(name)
     with pytest.raises(AssertionError, match="it does not wait"):
         walk.type(block, 1 + (block == "wave"), lambda line: re.sub(r" wait (\S+) .*", r" rollout status \1", line))
+
+
+def test_a_node_that_is_not_ready_holds_up_no_wave(tmp_path: Path) -> None:
+    walk = Walk(tmp_path)
+    for name in ("labels", "start", "wave"):
+        walk.type(name)
+    waves = ((name, node["metadata"]["labels"]) for name, node in sorted(walk.cluster.objects["nodes"].items()))
+    ill = next(name for name, labels in waves if labels["hybrid-proxy.io/wave"] == "2")
+    walk.cluster.objects["nodes"][ill]["status"] = {"conditions": [NOT_READY]}
+    walk.type("wave", 2)
+    walk.type("rollback", 2, lambda line: line if " wait " in line or " label " in line else "true")
 
 
 def test_the_chart_gives_way_to_the_same_label(tmp_path: Path) -> None:
