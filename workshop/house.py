@@ -21,7 +21,7 @@ WIDTH: Final = 118
 
 
 def tree(root: Path) -> str:
-    """Every package with its purpose and its modules, as a block of text; an asterisk marks a pure module."""
+    """Every package with its purpose, and the agent's with their modules; an asterisk marks a pure module."""
     return "```\n" + "".join(_package(root, root / name, _pure(root)) for name in ROOTS) + "```\n"
 
 
@@ -54,7 +54,7 @@ def _lines(folder: Path, modules: list[Path], root: Path, pure: list[str], depth
     purpose = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").partition("\n")[0]
     yield f"{indent}{folder.name}/".ljust(22) + purpose
     names = " ".join(_marked(path, root, pure) for path in modules)
-    if names:
+    if names and "workshop" not in folder.relative_to(root).parts:  # `ls` tells as much
         yield from textwrap.wrap(names, WIDTH, initial_indent=indent + "    ", subsequent_indent=indent + "    ")
 
 

@@ -16,7 +16,7 @@ __all__ = ["Matrix"]
 MARKS: Final = {"passed": "yes", "xfailed": "not yet", "skipped": "skipped", "failed": "**no**"}
 _WORST: Final = list(MARKS.values())
 PROPERTY: Final = "row"  # of a report: (number, words, mode) and, where its test has several rows, the outcome of one
-BETWEEN: Final = " / "  # cases of one row
+BETWEEN: Final = "; "  # cases of one row
 
 
 class Matrix(Grid):

@@ -14,7 +14,7 @@ __all__ = ["CANNOT_BE", "GOES_ON", "PROPERTY", "Switches"]
 
 PROPERTY: Final = "switch"  # of a report: (former mode, mode, cells by kind)
 GOES_ON, CANNOT_BE = "goes on", "-"
-KINDS_BETWEEN: Final = " / "
+KINDS_BETWEEN: Final = "; "
 
 
 class Switches(Grid):

@@ -67,7 +67,7 @@ SWITCHES = f"""# Title
 
 {BEGIN}
 
-Kinds: TCP / gone
+Kinds: TCP; gone
 
 | from | to | all goes on, but |
 |---|---|---|
@@ -82,7 +82,7 @@ tail
 def test_a_run_of_one_pair_changes_its_row_alone() -> None:
     text = Switches.merge(SWITCHES, {("nftables", "ebpf"): {"TCP": "goes on", "UDP": "-"}})
     assert [line for line in text.splitlines() if line.startswith(("|", "Kinds"))] == [
-        "Kinds: TCP / UDP",
+        "Kinds: TCP; UDP",
         "| from | to | all goes on, but |",
         "|---|---|---|",
         "| ebpf | nftables |  |",
