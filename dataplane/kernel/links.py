@@ -49,7 +49,8 @@ SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addres
 SERVICES_DEVICES = frozenset({SERVICES_DEVICE, "kube-dummy-if"})  # and kube-router's
 # linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h
 GET_LINK, GET_ADDRESS, GET_ROUTE = 18, 22, 26
-IFLA_ADDRESS, IFLA_IFNAME, IFLA_LINK, IFLA_MASTER, IFLA_OPERSTATE, IFLA_LINKINFO = 1, 3, 5, 10, 16, 18
+IFLA_ADDRESS, IFLA_IFNAME, IFLA_MTU, IFLA_LINK = 1, 3, 4, 5
+IFLA_MASTER, IFLA_OPERSTATE, IFLA_LINKINFO = 10, 16, 18
 IFLA_EXT_MASK, IFLA_LINK_NETNSID, IFLA_INFO_KIND = 29, 37, 1
 WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: statistics are most of a report of an interface
 OPERATION_DOWN = 2  # IF_OPER_DOWN
@@ -89,6 +90,7 @@ class Interface(msgspec.Struct, frozen=True):
     bare: bool = False  # packets begin with the IP header
     lower: int = 0  # of a VLAN or a macvlan: index of the interface that it is on
     mac: str = "00:00:00:00:00:00"
+    mtu: int = 0
 
 
 class Hop(msgspec.Struct, frozen=True):
@@ -317,6 +319,7 @@ def _interface(
         bare=kind in BARE,
         lower=_number(known.get(IFLA_LINK)),
         mac=_hardware_address(known).hex(":"),
+        mtu=_number(known.get(IFLA_MTU)),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 ATTACH_TYPE = 37  # BPF_XDP
 DRIVER_MODE = 1 << 2  # XDP_FLAGS_DRV_MODE, linux/if_link.h
 PROGRAM = "xdp_uplink"
+# A frame has one page, with headroom (XDP_PACKET_HEADROOM), what the stack needs behind it (skb_shared_info) and the
+# Ethernet header. virtio_net takes a larger MTU when the program is there already, and then drops what needs more.
+LARGEST_MTU = mmap.PAGESIZE - 256 - 320 - 14
 LAYERED = {"bridge": "a bridge", "bond": "a bond", "team": "a team", "vlan": "a VLAN"}
 WHY = {
     errno.EBUSY: "another XDP program is there and stays",
@@ -127,6 +131,8 @@ class XdpPrograms:
             return "its packets have no Ethernet header, as a tunnel's"
         if interface.master:
             return "a port of another interface, which gets its packets"
+        if interface.mtu > LARGEST_MTU:
+            return f"the MTU is too large for XDP: {interface.mtu} is beyond {LARGEST_MTU}"
         if self.setting == "auto":
             driver = driver_of(interface.name)
             if is_virtual(driver):

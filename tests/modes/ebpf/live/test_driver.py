@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from pyroute2 import IPRoute
 
 from hybrid_proxy.dataplane.kernel.bpf import Object, check, library, pinned_link
@@ -15,7 +16,7 @@ from hybrid_proxy.dataplane.kernel.drivers import Driver, driver_of, is_virtual,
 from hybrid_proxy.dataplane.kernel.links import Interface, read_node
 from hybrid_proxy.dataplane.kernel.repairs import PinDirectory
 from hybrid_proxy.dataplane.modes.ebpf.hooks import xdp as module
-from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import XdpPrograms
+from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import LARGEST_MTU, XdpPrograms
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import share
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
@@ -101,6 +102,15 @@ def test_frames_are_redirected_only_to_where_the_program_is(place: Place) -> Non
         assert place.maps.maps["xdp_links"].lookup(index) is None
         assert place.program_at("up0") == 0
         assert place.pins() == []
+
+
+def test_an_mtu_that_becomes_too_large_is_left_to_tc(place: Place) -> None:
+    with Receiver("wire0"):
+        drivers = place.serve("native")
+        for mtu, pins in ((LARGEST_MTU + 1, 0), (LARGEST_MTU, 1)):  # a veth itself would refuse it
+            up0 = [structs.replace(known, mtu=mtu) for known in place.interfaces("up0")]
+            drivers.refresh(up0, place.interfaces())
+            assert (len(drivers.left_to_tc), len(place.pins())) == (1 - pins, pins)
 
 
 def test_off_removes_what_a_former_process_left(place: Place) -> None:
