@@ -17,6 +17,7 @@ import pytest
 
 from hybrid_proxy.workshop.release import section
 from tests.released import ROOT, git
+from tests.waiting import bound
 
 CHECKOUT_ALONE = ("benchmarks", "lab/apiserver", "measuring/nodes", "manual", "house", "release")
 OBJECT = "hybrid_proxy/dataplane/modes/ebpf/objects/tc_datapath.bpf.o"
@@ -35,7 +36,7 @@ def make_release(folder: Path, **environment: str) -> Path:
     git("checkout", "--quiet", now, folder=folder)
     argv = ["make", "--old-file=setup", f"VENV={Path(sys.executable).parents[1]}", "release"]
     done = subprocess.run(
-        argv, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=280, check=False
+        argv, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=bound(90), check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "dist"
