@@ -10,13 +10,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
@@ -25,7 +24,7 @@ if TYPE_CHECKING:  # it takes 20 MB, of which modes without tables of flows have
     import numpy as np
     from numpy.typing import NDArray
 
-SCHED_CLS, RAW_TRACEPOINT = 3, 17  # BPF_PROG_TYPE_
+SCHED_CLS = 3  # BPF_PROG_TYPE_
 MOST_PROGRAMS: Final = 64  # at one hook (BPF_MPROG_MAX)
 FEW: Final = 256  # elements that are read by one call
 ARRAY, ARRAY_OF_MAPS = 2, 12  # BPF_MAP_TYPE_
@@ -33,13 +32,6 @@ ENOTSUPP: Final = 524  # of the kernel alone
 RINGBUF_BUSY, RINGBUF_DISCARDED = 1 << 31, 1 << 30  # BPF_RINGBUF_BUSY_BIT, BPF_RINGBUF_DISCARD_BIT
 LOG_SIZE = 1 << 24  # kernels before 6.4 keep the beginning of a longer log, and say ENOSPC instead of their reason
 OF_THE_VERIFIER: Final = frozenset({errno.EACCES, errno.ENOSPC, errno.EAGAIN})  # it means something else by these
-LOG_STATISTICS = 4  # BPF_LOG_STATS
-_EFFORT: Final = {
-    "instructions": re.compile(r"^processed (\d+) insns", re.MULTILINE),
-    "states": re.compile(r" total_states (\d+)"),
-    "peak_states": re.compile(r" peak_states (\d+)"),
-    "microseconds": re.compile(r"^verification time (\d+) usec", re.MULTILINE),
-}
 _untouched = ffi.new_allocator(should_clear_after_alloc=False)  # memory that nobody writes costs nothing
 
 
@@ -52,25 +44,6 @@ class BpfError(DataplaneError):
             reason = told(OSError(code, reason))
         super().__init__(f"{what}: {reason}" + (f"\n{detail}" if detail else ""))
         self.code = code
-
-
-class Effort(NamedTuple):
-    """The verifier's cost of a program, with the functions of its object that it calls.
-
-    It walks each way through a program; at a point where it was before in a state like this one, it stops. So
-    instructions are the work, states what it had to remember to save more of it.
-    """
-
-    instructions: int
-    states: int
-    peak_states: int
-    microseconds: int
-
-
-def effort_of(log: str) -> Effort:
-    """Parses the cost from the verifier's log, 0 where it says nothing."""
-    found = {name: pattern.search(log) for name, pattern in _EFFORT.items()}
-    return Effort(**{name: int(match[1]) if match else 0 for name, match in found.items()})
 
 
 @lru_cache(maxsize=1)
@@ -428,8 +401,8 @@ class Object:
     def leave_out(self, program: str) -> None:
         check(library().bpf_program__set_autoload(self._programs[program], False), f"leaving out {program}")
 
-    def load(self, *, effort: bool = False) -> dict[str, Effort]:
-        """Give everything to the verifier. With `effort` it says by program what that cost.
+    def load(self, log_level: int = 0) -> dict[str, str]:
+        """Give everything to the verifier. Returns what it says by program: at level 0 nothing, unless it refuses.
 
         Raises:
             BpfError: with the last lines of the verifier's log of the program that it refused.
@@ -438,12 +411,11 @@ class Object:
             self._logs[name] = _untouched("char[]", LOG_SIZE)
             self._logs[name][0] = b"\0"
             library().bpf_program__set_log_buf(handle, self._logs[name], LOG_SIZE)
-            if effort:
-                library().bpf_program__set_log_level(handle, LOG_STATISTICS)
+            library().bpf_program__set_log_level(handle, log_level)
         code = library().bpf_object__load(self.handle)
         if code < 0:
             check(code, f"loading {self.path.name}", self._last_words())
-        said = {name: effort_of(ffi.string(log).decode(errors="replace")) for name, log in self._logs.items() if effort}
+        said = {name: ffi.string(log).decode(errors="replace") for name, log in self._logs.items()}
         self._logs.clear()
         self._keep_descriptors()
         return said
@@ -477,26 +449,6 @@ class Object:
         if self.handle != ffi.NULL:
             library().bpf_object__close(self.handle)
             self.handle = ffi.NULL
-
-
-def load_program(name: str, instructions: bytes, kind: int = RAW_TRACEPOINT) -> int:
-    """Loads a program that is in no object file and returns its descriptor; `kind` is BPF_PROG_TYPE_.
-
-    Raises:
-        BpfError: the kernel refuses it; has the end of the verifier's log.
-    """
-    log = _untouched("char[]", LOG_SIZE)
-    log[0] = b"\0"
-    options = ffi.new("struct bpf_prog_load_opts *", {"sz": ffi.sizeof("struct bpf_prog_load_opts")})
-    options.log_buf, options.log_size = log, LOG_SIZE
-    count = len(instructions) // 8
-    code = library().bpf_prog_load(kind, name.encode()[:15], b"GPL", ffi.from_buffer(instructions), count, options)
-    return check(code, f"loading program {name}", "" if code >= 0 else ffi.string(log).decode()[-2000:].strip())
-
-
-def attach_raw_tracepoint(name: str, program: int) -> int:
-    """Has a tracepoint call the program until the returned descriptor is closed."""
-    return check(library().bpf_raw_tracepoint_open(name.encode(), program), f"attaching to tracepoint {name}")
 
 
 def create_link(program: int, target: int, attach_type: int, what: str, flags: int = 0) -> int:

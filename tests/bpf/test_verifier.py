@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_proxy.dataplane.kernel.bpf import Effort, effort_of
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader
-from hybrid_proxy.workshop.benchmarks.verifier import BUDGET, LIMIT, budget, lines, objects
+from hybrid_proxy.workshop.benchmarks.verifier import BUDGET, LIMIT, Effort, budget, effort_of, efforts, lines, objects
 
 from .kit import HZ, SMALL, Bench
 
@@ -23,7 +22,7 @@ processed 7805 insns (limit 1000000) max_states_per_insn 14 total_states 512 pea
 def test_no_program_is_beyond_its_budget(bench: Bench, kernel: str) -> None:
     """Budgets are those of this kernel. An older verifier prunes less: there, half of what it takes is the bound."""
     loader = Loader(bench.maps.maps, SMALL, HZ)
-    found = {program: effort for name in objects() for program, effort in loader.effort(name).items()}
+    found = {program: effort for name in objects() for program, effort in efforts(loader, name).items()}
     assert found.keys() >= BUDGET.keys()
     most = {name: budget(name) if kernel == "this" else LIMIT // 2 for name in found}
     assert {name: effort for name, effort in found.items() if not 0 < effort.instructions <= most[name]} == {}

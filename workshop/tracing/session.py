@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.dataplane.kernel import btf
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Ring, attach_raw_tracepoint, load_program
+from hybrid_proxy.dataplane.kernel._libbpf import ffi
+from hybrid_proxy.dataplane.kernel.bpf import LOG_SIZE, BpfError, Map, Ring, check, library
+from hybrid_proxy.workshop.tracing import kernel_types
 from hybrid_proxy.workshop.tracing.compiler import Programs, compiled
 from hybrid_proxy.workshop.tracing.rows import Event
 from hybrid_proxy.workshop.tracing.targets import Place, Targets, place_text
@@ -34,6 +35,7 @@ _DROP: Final = struct.Struct("=IIII Q 16sHBx 4x")
 _REPEAT: Final = struct.Struct("=II16sHBx")
 _COUNT: Final = struct.Struct("=Q")
 _NUMBER: Final = struct.Struct("=I")
+_RAW_TRACEPOINT: Final = 17  # BPF_PROG_TYPE_
 _SYMBOLS: Final = Path("/proc/kallsyms")
 
 Backend = tuple[int, int, bytes, int, int]
@@ -49,7 +51,7 @@ class Plan(NamedTuple):
 
 def has_reasons() -> bool:
     """Tells whether this kernel says why it drops a packet (Linux 5.17)."""
-    return bool(btf.enum_names("skb_drop_reason"))
+    return bool(kernel_types.enum_names("skb_drop_reason"))
 
 
 class Session:
@@ -81,7 +83,7 @@ class Session:
 
     def _open(self) -> None:
         view, reasons = self.plan.view, has_reasons()
-        fields = {name: btf.offset_of(path) for name, path in FIELDS.items()}
+        fields = {name: kernel_types.offset_of(path) for name, path in FIELDS.items()}
         functions = entries(view, reasons=reasons)
         text = program(view, fields, _SOURCE.read_text(), reasons=reasons)
         programs = compiled(text, [entry.function for entry in functions])
@@ -108,9 +110,9 @@ class Session:
     def _attach(self, entry: Entry, programs: Programs) -> None:
         descriptors = {name: known.fd for name, known in self._maps.items()}
         try:
-            loaded = load_program(entry.function, programs.code[entry.function].linked(descriptors))
+            loaded = _loaded(entry.function, programs.code[entry.function].linked(descriptors))
             self._stack.callback(os.close, loaded)
-            self._stack.callback(os.close, attach_raw_tracepoint(entry.tracepoint, loaded))
+            self._stack.callback(os.close, _attached(entry.tracepoint, loaded))
         except BpfError as error:
             if entry.needed:
                 raise ControllerError(f"this kernel does not let us observe {entry.tracepoint}: {error}") from error
@@ -163,6 +165,26 @@ class Session:
             }
             for (service, way, address, port, _), (count,) in self._items("repeats", _REPEAT, _COUNT)
         ]  # fmt: skip
+
+
+def _loaded(name: str, instructions: bytes) -> int:
+    """Loads a program for a tracepoint that is in no object file, and returns its descriptor.
+
+    Raises:
+        BpfError: the kernel refuses it; has the end of the verifier's log.
+    """
+    log = ffi.new("char[]", LOG_SIZE)
+    options = ffi.new("struct bpf_prog_load_opts *", {"sz": ffi.sizeof("struct bpf_prog_load_opts")})
+    options.log_buf, options.log_size = log, LOG_SIZE
+    code = library().bpf_prog_load(
+        _RAW_TRACEPOINT, name.encode()[:15], b"GPL", ffi.from_buffer(instructions), len(instructions) // 8, options
+    )
+    return check(code, f"loading program {name}", "" if code >= 0 else ffi.string(log).decode()[-2000:].strip())
+
+
+def _attached(name: str, program: int) -> int:
+    """Has a tracepoint call the program until the returned descriptor is closed."""
+    return check(library().bpf_raw_tracepoint_open(name.encode(), program), f"attaching to tracepoint {name}")
 
 
 def _key(place: Place) -> bytes:

@@ -17,10 +17,10 @@ from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.semantics.explain import packet_from_dict
 from hybrid_proxy.controller.serving.admin import UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
-from hybrid_proxy.dataplane.kernel import btf
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow, Status
 from hybrid_proxy.workshop.tracing import report, rows
+from hybrid_proxy.workshop.tracing.kernel_types import enum_names
 from hybrid_proxy.workshop.tracing.session import Plan, Session, symbol
 from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
 from hybrid_proxy.workshop.tracing.text import View
@@ -166,7 +166,7 @@ def _answer(view: View, session: Session, targets: Targets, args: argparse.Names
 
 
 def _reasons() -> dict[int, str]:
-    names = btf.enum_names("skb_drop_reason")
+    names = enum_names("skb_drop_reason")
     return {number: name.removeprefix("SKB_DROP_REASON_") for number, name in names.items()}
 
 

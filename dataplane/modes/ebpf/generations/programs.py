@@ -8,11 +8,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from hybrid_proxy.dataplane.kernel.attachment import program_number
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Effort, Map, Object, has_helper
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, has_helper
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import abi
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import Larger, share, traffic_cpus
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 NICE = 5  # a quarter of a busy processor's time is left: an agent that serves waits for it
 DATAPATHS = {4: "datapath4", 6: "datapath6"}  # by family; in upper case, enum datapath of bpf/abi.h
 CHECK_MTU = 163  # BPF_FUNC_check_mtu, linux/bpf.h (Linux 5.12)
-SET_RETVAL = 187  # BPF_FUNC_set_retval (Linux 5.18)
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ class Loader:
         """
         loaded = Object(abi.OBJECTS / f"{name}.bpf.o")
         try:
-            self._prepare(loaded, larger, can_set_errno=can_set_errno, quiet=quiet)
+            self.prepare(loaded, larger, can_set_errno=can_set_errno, quiet=quiet)
             for other in loaded.program_names if only else ():
                 if other != only:
                     loaded.leave_out(other)
@@ -105,19 +104,10 @@ class Loader:
             raise
         return loaded
 
-    def _prepare(self, opened: Object, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> None:
+    def prepare(self, opened: Object, larger: Larger | None, *, can_set_errno: bool, quiet: bool) -> None:
+        """Configure an open object as `one` loads it."""
         opened.constants(self._settings(larger, can_set_errno=can_set_errno, quiet=quiet))
         share(opened, {**self.maps, **(larger or {})})
-
-    def effort(self, name: str) -> dict[str, Effort]:
-        """Returns what each program of the object `NAME.bpf.o` costs the verifier; it is loaded and closed for that.
-
-        Raises:
-            BpfError: the kernel refuses one.
-        """
-        with contextlib.closing(Object(abi.OBJECTS / f"{name}.bpf.o")) as opened:
-            self._prepare(opened, None, can_set_errno=has_helper(SET_RETVAL), quiet=False)
-            return opened.load(effort=True)
 
     def datapath(self, family: int, larger: Larger | None = None) -> Object:
         """Loads the datapath of a family.
@@ -161,8 +151,9 @@ class Loader:
             loaded = {name: known.result() for name, known in loading.items()}
             carrying = {family: known.result() for family, known in datapaths.items()}
         except BpfError:
-            for programs in _those_loaded(*loading.values(), *datapaths.values()):
-                programs.close()
+            for known in (*loading.values(), *datapaths.values()):
+                if known.exception() is None:
+                    known.result().close()
             for programs in sockets.result().values():
                 programs.close()
             raise
@@ -213,7 +204,3 @@ def missing_datapaths(datapaths: Map, programs: Mapping[int, Object]) -> Iterato
 
 def _place(family: int) -> bytes:
     return abi.abi_constants()[DATAPATHS[family].upper()].to_bytes(4, sys.byteorder)
-
-
-def _those_loaded(*loading: Future[Object]) -> Iterator[Object]:
-    return (known.result() for known in loading if known.exception() is None)
