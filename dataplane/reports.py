@@ -51,11 +51,6 @@ class FailureHistory(msgspec.Struct, frozen=True):
     last_unanswered: float | None
 
     @property
-    def last(self) -> float:
-        """The time of the last failure; 0: there was none."""
-        return max(self.last_refused or 0.0, self.last_unanswered or 0.0)
-
-    @property
     def last_kind(self) -> str:
         """The kind of the last failure."""
         return "refused" if (self.last_refused or 0.0) >= (self.last_unanswered or 0.0) else "not answered"

@@ -239,7 +239,7 @@ class ActiveMode:
         def remove() -> None:
             time.sleep(ANSWERS_SECONDS)
             self._clean((name,))
-            forget_connections(self.choice.effective, closing=True)
+            forget_connections(self.choice.effective)
 
         self._removal = threading.Thread(target=remove, name="clean", daemon=True)
         self._removal.start()

@@ -141,16 +141,16 @@ def _open(name: str, options: Options, wake: RequestMaintenance, failed: Mapping
         raise Unsupported("opening it", told(error)) from error
 
 
-def forget_connections(effective: str, *, closing: bool = False) -> None:
+def forget_connections(effective: str) -> None:
     """Delete conntrack entries of closed connections, under a mode that does not translate by conntrack.
 
-    New ones may have the same ports at both ends, and would be taken for these when conntrack is at work again.
-    `closing`: those too that only wait for their last segment, because no rule translates it any more.
+    New ones may have the same ports at both ends, and would be taken for these when conntrack is at work again. So do
+    those that only wait for their last segment, because no rule translates it any more.
     """
     if not open_mode(effective).conntrack:
-        from hybrid_proxy.dataplane.kernel.conntrack import CLOSING, ENDED, forget_ended
+        from hybrid_proxy.dataplane.kernel.conntrack import forget_ended
 
-        forget_ended(CLOSING if closing else ENDED)
+        forget_ended()
 
 
 def left_here(effective: str, options: Options) -> tuple[str, ...]:

@@ -627,9 +627,10 @@ def _decode_one(resource: _Resource, raw: msgspec.Raw) -> Object | Ignored | Ref
 
 def _status_of(raw: msgspec.Raw) -> StatusError:
     try:
-        return msgspec.json.decode(raw, type=Status).error()
+        status = msgspec.json.decode(raw, type=Status)
     except msgspec.MsgspecError:
         return StatusError(0, "Unknown", "the stream ended with an error that cannot be read")
+    return StatusError(status.code, shown(status.reason or ""), shown(status.message or ""))
 
 
 def _expected(error: Exception) -> bool:

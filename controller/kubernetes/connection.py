@@ -91,9 +91,6 @@ class Status(msgspec.Struct):
     reason: str | None = None
     message: str | None = None
 
-    def error(self, code: int = 0, retry_after: float | None = None) -> StatusError:
-        return StatusError(self.code or code, shown(self.reason or ""), shown(self.message or ""), retry_after)
-
 
 class _Loaded(NamedTuple):
     """One reading of the configuration and the connections made with it."""

@@ -187,7 +187,7 @@ class Recorder:
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
             "metadata": {"name": name, "namespace": namespace},
-            "eventTime": _micro_time(occurrence.at),
+            "eventTime": f"{occurrence.at:%Y-%m-%dT%H:%M:%S.%fZ}",  # RFC 3339 with microseconds, metav1.MicroTime
             "reportingController": CONTROLLER,
             "reportingInstance": self._instance,
             "type": occurrence.kind,
@@ -238,11 +238,6 @@ def _reference(regarding: Regarding) -> dict[str, str]:
     if regarding.namespace:
         reference["namespace"] = regarding.namespace
     return reference
-
-
-def _micro_time(at: datetime) -> str:
-    """RFC 3339 with microseconds, metav1.MicroTime."""
-    return at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _shortened(note: str) -> str:

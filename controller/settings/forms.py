@@ -33,15 +33,11 @@ def known(names: type[Enum], metavar: str) -> Form:
     return form._replace(parse=lambda raw: names(form.parse(raw)), write=lambda value: value.value)
 
 
-def _matches(pattern: str, problem: str, metavar: str) -> Form:
-    """A string of a form that kube-proxy's readers know; a number of a file counts as its digits."""
-
-    def parse(raw: str | int) -> str:
-        if not re.fullmatch(pattern, str(raw), re.ASCII):
-            raise ValueError(problem)
-        return str(raw)
-
-    return Form(str, metavar, parse)
+def _label(raw: str) -> str:
+    if not re.fullmatch(r"(?:[A-Za-z0-9](?:[-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?", raw):
+        what = "at most 63 letters, digits, -, _ and ., a letter or digit at both ends"
+        raise ValueError(f"is not the value of a label: {what}")
+    return raw
 
 
 def _number(raw: float) -> float:
@@ -128,7 +124,4 @@ NODE_NAME: Final = Form(str, "NAME", _node_name)
 LISTEN: Final = Form(str, "IP[:PORT]", _listen, _write_listen)
 GATES: Final = Form(dict[str, bool], "GATE=BOOL,...", write=dict, repeats=True)
 ANYTHING: Final = Form(Any, "VALUE")  # of settings without effect
-LABEL: Final = _matches(
-    r"(?:[A-Za-z0-9](?:[-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?",
-    "is not the value of a label: at most 63 letters, digits, -, _ and ., a letter or digit at both ends", "NAME",
-)  # fmt: skip
+LABEL: Final = Form(str, "NAME", _label)

@@ -63,8 +63,7 @@ BY_CONNTRACK = IPS_DST_NAT, IPS_DST_NAT  # flows of a service that IPVS translat
 # TCP: 1 SYN_SENT, 2 SYN_RECV, 9 SYN_SENT2; 4 FIN_WAIT, 5 CLOSE_WAIT, 6 LAST_ACK, 7 TIME_WAIT, 8 CLOSE.
 # SCTP: up to 4 COOKIE_ECHOED, 5 and on
 OPENING: Final = {socket.IPPROTO_TCP: frozenset({0, 1, 2, 9}), socket.IPPROTO_SCTP: frozenset({0, 1, 2, 3})}
-ENDED: Final = frozenset({7, 8})
-CLOSING: Final = ENDED | {6}
+CLOSING: Final = frozenset({6, 7, 8})
 CLOSED: Final = {socket.IPPROTO_TCP: CLOSING, socket.IPPROTO_SCTP: frozenset({7})}
 HALF_CLOSED: Final = {socket.IPPROTO_TCP: frozenset({4, 5}), socket.IPPROTO_SCTP: frozenset[int]()}
 TCP_ESTABLISHED: Final = 3
@@ -122,8 +121,8 @@ def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, in
     return deleted
 
 
-def forget_ended(stages: Collection[int] = ENDED) -> int:
-    """Delete the entries of translated TCP connections that are over (`stages`: TIME_WAIT, CLOSE). Returns how many.
+def forget_ended() -> int:
+    """Delete the entries of translated TCP connections that are over, or nearly (`CLOSING`). Returns how many.
 
     To be called when a mode that does not translate by conntrack begins to serve. Such an entry holds the ports of its
     client and backend for two minutes. A new connection that has the same ones, and goes to the backend by itself, gets
@@ -139,7 +138,7 @@ def forget_ended(stages: Collection[int] = ENDED) -> int:
                 if entry.protocol == socket.IPPROTO_TCP
                 and (entry.answerer, entry.answerer_port, entry.peer, entry.peer_port)
                 != (entry.destination, entry.destination_port, entry.source, entry.source_port)
-                and stage_of(entry.protocol, fields(entry)) in stages
+                and stage_of(entry.protocol, fields(entry)) in CLOSING
             ]
             deleted += delete(family, ended) if ended else 0
         except (OSError, NetlinkFailed) as error:

@@ -99,7 +99,9 @@ class Kernel:
             case op.DeleteRules():
                 yield message(nf.NFT_MSG_DELRULE, 0, b"", f"to delete the rules of table {family.name} {self._table}")
             case op.AddCounter(name):
-                yield message(nf.NFT_MSG_NEWOBJ, NLM_F_CREATE, _counter(name), f"counter {name}")
+                kind = number(nf.NFTA_OBJ_TYPE, nf.NFT_OBJECT_COUNTER)
+                body = string(nf.NFTA_OBJ_NAME, name) + kind + nested(nf.NFTA_OBJ_DATA)
+                yield message(nf.NFT_MSG_NEWOBJ, NLM_F_CREATE, body, f"counter {name}")
             case op.AddSet(wanted):
                 self._set_id += 1
                 body = _set(family, wanted, self._set_id)
@@ -123,7 +125,8 @@ class Kernel:
                 for body in _chunks(name, self._new_elements(family, name, elements)):
                     yield message(nf.NFT_MSG_NEWSETELEM, NLM_F_CREATE, body, f"elements of {name}")
             case op.DeleteElements(name, keys):
-                for body in _chunks(name, self._old_elements(family, name, keys)):
+                encode = _key_encoder(self._codecs[family.version], self._sets[name])
+                for body in _chunks(name, (nested(nf.NFTA_LIST_ELEM, encode(key)) for key in keys)):
                     yield message(nf.NFT_MSG_DELSETELEM, 0, body, f"to delete elements of {name}")
 
     def _new_elements(self, family: Family, name: str, elements: Sequence[Element]) -> Iterator[bytes]:
@@ -144,10 +147,6 @@ class Kernel:
                 text = element.comment.encode() + b"\0"
                 parts += attribute(nf.NFTA_SET_ELEM_USERDATA, bytes([_COMMENT, len(text)]) + text)
             yield nested(nf.NFTA_LIST_ELEM, parts)
-
-    def _old_elements(self, family: Family, name: str, keys: Sequence[Key]) -> Iterator[bytes]:
-        encode = _key_encoder(self._codecs[family.version], self._sets[name])
-        return (nested(nf.NFTA_LIST_ELEM, encode(key)) for key in keys)
 
     # Reading
 
@@ -260,7 +259,7 @@ class Kernel:
         return counters
 
 
-def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work], needs: str = NEEDS) -> str | None:
+def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work]) -> str | None:
     """Test whether the kernel accepts these operations in a temporary table of that name.
 
     Each family's operations are one transaction that deletes the table again: nothing of it ever takes effect.
@@ -269,7 +268,6 @@ def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work], needs:
         table: its name.
         sets: those that the operations write to.
         work: the operations.
-        needs: the requirements of the operations, for the answer.
 
     Returns:
         What is missing on this node and what to do about it; None: nothing is.
@@ -281,7 +279,7 @@ def missing(table: str, sets: Mapping[str, Set], work: Iterable[op.Work], needs:
     except NftablesError as error:
         if error.code == errno.EPERM:
             return "nf_tables may not be changed: run as root (CAP_NET_ADMIN)"
-        return f"{error} (needs {needs})"
+        return f"{error} (needs {NEEDS})"
     except OSError as error:
         return f"this kernel has no nf_tables: {error}; load the module nf_tables"
     return None
@@ -323,11 +321,6 @@ def _attribute(kind: int, value: int | str | bytes | Attributes) -> bytes:
 
 def _attributes(values: Attributes) -> bytes:
     return b"".join(_attribute(kind, value) for kind, value in values)
-
-
-def _counter(name: str) -> bytes:
-    kind = number(nf.NFTA_OBJ_TYPE, nf.NFT_OBJECT_COUNTER)
-    return string(nf.NFTA_OBJ_NAME, name) + kind + nested(nf.NFTA_OBJ_DATA)
 
 
 def _set(family: Family, wanted: Set, set_id: int) -> bytes:

@@ -94,8 +94,3 @@ class Chooser:
         self._suspected[backend] = now + SUSPECT_SECONDS
         for client in [client for client, (known, _) in self._sticky.items() if known == backend]:
             del self._sticky[client]
-
-    @property
-    def remembered(self) -> int:
-        """The number of clients that have affinity."""
-        return len(self._sticky)

@@ -200,11 +200,6 @@ class Succession:
         """True if the former links are in our directory already."""
         return (self.folder / MARK).exists()
 
-    @property
-    def done(self) -> bool:
-        """True if no step is left."""
-        return not self._runner.left
-
     def run(self, datapath: Datapath) -> None:
         """Puts our programs to use, with all flows that the former ones knew. May be called again after an error.
 

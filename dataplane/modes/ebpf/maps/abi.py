@@ -11,6 +11,11 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import _abi
 
 abi = _abi.ffi
 OBJECTS = Path(__file__).parent.parent / "objects"
+STORED = ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin")
+OTHERS = (
+    "link_kind", "verdict", "counter", "hook", "note_kind", "interface_flags", "client", "datapath", "carry_state",
+    "fast_path",
+)  # fmt: skip
 
 
 def check_source(programs: Path) -> None:
@@ -33,25 +38,14 @@ check_source(Path(__file__).resolve().parents[4] / "bpf")
 @lru_cache(maxsize=1)
 def abi_constants() -> dict[str, int]:
     """Returns every enumerator of the header by name."""
-    names: dict[str, int] = {}
-    for enum in (
-        "abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin", "link_kind",
-        "verdict", "counter", "hook", "note_kind", "interface_flags", "client", "datapath", "carry_state",
-        "fast_path",
-    ):  # fmt: skip
-        names.update(abi.typeof(f"enum {enum}").relements)
-    return names
+    return {
+        name: number for enum in (*STORED, *OTHERS) for name, number in abi.typeof(f"enum {enum}").relements.items()
+    }
 
 
-STORED = ("abi_limits", "frontend_flags", "service_flags", "backend_flags", "flow_flags", "origin")
-
-
-def stored_numbers(header: Any = abi) -> dict[str, int]:
+def stored_numbers() -> dict[str, int]:
     """Returns the limits and flags of the header that are needed to read what is stored in maps."""
-    names: dict[str, int] = {}
-    for enum in STORED:
-        names.update(header.typeof(f"enum {enum}").relements)
-    return names
+    return {name: number for enum in STORED for name, number in abi.typeof(f"enum {enum}").relements.items()}
 
 
 def stored_enums() -> dict[str, dict[str, int]]:
