@@ -105,6 +105,7 @@ class NetfilterMode(Programmer):
         self._unprogrammed: dict[EntryKey, Unprogrammed] = {}
         self._judges = True  # conntrack entries
         self._former: Collection[Key] = ()  # frontends that were programmed when this process began
+        self._watched = False  # the rules are, by a thread
         self._touched, self._stop = threading.Event(), threading.Event()
         self._localhost = Localhost(options, self.name, self.repaired) if self.needs_sources else None
 
@@ -203,7 +204,10 @@ class NetfilterMode(Programmer):
     # Drift
 
     def _watch_rules(self, tables: Collection[str]) -> None:
-        """Let a thread request `maintain` when another program changes these tables (`ip nat`)."""
+        """Let a thread request `maintain` when another program changes these tables (`ip nat`); the first call does."""
+        if self._watched:
+            return
+        self._watched = True
 
         def watch() -> None:
             try:

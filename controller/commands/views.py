@@ -314,12 +314,11 @@ def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredErro
         with contextlib.closing(view):
             left[name] = LeftBehind(view.place, len(view.services()))
     starting = error.part if isinstance(error, StartingError) else ""
+    found = NoAgentStatus(reason=str(error), programmed=left, starting=starting)
     if memory is None:
-        return NoAgentStatus(reason=str(error), programmed=left, starting=starting)
-    return NoAgentStatus(
-        reason=str(error),
-        programmed=left,
-        starting=starting,
+        return found
+    return msgspec.structs.replace(
+        found,
         gone=how_it_ended(path, memory) if isinstance(error, NoAgentError) else None,
         error=memory.error,
         unprogrammed=memory.unprogrammed,

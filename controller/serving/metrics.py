@@ -59,9 +59,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         counters, health = counters or Counters(), health or Health(60.0)
-        self.registry.register(_Agent(status, counters, health))
+        self.registry.register(_Families(lambda: _of_all(status(), counters, health)))
         self._health_checks = CollectorRegistry()
-        self._health_checks.register(_HealthChecks(counters, health))
+        self._health_checks.register(_Families(lambda: _of_health_checks(counters, health)))
         self._traffic = traffic
 
     def page(self, accept: str) -> tuple[bytes, str]:
@@ -87,53 +87,42 @@ class Metrics:
         return encode(self._health_checks), content_type
 
 
-class _HealthChecks(Collector):
-    """The health pages for a scrape every second: whether they answer 200 now, and how often they did."""
+class _Families(Collector):
+    """The metrics that a function makes for each scrape."""
 
-    def __init__(self, counters: Counters, health: Health) -> None:
-        self._counters = counters
-        self._health = health
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        pages, asked = ("healthz", "livez"), dict(self._health.asked)
-        now = {(page, page): int(self._health.passes(page, time.monotonic())) for page in pages}
-        text = "1: this health check succeeds now; 0: it fails"
-        yield _gauge("kubernetes_healthcheck", text, now, "name", "type")
-        statuses = (("success", OK), ("error", UNAVAILABLE))
-        total = {(page, page, status): asked.get((page, code), 0) for page in pages for status, code in statuses}
-        text = "Health checks that were asked for"
-        yield _counter("kubernetes_healthchecks", text, total, "name", "type", "status")
-        text = "When this process started, since 1970"
-        yield _gauge("process_start_time_seconds", text, self._counters.started)
-
-
-class _Agent(Collector):
-    """The metrics of one agent, from one status."""
-
-    def __init__(self, status: Callable[[], AgentStatus | None], counters: Counters, health: Health) -> None:
-        self._status = status
-        self._counters = counters
-        self._health = health
+    def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
+        self._make = make
 
     def describe(self) -> Iterable[Metric]:
         """Returns nothing: registering must not ask the loop."""
         return ()
 
-    def collect(self) -> Iterator[Metric]:
-        """Returns all families; without an answer of the loop those that need none."""
-        status = self._status()
-        mode = status.mode.effective if status else ""
-        build = {(__version__, platform.python_version()): 1}
-        yield _gauge("hybrid_proxy_build_info", "1, with the version as label", build, "version", "python")
-        yield from _of_loop(self._counters, self._health)
-        yield from _of_failures(self._counters, self._health, mode)
-        if status is not None:
-            yield from _of_agent(status, self._counters)
-            yield from _of_connection(status.requests)
-            yield from _of_dataplane(status.dataplane, status.draining)
+    def collect(self) -> Iterable[Metric]:
+        return self._make()
+
+
+def _of_health_checks(counters: Counters, health: Health) -> Iterator[Metric]:
+    """The health pages for a scrape every second: whether they answer 200 now, and how often they did."""
+    pages, asked = ("healthz", "livez"), dict(health.asked)
+    now = {(page, page): int(health.passes(page, time.monotonic())) for page in pages}
+    yield _gauge("kubernetes_healthcheck", "1: this health check succeeds now; 0: it fails", now, "name", "type")
+    statuses = (("success", OK), ("error", UNAVAILABLE))
+    total = {(page, page, status): asked.get((page, code), 0) for page in pages for status, code in statuses}
+    text = "Health checks that were asked for"
+    yield _counter("kubernetes_healthchecks", text, total, "name", "type", "status")
+    yield _gauge("process_start_time_seconds", "When this process started, since 1970", counters.started)
+
+
+def _of_all(status: AgentStatus | None, counters: Counters, health: Health) -> Iterator[Metric]:
+    """Returns all families of an agent; without an answer of the loop those that need none."""
+    build = {(__version__, platform.python_version()): 1}
+    yield _gauge("hybrid_proxy_build_info", "1, with the version as label", build, "version", "python")
+    yield from _of_loop(counters, health)
+    yield from _of_failures(counters, health, status.mode.effective if status else "")
+    if status is not None:
+        yield from _of_agent(status, counters)
+        yield from _of_connection(status.requests)
+        yield from _of_dataplane(status.dataplane, status.draining)
 
 
 # What the loop counts

@@ -130,9 +130,7 @@ class Iptables(TranslatingMode):
     def _written(self) -> None:
         """Watch for foreign changes after the first fill: the kernel would report each of 100,000 own rules."""
         self._note_revision()
-        if not self._watched:
-            self._watched = True
-            self._watch_rules([f"{family} {table}" for family in ("ip", "ip6") for table in TABLES])
+        self._watch_rules([f"{family} {table}" for family in ("ip", "ip6") for table in TABLES])
 
     def _why_unsupported(self, entry: Entry) -> str:
         able = self.able.get(entry.family)
@@ -175,7 +173,8 @@ class Iptables(TranslatingMode):
         # nf_tables reports changes by itself, legacy tables do not.
         if not self.monitoring.is_set() and self.xtables.revision(TABLES) != self._revision:
             self._touched.set()
-        if not self._audit_due():
+        wait = 0.0 if self._touched.is_set() else self.options.sync_seconds
+        if self._clock() < self._audit_at + wait:
             return
         if self._damage:
             self._repair(self._damage)  # it failed the last time
@@ -198,12 +197,6 @@ class Iptables(TranslatingMode):
         else:
             self._ruleset.seen(generation)
         self._audit_at = self._clock() + AUDIT_SHARE * took
-
-    def _audit_due(self) -> bool:
-        now = self._clock()
-        if self._touched.is_set():
-            return now >= self._audit_at
-        return now >= self._audit_at + self.options.sync_seconds
 
     def _repair(self, damage: list[str]) -> None:
         self.repaired.add(damage)

@@ -76,7 +76,6 @@ class Nftables(TranslatingMode):
         self.adopted = False
         self._kernel: Kernel = kernel or Kernel(TABLE, AllSets(), chain_named)
         self._real = kernel is None
-        self._watched = False
         self._drop_invalid = not (self._real and is_liberal())
         self._plans: dict[int, Plan] = {}
         self._generation = 0
@@ -121,8 +120,7 @@ class Nftables(TranslatingMode):
 
     def _written(self) -> None:
         """Subscribe to reports after the first fill: a hundred thousand reports of our own elements are useless."""
-        if self._real and not self._watched:
-            self._watched = True
+        if self._real:
             self._watch_rules([f"{family.name} {TABLE}" for family in FAMILIES.values()])
 
     def _delete_stale(self, judge: Judge, openings: Collection[Place]) -> None:

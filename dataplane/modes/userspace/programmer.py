@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
+import msgspec
+
 from hybrid_proxy.dataplane.errors import DataplaneError, Occupied, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel import policy
 from hybrid_proxy.dataplane.kernel.conntrack import delete_translated, open_flows
@@ -322,18 +324,7 @@ class Userspace(NetfilterMode):
 
     def status(self) -> Status:
         report, trouble = self._relay_report()
-        relay = (
-            None
-            if report is None
-            else RelayStatus(
-                pid=report.pid,
-                proxy_ports=report.proxy_ports,
-                connections=report.connections,
-                sessions=report.sessions,
-                dialling=report.dialling,
-                trouble=report.trouble,
-            )
-        )
+        relay = None if report is None else msgspec.convert(report, RelayStatus, from_attributes=True)
         return self._status(
             adopted=self.adopted,
             fill={"files": Fill(*report.files) if report else Fill(0, 0)},
