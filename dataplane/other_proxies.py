@@ -54,7 +54,8 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
                 "endpoints of the past. Start it again, or serve all Services here."
             )
     elif evidence:
-        objects = f", and its {_listed(found.kube_proxy)} in place" if found.kube_proxy else ""
+        are = "are" if len(found.kube_proxy) > 1 else "is"
+        objects = f", and its {_joined(found.kube_proxy)} {are} in place" if found.kube_proxy else ""
         messages.append(
             f"kube-proxy is working here ({', '.join(evidence)}{objects}): {_TWO_PROXIES}. "
             "Stop it, then remove its rules with `hybrid-proxy takeover`."
@@ -78,7 +79,3 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
 def _joined(objects: tuple[str, ...]) -> str:
     *most, last = objects
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def _listed(objects: tuple[str, ...]) -> str:
-    return f"{_joined(objects)} {'are' if len(objects) > 1 else 'is'}"

@@ -86,7 +86,9 @@ def run(config: Config, followed: Followed | None = None, flags: Mapping[str, An
         log.warning("%s", warning)
     agent = Agent(config, followed, flags)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda got, _: agent.queue.put(partial(agent.end, _stopped_by(got))))
+        signal.signal(
+            number, lambda got, _: agent.queue.put(partial(agent.end, f"it was stopped by {signal.Signals(got).name}"))
+        )
     return agent.run()
 
 
@@ -138,7 +140,8 @@ class Agent:
     """The parts of a running agent and its loop; only `run`'s thread touches it."""
 
     def __init__(self, config: Config, followed: Followed | None, flags: Mapping[str, Any]) -> None:
-        node_name, families = config.settings.node_name, _families()
+        node_name = config.settings.node_name
+        families = (4, 6) if Path("/proc/thread-self/net/if_inet6").exists() else (4,)
         self.queue: EventQueue[Job] = EventQueue()
         self.source = _source_of(config)
         self.history = History(changes_path(config.hybrid.admin_socket))
@@ -478,12 +481,3 @@ class Agent:
     def _go_on_as_before(self) -> None:
         self._configure(self.config)
         self.syncer.restart(self.config.settings)
-
-
-def _stopped_by(number: int) -> str:
-    return f"it was stopped by {signal.Signals(number).name}"
-
-
-def _families() -> tuple[int, ...]:
-    """The address families of this machine."""
-    return (4, 6) if Path("/proc/thread-self/net/if_inet6").exists() else (4,)

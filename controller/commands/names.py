@@ -71,7 +71,9 @@ def checked(asked: Asked, known: Iterable[str | None]) -> Asked:
         raise UnknownName("service in namespace", namespace, closest(namespace, {_namespace(name) for name in ports}))
     with_port = ":" in asked.service
     raise UnknownName(
-        "service", asked.service, _similar(asked.service, ports if with_port else {_service(name) for name in ports})
+        "service",
+        asked.service,
+        _similar(asked.service, ports if with_port else {name.partition(":")[0] for name in ports}),
     )
 
 
@@ -90,10 +92,6 @@ def _similar(typed: str, known: Iterable[str]) -> list[str]:
 
 def _namespace(port: str) -> str:
     return port.partition("/")[0]
-
-
-def _service(port: str) -> str:
-    return port.partition(":")[0]
 
 
 def _bare(name: str) -> str:

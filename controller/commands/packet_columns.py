@@ -33,7 +33,9 @@ def event_columns(screen: Screen, rows: Sequence[PacketEvent], now: float | None
     """
 
     def when(row: PacketEvent) -> Value:
-        return _time_of_day(row.time) if now is None else duration(max(0.0, now - row.time))
+        if now is not None:
+            return duration(max(0.0, now - row.time))
+        return datetime.fromtimestamp(row.time).astimezone().strftime("%H:%M:%S.%f")[:-3]
 
     begin: list[Column[PacketEvent]] = [
         Column("AGE" if now is not None else "TIME", when),
@@ -91,7 +93,3 @@ def _packet(row: PacketEvent) -> str:
 
 def _event(row: PacketEvent) -> str:
     return f"{row.service}: {_reason(row)}" if row.service else _reason(row)
-
-
-def _time_of_day(moment: float) -> str:
-    return datetime.fromtimestamp(moment).astimezone().strftime("%H:%M:%S.%f")[:-3]

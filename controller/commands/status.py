@@ -17,7 +17,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SourceStatus,
 )
 from hybrid_proxy.controller.text import printable
-from hybrid_proxy.dataplane.reports import EbpfStatus, MapUsage, Status, clock, start_lines
+from hybrid_proxy.dataplane.reports import EbpfStatus, Status, clock, start_lines
 
 __all__ = ["Verdict", "lines", "lines_without_agent", "verdict"]
 
@@ -202,8 +202,7 @@ def _memory_lines(ebpf: EbpfStatus) -> Iterator[str]:
     if ebpf.traffic_bytes:
         yield f"traffic is counted for each backend, in {ebpf.traffic_bytes / 1e6:.1f} MB of kernel memory"
     yield f"maps: {sum(row.bytes for row in ebpf.maps.values()) / 1e6:.1f} MB of kernel memory"
-    yield from (f"  {_map_text(name, row)}" for name, row in ebpf.maps.items() if row.bound is not None)
-
-
-def _map_text(name: str, row: MapUsage) -> str:
-    return f"{name}: {row.used} of {row.entries} entries used, at most {row.bound}, {row.bytes / 1e6:.1f} MB"
+    for name, row in ebpf.maps.items():
+        if row.bound is not None:
+            used = f"{row.used} of {row.entries} entries used"
+            yield f"  {name}: {used}, at most {row.bound}, {row.bytes / 1e6:.1f} MB"

@@ -86,13 +86,10 @@ def _columns(args: argparse.Namespace, rows: list[PacketEvent], now: float | Non
 def _show_trace(args: argparse.Namespace) -> int:
     _say(f"tracing for {args.seconds:g} s; Ctrl-C ends it earlier")
     if not _stream(args, _traced(args)):
-        whose = " ".join(filter(None, (f" of {args.service}" if args.service else "", _client_text(args))))
+        client = f"from or to {args.client}" if args.client else ""
+        whose = " ".join(filter(None, (f" of {args.service}" if args.service else "", client)))
         _say(f"no packet{whose} was seen in {args.seconds:g} s")
     return 0
-
-
-def _client_text(args: argparse.Namespace) -> str:
-    return f"from or to {args.client}" if args.client else ""
 
 
 def _stream(args: argparse.Namespace, rows: Iterator[PacketEvent]) -> int:

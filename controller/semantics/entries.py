@@ -218,7 +218,7 @@ def entries(
     """
     slices = list(slices)
     known = {backend.address: backend for entry in former for backend in entry.serving} if former else {}
-    algorithm = _algorithm(service, settings)
+    algorithm = canonical(service.algorithm if service.algorithm in settings.algorithms else settings.algorithm)
     resets = settings.reset_gone_backends if service.reset_gone is None else service.reset_gone
     zone = node.zone if node else ""
     result: list[Entry] = []
@@ -261,10 +261,6 @@ def entries(
 def _present(joined: _Joined) -> tuple[tuple[str, int], ...]:
     """Returns every endpoint of a port: one that terminates, or is not ready, keeps its connections."""
     return tuple(sorted({(endpoint.address, number) for one, number in joined for endpoint in one.endpoints}))
-
-
-def _algorithm(service: Service, settings: Settings) -> str:
-    return canonical(service.algorithm if service.algorithm in settings.algorithms else settings.algorithm)
 
 
 class _Vips:

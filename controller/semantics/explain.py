@@ -275,7 +275,7 @@ class Explainer:
         where = f"{socket_text(str(dst), packet.port)}/{entry.protocol.name}"
         says = [f"{where} is the {frontend.kind.value} of {entry.name}."]
         ranges = frontend.source_ranges
-        if ranges is not None and not self._allowed(src, ranges):
+        if ranges is not None and not any(src in self._range(cidr) for cidr in ranges):
             why = f"{src} is not in {', '.join(ranges)}"
             says.append(f"loadBalancerSourceRanges: {why}.")
             return Verdict(packet.name, "drop", " ".join(says), service=entry.name, rule="source-ranges", why=why)
@@ -327,9 +327,6 @@ class Explainer:
         if self._node.pods.interface:
             return "external", "pods are known by their interface, not by an address; give the class to say otherwise"
         return "external", "neither an address of the node nor in a pod range"
-
-    def _allowed(self, src: Address, ranges: tuple[str, ...]) -> bool:
-        return any(src in self._range(cidr) for cidr in ranges)
 
     def _range(self, cidr: str) -> Network:
         found = self._ranges.get(cidr)

@@ -275,7 +275,7 @@ class _Claims:
         for entry in wanted:
             kept: list[Frontend] = []
             for frontend in entry.frontends:
-                key = _key(entry, frontend)
+                key = frontend.address or entry.family, frontend.port, entry.protocol
                 owner = self._owner[key]
                 if owner != name:
                     losses[f"{_claim_text(entry, frontend)} belongs to {owner}"] = owner
@@ -293,10 +293,6 @@ class _Claims:
             return wanted
         self.lost[name] = losses
         return tuple(result)
-
-
-def _key(entry: Entry, frontend: Frontend) -> Key:
-    return frontend.address or entry.family, frontend.port, entry.protocol
 
 
 def _keys(entries: Entries) -> list[tuple[Key, Frontend]]:

@@ -140,7 +140,10 @@ class HttpHandlers:
     def _own_listeners(self) -> dict[str, Listener]:
         listeners = {}
         if (place := self._config.healthz_bind_address) is not None:
-            pages = {"/healthz": Handler(self._healthz), "/livez": Handler(self._livez)}
+            pages = {
+                "/healthz": Handler(lambda *_: self._health.healthz(time.monotonic(), time.time())),
+                "/livez": Handler(lambda *_: self._health.livez(time.monotonic(), time.time())),
+            }
             listeners[HEALTH] = Listener("health", (place.address,), place.port, pages)
         if (place := self._config.metrics_bind_address) is not None:
             pages = {
@@ -173,12 +176,6 @@ class HttpHandlers:
             self._events.event(about, "Warning", _REASONS[key], "StartProxy", trouble)
 
     # HttpHandlers
-
-    def _healthz(self, *_: object) -> Answer:
-        return self._health.healthz(time.monotonic(), time.time())
-
-    def _livez(self, *_: object) -> Answer:
-        return self._health.livez(time.monotonic(), time.time())
 
     def _check_page(self, name: str) -> Handler:
         def make(family: int, _: str) -> Answer:

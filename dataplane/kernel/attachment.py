@@ -73,11 +73,6 @@ def program_number(program: int) -> int:
     return int(bpf.program_info(program).id)
 
 
-def _name_of(program: int) -> str:
-    """The name of a loaded program, as the kernel truncates it."""
-    return bpf.program_name(program_number(program))
-
-
 class Attachment:
     """One link.
 
@@ -197,7 +192,7 @@ class Attachment:
             return
         if is_link(found):
             number, target = _described(found, self._info)
-            same = program is not None and bpf.program_name(number) == _name_of(program)
+            same = program is not None and bpf.program_name(number) == bpf.program_name(program_number(program))
             if same or target in (0, self._target):
                 self._link, self._inode = found, inode
                 return

@@ -98,14 +98,10 @@ def _outer_processes() -> list[str]:
     return outer
 
 
-def _roots() -> list[tuple[str, str]]:
-    """Returns (process, prefix) pairs to search for mounts: our own, then those around us."""
-    return [("self", ""), *((pid, f"/proc/{pid}/root") for pid in _outer_processes())]
-
-
 def cgroup_root() -> Path | None:
     """Returns the cgroup v2 hierarchy as seen from here, None when it is not mounted."""
-    for pid, prefix in _roots():
+    around = ((pid, f"/proc/{pid}/root") for pid in _outer_processes())
+    for pid, prefix in (("self", ""), *around):
         for mount in _mounts(pid, "cgroup2"):
             path = Path(prefix + mount)
             if (path / "cgroup.procs").exists():

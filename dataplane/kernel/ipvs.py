@@ -257,7 +257,7 @@ def _read_server(data: bytes) -> tuple[Server, Config]:
     family = _FAMILY[socket.AddressFamily(_U16.unpack(known[_AF_ATTR])[0])]
     flags = _PAIR.unpack(known[_FLAGS])[0]
     persistent = _U32.unpack(known[_TIMEOUT])[0] if flags & PERSISTENT else 0
-    config = Config(_string(known[_SCHEDULER]), persistent, flags & ~(PERSISTENT | HASHED))
+    config = Config(known[_SCHEDULER].partition(b"\0")[0].decode(), persistent, flags & ~(PERSISTENT | HASHED))
     if _MARK in known:
         return Server(family, mark=_U32.unpack(known[_MARK])[0]), config
     address = _address(known[_ADDR], family)
@@ -274,10 +274,6 @@ def _read_destination(data: bytes, family: int) -> tuple[Destination, Load]:
 
 def _address(packed: bytes, family: int) -> str:
     return socket.inet_ntop(AF[family], packed[: 4 if family == 4 else 16])
-
-
-def _string(value: bytes) -> str:
-    return value.partition(b"\0")[0].decode()
 
 
 def _text(server: Server) -> str:

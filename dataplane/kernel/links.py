@@ -196,7 +196,7 @@ def read_node() -> Node:
     """Reads the present state, by one dump each of links, addresses and the routes of a family."""
     with Netlink(ROUTE) as wire:
         routes = [route for family in AF.values() for route in _routes(wire, family)]
-        body = _LINK.pack(0, 0, 0, 0, 0) + attribute(IFLA_EXT_MASK, _word(WITHOUT_STATISTICS))
+        body = _LINK.pack(0, 0, 0, 0, 0) + attribute(IFLA_EXT_MASK, WITHOUT_STATISTICS.to_bytes(4, sys.byteorder))
         links = [
             (kind, index, dict(attributes(answer, _LINK.size)))
             for answer in wire.dump(Message(GET_LINK, body, NLM_F_DUMP, "reading the interfaces"))
@@ -272,10 +272,6 @@ def _routes(wire: Netlink, family: int) -> Iterator[_Route]:
 
 def _text(family: int, packed: bytes) -> str:
     return socket.inet_ntop(family, packed)
-
-
-def _word(value: int) -> bytes:
-    return value.to_bytes(4, sys.byteorder)
 
 
 def _number(value: bytes | None) -> int:

@@ -76,11 +76,6 @@ class _Transactions:
             if kind == _NEWGEN:
                 touched, self._tables = frozenset(self._tables), set()
                 yield touched
-            elif (name := _attribute(body, _NAME)) is not None:
+            elif (name := dict(attributes(body, NFGEN.size)).get(_NAME)) is not None:
                 family = _FAMILIES.get(body[0], str(body[0]))
                 self._tables.add(f"{family} {name.rstrip(bytes(1)).decode(errors='replace')}")
-
-
-def _attribute(body: bytes, wanted: int) -> bytes | None:
-    """Returns the first attribute of that number after the nfgenmsg of a body."""
-    return next((value for kind, value in attributes(body, NFGEN.size) if kind == wanted), None)

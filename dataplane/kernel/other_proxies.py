@@ -49,7 +49,7 @@ def find_other_proxies(mode: str, drains: Collection[str] = ()) -> OtherProxies:
     return OtherProxies(
         kube_proxy=tuple(kube),
         kube_proxy_processes=tuple(p for p in processes if p.name == "kube-proxy"),
-        health=_health(),
+        health=any(_is_kube_proxy(_fetch(address)) for address in ("127.0.0.1", "::1")),
         ours=tuple(ours),
         agents=tuple(p for p in processes if p.name != "kube-proxy"),
     )
@@ -144,11 +144,6 @@ def _has(kind: int, family: int, attributes: bytes) -> bool:
     with contextlib.suppress(OSError, NetlinkFailed), Netlink(NETFILTER, ANSWER_SECONDS) as wire:
         return wire.get(Message(kind, NFGEN.pack(family, 0, 0) + attributes)) is not None
     return False
-
-
-def _health() -> bool:
-    """True if something on loopback answers as kube-proxy's health server, healthy or not."""
-    return any(_is_kube_proxy(_fetch(address)) for address in ("127.0.0.1", "::1"))
 
 
 def _fetch(address: str) -> bytes:

@@ -291,8 +291,8 @@ class Ebpf(Programmer):
             changed, removed = changed + more[0], removed + more[1]
         if plan.full:
             changed += self._make_room(change)
-        if self.options.all_or_nothing and change.first:
-            _refuse_unprogrammed(plan.unprogrammed.values())
+        if self.options.all_or_nothing and change.first and (none := list(plan.unprogrammed.values())):
+            raise Unsupported("room for every service port", f"{len(none)} have none: {none[0].reason}")
         if plan.probes_changed:
             self.failover.services_changed(store)
         return changed, removed
@@ -472,11 +472,6 @@ class Ebpf(Programmer):
 def _without_cidrs(node: NodeNetwork) -> NodeNetwork:
     """Returns the node without service CIDRs: an address without a frontend belongs to no service then."""
     return msgspec.structs.replace(node, service_cidrs=())
-
-
-def _refuse_unprogrammed(ports: Collection[Unprogrammed]) -> None:
-    for one in ports:
-        raise Unsupported("room for every service port", f"{len(ports)} have none: {one.reason}")
 
 
 def probe(options: Options) -> str | None:

@@ -306,11 +306,7 @@ def _mark_rules(classes: Masquerade, node: Node) -> Iterable[str]:
     if others == Masquerade.POD | Masquerade.EXTERNAL or (node.pod is None and others & Masquerade.EXTERNAL):
         yield mark
     elif node.pod is not None:
-        yield f"{_not(node.pod) if others & Masquerade.EXTERNAL else node.pod} {mark}"
-
-
-def _not(match: str) -> str:
-    return f"! {match}"
+        yield f"{'! ' if others & Masquerade.EXTERNAL else ''}{node.pod} {mark}"
 
 
 def _hairpin(node: Node, fully: str) -> Iterable[str]:

@@ -49,11 +49,6 @@ class Audit:
         self._revision: object = None  # of the rules, when they were read
         self._rules_at = self._rules_after = 0.0  # when they are read next at the latest, and at the earliest
 
-    @property
-    def _round(self) -> float:
-        """The seconds in which everything is compared once."""
-        return min(self._seconds, max(ROUND_SECONDS, COST * self._cost))
-
     def step(self) -> list[str]:
         """Compare a share of everything, and addresses at once when one was lost. Called about once a second.
 
@@ -67,7 +62,8 @@ class Audit:
         now = self._clock()
         found += self._changed_rules(now)
         all_of_it = list(self._all())
-        due = int((now - self._at) * len(all_of_it) / self._round)
+        round_seconds = min(self._seconds, max(ROUND_SECONDS, COST * self._cost))  # in which everything is compared
+        due = int((now - self._at) * len(all_of_it) / round_seconds)
         if due:
             self._at = now
             for _ in range(min(due, len(all_of_it))):

@@ -129,7 +129,8 @@ def lower(
     for entry in entries:
         if entry.family not in node.families:
             continue
-        config = _config(entry, scheduler_of(entry))
+        scheduler = scheduler_of(entry)
+        config = Config(scheduler, entry.affinity_seconds, _SCHEDULER_FLAGS.get(scheduler, 0))
         for frontend in entry.frontends:
             for address in _addresses(frontend, entry, node, taken):
                 server = Server(entry.family, int(entry.protocol), address, frontend.port)
@@ -139,10 +140,6 @@ def lower(
                     lowered.members[set_name(entry.family, "ADDRESSES"), Element(address)] = None
         _hairpins(lowered, entry)
     return lowered._replace(addresses=frozenset(bound))
-
-
-def _config(entry: Entry, scheduler: str) -> Config:
-    return Config(scheduler, entry.affinity_seconds, _SCHEDULER_FLAGS.get(scheduler, 0))
 
 
 def _addresses(frontend: Frontend, entry: Entry, node: Node, taken: Collection[tuple[str, int, int]]) -> Iterator[str]:

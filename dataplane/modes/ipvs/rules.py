@@ -57,7 +57,8 @@ def restore_text(
     forwarded; and nothing of this node may answer at the addresses. `compares`: the kernel has the match bpf.
     """
     if draining:
-        rules: dict[str, list[tuple[str, str]]] = {"filter": [*_draining_filter(family, health_ports)]}
+        unknown = [(f"{PREFIX}{hook}", f"-g {PREFIX}UNKNOWN") for hook in ("INPUT", "OUTPUT")]
+        rules: dict[str, list[tuple[str, str]]] = {"filter": [*_filter_for_any(family, health_ports), *unknown]}
     else:
         rules = {
             "mangle": list(_mangle(family, node)),
@@ -186,11 +187,6 @@ def _filter(family: int, node: NodeNetwork, health_ports: Iterable[int]) -> Iter
     refused = f"-d {_REFUSED[family]}/{32 if family == 4 else 128} -p tcp -m tcp --dport {_REFUSED_PORT}"
     yield output, f"{refused} -m conntrack --ctstate DNAT -j {reject}"
     yield output, f"-g {internal}"
-
-
-def _draining_filter(family: int, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:
-    yield from _filter_for_any(family, health_ports)
-    yield from ((f"{PREFIX}{hook}", f"-g {PREFIX}UNKNOWN") for hook in ("INPUT", "OUTPUT"))
 
 
 def _filter_for_any(family: int, health_ports: Iterable[int]) -> Iterator[tuple[str, str]]:

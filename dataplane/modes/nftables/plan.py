@@ -133,7 +133,7 @@ class Plan:
     def adopt(self, services: Iterable[tuple[Entry, ...]], found: Installed) -> list[op.Operation]:
         """Turn the existing table into the wanted one, changing only differences; empties `found`."""
         made, gone = [], []
-        for group in itertools.chain((self.always,), map(self._of_service, services)):
+        for group in itertools.chain((self.always,), (self._elements(entries, 1) for entries in services)):
             for place, element in {(e.set, e.key): e for e in group}.items():
                 held = found.contents.get(element.set, {}).pop(element.key, None)
                 if held == (element.value, element.comment):
@@ -150,9 +150,6 @@ class Plan:
             *additions(made),
             *ruleset.remove_foreign(found.skeleton),
         ]
-
-    def _of_service(self, entries: tuple[Entry, ...]) -> Iterator[Element]:
-        return self._elements(entries, 1)
 
     def repair(self, skeleton: op.Skeleton) -> list[op.Operation]:
         """Repair chains, rules, sets and counters, which are quick to read and write. Elements are not compared."""

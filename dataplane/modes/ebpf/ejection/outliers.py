@@ -178,7 +178,8 @@ class OutlierDetector(Generic[Subject]):
             record = self._records.setdefault(subject, _Record())
             if subject in known:
                 self._update(record, now, failing.get(subject, ""), probe_failures.get(subject, ""))
-            if subject not in known or self._is_over(record, now, failures.get(subject, 0)):
+            quiet = record.ejection is None and not failures.get(subject, 0)
+            if subject not in known or (quiet and now - record.readmitted >= record.period):
                 del self._records[subject]
         self.ejections = {s: ejection for s, record in self._records.items() if (ejection := record.ejection)}
         return Changes(
@@ -197,8 +198,3 @@ class OutlierDetector(Generic[Subject]):
         record.probe_failure = probe_failure
         if not was_ejected and record.ejection:
             record.since = now
-
-    @staticmethod
-    def _is_over(record: _Record, now: float, count: int) -> bool:
-        """True if nothing of the backend needs to be remembered."""
-        return record.ejection is None and count == 0 and now - record.readmitted >= record.period

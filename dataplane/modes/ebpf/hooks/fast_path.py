@@ -79,7 +79,8 @@ class FastPath:
 
     def maintain(self) -> None:
         """Decides again, also where a program has seen that a packet was translated."""
-        met, translates = self._read()
+        asked = self._setting in ("auto", "always")
+        met, translates = (list(self._rules()), self._translates()) if asked else ([], True)
         shapers = list(self._shapers()) if self._setting != "off" else []
         before, self.decision = self.decision, decide(self._setting, met, shapers)
         self._write(direct=not met and not shapers and not translates)
@@ -87,10 +88,6 @@ class FastPath:
             log.warning("%s", self.decision.warning)
         elif self.decision != before:
             log.info("fast path: %s, because %s", self.decision.path, self.decision.why)
-
-    def _read(self) -> tuple[list[str], bool]:
-        asked = self._setting in ("auto", "always")
-        return (list(self._rules()), self._translates()) if asked else ([], True)
 
     def keep_to_flows(self) -> None:
         """Leaves what belongs to no flow to the stack: from now on, another mode may translate it there."""

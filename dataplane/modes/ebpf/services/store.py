@@ -167,7 +167,8 @@ class Store:
                 changed, removed = changed + more, removed + less
             self._write()
         if self._former is not None:
-            self._former.remove_leftovers(self.plan, self._node_port_keys())
+            node_ports = [(family_of(address), address, 0, 0) for address in self._node_ports_at]
+            self._former.remove_leftovers(self.plan, node_ports)
             self._former = self.plan.adopt = None
             self._exact_after = self.plan.pools.stamp
             if not self._exact_after:  # programs can see nothing that is gone, and no grace period will be asked for
@@ -212,9 +213,6 @@ class Store:
     def note_service_cidrs(self, family: int, cidrs: tuple[str, ...]) -> None:
         """Serve these service CIDRs, too: those for which map `node` has no room."""
         self.writer.source_ranges.allow(NO_SERVICE, family, cidrs)
-
-    def _node_port_keys(self) -> list[Key]:
-        return [(family_of(address), address, 0, 0) for address in self._node_ports_at]
 
     # Freeing
 
