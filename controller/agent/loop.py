@@ -28,10 +28,7 @@ from hybrid_proxy.controller.agent.config_follower import ConfigFollower, Follow
 from hybrid_proxy.controller.agent.event_queue import EventQueue
 from hybrid_proxy.controller.agent.history import History
 from hybrid_proxy.controller.agent.maintenance import Maintenance
-from hybrid_proxy.controller.agent.modes import (
-    hold_namespace,
-    open_mode,
-)
+from hybrid_proxy.controller.agent.modes import hold_namespace, open_mode
 from hybrid_proxy.controller.agent.node_setup import prepare, set_oom_score
 from hybrid_proxy.controller.agent.notebook import Notebook
 from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher

@@ -24,14 +24,7 @@ from hybrid_proxy.controller.serving.admin import (
     UnansweredError,
     ask,
 )
-from hybrid_proxy.controller.serving.memory import (
-    Memory,
-    changes_path,
-    how_it_ended,
-    memory_path,
-    read_changes,
-    recall,
-)
+from hybrid_proxy.controller.serving.memory import Memory, changes_path, how_it_ended, memory_path, read_changes, recall
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     EventsAnswer,

@@ -54,14 +54,7 @@ from hybrid_proxy.controller.kubernetes.connection import (
     shown,
 )
 from hybrid_proxy.controller.kubernetes.known import KnownObjects, ObjectSet, UnusableError
-from hybrid_proxy.controller.kubernetes.model import (
-    KINDS,
-    Event,
-    Ignored,
-    KindState,
-    Object,
-    key_of,
-)
+from hybrid_proxy.controller.kubernetes.model import KINDS, Event, Ignored, KindState, Object, key_of
 from hybrid_proxy.controller.kubernetes.parse import PROXY_NAME, decode
 from hybrid_proxy.controller.kubernetes.rate_limit import RateLimit
 from hybrid_proxy.controller.kubernetes.retry import SETTLED, Backoff, RetryPolicy, honoured

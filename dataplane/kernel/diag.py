@@ -14,15 +14,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from hybrid_proxy.dataplane.kernel.netlink import (
-    NLM_F_DUMP,
-    SOCK_DIAG,
-    Message,
-    Netlink,
-    attribute,
-    attributes,
-    nested,
-)
+from hybrid_proxy.dataplane.kernel.netlink import NLM_F_DUMP, SOCK_DIAG, Message, Netlink, attribute, attributes, nested
 
 SOCK_DIAG_BY_FAMILY, SOCK_DESTROY = 20, 21  # linux/sock_diag.h
 _REQUEST: Final = struct.Struct("=BBBBI")  # family, protocol, extensions, pad, states; an inet_diag_sockid follows

@@ -17,11 +17,7 @@ from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, find, present
-from hybrid_proxy.dataplane.mode import (
-    Mode,
-    Options,
-    RequestMaintenance,
-)
+from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
 from hybrid_proxy.dataplane.modes.iptables import affinity, listing
 from hybrid_proxy.dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from hybrid_proxy.dataplane.modes.iptables.lower import Node, node_of, usual_masquerade

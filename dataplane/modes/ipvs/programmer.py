@@ -16,12 +16,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel.ipset import LIMIT, Ipsets
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs as VirtualServers
 from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
-from hybrid_proxy.dataplane.mode import (
-    Mode,
-    Options,
-    RequestMaintenance,
-    SyncResult,
-)
+from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance, SyncResult
 from hybrid_proxy.dataplane.modes.ipvs import writer
 from hybrid_proxy.dataplane.modes.ipvs.audit import Audit
 from hybrid_proxy.dataplane.modes.ipvs.draining import READINGS, Flows, sources

@@ -14,24 +14,12 @@ from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
-from hybrid_proxy.dataplane.mode import (
-    Mode,
-    Options,
-    RequestMaintenance,
-)
+from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
 from hybrid_proxy.dataplane.modes.nftables import affinity
 from hybrid_proxy.dataplane.modes.nftables.listing import Tables
 from hybrid_proxy.dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
 from hybrid_proxy.dataplane.modes.nftables.plan import Installed, Plan
-from hybrid_proxy.dataplane.modes.nftables.tables import (
-    COUNTERS,
-    MEMBERS,
-    SETS,
-    SPACES,
-    TABLE,
-    AllSets,
-    clients_set,
-)
+from hybrid_proxy.dataplane.modes.nftables.tables import COUNTERS, MEMBERS, SETS, SPACES, TABLE, AllSets, clients_set
 from hybrid_proxy.dataplane.netfilter import TranslatingMode
 from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES, Family

@@ -17,11 +17,7 @@ from hybrid_proxy.dataplane.kernel import policy
 from hybrid_proxy.dataplane.kernel.conntrack import delete_translated, open_flows
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
-from hybrid_proxy.dataplane.mode import (
-    Mode,
-    Options,
-    RequestMaintenance,
-)
+from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
 from hybrid_proxy.dataplane.modes.userspace import lower as low
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace import tables
