@@ -22,7 +22,7 @@ from hybrid_proxy.controller import cli
 from hybrid_proxy.controller.agent.node_setup import conntrack_limit, conntrack_settings
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.semantics.entries import DetectLocalMode
-from hybrid_proxy.controller.settings import config, reference
+from hybrid_proxy.controller.settings import config
 from hybrid_proxy.controller.settings.config import Config, Endpoint, from_flags, needs_reopening
 from hybrid_proxy.controller.settings.configfile import Loaded, change, follow, load, of_flags, read, text, write
 from hybrid_proxy.controller.settings.documents import (
@@ -37,6 +37,7 @@ from hybrid_proxy.controller.settings.documents import (
 from hybrid_proxy.controller.settings.forms import ANYTHING
 from hybrid_proxy.controller.settings.given import REMOVED_FLAGS
 from hybrid_proxy.dataplane.settings import REOPENS, RESTART, duration
+from hybrid_proxy.workshop import configuration
 from tests.waiting import until
 
 FOLDER = Path(__file__).parent / "configurations"
@@ -897,12 +898,12 @@ class TestChange:
 
 
 class TestReference:
-    @pytest.mark.parametrize("name", reference.FILES)
+    @pytest.mark.parametrize("name", configuration.FILES)
     def test_pages_are_current(self, name: str):
-        assert (ROOT / name).read_text() == reference.FILES[name](), "run `make docs`"
+        assert (ROOT / name).read_text() == configuration.FILES[name](), "run `make docs`"
 
     def test_the_schema_takes_what_we_take_and_refuses_what_we_refuse(self):
-        made = reference.schema()
+        made = configuration.schema()
         jsonschema.Draft202012Validator.check_schema(made)
         judge = jsonschema.Draft202012Validator(made)
         head = {"apiVersion": "hybrid-proxy.io/v1alpha1", "kind": HYBRID}
