@@ -31,10 +31,3 @@ def quantile(counts: Mapping[int, int], part: float) -> float | None:
             return (lower + (bound - lower) * (wanted - seen) / count) / 1e9
         seen += count
     return None
-
-
-def growth(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int] | None:
-    """Returns what was counted between two readings; None: it started again at 0."""
-    if any(now.get(bound, 0) < count for bound, count in before.items()):
-        return None
-    return {bound: count - before.get(bound, 0) for bound, count in now.items()}

@@ -42,7 +42,8 @@ def cleanup(config: Config, drain: float | None = None) -> int:
     from hybrid_proxy.controller.serving.admin import socket_path
 
     with hold_namespace():
-        another = _another_proxy()
+        seen = find_other_proxies("")
+        another = bool(seen.kube_proxy or seen.kube_proxy_processes)
         if drain is None:
             drain = DRAIN_SECONDS if another else 0.0
         if drain > 0:
@@ -73,11 +74,6 @@ def _put_settings_back(another: bool) -> None:
         print(f"put back {count} settings of this network namespace")
     for reason in refused.values():
         print(printable(reason), file=sys.stderr)
-
-
-def _another_proxy() -> bool:
-    seen = find_other_proxies("")
-    return bool(seen.kube_proxy or seen.kube_proxy_processes)
 
 
 # Draining

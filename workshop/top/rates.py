@@ -7,7 +7,7 @@ Unknown values are None everywhere.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -16,7 +16,7 @@ from hybrid_proxy.controller.commands.columns import Tone
 from hybrid_proxy.controller.commands.listings import service_state
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane import reports
-from hybrid_proxy.dataplane.first_packets import growth, quantile
+from hybrid_proxy.dataplane.first_packets import quantile
 from hybrid_proxy.dataplane.reports import TrafficCounts
 
 __all__ = ["BackendRates", "MapRow", "Snapshot", "ReasonRow", "Sample", "ServiceRates", "Window", "snapshot"]
@@ -317,3 +317,10 @@ def _maps(now: Sample) -> tuple[MapRow, ...]:
     ]
     rest = [MapRow(name, row.used, row.limit, row.limit, None) for name, row in dataplane.fill.items()]
     return tuple(sized or rest)
+
+
+def growth(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int] | None:
+    """Returns what was counted between two readings of a histogram; None: it started again at 0."""
+    if any(now.get(bound, 0) < count for bound, count in before.items()):
+        return None
+    return {bound: count - before.get(bound, 0) for bound, count in now.items()}

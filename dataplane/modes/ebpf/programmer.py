@@ -291,8 +291,8 @@ class Ebpf(Programmer):
             changed, removed = changed + more[0], removed + more[1]
         if plan.full:
             changed += self._make_room(change)
-        if self.options.all_or_nothing and change.first and (none := list(plan.unprogrammed.values())):
-            raise Unsupported("room for every service port", f"{len(none)} have none: {none[0].reason}")
+        if self.options.all_or_nothing and change.first and (unfit := list(plan.unprogrammed.values())):
+            raise Unsupported("room for every service port", f"{len(unfit)} have none: {unfit[0].reason}")
         if plan.probes_changed:
             self.failover.services_changed(store)
         return changed, removed

@@ -41,18 +41,8 @@ class Session:
     """One client at one proxy port, with its backend."""
 
     __slots__ = (
-        "answered",
-        "backend",
-        "began",
-        "client",
-        "lasting",
-        "port",
-        "sessions",
-        "sock",
-        "tried",
-        "unanswered",
-        "used",
-    )
+        "answered", "backend", "began", "client", "lasting", "port", "sessions", "sock", "tried", "unanswered", "used",
+    )  # fmt: skip
 
     def __init__(self, sessions: Sessions, port: Port, client: tuple[str, int]) -> None:
         self.sessions = sessions

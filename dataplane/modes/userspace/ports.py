@@ -110,19 +110,9 @@ class Port:
     """
 
     __slots__ = (
-        "accepts",
-        "address",
-        "draining",
-        "keep",
-        "needed",
-        "number",
-        "route",
-        "serve",
-        "service",
-        "sessions",
-        "sock",
+        "accepts", "address", "draining", "keep", "needed", "number", "route", "serve", "service", "sessions", "sock",
         "state",
-    )
+    )  # fmt: skip
 
     def __init__(self, state: State, service: Service, want: messages.Port, serve: Callable[[Port], None]) -> None:
         self.state = state

@@ -180,19 +180,8 @@ class Flow:
     """A client's connection, and the one to its backend."""
 
     __slots__ = (
-        "attempts",
-        "back",
-        "backend",
-        "client",
-        "client_address",
-        "deadline",
-        "flows",
-        "forth",
-        "port",
-        "protocol",
-        "state",
-        "tried",
-        "upstream",
+        "attempts", "back", "backend", "client", "client_address", "deadline", "flows", "forth", "port", "protocol",
+        "state", "tried", "upstream",
     )  # fmt: skip
 
     def __init__(self, flows: Flows, port: Port, client: socket.socket, client_address: tuple[str, int]) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hybrid_proxy.dataplane.first_packets import BOUNDS, STEPS, TICK, growth, quantile
+from hybrid_proxy.dataplane.first_packets import BOUNDS, STEPS, TICK, quantile
 from hybrid_proxy.dataplane.modes.ebpf.maps.first_packets import FirstPackets, by_bound
+from hybrid_proxy.workshop.top.rates import growth
 
 
 def counted(seconds: NDArray[np.float64]) -> dict[int, int]:
