@@ -17,7 +17,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 packages=linux-image-cloud-$(dpkg --print-architecture),systemd-sysv,dbus,udev,openssh-server,sudo,rsync,ca-certificates
 packages=$packages,iproute2,ifupdown,isc-dhcp-client,procps
-mmdebstrap --variant=minbase --include="$packages" "$@" "$SUITE" "$work/root"
+mmdebstrap --variant=minbase --aptopt='Acquire::Languages "none"' --include="$packages" "$@" "$SUITE" "$work/root"
 
 # What Vagrant expects of a box: its user, its key, no password for sudo, and the first card by DHCP.
 root=$work/root

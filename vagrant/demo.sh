@@ -95,6 +95,17 @@ load_generators() {
     $ROOT_COMMAND apt-get install -q -y --no-install-recommends $missing
 }
 
+# in_modes MODE ...: who answers in each.
+in_modes() {
+    for mode; do
+        for node in $NODES; do set_mode "$node" "$mode"; done
+        echo "mode $mode ($(serving_mode) serves)"
+        echo "  pod  -> $address:80          $(from_pod "http://$address" | grep -v '^$' | tally)"
+        echo "  node -> $address:80          $(from_node "http://$address" | grep -v '^$' | tally)"
+        echo "  node -> $(hostname):30080    $(from_node "http://$(hostname):30080" | grep -v '^$' | tally)"
+    done
+}
+
 main() {
     if [ "${1:-}" = compare ]; then
         shift
@@ -111,13 +122,7 @@ main() {
     esac
     on "$(hostname)" systemctl is-active -q hybrid-proxy || { echo "demo: kube-proxy serves here: demo migrate" >&2; return 1; }
     [ $# -gt 0 ] || set -- ebpf nftables iptables ipvs userspace
-    for mode; do
-        for node in $NODES; do set_mode "$node" "$mode"; done
-        echo "mode $mode ($(serving_mode) serves)"
-        echo "  pod  -> $address:80          $(from_pod "http://$address" | grep -v '^$' | tally)"
-        echo "  node -> $address:80          $(from_node "http://$address" | grep -v '^$' | tally)"
-        echo "  node -> $(hostname):30080    $(from_node "http://$(hostname):30080" | grep -v '^$' | tally)"
-    done
+    in_modes "$@"
 }
 
 # Sourced by a test, it only defines.

@@ -16,8 +16,10 @@ kubectl create clusterrolebinding hybrid-proxy-nodes --clusterrole hybrid-proxy 
     --dry-run=client -o yaml | kubectl apply -f -
 install -d -m 700 /etc/hybrid-proxy
 umask 077
+# kubeadm names the card of the default route here, which is not the one that the API server has a certificate for.
 [ -s /etc/hybrid-proxy/kubeconfig.conf ] ||
-    kubeadm kubeconfig user --client-name hybrid-proxy --validity-period 720h >/etc/hybrid-proxy/kubeconfig.conf
+    kubeadm kubeconfig user --client-name hybrid-proxy --validity-period 720h |
+    sed "s#server: .*#server: https://$NODE_ADDRESS:6443#" >/etc/hybrid-proxy/kubeconfig.conf
 sh "$here/provision/network.sh"
 
 # What the workers need, over the network of the lab's machines, unencrypted and for two hours: this is a lab.

@@ -1,16 +1,19 @@
 #!/bin/sh
 # Installs hybrid-proxy from its source on this machine, as a service of systemd. Run as root; run it again to upgrade:
 # traffic goes on meanwhile. It starts when /etc/hybrid-proxy/kubeconfig.conf is there; with START=no it stays off until
-# somebody enables it.
+# somebody enables it. WHEELS is a folder with a built hybrid-proxy and all Python packages that it needs: with it nothing is
+# compiled, and no registry of Python packages is asked.
 #
-#   SOURCE=/hybrid-proxy sh hybrid-proxy.sh
+#   SOURCE=/hybrid-proxy [WHEELS=/wheels] sh hybrid-proxy.sh
 set -eu
-: "${SOURCE:=/hybrid-proxy}" "${PREFIX:=/opt/hybrid-proxy}" "${START:=yes}"
+: "${SOURCE:=/hybrid-proxy}" "${PREFIX:=/opt/hybrid-proxy}" "${START:=yes}" "${WHEELS:=}"
 
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
-apt-get install -q -y --no-install-recommends \
-    clang gcc libbpf-dev libbpf1 libc6-dev linux-libc-dev llvm iptables make python3-dev python3-venv
+compilers="clang gcc libbpf-dev libc6-dev linux-libc-dev llvm make python3-dev"
+[ -z "$WHEELS" ] || compilers=
+# shellcheck disable=SC2086 # a list of packages
+apt-get install -q -y --no-install-recommends libbpf1 iptables python3-venv $compilers
 
 # Built from a copy: the source may be read-only, and other machines build from it, too.
 work=$(mktemp -d)
@@ -20,8 +23,15 @@ for part in pyproject.toml setup.py README.md Makefile bpf hybrid_proxy controll
 done
 rm -rf "$work/dataplane/modes/ebpf/objects"
 [ -x "$PREFIX/bin/pip" ] || python3 -m venv "$PREFIX"
-(cd "$work/deploy/image" && "$PREFIX/bin/pip" install --quiet --require-hashes -r build.txt -r requirements.txt -r workshop.txt)
-"$PREFIX/bin/pip" install --quiet --no-deps --no-build-isolation "$work"
+cd "$work/deploy/image"
+if [ -n "$WHEELS" ]; then
+    export PIP_NO_INDEX=yes PIP_FIND_LINKS="$WHEELS"
+    "$PREFIX/bin/pip" install --quiet --require-hashes -r requirements.txt -r workshop.txt
+    "$PREFIX/bin/pip" install --quiet --no-deps --force-reinstall "$WHEELS"/hybrid_proxy-*.whl
+else
+    "$PREFIX/bin/pip" install --quiet --require-hashes -r build.txt -r requirements.txt -r workshop.txt
+    "$PREFIX/bin/pip" install --quiet --no-deps --no-build-isolation "$work"
+fi
 ln -sf "$PREFIX/bin/hybrid-proxy" /usr/local/bin/hybrid-proxy
 
 install -d -m 700 /etc/hybrid-proxy
