@@ -122,13 +122,16 @@ class Grid:
 
 
 class Grouped(Grid):
-    """A table with one column for results: modes with the same cell stand together (`ebpf, ipvs: yes`)."""
+    """A table with one column for results: rows, and modes (`ebpf, ipvs: yes`), with the same result stand together."""
 
     @classmethod
     def render(cls, rows: Rows) -> str:
         """In Markdown."""
-        lines = [cls._line([*cls.heads, "result"]), "|" + "---|" * (len(cls.heads) + 1)]
-        return "\n".join(lines + [cls._line([*key, cls._result(rows[key])]) for key in cls.order(rows)])
+        names: dict[str, list[str]] = {}
+        for (name,) in cls.order(rows):
+            names.setdefault(cls._result(rows[name,]), []).append(name)
+        lines = [cls._line([*cls.heads, "result"]), "|---|---|"]
+        return "\n".join(lines + [cls._line(["<br>".join(some), result]) for result, some in names.items()])
 
     @staticmethod
     def _result(cells: dict[str, str]) -> str:
@@ -143,13 +146,14 @@ class Grouped(Grid):
         """Reverses `render`."""
         rows: Rows = {}
         for line in [line for line in text.splitlines() if line.startswith("|")][2:]:
-            *key, result = (cell.strip() for cell in line.strip().strip("|").split("|"))
-            cells = rows[tuple(key)] = {}
+            names, result = (cell.strip() for cell in line.strip().strip("|").split("|"))
+            cells: dict[str, str] = {}
             for part in result.split("<br>") if result else ():
                 modes, _, cell = part.partition(": ")
                 without = modes.removeprefix("all but ") if modes.startswith("all") else ""
                 named = [mode for mode in MODES if mode != without] if without else modes.split(", ")
                 cells.update(dict.fromkeys(named, cell))
+            rows.update({(name,): dict(cells) for name in names.split("<br>")})
         return rows
 
 
