@@ -66,7 +66,7 @@ def test_how_connections_failed_is_remembered_for_each_backend(relay: Running, b
         assert (refused.refused, refused.unanswered, refused.last_kind) == (times, 0, "refused")
         assert (unanswered.refused, unanswered.unanswered, unanswered.last_kind) == (0, once, "not answered")
         assert times >= 1 <= once
-        assert all(began <= each.last <= time.time() for each in (refused, unanswered))
+        assert all(began <= last <= time.time() for last in (refused.last_refused, unanswered.last_unanswered))
         relay.serve(nowhere, backend("a").address)
     assert {(row[1], row[2]) for row in relay.relay.listing(0).failures} == {nowhere}
 
