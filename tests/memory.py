@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_proxy.workshop.lab.network import Lab
+from tests.waiting import until
 
 V1 = Path("/sys/fs/cgroup/memory")
 
@@ -60,8 +61,6 @@ def limited(lab: Lab) -> Iterator[Limited]:
     try:
         yield Limited(folder, legacy=legacy)
     finally:
-        while folder.exists():  # until its last process is gone
-            try:
-                folder.rmdir()
-            except OSError:
-                time.sleep(0.05)
+        for pid in (folder / "cgroup.procs").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+        until(lambda: folder.rmdir() or True, "the processes of a cgroup end")
