@@ -89,6 +89,7 @@ class Answers:
     history: History
     switch: Callable[[str | None], p.SwitchAnswer]
     check_switch: Callable[[str], None]
+    down: Sequence[str] = ()  # interfaces of pods, as the loop read them last
 
     def answer(self, query: Query) -> None:
         """Answer, unless the asker has given up."""
@@ -224,6 +225,7 @@ class Answers:
             problems=list(cluster.problems.values()),
             node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
             left_to_node=dict(builder.table.left_to_node),
+            down=list(self.down),
             unheard=[
                 address
                 for address, owner in builder.table.left_to_node.items()

@@ -31,14 +31,17 @@ from hybrid_proxy.controller.semantics.history import (
     joined,
 )
 from hybrid_proxy.controller.serving.memory import read_changes
+from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.reports import clock
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 log = logging.getLogger(__name__)
 
 MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the number is kept
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
+STILL_SECONDS: Final = 2.0  # after which a process that wakes late has been stopped
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
 SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
@@ -108,6 +111,18 @@ class History:
         elif mode != self._mode:
             self.record("mode", f"{what}, in place of {self._mode}", self.word or "hybrid-proxy")
         self._mode = mode
+
+    def away(self, former: Gone) -> None:
+        """Remember that the former agent had no last words, and since when there was none."""
+        span = f"from {clock(former.since)} to {clock(time.time())}"
+        self.record("agent", f"no agent followed changes {span}; agent {former.pid}: {former.why}", "")
+
+    def stood_still(self, seconds: float) -> None:
+        """Remember that this process did nothing for so long while it waited for work."""
+        if seconds > STILL_SECONDS:
+            span = f"from {clock(time.time() - seconds)} to {clock(time.time())}"
+            text = f"agent {os.getpid()} stood still for {seconds:.0f} s, {span}: it was stopped, or got no processor"
+            self.record("agent", text, "")
 
     def source(self, state: SourceState | None) -> None:
         """Remember when the objects cannot be read any more, and when they can again."""

@@ -145,7 +145,10 @@ class Agent:
         self.events = Recorder(self.source.connection, node_name, remember=self.history.event)
         self.health = Health(2 * config.options.sync_seconds, families, needs_node=self.source.connection is not None)
         self.follower = ConfigFollower(followed, flags)
-        former, counters = recall(memory_path(config.hybrid.admin_socket)), Counters(time.time(), families)
+        path, counters = memory_path(config.hybrid.admin_socket), Counters(time.time(), families)
+        former = recall(path)
+        if former is not None and former.ended is None:
+            self.history.away(how_it_ended(path, former))
         cluster = Cluster(
             node_name, self.source.kinds, shares=bool(config.settings.proxy_name), last=former.node if former else None
         )
@@ -158,7 +161,7 @@ class Agent:
             put=self.queue.put, report=partial(self._report_of_node, "Normal", "SwitchMode"), names=self._known_names,
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
-        self.notebook = Notebook(memory_path(config.hybrid.admin_socket), former, self.mode, self.syncer)
+        self.notebook = Notebook(path, former, self.mode, self.syncer)
         self.other_proxies = OtherProxiesWatcher(
             config.mode,
             partial(self._report_of_node, "Warning", "FindOtherProxies", "OtherProxyFound"),
@@ -258,8 +261,10 @@ class Agent:
 
     def _loop(self) -> int:
         while True:
-            timeout = max(0.0, min(self.maintenance.due, self.syncer.due) - time.monotonic())
+            began = time.monotonic()
+            timeout = max(0.0, min(self.maintenance.due, self.syncer.due) - began)
             events, jobs = self.queue.take(timeout, messages_only=self.syncer.waits)
+            self.history.stood_still(time.monotonic() - began - timeout)
             for event, superseded in events:
                 self._relisted = self._relisted or isinstance(event, Replaced)
                 self.syncer.observe(event, superseded)
@@ -363,11 +368,12 @@ class Agent:
         self.mode.draining.links_changed()
 
     def _read_addresses(self) -> None:
-        from hybrid_proxy.dataplane.kernel.links import read_node
+        from hybrid_proxy.dataplane.kernel.links import is_pod, read_node
 
         node = read_node()
         addresses = self.config.hybrid.node_addresses or node.addresses
         self.syncer.set_addresses(addresses, Routes(node.sources, node.networks))
+        self.answers.down = [each.name for each in node.interfaces if not each.up and is_pod(each, (), (), ())]
 
     def _trim_memory(self) -> None:
         """Return the memory of decoding a list to the kernel, when the list is programmed."""

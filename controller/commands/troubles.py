@@ -19,6 +19,7 @@ __all__ = ["Trouble", "Verdict", "fill_trouble", "missing", "raise_it", "trouble
 NEARLY_FULL: Final = 0.9
 REPAIRS: Final = 3  # the last ones
 READ_LOG: Final = "read the agent's log"
+IN_THE_POD: Final = "or the other end in the pod; the CNI plugin's log may say who took it down"
 SHOW_ADDRESS: Final = "`ip addr` names the interface, `ss -ltun` what listens"
 WAIT: Final = f"ask again in some seconds, then {READ_LOG}"
 _FLAG: Final = re.compile(r"--max-[a-z-]+")
@@ -69,6 +70,13 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
         found.append(Trouble("mode", "degraded", text, f"{mode.requested} was asked for", [mode.reason], mark="warning",
                              todo=todo, said=[f"{text}: {mode.reason}"]))  # fmt: skip
     plane = status.dataplane
+    if down := [f"{name} is down, and the pod behind it is cut off" for name in status.down]:
+        todo = f"`ip link set {status.down[0]} up`, {IN_THE_POD}"
+        found.append(
+            Trouble(
+                "links", "link-down", f"{_many(down, 'link of a pod', 'links of pods')} down", "link", down, todo=todo
+            )
+        )
     found += [*_plane_troubles(plane), *_object_troubles(status), *_backend_troubles(plane), *_full(status)]
     if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
         text = f"{_many(pages, 'health check or page', 'health checks or pages')} not served"

@@ -43,7 +43,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack
 from hybrid_proxy.dataplane.mode import Options, View, belongs
 from hybrid_proxy.dataplane.options import EbpfOptions
-from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, PacketEvent, ServiceRow, ago
 from hybrid_proxy.dataplane.table import Protocol
 
 ALL: Final = 1 << 30
@@ -312,6 +312,7 @@ def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredErro
         return found
     return msgspec.structs.replace(
         found,
+        reason=_note(admin_socket, memory, error) if isinstance(error, BusyError) else found.reason,
         gone=how_it_ended(path, memory) if isinstance(error, NoAgentError) else None,
         error=memory.error,
         unprogrammed=memory.unprogrammed,
@@ -345,7 +346,7 @@ def explained(admin_socket: str, error: UnansweredError) -> str:
     if isinstance(error, StartingError):
         return f"{error}; try again when `hybrid-proxy status` says that it serves"
     if isinstance(error, BusyError):
-        return f"{error}; look whether the process is stopped or stuck (`hybrid-proxy doctor`), or restart it"
+        return f"{error}; read its log, or restart it (`hybrid-proxy doctor`)"
     memory = recall(memory_path(admin_socket))
     if memory is None:
         return f"{error}, and nothing is known of one that was here: start one (`hybrid-proxy run`)"
@@ -353,12 +354,19 @@ def explained(admin_socket: str, error: UnansweredError) -> str:
     return f"{error}: {gone}; start it again. What it programmed serves meanwhile: `hybrid-proxy doctor` looks at that"
 
 
+def _as_of(admin_socket: str) -> str:
+    """The age of what an agent wrote down that is there and does not answer."""
+    with contextlib.suppress(OSError):
+        return f", with names and events as of {ago(time.time() - memory_path(admin_socket).stat().st_mtime)}"
+    return ""
+
+
 def _note(admin_socket: str, memory: Memory | None, error: ControllerError) -> str:
     """For people."""
     if isinstance(error, StartingError):
         return f"{error}; this is what the agent before it left"
     if not isinstance(error, NoAgentError):
-        return f"{error}; this is what is in the kernel"
+        return f"{error}; this is what is in the kernel{_as_of(admin_socket)}"
     if memory is None:
         return f"{error}, and nothing is known of one that was here: names may be missing"
     return how_it_ended(memory_path(admin_socket), memory).text(time.time())

@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 10.0  # in which a command sends its request
 FIRST_SECONDS = 4.0  # for the first answer of a command that can do without an agent; it does not ask again
+STATES = {  # proc_pid_stat(5)
+    "T": "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel", "R": "is busy",
+}  # fmt: skip
 REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
 
 A = TypeVar("A", bound=Answer)
@@ -50,11 +53,13 @@ class UnansweredError(ControllerError):
 
 
 class BusyError(UnansweredError):
-    """An agent did not answer in time. `who` names it, with its process if that is known."""
+    """An agent did not answer in time. `who` says it in words, with the state of its process if that is known."""
 
     def __init__(self, path: Path, pid: int, why: str) -> None:
-        self.who = f"the agent (PID {pid})" if pid else "the agent"
-        super().__init__(f"{path}: {self.who} does not answer: {why}")
+        self.who = "the agent does not answer"
+        if pid and (state := stat_of(pid)[:1]):
+            self.who += f"; its process {pid} {STATES.get(state[0], 'is there')} (state {state[0]})"
+        super().__init__(f"{self.who} ({why}, {path})")
 
 
 class NoAgentError(UnansweredError):
@@ -67,6 +72,14 @@ class StartingError(NoAgentError):
     def __init__(self, answer: StartingAnswer) -> None:
         self.part = f"{answer.part}, for {answer.seconds:.0f} s"
         super().__init__(f"agent {answer.pid} is starting: {self.part}")
+
+
+def stat_of(pid: int) -> list[str]:
+    """Returns the fields of a process in /proc from its state on; none: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def socket_path(asked: str) -> Path:

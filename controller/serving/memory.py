@@ -20,7 +20,7 @@ from hybrid_proxy.controller.kubernetes.files import read
 from hybrid_proxy.controller.kubernetes.model import Node, Problem
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
-from hybrid_proxy.controller.serving.admin import socket_path
+from hybrid_proxy.controller.serving.admin import socket_path, stat_of
 from hybrid_proxy.controller.serving.protocol import Gone, ModeStatus
 from hybrid_proxy.dataplane.errors import ADVICE
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
@@ -163,7 +163,5 @@ def oom_kills() -> int:
 
 def born(pid: int) -> int:
     """Returns when the process started, in ticks since the machine did; 0: there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
+    fields = stat_of(pid)
+    return int(fields[19]) if fields else 0

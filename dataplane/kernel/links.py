@@ -53,7 +53,7 @@ IFLA_ADDRESS, IFLA_IFNAME, IFLA_MTU, IFLA_LINK = 1, 3, 4, 5
 IFLA_MASTER, IFLA_OPERSTATE, IFLA_LINKINFO = 10, 16, 18
 IFLA_EXT_MASK, IFLA_LINK_NETNSID, IFLA_INFO_KIND = 29, 37, 1
 WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: statistics are most of a report of an interface
-OPERATION_DOWN = 2  # IF_OPER_DOWN
+OPERATION_DOWN = (2, 3)  # IF_OPER_DOWN, IF_OPER_LOWERLAYERDOWN: the other end of a veth is
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 7, 9, 15, 18
 UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
@@ -306,7 +306,7 @@ def _interface(
         index=index,
         name=_name(known),
         kind=info.get(IFLA_INFO_KIND, b"").rstrip(b"\0").decode(),
-        up=_number(known.get(IFLA_OPERSTATE)) != OPERATION_DOWN,
+        up=_number(known.get(IFLA_OPERSTATE)) not in OPERATION_DOWN,
         peer_elsewhere=IFLA_LINK_NETNSID in known,
         default_route=index in defaults,
         addresses=tuple(addresses.get(index, ())),

@@ -32,6 +32,7 @@ NAMED: Final = Path("/run/netns")  # where CNI plugins and `ip netns` bind names
 RTM_GETLINK, RTM_GETADDR, RTM_GETNSID = 18, 22, 90
 IFLA_IFNAME, IFLA_MTU, IFLA_LINKINFO, IFLA_LINK_NETNSID = 3, 4, 18, 37
 IFLA_INFO_KIND: Final = 1
+RUNNING: Final = 0x40  # IFF_RUNNING, linux/if.h
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 NETNSA_NSID, NETNSA_FD = 1, 3
 SCOPE_UNIVERSE: Final = 0
@@ -51,6 +52,7 @@ class Pod(NamedTuple):
     interface: str  # the node's end
     addresses: tuple[str, ...]
     mtu: int = 0  # of the node's end
+    up: bool = True  # both ends of the link are
 
 
 @contextlib.contextmanager
@@ -89,7 +91,7 @@ def pods() -> Iterator[Pod]:
                 if known is not None:
                     with inside(path):
                         addresses = _addresses()
-                    yield Pod(path, known[0], addresses, known[1])
+                    yield Pod(path, known[0], addresses, *known[1:])
 
 
 def listening(protocol: int) -> list[tuple[str, int]]:
@@ -144,16 +146,17 @@ def _enter(descriptor: int, name: str) -> None:
         raise OSError(number, f"cannot enter {name}: {os.strerror(number)}")
 
 
-def _interfaces(wire: Netlink) -> dict[int, tuple[str, int]]:
-    """Returns number of a namespace -> name and MTU of the node's interface that leads there."""
-    found: dict[int, tuple[str, int]] = {}
+def _interfaces(wire: Netlink) -> dict[int, tuple[str, int, bool]]:
+    """Returns number of a namespace -> name, MTU and state of the node's interface that leads there."""
+    found: dict[int, tuple[str, int, bool]] = {}
     request = Message(RTM_GETLINK, _LINK.pack(socket.AF_UNSPEC, 0, 0, 0, 0), NLM_F_DUMP, "reading interfaces")
     for answer in wire.dump(request):
         link = dict(attributes(answer, _LINK.size))
         kind = dict(attributes(link.get(IFLA_LINKINFO, b""))).get(IFLA_INFO_KIND, b"").rstrip(b"\0")
         if kind in POD_KINDS and IFLA_LINK_NETNSID in link:
             name = link[IFLA_IFNAME].rstrip(b"\0").decode()
-            found[_INT.unpack(link[IFLA_LINK_NETNSID])[0]] = name, _INT.unpack(link[IFLA_MTU])[0]
+            up = bool(_LINK.unpack_from(answer)[3] & RUNNING)
+            found[_INT.unpack(link[IFLA_LINK_NETNSID])[0]] = name, _INT.unpack(link[IFLA_MTU])[0], up
     return found
 
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ import msgspec
 import pytest
 from pyroute2 import NFCTSocket
 
+from hybrid_proxy.controller.agent.history import STILL_SECONDS
 from hybrid_proxy.controller.commands.bundle import Bundle
 from hybrid_proxy.controller.commands.doctor.facts import Cause
 from hybrid_proxy.controller.semantics.history import folded
@@ -307,6 +309,24 @@ def route(to: str) -> Provoke:
     return provoke
 
 
+@contextmanager
+def link_down(clinic: Clinic) -> Iterator[None]:
+    """The node's end of pod2's link, with which its routes go."""
+    link = clinic.lab["pod2"].interface
+    before = {six: clinic.lab.run("node", ["ip", six, "route", "show", "dev", link]).stdout for six in ("-4", "-6")}
+    clinic.run("node", "ip", "link", "set", link, "down")
+    try:
+        clinic.agent.wait(lambda status: status.down == [link])
+        yield
+    finally:
+        clinic.run("node", "ip", "link", "set", link, "up")
+        for six, text in before.items():
+            for line in text.splitlines():
+                if "proto kernel" not in line:
+                    clinic.run("node", "ip", six, "route", "replace", *line.split(), "dev", link)
+        clinic.agent.wait(lambda status: not status.down)
+
+
 def has_name(memory: Memory | None) -> bool:
     return memory is not None and any(name.startswith(NAME) for name in memory.names.values())
 
@@ -479,10 +499,11 @@ INCIDENTS = [
         said="POSTROUTING",
     ),
     Incident("a link of a pod takes less than the pod sends", small_mtu, LARGE, "mtu", said="veth2", own=True),
+    Incident("the link of a pod is down", link_down, (NAME,), "link-down", said="veth2", own=True),
     Incident("no route leads to an endpoint", route(""), (NAME,), "endpoint-route", said="veth2", own=True),
     Incident("the route to an endpoint leads to another pod", route("pod3"), (NAME,), "endpoint-route", said="veth3"),
     Incident("the client's pod gets no answers", rules("pod4", NO_ANSWERS), (NAME,), "client-pod", said="another pod"),
-    Incident("the agent is stopped", stopped_agent, (), "no-agent"),
+    Incident("the agent is stopped", stopped_agent, (), "no-agent", said="(state T)"),
     # Elsewhere doctor tries 600 ports at once, for which an emulated processor needs its time.
     Incident("a map is full", full_map, (MANY, "--timeout", "30"), "not-programmed", modes=("ebpf",)),
     Incident("the name is mistyped", lambda _: nullcontext(), ("shop/wbe",), "no-such-service"),
@@ -653,6 +674,18 @@ def test_changes_have_their_authors_and_outlive_the_agent(clinic: Clinic, mode: 
     assert rows[-1]["kind"] == "agent"
     assert {row["service"] for row in own} == {NAME}
     assert (wrong.returncode, "did you mean shop/web?" in wrong.stderr) == (1, True)
+
+
+def test_changes_tell_when_the_agent_stood_still_and_when_it_was_killed(clinic: Clinic) -> None:
+    with stopped_agent(clinic):
+        time.sleep(STILL_SECONDS + 1)
+    path = changes_path(str(clinic.agent.socket))
+    until(lambda: any("stood still" in row.what for row in read_changes(path)), "it is written down")
+    assert clinic.agent.process is not None
+    killed = clinic.agent.process.pid
+    clinic.agent.kill()
+    clinic.agent.start()
+    until(lambda: any(f"agent {killed}: it was killed" in row.what for row in read_changes(path)), "it is written down")
 
 
 def test_a_drop_is_reported_in_the_same_words_after_a_restart(clinic: Clinic, mode: str) -> None:

@@ -189,4 +189,5 @@ def test_an_agent_that_listens_and_does_not_answer_is_named_by_its_process(tmp_p
         listener.listen()
         with pytest.raises(BusyError, match="does not answer") as found:
             ask(str(path), GetStatus(), StatusAnswer, seconds=0.2)
-    assert found.value.who == f"the agent (PID {os.getpid()})"
+    assert found.value.who == f"the agent does not answer; its process {os.getpid()} is busy (state R)"
+    assert str(found.value).endswith(f"{path})")

@@ -26,6 +26,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 from hybrid_proxy.controller.commands.doctor.service import is_about
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import SourceStatus, TableFrontend, TablePort
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow, Unprogrammed
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, WhenEmpty
@@ -154,6 +155,7 @@ SERVICES = [
     pytest.param(facts(*GOOD, links=(PodLink("veth1", "10.0.0.1", 1000, 1500),)), "mtu", True, id="a link takes less than the pod sends"),
     pytest.param(facts(*GOOD, links=(PodLink("veth1", "10.0.0.1", 1500, 1450, 9),)), "", True, id="others' drops, and a smaller MTU of the pod's route"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), astray={"10.0.0.1": "no route leads there"}), "endpoint-route", True, id="no route leads to the pod"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), links=(PodLink("veth1", "10.0.0.1", 1500, 0, up=False),)), "link-down", True, id="the link of the pod is down"),
     pytest.param(facts(*GOOD, astray={"10.0.0.1": "the route leads to eth0"}), "", True, id="a route that does no harm"),
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(DROP,)), "client-pod", True, id="another pod reaches what the first one does not"),
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A, pod="silent"), *tried(B, pod="silent"))), "forwarding-loses", False, id="no pod reaches it"),
@@ -274,6 +276,7 @@ NODES = [
     pytest.param({"unasked": True}, "no-agent", "problem", id="an agent that cannot be asked"),
     pytest.param({"starting": "reading objects"}, "no-agent", "warning", id="an agent that starts"),
     pytest.param({"agent": agent_status(node_faults=["there is no Node"])}, "node-faults", "warning", id="no Node"),
+    pytest.param({"agent": agent_status(down=["veth1"])}, "link-down", "problem", id="the link of a pod is down"),
     pytest.param({"agent": agent_status(leaving=True)}, "draining", "warning", id="somebody drains the node"),
 ]
 # fmt: on
@@ -317,10 +320,11 @@ def test_what_is_not_known_is_not_called_well(changes: dict[str, object], subjec
 
 
 def test_an_agent_that_hangs_is_named_with_what_serves_without_it() -> None:
-    node = msgspec.structs.replace(WELL, hung="the agent (PID 7)", unasked=True, programmed={"ebpf": 2})
+    hung = "the agent does not answer; its process 7 is stopped (state T)"
+    node = msgspec.structs.replace(WELL, hung=hung, unasked=True, programmed={"ebpf": 2})
     text = next(each.text for each in node_findings(node) if each.cause == "no-agent")
     wanted = "mode ebpf serves 2 service ports as last programmed, and changes are not followed"
-    assert text == f"the agent (PID 7) does not answer: {wanted}"
+    assert text == f"{hung}: {wanted}"
 
 
 WAITS = KindState("Service", "waiting", 1.0, "Connection refused")
@@ -375,6 +379,16 @@ def test_a_service_port_of_which_all_backends_fail_comes_before_old_drops() -> N
     assert verdict.verdict == "all backends of shop/web:http fail"
     drops = next(each.text for each in verdict.findings if each.subject == "drops")
     assert drops == "in the last minutes: 1 x no answer (shop/web:http); 2 x no such source (shop/web:http)"
+
+
+@pytest.mark.parametrize(("seconds", "cause"), [(30.0, "flapping"), (90.0, "drops")])
+def test_endpoints_that_flapped_are_history(seconds: float, cause: Cause) -> None:
+    row = ChangeRow(first=900.0, last=1000.0 - seconds, kind="endpoints", service="shop/web", count=8, flapping=True)
+    node = msgspec.structs.replace(WELL, agent=agent_status(), changes=(row,), events=(EVENT,), programmed={"ebpf": 1})
+    findings = list(node_findings(node))
+    assert diagnose("node", findings).cause == cause
+    (told,) = (each for each in findings if each.subject == "history")
+    assert (" flap: " in told.text, " flapped: " in told.text) == (cause == "flapping", cause != "flapping")
 
 
 def test_a_problem_makes_the_exit_code_and_a_warning_does_not() -> None:

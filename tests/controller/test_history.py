@@ -10,10 +10,12 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from hybrid_proxy.controller.agent.history import KEPT, LARGEST, MOST_ROWS, History
+from hybrid_proxy.controller.agent.history import KEPT, LARGEST, MOST_ROWS, STILL_SECONDS, History
 from hybrid_proxy.controller.kubernetes.model import Problem
 from hybrid_proxy.controller.semantics.history import ADDRESSES, FLAPS, NAMED, ChangeRow, change_of, folded
 from hybrid_proxy.controller.serving.memory import read_changes
+from hybrid_proxy.controller.serving.protocol import Gone
+from hybrid_proxy.dataplane.reports import clock
 from hybrid_proxy.dataplane.shards import Shards
 from hybrid_proxy.dataplane.table import (
     Backend,
@@ -109,6 +111,19 @@ def test_a_cluster_ip_that_the_node_takes_is_its_own_doing_and_no_endpoint_goes(
     history.flush()
     found = [(row.kind, row.text, row.by) for row in read_changes(path)]
     assert found == [("service", "is not served now", ADDRESSES), ("service", "came", ADDRESSES)]
+
+
+def test_an_agent_that_was_killed_or_stopped_leaves_a_gap_that_the_next_one_knows(tmp_path: Path) -> None:
+    path = tmp_path / "admin.changes"
+    history = History(path)
+    history.away(Gone(7, NOW - 60, NOW, exact=False, why="it was killed"))
+    history.stood_still(STILL_SECONDS)
+    history.stood_still(STILL_SECONDS + 5)
+    history.flush()
+    killed, stopped = (row.text for row in read_changes(path))
+    assert clock(NOW) in killed
+    assert "it was killed" in killed
+    assert "stood still for 7 s" in stopped
 
 
 def test_objects_that_are_refused_are_remembered_until_they_are_not(tmp_path: Path) -> None:

@@ -23,7 +23,14 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Tried,
 )
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
-from hybrid_proxy.controller.commands.troubles import SHOW_ADDRESS, fill_trouble, raise_it, troubles, unprogrammed
+from hybrid_proxy.controller.commands.troubles import (
+    IN_THE_POD,
+    SHOW_ADDRESS,
+    fill_trouble,
+    raise_it,
+    troubles,
+    unprogrammed,
+)
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
@@ -128,8 +135,8 @@ def _without_agent(facts: NodeFacts) -> Finding:
         text = "permission denied: nothing is known of the agent, nor of what is programmed here"
         return Finding("problem", "agent", text, f"{AS_ROOT} ({facts.no_agent})", "no-agent")
     if facts.hung:
-        todo = f"look whether the process is stopped or stuck, read its log, and restart it ({facts.no_agent})"
-        return Finding("problem", "agent", f"{facts.hung} does not answer: {what}", todo, "no-agent")
+        todo = f"let it go on (`kill -CONT`), or read its log and restart it {facts.no_agent.removeprefix(facts.hung)}"
+        return Finding("problem", "agent", f"{facts.hung}: {what}", todo, "no-agent")
     if facts.unasked:
         text = f"the agent cannot be asked: {facts.no_agent}"
         return Finding("problem", "agent", text, "ask as root, on the node itself; else read its log", "no-agent")
@@ -468,7 +475,10 @@ def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
 def _links(facts: ServiceFacts) -> Iterator[Finding]:
     """What happens to packets on the links of pods, and on the way to them."""
     for each in facts.links:
-        if 0 < each.mtu < each.sends:
+        if not each.up:
+            text = f"the link of pod {each.address} is down: {each.interface}"
+            yield Finding("problem", "links", text, f"`ip link set {each.interface} up`, {IN_THE_POD}", "link-down")
+        elif 0 < each.mtu < each.sends:
             lost = f", and {several(each.drops, 'packet')} were dropped just now" if each.drops else ""
             text = (
                 f"MTU: pod {each.address} sends packets of up to {each.sends} bytes, and {each.interface}, the node's "

@@ -76,6 +76,7 @@ class PodLink(msgspec.Struct, frozen=True):
     mtu: int = 0  # of the node's end
     sends: int = 0  # the pod's largest packet: the MTU of its route
     drops: int = 0  # packets that both ends dropped during the connections
+    up: bool = True
 
 
 class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
@@ -86,7 +87,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     no_agent: str = ""  # why none answers, and since when
     unasked: bool = False  # it may run: the question failed in another way
     denied: bool = False  # it was asked without the rights of root, which it takes
-    hung: str = ""  # who listens and does not answer
+    hung: str = ""  # that an agent does not answer, and the state of its process
     unread: str = ""  # why it is not known what is programmed
     starting: str = ""  # at which part of its start it is
     programmed: dict[str, int] = {}  # mode -> service ports, as its view tells

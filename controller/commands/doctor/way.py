@@ -21,7 +21,7 @@ def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
         with namespaces.inside(pod.path):
             drops += sum(namespaces.device_drops().values())
             sends = namespaces.packet_size(node) if node else 0
-    return PodLink(pod.interface, address, pod.mtu, sends, drops)
+    return PodLink(pod.interface, address, pod.mtu, sends, drops, pod.up)
 
 
 def astray(
@@ -30,9 +30,10 @@ def astray(
     """Return why no route leads to an endpoint that shall be on this node; those to which one does are left out."""
     by_index = {each.index: each for each in here.interfaces}
     behind = {address: pod.interface for pod in pods for address in pod.addresses}
+    down = {address for pod in pods if not pod.up for address in pod.addresses}  # the kernel takes its routes away
     outside = {each.index for each in uplinks}
     found = {}
-    for address in sorted(set(local) - set(here.addresses)):
+    for address in sorted(set(local) - down - set(here.addresses)):
         with contextlib.suppress(OSError, DataplaneError):
             to = by_index.get(links.interface_towards(address) or 0)
             pod = next((each for each in here.interfaces if each.name == behind.get(address)), None)

@@ -142,5 +142,5 @@ def test_status_says_that_an_agent_hangs_before_a_person_gives_up(
         listener.bind(str(path))
         listener.listen()
         assert cli.main(["status", "--admin-socket", str(path), "--pin-root", str(tmp_path)]) == 1
-    assert f"the agent (PID {os.getpid()}) does not answer" in " ".join(capsys.readouterr().out.split())
+    assert f"the agent does not answer; its process {os.getpid()} is" in " ".join(capsys.readouterr().out.split())
     assert time.monotonic() - begun < answer_seconds(GetStatus()), "it waited once, and no longer than it may"
