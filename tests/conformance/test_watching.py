@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_proxy.dataplane.first_packets import BOUNDS, growth, quantile
+from hybrid_proxy.dataplane.first_packets import BOUNDS, quantile
 from hybrid_proxy.workshop.lab.traffic import ask_udp
+from hybrid_proxy.workshop.top.rates import growth
 
 from .conftest import only_in
 from .kit import PATIENCE, UDP, V4, Bench, Service, eventually, said
