@@ -29,7 +29,7 @@ def check_source(programs: Path) -> None:
 
         sources = b"".join(path.read_bytes() for path in sorted(programs.glob("*.[ch]")))
         if sha256(sources).hexdigest() != getattr(_abi, "SOURCE", ""):
-            raise OtherSource(f"the BPF objects were built from another source than {programs}: run `make bpf` there")
+            raise OtherSource(f"the BPF objects were built from another source than {programs}: run `make bpf`")
 
 
 check_source(Path(__file__).resolve().parents[4] / "bpf")
