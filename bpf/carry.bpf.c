@@ -129,6 +129,12 @@ INLINE int enter(struct __sk_buff *skb, const enum hook hook)
 	return enter_wanted(skb, hook, ALL_PACKETS);
 }
 
+/* It waits for the agent while flows are carried over. */
+INLINE int enter_port(struct __sk_buff *skb, const enum hook hook)
+{
+	return TC_ACT_UNSPEC;
+}
+
 /* The former datapath gets none of these packets. Older versions had no programs at interfaces without Ethernet
  * headers, and would leave the added header on the packet.
  */

@@ -93,12 +93,6 @@ INLINE enum step rewrite_and_redirect(struct __sk_buff *skb, const struct packet
 	return STEP_REDIRECT;
 }
 
-/* Has the lookup found a next hop, whether or not its neighbour is resolved? */
-INLINE bool has_next_hop(long result)
-{
-	return result == BPF_FIB_LKUP_RET_SUCCESS || result == BPF_FIB_LKUP_RET_NO_NEIGH;
-}
-
 /* The size that the next hop has room for. Linux before 5.12 does not report it. */
 INLINE __u32 size_that_fits(const struct bpf_fib_lookup *hop, __u32 length)
 {

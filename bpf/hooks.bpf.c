@@ -29,6 +29,11 @@ INLINE int enter(struct __sk_buff *skb, const enum hook hook)
 	return prefilter(skb, hook);
 }
 
+INLINE int enter_port(struct __sk_buff *skb, const enum hook hook)
+{
+	return enter_wanted(skb, hook, LEFT_BRIDGE);
+}
+
 INLINE int enter_bare(struct __sk_buff *skb, const enum hook hook)
 {
 	return prefilter_bare(skb, hook);

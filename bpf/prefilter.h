@@ -11,6 +11,7 @@
 #include "node.h"
 #include "packet.h"
 #include "pairs.h"
+#include "route.h"
 #include "socket_storage.h"
 
 #define VLAN_NUMBER 0x0fff /* of a tag */
@@ -114,7 +115,22 @@ INLINE bool is_tagged(struct __sk_buff *skb, const enum hook hook)
 enum wanted {
 	MAYBE_SERVICES, /* those that the bitmaps do not rule out */
 	ALL_PACKETS,	/* all of IPv4 and IPv6 */
+	LEFT_BRIDGE,	/* the first, once the port has left its bridge */
 };
+
+/* Does the way to the packet's peer lead by this very interface? It does not while it is a port of a bridge. Once
+ * addresses and routes have moved to it, its packets must find a program: the stack would reset their connections
+ * before the agent hears of the change.
+ */
+INLINE bool has_left_bridge(struct __sk_buff *skb, const struct tuple *t, const enum hook hook, const bool v6)
+{
+	struct tuple to = *t;
+	struct bpf_fib_lookup hop;
+
+	if (is_ingress(hook))
+		reverse_tuple(&to, t);
+	return has_next_hop(fib_lookup(skb, skb->ifindex, 0, &hop, &to, v6)) && hop.ifindex == skb->ifindex;
+}
 
 INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const enum wanted wanted, const bool v6)
 {
@@ -122,12 +138,14 @@ INLINE int enter_family(struct __sk_buff *skb, const enum hook hook, const enum 
 	bool marked = take_mark(skb);
 
 	if (wanted == ALL_PACKETS || !parse_fast(skb, &t, L3_OFFSET, v6))
-		return call_datapath(skb, hook, v6);
+		return wanted == LEFT_BRIDGE ? TC_ACT_UNSPEC : call_datapath(skb, hook, v6);
 	if (hook == HOOK_POD_EGRESS && marked && is_untouched(skb, &t, v6))
 		return TC_ACT_UNSPEC;
 	if (hook == HOOK_POD_INGRESS)
 		return may_be_to_service(&t, v6) ? call_datapath(skb, hook, v6) : enter_directly(skb, &t, v6);
-	return is_irrelevant(skb, &t, hook, v6) ? TC_ACT_UNSPEC : call_datapath(skb, hook, v6);
+	if (is_irrelevant(skb, &t, hook, v6) || (wanted == LEFT_BRIDGE && !has_left_bridge(skb, &t, hook, v6)))
+		return TC_ACT_UNSPEC;
+	return call_datapath(skb, hook, v6);
 }
 
 INLINE int enter_wanted(struct __sk_buff *skb, const enum hook hook, const enum wanted wanted)

@@ -34,6 +34,12 @@ INLINE long fib_lookup(void *context, __u32 ifindex, __u32 length, struct bpf_fi
 	return bpf_fib_lookup(context, hop, sizeof(*hop), 0);
 }
 
+/* Has the lookup found a next hop, whether or not its neighbour is resolved? */
+INLINE bool has_next_hop(long result)
+{
+	return result == BPF_FIB_LKUP_RET_SUCCESS || result == BPF_FIB_LKUP_RET_NO_NEIGH;
+}
+
 /* Is the packet for this node itself, or for its stack to decide? Then it needs no next hop. */
 INLINE bool is_local_delivery(long result)
 {

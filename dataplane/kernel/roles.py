@@ -103,6 +103,7 @@ class Roles:
         self._pods, self._uplinks, self._read_ways_out = pods, uplinks, ways_out
         self._ways: dict[int, Collection[int]] = {}  # of each bridge, as they were known last
         self._led_out: dict[int, str] = {}  # index -> kind: another interface may get the index
+        self.ports: list[Interface] = []  # of bridges that are uplinks: those that lead out
         self.uncertain = False  # a bridge has not learnt yet which of its ports leads out
 
     def look(
@@ -111,10 +112,12 @@ class Roles:
         """Returns pods' interfaces and uplinks of a node with these primary addresses."""
         primary, self.uncertain = tuple(primary), False
         uplinks = {each.index for each in interfaces if is_uplink(each, self._uplinks, primary)}
+        bridges = {each.index for each in interfaces if each.kind == "bridge"}
         below = carriers(interfaces, uplinks, self._ways_out)
         led_out = {each.index for each in interfaces if self._led_out.get(each.index) == each.kind}
         if not self._uplinks:
             uplinks |= led_out - below
+        self.ports = [each for each in interfaces if each.index in below - uplinks and each.master in bridges & uplinks]
         self._led_out = {each.index: each.kind for each in interfaces if each.index in uplinks | below}
         return [
             each

@@ -101,6 +101,14 @@ def test_the_way_out_of_a_bridge_is_known_as_long_as_it_was() -> None:
     assert roles_of(roles.look(known, (NODE,))) == ("v1", "br0")
 
 
+def test_ports_of_an_uplink_that_lead_out_are_told() -> None:
+    roles = Roles((), (), lambda _: ())
+    for node, ports in (("its address is on a bridge", "eth0"), ("pods are at the bridge of a device", "eno1"),
+                        ("a bond of veths", ""), ("pods' bridge is their gateway", "")):  # fmt: skip
+        roles.look(NODES[node][0], (NODE,))
+        assert " ".join(each.name for each in roles.ports) == ports, node
+
+
 STEPS = [  # eth0 is as it says; what is found
     ({"eth0": NEAR | OUT | HERE, "v1": NEAR}, ("v1", "eth0")),
     ({"eth0": NEAR, "v1": NEAR}, ("v1", "eth0")),  # the address is away for a moment

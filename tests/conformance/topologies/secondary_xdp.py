@@ -15,7 +15,7 @@ WIRE = "to-node"  # the other end of the first uplink
 
 
 @contextmanager
-def _card(lab: Lab) -> Iterator[None]:
+def card(lab: Lab) -> Iterator[None]:
     with ExitStack() as stack:
         with lab.inside("client"):
             fill_in_checksums(WIRE)
@@ -26,7 +26,7 @@ def _card(lab: Lab) -> Iterator[None]:
 KIND = replace(
     secondary_unmarked.KIND,
     words=f"{secondary_unmarked.KIND.words}, --xdp=native",
-    begin=_card,
+    begin=card,
     flags=(*secondary_unmarked.KIND.flags, "--xdp=native"),
     proves=xdp_serves("eth0"),
 )

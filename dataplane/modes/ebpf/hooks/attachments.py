@@ -139,9 +139,9 @@ class Attachments:
         self._describe_node(node, primary, pods, uplinks)
         for links, others in ((self.pods, uplinks), (self.uplinks, pods)):
             links.leave([interface.index for interface in others])
-        for links, wanted in ((self.pods, pods), (self.uplinks, uplinks)):
-            links.refresh(wanted)
-        self.drivers.refresh(self.uplinks.attached.values(), node.interfaces)
+        self.pods.refresh(pods)
+        self.uplinks.refresh(uplinks, self.roles.ports)
+        self.drivers.refresh(self.uplinks.served().values(), node.interfaces)
 
     def _primary(self) -> tuple[str, ...]:
         """The node's primary addresses; before the first table, those that a former agent wrote."""
@@ -190,9 +190,10 @@ class Attachments:
             own = packet.src in addresses or (towards and interface_name(towards) == "lo")
             source = "node" if own else "pod" if towards in self._of_pods() else "external"
         attached = {"pod": self.pods, "external": self.uplinks}.get(source)
-        if attached is None or not attached.attached:
+        served = attached.served() if attached is not None else {}
+        if not served:
             return source, 0
-        return source, towards if towards in attached.attached else min(attached.attached)
+        return source, towards if towards in served else min(served)
 
     def _of_pods(self) -> set[int]:
         """Interfaces of pods; before the first table, those where programs will be."""

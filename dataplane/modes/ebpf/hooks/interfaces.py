@@ -54,13 +54,15 @@ class InterfacePrograms:
         kind: `pod`, the host side of pods' interfaces, or `uplink`.
 
     Attributes:
-        attached: the interfaces that are served, by index.
+        attached: the interfaces that have programs, by index.
+        ports: those of them that are ports of a bridge, whose programs serve: theirs wait until they leave it.
         failed: why interfaces are not served, by name.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.kind = folder, kind
         self.attached: dict[int, Interface] = {}
+        self.ports: frozenset[int] = frozenset()
         self.failed: dict[str, str] = {}
         self._hooks = _hooks(kind)
         self._programs: Object | None = None
@@ -73,17 +75,21 @@ class InterfacePrograms:
         self._programs = programs
         self._attach(list(self.attached.values()))
 
-    def refresh(self, interfaces: Iterable[Interface]) -> None:
+    def refresh(self, interfaces: Iterable[Interface], ports: Iterable[Interface] = ()) -> None:
         """Attaches to these interfaces, and detaches from all others."""
-        wanted = {interface.index: interface for interface in interfaces}
+        former, self.ports = self.ports, frozenset(port.index for port in ports)
+        wanted = {interface.index: interface for interface in (*interfaces, *ports)}
         # One that was renamed, or another one with the index of one that was removed, is attached again in place.
-        new = [one for one in wanted.values() if one.name != self._name(one.index)]
-        self._attach(new)
+        turned = former ^ self.ports
+        new = [one for one in wanted.values() if one.name != self._name(one.index) or one.index in turned]
+        self._attach([one for one in new if one.index not in self.ports])
+        self._attach([one for one in new if one.index in self.ports])  # its bridge has its programs now
         self.leave(self.attached.keys() - wanted.keys())
         for interface in new:
             if interface.index in self.attached:
                 kind = "TCX links" if interface.index in self._links else "filters"
-                log.info("serving %s interface %s by %s", self.kind, interface.name, kind)
+                role = "port" if interface.index in self.ports else self.kind
+                log.info("serving %s interface %s by %s", role, interface.name, kind)
         self._remove_stale_pins(wanted)
         self._starts = False
 
@@ -120,7 +126,7 @@ class InterfacePrograms:
         assert self._programs is not None
         failed = clsact.attach(
             [
-                clsact.Filter(interface.index, name, self._programs.program(name), ingress)
+                clsact.Filter(interface.index, name, self._program(name, interface.index), ingress)
                 for interface in interfaces
                 for name, _, ingress in self._hooks_at(interface)
             ]
@@ -146,7 +152,7 @@ class InterfacePrograms:
         try:
             for link, (name, _, _) in zip(self._links[index], hooks, strict=True):
                 link.where = interface.name
-                link.run(self._programs.program(name))
+                link.run(self._program(name, index))
             # Only now: for a moment the filters see what the links have translated, and a connection that begins in
             # that moment has to repeat its SYN. Without either, every packet of the interface would be lost.
             clsact.detach(index)
@@ -163,6 +169,15 @@ class InterfacePrograms:
 
     def _hooks_at(self, interface: Interface) -> tuple[Hook, ...]:
         return self._hooks if interface.ethernet else _hooks(BARE)
+
+    def _program(self, hook: str, index: int) -> int:
+        """The program that serves a hook of this interface."""
+        assert self._programs is not None
+        return self._programs.program(hook.replace(self.kind, "port") if index in self.ports else hook)
+
+    def served(self) -> dict[int, Interface]:
+        """The interfaces whose packets the programs serve, by index."""
+        return {index: interface for index, interface in self.attached.items() if index not in self.ports}
 
     def _link_path(self, program: str, index: int) -> Path:
         return self.folder / f"link_{program}_{index}"
@@ -198,8 +213,8 @@ class InterfacePrograms:
         return [interface for index, interface in self.attached.items() if index not in self._links]
 
     def _filter_damage(self, interface: Interface) -> Iterator[str]:
-        assert self._programs is not None
-        programs = {(name, ingress): self._programs.program(name) for name, _, ingress in self._hooks_at(interface)}
+        index = interface.index
+        programs = {(name, ingress): self._program(name, index) for name, _, ingress in self._hooks_at(interface)}
         for name in self._filters.missing(interface.index, programs):
             yield f"{name} at {interface.name} is no filter any more"
         if foreign := _foreign_tcx(interface.index):
@@ -216,7 +231,10 @@ class InterfacePrograms:
 
     def foreign(self) -> Iterator[str]:
         """Yields the foreign programs and filters at the interfaces that are served."""
-        ours = {program_number(self._programs.program(name)) for name, _, _ in self._hooks} if self._programs else set()
+        programs = {
+            self._program(hook, index) for index, i in self.attached.items() for hook, _, _ in self._hooks_at(i)
+        }
+        ours = {*map(program_number, programs)}
         self._filters.look()
         for index, interface in self.attached.items():
             numbers = _foreign_tcx(index) if index in self._links else ()  # behind filters there are none: `damage`
@@ -246,7 +264,7 @@ class InterfacePrograms:
 
     def status(self) -> InterfaceHooks:
         """The interfaces to which programs are attached, and those where that failed."""
-        names = sorted(interface.name for interface in self.attached.values())
+        names = sorted(interface.name for interface in self.served().values())
         kinds = ["tcx"] * bool(self._links) + ["clsact"] * bool(self._filtered())
         return InterfaceHooks(" and ".join(kinds) or "clsact", names, dict(self.failed))
 
