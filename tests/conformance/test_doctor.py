@@ -677,12 +677,14 @@ def test_changes_have_their_authors_and_outlive_the_agent(clinic: Clinic, mode: 
 
 
 def test_changes_tell_when_the_agent_stood_still_and_when_it_was_killed(clinic: Clinic) -> None:
+    killed, path = clinic.agent.status().pid, changes_path(str(clinic.agent.socket))
+    with clinic.lab.inside("node"):  # a new agent writes its memory in its first second
+        until(
+            lambda: (memory := recall(memory_path(str(clinic.agent.socket)))) and memory.pid == killed, "it remembers"
+        )
     with stopped_agent(clinic):
         time.sleep(STILL_SECONDS + 1)
-    path = changes_path(str(clinic.agent.socket))
     until(lambda: any("stood still" in row.what for row in read_changes(path)), "it is written down")
-    assert clinic.agent.process is not None
-    killed = clinic.agent.process.pid
     clinic.agent.kill()
     clinic.agent.start()
     until(lambda: any(f"agent {killed}: it was killed" in row.what for row in read_changes(path)), "it is written down")
