@@ -23,7 +23,7 @@ VENV = ROOT / ".venv"
 PACKAGES = (
     "base-files", "base-passwd", "bash", "bpftool", "busybox-static", "coreutils", "dash", "diffutils", "ethtool",
     "findutils", "gawk", "grep", "hostname", "iproute2", "ipset", "iptables", "iputils-ping", "kmod", "libbpf1",
-    "libseccomp2", "libstdc++6", "make", "netbase", "nftables", "procps", "python3", "sed", "util-linux",
+    "libseccomp2", "libstdc++6", "make", "mount", "netbase", "nftables", "procps", "python3", "sed", "util-linux",
 )  # fmt: skip
 # What the scripts of packages would do.
 LINKS = {
