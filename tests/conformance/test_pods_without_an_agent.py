@@ -133,7 +133,7 @@ def attached(bench: Bench, pod: str) -> bool:
         return any(ours for _, ours in names(index, ingress=True)) or bool(programs_at(index, TCX_INGRESS))
 
 
-@pytest.mark.row("6.7", "an agent that waits for its API server serves new pods; open connections go on")
+@pytest.mark.row("6.7", "an agent that waits for its API server serves new pods, and open connections go on")
 def test_connections_go_on_when_an_agent_comes(deserted: tuple[Bench, dict[str, Service]], mode: str) -> None:
     bench, services = deserted
     with streams(bench, services) as made:

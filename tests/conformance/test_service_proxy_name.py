@@ -62,7 +62,7 @@ def move(node: Node, label: str | None) -> None:
     node.kube_proxy.sync(*((node.other,) if label == NAME else (node.other, node.tcp, node.udp)))
 
 
-@pytest.mark.row("1.4", "only Services that name this proxy are served; the others pass to kube-proxy, untouched")
+@pytest.mark.row("1.4", "only Services that name this proxy are served, the others pass to kube-proxy, untouched")
 def test_each_serves_its_own(node: Node) -> None:
     assert node.is_served_by(node.other, KUBE_PROXYS)
     assert node.is_served_by(node.tcp, OURS)
@@ -123,7 +123,9 @@ def test_flows_stay_where_they_began_however_often_their_service_moves(node: Nod
 
 
 @pytest.mark.row("1.4", "a connection to a Service that moved to kube-proxy goes on when the agent starts anew")
-def test_a_connection_outlives_the_agent_that_knew_its_service(node: Node) -> None:
+def test_a_connection_outlives_the_agent_that_knew_its_service(node: Node, mode: str) -> None:
+    if mode == "ipvs":
+        pytest.xfail("missing feature: an agent that starts removes virtual servers of Services that moved before")
     with ExitStack() as stack:
         opened = [flow for flow in flows(node, stack) if flow.name.endswith("TCP")]
         with meanwhile(flow.go_on for flow in opened):

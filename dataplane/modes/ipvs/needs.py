@@ -42,11 +42,11 @@ class Needs:
 
     def replace(self, table: ServiceTable, actual: Actual) -> Steps:
         """Returns the steps from the kernel's objects to those that this table needs."""
-        self._lowered = {}
+        former, self._lowered = self._lowered, {}
         self._members, self._addresses, self._values = Counter(), Counter(), {}
         self._taken = Counter(place for name in table.services for place in explicit(table, name))
         for name, entries in table.services.items():
-            self._put(name, entries)
+            self._put(name, entries, former.get(name, NOTHING))
         servers: dict[Server, Wanted | None] = dict.fromkeys(actual.servers)
         for lowered in self._lowered.values():
             servers.update(lowered.servers)
@@ -61,7 +61,7 @@ class Needs:
         addresses: set[str] = set()
         for name in names:
             old = self._lowered.get(name, NOTHING)
-            new = self._put(name, table.services.get(name, ()))
+            new = self._put(name, table.services.get(name, ()), old)
             servers.update(dict.fromkeys(old.servers))
             members.update(old.members, new.members)
             addresses |= old.addresses | new.addresses
@@ -80,16 +80,23 @@ class Needs:
             {text: self._addresses[text] > 0 for text in addresses},
         )
 
-    def _put(self, name: str, entries: tuple[Entry, ...]) -> Lowered:
-        """Replaces the needs of a service by its present ones."""
+    def _put(self, name: str, entries: tuple[Entry, ...], former: Lowered) -> Lowered:
+        """Replaces the needs of a service by its present ones.
+
+        Without frontends another proxy has its clients, before IPVS sees them, unless the node has its address. Flows
+        go on at its former virtual servers: the kernel gives up the flows of one that is removed.
+        """
         old = self._lowered.pop(name, NOTHING)
         for member in old.members:
             if _release(self._members, member):
                 self._values.pop(member, None)
         for address in old.addresses:
             _release(self._addresses, address)
-        entries = tuple([slowed(entry, self.parts.get(entry.key, NO_PARTS)) for entry in entries])
-        new = lower(entries, self.node, self._scheduler, self.marks.take, self._taken)
+        if entries and not any(entry.frontends for entry in entries) and former.addresses.isdisjoint(self.node.own):
+            new = former
+        else:
+            entries = tuple([slowed(entry, self.parts.get(entry.key, NO_PARTS)) for entry in entries])
+            new = lower(entries, self.node, self._scheduler, self.marks.take, self._taken)
         self._members.update(new.members.keys())
         self._values.update({member: value for member, value in new.members.items() if value is not None})
         self._addresses.update(new.addresses)

@@ -48,6 +48,27 @@ def test_a_service_that_goes_leaves_nothing_and_its_address_goes_first(node: Nod
     assert not any(node.sets.held.values())
 
 
+def test_flows_of_a_service_that_moved_to_another_proxy_go_on_until_it_has_no_endpoints(node: Node) -> None:
+    agent, gone = node.start(), entry(serving=(A, B))
+    agent.sync(node.table(web(A, B)))
+    node.journal.take()
+    agent.sync(node.table(gone))
+    agent.sync(node.table(gone, network=msgspec.structs.replace(NETWORK, addresses=NETWORK.addresses[:1])))
+    assert not {step.split()[0] for step in node.journal.take()} & {"UNBIND", "DELETE_SERVER", "DELETE_DESTINATION"}
+    assert node.weights() == {A.address: 1, B.address: 1}
+    agent.sync(node.table())
+    assert node.weights() is None
+    assert node.device.bound == set()
+
+
+def test_an_address_that_the_node_gets_itself_is_served_no_more(node: Node) -> None:
+    agent = node.start()
+    agent.sync(node.table(web(A, B)))
+    own = msgspec.structs.replace(NETWORK, addresses=(*NETWORK.addresses, "10.96.0.1"))
+    agent.sync(node.table(entry(serving=(A, B)), network=own))
+    assert node.weights() is None
+
+
 def test_one_endpoint_more_is_one_message(node: Node) -> None:
     agent = node.start()
     many = {f"s{n}": (web(B, name=f"default/s{n}:http"),) for n in range(200)}
