@@ -148,6 +148,7 @@ SERVICES = [
     pytest.param(facts(tried(A, "mute"), tried(B), repeated=syns(A, "accepted", "silent", "accepted")), "lossy", True, id="some SYNs are lost"),
     pytest.param(facts(tried(A), tried(B), repeated=syns(A, "silent", "silent")), "lossy", True, id="SYNs are lost, and a connection was accepted"),
     pytest.param(facts(tried(A, "silent"), tried(B), repeated=syns(A, "accepted", "accepted")), "lossy", True, id="one was lost, and none that followed"),
+    pytest.param(facts(tried(A, "mute", "silent"), tried(B), repeated=(*syns(A, "accepted", "silent"), *syns(A, "silent", source="10.0.0.9"))), "lossy", True, id="of one client every SYN is lost"),
     pytest.param(facts(tried(A, "silent"), tried(B), repeated=syns(A, "silent", "silent")), "backend-silent", True, id="every SYN of the node is lost"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), tried(VIP, "silent"), repeated=(*syns(A, "silent"), *(msgspec.structs.replace(each, via="service") for each in syns(VIP, "accepted", "silent")))), "backend-silent", True, id="SYNs to the service's address meet one backend that is silent"),
     pytest.param(facts(*GOOD, events=(EVENT,)), "drops", True, id="something was dropped meanwhile"),

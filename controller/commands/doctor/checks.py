@@ -563,7 +563,8 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if lossy:
         yield _of_losses(facts, node, [row for rows in lossy.values() for row in rows])
         gone = {each.port for rows in lossy.values() for each in rows}
-        direct = [each for each in direct if (each.source, *each.end) not in lossy]
+        ends = {key[1:] for key in lossy}
+        direct = [each for each in direct if each.end not in ends]
         through = [each for each in through if each.port not in gone]
     lost = lost_on_the_way(direct)
     reached = {each.end for each in direct if each.place == "pod" and (is_good(each) or each.outcome in REACHED)}
@@ -611,7 +612,8 @@ def _lossy(facts: ServiceFacts) -> dict[tuple[str, str, str], list[Tried]]:
             groups[each.source, *each.end].append(each)
     accepted = {(each.source, *each.end) for each in facts.tried if each.outcome in REACHED}
     lost = {key: sum(row.outcome in LOST for row in rows) for key, rows in groups.items()}
-    return {key: rows for key, rows in groups.items() if lost[key] and (lost[key] < len(rows) or key in accepted)}
+    ends = {key[1:] for key, rows in groups.items() if 0 < lost[key] < len(rows) or (lost[key] and key in accepted)}
+    return {key: rows for key, rows in groups.items() if lost[key] and key[1:] in ends}
 
 
 def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> Finding:
