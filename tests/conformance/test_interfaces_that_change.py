@@ -39,7 +39,7 @@ class Change(NamedTuple):
 
     lines: str
     uplinks: str = "eth0"
-    asked: Literal["meanwhile", "after", "before"] = "meanwhile"
+    asked: Literal["meanwhile", "after", "before", "never"] = "meanwhile"
 
 
 TO_BRIDGE = Change(
@@ -84,10 +84,10 @@ DEVICES = {
     "bond": [
         Change("link set eth0 nomaster", "bond0 eth0", "before"),
         Change("link set eth0 down\nlink set eth0 master bond0", "bond0", "before"),
-        Change("link del bond0\n" + moved("node", "eth0"), asked="after"),
+        Change("link del bond0\n" + moved("node", "eth0"), "eth0 eth1", "after"),
     ],
     "vlan": [
-        Change("link del eth0.5", ""),
+        Change("link del eth0.5", "eth0", "never"),
         Change("link add eth0.5 link eth0 type vlan id 5\n" + moved("node", "eth0.5"), "eth0.5", "after"),
     ],
 }  # fmt: skip
@@ -143,7 +143,7 @@ class Changing:
     def make(self, change: Change) -> None:
         """Make the change: streams go on, the status names the uplinks, and connections begin."""
         with ExitStack() as stack:
-            if change.asked == "meanwhile" and change.uplinks:
+            if change.asked == "meanwhile":
                 stack.enter_context(self._asking())
             with self._agent_is_stopped() if change.asked == "before" and self.mode == "ebpf" else nullcontext():
                 run(self.bench.lab, "node", change.lines)
@@ -154,10 +154,10 @@ class Changing:
                 self.bench.agent.wait(lambda status: status.dataplane.ebpf.uplinks.interfaces == change.uplinks.split())
             if change.asked == "after":
                 stack.enter_context(self._asking())
-            if change.uplinks:
+            if change.asked != "never":
                 self._wait_for_answers()
         assert not self.lost, "\n".join(self.lost)
-        for place, target, family in self.streams if change.uplinks else ():
+        for place, target, family in self.streams if change.asked != "never" else ():
             eventually(partial(self._begins, place, target, family), 10, f"{place} to {target}: no connection begins")
 
     @contextmanager
