@@ -23,6 +23,7 @@ CLUSTER = tuple(
     for page in PAGES
     for block in blocks(page, "sh", "cluster")
     for line in block.lines
+    if not line.startswith("awk ")  # test_waves types it: it reads what came before
 )
 NOWHERE = "http://127.0.0.1:9"  # the port "discard": nobody listens
 
