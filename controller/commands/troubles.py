@@ -241,7 +241,7 @@ def fill_trouble(subject: str, cause: Cause, name: str, row: Fill, todo: str) ->
         return
     full = row.used >= row.limit - row.limit // 2000  # a full conntrack lets go of an entry at times
     text = f"{name} is {'full' if full else 'nearly full'}"
-    drops = ", and new connections are dropped" if full and cause == "conntrack-full" else ""
+    drops = ", and new connections are dropped where no entry gives way" if full and cause == "conntrack-full" else ""
     details = [f"{text}{drops}: {row.used} of {row.limit} entries are used"]
     yield Trouble(subject, cause, text, "table", details, mark="problem" if full else "warning", todo=todo)
 

@@ -149,8 +149,8 @@ Cause = Literal[
     "client-pod", "lossy", "firewall", "forwarding-loses", "backend-refuses", "backend-silent", "backend-unreachable",
     "backend-never-answers", "backend-stalls", "backend-closes", "kernel-differs", "other-proxy", "no-agent",
     "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served", "flapping",
-    "backends-fail", "drops", "degraded", "draining", "ejected", "reverse-path", "node-faults", "refused-objects",
-    "configuration", "empty-services", "untold", "restricted",
+    "backends-fail", "node-faults", "refused-objects", "configuration", "drops", "degraded", "draining", "ejected",
+    "reverse-path", "empty-services", "untold", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
