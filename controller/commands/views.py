@@ -261,6 +261,7 @@ def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
         if status.starting:
             return ControllerError(f"{unknown}, in what the agent before this one left; {status.starting}")
         reasons = {one.entry: one.reason for one in status.dataplane.unprogrammed if belongs(one.entry, name)}
+        reasons |= {loser: "; ".join(lost) for loser, lost in status.conflicts.items() if belongs(name, loser)}
         reasons = reasons or ask(admin_socket, FindIgnored(name.partition(":")[0]), IgnoredAnswer).services
     except ControllerError:
         return unknown

@@ -30,6 +30,7 @@ UNSERVED = [
         ("elsewhere", {}, {"type": "ExternalName", "externalName": "example.com"}),
         ("foreign", {"service.kubernetes.io/service-proxy-name": "other"}, {"clusterIP": "10.96.0.78"}),
         ("broken", {}, {"clusterIP": "10.96.0.300"}),
+        ("younger", {}, {"clusterIP": "10.96.0.10"}),  # which is default/web's
     )
 ]  # fmt: skip
 
@@ -67,6 +68,7 @@ CODES = (
     ("backends elsewhere -n default",                     1, "type ExternalName"),
     ("flows default/foreign:http",                        1, "service-proxy-name"),
     ("services default/broken",                           1, "10.96.0.300"),
+    ("services younger -n default",                       1, "default/younger is not served here: "),
     ("explain --live --from 10.0.0.1 --to default/foreign", 1, "service-proxy-name"),
     ("services default/web -n kube-system",               2, "not in namespace kube-system"),
     ("status --exit-code",                                0, ""),
