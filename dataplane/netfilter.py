@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 
 NEARLY_FULL: Final = 0.95  # of conntrack: then the kernel begins to drop entries early (nf_conntrack_max95)
 # A socket that replied to a stray segment replies to no other one for half a second (net.ipv4.tcp_invalid_ratelimit).
-CHALLENGE_SECONDS: Final = 0.6
+CHALLENGE_SECONDS: Final = 0.6  # before the second time; then twice as long each time, because packets may be lost
+CHALLENGE_MOST_SECONDS: Final = 2.4
 RELAY_TABLE: Final = "hybrid-proxy-userspace"
 RELAY_PORTS: Final = "listeners"  # a set of that table: protocol . proxy port
 
@@ -270,7 +271,8 @@ class TranslatingMode(NetfilterMode):
 
     def __init__(self, options: Options, request_maintenance: RequestMaintenance) -> None:
         super().__init__(options, request_maintenance)
-        self._challenged: list[tuple[float, list[FlowKey]]] = []  # when clients are challenged again
+        # When clients are challenged again, and how long after the time before.
+        self._challenged: list[tuple[float, float, list[FlowKey]]] = []
 
     def drain(self, table: ServiceTable) -> None:
         """Remove all rules that lead to services. The kernel translates as long as a chain of type nat exists.
@@ -297,14 +299,16 @@ class TranslatingMode(NetfilterMode):
             log.warning("connections to endpoints that are gone could not be reset: %s", error)
         else:
             self.connections_reset += len(ends)
-            self._challenged.append((time.monotonic() + CHALLENGE_SECONDS, ends))
+            self._challenged.append((time.monotonic() + CHALLENGE_SECONDS, CHALLENGE_SECONDS, ends))
 
     def _maintain_common(self) -> None:
         super()._maintain_common()
-        due = [ends for at, ends in self._challenged if at <= time.monotonic()]
-        del self._challenged[: len(due)]
+        now = time.monotonic()
+        due = [one for one in self._challenged if one[0] <= now]
+        self._challenged = [one for one in self._challenged if one[0] > now]
+        self._challenged += [(now + 2 * s, 2 * s, ends) for _, s, ends in due if s < CHALLENGE_MOST_SECONDS]
         with contextlib.suppress(OSError):
-            _challenge(end for ends in due for end in ends)
+            _challenge(end for _, _, ends in due for end in ends)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         """Count open flows, and those of the node's sockets to backends that would lose a port given by conntrack."""
