@@ -138,7 +138,7 @@ class History:
         for key in sorted(now.keys() | before.keys()):
             if now.get(key) != before.get(key):
                 one, over = now.get(key) or before[key], key not in now
-                what = f"{one.kind} {one.key} is not refused any more" if over else one.told
+                what = f"{one.kind} {one.key} is not refused any more" if over else one.report
                 self.record("service" if one.service else "source", what, one.kind, one.service)
 
     def flush(self) -> None:

@@ -190,7 +190,7 @@ def raise_it(rows: Sequence[Unprogrammed]) -> str:
 def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
     for label, what, in_use in (("refused", "refused", False), ("left out", "used without a part", True)):
         if details := [problem.text for problem in status.problems if problem.in_use is in_use]:
-            said = [problem.told for problem in status.problems if problem.in_use is in_use]
+            said = [problem.report for problem in status.problems if problem.in_use is in_use]
             yield Trouble("objects", "refused-objects", f"{_many(details, 'object')} {what}", label, details,
                           mark="warning", todo="correct the object", said=said)  # fmt: skip
     if status.node_faults:

@@ -187,7 +187,7 @@ class Problem(msgspec.Struct, frozen=True):
         return self.message if not self.where or self.where in self.message else f"{self.message} ({self.where})"
 
     @property
-    def told(self) -> str:
+    def report(self) -> str:
         """The text, and that the object is refused."""
         return self.text if self.in_use else f"refused: {self.text}"
 

@@ -307,8 +307,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         if problem.service and facts.name and belongs(facts.name, problem.service):
             stays = "; its last good version serves" if facts.ports and not problem.in_use else ""
             mark: Mark = "warning" if facts.ports else "problem"
-            text = f"{problem.told}{stays}"
-            left_out.append(Finding(mark, "object", text, "correct the object", "object-refused"))
+            left_out.append(Finding(mark, "object", f"{problem.report}{stays}", "correct the object", "object-refused"))
     unheard = agent.unheard if agent else []
     left = [
         Finding(
