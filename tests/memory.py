@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+from vm.features import missing
 
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.waiting import until
@@ -53,7 +53,7 @@ def limited(lab: Lab) -> Iterator[Limited]:
     if not legacy:
         for parent in (lab.cgroup.parent, lab.cgroup):
             if "memory" not in (parent / "cgroup.controllers").read_text().split():
-                pytest.skip("needs the memory controller of cgroups in this part of the hierarchy")
+                missing("memory controller of cgroups", f"{parent} has none")
             if parent == lab.cgroup or "HYBRID_PROXY_GUEST" in os.environ:
                 (parent / "cgroup.subtree_control").write_text("+memory")
     folder = (V1 / lab.cgroup.name) if legacy else lab.cgroup / "limited"

@@ -303,6 +303,24 @@ def said(bench: Bench, *arguments: str, code: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
+@contextmanager
+def rule(lab: Lab, text: str, place: str = "node", hook: str = "forward") -> Iterator[None]:
+    """A firewall with that rule at a hook of this place."""
+    chain = f"add chain inet wall {hook} {{ type filter hook {hook} priority 0; }}"
+    done = lab.run(place, ["nft", f"add table inet wall; {chain}; add rule inet wall {hook} {text}"])
+    assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        lab.run(place, ["nft", "delete table inet wall"])
+
+
+def packets_counted(bench: Bench, place: str = "node") -> int:
+    """By the rule."""
+    listed = bench.lab.run(place, ["nft", "list", "table", "inet", "wall"]).stdout
+    return int(listed.partition("counter packets ")[2].split()[0])
+
+
 def open_flows(bench: Bench, *which: str) -> str:
     """The flows that are not over, a line each: all, or those of one service."""
     return "\n".join(str(row) for row in said(bench, "flows", *which) if row["state"] != "closed")

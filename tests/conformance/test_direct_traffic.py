@@ -11,9 +11,9 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
 
 from .conftest import MODES, routed_lab
-from .kit import HTTP, UDP, V4, V6, Bench, counted, eventually, ruleset
+from .kit import HTTP, UDP, V4, V6, Bench, counted, eventually, packets_counted, rule, ruleset
 from .test_node_settings import agent_with
-from .test_past_the_stack import decided, packets_counted, rule
+from .test_past_the_stack import decided
 from .world import SECOND
 
 FAMILIES = pytest.mark.parametrize("family", [V4, V6], ids=["v4", "v6"])

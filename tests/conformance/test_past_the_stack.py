@@ -16,7 +16,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp
 
 from .conftest import MODES, routed_lab
-from .kit import HTTP, UDP, V4, V6, Bench, counted, eventually
+from .kit import HTTP, UDP, V4, V6, Bench, counted, eventually, packets_counted, rule
 from .test_node_settings import agent_with
 from .world import SECOND
 
@@ -34,24 +34,6 @@ pytestmark = pytest.mark.skipif("ebpf" not in MODES, reason="mode ebpf alone has
 def field() -> Iterator[Lab]:
     with routed_lab(2, 1, SECOND) as made:
         yield made
-
-
-@contextmanager
-def rule(lab: Lab, text: str) -> Iterator[None]:
-    """A firewall with that rule for what the node forwards."""
-    chain = "add chain inet wall forward { type filter hook forward priority 0; }"
-    done = lab.run("node", ["nft", f"add table inet wall; {chain}; add rule inet wall forward {text}"])
-    assert done.returncode == 0, done.stderr
-    try:
-        yield
-    finally:
-        lab.run("node", ["nft", "delete table inet wall"])
-
-
-def packets_counted(bench: Bench) -> int:
-    """By the rule."""
-    listed = bench.lab.run("node", ["nft", "list", "table", "inet", "wall"]).stdout
-    return int(listed.partition("counter packets ")[2].split()[0])
 
 
 def seen_by_rule(bench: Bench, target: tuple[str, int], family: int, connections: int = 20, port: int = 0) -> int:

@@ -14,7 +14,7 @@ from hybrid_proxy.dataplane.kernel.tcp_segments import SYN_ACK, Segment
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
 
 from .conftest import only_in
-from .kit import DEADLINES, Bench, Service, as_terminating, counted, eventually, open_flows
+from .kit import DEADLINES, Bench, Service, as_terminating, counted, eventually, open_flows, packets_counted, rule
 from .test_rows import target_of
 
 WAYS = {"pod1": "cluster", "client": "nodeport", "node": "cluster"}
@@ -115,24 +115,13 @@ def to_client(client: socket.socket) -> Segment:
     return Segment(6 if client.family == socket.AF_INET6 else 4, ends[0], ports[0], ends[1], ports[1], flags=SYN_ACK)
 
 
-LOST = "nft add table inet lost && nft add chain inet lost out '{ type filter hook output priority 0; }' && "
-LOST += "nft add rule inet lost out tcp flags rst counter drop"
-
-
 @only_in("nftables", "iptables")
 def test_resets_that_are_lost_are_asked_for_again(bench: Bench, mode: str) -> None:
     """A queue of the kernel may be full for a second: here two resets of each client are lost."""
     service = bench.service("pod2", outside=True, annotations=ASKS)
     with talking(bench, service, socket.AF_INET) as clients:
-        try:
-            assert bench.lab.run("pod3", ["sh", "-c", LOST]).returncode == 0
+        with rule(bench.lab, "tcp flags rst counter drop", "pod3", "output"):
             service.write(bench.lab["pod3"])
-            eventually(lambda: lost_at(bench, "pod3") >= 2 * len(clients), 10, "two resets of each client are lost")
-        finally:
-            bench.lab.run("pod3", ["nft", "delete", "table", "inet", "lost"])
+            lost = 2 * len(clients)
+            eventually(lambda: packets_counted(bench, "pod3") >= lost, 10, "two resets of each client are lost")
         are_reset(bench, clients)
-
-
-def lost_at(bench: Bench, pod: str) -> int:
-    listed = bench.lab.run(pod, ["nft", "list", "table", "inet", "lost"]).stdout
-    return int(listed.partition("packets ")[2].split()[0])

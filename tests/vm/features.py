@@ -50,6 +50,7 @@ FEATURES = {
     "card igb": Feature((5, 10), "9cbc948b5a20, igb: add XDP support; a module of Debian"),
     "card virtio_net": Feature((5, 13), "97c2c69e1926, virtio-net: support XDP when not more queues"),
     "card vmxnet3": Feature((6, 3), "54f00cce1178, vmxnet3: Add XDP support; a module of Debian"),
+    "memory controller of cgroups": Feature((4, 5), "of version 2; of version 1 since 2.6.25"),
     "SCTP sockets": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
 }  # fmt: skip
 
