@@ -15,7 +15,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
 from hybrid_proxy.dataplane.kernel.nfnetlink import NftablesError
 from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
-from hybrid_proxy.dataplane.modes.nftables import affinity
+from hybrid_proxy.dataplane.modes.nftables import affinity, tables
 from hybrid_proxy.dataplane.modes.nftables.listing import Tables
 from hybrid_proxy.dataplane.modes.nftables.picks import Pick, chain_named, pick_chain
 from hybrid_proxy.dataplane.modes.nftables.plan import Installed, Plan
@@ -129,6 +129,8 @@ class Nftables(TranslatingMode):
             reason = plan.irreparable(skeleton)
             if reason:
                 log.warning("table %s %s is recreated: %s", family.name, TABLE, reason)
+                if tables.ELSEWHERE in skeleton.chains:  # see `remove_tables`: packets pass it when maps are empty
+                    self._kernel.commit((family, [op.FlushChain(tables.ELSEWHERE)]))
                 return plan, plan.fill(services, replace=True)
             contents = self._contents(family, skeleton)
             if contents is not None:

@@ -45,7 +45,7 @@ SPACES: Final = ("internal", "external", "internal-ports", "external-ports")
 RESTRICTED, ALLOWED = "restricted", "allowed-sources"
 CLUSTER_IPS, NODE_PORT_ADDRESSES = "cluster-ips", "node-port-addresses"
 ITSELF, ITSELF_SECONDS = "itself", 60  # pairs (backend, backend) of connections, for hairpin
-REFUSE, DISCARD = "refuse", "discard"
+REFUSE, DISCARD, ELSEWHERE = "refuse", "discard", "elsewhere"
 MEMBERS: Final = ("members-0", "members-1")  # of the first and second backend set of a service port
 KEPT_MARKS, KEPT_SECONDS = "kept-marks", 5
 MAX_CLIENTS: Final = 262_144  # of one affinity time and family; beyond that a new client gets a random backend
@@ -155,7 +155,7 @@ def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     """Returns the rules that lead from a class of clients to the verdict maps."""
     here = family.destination_in(NODE_PORT_ADDRESSES)
     yield Chain(
-        "elsewhere",
+        ELSEWHERE,
         (
             rule(family.destination_in(CLUSTER_IPS), family.destination_not_local(), x.goto("refuse-port")),
             *(
@@ -169,7 +169,7 @@ def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     )  # fmt: skip
     yield Chain(
         "to-ports",
-        (rule(here, family.find_verdict("internal-ports", port_only=True)), rule(x.goto("elsewhere"))),
+        (rule(here, family.find_verdict("internal-ports", port_only=True)), rule(x.goto(ELSEWHERE))),
     )
     yield Chain("from-internal", (rule(family.find_verdict("internal")), rule(x.goto("to-ports"))))
     yield Chain(

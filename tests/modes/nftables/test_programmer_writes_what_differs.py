@@ -125,11 +125,14 @@ def test_an_address_goes_from_one_service_to_another_in_one_transaction(fake: Fa
     assert state(fake) == fresh(table(new))
 
 
-def test_a_table_of_another_kind_is_replaced_in_one_transaction(fake: FakeNftables, mode: Nftables) -> None:
+def test_a_table_of_another_kind_refuses_nothing_and_is_then_replaced_in_one_transaction(
+    fake: FakeNftables, mode: Nftables
+) -> None:
     mode.sync(many(3))
     fake.tables[4].sets["internal-slots"] = Set("internal-slots", (ADDRESS,))
     Nftables(Options(), lambda: None, fake).sync(many(3))
-    assert len(fake.transactions) == 2
+    assert len(fake.transactions) == 3
+    assert fake.transactions[1] == [op.FlushChain("elsewhere")]
     assert state(fake) == fresh(many(3))
 
 
