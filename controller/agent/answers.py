@@ -183,7 +183,10 @@ class Answers:
     def _packet_events(self) -> Programmer:
         if self.mode.reporter is None:
             name = self.mode.choice.effective
-            raise ControllerError(f"mode {name} does not report what happens to packets; mode ebpf does")
+            raise ControllerError(
+                f"mode {name} does not report what happens to packets; mode ebpf does. In every mode these measure the "
+                "kernel: `hybrid-proxy trace` with --drops, --latency, --retransmits, or --from CLIENT and a service"
+            )
         return self.mode.reporter
 
     def _starting(self) -> str:

@@ -70,7 +70,7 @@ def packets_of(args: argparse.Namespace, find: Find) -> list[Any]:
     from hybrid_proxy.controller.semantics.explain import packet_from_dict
 
     if not args.flows:
-        row = {"src_class": args.source_class, **_ends(args.source.strip(), args.target, find)}
+        row = {"src_class": args.source_class, **ends(args.source, args.target, find)}
         try:
             return [packet_from_dict(row)]
         except ValueError as error:
@@ -88,17 +88,19 @@ def packets_of(args: argparse.Namespace, find: Find) -> list[Any]:
     return packets
 
 
-def _ends(source: str, destination: str, find: Find) -> Fields:
-    """Source, destination, port and protocol. The family of the source decides about a service's address."""
-    pod = source.removeprefix("pod/") if source.startswith("pod/") else None
-    named = named_target(destination)
-    if named is not None:
-        fields = find(named, 0 if pod is not None else 6 if ":" in source else 4)
-    else:
-        fields = target(destination)
-    if pod is not None:
-        source = pod_address(pod, 6 if ":" in str(fields["dst"]) else 4)
-    return {"src": source, **fields}
+def ends(source: str, destination: str, find: Find) -> Fields:
+    """Source, destination, port and protocol. The family of a source's address decides about that of a service."""
+    named, pod = named_target(destination), source.strip().startswith("pod/")
+    fields = (
+        target(destination) if named is None else find(named, 0 if pod or not source else 6 if ":" in source else 4)
+    )
+    return {"src": source_of(source, 6 if ":" in str(fields["dst"]) else 4), **fields}
+
+
+def source_of(text: str, family: int) -> str:
+    """The address of `pod/NAME`, of that family (4 or 6); any other text unchanged."""
+    text = text.strip()
+    return pod_address(text.removeprefix("pod/"), family) if text.startswith("pod/") else text
 
 
 _NAMED: Final = r"(?P<service>[a-z0-9-]+/[a-z0-9-]+)(?::(?P<port>[\w-]+))?(?:/(?P<proto>\w+))?"

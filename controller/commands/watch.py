@@ -21,6 +21,7 @@ from hybrid_proxy.controller.commands.command import (
     positive_seconds,
     started,
 )
+from hybrid_proxy.controller.commands.explain import source_of
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
 from hybrid_proxy.controller.commands.packet_columns import event_columns
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, say, screen
@@ -38,6 +39,8 @@ LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 
 def _show(command: str, args: argparse.Namespace) -> int:
     """Print what happened, or what happens until Ctrl-C; the exit code."""
+    if command == "trace":
+        args.client = _address(args.client)
     since = started(args.since) if command == "drops" else None
     try:
         silent = ask(args.admin_socket, GetEvents(NONE), EventsAnswer, FIRST_SECONDS).silent
@@ -84,7 +87,8 @@ def _columns(args: argparse.Namespace, rows: list[PacketEvent], now: float | Non
 
 
 def _show_trace(args: argparse.Namespace) -> int:
-    _say(f"tracing for {args.seconds:g} s; Ctrl-C ends it earlier")
+    whose = f" packets from or to {args.client}" if args.client else ""
+    _say(f"tracing{whose} for {args.seconds:g} s; Ctrl-C ends it earlier")
     if not _stream(args, _traced(args)):
         client = f"from or to {args.client}" if args.client else ""
         whose = " ".join(filter(None, (f" of {args.service}" if args.service else "", client)))
@@ -139,7 +143,7 @@ def _followed(args: argparse.Namespace, since: float | None) -> Iterator[PacketE
 
 
 def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
-    client = _address(args.client)
+    client = args.client
     end = time.monotonic() + args.seconds
     after = ask(args.admin_socket, GetEvents(NONE), EventsAnswer).last
     while time.monotonic() < end:
@@ -152,9 +156,9 @@ def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
 
 def _address(text: str | None) -> str | None:
     try:
-        return text and str(ip_address(text))
+        return text and str(ip_address(source_of(text, 4)))
     except ValueError:
-        raise ConfigError(f"--client {text!r}: is not an IP address") from None
+        raise ConfigError(f"--client {text!r}: is neither an IP address nor pod/NAME") from None
 
 
 def _within(rows: list[PacketEvent], since: float | None) -> list[PacketEvent]:
@@ -225,7 +229,7 @@ def _drops_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _trace_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--client", metavar="IP", help="only packets from or to this address")
+    parser.add_argument("--client", metavar="SRC", help="only packets from or to this address; in a lab pod/NAME")
     parser.add_argument("--seconds", type=positive_seconds, default=10, metavar="N", help="how long (default: 10)")
     _common_arguments(parser)
 

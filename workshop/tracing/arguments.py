@@ -25,6 +25,7 @@ examples:
   hybrid-proxy trace --drops -o json                 what the kernel drops, and why
   hybrid-proxy trace --retransmits
   hybrid-proxy trace --from 10.77.1.11 --to 10.96.0.10:80    follow the next flow, point by point
+  hybrid-proxy trace --from pod/pod1 --to default/web:http   by names: a pod of a lab, a service
 """
 
 
@@ -37,23 +38,21 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         ("retransmits", "retransmitted segments, by backend"),
     ):
         group.add_argument(f"--{flag}", action="store_true", help=text)
-    group.add_argument("--from", dest="source", metavar="SRC", help="only packets from this source")
+    group.add_argument("--from", dest="source", metavar="SRC", help="only packets from this address; in a lab pod/NAME")
     group.add_argument(
         "--to",
         dest="target",
         metavar="DST:PORT[/PROTO]",
-        help="only packets to this destination. --from and --to without a view: follow one flow",
+        help="only packets to this address or service, as `explain` takes it. --from and --to without a view: follow "
+        "one flow",
     )
 
 
 def _run(args: argparse.Namespace) -> int:
-    from hybrid_proxy.controller.commands.explain import target
     from hybrid_proxy.workshop.tracing import show
 
     view = show.view_of(args)
-    if view is None:
-        return watch.TRACE.run(args)
-    return show.show(view, args, target(args.target) if args.target else None)
+    return watch.TRACE.run(args) if view is None else show.show(view, args)
 
 
 TRACE: Final = Command(_arguments, _run, _TRACE)

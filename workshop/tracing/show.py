@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from hybrid_proxy.controller.commands.explain import ask_agent, ends, source_of
 from hybrid_proxy.controller.commands.views import programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.semantics.explain import packet_from_dict
@@ -52,9 +54,9 @@ def view_of(args: argparse.Namespace) -> View | None:
     return found
 
 
-def show(view: View, args: argparse.Namespace, target: Row | None) -> int:
-    """Measures and prints; returns the exit code. `target` is --to: dst, port, proto."""
-    place, client = _packet(args.source, target)
+def show(view: View, args: argparse.Namespace) -> int:
+    """Measures and prints; returns the exit code."""
+    place, client = _packet(args)
     if os.geteuid() != 0:
         raise ControllerError("measuring in the kernel needs root")
     here = _programmed(args)
@@ -103,12 +105,14 @@ def _programmed(args: argparse.Namespace) -> _Here:
     return _Here(modes, services, backends, answers=here.agent is not None)
 
 
-def _packet(source: str | None, target: Row | None) -> tuple[Place | None, bytes | None]:
-    """Returns destination and client, checked as `explain` checks them."""
+def _packet(args: argparse.Namespace) -> tuple[Place | None, bytes | None]:
+    """Returns destination and client, read and checked as `explain` reads and checks them."""
+    source = args.source or ""
     try:
-        if target is None:
-            return None, mapped(source) if source else None
-        packet = packet_from_dict({"src": source or target["dst"], "src_class": None, **target})
+        if not args.target:
+            return None, mapped(source_of(source, 4)) if source else None
+        fields = ends(source, args.target, partial(ask_agent, args.admin_socket))
+        packet = packet_from_dict({**fields, "src": fields["src"] or fields["dst"], "src_class": None})
     except ValueError as error:
         raise ConfigError(f"--from, --to: {error}") from None
     protocol = packet.protocol.upper()

@@ -162,3 +162,11 @@ class TestWithoutASwitch:
         inside.ask()
         assert unswitched.agent.command(*drain, "--off").returncode == 0
         assert healthz(unswitched.lab) == 200
+
+
+@pytest.mark.parametrize("command", ["trace", "drops"])
+def test_where_no_packets_are_reported_the_views_that_measure_are_named(bench: Bench, command: str) -> None:
+    switch(bench, "nftables", "--wait")
+    done = bench.agent.command(command, "--admin-socket", str(bench.agent.socket))
+    assert done.returncode == 1
+    assert all(f"--{view}" in done.stderr for view in ("drops", "latency", "retransmits", "from"))
