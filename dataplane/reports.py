@@ -292,6 +292,11 @@ class Fill(msgspec.Struct, frozen=True):
     used: int
     limit: int
 
+    @property
+    def full(self) -> bool:
+        """True if it has no room: a full conntrack lets go of an entry at times."""
+        return self.used >= self.limit - self.limit // 2000
+
 
 class Unprogrammed(msgspec.Struct, frozen=True):
     """A service port that could not be programmed, and why."""

@@ -35,7 +35,7 @@ from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.kernel import conntrack, namespaces
+from hybrid_proxy.dataplane.kernel import conntrack, namespaces, sysctl
 from hybrid_proxy.dataplane.mode import ProbePacket, Programmer, belongs
 from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep
 from hybrid_proxy.dataplane.table import Entry, Kind, Protocol, ServiceTable
@@ -229,6 +229,11 @@ class Answers:
             node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
             left_to_node=dict(builder.table.left_to_node),
             down=list(self.down),
+            not_forwarding=[
+                family
+                for family, name in sysctl.FORWARDING.items()
+                if sysctl.read(name) == "0" and any(entry.family == family for entry in builder.table.entries())
+            ],
             unheard=[
                 address
                 for address, owner in builder.table.left_to_node.items()

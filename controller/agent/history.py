@@ -67,6 +67,7 @@ class History:
         self._problems: Mapping[tuple[str, str], Problem] = {}
         self._reported = deque[ChangeRow](maxlen=2 * MOST_ROWS)
         self._failed = False
+        self._facts: dict[str, Mapping[str, str]] = {}
 
     def record(self, kind: Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
         """Remember something that is not in a table."""
@@ -80,6 +81,13 @@ class History:
         if reason not in SILENT:
             by = "another program" if reason == "Repaired" else "hybrid-proxy"
             self.record(KINDS.get(reason, "service" if service else "node"), note, by, service)
+
+    def facts(self, of: str, now: Mapping[str, str]) -> None:
+        """Remember which facts about some part of the node, by name, are others than at the last call."""
+        before, self._facts[of] = self._facts.get(of, now), now
+        for name in sorted(now.keys() & before.keys()):
+            if now[name] != before[name]:
+                self.record("node", f"{name}: {before[name]} → {now[name]}", "the kernel")
 
     def programmed(self, table: ServiceTable, zone: str = "") -> None:
         """Remember what distinguishes a table from the one before; of this agent's first one, nothing."""

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -61,12 +61,14 @@ from hybrid_proxy.controller.serving.protocol import (
 )
 from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
+from hybrid_proxy.dataplane.kernel import conntrack, sysctl
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
 from hybrid_proxy.dataplane.reports import start_lines
 from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
     from hybrid_proxy.controller.settings.configfile import Loaded
+    from hybrid_proxy.dataplane.kernel.links import Interface
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,14 @@ class _Signal:
         return self._job()
 
 
+def _facts_of(interfaces: Iterable[Interface]) -> dict[str, str]:
+    """The facts about interfaces that the history has."""
+    found: dict[str, str] = {}
+    for each in interfaces:
+        found |= {f"link {each.name}": "up" if each.up else "down", f"MTU of {each.name}": str(each.mtu)}
+    return found
+
+
 class Agent:
     """The parts of a running agent and its loop; only `run`'s thread touches it."""
 
@@ -180,6 +190,7 @@ class Agent:
         self._busy_with = ""  # the part of the start in which no query is answered
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._announcements = Announcements(self.events)
+        self._pods: Mapping[str, str] = {}  # facts of their links
         self._relisted = False  # since memory was given back
         self._stop = threading.Event()
 
@@ -276,6 +287,7 @@ class Agent:
                 self._sync()
             if not self.maintenance.run():
                 continue
+            self._remember_node()
             self.history.source(self.syncer.cluster.source_state)
             self.history.problems(self.syncer.cluster.problems)
             self.history.flush()
@@ -373,7 +385,19 @@ class Agent:
         node = read_node()
         addresses = self.config.hybrid.node_addresses or node.addresses
         self.syncer.set_addresses(addresses, Routes(node.sources, node.networks))
-        self.answers.down = [each.name for each in node.interfaces if not each.up and is_pod(each, (), (), ())]
+        pods: list[Interface] = []
+        others: list[Interface] = []
+        for each in node.interfaces:
+            (pods if is_pod(each, (), (), ()) else others).append(each)
+        self.answers.down = [each.name for each in pods if not each.up]
+        self._pods = _facts_of(pods)
+        self.history.facts("links", _facts_of(others))
+
+    def _remember_node(self) -> None:
+        """Have the history compare what no report tells, and links of pods: new ones are down for a moment."""
+        now, fill = dict(self._pods), conntrack.fill()
+        now |= {name.replace("/", "."): sysctl.read(name) or "none" for name in sysctl.FORWARDING.values()}
+        self.history.facts("node", now | ({"table of conntrack": "full" if fill.full else "has room"} if fill else {}))
 
     def _trim_memory(self) -> None:
         """Return the memory of decoding a list to the kernel, when the list is programmed."""

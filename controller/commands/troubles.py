@@ -14,9 +14,20 @@ from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
 from hybrid_proxy.dataplane.reports import Fill, Status, Unprogrammed, clock
 
-__all__ = ["Trouble", "Verdict", "fill_trouble", "missing", "raise_it", "troubles", "unprogrammed"]
+__all__ = [
+    "FORWARDING",
+    "Trouble",
+    "Verdict",
+    "fill_trouble",
+    "forwarding_trouble",
+    "missing",
+    "raise_it",
+    "troubles",
+    "unprogrammed",
+]
 
 NEARLY_FULL: Final = 0.9
+FORWARDING: Final = {4: "net.ipv4.ip_forward", 6: "net.ipv6.conf.all.forwarding"}
 REPAIRS: Final = 3  # the last ones
 READ_LOG: Final = "read the agent's log"
 IN_THE_POD: Final = "or the other end in the pod; the CNI plugin's log may say who took it down"
@@ -77,6 +88,7 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
                 "links", "link-down", f"{_many(down, 'link of a pod', 'links of pods')} down", "link", down, todo=todo
             )
         )
+    found += map(forwarding_trouble, status.not_forwarding)
     found += [*_plane_troubles(plane), *_object_troubles(status), *_backend_troubles(plane), *_full(status)]
     if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
         text = f"{_many(pages, 'health check or page', 'health checks or pages')} not served"
@@ -239,11 +251,19 @@ def fill_trouble(subject: str, cause: Cause, name: str, row: Fill, todo: str) ->
     """Judge how full a table is: nothing, a warning, or a problem."""
     if not row.limit or row.used < NEARLY_FULL * row.limit:
         return
-    full = row.used >= row.limit - row.limit // 2000  # a full conntrack lets go of an entry at times
+    full = row.full
     text = f"{name} is {'full' if full else 'nearly full'}"
     drops = ", and new connections are dropped where no entry gives way" if full and cause == "conntrack-full" else ""
     details = [f"{text}{drops}: {row.used} of {row.limit} entries are used"]
     yield Trouble(subject, cause, text, "table", details, mark="problem" if full else "warning", todo=todo)
+
+
+def forwarding_trouble(family: int) -> Trouble:
+    """Say what it means that the kernel forwards no packets of an address family, 4 or 6."""
+    name = FORWARDING[family]
+    text, todo = f"{name} is 0: this node forwards no IPv{family} packets", f"sysctl -w {name}=1"
+    return Trouble("forwarding", "forwarding-off", f"{name} is 0", "forwarding", [f"{text} (`{todo}`)"], todo=todo,
+                   said=[text])  # fmt: skip
 
 
 def _many(details: Sequence[object], one: str, more: str = "") -> str:

@@ -120,9 +120,10 @@ def change_of(name: str, before: tuple[Entry, ...], after: tuple[Entry, ...], at
     rows = [ChangeRow(first=at, last=at, kind="service", service=name, what=what, by=by or "Service")] * bool(what)
     was, now = _endpoints(before), _endpoints(after)
     if (was != now and by != ADDRESSES) or not rows:  # an address that is not served any more had endpoints
+        what = _moved(before, after) or ("" if was != now else "their ports or conditions")
         ready, gone = (dict.fromkeys(sorted(those)[:NAMED], 1) for those in (now - was, was - now))
         row = ChangeRow(
-            first=at, last=at, kind="endpoints", service=name, what="" if was != now else "their ports or conditions",
+            first=at, last=at, kind="endpoints", service=name, what=what,
             by=by or "EndpointSlice", count=max(1, len(now - was), len(was - now)), ready=ready, gone=gone,
         )  # fmt: skip
         rows.append(row)
@@ -152,6 +153,18 @@ def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
 
 def _endpoints(entries: tuple[Entry, ...]) -> set[str]:
     return {each.address for entry in entries for those in entry.backend_sets for each in those.backends}
+
+
+def _moved(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> str:
+    """Describes where all endpoints of a service port had one port, and have another one."""
+    was, now = (
+        {entry.name: {each.port for those in entry.backend_sets for each in those.backends} for entry in entries}
+        for entries in (before, after)
+    )
+    both = (
+        (*was[name], *now[name]) for name in sorted(was.keys() & now.keys()) if len(was[name]) == len(now[name]) == 1
+    )
+    return ", ".join(dict.fromkeys(f"targetPort {old} → {new}" for old, new in both if old != new))
 
 
 def _own(entry: Entry) -> tuple[object, ...]:

@@ -186,6 +186,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         node_faults: What is missing or wrong in the Node object and the ServiceCIDRs, and what serves instead.
         left_to_node: ClusterIPs that an interface of this node has (NodeLocal DNSCache), each with its Service.
         down: Interfaces of pods that are down, or whose other end is.
+        not_forwarding: Address families (4, 6) of Services, of which the kernel forwards no packets.
         unheard: Those of them at whose ports nothing listens.
         without_backend: Service ports that have no backend on this node.
         conflicts: By service, the frontends that it lost, and who has each.
@@ -228,6 +229,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
     left_to_node: dict[str, str] = {}
     unheard: list[str] = []
     down: list[str] = []
+    not_forwarding: list[int] = []
     without_backend: list[Lack] = []
     conflicts: dict[str, dict[str, str]]
     refused_external_ips: dict[str, list[str]] = {}

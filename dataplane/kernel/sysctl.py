@@ -21,9 +21,10 @@ log = logging.getLogger(__name__)
 
 FOLDER: Final = Path("/proc/sys")
 MEMORY: Final = Path("/run/hybrid-proxy")
+FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}  # by address family
 
 # Other software that finds it enabled relies on it and leaves no trace; without it no pod of the node is reachable.
-_STAYS: Final = frozenset({"net/ipv4/ip_forward"})
+_STAYS: Final = frozenset({FORWARDING[4]})
 
 
 class _Change(msgspec.Struct, frozen=True):

@@ -34,8 +34,10 @@ FLUSHES = 3 * LARGEST // 20_000
 NODE_PORT = Frontend(Kind.NODE_PORT, None, 30080, 0, 0)
 
 
-def entries(*ends: str, name: str = NAME, fronts: tuple[Frontend, ...] = (), **fields: object) -> tuple[Entry, ...]:
-    those = tuple(Backend(end, 8080) for end in ends)
+def entries(
+    *ends: str, name: str = NAME, port: int = 8080, fronts: tuple[Frontend, ...] = (), **fields: object
+) -> tuple[Entry, ...]:
+    those = tuple(Backend(end, port) for end in ends)
     front = Frontend(Kind.CLUSTER_IP, "10.96.0.1", 80, 0, 0)
     return (
         Entry(f"{name}:http", 4, Protocol.TCP, (front, *fronts), (BackendSet(those),), those, **fields),  # type: ignore[arg-type]
@@ -57,6 +59,10 @@ DIFFERENCES = [
                  [("service", 1, "algorithm changed, slow start changed")], id="annotations"),
     pytest.param(entries(A), entries(A, present=((A, 8080),)),
                  [("endpoints", 1, "their ports or conditions")], id="rest"),
+    pytest.param(entries(A, B), entries(A, B, port=8081),
+                 [("endpoints", 1, "targetPort 8080 → 8081")], id="another port"),
+    pytest.param(entries(A), entries(B, port=8081),
+                 [("endpoints", 1, f"targetPort 8080 → 8081; ready: {B}; gone: {A}")], id="others at another port"),
 ]
 # fmt: on
 
@@ -111,6 +117,19 @@ def test_a_cluster_ip_that_the_node_takes_is_its_own_doing_and_no_endpoint_goes(
     history.flush()
     found = [(row.kind, row.text, row.by) for row in read_changes(path)]
     assert found == [("service", "is not served now", ADDRESSES), ("service", "came", ADDRESSES)]
+
+
+def test_facts_of_the_node_that_changed_are_told_and_those_that_come_or_go_are_not(tmp_path: Path) -> None:
+    history = History(tmp_path / "admin.changes")
+    for full, mtu in (("has room", "1500"), ("full", "1500"), ("full", "1400"), ("has room", "1400")):
+        history.facts("node", {"table of conntrack": full})
+        history.facts("links", {"MTU of eth0": mtu, f"link of {mtu}": "up"})
+    history.flush()
+    assert [(row.kind, row.text, row.by) for row in read_changes(tmp_path / "admin.changes")] == [
+        ("node", "table of conntrack: has room → full", "the kernel"),
+        ("node", "MTU of eth0: 1500 → 1400", "the kernel"),
+        ("node", "table of conntrack: full → has room", "the kernel"),
+    ]
 
 
 def test_an_agent_that_was_killed_or_stopped_leaves_a_gap_that_the_next_one_knows(tmp_path: Path) -> None:

@@ -24,9 +24,11 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 )
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
 from hybrid_proxy.controller.commands.troubles import (
+    FORWARDING,
     IN_THE_POD,
     SHOW_ADDRESS,
     fill_trouble,
+    forwarding_trouble,
     raise_it,
     troubles,
     unprogrammed,
@@ -39,7 +41,7 @@ from hybrid_proxy.dataplane.reports import Fill, PacketEvent, ago
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
-LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "ejected", "empty-services"})
+LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "ejected", "empty-services", "forwarding-off"})
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 # Hooks of netfilter that packets between pods pass on this node, and those of the node itself.
@@ -165,13 +167,12 @@ def _agent_findings(agent: AgentStatus, *, serves: bool) -> Iterator[Finding]:
 
 
 def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
-    names = {4: "net.ipv4.ip_forward", 6: "net.ipv6.conf.all.forwarding"}
     for family, on in facts.forwarding.items():
         if on:
-            yield Finding("ok", "forwarding", f"{names[family]} is on")
+            yield Finding("ok", "forwarding", f"{FORWARDING[family]} is on")
         else:
-            text = f"{names[family]} is 0: this node forwards no IPv{family} packets, so pods reach no other pods"
-            yield Finding("problem", "forwarding", text, f"sysctl -w {names[family]}=1", "forwarding-off")
+            off = forwarding_trouble(family)
+            yield Finding(off.mark, off.subject, off.said[0], off.todo, off.cause)
 
 
 def _reverse_path(facts: NodeFacts) -> Finding:

@@ -24,7 +24,6 @@ from hybrid_proxy.dataplane.other_proxies import warnings
 from hybrid_proxy.dataplane.reports import PacketEvent, ServiceRow
 
 RECENT_SECONDS: Final = 300.0
-FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}
 
 
 Read = TypeVar("Read")
@@ -58,7 +57,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         starting=error.part if isinstance(error, StartingError) else "",
         programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
         other_proxies=_other_proxies(agent, here),
-        forwarding={each: sysctl.read(FORWARDING[each]) != "0" for each in sorted(families)},
+        forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
         reverse_path=_reverse_path(),
         conntrack=table,
         conntrack_user=conntrack.largest_user() if table and table.used >= NEARLY_FULL * table.limit else "",

@@ -160,6 +160,40 @@ def test_watching_prints_a_row_that_goes_and_one_that_comes(node: Lab) -> None:
 
 
 # fmt: off
+NODE_FACTS = (  # a command that changes one, what the history has then, and the command that takes it back
+    ("ip link set {device} down", "link {device}: up → down", "ip link set {device} up"),
+    ("ip link set {device} mtu 1400", "MTU of {device}: 1500 → 1400", "ip link set {device} mtu 1500"),
+    ("ip link set {pod} down", "link {pod}: up → down", "ip link set {pod} up"),
+    ("sysctl -w net.ipv4.ip_forward=0", "net.ipv4.ip_forward: 1 → 0", "sysctl -w net.ipv4.ip_forward=1"),
+    ("sysctl -w net.ipv6.conf.all.forwarding=0", "net.ipv6.conf.all.forwarding: 1 → 0",
+     "sysctl -w net.ipv6.conf.all.forwarding=1"),
+)
+# fmt: on
+
+
+def test_facts_of_the_node_that_change_are_remembered_and_status_names_the_command(node: Lab) -> None:
+    pod = json.loads(run(node, "status -o json").stdout)["dataplane"]["ebpf"]["pods"]["interfaces"][0]
+    assert shell(node, "ip link add other0 type veth peer other1; ip link set other1 up; ip link set other0 up").returncode == 0
+
+    def remembered(what: str) -> bool:
+        rows = json.loads(run(node, "changes -o json").stdout)
+        return any((row["kind"], row["what"]) == ("node", what) for row in rows)
+
+    try:
+        for row in NODE_FACTS:
+            change, what, back = (text.format(device="other0", pod=pod) for text in row)
+            assert shell(node, change).returncode == 0
+            try:
+                until(lambda what=what: remembered(what), what, 30)
+                if change.startswith("sysctl"):
+                    assert f"`{back}`" in run(node, "status").stdout
+            finally:
+                assert shell(node, back).returncode == 0
+    finally:
+        shell(node, "ip link del other0")
+
+
+# fmt: off
 COMPLETED = (
     ("hybrid-proxy ser", {"services"}),
     ("hybrid-proxy services --out", {"--output"}),
