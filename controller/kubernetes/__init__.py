@@ -48,7 +48,7 @@ class Source(Protocol):
     def ignored(self, service: str) -> dict[str, str]:
         """Services of this name (namespace/name, or a name in any namespace) that are there and not emitted, and why.
 
-        For any thread.
+        Of files, also those whose file cannot be read any more, so that an older version is in use. For any thread.
 
         Raises:
             SourceError: that cannot be found out.

@@ -256,8 +256,7 @@ def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collec
         foreign += file.content.foreign
         if file.error:
             kept = " Its last good objects stay." if file.content.documents else ""
-            error = file.error if file.error.startswith(shown) else f"{shown}: {file.error}"
-            problems[_FILE, shown] = Problem(_FILE, shown, f"{error}.{kept}", shown)
+            problems[_FILE, shown] = Problem(_FILE, shown, f"{_told(shown, file)}.{kept}", shown)
         for document in file.content.documents:
             name = document.name
             if names is not None and name not in names:
@@ -275,6 +274,10 @@ def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collec
             elif not isinstance(document.result, Ignored):
                 objects[name] = document.result
     return _Snapshot(objects, frozenset(refused), problems, foreign)
+
+
+def _told(shown: str, file: _File) -> str:
+    return file.error if file.error.startswith(shown) else f"{shown}: {file.error}"
 
 
 def _merged(last: _Snapshot, part: _Snapshot, touched: Collection[_Name], foreign: int) -> _Snapshot:
@@ -650,15 +653,19 @@ class Manifests:
         return []
 
     def ignored(self, service: str) -> dict[str, str]:
-        """Return how the files were when they were last read."""
+        """Return how the files were when they were last read, and which of them keeps a last good version in use."""
         found = {}
-        for file in list(self._folder.files.values()):
+        for shown, file in list(self._folder.files.items()):
             for (kind, key), result, _ in file.content.documents:
-                if kind == "Service" and service in (key, key.rpartition("/")[2]):
-                    if isinstance(result, Ignored):
-                        found[key] = result.why
-                    elif isinstance(result, Refused):
-                        found[key] = f"refused: {result}"
+                owner = result.service if isinstance(result, EndpointSlice) else key if kind == "Service" else ""
+                if service not in (owner, owner.rpartition("/")[2]):
+                    continue
+                if isinstance(result, Ignored):
+                    found[owner] = result.why
+                elif isinstance(result, Refused):
+                    found[owner] = f"refused: {result}"
+                elif file.error:
+                    found[owner] = _told(shown, file)
         return found
 
     def describe(self) -> str:

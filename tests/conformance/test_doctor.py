@@ -29,11 +29,13 @@ from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
+from hybrid_proxy.workshop.lab.network import NODE_NAMES
+from hybrid_proxy.workshop.lab.objects import endpoint_slice
 from hybrid_proxy.workshop.lab.traffic import ask_udp
 from tests import namespaces
 from tests.waiting import bound, until
 
-from .clinic import ADDRESSES, HANGS, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
+from .clinic import ADDRESSES, HANGS, HTTP, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
 from .kit import aware_of, node_manifest
 
 LOCAL = {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}
@@ -47,6 +49,7 @@ DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp d
 NO_ANSWERS = DEAF.replace("dport", "sport")
 LOSSY = DEAF.replace("drop", "numgen inc mod 2 0 drop")
 FIRST, MANY = "shop/a", "shop/many"
+GOOD_FILE = "web.yaml"
 SHARED, DNS = ADDRESSES[FIRST], 5353
 Provoke = Callable[[Clinic], AbstractContextManager[object]]
 
@@ -255,10 +258,14 @@ def from_files(damage: Callable[[Path], object]) -> Provoke:
         kubeconfig, manifests = agent.kubeconfig, agent.manifests
         folder.mkdir()
         (folder / "node.json").write_text(node_manifest(clinic.lab))
+        ends = endpoint_slice(NAME, [clinic.lab[pod].address4 for pod in PODS], [("TCP", HTTP)], NODE_NAMES["node"])
+        ends["ports"][0]["name"] = "http"
+        (folder / GOOD_FILE).write_text(json.dumps({"kind": "List", "items": [clinic.made(NAME, [("TCP", 80)]), ends]}))
         agent.terminate()
         agent.kubeconfig, agent.manifests = None, folder
         agent.start()
         try:
+            clinic.settled(NAME, PODS, HTTP, 1, (), guarded=False)
             damage(folder)
             agent.wait(lambda status: status.problems or not status.source.healthy)
             yield
@@ -269,6 +276,16 @@ def from_files(damage: Callable[[Path], object]) -> Provoke:
             agent.start()
 
     return provoke
+
+
+def spoil_its_own(folder: Path) -> None:
+    with (folder / GOOD_FILE).open("a") as file:
+        file.write("\n---\nkind: Service\nspec: {ports: [\n")
+
+
+def refuse(folder: Path) -> None:
+    good = (folder / GOOD_FILE).read_text()
+    (folder / GOOD_FILE).write_text(good.replace('"apiVersion": "v1"', '"apiVersion": "v9"'))
 
 
 def spoil(folder: Path) -> None:
@@ -517,6 +534,14 @@ INCIDENTS = [
     Incident(
         "a file is no YAML, and a service is asked about", from_files(spoil), (FIRST,), "object-refused", certain=False
     ),
+    Incident(
+        "the Service's file becomes no YAML",
+        from_files(spoil_its_own),
+        (NAME,),
+        "object-refused",
+        said=f"{GOOD_FILE}: line 5",
+    ),
+    Incident("the Service's file names a wrong version", from_files(refuse), (NAME,), "object-refused", said="edits"),
     Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
     Incident("the agent is dead", no_agent, (), "no-agent"),
     Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent", own=True),

@@ -61,6 +61,21 @@ def test_services_that_are_not_served_have_a_reason(tmp_path: Path) -> None:
         source.stop()
 
 
+@pytest.mark.parametrize("content", [service("a"), endpoints("a", "10.0.0.1")], ids=["Service", "EndpointSlice"])
+def test_services_whose_file_cannot_be_read_any_more_have_a_reason(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(content)
+    source = Watcher(Manifests(tmp_path))
+    try:
+        source.complete()
+        assert source.source.ignored("default/a") == {}
+        file.write_text(f"{content}---\nkind: [\n")
+        source.until(lambda: source.problems)
+        assert f"{file}: line " in source.source.ignored("default/a")["default/a"]
+    finally:
+        source.stop()
+
+
 SPEC = '"spec":{"clusterIP":"10.0.0.1"}'
 JSON = '{"kind":"Service","metadata":{"name":"a"},' + SPEC + "}"
 TYPED_JSON = '{"kind":"ServiceList","items":[{"metadata":{"name":"a"},' + SPEC + "}]}"

@@ -48,6 +48,7 @@ WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets
 FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
 OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
 AS_LEFT: Final = ", as the agent before this one left it"
+STAYS: Final = "; the last good version serves, and edits since then are ignored"
 AT_HOME: Final = "give this node an endpoint, or use the traffic policy Cluster"
 FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AS_ROOT: Final = "run as root, on the node itself"
@@ -306,9 +307,12 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     left_out = []
     for problem in agent.problems if agent else ():
         if problem.service and facts.name and belongs(facts.name, problem.service):
-            stays = "; its last good version serves" if facts.ports and not problem.in_use else ""
+            stays = STAYS if facts.ports and not problem.in_use else ""
             mark: Mark = "warning" if facts.ports else "problem"
             left_out.append(Finding(mark, "object", f"{problem.report}{stays}", "correct the object", "object-refused"))
+    if facts.ports and facts.ignored:
+        text = f"{'; '.join(facts.ignored.values())}{STAYS}"
+        left_out.append(Finding("warning", "object", text, "correct the file", "object-refused"))
     unheard = agent.unheard if agent else []
     left = [
         Finding(

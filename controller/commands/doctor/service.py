@@ -144,7 +144,8 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
         with contextlib.suppress(ControllerError):
             answer = ask(args.admin_socket, GetTable(name, [packet] if packet else []), TableAnswer)
             verdicts = answer.verdicts
-            if name and not answer.ports:
+            broken = any(problem.kind == "File" for problem in node.facts.agent.problems)
+            if name and (broken or not answer.ports):
                 ignored = ask(args.admin_socket, FindIgnored(name.partition(":")[0]), IgnoredAnswer).services
             if name and args.source:
                 packets = [_packet_to(args.source, port, frontend) for port, frontend in _frontends(answer.ports)]
