@@ -119,6 +119,7 @@ class Answers:
                     names={**self.mode.draining.service_names(), **programmer.names()},
                     ejections=programmer.ejections(),
                     without_backend=self.syncer.builder.lacks,
+                    left_to_node=dict(self.syncer.builder.table.left_to_node),
                 )
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts
@@ -139,7 +140,7 @@ class Answers:
                     found = destination_of(self.syncer.builder.table, service, port, protocol, family)
                 except LookupError as error:
                     raise ControllerError(str(error)) from None
-                return p.FoundAnswer(found.address, found.port, int(found.protocol))
+                return p.FoundAnswer(found.address, found.port, int(found.protocol), found.left)
             case p.GetEvents(after):
                 reports = self._packet_events()
                 silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {reports.name})

@@ -20,7 +20,9 @@ from hybrid_proxy.controller.settings.documents import SERVICES
 from hybrid_proxy.controller.settings.given import add_flags
 
 if TYPE_CHECKING:
-    from hybrid_proxy.dataplane.table import ServiceTable
+    from hybrid_proxy.controller.semantics.explain import Destination
+    from hybrid_proxy.controller.serving.protocol import FoundAnswer
+    from hybrid_proxy.dataplane.table import Protocol, ServiceTable
 
 
 Fields = dict[str, object]  # of a packet, for `packet_from_dict`
@@ -122,7 +124,7 @@ def ask_agent(admin_socket: str, named: NamedTarget, family: int) -> Fields:
     if not table.ports:
         checked(asked_for(named.service), table.services)
     found = ask(admin_socket, FindService(*named, family), FoundAnswer)
-    return {"dst": found.address, "port": found.port, "proto": Protocol(found.protocol).name}
+    return _fields(found, Protocol(found.protocol))
 
 
 def _find_in(table: ServiceTable, named: NamedTarget, family: int) -> Fields:
@@ -134,7 +136,13 @@ def _find_in(table: ServiceTable, named: NamedTarget, family: int) -> Fields:
         found = destination_of(table, *named, family)
     except LookupError as error:
         raise ControllerError(str(error)) from None
-    return {"dst": found.address, "port": found.port, "proto": found.protocol.name}
+    return _fields(found, found.protocol)
+
+
+def _fields(found: FoundAnswer | Destination, protocol: Protocol) -> Fields:
+    if found.left:
+        _say(f"note: {found.left}; {found.address} is meant here")
+    return {"dst": found.address, "port": found.port, "proto": protocol.name}
 
 
 _FLAGS: Final = {"src": "--from", "dst": "--to", "port": "--to", "proto": "--to", "src_class": "--source-class"}

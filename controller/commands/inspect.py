@@ -27,7 +27,7 @@ from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
 from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.terminal import print_lines, print_rows, print_stream, print_value, say, screen
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.semantics.explain import MEANINGS, Packet
+from hybrid_proxy.controller.semantics.explain import MEANINGS, Packet, left_text
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, StartingError, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
@@ -86,7 +86,10 @@ def _services(here: Programmed, args: argparse.Namespace) -> _Found:
     known = here.services()
     asked = here.asked(args.service, args.namespace, known)
     rows = [row for row in known if asked.has(row.name)]
-    return _Found(rows, listings.service_columns(rows, here.agent.ejections if here.agent else ()))
+    names = {(row.name or "").partition(":")[0] for row in rows}
+    left = here.agent.left_to_node if here.agent else {}
+    notes = [left_text(address, owner) for address, owner in left.items() if owner in names or not any(asked)]
+    return _Found(rows, listings.service_columns(rows, here.agent.ejections if here.agent else ()), notes)
 
 
 def _backends(here: Programmed, args: argparse.Namespace) -> _Found:

@@ -121,11 +121,12 @@ def packet_from_dict(row: Mapping[str, Any]) -> Packet:
 
 
 class Destination(NamedTuple):
-    """The destination of packets to a service."""
+    """The destination of packets to a service; `left` is about an address of the service that this node has."""
 
     address: str
     port: int
     protocol: Protocol
+    left: str = ""
 
 
 def destination_of(table: ServiceTable, service: str, port: str, protocol: str, family: int) -> Destination:
@@ -143,10 +144,10 @@ def destination_of(table: ServiceTable, service: str, port: str, protocol: str, 
     """
     entries = [entry for entry in table.services.get(service, ()) if entry.frontends]
     here = [entry for entry in entries if family in (0, entry.family)]
+    left = next((left_text(*pair) for pair in table.left_to_node.items() if pair[1] == service), "")
     if not here:
         text = f"service {service} has no IPv{family} address" if entries else f"no service {service} is served here"
-        left = [left_text(*pair) for pair in table.left_to_node.items() if pair[1] == service]
-        raise LookupError(": ".join([text, *left[:1]]))
+        raise LookupError(": ".join(filter(None, (text, left))))
     entries = here
     entries.sort(key=lambda entry: (entry.family, entry.protocol.name.lower() != (protocol or "tcp")))
     known = [(entry, frontend) for entry in entries for frontend in entry.frontends if frontend.address is not None]
@@ -158,13 +159,15 @@ def destination_of(table: ServiceTable, service: str, port: str, protocol: str, 
     if port.isdecimal():
         found = next((one for one in having if one[1].port == int(port)), None)
         first = found or known[0]
-        return Destination(first[1].address or "", int(port), asked or (found[0].protocol if found else Protocol.TCP))
+        return Destination(
+            first[1].address or "", int(port), asked or (found[0].protocol if found else Protocol.TCP), left
+        )
     ports = {entry.name.partition(":")[2]: (entry, frontend) for entry, frontend in reversed(having)}
     chosen = ports.get(port) if port else next(iter(ports.values())) if len(ports) == 1 else None
     if chosen is None:
         there = ", ".join(sorted(f"{frontend.port} ({name})" for name, (_, frontend) in ports.items()))
         raise LookupError(f"which port of {service}? It has {there or f'none of protocol {protocol}'}")
-    return Destination(chosen[1].address or "", chosen[1].port, chosen[0].protocol)
+    return Destination(chosen[1].address or "", chosen[1].port, chosen[0].protocol, left)
 
 
 _last: Explainer | None = None

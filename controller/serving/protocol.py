@@ -428,7 +428,8 @@ class StatusAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="status"
 class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     """Answers `GetNames`: modes, the folder of pins, names by number, failing backends.
 
-    `draining` are the modes that drain, `without_backend` the service ports that have none on this node.
+    `draining` are the modes that drain, `without_backend` the service ports that have none on this node. `left_to_node`
+    is as in `AgentStatus`.
     """
 
     mode: str
@@ -437,6 +438,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     names: dict[int, str]
     ejections: list[Ejection]
     without_backend: list[Lack] = []
+    left_to_node: dict[str, str] = {}
 
 
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):
@@ -468,11 +470,12 @@ class ExplainAnswers(msgspec.Struct, frozen=True, tag_field="answer", tag="expla
 
 
 class FoundAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="found"):
-    """Answers `FindService`; the protocol's number is IANA's."""
+    """Answers `FindService`; the protocol's number is IANA's, `left` as in `Destination`."""
 
     address: str
     port: int
     protocol: int
+    left: str = ""
 
 
 class IgnoredAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="ignored"):

@@ -173,7 +173,10 @@ NODE_FACTS = (  # a command that changes one, what the history has then, and the
 
 def test_facts_of_the_node_that_change_are_remembered_and_status_names_the_command(node: Lab) -> None:
     pod = json.loads(run(node, "status -o json").stdout)["dataplane"]["ebpf"]["pods"]["interfaces"][0]
-    assert shell(node, "ip link add other0 type veth peer other1; ip link set other1 up; ip link set other0 up").returncode == 0
+    assert (
+        shell(node, "ip link add other0 type veth peer other1; ip link set other1 up; ip link set other0 up").returncode
+        == 0
+    )
 
     def remembered(what: str) -> bool:
         rows = json.loads(run(node, "changes -o json").stdout)
@@ -191,6 +194,27 @@ def test_facts_of_the_node_that_change_are_remembered_and_status_names_the_comma
                 assert shell(node, back).returncode == 0
     finally:
         shell(node, "ip link del other0")
+
+
+@pytest.mark.parametrize(("own", "asked"), [("fd96::10", "10.96.0.10:80"), ("10.96.0.10", "[fd96::10]:80")])
+def test_an_address_of_a_service_that_the_node_has_is_named_with_the_one_that_is_meant(
+    node: Lab, own: str, asked: str
+) -> None:
+    assert shell(node, f"ip link add own0 type veth peer own1; ip addr add {own} dev own0").returncode == 0
+    try:
+        until(
+            lambda: own in json.loads(run(node, "status -o json").stdout)["left_to_node"], "it is left to the node", 30
+        )
+        for line in ("services", "services default/web"):
+            assert f"({own}, the ClusterIP of default/web, is on an interface of this node" in run(node, line).stderr
+        assert own not in run(node, "services default/dns").stderr
+        done = run(node, "explain --live --from pod/pod1 --to default/web:http")
+        assert f"-> {asked}/tcp" in done.stdout
+        assert f"{own}, the ClusterIP of default/web" in done.stderr
+        assert f"{asked.rpartition(':')[0].strip('[]')} is meant here" in done.stderr
+    finally:
+        shell(node, "ip link del own0")
+        until(lambda: not json.loads(run(node, "status -o json").stdout)["left_to_node"], "it is served again", 30)
 
 
 # fmt: off
