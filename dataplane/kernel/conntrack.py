@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 SETTINGS: Final = Path("/proc/sys/net/netfilter")
 LIBERAL: Final = SETTINGS / "nf_conntrack_tcp_be_liberal"
 COUNT: Final = SETTINGS / "nf_conntrack_count"  # of this network namespace
+COUNTERS: Final = Path("/proc/thread-self/net/stat/nf_conntrack")
+LOSSES: Final = frozenset({"drop", "early_drop", "insert_failed"})
 MODULE: Final = Path("/sys/module/nf_conntrack")  # also where it is no module
 SUBSYSTEM: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK
 GET, DELETE = SUBSYSTEM | 1, SUBSYSTEM | 2
@@ -152,8 +154,20 @@ def fill() -> Fill | None:
     return Fill(_setting("count"), limit) if limit else None
 
 
-def largest_user() -> str:
-    """Names the client that has most entries, and their commonest place; empty: not known. It takes a second."""
+def losses() -> dict[str, int]:
+    """Returns what was lost here since the boot, by the counter's name; empty: the kernel does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        names, *rows = (line.split() for line in COUNTERS.read_text().splitlines())  # a row for each CPU, hexadecimal
+        found = (sum(int(value, 16) for value in values) for values in zip(*rows, strict=True))
+        return {name: count for name, count in zip(names, found, strict=True) if name in LOSSES}
+    return {}
+
+
+def largest_user(own: Collection[str]) -> str:
+    """Names the client that has most entries, and their commonest place; empty: not known. It takes a second.
+
+    `own` are the addresses of this node.
+    """
     pairs, clients = Counter[tuple[bytes, bytes, bytes]](), Counter[bytes]()
     with contextlib.suppress(OSError, NetlinkFailed):
         for family in (4, 6):
@@ -163,7 +177,9 @@ def largest_user() -> str:
     for client, total in clients.most_common(1):
         count, to, port = max((count, to, port) for (source, to, port), count in pairs.items() if source == client)
         place = socket_text(str(ip_address(to)), int.from_bytes(port, "big"))
-        return f"{total} are from {ip_address(client)}, {count} of these to {place}"
+        address = ip_address(client)
+        itself = " (this node itself)" if address.is_loopback or str(address) in own else ""
+        return f"{total} are from {address}{itself}, {count} of these to {place}"
     return ""
 
 

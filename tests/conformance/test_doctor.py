@@ -528,7 +528,15 @@ INCIDENTS = [
     Incident("forwarding is off", lambda clinic: clinic.setting("ipv4/ip_forward", "0"), (NAME,), "forwarding-off"),
     Incident("the API server is unreachable", no_api, (), "api-unreachable"),
     Incident("the agent is new, and the API server is unreachable", waiting, (), "api-unreachable"),
-    Incident("conntrack is full", full_conntrack, (), "conntrack-full", said="from 127.0.0.1", dear=True),
+    Incident(
+        "conntrack is full",
+        full_conntrack,
+        (),
+        "conntrack-full",
+        said="from 127.0.0.1 (this node itself)",
+        noted="forgotten because it was full",
+        dear=True,
+    ),
     Incident("the folder of the objects is gone", from_files(shutil.rmtree), (), "api-unreachable"),
     Incident("a file of objects is no YAML", from_files(spoil), (), "refused-objects"),
     Incident(

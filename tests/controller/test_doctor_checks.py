@@ -267,10 +267,12 @@ NODES = [
     pytest.param({"forwarding": {4: True, 6: False}}, "forwarding-off", "problem", id="no forwarding of IPv6"),
     pytest.param({"conntrack": Fill(100, 100)}, "conntrack-full", "problem", id="conntrack is full"),
     pytest.param({"conntrack": Fill(95, 100)}, "conntrack-full", "warning", id="conntrack is nearly full"),
+    pytest.param({"conntrack": Fill(5, 100), "lost": {"drop": (9, 2)}}, "conntrack-full", "warning", id="conntrack drops just now"),
+    pytest.param({"conntrack": Fill(5, 100), "lost": {"early_drop": (9, 2)}}, "conntrack-full", "warning", id="conntrack forgets flows just now"),
     pytest.param({"agent": agent_status(dataplane=dataplane(unprogrammed=[Unprogrammed("a/b:c", "map services (--max-services) is full (9)")]))}, "map-full", "problem", id="a map is full"),
     pytest.param({"empty": ("shop/a:http",)}, "empty-services", "warning", id="a service without endpoints"),
     pytest.param({"events": (EVENT,)}, "drops", "warning", id="recent drops"),
-    pytest.param({"reverse_path_drops": 3}, "reverse-path", "warning", id="rp_filter drops"),
+    pytest.param({"lost": {"rp_filter": (9, 3)}}, "reverse-path", "warning", id="rp_filter drops"),
     pytest.param({"programmed": {"ebpf": 7}}, "no-agent", "problem", id="no agent"),
     pytest.param({"hung": "the agent (PID 7)", "programmed": {"ebpf": 7}}, "no-agent", "problem", id="an agent that hangs"),
     pytest.param({"denied": True, "unread": "permission denied"}, "no-agent", "problem", id="no rights"),
@@ -288,6 +290,12 @@ def test_whose_flows_fill_conntrack_is_told() -> None:
     verdict = diagnose("node", [each for each in node_findings(node) if each.subject == "conntrack"]).verdict
     assert verdict.startswith("conntrack is full")
     assert verdict.endswith("10.0.0.1 (90)")
+
+
+def test_what_conntrack_lost_since_the_boot_is_told() -> None:
+    node = msgspec.structs.replace(WELL, conntrack=Fill(5, 100), lost={"drop": (9, 0), "insert_failed": (0, 0)})
+    found = next(each for each in node_findings(node) if each.subject == "conntrack")
+    assert (found.mark, ": 9 (0" in found.text, "another flow" in found.text) == ("ok", True, False)
 
 
 def test_of_a_full_map_the_flag_and_the_field_are_told() -> None:

@@ -48,6 +48,11 @@ WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets
 FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
 OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
 AS_LEFT: Final = ", as the agent before this one left it"
+LOSSES: Final = {  # counters of conntrack
+    "drop": "packets dropped because it was full",
+    "early_drop": "flows forgotten because it was full",
+    "insert_failed": "packets dropped because another flow had their addresses and ports",
+}
 STAYS: Final = "; the last good version serves, and edits since then are ignored"
 AT_HOME: Final = "give this node an endpoint, or use the traffic policy Cluster"
 FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
@@ -115,7 +120,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     yield from _forwarding(facts)
     yield _reverse_path(facts)
     if facts.conntrack is not None:
-        yield _conntrack(facts.conntrack, facts.conntrack_user)
+        yield _conntrack(facts.conntrack, facts.conntrack_user, facts.lost)
     for text in facts.beside:
         yield Finding("ok", "other programs", text)
     yield _ejected(facts)
@@ -178,7 +183,7 @@ def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
 
 def _reverse_path(facts: NodeFacts) -> Finding:
     strict = sorted(name for name, value in facts.reverse_path.items() if value == 1)
-    counted = sum(row.reason == "drop_reverse_path" for row in facts.events) + (facts.reverse_path_drops or 0)
+    counted = sum(row.reason == "drop_reverse_path" for row in facts.events) + facts.lost.get("rp_filter", (0, 0))[1]
     if counted:
         text = f"rp_filter drops packets ({counted} just now): the route back is by another interface"
         todo = "correct the route, or set net.ipv4.conf.*.rp_filter to 2 where two ways are meant"
@@ -186,12 +191,19 @@ def _reverse_path(facts: NodeFacts) -> Finding:
     return Finding("ok", "rp_filter", f"strict at {some(strict)}, and drops nothing" if strict else "nowhere strict")
 
 
-def _conntrack(row: Fill, largest: str) -> Finding:
+def _conntrack(row: Fill, largest: str, lost: dict[str, tuple[int, int]]) -> Finding:
     todo = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core)"
+    rows = [(what, *lost[name]) for name, what in LOSSES.items() if any(lost.get(name, ()))]
+    more = "; since the boot " * bool(rows) + ", ".join(
+        f"{what}: {total} ({now} just now)" for what, total, now in rows
+    )
     for each in fill_trouble("conntrack", "conntrack-full", "conntrack", row, todo):
         user = f"; {largest}" if largest else ""
-        return Finding(each.mark, each.subject, f"{each.details[0]}{user}", todo, each.cause)
-    return Finding("ok", "conntrack", f"{row.used} of {row.limit} entries are used")
+        return Finding(each.mark, each.subject, f"{each.details[0]}{user}{more}", todo, each.cause)
+    text = f"{row.used} of {row.limit} entries are used{more}"
+    if lost.get("drop", (0, 0))[1] or lost.get("early_drop", (0, 0))[1]:
+        return Finding("warning", "conntrack", text, todo, "conntrack-full")
+    return Finding("ok", "conntrack", text)
 
 
 def _ejected(facts: NodeFacts) -> Finding:

@@ -30,13 +30,13 @@ WHOLE: Final = 1 << 20  # the width of what is no terminal: no line of it is wra
 
 def run(args: argparse.Namespace) -> int:
     """Diagnose; the exit code: 0 all is well, 1 there is a problem."""
-    from hybrid_proxy.controller.commands.doctor.node import at_node, reverse_path_drops
+    from hybrid_proxy.controller.commands.doctor.node import at_node, losses
     from hybrid_proxy.controller.commands.doctor.service import at_namespace, at_service
     from hybrid_proxy.controller.commands.views import agent_at
 
     began = time.monotonic()
     packet = _packet(args)
-    before = reverse_path_drops()
+    before = losses()
     node = at_node(agent_at(args.admin_socket, args.pin_root), args.cgroup)
     several = args.namespace is not None and args.service is None
     services = []
@@ -44,9 +44,8 @@ def run(args: argparse.Namespace) -> int:
         services = at_namespace(args, node)
     elif args.service or packet is not None:
         services = [at_service(args, packet, node)]
-    after = reverse_path_drops()
-    if before is not None and after is not None:
-        node = node._replace(facts=msgspec.structs.replace(node.facts, reverse_path_drops=after - before))
+    lost = {name: (count, count - before.get(name, 0)) for name, count in losses().items()}
+    node = node._replace(facts=msgspec.structs.replace(node.facts, lost=lost))
     if node.here is not None:
         node.here.close()
     findings = list(node_findings(node.facts))

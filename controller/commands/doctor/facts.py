@@ -94,7 +94,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     other_proxies: tuple[str, ...] = ()
     forwarding: dict[int, bool] = {}  # family -> whether the kernel forwards
     reverse_path: dict[str, int] = {}  # interface -> rp_filter
-    reverse_path_drops: int | None = None  # while doctor looked
+    lost: dict[str, tuple[int, int]] = {}  # counter of the kernel -> since the boot, and while doctor looked
     conntrack: Fill | None = None
     conntrack_user: str = ""  # whose flows have most entries, where it is nearly full
     empty: tuple[str, ...] = ()  # service ports that have no backend

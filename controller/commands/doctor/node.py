@@ -60,7 +60,11 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
         reverse_path=_reverse_path(),
         conntrack=table,
-        conntrack_user=conntrack.largest_user() if table and table.used >= NEARLY_FULL * table.limit else "",
+        conntrack_user=(
+            conntrack.largest_user(links.read_node().addresses)
+            if table and table.used >= NEARLY_FULL * table.limit
+            else ""
+        ),
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
         beside=_beside(here, cgroup or _cgroup(agent)),
@@ -71,15 +75,16 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     return Node(facts, here, rows)
 
 
-def reverse_path_drops() -> int | None:
-    """Return how many packets the kernel dropped here by rp_filter; None: it does not tell."""
+def losses() -> dict[str, int]:
+    """Return how many packets the kernel dropped here by rp_filter and by conntrack, by counter, as far as it tells."""
+    found = conntrack.losses()
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = iter(Path("/proc/thread-self/net/netstat").read_text().splitlines())
         for names, values in zip(lines, lines, strict=False):
             known = dict(zip(names.split(), values.split(), strict=False))
             if "IPReversePathFilter" in known:
-                return int(known["IPReversePathFilter"])
-    return None
+                found["rp_filter"] = int(known["IPReversePathFilter"])
+    return found
 
 
 def _read(read: Callable[[], Read]) -> tuple[Read | None, str]:
