@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
-from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, speech_of
+from hybrid_proxy.controller.commands.doctor.connect import Attempt, Origin, Speech, repeats, speech_of
 from hybrid_proxy.controller.commands.doctor.facts import (
     Cause,
     Finding,
@@ -110,6 +110,18 @@ EVENT = PacketEvent(
     number=1, time=1.0, what="drop", reason="drop_martian", message="no such source", service="shop/web:http",
     protocol="TCP", source="1.1.1.1:1", destination=VIP, backend=None, where="tc", interface=None,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked"), [("silent", {"backend"}), ("answered", {"service"})], ids=["a backend fails", "the way to it"]
+)
+def test_repeated_syns_count_towards_ejection_only_where_no_backend_fails_directly(
+    backend: Outcome, asked: set[str]
+) -> None:
+    rows = [*tried(A, backend, None), *tried(VIP, "silent", None)]
+    node = Origin("node", "", ("10.0.9.9",))
+    attempts = {Attempt(node, one.via, one.target[:-5], 80, "TCP", Speech(), "shop/web:http"): one for one in rows}
+    assert {one.via for one in repeats(attempts)} == asked
 
 
 # fmt: off

@@ -128,10 +128,15 @@ def repeats(tried: Mapping[Attempt, Tried]) -> list[Attempt]:
     """Return SYNs that show whether packets are lost, for connections that failed by silence, or sent a segment again.
 
     Only these say how sure that is: of a segment that was lost twice, one attempt looks like a process that hangs.
+    What fails by the Service's address is asked of its backends alone if one of these fails, too: failures of Services
+    count towards ejection.
     """
     seen = [one for one, each in tried.items() if each.resent or each.outcome in ("silent", "mute", "stalled")]
-    mine = [one for one in seen if one.protocol == "TCP"][:MOST_REPEATED]
-    return [one._replace(speech=Speech(), number=1 + number) for one in mine for number in range(REPEATS)]
+    told = {one.service_port for one in seen if one.via == "backend"}
+    mine = [one for one in seen if one.protocol == "TCP" and (one.via == "backend" or one.service_port not in told)]
+    return [
+        one._replace(speech=Speech(), number=1 + number) for one in mine[:MOST_REPEATED] for number in range(REPEATS)
+    ]
 
 
 def _open(attempt: Attempt) -> socket.socket | OSError:
