@@ -8,11 +8,12 @@ Every error is a `BpfError` that says which call on which object failed, with th
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -244,20 +245,16 @@ class Map:
         import numpy as np
 
         keys, values = bytearray(), bytearray()
-        for key in self._keys():
-            value = self.lookup(key)
-            if value is not None:
-                keys += key
-                values += value
-        return np.frombuffer(bytes(keys), dtype=key_type), np.frombuffer(bytes(values), dtype=value_type)
-
-    def _keys(self) -> Iterator[bytes]:
-        key, following = ffi.NULL, ffi.new("char[]", self.key_size)
+        key, value, start = ffi.new("char[]", self.key_size), ffi.new("char[]", self.value_size), ffi.NULL
+        following, lookup = library().bpf_map_get_next_key, library().bpf_map_lookup_elem
         for _ in range(2 * self.entries):  # a map that changes meanwhile may start over
-            if library().bpf_map_get_next_key(self.fd, key, following) < 0:
-                return
-            yield bytes(ffi.buffer(following))
-            key = ffi.new("char[]", bytes(ffi.buffer(following)))
+            if following(self.fd, start, key) < 0:
+                break
+            start = key
+            if lookup(self.fd, key, value) >= 0:
+                keys += ffi.buffer(key)
+                values += ffi.buffer(value)
+        return np.frombuffer(bytes(keys), dtype=key_type), np.frombuffer(bytes(values), dtype=value_type)
 
     def view(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Returns the elements of a mappable array as a writable numpy array that shares the kernel's memory."""
@@ -495,6 +492,18 @@ def programs_at(target: int, attach_type: int) -> list[int]:
         return []
     check(code, f"reading what is attached to {target}")
     return list(numbers[0 : options.prog_cnt])
+
+
+def with_programs(targets: Iterable[int], attach_types: Collection[int]) -> set[int]:
+    """Returns those of the interfaces that have programs at one of these hooks; it asks for their number alone."""
+    options, query = ffi.new("struct bpf_prog_query_opts *"), library().bpf_prog_query_opts
+    options.sz = ffi.sizeof("struct bpf_prog_query_opts")
+    found = set()
+    for target, attach_type in itertools.product(targets, attach_types):
+        options.prog_cnt = 0  # room for none
+        if query(target, attach_type, options) >= 0 and options.prog_cnt:
+            found.add(target)
+    return found
 
 
 def program_info(program: int) -> Any:

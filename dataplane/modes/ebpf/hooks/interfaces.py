@@ -24,7 +24,7 @@ from pathlib import Path
 
 from hybrid_proxy.dataplane.kernel import clsact
 from hybrid_proxy.dataplane.kernel.attachment import Attachment, program_number
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, program_name, programs_at
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, program_name, programs_at, with_programs
 from hybrid_proxy.dataplane.kernel.links import Interface, interface_name, read_node
 from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import is_link_pin, links_in, remove_pins
@@ -203,31 +203,32 @@ class InterfacePrograms:
         for links in self._links.values():
             for link in links:
                 yield from link.damage(pins)
-        self._filters.look()
-        for interface in self._filtered():
-            for message in self._filter_damage(interface):
-                if interface_name(interface.index) == interface.name:
-                    yield message
+        for interface, message in self._filter_damage():
+            if interface_name(interface.index) == interface.name:
+                yield message
 
     def _filtered(self) -> list[Interface]:
         return [interface for index, interface in self.attached.items() if index not in self._links]
 
-    def _filter_damage(self, interface: Interface) -> Iterator[str]:
-        index = interface.index
-        programs = {(name, ingress): self._program(name, index) for name, _, ingress in self._hooks_at(interface)}
-        for name in self._filters.missing(interface.index, programs):
-            yield f"{name} at {interface.name} is no filter any more"
-        if foreign := _foreign_tcx(interface.index):
-            names = ", ".join(program_name(number) for number in foreign)
-            yield f"TCX programs run before our filters at {interface.name}: {names}"
+    def _filter_damage(self) -> Iterator[tuple[Interface, str]]:
+        self._filters.look()
+        filtered = self._filtered()
+        foreign = with_programs([interface.index for interface in filtered], (TCX_INGRESS, TCX_EGRESS))
+        for interface in filtered:
+            index, hooks = interface.index, self._hooks_at(interface)
+            programs = {(name, ingress): self._program(name, index) for name, _, ingress in hooks}
+            for name in self._filters.missing(index, programs):
+                yield interface, f"{name} at {interface.name} is no filter any more"
+            if index in foreign:
+                names = ", ".join(program_name(number) for number in _foreign_tcx(index))
+                yield interface, f"TCX programs run before our filters at {interface.name}: {names}"
 
     def repair(self, pins: Pins) -> None:
         """Attaches again what `damage` reports."""
         for links in self._links.values():
             for link in links:
                 link.repair(pins)
-        self._filters.look()
-        self._attach([interface for interface in self._filtered() if any(True for _ in self._filter_damage(interface))])
+        self._attach({interface.index: interface for interface, _ in self._filter_damage()}.values())
 
     def foreign(self) -> Iterator[str]:
         """Yields the foreign programs and filters at the interfaces that are served."""
