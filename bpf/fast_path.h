@@ -87,13 +87,17 @@ INLINE bool lasts_one_way(const struct flow *f, __u8 protocol)
 INLINE bool skips_stack_at_once(struct __sk_buff *skb, struct scratch *space, enum hook hook, const bool v6)
 {
 	struct bpf_fib_lookup *hop = &space->hop;
+	long result;
 
 	if (READ_ONCE(own_node.fast_path) < FAST_PATH_ALWAYS || hook != HOOK_POD_INGRESS || space->flow.flags)
 		return false;
 	if (CALL(origin_by_route, v6, skb) != skb->ifindex)
 		return false;
-	return fib_lookup_skb(skb, hop, &space->packet, &space->result, 0, v6) == BPF_FIB_LKUP_RET_SUCCESS &&
-	       has_link(hop->ifindex | 1u << LINK_POD_BIT) && !neighbour_needs_refresh(hop, v6);
+	result = fib_lookup_skb(skb, hop, &space->packet, &space->result, 0, v6);
+	if (!has_next_hop(result) || !has_link(hop->ifindex | 1u << LINK_POD_BIT))
+		return false;
+	NOTE(NOTE_HOP, hop->ifindex, result);
+	return result == BPF_FIB_LKUP_RET_SUCCESS && !neighbour_needs_refresh(hop, v6);
 }
 
 INLINE enum step give_to_pod(struct __sk_buff *skb, const struct flow *flow)

@@ -68,6 +68,11 @@ class FailureHistory(msgspec.Struct, frozen=True):
         return "; ".join(text for _, text in sorted(kinds, reverse=True))
 
 
+def several(count: int, noun: str, nouns: str = "") -> str:
+    """Returns `1 backend`, `3 backends`; `nouns` is the plural of nouns that end otherwise."""
+    return f"{count} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
 def clock(moment: float, now: float | None = None) -> str:
     """Formats a time, in seconds since 1970, as one of the day; with the date if it was not within a day of `now`."""
     form = "%H:%M:%S UTC" if now is None or abs(now - moment) < 86_400 else "%Y-%m-%d %H:%M:%S UTC"

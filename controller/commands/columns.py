@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from hybrid_proxy.controller.text import printable
 
 __all__ = [
-    "Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "several", "some",
+    "Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "some",
     "table",
 ]  # fmt: skip
 
@@ -152,11 +152,6 @@ def fits(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen) ->
 def painted(text: str, tone: Tone, screen: Screen) -> str:
     """The text in the colour of its tone, where the screen has colours."""
     return f"\x1b[{tone}m{text}\x1b[0m" if screen.colours and tone and text else text
-
-
-def several(count: int, noun: str) -> str:
-    """`1 backend`, `3 backends`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def some(items: Sequence[str], separator: str = ", ") -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Final
 
-from hybrid_proxy.controller.commands.columns import Screen, duration, painted, several
+from hybrid_proxy.controller.commands.columns import Screen, duration, painted
 from hybrid_proxy.controller.commands.troubles import Trouble, Verdict, missing, troubles
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
@@ -17,7 +17,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SourceStatus,
 )
 from hybrid_proxy.controller.text import printable
-from hybrid_proxy.dataplane.reports import EbpfStatus, Status, clock, start_lines
+from hybrid_proxy.dataplane.reports import EbpfStatus, Status, clock, several, start_lines
 
 __all__ = ["Verdict", "lines", "lines_without_agent", "verdict"]
 

@@ -52,6 +52,7 @@ from hybrid_proxy.controller.kubernetes.model import (
     kind_of,
 )
 from hybrid_proxy.controller.kubernetes.yamldoc import MAX_BYTES, MAX_DEPTH, MAX_VALUES, NotYamlError, documents
+from hybrid_proxy.dataplane.reports import several
 
 log = logging.getLogger(__name__)
 
@@ -669,9 +670,12 @@ class Manifests:
         return found
 
     def describe(self) -> str:
+        if self._reported is None:
+            return f"manifests in {self._path}"  # before they are read, or cannot be
         snapshot = self._folder.snapshot
         foreign = f", {snapshot.foreign} of other kinds" if snapshot.foreign else ""
-        return f"manifests in {self._path}: {len(snapshot.objects)} objects in {len(self._folder.files)} files{foreign}"
+        objects, files = several(len(snapshot.objects), "object"), several(len(self._folder.files), "file")
+        return f"manifests in {self._path}: {objects} in {files}{foreign}"
 
     def run(self, emit: Emit, stop: threading.Event) -> None:
         while not stop.is_set():

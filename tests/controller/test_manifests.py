@@ -528,8 +528,9 @@ def test_differences_lead_where_a_fresh_read_does(states: list[dict[str, list[st
             assert fresh == picture, "nothing old stays without a reason"
 
 
-def test_description_counts(tmp_path: Path, run: Callable[..., Watcher]) -> None:
+def test_description_counts_what_was_read(tmp_path: Path, run: Callable[..., Watcher]) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"kind": "List", "items": [{"kind": "Pod"}, {"kind": "Pod"}]}))
     (tmp_path / "b.yaml").write_text(service("a"))
+    assert Manifests(tmp_path).describe() == f"manifests in {tmp_path}", "nothing is read yet"
     running = run()
-    assert running.source.describe() == f"manifests in {tmp_path}: 1 objects in 2 files, 2 of other kinds"
+    assert running.source.describe() == f"manifests in {tmp_path}: 1 object in 2 files, 2 of other kinds"

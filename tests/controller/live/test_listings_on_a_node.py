@@ -217,6 +217,25 @@ def test_an_address_of_a_service_that_the_node_has_is_named_with_the_one_that_is
         until(lambda: not json.loads(run(node, "status -o json").stdout)["left_to_node"], "it is served again", 30)
 
 
+def test_a_packet_that_the_fast_path_leaves_to_the_stack_says_why(node: Lab) -> None:
+    def explained() -> str:
+        (answer,) = [json.loads(run(node, "explain --live --from pod/pod4 --to default/web:http -o json").stdout)]
+        return str(answer["reason"])
+
+    assert json.loads(run(node, "status -o json").stdout)["dataplane"]["ebpf"]["fast_path"] == "always"
+    assert shell(node, "ip neigh flush all").returncode == 0
+    assert explained().endswith(
+        "routed by the stack, which looks for its neighbour; the packets after this one bypass the stack."
+    )
+    load = [sys.executable, "-m", "hybrid_proxy.workshop.lab.traffic", "load", "connections", "10.96.0.10:80"]
+
+    def bypasses() -> bool:
+        assert node.run("pod4", [*load, "--count", "20"]).returncode == 0
+        return explained().endswith("sent on by the program.")
+
+    until(bypasses, "the fast path takes the next ones", 30)
+
+
 # fmt: off
 COMPLETED = (
     ("hybrid-proxy ser", {"services"}),

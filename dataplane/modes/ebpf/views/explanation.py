@@ -52,7 +52,7 @@ class _Notes:
         self.family = family_of(question.dst)
         self.service = self.backend = 0
         self.counted: list[str] = []
-        self.closed = self.masquerade = False
+        self.closed = self.masquerade = self.has_hop = False
         self.steps: list[ExplainStep] = []
         self._flow = ""
 
@@ -170,8 +170,9 @@ class _Notes:
         self.step("path_back", f"The way back to {self.question.src} {way}; it {rule}.", internal=True)
 
     def hop(self, ifindex: int, result: int) -> None:
+        self.has_hop = result in {0, 7}
         way = HOPS.get(result, "none: the stack is to decide" if result in {4, 5, 6} else f"none ({result})")
-        interface = f", by {self.around.interface(ifindex)}" if result in {0, 7} else ""
+        interface = f", by {self.around.interface(ifindex)}" if self.has_hop else ""
         self.step("hop", f"The next hop: {way}{interface}.", internal=True)
 
     def foreign(self, origin: int, way: int) -> None:
@@ -285,4 +286,6 @@ def _conclusion(verdict: str, notes: _Notes, code: int, source: str, place: str)
     if place == "node":
         return f"The socket is connected to {target}; no packet is translated."
     way = "routed by the stack" if code == PASS else "sent on by the program"
+    if code == PASS and notes.has_hop:  # once in a while, for the kernel to keep the entry (route.h)
+        way += ", which looks for its neighbour; the packets after this one bypass the stack"
     return f"It goes to {target} with source {source}, {way}."
