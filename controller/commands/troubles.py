@@ -30,7 +30,6 @@ NEARLY_FULL: Final = 0.9
 FORWARDING: Final = {4: "net.ipv4.ip_forward", 6: "net.ipv6.conf.all.forwarding"}
 REPAIRS: Final = 3  # the last ones
 READ_LOG: Final = "read the agent's log"
-IN_THE_POD: Final = "or the other end in the pod; the CNI plugin's log may say who took it down"
 SHOW_ADDRESS: Final = "`ip addr` names the interface, `ss -ltun` what listens"
 WAIT: Final = f"ask again in some seconds, then {READ_LOG}"
 _FLAG: Final = re.compile(r"--max-[a-z-]+")
@@ -82,7 +81,8 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
                              todo=todo, said=[f"{text}: {mode.reason}"]))  # fmt: skip
     plane = status.dataplane
     if down := [f"{name} is down, and the pod behind it is cut off" for name in status.down]:
-        todo = f"`ip link set {status.down[0]} up`, {IN_THE_POD}"
+        name = status.down[0]
+        todo = f"`ip link show {name}`: NO-CARRIER means that the pod's end is down; else `ip link set {name} up`"
         found.append(
             Trouble(
                 "links", "link-down", f"{_many(down, 'link of a pod', 'links of pods')} down", "link", down, todo=todo

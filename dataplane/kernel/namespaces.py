@@ -30,9 +30,9 @@ CLONE_NEWNET: Final = 0x40000000
 NAMED: Final = Path("/run/netns")  # where CNI plugins and `ip netns` bind namespaces
 # linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h, linux/net_namespace.h
 RTM_GETLINK, RTM_GETADDR, RTM_GETNSID = 18, 22, 90
-IFLA_IFNAME, IFLA_MTU, IFLA_LINKINFO, IFLA_LINK_NETNSID = 3, 4, 18, 37
+IFLA_IFNAME, IFLA_MTU, IFLA_LINK, IFLA_LINKINFO, IFLA_LINK_NETNSID = 3, 4, 5, 18, 37
 IFLA_INFO_KIND: Final = 1
-RUNNING: Final = 0x40  # IFF_RUNNING, linux/if.h
+UP, RUNNING = 0x01, 0x40  # IFF_: set by the administrator, and both ends are up; linux/if.h
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 NETNSA_NSID, NETNSA_FD = 1, 3
 SCOPE_UNIVERSE: Final = 0
@@ -52,7 +52,8 @@ class Pod(NamedTuple):
     interface: str  # the node's end
     addresses: tuple[str, ...]
     mtu: int = 0  # of the node's end
-    up: bool = True  # both ends of the link are
+    down: str = ""  # which end of the link is: "node" or "pod"
+    peer: int = 0  # index of the pod's end
 
 
 @contextlib.contextmanager
@@ -146,17 +147,19 @@ def _enter(descriptor: int, name: str) -> None:
         raise OSError(number, f"cannot enter {name}: {os.strerror(number)}")
 
 
-def _interfaces(wire: Netlink) -> dict[int, tuple[str, int, bool]]:
-    """Returns number of a namespace -> name, MTU and state of the node's interface that leads there."""
-    found: dict[int, tuple[str, int, bool]] = {}
+def _interfaces(wire: Netlink) -> dict[int, tuple[str, int, str, int]]:
+    """Returns number of a namespace -> name, MTU, end that is down and index of the other end, of the link there."""
+    found: dict[int, tuple[str, int, str, int]] = {}
     request = Message(RTM_GETLINK, _LINK.pack(socket.AF_UNSPEC, 0, 0, 0, 0), NLM_F_DUMP, "reading interfaces")
     for answer in wire.dump(request):
         link = dict(attributes(answer, _LINK.size))
         kind = dict(attributes(link.get(IFLA_LINKINFO, b""))).get(IFLA_INFO_KIND, b"").rstrip(b"\0")
         if kind in POD_KINDS and IFLA_LINK_NETNSID in link:
             name = link[IFLA_IFNAME].rstrip(b"\0").decode()
-            up = bool(_LINK.unpack_from(answer)[3] & RUNNING)
-            found[_INT.unpack(link[IFLA_LINK_NETNSID])[0]] = name, _INT.unpack(link[IFLA_MTU])[0], up
+            flags = _LINK.unpack_from(answer)[3]
+            down = "" if flags & RUNNING else "pod" if flags & UP else "node"
+            number, mtu, peer = (_INT.unpack(link[each])[0] for each in (IFLA_LINK_NETNSID, IFLA_MTU, IFLA_LINK))
+            found[number] = name, mtu, down, peer
     return found
 
 

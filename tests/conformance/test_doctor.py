@@ -326,22 +326,33 @@ def route(to: str) -> Provoke:
     return provoke
 
 
-@contextmanager
-def link_down(clinic: Clinic) -> Iterator[None]:
-    """The node's end of pod2's link, with which its routes go."""
-    link = clinic.lab["pod2"].interface
-    before = {six: clinic.lab.run("node", ["ip", six, "route", "show", "dev", link]).stdout for six in ("-4", "-6")}
-    clinic.run("node", "ip", "link", "set", link, "down")
-    try:
-        clinic.agent.wait(lambda status: status.down == [link])
-        yield
-    finally:
-        clinic.run("node", "ip", "link", "set", link, "up")
-        for six, text in before.items():
-            for line in text.splitlines():
-                if "proto kernel" not in line:
-                    clinic.run("node", "ip", six, "route", "replace", *line.split(), "dev", link)
-        clinic.agent.wait(lambda status: not status.down)
+def link_down(place: str) -> Provoke:
+    """One end of pod2's link, with which its routes go."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        link = clinic.lab["pod2"].interface
+        end, run = link if place == "node" else "eth0", clinic.lab.run
+        before = {six: run(place, ["ip", six, "route", "show", "dev", end]).stdout for six in ("-4", "-6")}
+        neighbours = run(place, ["ip", "neigh", "show", "dev", end, "nud", "permanent"]).stdout.splitlines()
+        own = run(place, ["ip", "-6", "-o", "address", "show", "dev", end, "scope", "global"]).stdout.splitlines()
+        clinic.run(place, "ip", "link", "set", end, "down")
+        try:
+            clinic.agent.wait(lambda status: status.down == [link])
+            yield
+        finally:
+            clinic.run(place, "ip", "link", "set", end, "up")
+            for line in own:  # the kernel takes all this away
+                clinic.run(place, "ip", "address", "replace", line.split()[3], "dev", end, "nodad")
+            for line in neighbours:
+                clinic.run(place, "ip", "neigh", "replace", *line.split()[:3], "dev", end, "nud", "permanent")
+            for six, text in before.items():
+                for line in sorted(text.splitlines()):  # the way to the gateway before the route by it
+                    if "proto kernel" not in line:
+                        clinic.run(place, "ip", six, "route", "replace", *line.split(), "dev", end)
+            clinic.agent.wait(lambda status: not status.down)
+
+    return provoke
 
 
 def has_name(memory: Memory | None) -> bool:
@@ -408,6 +419,7 @@ class Incident(NamedTuple):
     said: str = ""  # a part of the verdict
     noted: str = ""  # a part of a finding
     dear: bool = False  # it takes ten seconds: in one mode, before a release in all
+    alone: bool = False  # it is told once, and nothing that it causes
     own: bool = False  # what doctor looks at is the mode's own, so it is asked in every mode in `make test`, too
 
 
@@ -516,7 +528,24 @@ INCIDENTS = [
         said="POSTROUTING",
     ),
     Incident("a link of a pod takes less than the pod sends", small_mtu, LARGE, "mtu", said="veth2", own=True),
-    Incident("the link of a pod is down", link_down, (NAME,), "link-down", said="veth2", own=True),
+    Incident("the link of a pod is down", link_down("node"), (NAME,), "link-down", said="the node's end", alone=True),
+    Incident(
+        "a pod's end of its link is down",
+        link_down("pod2"),
+        (NAME,),
+        "link-down",
+        said="the pod's end",
+        alone=True,
+        own=True,
+    ),
+    Incident(
+        "the link of a pod is down, and the node is asked",
+        link_down("pod2"),
+        (),
+        "link-down",
+        said="the pod's end",
+        alone=True,
+    ),
     Incident("no route leads to an endpoint", route(""), (NAME,), "endpoint-route", said="veth2", own=True),
     Incident("the route to an endpoint leads to another pod", route("pod3"), (NAME,), "endpoint-route", said="veth3"),
     Incident("the client's pod gets no answers", rules("pod4", NO_ANSWERS), (NAME,), "client-pod", said="another pod"),
@@ -582,6 +611,7 @@ def test_doctor_names_the_incident(
     assert (found.cause, found.certain) == (incident.cause if happens else "", incident.certain), found
     problems = [each.cause for each in found.findings if each.mark == "problem"]
     assert (code, found.well) == ((1, False) if problems else (0, True)), found
+    assert not incident.alone or len(problems) == 1, found
     assert found.seconds < 6 * DEADLINES, found
     words = " ".join(filter(None, (f"`{found.cause}`" if found.cause else "well", "" if found.certain else "(likely)")))
     words += " as a warning" * (found.well and found.cause not in ("", "restricted"))

@@ -165,10 +165,10 @@ SERVICES = [
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), tried(VIP, "silent"), repeated=(*syns(A, "silent"), *(msgspec.structs.replace(each, via="service") for each in syns(VIP, "accepted", "silent")))), "backend-silent", True, id="SYNs to the service's address meet one backend that is silent"),
     pytest.param(facts(*GOOD, events=(EVENT,)), "drops", True, id="something was dropped meanwhile"),
     pytest.param(facts(tried(A, "stalled", "stalled"), tried(B), tried(VIP)), "backend-stalls", True, id="an answer that does not end"),
-    pytest.param(facts(*GOOD, links=(PodLink("veth1", "10.0.0.1", 1000, 1500),)), "mtu", True, id="a link takes less than the pod sends"),
-    pytest.param(facts(*GOOD, links=(PodLink("veth1", "10.0.0.1", 1500, 1450, 9),)), "", True, id="others' drops, and a smaller MTU of the pod's route"),
+    pytest.param(facts(*GOOD, links=(PodLink("veth1", ("10.0.0.1",), 1000, 1500),)), "mtu", True, id="a link takes less than the pod sends"),
+    pytest.param(facts(*GOOD, links=(PodLink("veth1", ("10.0.0.1",), 1500, 1450, 9),)), "", True, id="others' drops, and a smaller MTU of the pod's route"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), astray={"10.0.0.1": "no route leads there"}), "endpoint-route", True, id="no route leads to the pod"),
-    pytest.param(facts(tried(A, "silent", "silent"), tried(B), links=(PodLink("veth1", "10.0.0.1", 1500, 0, up=False),)), "link-down", True, id="the link of the pod is down"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), links=(PodLink("veth1", ("10.0.0.1",), 1500, 0, down="ip link set veth1 up"),)), "link-down", True, id="the link of the pod is down"),
     pytest.param(facts(*GOOD, astray={"10.0.0.1": "the route leads to eth0"}), "", True, id="a route that does no harm"),
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(DROP,)), "client-pod", True, id="another pod reaches what the first one does not"),
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A, pod="silent"), *tried(B, pod="silent"))), "forwarding-loses", False, id="no pod reaches it"),
@@ -271,6 +271,16 @@ def test_the_node_says_that_forwarding_is_off_and_no_firewall_is_suspected() -> 
     assert "firewall" not in {each.cause for each in findings}
     assert diagnose("x", [*findings, *node_findings(node)]).cause == "forwarding-off"
     assert cause != "firewall"
+
+
+@pytest.mark.parametrize("end", ["ip link set veth1 up", "nsenter --net=/run/netns/a ip link set eth0 up"])
+def test_a_link_that_is_down_is_one_problem_with_the_command_for_its_end(end: str) -> None:
+    link = PodLink("veth1", ("fd00::1", "10.0.0.1"), down=end)
+    _, _, findings = service(facts(tried(A, "unreachable", "silent"), tried(B), tried(VIP, "silent"), links=(link,)))
+    (problem,) = [each for each in findings if each.mark == "problem"]
+    assert (problem.cause, problem.todo.startswith(f"`{end}`")) == ("link-down", True)
+    node = msgspec.structs.replace(WELL, agent=agent_status(down=["veth1"]), down=(link,))
+    assert [each for each in node_findings(node) if each.cause == "link-down"] == [problem]
 
 
 # fmt: off

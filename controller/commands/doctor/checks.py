@@ -18,6 +18,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Finding,
     Mark,
     NodeFacts,
+    PodLink,
     Rule,
     ServiceFacts,
     Tried,
@@ -25,7 +26,6 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
 from hybrid_proxy.controller.commands.troubles import (
     FORWARDING,
-    IN_THE_POD,
     SHOW_ADDRESS,
     fill_trouble,
     forwarding_trouble,
@@ -109,7 +109,8 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     if agent is None:
         yield _without_agent(facts)
     else:
-        yield from _agent_findings(agent, serves=any(facts.programmed.values()))
+        yield from _agent_findings(agent, facts)
+        yield from map(_link_down, facts.down)
     if facts.other_proxies:
         for text in facts.other_proxies:
             yield Finding("problem", "other proxies", text, "see docs/migration.md", "other-proxy")
@@ -152,9 +153,11 @@ def _without_agent(facts: NodeFacts) -> Finding:
     return Finding("problem", "agent", text, f"start it, and read its log ({facts.no_agent})", "no-agent")
 
 
-def _agent_findings(agent: AgentStatus, *, serves: bool) -> Iterator[Finding]:
+def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     yield Finding("ok", "agent", f"it runs on node {agent.node}, up {duration(agent.uptime_seconds)}")
-    found = [each for each in troubles(agent, serves=serves) if each.cause not in LOOKED_AT]
+    looked_at = LOOKED_AT | ({"link-down"} if facts.down else set())
+    serves = any(facts.programmed.values())
+    found = [each for each in troubles(agent, serves=serves) if each.cause not in looked_at]
     drains = "".join(f"; mode {left.mode} drains, {left.text} are open" for left in agent.draining)
     missed = len({one.entry for one in agent.dataplane.unprogrammed})
     without = f", but for {several(missed, 'service port')}" if missed else ""
@@ -491,25 +494,32 @@ def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
 def _links(facts: ServiceFacts) -> Iterator[Finding]:
     """What happens to packets on the links of pods, and on the way to them."""
     for each in facts.links:
-        if not each.up:
-            text = f"the link of pod {each.address} is down: {each.interface}"
-            yield Finding("problem", "links", text, f"`ip link set {each.interface} up`, {IN_THE_POD}", "link-down")
+        where = f"pod {' '.join(each.addresses[:1])}"
+        if each.down:
+            yield _link_down(each)
         elif 0 < each.mtu < each.sends:
             lost = f", and {several(each.drops, 'packet')} were dropped just now" if each.drops else ""
             text = (
-                f"MTU: pod {each.address} sends packets of up to {each.sends} bytes, and {each.interface}, the node's "
+                f"MTU: {where} sends packets of up to {each.sends} bytes, and {each.interface}, the node's "
                 f"end of its link, drops what is larger than {each.mtu}{lost}"
             )
             todo = f"`ip link set {each.interface} mtu {each.sends}`, and correct the CNI plugin's MTU"
             yield Finding("problem", "links", text, todo, "mtu")
         elif each.drops and not all(map(is_good, facts.tried)):
-            text = f"the link of pod {each.address} ({each.interface}) dropped {several(each.drops, 'packet')} just now"
+            text = f"the link of {where} ({each.interface}) dropped {several(each.drops, 'packet')} just now"
             yield Finding("warning", "links", text, "`ip -s link` counts them", "drops")
     failing = {_host(each).strip("[]") for each in _failing(facts.tried) if each.via == "backend"}
     for address, why in facts.astray.items():
         if address in failing:
             text = f"{address} is an endpoint on this node, but {why}"
             yield Finding("problem", "routes", text, "the CNI plugin makes this route: see its log", "endpoint-route")
+
+
+def _link_down(link: PodLink) -> Finding:
+    end = "the pod's end" if link.down.startswith("nsenter") else "the node's end"
+    text = f"the link of pod {' '.join(link.addresses)} is down, at {end} ({link.interface} on the node)"
+    todo = f"`{link.down}`; the CNI plugin's log may say who took it down"
+    return Finding("problem", "links", text, todo, "link-down")
 
 
 def _ends(port: TablePort) -> list[Backend]:
@@ -560,8 +570,12 @@ def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
 
 
 def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
-    direct = [each for each in facts.tried if each.via == "backend" and each.outcome != "failed"]
-    through = [each for each in facts.tried if each.via == "service" and each.outcome != "failed"]
+    cut = {address for link in facts.links if link.down for address in link.addresses}  # which is a finding of its own
+    told = [each for each in facts.tried if each.outcome != "failed" and each.source not in cut]
+    through = [each for each in told if each.via == "service"]
+    direct = [each for each in told if each.via == "backend"]
+    dead = [each for each in direct if _host(each).strip("[]") in cut and not is_good(each)]
+    direct = [each for each in direct if each not in dead]
     for each in facts.tried:
         if each.outcome == "failed":
             yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
@@ -592,7 +606,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         direct = [each for each in direct if each.source != sick[0].source]
         through = [each for each in through if each.source != sick[0].source]
     served = bool(through) and all(map(is_good, through))
-    explained = {each.port for each in _failing(direct)}  # a service port cannot be better than its backends
+    explained = {each.port for each in (*_failing(direct), *dead)}  # a service port cannot be better than its backends
     bad = [each for each in _failing(through) if each.port not in explained]
     if lost or bad:
         yield from _on_the_way(facts, node, lost or bad, lost=bool(lost), served=served)

@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
         found = diagnose(f"namespace {args.namespace}", [*each, *about], tried, seconds)
     elif services:
         own = list(service_findings(services[0], node.facts))
-        found = diagnose(services[0].asked, [*own, *about], services[0].tried, seconds)
+        found = diagnose(
+            services[0].asked, [*own, *(each for each in about if each not in own)], services[0].tried, seconds
+        )
     else:
         found = diagnose("node", findings, seconds=seconds)
     if args.output == "json":

@@ -72,11 +72,11 @@ class PodLink(msgspec.Struct, frozen=True):
     """The link of a pod of this node, as the node's interface; 0 where an MTU is not known."""
 
     interface: str
-    address: str
+    addresses: tuple[str, ...]
     mtu: int = 0  # of the node's end
     sends: int = 0  # the pod's largest packet: the MTU of its route
     drops: int = 0  # packets that both ends dropped during the connections
-    up: bool = True
+    down: str = ""  # the command that sets the end up that is down
 
 
 class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
@@ -99,6 +99,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     conntrack_user: str = ""  # whose flows have most entries, where it is nearly full
     empty: tuple[str, ...] = ()  # service ports that have no backend
     ejections: tuple[Ejection, ...] = ()
+    down: tuple[PodLink, ...] = ()
     beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
     changes: tuple[ChangeRow, ...] = ()  # of the last hour, the oldest first

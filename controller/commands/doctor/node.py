@@ -11,14 +11,15 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
+from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, PodLink
+from hybrid_proxy.controller.commands.doctor.way import link_of
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
 from hybrid_proxy.controller.commands.views import Agent, Programmed, last_changes
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel import conntrack, links, sysctl
+from hybrid_proxy.dataplane.kernel import conntrack, links, namespaces, sysctl
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.other_proxies import warnings
 from hybrid_proxy.dataplane.reports import PacketEvent, ServiceRow
@@ -67,6 +68,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         ),
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
+        down=_links_down() if agent and agent.down else (),
         beside=_beside(here, cgroup or _cgroup(agent)),
         changes=tuple(last_changes(asked.admin_socket, time.time())),
         events=recent(events or ()),
@@ -93,6 +95,12 @@ def _read(read: Callable[[], Read]) -> tuple[Read | None, str]:
         return read(), ""
     except (ControllerError, DataplaneError, OSError) as reason:
         return None, str(reason)
+
+
+def _links_down() -> tuple[PodLink, ...]:
+    with contextlib.suppress(DataplaneError, OSError):
+        return tuple(link_of(pod, ()) for pod in namespaces.pods() if pod.down)
+    return ()
 
 
 def _cgroup(agent: AgentStatus | None) -> str | None:

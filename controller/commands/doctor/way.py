@@ -14,14 +14,18 @@ from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
 def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
     """Read the MTUs of a pod's link, and how many packets both ends have dropped; `own` are the node's addresses."""
-    address, sends, drops = next(iter(pod.addresses), ""), 0, 0
+    address, sends, drops, down = next(iter(pod.addresses), ""), 0, 0, ""
     node = next((each for each in own if address and family_of(each) == family_of(address)), None)
     with contextlib.suppress(OSError):
         drops = namespaces.device_drops().get(pod.interface, 0)
         with namespaces.inside(pod.path):
             drops += sum(namespaces.device_drops().values())
+            if pod.down == "pod":
+                down = f"nsenter --net={pod.path} ip link set {links.interface_name(pod.peer)} up"
             sends = namespaces.packet_size(node) if node else 0
-    return PodLink(pod.interface, address, pod.mtu, sends, drops, pod.up)
+    if pod.down == "node":
+        down = f"ip link set {pod.interface} up"
+    return PodLink(pod.interface, pod.addresses, pod.mtu, sends, drops, down)
 
 
 def astray(
@@ -30,7 +34,7 @@ def astray(
     """Return why no route leads to an endpoint that shall be on this node; those to which one does are left out."""
     by_index = {each.index: each for each in here.interfaces}
     behind = {address: pod.interface for pod in pods for address in pod.addresses}
-    down = {address for pod in pods if not pod.up for address in pod.addresses}  # the kernel takes its routes away
+    down = {address for pod in pods if pod.down for address in pod.addresses}  # the kernel takes its routes away
     outside = {each.index for each in uplinks}
     found = {}
     for address in sorted(set(local) - down - set(here.addresses)):
