@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Final
 
 from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, duration, fits
-from hybrid_proxy.dataplane.reports import PacketEvent
+from hybrid_proxy.dataplane.reports import PacketEvent, clock
 
 __all__ = ["event_columns"]
 
@@ -27,18 +27,19 @@ EVENT: Final = 52
 
 
 def event_columns(screen: Screen, rows: Sequence[PacketEvent], now: float | None) -> list[Column[PacketEvent]]:
-    """Return columns for events of the past with their ages; `now` None: for those to come, with the times of day.
+    """Return columns for events of the past, with their ages; `now` None: for those to come, with milliseconds.
 
     Where the screen is too narrow for such rows, the packet is in a line of its own.
     """
 
     def when(row: PacketEvent) -> Value:
         if now is not None:
-            return duration(max(0.0, now - row.time))
+            return clock(row.time, now)
         return datetime.fromtimestamp(row.time).astimezone().strftime("%H:%M:%S.%f")[:-3]
 
     begin: list[Column[PacketEvent]] = [
-        Column("AGE" if now is not None else "TIME", when),
+        Column("TIME", when),
+        *([Column[PacketEvent]("AGE", lambda row: duration(max(0.0, now - row.time)), leave=4)] if now else []),
         Column("VERDICT", _verdict, least=max(len(cell.text) for cell in VERDICTS.values())),
     ]
     rest: list[Column[PacketEvent]] = [

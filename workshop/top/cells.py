@@ -170,12 +170,13 @@ def arranged(rows: Iterable[AnyRow], column: Column, *, falling: bool) -> list[A
 
 
 def fitting(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> list[Column]:
-    """Returns the columns that fit with all of their texts."""
+    """Returns the columns that fit with all of their texts; of a mode that does not count, those that it fills."""
+    uncounted = bool(rows) and all(getattr(row, "total", 0) is None for row in rows)
     sizes = {
         column.title: PADDING + max(len(column.title) + ARROW, *(len(column.text(row)) for row in rows), 0)
         for column in columns
     }
-    shown = list(columns)
+    shown = [each for each in columns if not uncounted or any(each.value(row) is not None for row in rows)]
     while sum(sizes[column.title] for column in shown) > width and any(column.leave for column in shown):
         shown.remove(max(reversed(shown), key=lambda column: column.leave))
     return shown
@@ -198,8 +199,10 @@ def head(shown: Snapshot) -> Sequence[str]:
 
 
 def _totals(shown: Snapshot) -> str:
-    parts = [f"conn/s {rate(shown.all('connections'))}", f"packets/s {rate(shown.all('packets'))}"]
-    parts += [f"in {size(shown.all('request_bytes'))}/s", f"out {size(shown.all('reply_bytes'))}/s"]
+    parts = []
+    if shown.counts or not shown.sample.services:
+        parts += [f"conn/s {rate(shown.all('connections'))}", f"packets/s {rate(shown.all('packets'))}"]
+        parts += [f"in {size(shown.all('request_bytes'))}/s", f"out {size(shown.all('reply_bytes'))}/s"]
     if shown.sample.status is not None:
         flows = shown.sample.status.dataplane.fill.get("flows")
         parts += [f"flow entries {flows.used:,} of {flows.limit:,}"] if flows else []
@@ -217,7 +220,7 @@ def trouble(shown: Snapshot) -> list[str]:
     mode = status.mode
     messages += [f"{mode.requested} was asked for: {mode.reason}"] * bool(mode.reason)
     if sample.services and not shown.counts:
-        messages.append(f"mode {sample.mode} does not count what each service carries ('-'); mode ebpf does")
+        messages.append(f"mode {sample.mode} does not count what each service carries; mode ebpf does")
     ebpf = status.dataplane.ebpf
     ejected = sum(row.ejected for row in ebpf.ejections) if ebpf else 0
     if failing := status.dataplane.failing:
@@ -226,5 +229,6 @@ def trouble(shown: Snapshot) -> list[str]:
     messages += [f"{ejected} {'backend is' if ejected == 1 else 'backends are'} ejected"] * bool(ejected)
     unprogrammed = len(status.dataplane.unprogrammed)
     why = "`hybrid-proxy status` says why"
-    messages += [f"{unprogrammed} service ports are not programmed; {why}"] * bool(unprogrammed)
+    what = "service port is" if unprogrammed == 1 else "service ports are"
+    messages += [f"{unprogrammed} {what} not programmed; {why}"] * bool(unprogrammed)
     return [*messages, *status.other_proxies]

@@ -30,6 +30,7 @@ PACKAGE: Final = "HYBRID_PROXY_BCC"  # names the folder of the package, where it
 HEADERS: Final = "BCC_KERNEL_SOURCE"  # bcc's own variable
 CACHE: Final = "XDG_CACHE_HOME"
 _OWN_HEADERS: Final = "/sys/kernel/kheaders.tar.xz"  # CONFIG_IKHEADERS: bcc unpacks it itself
+_UNPACKED: Final = Path(__file__).resolve().parents[2] / "build" / "tools" / "kernel-headers"  # of a checkout
 _FOLDERS: Final = ("python3/dist-packages/bcc", "python3*/site-packages/bcc")
 _INSTALL: Final = "apt-get install python3-bpfcc (Fedora: dnf install python3-bcc)"
 _NOT_LOADED: Final = 3  # exit code of the child: bcc could not be imported
@@ -149,11 +150,13 @@ def find_headers() -> Path | None:
     release = os.uname().release
     if Path(f"/lib/modules/{release}/build/include").is_dir() or Path(_OWN_HEADERS).exists():
         return None
+    if (_UNPACKED / "include").is_dir():
+        return _UNPACKED
     raise ControllerError(
         f"no headers of kernel {release}, without which bcc compiles nothing (looked for /lib/modules/{release}/build "
         f"and {_OWN_HEADERS}). A distribution's kernel has a package (Debian: linux-headers-{release}). No archive has "
         f"those of other kernels; headers of a similar one serve, in the folder that {HEADERS} names: `make setup` in "
-        "a source tree unpacks Debian's to build/tools/kernel-headers"
+        "a source tree unpacks Debian's to build/tools/kernel-headers, where they are found without it"
     )
 
 

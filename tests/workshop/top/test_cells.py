@@ -91,6 +91,14 @@ def test_columns_that_do_not_fit_are_left_out_and_no_other_is_cut(width: int, ti
     assert column("frontends").text(BUSY) == "10.96.14.201:443 +2"
 
 
+def test_a_mode_that_does_not_count_has_no_empty_columns() -> None:
+    uncounted = row("a/b:c", None, frontends=("10.0.0.1:80",), total=None, state="serving", backends=2)
+    shown = [each.title for each in cells.fitting(cells.SERVICES, [uncounted, uncounted], 180)]
+    assert shown == ["service", "backends", "state", "protocol", "frontends"]
+    first = row("a/b:c", None, total=7)
+    assert "conn/s" in [each.title for each in cells.fitting(cells.SERVICES, [uncounted, first], 180)]
+
+
 def test_what_names_and_judges_stays_however_narrow_the_screen_is() -> None:
     assert [each.title for each in cells.fitting(cells.SERVICES, [BUSY], 10)] == ["service", "conn/s", "state"]
 

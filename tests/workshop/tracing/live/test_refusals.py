@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_proxy.controller import cli
+from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.workshop.tracing import compiler
 from tests.namespaces import fresh
-
-from ..kit import HEADERS
 
 
 def trace(*arguments: str, under: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
@@ -23,11 +22,6 @@ def trace(*arguments: str, under: tuple[str, ...] = (), **environment: str) -> s
     clean = {name: text for name, text in os.environ.items() if name not in ours} | {compiler.CACHE: os.devnull}
     with fresh():
         return subprocess.run(argv, env=clean | environment, capture_output=True, text=True, timeout=120)
-
-
-def headers() -> dict[str, str]:
-    """Those that `measurable` found."""
-    return {name: os.environ[name] for name in (compiler.HEADERS,) if name in os.environ}
 
 
 TARGET = ("--latency", "--to", "192.0.2.1:80")
@@ -55,21 +49,26 @@ def test_without_its_library_it_says_so(tmp_path: Path) -> None:
     shutil.copytree(real, copy)
     library = copy / "libbcc.py"
     library.write_text(library.read_text().replace("libbcc.so", "libbcc-gone.so"))
-    done = trace(*TARGET, **headers(), **{compiler.PACKAGE: str(copy)})
+    done = trace(*TARGET, **{compiler.PACKAGE: str(copy)})
     assert done.returncode == 1
     assert "libbcc-gone.so" in done.stderr
     assert "apt-get install python3-bpfcc" in done.stderr
 
 
-@pytest.mark.usefixtures("measurable")
-def test_without_headers_it_says_what_to_install() -> None:
+def test_without_headers_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a checkout are found by themselves."""
     if Path(f"/lib/modules/{os.uname().release}/build").exists() or Path("/sys/kernel/kheaders.tar.xz").exists():
         pytest.skip("this kernel's own headers are here, and cannot be hidden from bcc")
-    done = trace(*TARGET)
-    assert done.returncode == 1
-    assert f"linux-headers-{os.uname().release}" in done.stderr
-    assert compiler.HEADERS in done.stderr, "no archive has them for every kernel"
-    assert str(HEADERS.relative_to(HEADERS.parents[2])) in done.stderr
+    monkeypatch.delenv(compiler.HEADERS, raising=False)
+    unpacked = Path(__file__).parents[4] / "build" / "tools" / "kernel-headers"
+    if unpacked.is_dir():
+        assert compiler.find_headers() == unpacked
+    monkeypatch.setattr(compiler, "_UNPACKED", tmp_path)
+    with pytest.raises(ControllerError) as raised:
+        compiler.find_headers()
+    assert f"linux-headers-{os.uname().release}" in str(raised.value)
+    assert compiler.HEADERS in str(raised.value), "no archive has them for every kernel"
+    assert "build/tools/kernel-headers" in str(raised.value)
 
 
 @pytest.mark.usefixtures("measurable")
@@ -98,7 +97,7 @@ def test_programs_are_compiled_once_and_loaded_only_if_the_cache_can_be_trusted(
         return trace(*arguments, **cache, **{compiler.PACKAGE: str(tmp_path)}).returncode
 
     assert without_bcc(*TARGET) == 1, "nothing is in the cache yet"
-    first = trace(*TARGET, **headers(), **cache)
+    first = trace(*TARGET, **cache)
     assert first.returncode == 0, first.stderr
     assert without_bcc(*TARGET) == 0
     assert without_bcc("--drops", "--to", "192.0.2.1:80") == 1, "other programs were not compiled"
@@ -108,7 +107,7 @@ def test_programs_are_compiled_once_and_loaded_only_if_the_cache_can_be_trusted(
     kept.chmod(0o600)
     kept.write_bytes(kept.read_bytes()[:-100])
     assert without_bcc(*TARGET) == 1, "cut off"
-    assert trace(*TARGET, **headers(), **cache).returncode == 0, "it is compiled again"
+    assert trace(*TARGET, **cache).returncode == 0, "it is compiled again"
 
 
 @pytest.mark.parametrize(
