@@ -183,13 +183,13 @@ UDP, SCTP = {"protocol": "UDP", "port": "shop/web:udp"}, {"protocol": "SCTP", "p
 # fmt: off
 # Two ends that are alike: what happens at one says nothing of the other.
 TWINS = [
-    pytest.param((tried(A), tried(VIP), tried(A, *CLOSED, **UDP), tried(VIP, *CLOSED, **UDP)), "backend-refuses", "targetPort 8080/UDP is closed on 1 of 1 backend from the node and from a pod", id="a UDP port where nobody listens"),
-    pytest.param((tried(A, *CLOSED), tried(A, "sent", "sent", **UDP)), "backend-refuses", "targetPort 8080 answers RST on 1 of 1 backend from the node and from a pod", id="a TCP port where nobody listens"),
-    pytest.param((tried(A), tried(A, *CLOSED, **SCTP)), "backend-refuses", "targetPort 8080/SCTP is closed on 1 of 1 backend from the node and from a pod", id="an SCTP port where nobody listens"),
+    pytest.param((tried(A), tried(VIP), tried(A, *CLOSED, **UDP), tried(VIP, *CLOSED, **UDP)), "backend-refuses", "1 of 1 backend refuses targetPort 8080/UDP from the node and from a pod", id="a UDP port where nobody listens"),
+    pytest.param((tried(A, *CLOSED), tried(A, "sent", "sent", **UDP)), "backend-refuses", "1 of 1 backend refuses targetPort 8080 from the node and from a pod", id="a TCP port where nobody listens"),
+    pytest.param((tried(A), tried(A, *CLOSED, **SCTP)), "backend-refuses", "1 of 1 backend refuses targetPort 8080/SCTP from the node and from a pod", id="an SCTP port where nobody listens"),
     pytest.param((tried(A, "silent", "silent"), tried(A, **SCTP)), "backend-silent", "1 of 1 backend gives no answer from the node and from a pod: 10.0.0.1:8080", id="a TCP port that is silent"),
-    pytest.param((tried(A), tried(A6, *CLOSED)), "backend-refuses", "targetPort 8080 answers RST on 1 of 2 backends from the node and from a pod", id="nobody listens at the IPv6 address"),
-    pytest.param((tried(A), tried("10.0.0.1:81", *CLOSED)), "backend-refuses", "targetPort 81 answers RST on 1 of 2 backends from the node and from a pod", id="nobody listens at another port of the pod"),
-    pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.1:82", "sent", "refused", **UDP)), "backend-refuses", "targetPorts 81/UDP, 82/UDP are closed on 2 of 2 backends from the node and from a pod", id="the host refuses no more datagrams of the node"),
+    pytest.param((tried(A), tried(A6, *CLOSED)), "backend-refuses", "1 of 2 backends refuses targetPort 8080 from the node and from a pod", id="nobody listens at the IPv6 address"),
+    pytest.param((tried(A), tried("10.0.0.1:81", *CLOSED)), "backend-refuses", "1 of 2 backends refuses targetPort 81 from the node and from a pod", id="nobody listens at another port of the pod"),
+    pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.1:82", "sent", "refused", **UDP)), "backend-refuses", "2 of 2 backends refuse targetPort 81/UDP, 82/UDP from the node and from a pod", id="the host refuses no more datagrams of the node"),
     pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.2:82", "sent", "refused", **UDP)), "forwarding-loses", "", id="another host refuses none of the node"),
     pytest.param((tried(A, pod="silent", **SCTP), tried(A)), "forwarding-loses", "this node loses forwarded packets: connections from a pod to 10.0.0.1:8080/SCTP fail, those from the node do not, and no rule that drops them was found", id="SCTP is lost on the way"),
     pytest.param((tried(A), tried(VIP, "silent", "silent"), tried("10.0.0.1:81", *CLOSED, port="shop/web:x")), "service-path", "", id="one port's address fails, and nobody listens at another port"),
@@ -240,7 +240,9 @@ TEXTS = [
     pytest.param(facts(*LOST, rules=(REJECT := rule("forward", "counter reject"),), counted={REJECT: 4}), "the firewall rejects packets in FORWARD: `counter reject` counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="a rule that rejects"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not served"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), unready=("10.0.0.1", "fd00::1")), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
-    pytest.param(facts(tried(A, "refused", "refused"), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "targetPort 8080 answers RST on 1 of 1 backend from the node and from a pod; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
+    pytest.param(facts(tried(A, "refused", "refused"), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
+    pytest.param(facts(tried(A, "refused", None), tried(B, "refused", None), listening={(A, "TCP"): (), (B, "TCP"): ()}), "2 of 2 backends refuse targetPort 8080 from the node; nothing listens by TCP in pods 10.0.0.1, 10.0.0.2", id="nothing listens in the pods"),
+    pytest.param(facts(tried(A, "refused", None), tried(B), listening={(A, "TCP"): ()}), "1 of 2 backends refuses targetPort 8080 from the node; nothing listens by TCP in pod 10.0.0.1", id="nothing listens in a pod"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "shop/web is well: 6 of 6 connections were answered; 198.51.100.7 admits 10.1.0.0/16 alone (loadBalancerSourceRanges)", id="who is let in"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
 ]
@@ -556,7 +558,7 @@ def test_the_owner_of_an_address_hears_who_else_claims_it() -> None:
 # fmt: off
 SHORT = [
     pytest.param(facts(*GOOD), "ok", "shop/web is well: 6 of 6", "", id="well"),
-    pytest.param(facts(tried(A, "refused", "refused"), tried(B)), "problem", "shop/web: targetPort 8080 answers RST", "targetPort", id="a problem"),
+    pytest.param(facts(tried(A, "refused", "refused"), tried(B)), "problem", "shop/web: 1 of 2 backends refuses targetPort 8080", "targetPort", id="a problem"),
     pytest.param(facts(*GOOD, events=(EVENT,)), "warning", "shop/web is well: 6 of 6", "hybrid-proxy drops", id="a warning"),
 ]
 # fmt: on

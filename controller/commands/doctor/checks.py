@@ -772,17 +772,18 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         match outcome:
             case "refused":
                 numbers = sorted({target.rpartition(":")[2] for target in targets})
-                ports = f"targetPort{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
-                how = (
-                    _verb(numbers, "answers RST", "answer RST")
-                    if protocol == "TCP"
-                    else _verb(numbers, "is closed", "are closed")
-                )
                 at = list(dict.fromkeys(place for one in worsts for place in facts.listening.get(one.end, ())))
-                who = "it listens" if len(targets) == 1 else "they listen"
-                else_ = f"; {who} on {some(at)}" if at else ""
-                text = f"{ports} {how} on {count}{where}{else_}"
+                dead = [_host(one) for one in worsts if facts.listening.get(one.end) == ()]
+                text = f"{count} {_verb(targets, 'refuses', 'refuse')} targetPort {', '.join(numbers)}{where}"
                 todo = "compare targetPort with the port that the container listens on, at all of its addresses"
+                if at:
+                    text += f"; {'it listens' if len(targets) == 1 else 'they listen'} on {some(at)}"
+                elif dead:
+                    todo = (
+                        "the process does not run, or has not opened its port yet: see the container's log and restarts"
+                    )
+                if dead:
+                    text += f"; nothing listens by {protocol} in {_verb(dead, 'pod', 'pods')} {some(dead)}"
                 yield Finding("problem", "connections", text, todo, "backend-refuses")
             case "silent":
                 text = f"{count} {_verb(targets, 'gives', 'give')} no answer{where}: {some(targets)}"
