@@ -194,8 +194,13 @@ def changing(house: Lab, mode: str) -> Iterator[Changing]:
         yield made
 
 
+def marks_of_change(name: str) -> list[pytest.MarkDecorator]:
+    renames = CHANGES[name].lines.split()[3:4] == ["name"]
+    return [pytest.mark.kernel("renaming of interfaces that are up")] if renames else []
+
+
 @pytest.mark.row("5.8", "interfaces are renamed, become ports, and addresses move: streams go on")
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [pytest.param(name, marks=marks_of_change(name)) for name in CHANGES])
 def test_streams_go_on(changing: Changing, change: str) -> None:
     changing.make(CHANGES[change])
 

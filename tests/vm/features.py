@@ -31,6 +31,7 @@ FEATURES = {
     "netfilter link": Feature((6, 4), "84601d6ee68a, bpf: add bpf_link support for BPF_NETFILTER programs"),
     "BIG TCP over IPv6": Feature((5, 19), "7c4e983c4f3c, net: allow gso_max_size to exceed 65536"),
     "forwarding of BIG TCP over IPv6": Feature((7, 0), "1fdad81d8803, Merge branch 'big-tcp-without-hbh-in-ipv6'"),
+    "renaming of interfaces that are up": Feature((6, 2), "bd039b5ea2a9, net/core: Allow live renaming"),
     "another kernel": Feature((2, 6), "in a virtual machine every kernel is another one"),
     "ip_vs": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
     "dummy device": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),

@@ -37,11 +37,12 @@ PROBES = {
     "another kernel": f"import os; raise SystemExit(not os.environ.get({GUEST!r}))",
 }
 _DEVICE = (
-    "import subprocess; lines = 'link add below type veth peer name beside\\nlink add probe {}'; "
+    "import subprocess; lines = 'link add below up type veth peer name beside\\nlink {}'; "
     "raise SystemExit(subprocess.run(['ip', '-batch', '-'], input=lines, text=True).returncode)"
 )
+PROBES |= {"renaming of interfaces that are up": _DEVICE.format("set below name above")}
 PROBES |= {
-    feature: _DEVICE.format(words)
+    feature: _DEVICE.format(f"add probe {words}")
     for feature, words in {
         "bond": "type bond",
         "Geneve": "type geneve id 1 remote 192.0.2.1",
