@@ -20,6 +20,7 @@ from hybrid_proxy.dataplane.kernel.ipvs import Ipvs, connections
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.other_proxies import IPVS_DEVICE, tables_named
 from hybrid_proxy.dataplane.nftables.wire import remove_tables
+from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.saved_rules import Removal, parse, removal, target
 from hybrid_proxy.dataplane.table import Protocol
 from hybrid_proxy.dataplane.virtual_servers import Change, Server, Verb
@@ -77,19 +78,18 @@ def find() -> Leftovers:
     for tables, family, table, rules in _rules():
         where = f"in {_FAMILY[family]} {table} ({tables.variant})"
         if rules.removal:
-            things.append(
-                f"{len(rules.removal.chains)} chains KUBE-* and {len(rules.removal.jumps)} jumps to them {where}"
-            )
+            chains, jumps = several(len(rules.removal.chains), "chain"), several(len(rules.removal.jumps), "jump")
+            things.append(f"{chains} KUBE-* and {jumps} to them {where}")
         if rules.kept:
             stays.append(f"{', '.join(rules.kept)} {where}: rules of others lead there")
     things += [f"table {family} {TABLE}" for family in tables_named(TABLE)]
     servers, addresses, sets = _ipvs()
     if servers:
-        things.append(f"{len(servers)} IPVS virtual servers")
+        things.append(f"{several(len(servers), 'IPVS virtual server')}")
     if addresses is not None:
-        things.append(f"device {IPVS_DEVICE} with {len(addresses)} addresses")
+        things.append(f"device {IPVS_DEVICE} with {several(len(addresses), 'address', 'addresses')}")
     if sets:
-        things.append(f"{len(sets)} ipsets {SETS}*")
+        things.append(f"{several(len(sets), 'ipset')} {SETS}*")
     return Leftovers(tuple(things), tuple(stays), tuple(servers))
 
 

@@ -73,6 +73,11 @@ def several(count: int, noun: str, nouns: str = "") -> str:
     return f"{count} {noun if count == 1 else nouns or f'{noun}s'}"
 
 
+def shortened(text: str, width: int = 160) -> str:
+    """Returns the text; of one that is longer than `width`, two lines of a terminal, its beginning and an ellipsis."""
+    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"
+
+
 def clock(moment: float, now: float | None = None) -> str:
     """Formats a time, in seconds since 1970, as one of the day; with the date if it was not within a day of `now`."""
     form = "%H:%M:%S UTC" if now is None or abs(now - moment) < 86_400 else "%Y-%m-%d %H:%M:%S UTC"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hybrid_proxy.dataplane.diff import changed_services
+from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 
 
@@ -35,13 +36,16 @@ class Unmet:
                     self._count(entry, sign)
         self._table = table
         return [
-            f"{count} service ports {what}"
+            f"{several(count, 'service port')} {what}"
             for count, what in (
-                (self._other, f"ask for another algorithm than {self._instead}, which they get instead"),
-                (self._weighted, "have weights: only 0 counts here, all others are the same"),
-                (self._slow, "ask for a slow start of new backends, which get their whole share at once here"),
-                (self._probed, "ask for probes of their backends, which this mode does not make"),
-                (self._reset, "ask for resets of connections to backends that are gone, which this mode does not send"),
+                (self._other, f"asking for another algorithm than {self._instead}, which is used instead"),
+                (self._weighted, "with weights: only 0 counts here, all others are the same"),
+                (self._slow, "asking for a slow start of new backends, which get their whole share at once here"),
+                (self._probed, "asking for probes of backends, which this mode does not make"),
+                (
+                    self._reset,
+                    "asking for resets of connections to backends that are gone, which this mode does not send",
+                ),
             )
             if count
         ]

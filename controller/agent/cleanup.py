@@ -22,7 +22,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies, may_have_left
 from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.reports import FlowRow
+from hybrid_proxy.dataplane.reports import FlowRow, several
 from hybrid_proxy.dataplane.table import EMPTY
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def cleanup(config: Config, drain: float | None = None) -> int:
         socket_path(config.hybrid.admin_socket).unlink(missing_ok=True)  # of an agent that was killed
         collect(config.options, print)
     for name, count in removed.items():
-        print(f"removed {count} things of mode {name} from this network namespace")
+        print(f"removed {several(count, 'thing')} of mode {name} from this network namespace")
     if not removed:
         print("nothing of ours is here")
     forget(config.hybrid.admin_socket)
@@ -71,7 +71,7 @@ def _put_settings_back(another: bool) -> None:
         return
     count, refused = sysctl.restore()
     if count:
-        print(f"put back {count} settings of this network namespace")
+        print(f"put back {several(count, 'setting')} of this network namespace")
     for reason in refused.values():
         print(printable(reason), file=sys.stderr)
 

@@ -123,7 +123,7 @@ class Draining:
         """Give up the remaining flows of a drained mode, and close it. A failure is logged."""
         left = self._left[name]
         seconds = time.monotonic() - (left.since or time.monotonic())
-        rest = f"; {described(left.flows)} end with it" if any(left.flows.values()) else ""
+        rest = f"; {described(left.flows, 'ends', 'end')} with it" if any(left.flows.values()) else ""
         self._announce(
             "Drained", f"mode {name} drained for {seconds:.0f} s; it began with {described(left.first or {})}{rest}"
         )
@@ -177,10 +177,15 @@ class Draining:
             left.flows = left.programmer.open_flows(left.table)
             if left.first is None:
                 left.first = left.flows
-                self._announce("Draining", f"mode {name} drains: {described(left.flows)} go on until they are over")
+                self._announce(
+                    "Draining",
+                    f"mode {name} drains: {described(left.flows, 'goes on until it is', 'go on until they are')} over",
+                )
             late = bool(self.timeout) and time.monotonic() - left.since >= self.timeout
             if late and any(left.flows.values()):
-                log.warning("mode %s goes, because its time to drain is over: %s end", name, described(left.flows))
+                log.warning(
+                    "mode %s goes, because its time to drain is over: %s", name, described(left.flows, "ends", "end")
+                )
         except (DataplaneError, OSError) as error:
             log.warning("flows of mode %s, which drains, cannot be counted: %s", name, error)
             return

@@ -34,7 +34,7 @@ from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import told
-from hybrid_proxy.dataplane.reports import clock
+from hybrid_proxy.dataplane.reports import clock, several
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class History:
 
     def serves(self, version: str, mode: str, services: int) -> None:
         """Remember that a mode has programmed its first table; `version` is this agent's, which starts with it."""
-        what = f"mode {mode} serves {services} Services"
+        what = f"mode {mode} serves {several(services, 'Service')}"
         if version:
             self.record("agent", f"agent {os.getpid()} started, version {version}: {what}")
         elif mode != self._mode:

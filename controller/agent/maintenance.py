@@ -16,6 +16,7 @@ from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.mode import Programmer
+from hybrid_proxy.dataplane.reports import several
 
 log = logging.getLogger(__name__)
 
@@ -72,5 +73,5 @@ class Maintenance:
             self._events.of_node(
                 "Warning", "Repaired", "RepairDataplane",
                 f"Something changed or removed what mode {self._mode.choice.effective} had programmed; "
-                f"{repairs} things were repaired" + "".join(f"; {each}" for each in last),
+                f"{several(repairs, 'thing was', 'things were')} repaired" + "".join(f"; {each}" for each in last),
             )  # fmt: skip

@@ -16,6 +16,7 @@ from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 from hybrid_proxy.dataplane.kernel.lock import hold_netns, hold_new, let_go
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left, others_have_pins
 from hybrid_proxy.dataplane.mode import Mode, Options, Programmer, RequestMaintenance
+from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 log = logging.getLogger(__name__)
@@ -196,7 +197,7 @@ def collect(options: Options, report: Callable[[str], None] = log.info) -> None:
     """Remove what agents have left of network namespaces that are gone. A failure is logged."""
     try:
         if others_have_pins(options.ebpf.pin_root) and (removed := open_mode("ebpf").collect(options)):
-            report(f"removed {removed} pins of network namespaces that are gone")
+            report(f"removed {several(removed, 'pin')} of network namespaces that are gone")
     except (DataplaneError, OSError) as error:
         log.warning("pins of network namespaces that are gone are not looked for: %s", error)
 

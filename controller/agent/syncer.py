@@ -41,6 +41,7 @@ from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import SyncError, Unsupported
 from hybrid_proxy.dataplane.mode import SyncResult
+from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
@@ -318,8 +319,8 @@ class _SyncLog:
             return
         times = f" by {self.syncs} syncs" if self.syncs > 1 else ""
         log.info(
-            "%d service ports changed, %d removed, in %.1f ms%s",
-            self.changed, self.removed, 1000 * self.seconds, times,
+            "%s changed, %d removed, in %.1f ms%s",
+            several(self.changed, "service port"), self.removed, 1000 * self.seconds, times,
         )  # fmt: skip
         self.next_at = now + LOG_SECONDS
         self.syncs = self.changed = self.removed = 0

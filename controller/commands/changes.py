@@ -18,7 +18,7 @@ from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.dataplane.errors import told
-from hybrid_proxy.dataplane.reports import ago, clock
+from hybrid_proxy.dataplane.reports import ago, clock, shortened
 
 POLL_SECONDS: Final = 0.5
 
@@ -80,7 +80,7 @@ def columns(now: float) -> tuple[Column[ChangeRow], ...]:
 
 
 def _what(row: ChangeRow) -> Cell:
-    return Cell(row.text, Tone.WARN if row.flapping or row.kind == "repair" else Tone.PLAIN)
+    return Cell(shortened(row.text), Tone.WARN if row.flapping or row.kind == "repair" else Tone.PLAIN)
 
 
 LIKELY: Final = ChangeRow(

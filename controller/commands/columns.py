@@ -13,6 +13,7 @@ from textwrap import wrap
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from hybrid_proxy.controller.text import printable
+from hybrid_proxy.dataplane.reports import shortened
 
 __all__ = [
     "Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "some",
@@ -119,7 +120,7 @@ class Layout(Generic[Row_contra]):
     def _line(self, cells: Sequence[Cell]) -> str:
         texts = []
         for place, cell in zip(self.places, cells, strict=True):
-            text = _shortened(cell.text, place.width) if place.column.cut else cell.text
+            text = shortened(cell.text, place.width) if place.column.cut else cell.text
             room = " " * (place.width - len(text))
             shown = painted(text, cell.tone, self.screen)
             texts.append(room + shown if place.column.right else shown + room)
@@ -226,7 +227,3 @@ def _wrapped(cells: list[Cell], place: _Place) -> list[Cell]:
 
 def _lines(text: str, width: int) -> list[str]:
     return wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - len(CUT))] + CUT

@@ -66,7 +66,7 @@ def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, w
         yield "the start" + ("" if used is None else f" took {used:.2f} s of a processor") + ":"
         yield from (f"  {line}" for line in start_lines(status.start_parts))
     if status.health_checks.served:
-        yield f"health-check node ports: {status.health_checks.served} are served"
+        yield f"served: {several(status.health_checks.served, 'health-check node port')}"
 
 
 def lines_without_agent(status: NoAgentStatus, screen: Screen, now: float) -> Iterator[str]:
@@ -168,7 +168,7 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
     if ebpf:
         yield from _hook_lines(ebpf)
         if ebpf.probes.targets:
-            yield f"probes: {ebpf.probes.targets} backends are probed, {ebpf.probes.down} of them fail"
+            yield f"probes: of {several(ebpf.probes.targets, 'backend')}, {ebpf.probes.down} of which fail"
     if dataplane.slow_starts:
         yield f"slow start: {several(dataplane.slow_starts, 'backend')} without the whole share of new connections yet"
     yield f"events: {_counters_text(dataplane.counters)}"

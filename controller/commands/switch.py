@@ -18,6 +18,7 @@ from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving.admin import BusyError, ask
 from hybrid_proxy.controller.serving.protocol import (
+    OPEN,
     AgentStatus,
     DrainAnswer,
     DrainingMode,
@@ -93,7 +94,7 @@ def _would_switch(args: argparse.Namespace) -> int:
     answer = ask(args.admin_socket, SwitchMode(args.mode, dry_run=True), SwitchAnswer)
     before, missing = answer.before, answer.missing
     flows = dict(_open_flows(args, lambda row: row.mode == before))
-    stay = f"{described(flows)} stay with mode {before} until they end"
+    stay = f"{described(flows, 'stays', 'stay')} with mode {before} to the end"
     text = f"mode {args.mode} would not serve: {missing}" if missing else f"mode {args.mode} would serve; {stay}"
     _print(args, Switched(before, args.mode, False, missing, flows), text)
     return 1 if missing else 0
@@ -144,11 +145,11 @@ def _drain(args: argparse.Namespace) -> int:
         late = until is not None and time.monotonic() >= until
         if not any(flows.values()) or late:
             break
-        if described(flows) != shown:
-            shown = described(flows)
-            say(f"{shown} from outside are open", to=sys.stderr)
+        if described(flows, *OPEN) != shown:
+            shown = described(flows, *OPEN)
+            say(f"{shown}, from outside", to=sys.stderr)
         time.sleep(COUNT_SECONDS)
-    _print(args, Left(leaving=True, flows=flows), f"{described(flows)} from outside are open")
+    _print(args, Left(leaving=True, flows=flows), f"{described(flows, *OPEN)}, from outside")
     return 1 if any(flows.values()) else 0
 
 

@@ -146,7 +146,7 @@ def _wait(args: argparse.Namespace, services: Mapping[Key, None]) -> None:
     while need := _present(_need(agent := _status(args), services, servers)):
         if time.monotonic() - said >= SAY_SECONDS:
             said = time.monotonic()
-            say(f"{described(need)} still need what kube-proxy left", to=sys.stderr)
+            say(f"{described(need, 'still needs', 'still need')} what kube-proxy left", to=sys.stderr)
         time.sleep(POLL_SECONDS)
         _refuse(agent, find_other_proxies(agent.mode.effective).evidence)
 
@@ -160,9 +160,9 @@ def _lines(found: Takeover) -> Iterator[str]:
     yield from (f"would remove {thing}" for thing in found.remove)
     yield from (f"would leave {thing}" for thing in found.stays)
     if found.need:
-        yield f"{described(found.need)} need it until they end"
+        yield f"{described(found.need, 'needs', 'need')} it to the end"
     elif found.flows:
-        yield f"{described(found.flows)} are translated by conntrack and go on without it"
+        yield f"{described(found.flows, 'is', 'are')} translated by conntrack, and need none of it"
     else:
         yield "no flow needs it"
 

@@ -12,7 +12,7 @@ from hybrid_proxy.controller.commands.doctor.facts import Cause, Mark
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
-from hybrid_proxy.dataplane.reports import Fill, Status, Unprogrammed, clock, several
+from hybrid_proxy.dataplane.reports import Fill, Status, Unprogrammed, clock, several, shortened
 
 __all__ = [
     "FORWARDING",
@@ -107,7 +107,7 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
         found.append(_note("endpoints", [f"{several(len(empty), 'service')} without a backend: {some(empty)}"],
                            "empty-services"))  # fmt: skip
     if status.repairs:
-        details = [f"{clock(row.last)}, {row.count} x: {row.what}" for row in status.repairs[-REPAIRS:]]
+        details = [f"{clock(row.last)}, {row.count} x: {shortened(row.what)}" for row in status.repairs[-REPAIRS:]]
         found.append(_note("drift", details)._replace(label="repaired"))
     return found
 

@@ -24,7 +24,7 @@ from hybrid_proxy.controller.serving.admin import socket_path, stat_of
 from hybrid_proxy.controller.serving.protocol import Gone, ModeStatus
 from hybrid_proxy.dataplane.errors import ADVICE
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
-from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed
+from hybrid_proxy.dataplane.reports import PacketEvent, Unprogrammed, several
 
 VERSION: Final = 1
 LARGEST_CHANGES: Final = 4 << 20  # bytes of a file that is read; an agent writes far less
@@ -142,7 +142,8 @@ def how_it_ended(path: Path, memory: Memory) -> Gone:
         last = memory.started
     why = "it was killed, or crashed: it left no last words"
     if killed := killed_for_memory(memory):
-        why += f"; out of memory, the kernel has killed {killed} processes since (dmesg): {ADVICE[errno.ENOMEM]}"
+        count = several(killed, "process", "processes")
+        why += f"; out of memory, the kernel has killed {count} since (dmesg): {ADVICE[errno.ENOMEM]}"
     if born(memory.pid) == memory.born:
         why = f"process {memory.pid} is there, but does not listen"
     return Gone(memory.pid, memory.started, last, exact=False, why=why)

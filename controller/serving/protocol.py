@@ -50,9 +50,13 @@ class ModeStatus(msgspec.Struct, frozen=True):
         return bool(self.reason) and self.requested != "auto"
 
 
-def described(flows: Mapping[str, int]) -> str:
-    """Formats counts of flows for people: `12 TCP and 3 UDP flows`."""
-    return (" and ".join(f"{count} {name}" for name, count in sorted(flows.items()) if count) or "no") + " flows"
+OPEN: Final = "is open", "are open"
+
+
+def described(flows: Mapping[str, int], one: str = "", more: str = "") -> str:
+    """Formats counts of flows for people: `12 TCP and 3 UDP flows`; a verb follows, for one and for several."""
+    counts = " and ".join(f"{count} {name}" for name, count in sorted(flows.items()) if count) or "no"
+    return f"{counts} {f'flow {one}' if sum(flows.values()) == 1 else f'flows {more}'}".rstrip()
 
 
 def still_open(rows: Sequence[FlowRow], udp_seconds: int) -> str:
@@ -64,7 +68,7 @@ def still_open(rows: Sequence[FlowRow], udp_seconds: int) -> str:
     named = [f"{count} of {name}" for name, count in by_service[:SHOWN]]
     if others := sum(count for _, count in by_service[SHOWN:]):
         named.append(f"{others} of others")
-    text = f"{described(Counter(row.protocol for row in rows))} are open: {', '.join(named)}"
+    text = f"{described(Counter(row.protocol for row in rows), *OPEN)}: {', '.join(named)}"
     known = [row for row in rows if row.idle is not None]
     if known:
         row = max(known, key=lambda row: row.idle or 0)
@@ -97,7 +101,7 @@ class DrainingMode(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """Describes the open flows in a sentence."""
-        return f"{described(self.flows)} are open" if self.counted else "its flows are not counted yet"
+        return described(self.flows, *OPEN) if self.counted else "its flows are not counted yet"
 
 
 class QueueStatus(msgspec.Struct, frozen=True):

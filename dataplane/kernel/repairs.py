@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.lock import hold
+from hybrid_proxy.dataplane.reports import several, shortened
 
 if TYPE_CHECKING:
     from hybrid_proxy.dataplane.kernel.bpf import Map
@@ -38,8 +39,8 @@ class RepairLog:
     def add(self, damage: Sequence[str], repaired: int = 0) -> None:
         """Logs what another program changed, and counts what is `repaired` by now."""
         more = f"; and {len(damage) - SHOWN} more" if len(damage) > SHOWN else ""
-        shown = damage[:SHOWN]
-        log.warning("repairing %d objects that another program changed: %s%s", len(damage), "; ".join(shown), more)
+        shown, what = damage[:SHOWN], several(len(damage), "object")
+        log.warning("repairing %s that another program changed: %s%s", what, shortened("; ".join(shown)), more)
         self._last.extend(shown)
         self.count += repaired
 
@@ -218,7 +219,7 @@ class Repairs:
         self._repaired.count += max(0, len(damage) - len(self.unrepaired))
         if self.unrepaired and self.unrepaired != before:
             why = "; ".join(failures) or "they were changed again"
-            log.error("%d objects cannot be repaired: %s", len(self.unrepaired), why)
+            log.error("%s cannot be repaired: %s", several(len(self.unrepaired), "object"), why)
 
     def _repair(self) -> Iterator[str]:
         """Repairs every part; yields a message for each failure."""

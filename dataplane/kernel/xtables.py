@@ -25,6 +25,7 @@ from typing import Final
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import nfnetlink
 from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, Netlink, NetlinkFailed
+from hybrid_proxy.dataplane.reports import several
 
 Needs = Callable[[int], Mapping[str, Sequence[str]]]
 
@@ -193,7 +194,7 @@ def _choose() -> tuple[str, str]:
     most = max(rules.values())
     leading = [variant for variant, count in rules.items() if count == most]
     if most and len(leading) == 1:
-        return leading[0], f"{most} rules of others are there"
+        return leading[0], f"{several(most, 'rule of others is', 'rules of others are')} there"
     default = _default()
     variant = default if default in rules else usable[0].variant
     return variant, f"the command iptables is {default or 'not installed'}"

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables.expressions import Family
 from hybrid_proxy.dataplane.nftables.schema import Chain, Element, Key, Set
+from hybrid_proxy.dataplane.reports import several
 
 _DESCRIBED: Final = 8  # operations that a message names
 
@@ -107,9 +108,9 @@ def describe(operations: Iterable[op.Operation]) -> str:
             case op.FlushChain(name):
                 found.append(f"rules of {name}")
             case op.AddElements(name, elements):
-                found.append(f"{len(elements)} elements of {name}")
+                found.append(f"{several(len(elements), 'element')} of {name}")
             case op.DeleteElements(name, keys):
-                found.append(f"{len(keys)} foreign or wrong elements of {name}")
+                found.append(f"{several(len(keys), 'foreign or wrong element')} of {name}")
             case op.AddCounter(name):
                 found.append(f"counter {name}")
             case op.DeleteSet(name):

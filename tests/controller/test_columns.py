@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
+from hybrid_proxy.controller.commands import changes
 from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, layout, table
+from hybrid_proxy.controller.semantics.history import ChangeRow
+from hybrid_proxy.controller.serving.protocol import described
+from hybrid_proxy.dataplane.reports import several, shortened
+
+NOW = 1_800_000_000.0
 
 
 class Pet(NamedTuple):
@@ -104,3 +111,19 @@ def test_rows_that_are_still_to_come_have_columns_of_a_least_width() -> None:
     assert ahead.header() == "NAME        STATE"
     assert [*ahead.lines(MILA._replace(name="zoo/a"))] == ["zoo/a       well"]
     assert [*ahead.lines(MILA)] == ["zoo/mila:cat  well"], "a longer name moves the rest, and stays whole"
+
+
+def test_what_others_did_is_two_lines_of_a_terminal_at_most_and_whole_for_programs() -> None:
+    row = ChangeRow(first=NOW, last=NOW, kind="repair", what=f"1 thing was repaired; {'x' * 400}", by="another program")
+    (what,) = (column for column in changes.columns(NOW) if column.header == "WHAT")
+    cell = what.value(row)
+    assert isinstance(cell, Cell)
+    assert cell.text == shortened(row.what)
+    assert len(cell.text) == 160
+    assert msgspec.to_builtins(row)["what"] == row.what
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "no flows"), (1, "1 TCP flow ends"), (3, "3 TCP flows end")])
+def test_one_is_no_plural(count: int, text: str) -> None:
+    assert described({"TCP": count}, "ends", "end" if count else "") == text
+    assert several(count, "process", "processes") == f"{count} process{'es' * (count != 1)}"

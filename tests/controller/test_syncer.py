@@ -244,11 +244,11 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
         world.change(number)
         world.sync()
     lines = [record.args for record in caplog.records]
-    assert [args[0] for args in lines if args] == [1], "the first change at once"
+    assert [args[0] for args in lines if args] == ["1 service port"], "the first change at once"
     world.now += 1.0
     world.syncer.flush_log()
     world.syncer.flush_log()
-    assert [record.args[0] for record in caplog.records if record.args] == [1, 2]  # type: ignore[index]
+    assert [record.args[0] for record in caplog.records if record.args] == ["1 service port", "2 service ports"]  # type: ignore[index]
 
 
 def test_a_service_that_moved_is_ceded_when_a_kube_proxy_has_had_time_to_serve_it() -> None:

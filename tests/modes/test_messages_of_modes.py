@@ -22,7 +22,7 @@ def test_algorithms_that_a_mode_knows_are_no_limitation() -> None:
 
 def test_service_ports_with_other_algorithms_are_counted() -> None:
     assert Unmet({"random"}, "random", probes=True).warnings(asking_for("random", "maglev", "rr")) == [
-        "2 service ports ask for another algorithm than random, which they get instead"
+        "2 service ports asking for another algorithm than random, which is used instead"
     ]
 
 
@@ -34,7 +34,7 @@ def test_weights_that_a_mode_does_not_use_are_counted() -> None:
     table = ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())
     assert Unmet({"random"}, "random", weighs=True, probes=True).warnings(table) == []
     assert Unmet({"random"}, "random", probes=True).warnings(table) == [
-        "1 service ports have weights: only 0 counts here, all others are the same"
+        "1 service port with weights: only 0 counts here, all others are the same"
     ]
 
 
@@ -45,7 +45,7 @@ def test_slow_starts_that_a_mode_does_not_have_are_counted() -> None:
     table = ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())
     assert Unmet(None, weighs=True).warnings(table) == []
     assert Unmet(None).warnings(table) == [
-        "1 service ports ask for a slow start of new backends, which get their whole share at once here"
+        "1 service port asking for a slow start of new backends, which get their whole share at once here"
     ]
 
 
@@ -54,7 +54,7 @@ def test_probes_that_a_mode_does_not_make_are_counted() -> None:
         entry_of(f"d/web:p{n}", 4, Protocol.TCP, (), probe=probe) for n, probe in enumerate((Probe(), None))
     )
     assert Unmet(None, weighs=True).warnings(ServiceTable(MappingProxyType({"d/web": entries}), NodeNetwork())) == [
-        "1 service ports ask for probes of their backends, which this mode does not make"
+        "1 service port asking for probes of backends, which this mode does not make"
     ]
     assert Unmet(None).warnings(asking_for("random")) == []
 
@@ -62,7 +62,7 @@ def test_probes_that_a_mode_does_not_make_are_counted() -> None:
 def test_what_is_counted_follows_the_table() -> None:
     unmet = Unmet({"random"}, "random")
     assert unmet.warnings(asking_for("maglev", "maglev"))[0].startswith("2 service ports")
-    assert unmet.warnings(asking_for("random", "maglev"))[0].startswith("1 service ports")
+    assert unmet.warnings(asking_for("random", "maglev"))[0].startswith("1 service port asking")
     assert unmet.warnings(asking_for("random")) == []
 
 
@@ -71,5 +71,5 @@ def test_resets_that_a_mode_does_not_send_are_counted() -> None:
     table = ServiceTable({"d/web": (msgspec.structs.replace(wants, present=()),)}, NodeNetwork())
     assert Unmet(None).warnings(table) == []
     assert Unmet(None, resets=False).warnings(table) == [
-        "1 service ports ask for resets of connections to backends that are gone, which this mode does not send"
+        "1 service port asking for resets of connections to backends that are gone, which this mode does not send"
     ]

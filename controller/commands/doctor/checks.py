@@ -93,7 +93,7 @@ def _verdict(target: str, problems: list[Finding], warnings: list[Finding], trie
         answered = sum(each.outcome == "answered" for each in asked)
         others = ", and the others accepted" if answered < len(asked) else ""
         well += (
-            f": {answered} of {len(asked)} connections were answered{others}"
+            f": {answered} of {several(len(asked), 'connection was', 'connections were')} answered{others}"
             if answered
             else ": connections are accepted"
         )
@@ -158,7 +158,7 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     looked_at = LOOKED_AT | ({"link-down"} if facts.down else set())
     serves = any(facts.programmed.values())
     found = [each for each in troubles(agent, serves=serves) if each.cause not in looked_at]
-    drains = "".join(f"; mode {left.mode} drains, {left.text} are open" for left in agent.draining)
+    drains = "".join(f"; mode {left.mode} drains, {left.text}" for left in agent.draining)
     missed = len({one.entry for one in agent.dataplane.unprogrammed})
     without = f", but for {several(missed, 'service port')}" if missed else ""
     well = {

@@ -16,6 +16,7 @@ from hybrid_proxy.dataplane.modes.ipvs.lower import SETS, set_name
 from hybrid_proxy.dataplane.modes.ipvs.plan import Actual
 from hybrid_proxy.dataplane.modes.ipvs.rules import JUMPS
 from hybrid_proxy.dataplane.modes.ipvs.writer import DEVICE, Kernel, read_rules, read_set
+from hybrid_proxy.dataplane.reports import several
 
 SLICES: Final = 16  # real servers cost a request for each virtual server: they are not read all at once
 ROUND_SECONDS: Final = 0.5  # for everything, where that costs little
@@ -129,7 +130,7 @@ class Audit:
         known = {member: value for member, value in self._actual.members.items() if member[0] == name}
         differ = sum(1 for member in there.keys() | known.keys() if member not in there or member not in known)
         differ += sum(1 for member, value in known.items() if member in there and there[member] != value)
-        return [f"{differ} elements of the set {name} are changed"] if differ else []
+        return [f"{several(differ, 'element')} of the set {name} changed"] if differ else []
 
     def _rules(self, family: int) -> list[str]:
         there, known = read_rules(self._kernel, family), self.rules.get(family, ())

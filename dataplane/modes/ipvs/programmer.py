@@ -25,7 +25,7 @@ from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, Node, is_excluded, n
 from hybrid_proxy.dataplane.modes.ipvs.needs import Needs, explicit
 from hybrid_proxy.dataplane.modes.ipvs.plan import Actual, give_up, quiet
 from hybrid_proxy.dataplane.netfilter import NetfilterMode
-from hybrid_proxy.dataplane.reports import Fill, IpvsStatus, Status
+from hybrid_proxy.dataplane.reports import Fill, IpvsStatus, Status, several
 from hybrid_proxy.dataplane.slow_start import SlowStart
 from hybrid_proxy.dataplane.stale import Judge, Place
 from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable, service_of
@@ -207,7 +207,7 @@ class Ipvs(NetfilterMode):
                     changes.append(Change(Verb.DELETE_DESTINATION, server, None, destination))
         if changes:
             writer.serve(self.kernel, changes, self.actual)
-            log.info("%d real servers without connections are gone", len(changes))
+            log.info("%s without connections gone", several(len(changes), "real server is", "real servers are"))
 
     # Drift
 
@@ -260,18 +260,18 @@ class Ipvs(NetfilterMode):
         for algorithm in sorted(name for name, works in self.needs.schedulers.items() if not works):
             who = [entry.name for entry in entries if self.needs.asked(entry) == algorithm]
             if who:
-                messages.append(
-                    f"{len(who)} service ports ask for {algorithm} ({who[0]}{', ...' if len(who) > 1 else ''}), which "
-                    f"this kernel does not have as a scheduler: they get {self.options.ipvs.default_scheduler}"
-                )
+                named = f"{several(len(who), 'service port')} ({who[0]}{', ...' if len(who) > 1 else ''})"
+                instead = f"as a scheduler: {self.options.ipvs.default_scheduler} serves instead"
+                messages.append(f"{named} asking for {algorithm}, which this kernel does not have {instead}")
         excluded = sum(1 for e in entries for f in e.frontends if f.address and is_excluded(f.address, self.needs.node))
         if excluded:
-            messages.append(f"{excluded} addresses are in --ipvs-exclude-cidrs and left to others")
+            messages.append(f"{several(excluded, 'address', 'addresses')} in --ipvs-exclude-cidrs, left to others")
         sticky = sum(1 for e in entries if e.affinity_seconds and len(e.frontends) > 1)
         if sticky:
-            messages.append(f"{sticky} service ports have an affinity of its own for each of their addresses")
+            messages.append(f"{several(sticky, 'service port')} with an affinity of its own for each address")
         if refused := self.needs.marks.refused:
-            messages.append(f"{refused} addresses serve external clients like internal ones: no mark is free")
+            served = several(refused, "address", "addresses")
+            messages.append(f"{served} serving external clients like internal ones: no mark is free")
         messages += [f"{reason}" for reason in self.unset.values()]
         return messages
 

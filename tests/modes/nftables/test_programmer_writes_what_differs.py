@@ -194,7 +194,7 @@ def test_what_is_programmed_can_be_listed(fake: FakeNftables, mode: Nftables) ->
 
 def test_algorithms_are_a_limitation(mode: Nftables) -> None:
     mode.sync(table(entry(cluster_ip("10.96.0.1", route("10.1.0.1")), algorithm="maglev")))
-    assert mode.status().warnings == ["1 service ports ask for another algorithm than random, which they get instead"]
+    assert mode.status().warnings == ["1 service port asking for another algorithm than random, which is used instead"]
 
 
 def test_the_kernel_is_not_asked_what_it_would_do(mode: Nftables) -> None:

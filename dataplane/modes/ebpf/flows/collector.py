@@ -25,6 +25,7 @@ from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Resets
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays, run_in_parts
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, is_over
 from hybrid_proxy.dataplane.modes.ebpf.maps.open_counts import Recount
+from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import Protocol
 
 log = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ class FlowGC:
                 self.forget_idle(family, keys, values)
         self.opening_flows = opening
         if recount is not None and (wrong := recount.finish()):
-            log.info("counts of open flows are corrected for %d backends", wrong)
+            log.info("counts of open flows are corrected for %s", several(wrong, "backend"))
         with self._lock:
             if services or backends:
                 self._result = Scanned(services, backends, frozenset(found_services), frozenset(found_backends))

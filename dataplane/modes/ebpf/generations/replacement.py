@@ -54,6 +54,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import layout, sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import make, possible_cpus, traffic_cpus, traffic_sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import remove_unfinished
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import LINK, former_folder, former_layouts, is_link_pin, remove_pins
+from hybrid_proxy.dataplane.reports import several
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +171,8 @@ class Succession:
             if isinstance(error, BpfError) and error.code == errno.ENOMEM:
                 raise
             log.warning(
-                "the maps at %s are of another layout, and %d flows there cannot be carried over: %s. New maps are "
-                "made, and these flows end when the new maps serve", former, _flows_in(former), error,
+                "the maps at %s are of another layout, and %s there cannot be carried over: %s. New maps are "
+                "made, which end them", former, several(_flows_in(former), "flow"), error,
             )  # fmt: skip
             self.former = self._reached = None
             return False
@@ -211,8 +212,8 @@ class Succession:
         if self._tables:
             carried, lost = sum(table.flows() for table in self._tables), sum(table.left for table in self._tables) // 2
             log.info(
-                "%d flows were carried over from the maps at %s, in %.0f ms%s",
-                carried, self.former, 1000 * (time.monotonic() - started),
+                "%s carried over from the maps at %s, in %.0f ms%s",
+                several(carried, "flow was", "flows were"), self.former, 1000 * (time.monotonic() - started),
                 f"; {lost} cannot be expressed in ours, and end" if lost else "",
             )  # fmt: skip
         self.close()

@@ -25,6 +25,7 @@ from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejectio
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import BACKEND_EJECTED, Key, Socket
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import RINGS, Batch, Plan, Rings, Subject
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_rows
+from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.slow_start import Parts
 from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
 
@@ -122,7 +123,7 @@ class Store:
         """Repairs slot ranges of services that another program changed; returns how many."""
         repaired = self.writer.rows.repair()
         if repaired:
-            log.warning("another program had changed %d slot ranges of services; they are repaired", repaired)
+            log.warning("another program had changed %s of services; repaired", several(repaired, "slot range"))
         return repaired
 
     def free_slots(self) -> bool:

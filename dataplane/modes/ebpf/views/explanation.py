@@ -17,7 +17,7 @@ from hybrid_proxy.dataplane.kernel.packets import first_packet
 from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
-from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep
+from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, several
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
 CLIENTS = ("a pod", "this node", "outside the cluster")
@@ -140,7 +140,7 @@ class _Notes:
         self.masquerade = bool(masquerade) and self.place != "node"  # a socket has the node's address anyway
         word = int(self.around.services[self.service]["sets"][number])
         slots = layout.split_range_word(word)[1]
-        self.step("route", f"It takes backend set {number}, which has {slots} slots.", internal=True)
+        self.step("route", f"It takes backend set {number}, which has {several(slots, 'slot')}.", internal=True)
         if self.masquerade:
             self.step("masquerade", "Its source is replaced by the node's address.")
 
@@ -153,7 +153,7 @@ class _Notes:
             self.step("affinity", f"Affinity: it was at no backend of the set in the last {seconds} s.")
 
     def load(self, backend: int, count: int) -> None:
-        self.step("load", f"Backend {self.address(backend)} has {count} open flows.", internal=True)
+        self.step("load", f"Backend {self.address(backend)} has {several(count, 'open flow')}.", internal=True)
 
     def slot(self, index: int, backend: int) -> None:
         self.backend = backend

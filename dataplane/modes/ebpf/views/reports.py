@@ -18,7 +18,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.making import MOST_BYTES
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.views import explanation, listing
-from hybrid_proxy.dataplane.reports import EbpfStatus, ExplainAnswer, Fill, MapUsage, Status, TrafficRow
+from hybrid_proxy.dataplane.reports import EbpfStatus, ExplainAnswer, Fill, MapUsage, Status, TrafficRow, several
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 from hybrid_proxy.dataplane.unmet import Unmet
 
@@ -55,7 +55,7 @@ class Reports:
         if cut:
             name, has, wanted = cut[0]
             messages.append(
-                f"{len(cut)} service ports have smaller rings than their algorithm would fill ({name}: {has} of "
+                f"{several(len(cut), 'service port')} with rings smaller than the algorithm fills ({name}: {has} of "
                 f"{wanted} slots): --max-slots is used up, and other nodes may choose other backends"
             )
         traffic, backends = self._store.traffic, self._maps.maps["backends"].entries

@@ -64,7 +64,7 @@ def test_flows_of_a_layout_that_nothing_describes_end_and_are_counted(
     ours.rename(ours.with_name("abi9-00000000"))
     with caplog.at_level(logging.WARNING):
         serve(options)
-    assert " 1 flows there cannot be carried over: nothing says how their rows are laid out" in caplog.text
+    assert " 1 flow there cannot be carried over: nothing says how their rows are laid out" in caplog.text
     assert not has_flow(ours, flow)
     assert former_layouts(ours) == []
 
@@ -83,7 +83,7 @@ def test_flows_of_another_meaning_end_and_are_counted(options: Options, caplog: 
     ours.rename(ours.with_name("abi99-00000000"))
     with caplog.at_level(logging.WARNING):
         serve(options)
-    assert " 1 flows there cannot be carried over: its rows have the meaning of ABI version 99" in caplog.text
+    assert " 1 flow there cannot be carried over: its rows have the meaning of ABI version 99" in caplog.text
 
 
 def test_an_agent_that_never_serves_leaves_a_former_layout_as_it_was(options: Options) -> None:

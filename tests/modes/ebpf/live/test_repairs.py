@@ -19,6 +19,7 @@ from hybrid_proxy.dataplane.modes.ebpf.hooks import interfaces
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
+from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, NodeNetwork, ServiceTable
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.modes.make import entry, service
@@ -174,7 +175,8 @@ def test_what_is_removed_comes_back(place: Place, accident: str, caplog: pytest.
     assert [*agent.repairs.damage()]
     with caplog.at_level(logging.WARNING):
         agent.maintain()
-    assert f"repairing {len(pins) if count is None else count} objects that another program changed: " in caplog.text
+    damaged = several(len(pins) if count is None else count, "object")
+    assert f"repairing {damaged} that another program changed: " in caplog.text
     assert agent.unrepaired == ()
     assert agent.repaired.count == repairs + (len(pins) if count is None else count)
     assert not [*agent.repairs.damage()]
@@ -197,7 +199,7 @@ def test_a_foreign_pin_in_our_place_stays_and_is_reported_until_it_goes(
         for _ in range(3):
             agent.maintain()
     assert agent.unrepaired == ("map flows4 has something else pinned in its place",)
-    assert caplog.text.count("repairing 1 objects") == caplog.text.count("1 objects cannot be repaired") == 1
+    assert caplog.text.count("repairing 1 object ") == caplog.text.count("1 object cannot be repaired") == 1
     assert path.stat().st_ino == theirs
     path.rename(spare)
     agent.maintain()

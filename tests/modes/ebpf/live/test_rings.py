@@ -150,9 +150,9 @@ def test_warnings_name_what_is_not_as_configured() -> None:
     reports = Reports(Options(), maps, store, datapath, unused, unused, unused, fast_path)
     assert [event.note for event in reports.nearly_full()] == ["slots are nearly full"]
     assert reports.warnings(table) == [
-        "1 service ports ask for another algorithm than random, which they get instead",
+        "1 service port asking for another algorithm than random, which is used instead",
         (
-            f"1 service ports have smaller rings than their algorithm would fill ({one}:p80: 251 of 1021 slots): "
+            f"1 service port with rings smaller than the algorithm fills ({one}:p80: 251 of 1021 slots): "
             "--max-slots is used up, and other nodes may choose other backends"
         ),
         (
