@@ -249,8 +249,8 @@ def full_conntrack(clinic: Clinic) -> Iterator[None]:
                 table.flush()
 
 
-def from_files(damage: Callable[[Path], object]) -> Provoke:
-    """An agent that reads files, one of which, or the folder, is damaged."""
+def from_files(damage: Callable[[Path], object], *, served: bool = False) -> Provoke:
+    """An agent that reads files, one of which, or the folder, is damaged; the Service is `served` from one of them."""
 
     @contextmanager
     def provoke(clinic: Clinic) -> Iterator[None]:
@@ -260,12 +260,14 @@ def from_files(damage: Callable[[Path], object]) -> Provoke:
         (folder / "node.json").write_text(node_manifest(clinic.lab))
         ends = endpoint_slice(NAME, [clinic.lab[pod].address4 for pod in PODS], [("TCP", HTTP)], NODE_NAMES["node"])
         ends["ports"][0]["name"] = "http"
-        (folder / GOOD_FILE).write_text(json.dumps({"kind": "List", "items": [clinic.made(NAME, [("TCP", 80)]), ends]}))
+        items = [clinic.made(NAME, [("TCP", 80)]), ends] if served else []
+        (folder / GOOD_FILE).write_text(json.dumps({"kind": "List", "items": items}))
         agent.terminate()
         agent.kubeconfig, agent.manifests = None, folder
         agent.start()
         try:
-            clinic.settled(NAME, PODS, HTTP, 1, (), guarded=False)
+            if served:
+                clinic.settled(NAME, PODS, HTTP, 1, (), guarded=False)
             damage(folder)
             agent.wait(lambda status: status.problems or not status.source.healthy)
             yield
@@ -579,12 +581,18 @@ INCIDENTS = [
     ),
     Incident(
         "the Service's file becomes no YAML",
-        from_files(spoil_its_own),
+        from_files(spoil_its_own, served=True),
         (NAME,),
         "object-refused",
         said=f"{GOOD_FILE}: line 5",
     ),
-    Incident("the Service's file names a wrong version", from_files(refuse), (NAME,), "object-refused", said="edits"),
+    Incident(
+        "the Service's file names a wrong version",
+        from_files(refuse, served=True),
+        (NAME,),
+        "object-refused",
+        said="edits",
+    ),
     Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
     Incident("the agent is dead", no_agent, (), "no-agent"),
     Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent", own=True),
@@ -638,12 +646,11 @@ def new(clinic: Clinic) -> Iterator[Clinic]:
 class TestAnAgentThatHasNoTableYet:
     """The API server was away when it started: what the agent before it left serves, and has names and reasons."""
 
-    def test_listings_have_names_and_reasons_and_say_whose_they_are(self, new: Clinic, mode: str) -> None:
+    def test_listings_have_names_and_reasons_and_say_whose_they_are(self, new: Clinic) -> None:
         rows = json.loads(new.agent.command("services", "-n", "shop", "-o", "json").stdout)
         reasons = {f"{NAME}:http": None, f"{FIRST}:http": "the service has no endpoints"}
-        if mode == "userspace":  # it has no rule for a Service without endpoints
-            del reasons[f"{FIRST}:http"]
         assert {row["name"]: row["reason"] for row in rows} == reasons
+        assert any(each.subject == "endpoints" and FIRST in each.text for each in new.doctor()[1].findings)
         done = new.agent.command("backends", NAME)
         assert done.stdout.count(f"{NAME}:http") == len(PODS)
         assert "the agent before it left" in done.stderr

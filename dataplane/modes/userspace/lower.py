@@ -36,8 +36,7 @@ class Redirect(NamedTuple):
 class Lowered(NamedTuple):
     """One service port: the relay's row, and what the rules need.
 
-    The row is None when no backend set has a backend, or no client reaches it. UDP always has one, so that sessions
-    go on.
+    The row is None when no client reaches it. UDP always has one, so that sessions go on.
     """
 
     row: Row | None
@@ -70,7 +69,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
             target = _target(route, keep, routes, ports) if route.backends else route.when_empty
             redirects.append(Redirect(side, frontend.address, frontend.port, target))
     row = None
-    if ports or entry.protocol is Protocol.UDP or entry.present is not None:
+    if entry.frontends or entry.protocol is Protocol.UDP or entry.present is not None:
         row = Row(
             row_key(entry),
             entry.name,

@@ -127,7 +127,8 @@ def test_datagrams_without_backends_keep_their_row_so_that_sessions_go_on() -> N
 
 def test_without_backends_there_is_no_proxy_port_and_clients_are_refused() -> None:
     found = lower(entry(vip(REFUSED)), BY_CIDR)
-    assert found.row is None
+    assert found.row is not None, "listings show it"
+    assert (found.row.routes, found.row.ports) == ((), ())
     refuse = Verdict(NFT_GOTO, "refuse")
     assert tables.elements_of(found, 6, "192.0.2.1", ()) == {
         ("internal-empty", ("10.96.0.1", 6, 80)): refuse,
