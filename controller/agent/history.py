@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Final
@@ -138,15 +138,17 @@ class History:
         if state is not None and state is not before and (before is not None or not state.healthy):
             self.record("source", state.message, "")
 
-    def problems(self, now: Mapping[tuple[str, str], Problem]) -> None:
-        """Remember which objects are refused, or in use without a part, and when that is over."""
+    def problems(self, now: Mapping[tuple[str, str], Problem], there: Callable[[str, str], bool]) -> None:
+        """Remember which objects are refused, or in use without a part, and when that is over: are they still there?"""
         before, self._problems = self._problems, now
         if now == before:
             return
         for key in sorted(now.keys() | before.keys()):
             if now.get(key) != before.get(key):
                 one, over = now.get(key) or before[key], key not in now
-                what = f"{one.kind} {one.key} is not refused any more" if over else one.report
+                end = "is used whole again" if there(*key) else "was refused, and is deleted or not served here"
+                end = "can be read again, or is deleted" if one.kind == "File" else end
+                what = f"{one.kind} {one.key} {end}" if over else one.report
                 self.record("service" if one.service else "source", what, one.kind, one.service)
 
     def flush(self) -> None:

@@ -289,7 +289,7 @@ class Agent:
                 continue
             self._remember_node()
             self.history.source(self.syncer.cluster.source_state)
-            self.history.problems(self.syncer.cluster.problems)
+            self.history.problems(self.syncer.cluster.problems, self.syncer.cluster.has)
             self.history.flush()
             if self.syncer.ready_seconds is not None:
                 self.syncer.cede_moved_services()

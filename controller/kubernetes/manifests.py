@@ -666,7 +666,7 @@ class Manifests:
                 elif isinstance(result, Refused):
                     found[owner] = f"refused: {result}"
                 elif file.error:
-                    found[owner] = _told(shown, file)
+                    found[owner] = f"refused: {_told(shown, file)}"
         return found
 
     def describe(self) -> str:

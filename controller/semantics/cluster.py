@@ -162,6 +162,13 @@ class Cluster:
         """The CIDRs of all ServiceCIDR objects, sorted, each once."""
         return tuple(sorted({cidr for one in self._cidrs.values() for cidr in one.cidrs}))
 
+    def has(self, kind: str, key: str) -> bool:
+        """Return whether an object is in use."""
+        known: Mapping[str, Mapping[str, object]] = {
+            "Service": self._services, "EndpointSlice": self._slices, "Node": self._nodes, "ServiceCIDR": self._cidrs,
+        }  # fmt: skip
+        return key in known.get(kind, ())
+
     @property
     def problems(self) -> Mapping[tuple[str, str], Problem]:
         """The refused objects by kind and key. A problem stays until it is cleared or its object is gone.

@@ -53,12 +53,14 @@ class UnansweredError(ControllerError):
 
 
 class BusyError(UnansweredError):
-    """An agent did not answer in time. `who` says it in words, with the state of its process if that is known."""
+    """An agent did not answer in time: `who` says it, with the state of its process if that is known, and `todo`."""
 
     def __init__(self, path: Path, pid: int, why: str) -> None:
-        self.who = "the agent does not answer"
+        self.who, self.todo = "the agent does not answer", "read its log and restart it"
         if pid and (state := stat_of(pid)[:1]):
             self.who += f"; its process {pid} {STATES.get(state[0], 'is there')} (state {state[0]})"
+            if state[0] == "T":
+                self.todo = f"`kill -CONT {pid}` lets it go on; else restart it"
         super().__init__(f"{self.who} ({why}, {path})")
 
 

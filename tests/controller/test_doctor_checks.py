@@ -238,7 +238,8 @@ def test_the_cause_explains_what_was_found(found: ServiceFacts, cause: Cause, ce
 TEXTS = [
     pytest.param(facts(tried(A), tried(B), repeated=syns(A, *["accepted"] * 3, *["silent"] * 2)), "packets are lost: 3 of 5 SYNs to 10.0.0.1:8080 from the node were answered", id="how many packets are lost"),
     pytest.param(facts(*LOST, rules=(REJECT := rule("forward", "counter reject"),), counted={REJECT: 4}), "the firewall rejects packets in FORWARD: `counter reject` counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="a rule that rejects"),
-    pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not served"),
+    pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not meant to be served"),
+    pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "refused: no port"}), "shop/web is not served here: refused: no port", id="a Service that is refused"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), unready=("10.0.0.1", "fd00::1")), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
     pytest.param(facts(tried(A, "refused", "refused"), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
     pytest.param(facts(tried(A, "refused", None), tried(B, "refused", None), listening={(A, "TCP"): (), (B, "TCP"): ()}), "2 of 2 backends refuse targetPort 8080 from the node; nothing listens by TCP in pods 10.0.0.1, 10.0.0.2", id="nothing listens in the pods"),
@@ -298,7 +299,7 @@ NODES = [
     pytest.param({"events": (EVENT,)}, "drops", "warning", id="recent drops"),
     pytest.param({"lost": {"rp_filter": (9, 3)}}, "reverse-path", "warning", id="rp_filter drops"),
     pytest.param({"programmed": {"ebpf": 7}}, "no-agent", "problem", id="no agent"),
-    pytest.param({"hung": "the agent (PID 7)", "programmed": {"ebpf": 7}}, "no-agent", "problem", id="an agent that hangs"),
+    pytest.param({"hung": ("the agent (PID 7)", "restart it"), "programmed": {"ebpf": 7}}, "no-agent", "problem", id="an agent that hangs"),
     pytest.param({"denied": True, "unread": "permission denied"}, "no-agent", "problem", id="no rights"),
     pytest.param({"unasked": True}, "no-agent", "problem", id="an agent that cannot be asked"),
     pytest.param({"starting": "reading objects"}, "no-agent", "warning", id="an agent that starts"),
@@ -338,8 +339,8 @@ def test_each_trouble_of_the_node_is_one_finding(changes: dict[str, object], cau
 
 # fmt: off
 UNKNOWN_FACTS = [
-    pytest.param({"hung": "the agent (PID 7)", "programmed": {"ebpf": 2}}, {"backends"}, id="the agent hangs"),
-    pytest.param({"hung": "the agent (PID 7)", "unread": "no pins"}, {"backends", "endpoints"}, id="and the kernel cannot be read"),
+    pytest.param({"hung": ("the agent (PID 7)", "restart it"), "programmed": {"ebpf": 2}}, {"backends"}, id="the agent hangs"),
+    pytest.param({"hung": ("the agent (PID 7)", "restart it"), "unread": "no pins"}, {"backends", "endpoints"}, id="and the kernel cannot be read"),
     pytest.param({"denied": True, "unread": "permission denied"}, {"backends", "endpoints", "drops", "other proxies"}, id="permission is denied"),
     pytest.param({}, {"backends", "endpoints"}, id="nothing is programmed"),
 ]
@@ -354,10 +355,31 @@ def test_what_is_not_known_is_not_called_well(changes: dict[str, object], subjec
 
 def test_an_agent_that_hangs_is_named_with_what_serves_without_it() -> None:
     hung = "the agent does not answer; its process 7 is stopped (state T)"
-    node = msgspec.structs.replace(WELL, hung=hung, unasked=True, programmed={"ebpf": 2})
-    text = next(each.text for each in node_findings(node) if each.cause == "no-agent")
+    node = msgspec.structs.replace(WELL, hung=(hung, "`kill -CONT 7`"), unasked=True, programmed={"ebpf": 2})
+    text, todo = next((each.text, each.todo) for each in node_findings(node) if each.cause == "no-agent")
     wanted = "mode ebpf serves 2 service ports as last programmed, and changes are not followed"
-    assert text == f"{hung}: {wanted}"
+    assert (text, todo) == (f"{hung}: {wanted}", "`kill -CONT 7`")
+
+
+@pytest.mark.parametrize(
+    ("hook", "whose"), [("output", "this node's own connections"), ("forward", "the pods' traffic")]
+)
+def test_whose_packets_a_rule_must_accept_is_told(hook: str, whose: str) -> None:
+    drops = rule(hook, "drop", 9)
+    failed = (tried(A, "silent", None), tried(B, "silent", None)) if hook == "output" else LOST
+    found = service(facts(*failed, rules=(drops,), counted={drops: 9}))[2]
+    assert any(each.cause == "firewall" and whose in each.todo for each in found), found
+
+
+def test_a_repair_of_many_things_is_a_short_line() -> None:
+    row = ChangeRow(first=1, last=1, kind="repair", what="40 things were repaired" + "; a filter is gone" * 40)
+    found = next(
+        each
+        for each in node_findings(msgspec.structs.replace(WELL, agent=agent_status(repairs=[row])))
+        if each.subject == "drift"
+    )
+    assert "40 things were repaired" in found.text
+    assert len(found.text) < 300
 
 
 WAITS = KindState("Service", "waiting", 1.0, "Connection refused")

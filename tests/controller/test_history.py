@@ -47,10 +47,10 @@ def entries(
 # fmt: off
 DIFFERENCES = [
     pytest.param(entries(A), entries(A, B), [("endpoints", 1, f"ready: {B}")], id="one more"),
-    pytest.param(entries(A, B), entries(A), [("endpoints", 1, "gone: 10.0.0.2")], id="one less"),
-    pytest.param(entries(A, B), entries(C), [("endpoints", 2, f"ready: {C}; gone: {A}, {B}")], id="others"),
+    pytest.param(entries(A, B), entries(A), [("endpoints", 1, "not ready: 10.0.0.2")], id="one less"),
+    pytest.param(entries(A, B), entries(C), [("endpoints", 2, f"ready: {C}; not ready: {A}, {B}")], id="others"),
     pytest.param((), entries(A), [("service", 1, "came"), ("endpoints", 1, "ready: 10.0.0.1")], id="new"),
-    pytest.param(entries(A), (), [("service", 1, "is not served now"), ("endpoints", 1, f"gone: {A}")], id="removed"),
+    pytest.param(entries(A), (), [("service", 1, "is not served now"), ("endpoints", 1, f"not ready: {A}")], id="less"),
     pytest.param(entries(A), entries(A, fronts=(NODE_PORT,)),
                  [("service", 1, "+ nodePort node port 30080/TCP")], id="a node port"),
     pytest.param(entries(A), entries(A, affinity_seconds=60),
@@ -62,7 +62,7 @@ DIFFERENCES = [
     pytest.param(entries(A, B), entries(A, B, port=8081),
                  [("endpoints", 1, "targetPort 8080 → 8081")], id="another port"),
     pytest.param(entries(A), entries(B, port=8081),
-                 [("endpoints", 1, f"targetPort 8080 → 8081; ready: {B}; gone: {A}")], id="others at another port"),
+                 [("endpoints", 1, f"targetPort 8080 → 8081; ready: {B}; not ready: {A}")], id="others, another port"),
 ]
 # fmt: on
 
@@ -145,18 +145,21 @@ def test_an_agent_that_was_killed_or_stopped_leaves_a_gap_that_the_next_one_know
     assert "stood still for 7 s" in stopped
 
 
-def test_objects_that_are_refused_are_remembered_until_they_are_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "end"), [(True, "is used whole again"), (False, "was refused, and is deleted or not served here")]
+)
+def test_objects_that_are_refused_are_remembered_until_they_are_not(tmp_path: Path, there: bool, end: str) -> None:
     path = tmp_path / "admin.changes"
     history = History(path)
     slices = Problem("EndpointSlice", "shop/web-x2z4k", "EndpointSlice shop/web-x2z4k: 99999 is no port")
     file = Problem("File", "a.yaml", "a.yaml: line 4 is no YAML")
     for problems in ([slices, file], [slices, file], [file]):
-        history.problems({(one.kind, one.key): one for one in problems})
+        history.problems({(one.kind, one.key): one for one in problems}, lambda _, key: there)
     history.flush()
     assert [(row.kind, row.service, row.text, row.by) for row in read_changes(path)] == [
         ("service", NAME, f"refused: {slices.message}", "EndpointSlice"),
         ("source", "", f"refused: {file.message}", "File"),
-        ("service", NAME, "EndpointSlice shop/web-x2z4k is not refused any more", "EndpointSlice"),
+        ("service", NAME, f"EndpointSlice shop/web-x2z4k {end}", "EndpointSlice"),
     ]
 
 

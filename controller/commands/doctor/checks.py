@@ -65,11 +65,12 @@ def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = 
     warnings = sorted((f for f in findings if f.mark == "warning"), key=_rank)
     limits = [f for f in findings if f.cause == "restricted"]
     chosen = next(iter(problems or warnings or limits), None)
+    said = [f.text for f in limits if chosen == limits[0]]
+    meant = [f.text for f in limits if f.subject == "object"]  # it is not served, as it shall be
     return Diagnosis(
         target=target,
         well=not problems,
-        verdict=_verdict(target, problems, warnings, tried)
-        + "".join(f"; {f.text}" for f in limits if chosen == limits[0]),
+        verdict="; ".join(meant or [_verdict(target, problems, warnings, tried), *said]),
         cause=chosen.cause if chosen else "",
         certain=chosen.certain if chosen else True,
         seconds=round(seconds, 2),
@@ -144,8 +145,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
         text = "permission denied: nothing is known of the agent, nor of what is programmed here"
         return Finding("problem", "agent", text, f"{AS_ROOT} ({facts.no_agent})", "no-agent")
     if facts.hung:
-        todo = f"let it go on (`kill -CONT`), or read its log and restart it {facts.no_agent.removeprefix(facts.hung)}"
-        return Finding("problem", "agent", f"{facts.hung}: {what}", todo, "no-agent")
+        return Finding("problem", "agent", f"{facts.hung[0]}: {what}", facts.hung[1], "no-agent")
     if facts.unasked:
         text = f"the agent cannot be asked: {facts.no_agent}"
         return Finding("problem", "agent", text, "ask as root, on the node itself; else read its log", "no-agent")
@@ -385,8 +385,10 @@ def _unknown_name(facts: ServiceFacts) -> Finding:
         text = f"{service} has no port {port!r}; its ports are {some([p.partition(':')[2] for p in ports])}"
         return Finding("problem", "object", text, "name one of these", "no-such-port")
     if facts.ignored:
-        text, todo = str(NotServed(facts.ignored)), "give it a ClusterIP or take away the label, if it shall be served"
-        return Finding("problem", "object", text, todo, "no-such-service")
+        text = str(NotServed(facts.ignored))
+        if any(why.startswith("refused: ") for why in facts.ignored.values()):
+            return Finding("problem", "object", text, "correct the object", "object-refused")
+        return Finding("ok", "object", text, cause="restricted")  # as it is meant
     try:
         checked(Asked(service), (name for name in facts.services if ":" not in name))
         text = f'no service "{service}"'
@@ -654,7 +656,7 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
     text = f"packets are lost: {answered} of {several(len(syns), 'SYN')} to {_targets(syns)} {_from(syns)} "
     text += f"{_verb(range(answered), 'was', 'were')} answered{where}"
     todo = (
-        "accept the pods' traffic before this rule" if rule else
+        _accept(rule) if rule else
         "look at the link (`tc -s qdisc`, `ip -s link`), and whether the pod's queue is full (`ss -ltn` in the pod)"
     )  # fmt: skip
     return Finding("problem", "connections", text, todo, "lossy")
@@ -684,7 +686,7 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
 def _counting(facts: ServiceFacts, rule: Rule, seen: str, mark: Mark = "problem", ease: str = "") -> Finding:
     text = f"the firewall {_does(rule)} packets in {_hook(rule)}: {_rule(rule)} counted "
     text += f"{several(facts.counted[rule], 'packet')} while {seen}{ease}"
-    todo = f"accept the pods' traffic before this rule, {_where(rule)}"
+    todo = f"{_accept(rule)}, {_where(rule)}"
     return Finding(mark, "firewall", text, todo, "firewall")
 
 
@@ -792,6 +794,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 )
                 if suspects := [one for one in _rules_at(facts, node, failing, facts.rules) if one.packets is None]:
                     text += f"; or {_rule(suspects[0])} {_where(suspects[0])} {_does(suspects[0])} it"
+                    todo = f"{_accept(suspects[0])}; else {todo}"
                 sure = _is_sure(worsts, facts) and not suspects
                 yield Finding("problem", "connections", text, todo, "backend-silent", sure)
             case "unreachable":
@@ -889,6 +892,12 @@ def _rule(rule: Rule) -> str:
 
 def _where(rule: Rule) -> str:
     return f"in chain {rule.chain} of table {rule.table}"
+
+
+def _accept(rule: Rule) -> str:
+    own = {"input", "output"}.issuperset(rule.hooks)  # packets of pods do not pass there
+    whose = "this node's own connections to pods" if own else "the pods' traffic"
+    return f"accept {whose} before this rule"
 
 
 def _count_it(rule: Rule) -> str:

@@ -87,7 +87,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     no_agent: str = ""  # why none answers, and since when
     unasked: bool = False  # it may run: the question failed in another way
     denied: bool = False  # it was asked without the rights of root, which it takes
-    hung: str = ""  # that an agent does not answer, and the state of its process
+    hung: tuple[str, str] | None = None  # that an agent does not answer, with its process's state, and what to do
     unread: str = ""  # why it is not known what is programmed
     starting: str = ""  # at which part of its start it is
     programmed: dict[str, int] = {}  # mode -> service ports, as its view tells

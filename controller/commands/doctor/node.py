@@ -53,7 +53,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         no_agent=(here.note if here and here.note else str(error)) if error else "",
         unasked=error is not None and not isinstance(error, NoAgentError),
         denied=denied,
-        hung=error.who if isinstance(error, BusyError) else "",
+        hung=(error.who, error.todo) if isinstance(error, BusyError) else None,
         unread=unread,
         starting=error.part if isinstance(error, StartingError) else "",
         programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
