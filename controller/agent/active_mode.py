@@ -39,6 +39,7 @@ from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import Config
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.mode import Programmer
+from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import Remembered, ServiceTable
 
 ANSWERS_SECONDS: Final = 1.0  # in which answers to the last datagrams come back the way that they went
@@ -115,6 +116,7 @@ class ActiveMode:
         self._unopened: set[str] = set()  # modes that were left here and are to drain, but could not be opened yet
         self._open_mode = contextlib.ExitStack()
         self._removal: threading.Thread | None = None
+        self._removing: set[str] = set()  # modes whose objects are about to go
 
     def open(self) -> None:
         """Open the mode that the configuration asks for, or the first of its fallbacks that works here.
@@ -136,6 +138,11 @@ class ActiveMode:
         """The mode that reports packet events: the one that serves, or one that drains; None: neither does."""
         each = (self.programmer, *self.draining.programmers)
         return next((programmer for programmer in each if programmer.reports_packets), None)
+
+    @property
+    def former_modes(self) -> frozenset[str]:
+        """The modes that have objects here besides the one that serves: they drain, or are being removed."""
+        return self.draining.names | frozenset(self._removing)
 
     def close(self) -> None:
         """Close all modes; traffic continues as programmed."""
@@ -190,10 +197,12 @@ class ActiveMode:
         options, effective = self.config.options, self.choice.effective
         self.draining.timeout = self.config.hybrid.drain_timeout
         others = left_here(effective, options)
+        self._removing.update(others)
         for name in others:
             self._drain(name, table)
         if over := [name for name in others if name not in self.draining.names | self._unopened]:
             self._clean(over)
+        self._removing.difference_update(others)
         if others:
             threading.Thread(target=forget_connections, args=(effective,), name="forget", daemon=True).start()
         threading.Thread(target=collect, args=(options,), name="collect", daemon=True).start()
@@ -201,7 +210,7 @@ class ActiveMode:
     def _clean(self, names: Collection[str]) -> None:
         """Remove everything of former modes; any thread."""
         for name, count in clean_others(self.choice.effective, names, self.config.options).items():
-            log.info("removed %d things that mode %s had left here", count, name)
+            log.info("removed %s that mode %s had left here", several(count, "thing"), name)
         self._put(self._other_mode_stopped)
 
     def _other_mode_stopped(self) -> None:
@@ -234,11 +243,13 @@ class ActiveMode:
         """Remove everything of a drained mode, unless it serves again."""
         if name not in self.draining.names:
             return
+        self._removing.add(name)
         self.draining.end(name)
 
         def remove() -> None:
             time.sleep(ANSWERS_SECONDS)
             self._clean((name,))
+            self._removing.discard(name)
             forget_connections(self.choice.effective)
 
         self._removal = threading.Thread(target=remove, name="clean", daemon=True)

@@ -63,7 +63,7 @@ from hybrid_proxy.controller.settings.config import Config, available_modes, nee
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack, sysctl
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
-from hybrid_proxy.dataplane.reports import start_lines
+from hybrid_proxy.dataplane.reports import several, start_lines
 from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Agent:
         self.other_proxies = OtherProxiesWatcher(
             config.mode,
             partial(self._report_of_node, "Warning", "FindOtherProxies", "OtherProxyFound"),
-            drains=lambda: self.mode.draining.names,
+            former=lambda: self.mode.former_modes,
             beside=bool(config.settings.proxy_name),
         )
         self.http = HttpHandlers(
@@ -353,9 +353,9 @@ class Agent:
         self.history.serves(__version__ if at_start else "", self.mode.choice.effective, services)
         if at_start:
             self._report_timings()
-            log.info("programmed %d services, %.2f s after the start", services, self.syncer.ready_seconds)
+            log.info("programmed %s, %.2f s after the start", several(services, "service"), self.syncer.ready_seconds)
         else:
-            log.info("mode %s serves %d services", self.mode.choice.effective, services)
+            log.info("mode %s serves %s", self.mode.choice.effective, several(services, "service"))
         self.mode.take_over(self.syncer.builder.table)
         self.other_proxies.settled = True
         if at_start:

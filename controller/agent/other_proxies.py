@@ -23,7 +23,8 @@ class OtherProxiesWatcher:
     `settled` is set when the first table is programmed and former modes are removed. Before that, such a mode is not
     another proxy: it serves until then.
 
-    `drains` returns the former modes that still have flows.
+    `former` returns the modes that have objects here although another one serves: they still have flows, or are being
+    removed.
     `report` is called with each new warning, from the thread.
     `beside`: this agent serves only some Services, alongside a kube-proxy.
     """
@@ -34,13 +35,13 @@ class OtherProxiesWatcher:
         report: Callable[[str], None],
         seconds: float = SECONDS,
         *,
-        drains: Callable[[], Collection[str]] = frozenset,
+        former: Callable[[], Collection[str]] = frozenset,
         beside: bool = False,
     ) -> None:
         self.warnings: tuple[str, ...] = ()
         self.mode = mode
         self.settled = False
-        self._drains = drains
+        self._former = former
         self._beside = beside
         self._report = report
         self._seconds = seconds
@@ -56,8 +57,11 @@ class OtherProxiesWatcher:
     def search(self) -> None:
         """Search once; never raises."""
         try:
-            seen = find_other_proxies(self.mode, self._drains())
-            found = warnings(seen if self.settled else msgspec.structs.replace(seen, ours=()), beside=self._beside)
+            modes = {self.mode, *self._former()}
+            seen = find_other_proxies(self.mode, modes)
+            if not self.settled or modes != {self.mode, *self._former()}:  # a switch: nobody has left anything yet
+                seen = msgspec.structs.replace(seen, ours=())
+            found = warnings(seen, beside=self._beside)
         except Exception:
             log.exception("the search for other proxies failed")
             return

@@ -349,6 +349,15 @@ class TestWatching:
         watcher.search()
         assert len(reported) == 1
 
+    def test_a_mode_that_changed_during_the_search_has_left_nothing(self):
+        nft("table ip hybrid-proxy {}")
+        seen = iter([("nftables",), (), ()])
+        watcher = OtherProxiesWatcher("ebpf", pytest.fail, former=lambda: next(seen))
+        watcher.settled = True
+        watcher.mode = "userspace"
+        watcher.search()
+        assert watcher.warnings == ()
+
     def test_what_goes_wrong_stays_inside(self, monkeypatch, caplog):
         monkeypatch.setattr(
             "hybrid_proxy.controller.agent.other_proxies.find_other_proxies", lambda _mode, _drains: 1 // 0

@@ -20,6 +20,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
 from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, eventually, forget_connections, node_manifest, said
 from tests.namespaces import new_lab
+from tests.served import Altered
 from tests.switching import left_of
 
 pytestmark = [pytest.mark.root, pytest.mark.xdist_group("switch-command")]
@@ -35,14 +36,14 @@ def lab() -> Iterator[Lab]:
 
 
 @contextlib.contextmanager
-def serving(lab: Lab) -> Iterator[Bench]:
+def serving(lab: Lab, kind: type[Agent] = Agent) -> Iterator[Bench]:
     """An agent in mode ebpf that serves nothing yet."""
     manifests = lab.folder / "manifests"
     manifests.mkdir(exist_ok=True)
     (manifests / "node.json").write_text(node_manifest(lab))
     forget_connections(lab)
     flags = (*UDP_ENDS_SOON, "--healthz-bind-address", ":".join(map(str, HEALTH)))
-    agent = Agent(lab, manifests, "ebpf", flags)
+    agent = kind(lab, manifests, "ebpf", flags)
     with agent.serving():
         yield Bench(lab, agent, itertools.count(1))
         print(f"--- log of the agent\n{agent.tail(80)}")
@@ -170,3 +171,31 @@ def test_where_no_packets_are_reported_the_views_that_measure_are_named(bench: B
     done = bench.agent.command(command, "--admin-socket", str(bench.agent.socket))
     assert done.returncode == 1
     assert all(f"--{view}" in done.stderr for view in ("drops", "latency", "retransmits", "from"))
+
+
+SEARCHING = """
+import sys, hybrid_proxy.controller.agent.other_proxies as watched
+watched.OtherProxiesWatcher.__init__.__defaults__ = (0.02,)
+from hybrid_proxy.controller.__main__ import main
+sys.exit(main())
+"""
+
+
+class Searching(Altered):
+    """An agent that looks for other proxies all the time, so that none of its moments is missed."""
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        return (SEARCHING,)
+
+
+@pytest.mark.parametrize("mode", ["nftables", "iptables"])
+def test_what_a_former_mode_has_here_is_no_other_proxy(lab: Lab, mode: str) -> None:
+    with serving(lab, Searching) as bench:
+        switch(bench, mode, "--wait")
+        bench.lab.run("node", ["nft", "flush", "ruleset"])
+        switch(bench, "--back", "--wait")
+        gone = f"that mode {mode} had left here"
+        eventually(lambda: gone in bench.agent.log.read_text(), 30, f"what mode {mode} had is not removed")
+        log = bench.agent.log.read_text()
+        assert "other proxy" not in log, log
