@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,9 @@ def village() -> Iterator[Lab]:
     with routed_lab(3, 1) as made:
         run(made, "node", f"link add cni0 address {GATEWAY} type bridge", "link set cni0 up")
         bridge(made, "pod2")
+        with made.inside("node"):  # where this is on, netfilter translates from port to port, too
+            for path in Path("/proc/sys/net/bridge").glob("bridge-nf-call-ip*tables"):
+                path.write_text("0")
         yield made
 
 
@@ -46,8 +50,11 @@ def run(lab: Lab, place: str, *lines: str) -> None:
 
 
 def bridge(lab: Lab, name: str) -> None:
-    """Make a pod's interface a port of the bridge."""
+    """Make a pod's interface a port of the bridge; the pod answers by the node, whatever the node's redirects say."""
     place = lab[name]
+    with lab.inside(name):
+        for path in Path("/proc/sys/net").glob("ipv[46]/conf/*/accept_redirects"):
+            path.write_text("0")
     run(
         lab, "node", f"link set {place.interface} master cni0",
         *(f"route replace {address} dev cni0" for address in (f"{place.address4}/32", f"{place.address6}/128")),
