@@ -144,9 +144,18 @@ def _hardware_address(known: Mapping[int, bytes]) -> bytes:
 
 def interface_towards(address: str) -> int | None:
     """Returns the index of the interface by which this node's packets to an address leave; None: none."""
+    hop = next_hop(address)
+    return hop.index if hop else None
+
+
+def next_hop(address: str) -> Hop | None:
+    """Returns where this node's packets to an address go; None: nowhere."""
     with Netlink(ROUTE) as wire:
         known = _route_to(wire, address)
-    return _number(known.get(RTA_OIF)) if known else None
+    gateway = known.get(RTA_GATEWAY)
+    return (
+        Hop(_number(known.get(RTA_OIF)), _text(AF[family_of(address)], gateway) if gateway else "") if known else None
+    )
 
 
 def _route_to(wire: Netlink, address: str) -> dict[int, bytes]:

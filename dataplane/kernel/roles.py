@@ -30,6 +30,7 @@ ON_ANOTHER: Final = frozenset({"vlan", "macvlan", "macvtap", "ipvlan", "ipvtap"}
 GROUPS: Final = frozenset({"bond", "team"})  # kinds whose ports all lead to the same place
 NEVER_OUT: Final = POD_KINDS | {"dummy", "tun"}  # ports of a bridge that lead to a pod, to nobody, or to a machine here
 GET_NEIGHBOUR, NDA_DST, NDA_LLADDR = 30, 1, 2  # linux/rtnetlink.h, linux/neighbour.h
+NUD_FAILED, NUD_PERMANENT = 0x20, 0x80
 _NEIGHBOUR: Final = struct.Struct("=BxxxiHBB")  # family, interface, state, flags, type
 _ROUTE_SIZE: Final = 12  # of struct rtmsg; its second byte is the length of the destination's prefix
 
@@ -43,11 +44,11 @@ def ports_of_gateways(bridge: int) -> frozenset[int]:
         addresses = {
             known[NDA_LLADDR]
             for family in AF.values()
-            for index, known in _neighbours(wire, family)
+            for index, _, known in _neighbours(wire, family)
             if index == bridge and known.get(NDA_DST) in gateways and NDA_LLADDR in known
         }
         return frozenset(
-            index for index, known in _neighbours(wire, socket.AF_BRIDGE) if known.get(NDA_LLADDR) in addresses
+            index for index, _, known in _neighbours(wire, socket.AF_BRIDGE) if known.get(NDA_LLADDR) in addresses
         ) - {bridge}
 
 
@@ -58,11 +59,21 @@ def _gateways(wire: Netlink, family: int, interface: int) -> Iterator[bytes]:
             yield known.get(RTA_GATEWAY) or known.get(RTA_VIA, b"")[2:]
 
 
-def _neighbours(wire: Netlink, family: int) -> Iterator[tuple[int, dict[int, bytes]]]:
-    """Yields neighbours of a family or, of AF_BRIDGE, learnt addresses: interface or port, and the rest."""
+def neighbours() -> dict[tuple[int, str], tuple[bytes, int]]:
+    """Returns interface and address of each neighbour -> hardware address, empty if it is not known, and state."""
+    with Netlink(ROUTE) as wire:
+        return {
+            (index, socket.inet_ntop(family, known[NDA_DST])): (known.get(NDA_LLADDR, b""), state)
+            for family in AF.values()
+            for index, state, known in _neighbours(wire, family)
+        }
+
+
+def _neighbours(wire: Netlink, family: int) -> Iterator[tuple[int, int, dict[int, bytes]]]:
+    """Yields neighbours of a family or, of AF_BRIDGE, learnt addresses: interface or port, state, and the rest."""
     request = _NEIGHBOUR.pack(family, 0, 0, 0, 0)
     for answer in wire.dump(Message(GET_NEIGHBOUR, request, NLM_F_DUMP, "reading neighbours")):
-        yield _NEIGHBOUR.unpack_from(answer)[1], dict(attributes(answer, _NEIGHBOUR.size))
+        yield *_NEIGHBOUR.unpack_from(answer)[1:3], dict(attributes(answer, _NEIGHBOUR.size))
 
 
 def carriers(interfaces: Collection[Interface], uplinks: Iterable[int], ways_out: WaysOut) -> set[int]:

@@ -294,6 +294,23 @@ def spoil(folder: Path) -> None:
     (folder / "spoilt.yaml").write_text("kind: Service\nspec: {ports: [\n")
 
 
+def neighbour(pod: str) -> Provoke:
+    """The node has a wrong hardware address for the next hop to a pod, for good."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        way = clinic.lab.run("node", ["ip", "route", "get", clinic.lab[pod].address4]).stdout.split()
+        entry = [way[2] if way[1] == "via" else way[0], "dev", way[way.index("dev") + 1]]
+        clinic.run("node", "ip", "neigh", "replace", *entry, "lladdr", "02:00:00:00:00:77", "nud", "permanent")
+        try:
+            clinic.put(pod)
+            yield
+        finally:
+            clinic.run("node", "ip", "neigh", "del", *entry)
+
+    return provoke
+
+
 @contextmanager
 def small_mtu(clinic: Clinic) -> Iterator[None]:
     """The node's end of a pod's link takes less than the pod sends, in packets of their own (no GSO)."""
@@ -407,6 +424,20 @@ def firewall(table: str) -> Provoke:
             yield
 
     return provoke
+
+
+@contextmanager
+def closed(clinic: Clinic) -> Iterator[None]:
+    """The policy of FORWARD drops packets between pods."""
+    clinic.run("node", "iptables", "-P", "FORWARD", "DROP")
+    try:
+        aware_of(clinic.agent, "table ip filter")
+        with clinic.lab.socket("pod4") as client, suppress(OSError):
+            client.settimeout(1)
+            client.connect((clinic.lab["pod1"].address4, HTTP))
+        yield
+    finally:
+        clinic.run("node", "iptables", "-P", "FORWARD", "ACCEPT")
 
 
 class Incident(NamedTuple):
@@ -556,6 +587,22 @@ INCIDENTS = [
     ),
     Incident("no route leads to an endpoint", route(""), (NAME,), "endpoint-route", said="veth2", own=True),
     Incident("the route to an endpoint leads to another pod", route("pod3"), (NAME,), "endpoint-route", said="veth3"),
+    Incident(
+        "a pod's neighbour entry is wrong",
+        neighbour("pod2"),
+        (NAME,),
+        "endpoint-route",
+        said="02:00:00:00:00:77",
+        own=True,
+    ),
+    Incident(
+        "a next hop's neighbour entry is wrong",
+        neighbour("remote1"),
+        (NAME,),
+        "endpoint-route",
+        said="02:00:00:00:00:77",
+        certain=False,
+    ),
     Incident("the client's pod gets no answers", rules("pod4", NO_ANSWERS), (NAME,), "client-pod", said="another pod"),
     Incident("the agent is stopped", stopped_agent, (), "no-agent", said="(state T)"),
     # Elsewhere doctor tries 600 ports at once, for which an emulated processor needs its time.
@@ -593,6 +640,7 @@ INCIDENTS = [
         "object-refused",
         said="edits",
     ),
+    Incident("iptables' FORWARD has dropped packets", closed, (), "firewall", said="policy drop"),
     Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
     Incident("the agent is dead", no_agent, (), "no-agent"),
     Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent", own=True),

@@ -120,6 +120,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     else:
         yield Finding("ok", "other proxies", "there is none")
     yield from _forwarding(facts)
+    yield from _closed(facts)
     yield _reverse_path(facts)
     if facts.conntrack is not None:
         yield _conntrack(facts.conntrack, facts.conntrack_user, facts.lost)
@@ -182,6 +183,21 @@ def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
         else:
             off = forwarding_trouble(family)
             yield Finding(off.mark, off.subject, off.said[0], off.todo, off.cause)
+
+
+def _closed(facts: NodeFacts) -> Iterator[Finding]:
+    """What no rule of FORWARD accepts is dropped: whether that hinders pods, its counter tells."""
+    for rule in facts.closed:
+        text = f"FORWARD drops what no rule of it accepts: {_rule(rule)} {_where(rule)}"
+        if rule.packets is None:
+            yield Finding(
+                "unknown", "firewall", f"{text}; whether it met pods' packets is not counted", _count_it(rule)
+            )
+        elif rule.packets:
+            text += f", of {several(rule.packets, 'packet')} so far"
+            yield Finding("warning", "firewall", text, f"if these are pods', {_accept(rule)}", "firewall")
+        else:
+            yield Finding("ok", "firewall", f"{text}, of no packet so far")
 
 
 def _reverse_path(facts: NodeFacts) -> Finding:
@@ -511,10 +527,10 @@ def _links(facts: ServiceFacts) -> Iterator[Finding]:
             text = f"the link of {where} ({each.interface}) dropped {several(each.drops, 'packet')} just now"
             yield Finding("warning", "links", text, "`ip -s link` counts them", "drops")
     failing = {_host(each).strip("[]") for each in _failing(facts.tried) if each.via == "backend"}
-    for address, why in facts.astray.items():
+    for address, (why, todo) in facts.astray.items():
         if address in failing:
-            text = f"{address} is an endpoint on this node, but {why}"
-            yield Finding("problem", "routes", text, "the CNI plugin makes this route: see its log", "endpoint-route")
+            text, sure = f"the way to endpoint {address} is wrong: {why}", not why.endswith("?")
+            yield Finding("problem", "routes", text, todo, "endpoint-route", sure)
 
 
 def _link_down(link: PodLink) -> Finding:

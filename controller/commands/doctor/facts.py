@@ -93,6 +93,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     programmed: dict[str, int] = {}  # mode -> service ports, as its view tells
     other_proxies: tuple[str, ...] = ()
     forwarding: dict[int, bool] = {}  # family -> whether the kernel forwards
+    closed: tuple[Rule, ...] = ()  # policies of FORWARD that drop
     reverse_path: dict[str, int] = {}  # interface -> rp_filter
     lost: dict[str, tuple[int, int]] = {}  # counter of the kernel -> since the boot, and while doctor looked
     conntrack: Fill | None = None
@@ -128,7 +129,7 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     repeated: tuple[Tried, ...] = ()  # SYNs alone, several for each connection that looked as if packets were lost
     own: tuple[str, ...] = ()  # addresses of this node
     links: tuple[PodLink, ...] = ()  # of the pods that take part
-    astray: dict[str, str] = {}  # address of an endpoint on this node -> why no route leads to it
+    astray: dict[str, tuple[str, str]] = {}  # address of an endpoint -> what is wrong with the way there, what to do
     listening: dict[tuple[str, str], tuple[str, ...]] = {}  # an end that refused -> ports where its pod listens
     unready: tuple[str, ...] = ()  # addresses of endpoints that are not ready
     node_ports_at: tuple[str, ...] = ()  # addresses of this node that serve node ports

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, PodLink
+from hybrid_proxy.controller.commands.doctor.firewall import read_rules
 from hybrid_proxy.controller.commands.doctor.way import link_of
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
 from hybrid_proxy.controller.commands.views import Agent, Programmed, last_changes
@@ -45,7 +46,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     here, unread = (None, "permission denied") if denied else _read(asked.programmed)
     rows = [row for one in (here.by_mode() if here else ()) for row in _read(one.services)[0] or ()]
     events, events_unknown = (None, unread) if denied else _read(asked.events)
-    table = conntrack.fill()
+    table, rules = conntrack.fill(), () if denied else read_rules()[0]
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
     facts = NodeFacts(
         now=time.time(),
@@ -59,6 +60,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
         other_proxies=_other_proxies(agent, here),
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
+        closed=tuple(rule for rule in rules if rule.hooks == ("forward",) and rule.text.lower() == "policy drop"),
         reverse_path=_reverse_path(),
         conntrack=table,
         conntrack_user=(

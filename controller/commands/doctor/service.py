@@ -121,7 +121,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                     for pod, link in before.items()
                     if pod == clients.get(facts.asked) or not backends.keys().isdisjoint(pod.addresses)
                 ),
-                astray=astray([each for each in backends if backends[each]], pods, interfaces, uplinks),
+                astray=astray(backends, pods, interfaces, uplinks),
                 listening=listening(rows, pods),
                 left_out=left_out,
                 stranger=source if pods and source not in here else "",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from hybrid_proxy.controller.commands.doctor.facts import PodLink, Tried
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel import links, namespaces
+from hybrid_proxy.dataplane.kernel import links, namespaces, roles
 from hybrid_proxy.dataplane.kernel.namespaces import Pod
+from hybrid_proxy.dataplane.kernel.roles import NUD_FAILED, NUD_PERMANENT
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
+
+VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plugin writes itself, for good
 
 
 def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
@@ -29,25 +33,42 @@ def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
 
 
 def astray(
-    local: Iterable[str], pods: Sequence[Pod], here: links.Node, uplinks: Iterable[links.Interface]
-) -> dict[str, str]:
-    """Return why no route leads to an endpoint that shall be on this node; those to which one does are left out."""
+    ends: Mapping[str, bool], pods: Sequence[Pod], here: links.Node, uplinks: Iterable[links.Interface]
+) -> dict[str, tuple[str, str]]:
+    """Return what is wrong with the way to an endpoint, and what to do; `ends` tells which are on this node."""
     by_index = {each.index: each for each in here.interfaces}
-    behind = {address: pod.interface for pod in pods for address in pod.addresses}
+    behind = {address: pod for pod in pods for address in pod.addresses}
     down = {address for pod in pods if pod.down for address in pod.addresses}  # the kernel takes its routes away
     outside = {each.index for each in uplinks}
-    found = {}
-    for address in sorted(set(local) - down - set(here.addresses)):
+    found, near, todo = {}, roles.neighbours(), "the CNI plugin makes this route: see its log"
+    for address in sorted(ends.keys() - down - set(here.addresses)):
         with contextlib.suppress(OSError, DataplaneError):
-            to = by_index.get(links.interface_towards(address) or 0)
-            pod = next((each for each in here.interfaces if each.name == behind.get(address)), None)
-            if to is None:
-                found[address] = "no route leads there"
-            elif pod is not None and to.index not in (pod.index, pod.master):
-                found[address] = f"its pod is behind {pod.name}, and the route leads to {to.name}"
-            elif pod is None and to.index in outside:
-                found[address] = f"the route leads to {to.name}, where no pod is"
+            hop = links.next_hop(address)
+            to = by_index.get(hop.index) if hop else None
+            if to is None or hop is None:
+                found[address] = "no route leads there", todo
+                continue
+            pod, via = behind.get(address), hop.gateway or address
+            link = next((each for each in here.interfaces if pod is not None and each.name == pod.interface), None)
+            mac, state = near.get((to.index, via), (b"", 0))
+            entry = f"the neighbour entry of {via} on {to.name} {'is' if mac else 'has'} {mac.hex(':') or 'failed'}"
+            if pod is None or link is None:
+                if ends[address] and to.index in outside:
+                    found[address] = f"the route leads to {to.name}, where no pod is", todo
+                elif state == NUD_FAILED or (state == NUD_PERMANENT and to.kind not in VIRTUAL):
+                    fixed = " and is fixed: is it right?" if mac else ": nobody answers there"
+                    found[address] = f"{entry}{fixed}", f"`ip neigh del {via} dev {to.name}` has the kernel ask again"
+            elif to.index not in (link.index, link.master):
+                found[address] = f"its pod is behind {link.name}, and the route leads to {to.name}", todo
+            elif mac and mac != (own := _mac(pod)):
+                text = f"{entry}, and its pod has {own.hex(':')}"
+                found[address] = text, f"`ip neigh del {via} dev {to.name}`"
     return found
+
+
+def _mac(pod: Pod) -> bytes:
+    with namespaces.inside(pod.path):
+        return links.hardware_address(pod.peer)
 
 
 def listening(tried: Iterable[Tried], pods: Sequence[Pod]) -> dict[tuple[str, str], tuple[str, ...]]:
