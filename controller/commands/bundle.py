@@ -147,7 +147,7 @@ def _gathered(args: argparse.Namespace, deadline: float) -> tuple[dict[str, byte
         try:
             text = redact(future.result())
         except (ControllerError, DataplaneError, OSError, ValueError) as error:
-            missing[name] = redact(str(error))
+            missing[name] = redact(told(error) if isinstance(error, OSError) else str(error))
         else:
             contents[name] = _cut(text.encode(errors="replace"), end=name.startswith("agent/log"))
     missing |= {running[future]: f"it took more than {ALL_SECONDS:g} s" for future in late}

@@ -77,7 +77,8 @@ def packets_of(args: argparse.Namespace, find: Find) -> list[Any]:
             return [packet_from_dict(row)]
         except ValueError as error:
             field, _, problem = str(error).removeprefix("flow '': ").partition(": ")
-            raise ConfigError(f"{_FLAGS.get(field, field)}: {problem}") from None
+            names = {"src": "; in a lab, pod/NAME is possible", "dst": "; NAMESPACE/NAME:PORT names a service"}
+            raise ConfigError(f"{_FLAGS.get(field, field)}: {problem}{names.get(field, '')}") from None
     packets = []
     for index, row in enumerate(_flows(args.flows)):
         where = f"--flows {args.flows}: item {index}"
@@ -176,7 +177,9 @@ def target(text: str) -> dict[str, object]:
     if match["port"]:
         target["port"] = int(match["port"])
     elif not (match["proto"] or "").lower().startswith("icmp"):
-        raise ConfigError(f"--to {text!r}: has no port; DST:PORT/PROTO is possible, such as 10.96.0.10:53/udp")
+        raise ConfigError(
+            f"--to {text!r}: has no port; DST:PORT/PROTO is possible, such as 10.96.0.10:53/udp or default/web:80"
+        )
     return target
 
 

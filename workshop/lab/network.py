@@ -123,7 +123,7 @@ class Lab:
         lab = cls(name, 0)
         names = lab._leftover()
         if "node" not in names:
-            raise LabError(f"no lab named {name!r} stands here: build it with `hybrid-proxy lab up --name {name}`")
+            raise LabError(f"no lab named {name!r} stands here: `hybrid-proxy lab list` names those that do")
         for place in names:
             lab.places[place] = lab._describe(place)
         return lab

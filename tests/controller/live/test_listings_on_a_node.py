@@ -75,6 +75,9 @@ CODES = (
     ("services default/broken",                           1, "10.96.0.300"),
     ("services younger -n default",                       1, "default/younger is not served here: "),
     ("explain --live --from 10.0.0.1 --to default/foreign", 1, "service-proxy-name"),
+    ("explain --live --from pod1 --to default/web:80",    2, "in a lab, pod/NAME is possible"),
+    ("explain --live --from 10.77.1.11 --to web",         2, "or default/web:80"),
+    ("lab down --name nobody",                            1, "`hybrid-proxy lab list` names those that do"),
     ("services default/web -n kube-system",               2, "not in namespace kube-system"),
     ("status --exit-code",                                0, ""),
     ("status --admin-socket /nowhere.sock",               1, ""),
@@ -172,10 +175,19 @@ NODE_FACTS = (  # a command that changes one, what the history has then, and the
 
 
 def test_facts_of_the_node_that_change_are_remembered_and_status_names_the_command(node: Lab) -> None:
-    pod = json.loads(run(node, "status -o json").stdout)["dataplane"]["ebpf"]["pods"]["interfaces"][0]
-    assert (
-        shell(node, "ip link add other0 type veth peer other1; ip link set other1 up; ip link set other0 up").returncode
-        == 0
+    """Of links that nothing else depends on: one of the node alone, and one of a pod."""
+    inside = node["pod4"].namespace
+    for made in (
+        "ip link add other0 type veth peer other1",
+        f"ip link add pod0 type veth peer eth9 netns {inside}",
+        f"nsenter --net={inside} ip link set eth9 up",
+        *(f"ip link set {each} up" for each in ("other1", "other0", "pod0")),
+    ):
+        assert shell(node, made).returncode == 0, made
+    until(
+        lambda: "pod0" in json.loads(run(node, "status -o json").stdout)["dataplane"]["ebpf"]["pods"]["interfaces"],
+        "the new pod's link",
+        30,
     )
 
     def remembered(what: str) -> bool:
@@ -184,7 +196,7 @@ def test_facts_of_the_node_that_change_are_remembered_and_status_names_the_comma
 
     try:
         for row in NODE_FACTS:
-            change, what, back = (text.format(device="other0", pod=pod) for text in row)
+            change, what, back = (text.format(device="other0", pod="pod0") for text in row)
             assert shell(node, change).returncode == 0
             try:
                 until(lambda what=what: remembered(what), what, 30)
@@ -193,7 +205,7 @@ def test_facts_of_the_node_that_change_are_remembered_and_status_names_the_comma
             finally:
                 assert shell(node, back).returncode == 0
     finally:
-        shell(node, "ip link del other0")
+        shell(node, "ip link del other0; ip link del pod0")
 
 
 @pytest.mark.parametrize(("own", "asked"), [("fd96::10", "10.96.0.10:80"), ("10.96.0.10", "[fd96::10]:80")])
@@ -234,6 +246,12 @@ def test_a_packet_that_the_fast_path_leaves_to_the_stack_says_why(node: Lab) -> 
         return explained().endswith("sent on by the program.")
 
     until(bypasses, "the fast path takes the next ones", 30)
+
+
+def test_a_bundle_says_in_words_what_is_not_in_it(node: Lab, tmp_path: Path) -> None:
+    done = run(node, f"bundle {tmp_path / 'node.tar.gz'}")
+    assert done.returncode == 0
+    assert "Errno" not in done.stderr
 
 
 # fmt: off
