@@ -28,6 +28,7 @@ from .kit import UDP, as_terminating, eventually
 from .kube_proxy import ANSWERS, KUBE_PROXYS, OURS, KubeProxy, Named, Node, flows, new_flows
 
 UDP_SECONDS = 10  # after which a conversation is over
+HAVE_FLOWS = ("ebpf", "ipvs", "userspace")  # modes whose open flows end with them (`Mode.drain`)
 
 
 @pytest.fixture(params=["iptables", pytest.param("nftables", marks=pytest.mark.long)])
@@ -145,7 +146,7 @@ def there_and_back(node: Node) -> None:
                     str(bench.lab.cgroup),
                 ]
                 process = bench.lab.start("node", argv, output=subprocess.PIPE)
-                if mode in ("ebpf", "userspace"):
+                if mode in HAVE_FLOWS:
                     time.sleep(4)  # longer than without --drain
                     wait_for_answers(opened, ANSWERS)
                     assert process.poll() is None, "it does not wait for open flows"
@@ -157,7 +158,7 @@ def there_and_back(node: Node) -> None:
         goes_on(tallies, 5)
     for name, tally in tallies.items():
         assert not tally.failures, f"{name}: {tally.report()}"
-    if mode in ("ebpf", "userspace"):
+    if mode in HAVE_FLOWS:
         ends(process)  # a client that begins again and again meets its former ports, and with them its former flows
     assert node.is_served_by(node.tcp, KUBE_PROXYS)
     assert "nothing of ours" in bench.agent.cleanup().stdout
