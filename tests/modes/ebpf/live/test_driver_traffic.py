@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,8 +173,8 @@ def test_off_takes_the_program_away_and_traffic_goes_on(road: Road) -> None:
 
 
 @contextmanager
-def second_uplink(road: Road) -> Iterator[str]:
-    """Another veth to the segment's machine, with an address, whose other end takes frames."""
+def second_uplink(road: Road, *, takes_frames: bool = True) -> Iterator[str]:
+    """Another veth to the segment's machine, with an address, whose other end takes frames if wanted."""
     node = road.lab.netlink("node")
     with road.lab["client"].namespace.open() as there:
         node.link("add", ifname="up1", kind="veth", peer={"ifname": "wire1", "net_ns_fd": there.fileno()})
@@ -183,13 +183,12 @@ def second_uplink(road: Road) -> Iterator[str]:
     client.link("set", index=client.link_lookup(ifname="wire1")[0], state="up")
     node.link("set", index=index, state="up")
     try:
-        with road.lab.inside("client"):
-            other_end = Receiver("wire1")
-        try:
+        with ExitStack() as stack:
+            if takes_frames:
+                with road.lab.inside("client"):
+                    stack.enter_context(Receiver("wire1"))
             node.addr("add", index=index, address="192.168.99.2", prefixlen=24)
             yield "up1"
-        finally:
-            other_end.close()
     finally:
         for left in node.link_lookup(ifname="up1"):
             node.link("del", index=left)
@@ -203,6 +202,15 @@ def test_devices_come_and_go(road: Road) -> None:
         road.agent.wait(lambda s: s.dataplane.ebpf.xdp.interfaces == [UPLINK], 5.0, "at one")
     with road.open(road.far(), V4) as connection:
         assert ask_tcp(connection).pod == "remote1"
+
+
+def test_a_device_with_another_mtu_is_judged_anew(road: Road) -> None:
+    with second_uplink(road, takes_frames=False) as name:
+        node = road.lab.netlink("node")
+        for mtu, too_large in ((9000, True), (1500, False)):
+            node.link("set", index=node.link_lookup(ifname=name)[0], mtu=mtu)
+            why = "the MTU is too large"
+            road.agent.wait(lambda s: (why in s.dataplane.ebpf.xdp.left_to_tc.get(name, "")) == too_large, 5.0, why)  # noqa: B023
 
 
 def test_status_names_the_interfaces(road: Road) -> None:
