@@ -32,8 +32,8 @@ NOWHERE = "http://127.0.0.1:9"  # an API server that never answers
 
 
 @pytest.fixture(scope="module")
-def village() -> Iterator[Lab]:
-    """Pods by routes, but for pod2 and pod8, which are at a bridge."""
+def village(mode: str) -> Iterator[Lab]:
+    """Pods by routes, but for pod2 and pod8, which are at a bridge. In each mode anew: the bridge remembers pods."""
     with routed_lab(3, 1) as made:
         run(made, "node", f"link add cni0 address {GATEWAY} type bridge", "link set cni0 up")
         bridge(made, "pod2")
