@@ -5,18 +5,26 @@ python -m tests.vm run 6.12 --cards --timeout 3600 -- .venv/bin/python -m pytest
 
 from __future__ import annotations
 
+import array
+import fcntl
 import random
 import select
 import socket
-from collections.abc import Iterator
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
 
 import pytest
 from vm import cards
 
+from hybrid_proxy.dataplane.kernel.drivers import TRIED, driver_of
 from hybrid_proxy.workshop.lab.agent import Agent
-from hybrid_proxy.workshop.lab.frames import set_feature
+from hybrid_proxy.workshop.lab.frames import SIOCETHTOOL, set_feature
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import Reply, ask_tcp, download, meanwhile
 from tests.waiting import bound, until
@@ -35,7 +43,7 @@ NATIVE, TC = "--xdp=native", "--xdp=off"
 SINK, PORT = 7999, 40_001  # nothing listens there
 LENGTHS = (0, 1, 2, 3, 17, 63, 64, 511, 1000, 1399, 1400, 1439, 1440)
 SIZE = 2_000_000
-RX_CHECKSUM, TX_CHECKSUM = 0x15, 0x17  # linux/ethtool.h
+RX_CHECKSUM, TX_CHECKSUM, SET_RINGS = 0x15, 0x17, 0x11  # linux/ethtool.h
 SILENT = """table inet silent {{
     chain input {{ type filter hook input priority 0; meta l4proto {{ tcp, udp }} th dport {port} drop; }}
 }}
@@ -47,10 +55,6 @@ def of(*drivers: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "lab", [pytest.param(d, marks=pytest.mark.kernel(cards.PREFIX + d)) for d in drivers], indirect=True
     )
-
-
-# With the emulated vmxnet3 an open connection stood still after another MTU, and another time where tc served it.
-WHOLE = of("igb", "virtio_net")
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +77,64 @@ def serving(lab: Lab, *flags: str, **ports: Any) -> Iterator[tuple[Bench, Servic
         yield bench, service
 
 
+def driver_here(request: pytest.FixtureRequest) -> str:
+    """The driver whose card the lab has."""
+    return str(request.node.callspec.params["lab"])
+
+
+def set_rings(interface: str, length: int) -> None:
+    """Has the driver make its rings anew (struct ethtool_ringparam), in the calling thread's namespace."""
+    value = array.array("B", struct.pack("=9I", SET_RINGS, 0, 0, 0, 0, length, 0, 0, length))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
+        fcntl.ioctl(door, SIOCETHTOOL, struct.pack("16sQ16x", interface.encode(), value.buffer_info()[0]))
+
+
 def served_by_xdp(bench: Bench) -> bool:
     ebpf = bench.agent.running_status().dataplane.ebpf
     return ebpf is not None and ebpf.xdp.interfaces == ["card"]
 
 
+class Way(NamedTuple):
+    """The addresses by family that the client and the node talk by, and the interface of the client that hears it."""
+
+    client: dict[int, str]
+    node: dict[int, str]
+    interface: str = "eth0"
+
+
+PLAIN = Way({V4: "192.168.77.1", V6: "fd77::1"}, {V4: "192.168.77.2", V6: "fd77::2"})
+TAGGED = Way({V4: "192.168.78.1", V6: "fd78::1"}, {V4: "192.168.78.2", V6: "fd78::2"}, "eth0.5")
+VLAN = """link add {device}.5 link {device} type vlan id 5
+link set {device}.5 up
+addr add 192.168.78.{last}/24 dev {device}.5
+addr add fd78::{last}/64 dev {device}.5 nodad
+"""
+
+
+@contextmanager
+def tagged(lab: Lab) -> Iterator[None]:
+    """Another way from the client to the node: a VLAN on the card."""
+    places = (("client", "eth0", 1), ("node", "card", 2))
+    for place, device, last in places:
+        path = lab.folder / "lines"
+        path.write_text(VLAN.format(device=device, last=last))
+        done = lab.run(place, ["ip", "-batch", str(path)])
+        assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        for place, device, _ in places:
+            lab.run(place, ["ip", "link", "del", f"{device}.5"])
+
+
 class Exchange:
     """Packets by hand between the client and a pod of the other node, through a node port; what each of them got."""
 
-    def __init__(self, bench: Bench, service: Service, family: int, stack: ExitStack) -> None:
+    def __init__(self, bench: Bench, service: Service, family: int, stack: ExitStack, way: Way) -> None:
         lab, protocol = bench.lab, service.protocol
         self.protocol = protocol
-        self.ends = {"client": (lab["client"].address(family), PORT), "remote1": (lab["remote1"].address(family), SINK)}
-        self.towards = {"client": target_of(bench, service, "nodeport", family)}  # whom each of them talks to
+        self.ends = {"client": (way.client[family], PORT), "remote1": (lab["remote1"].address(family), SINK)}
+        self.towards = {"client": (way.node[family], service.node_port)}  # whom each of them talks to
         self.got: list[tuple[str, bytes]] = []
         self._number = 0
         self._raw, self._ears = {}, {}
@@ -93,7 +142,7 @@ class Exchange:
             with lab.inside(place):
                 raw = socket.socket(family, socket.SOCK_RAW, socket.IPPROTO_RAW)
                 ear = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0003))
-                ear.bind(("eth0", 0x0003))
+                ear.bind((way.interface if place == "client" else "eth0", 0x0003))
             self._raw[place], self._ears[place] = stack.enter_context(raw), stack.enter_context(ear)
 
     def send(
@@ -125,11 +174,11 @@ class Exchange:
         raise AssertionError(f"packet {self._number} of {sender} does not arrive at {place}")
 
 
-def conversation(bench: Bench, service: Service, family: int) -> list[tuple[str, bytes]]:
+def conversation(bench: Bench, service: Service, family: int, way: Way) -> list[tuple[str, bytes]]:
     """What both ends get of the same packets, from the IP header on."""
     dice = random.Random(1)
     with ExitStack() as stack:
-        talk = Exchange(bench, service, family, stack)
+        talk = Exchange(bench, service, family, stack, way)
         if service.protocol == "TCP":
             talk.send("client", b"", SYN, 1000)
             talk.send("remote1", b"", SYN | ACK, 5000, 1001)
@@ -147,39 +196,53 @@ def conversation(bench: Bench, service: Service, family: int) -> list[tuple[str,
         return talk.got
 
 
-@of(*cards.CARDS)
-@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
-@pytest.mark.parametrize("checksums", [True, False], ids=["offloaded", "by-the-kernel"])
-def test_the_same_bytes_as_by_tc(lab: Lab, protocol: str, checksums: bool) -> None:
+def compare(lab: Lab, protocol: str, way: Way, *more: str) -> None:
+    """Asks by tc, and by XDP; both ends must get the same bytes."""
     found = {}
-    with lab.inside("node"):
-        for feature in (RX_CHECKSUM, TX_CHECKSUM):
-            with suppress(OSError):  # QEMU's virtio_net has none where nobody else would compute them
-                set_feature("card", feature, on=checksums)
     for flags in (TC, NATIVE):
-        with serving(lab, flags, protocol=protocol, port=53, target=SINK) as (bench, service):
+        with serving(lab, flags, *more, protocol=protocol, port=53, target=SINK) as (bench, service):
             before = counted(bench.agent, "xdp_dnat") + counted(bench.agent, "xdp_reply")
-            found[flags] = {family: conversation(bench, service, family) for family in (V4, V6)}
+            found[flags] = {family: conversation(bench, service, family, way) for family in (V4, V6)}
             by_xdp = counted(bench.agent, "xdp_dnat") + counted(bench.agent, "xdp_reply") - before
-            # tc has answers of UDP, and the first packets of all.
+            assert served_by_xdp(bench) == (flags == NATIVE)
+            # tc has answers of UDP, the first packets of all, and tagged frames where the card does not take tags off.
             most = 0.8 * sum(map(len, found[flags].values())) / (1 if protocol == "TCP" else 2)
-            assert by_xdp > most if flags == NATIVE else not by_xdp, (by_xdp, most)
+            assert not by_xdp if flags == TC else by_xdp > most or way is TAGGED, (by_xdp, most)
     for family, packets in found[TC].items():
         differ = [n for n, pair in enumerate(zip(packets, found[NATIVE][family], strict=True)) if pair[0] != pair[1]]
         assert not differ, (family, [(found[TC][family][n], found[NATIVE][family][n]) for n in differ[:2]])
 
 
-def asking(bench: Bench, target: tuple[str, int], family: int, stack: ExitStack) -> Flow:
-    """One connection from outside that asks without a pause."""
-    connection = stack.enter_context(bench.connect("client", target, family, timeout=bound(20)))
+@of(*cards.CARDS)
+@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
+@pytest.mark.parametrize("checksums", [True, False], ids=["offloaded", "by-the-kernel"])
+def test_the_same_bytes_as_by_tc(lab: Lab, protocol: str, checksums: bool) -> None:
+    with lab.inside("node"):
+        for feature in (RX_CHECKSUM, TX_CHECKSUM):
+            with suppress(OSError):  # QEMU's virtio_net has none where nobody else would compute them
+                set_feature("card", feature, on=checksums)
+    compare(lab, protocol, PLAIN)
+
+
+@of(*cards.CARDS)
+@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
+def test_the_same_bytes_on_a_vlan(lab: Lab, protocol: str) -> None:
+    with tagged(lab):
+        compare(lab, protocol, TAGGED, "--nodeport-addresses=all", "--uplink-interfaces=card,card.5")
+
+
+def asking(bench: Bench, target: tuple[str, int], family: int, stack: ExitStack, one: Lock) -> Flow:
+    """One connection from outside that asks again and again, while it has the lock."""
+    connection = stack.enter_context(bench.connect("client", target, family, timeout=5))
 
     def ask() -> Reply:
-        reply = ask_tcp(connection, body=bytes(5000))
+        with one:
+            reply = ask_tcp(connection, body=bytes(5000))
         if reply.received != 5000:
             raise ConnectionError(f"of 5000 bytes {reply.received} came")
         return reply
 
-    return Flow(f"{FAMILIES[family]}, client", ask, each=0)
+    return Flow(f"{FAMILIES[family]}, client", ask, each=0.02)
 
 
 def go_on(flows: list[Flow]) -> None:
@@ -187,30 +250,119 @@ def go_on(flows: list[Flow]) -> None:
     assert not failures_of(flows)
 
 
-@WHOLE
-def test_connections_stay_while_agent_and_card_begin_again(lab: Lab) -> None:
-    with serving(lab, NATIVE) as (bench, service), ExitStack() as stack:
-        flows = [asking(bench, target_of(bench, service, "nodeport", family), family, stack) for family in (V4, V6)]
-        with meanwhile([flow.go_on for flow in flows]):
-            go_on(flows)
-            for end in (bench.agent.terminate, bench.agent.kill):
-                end()
+def set_link(lab: Lab, *words: str) -> None:
+    done = lab.run("node", ["ip", "link", "set", "card", *words])
+    assert done.returncode == 0, done.stderr
+
+
+def addressed(lab: Lab) -> None:
+    """Gives the card the addresses and routes that a link takes along when it goes down."""
+    path = lab.folder / "lines"
+    path.write_text(moved("node", "card"))
+    lab.run("node", ["ip", "-force", "-batch", str(path)])
+
+
+@dataclass(frozen=True)
+class Turmoil:
+    """What a change may use: the agent of `bench`, the card of `driver`, and flows that may be asked in the middle."""
+
+    bench: Bench
+    driver: str
+    flows: list[Flow]
+    one: Lock  # held by the flow that asks
+
+    def without_an_agent(self, end: Callable[[], object]) -> None:
+        end()
+        go_on(self.flows)
+        self.bench.agent.start()
+
+    def without_the_program(self) -> None:
+        agent = self.bench.agent
+        for flags in (TC, NATIVE):
+            agent.terminate()
+            agent.flags = (flags,)
+            agent.start()
+            until(lambda: served_by_xdp(self.bench) == (flags == NATIVE))  # noqa: B023 (at once)
+            go_on(self.flows)
+
+    def mtus(self) -> None:
+        """Larger ones, which igb takes with XDP. With XDP vmxnet3 drops what is larger than the MTU."""
+        for mtu in ("1505", "1500"):
+            set_link(self.bench.lab, "mtu", mtu)
+            go_on(self.flows)
+
+    def down_and_up(self) -> None:
+        set_link(self.bench.lab, "down")
+        set_link(self.bench.lab, "up")
+        addressed(self.bench.lab)
+
+    def without_a_carrier(self) -> None:
+        lab = self.bench.lab
+        for on in (False, True):
+            cards.set_carrier(self.driver, on=on)
+            until(lambda: ("NO-CARRIER" in lab.run("node", ["ip", "link", "show", "card"]).stdout) != on)  # noqa: B023
+
+    def other_rings(self) -> None:
+        for length in (128, 256):
+            with self.bench.lab.inside("node"):
+                set_rings("card", length)
+            go_on(self.flows)
+
+    def bound_anew(self) -> None:
+        """Nobody asks until the agent serves the new device: before that the node answers with resets."""
+        with self.one:
+            self._bind()
+            until(lambda: served_by_xdp(self.bench))
+
+    def _bind(self) -> None:
+        lab = self.bench.lab
+        with lab.inside("node"):
+            bus = driver_of("card").bus
+        for name in (f"devices/{bus}/driver/unbind", "drivers_probe"):
+            Path("/sys/bus/pci", name).write_text(bus)
+        found = until(lambda: cards.find(self.driver, cards.NODE_END), "the card is there again")
+        move = ["ip", "link", "set", found, "netns", lab["node"].namespace.name, "name", "card"]
+        subprocess.run(move, check=True)
+        addressed(lab)
+
+
+CHANGES: dict[str, Callable[[Turmoil], None]] = {
+    "the agent ends and starts": lambda made: made.without_an_agent(made.bench.agent.terminate),
+    "the agent is killed": lambda made: made.without_an_agent(made.bench.agent.kill),
+    "XDP goes and comes": Turmoil.without_the_program,
+    "another MTU": Turmoil.mtus,
+    "the link goes down and up": Turmoil.down_and_up,
+    "the carrier is lost": Turmoil.without_a_carrier,
+    "other lengths of rings": Turmoil.other_rings,
+    "the driver is bound anew": Turmoil.bound_anew,
+}
+
+
+def wrong_after(change: Callable[[Turmoil], None], bench: Bench, service: Service, driver: str) -> str:
+    """What happens to connections that are open meanwhile; "": they go on, and XDP carries them again at the end."""
+    try:
+        with ExitStack() as stack:
+            one = Lock()
+            targets = {family: target_of(bench, service, "nodeport", family) for family in (V4, V6)}
+            flows = [asking(bench, target, family, stack, one) for family, target in targets.items()]
+            with meanwhile([flow.go_on for flow in flows]):
                 go_on(flows)
-                bench.agent.start()
+                change(Turmoil(bench, driver, flows, one))
                 until(lambda: served_by_xdp(bench))
-            for change in ("mtu 1400", "mtu 1500", "down", "up"):  # each of them stops and starts the driver's rings
-                done = lab.run("node", ["ip", "link", "set", "card", *change.split()])
-                assert done.returncode == 0, done.stderr
-                if change == "up":  # which takes addresses of IPv6 and routes away
-                    path = lab.folder / "lines"
-                    path.write_text(moved("node", "card"))
-                    lab.run("node", ["ip", "-force", "-batch", str(path)])
                 before = counted(bench.agent, "xdp_dnat")
-                if change != "down":
-                    go_on(flows)
-                    assert counted(bench.agent, "xdp_dnat") > before
-                    until(lambda: served_by_xdp(bench))
-        assert not failures_of(flows)
+                go_on(flows)
+                assert counted(bench.agent, "xdp_dnat") > before, "tc serves them"
+            return "\n".join(failures_of(flows))
+    except (AssertionError, OSError) as error:
+        return repr(error)
+
+
+@of(*cards.CARDS)
+def test_connections_stay(lab: Lab, request: pytest.FixtureRequest) -> None:
+    """Whatever happens to agent, driver and wire."""
+    with serving(lab, NATIVE) as (bench, service):
+        found = {words: wrong_after(change, bench, service, driver_here(request)) for words, change in CHANGES.items()}
+    assert not any(found.values()), "\n".join(f"{words}: {why}" for words, why in found.items() if why)
 
 
 def set_mtu(lab: Lab, mtu: int) -> str:
@@ -218,28 +370,51 @@ def set_mtu(lab: Lab, mtu: int) -> str:
     return lab.run("node", ["ip", "link", "set", "card", "mtu", str(mtu)]).stderr
 
 
-@of("igb")
-def test_a_card_that_cannot_is_left_to_tc(lab: Lab) -> None:
-    """With an MTU beyond what XDP has room for."""
+def left_to_tc(bench: Bench) -> str:
+    ebpf = bench.agent.running_status().dataplane.ebpf
+    return "" if ebpf is None else ebpf.xdp.left_to_tc.get("card", "")
+
+
+def answers(bench: Bench, service: Service) -> bool:
+    """Whether the pod answers through the node port, in both families."""
+    for family in (V4, V6):
+        with bench.connect("client", target_of(bench, service, "nodeport", family), family) as connection:
+            assert ask_tcp(connection, body=bytes(5000)).received == 5000
+    return True
+
+
+@of(*cards.CARDS)
+def test_an_mtu_that_xdp_has_no_room_for(lab: Lab, request: pytest.FixtureRequest) -> None:
+    """The card is left to tc meanwhile. The driver igb refuses such an MTU while the program is there."""
     with serving(lab, NATIVE) as (bench, service):
         until(lambda: served_by_xdp(bench))
-        assert set_mtu(lab, 9000), "the driver takes an MTU that XDP has no room for"
-        bench.agent.terminate()
-        assert bench.agent.cleanup().returncode == 0
-        assert not set_mtu(lab, 9000)
-        try:
+        refused = set_mtu(lab, 9000)
+        assert bool(refused) == (driver_here(request) == "igb"), refused
+        if refused:
+            bench.agent.terminate()
+            assert bench.agent.cleanup().returncode == 0
+            assert not set_mtu(lab, 9000)
             bench.agent.start()
-            ebpf = bench.agent.running_status().dataplane.ebpf
-            assert ebpf is not None
-            assert "the MTU is too large for XDP" in ebpf.xdp.left_to_tc["card"]
-            for family in (V4, V6):
-                with bench.connect("client", target_of(bench, service, "nodeport", family), family) as connection:
-                    assert ask_tcp(connection).pod == "remote1"
+        try:
+            until(lambda: "the MTU is too large for XDP" in left_to_tc(bench))
+            assert answers(bench, service)
         finally:
             set_mtu(lab, 1500)
+        until(lambda: served_by_xdp(bench))
+        assert answers(bench, service)
 
 
-@WHOLE
+@of(*cards.CARDS)
+def test_auto_takes_the_drivers_of_the_table(lab: Lab, request: pytest.FixtureRequest) -> None:
+    driver = driver_here(request)
+    with serving(lab, "--xdp=auto") as (bench, _):
+        if driver in TRIED:
+            assert served_by_xdp(bench)
+        else:
+            assert left_to_tc(bench) == f"a virtual device ({driver}); --xdp native takes it"
+
+
+@of(*cards.CARDS)
 def test_direct_server_return(lab: Lab) -> None:
     with serving(lab, NATIVE, "--dsr=ipip") as (bench, service):
         other = Agent(lab, bench.agent.manifests, "ebpf", ("--dsr=ipip",), "node2")

@@ -4,8 +4,11 @@ import re
 
 import pytest
 
+from hybrid_proxy.dataplane.kernel.drivers import TRIED
+from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import LARGEST_MTU
 from hybrid_proxy.workshop import house, manual, output
 from tests.docs.pages import PAGES, ROOT, anchors, table
+from tests.vm.cards import CARDS
 
 LINK = re.compile(r"\]\((?P<file>[^)#\s:]*)(?:#(?P<anchor>[^)]+))?\)")
 
@@ -43,3 +46,12 @@ def test_the_manual_page_is_of_the_flags_that_exist() -> None:
 
 def test_the_page_of_json_output_is_of_the_types_that_are_printed() -> None:
     assert (ROOT / output.PAGE).read_text() == output.page(), "run `make docs`"
+
+
+def test_drivers_of_xdp_are_those_of_the_table() -> None:
+    features = table("docs/kernels.md", "| outside clients of node ports |")
+    assert features["`--xdp auto`"] == {driver: "yes" if driver in TRIED else "no" for driver in CARDS}
+    assert f"an MTU beyond {LARGEST_MTU:,}" in features
+    for driver in TRIED:
+        cells = {feature: cells[driver] for feature, cells in features.items() if cells[driver] != "yes"}
+        assert cells.keys() <= {f"an MTU beyond {LARGEST_MTU:,}"}, f"auto takes {driver}, which lacks {cells}"

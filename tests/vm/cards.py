@@ -17,7 +17,7 @@ from .architectures import ARCHITECTURES
 from .debian import Apt
 from .kernels import GUEST
 
-__all__ = ["CARDS", "NODE_END", "OTHER_END", "PREFIX", "emulator", "find", "mac", "modules", "wires"]
+__all__ = ["CARDS", "NODE_END", "OTHER_END", "PREFIX", "emulator", "find", "mac", "modules", "set_carrier", "wires"]
 
 EMULATOR: Final = ARCHITECTURES["amd64"].emulator
 PACKAGES: Final = (ARCHITECTURES["amd64"].package, "qemu-system-common", "qemu-system-data")
@@ -25,6 +25,7 @@ PREFIX: Final = "card "  # so begin the names of these features (features.py)
 # The driver, which is the name of its kernel module, and QEMU's device. XDP runs in each of these drivers.
 CARDS: Final = {"igb": "igb", "virtio_net": "virtio-net-pci", "vmxnet3": "vmxnet3"}
 NODE_END, OTHER_END = 1, 2
+MONITOR: Final = 0xE9  # the guest's I/O port behind which QEMU takes commands; what it answers is lost
 
 
 def mac(driver: str, end: int) -> str:
@@ -37,9 +38,15 @@ def modules() -> str:
     return "for module in {}; do modprobe -q $module; done".format(" ".join(CARDS))
 
 
-def wires() -> list[str]:
-    """Returns QEMU's words for one card of each driver. A hub is the wire: it passes frames as they are."""
-    words = []
+def wires(control: Path) -> list[str]:
+    """Returns QEMU's words for one card of each driver. A hub is the wire: it passes frames as they are.
+
+    The guest itself commands the cards: what it writes to a port goes to QEMU's monitor, whose socket is in the folder
+    `control`.
+    """
+    path = control / "monitor"
+    words = ["-chardev", f"socket,id=monitor,path={path},server=on,wait=off", "-mon", "chardev=monitor,mode=readline"]
+    words += ["-chardev", f"socket,id=port,path={path}", "-device", f"isa-debugcon,iobase={MONITOR:#x},chardev=port"]
     for number, (driver, device) in enumerate(CARDS.items()):
         for end, at_wire in ((NODE_END, device), (OTHER_END, "virtio-net-pci")):
             name = f"{driver}{end}"
@@ -89,3 +96,10 @@ def find(driver: str, end: int) -> str:
         if path.read_text().strip() == mac(driver, end):
             return path.parent.name
     return ""
+
+
+def set_carrier(driver: str, *, on: bool) -> None:
+    """Takes the carrier of the node's card away, as a cable that is pulled, or gives it back."""
+    with Path("/dev/port").open("r+b", buffering=0) as ports:
+        for letter in f"set_link {driver}{NODE_END} {'on' if on else 'off'}\n".encode():
+            os.pwrite(ports.fileno(), bytes([letter]), MONITOR)

@@ -208,7 +208,7 @@ class Machine:
         for tag, (path, more) in folders.items():
             words += ["-fsdev", f"local,id={tag},path={_escaped(path)},security_model=none{more}"]
             words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
-        return words + (cards.wires() if self._cards else [])
+        return words + (cards.wires(control) if self._cards else [])
 
     def _pack_initramfs(self, control: Path, shared: Path | None) -> None:
         modules = self._first_modules()
