@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -68,7 +68,6 @@ from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
     from hybrid_proxy.controller.settings.configfile import Loaded
-    from hybrid_proxy.dataplane.kernel.links import Interface
 
 log = logging.getLogger(__name__)
 
@@ -135,14 +134,6 @@ class _Signal:
         return self._job()
 
 
-def _facts_of(interfaces: Iterable[Interface]) -> dict[str, str]:
-    """The facts about interfaces that the history has."""
-    found: dict[str, str] = {}
-    for each in interfaces:
-        found |= {f"link {each.name}": "up" if each.up else "down", f"MTU of {each.name}": str(each.mtu)}
-    return found
-
-
 class Agent:
     """The parts of a running agent and its loop; only `run`'s thread touches it."""
 
@@ -190,7 +181,7 @@ class Agent:
         self._busy_with = ""  # the part of the start in which no query is answered
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._announcements = Announcements(self.events)
-        self._pods: Mapping[str, str] = {}  # facts of their links
+        self._pods: dict[str, str] = {}  # facts of their links
         self._relisted = False  # since memory was given back
         self._stop = threading.Event()
 
@@ -385,13 +376,12 @@ class Agent:
         node = read_node()
         addresses = self.config.hybrid.node_addresses or node.addresses
         self.syncer.set_addresses(addresses, Routes(node.sources, node.networks))
-        pods: list[Interface] = []
-        others: list[Interface] = []
+        self._pods.clear()
+        others: dict[str, str] = {}
         for each in node.interfaces:
-            (pods if is_pod(each, (), (), ()) else others).append(each)
-        self.answers.down = [each.name for each in pods if not each.up]
-        self._pods = _facts_of(pods)
-        self.history.facts("links", _facts_of(others))
+            (self._pods if is_pod(each, (), (), ()) else others).update(each.facts)
+        self.answers.down = [fact.removeprefix("link ") for fact, state in self._pods.items() if state == "down"]
+        self.history.facts("links", others)
 
     def _remember_node(self) -> None:
         """Have the history compare what no report tells, and links of pods: new ones are down for a moment."""

@@ -87,10 +87,9 @@ def _columns(args: argparse.Namespace, rows: list[PacketEvent], now: float | Non
 
 
 def _show_trace(args: argparse.Namespace) -> int:
-    whose = f" packets from or to {args.client}" if args.client else ""
-    _say(f"tracing{whose} for {args.seconds:g} s; Ctrl-C ends it earlier")
+    client = f"from or to {args.client}" if args.client else ""
+    _say(f"tracing{f' packets {client}' if client else ''} for {args.seconds:g} s; Ctrl-C ends it earlier")
     if not _stream(args, _traced(args)):
-        client = f"from or to {args.client}" if args.client else ""
         whose = " ".join(filter(None, (f" of {args.service}" if args.service else "", client)))
         _say(f"no packet{whose} was seen in {args.seconds:g} s")
     return 0

@@ -92,6 +92,11 @@ class Interface(msgspec.Struct, frozen=True):
     mac: str = "00:00:00:00:00:00"
     mtu: int = 0
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What may change about it while it stays."""
+        return {f"link {self.name}": "up" if self.up else "down", f"MTU of {self.name}": str(self.mtu)}
+
 
 class Hop(msgspec.Struct, frozen=True):
     """A next hop of a route."""
