@@ -94,7 +94,7 @@ class Interface(msgspec.Struct, frozen=True):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What may change about it while it stays."""
+        """Returns the facts that may change while it stays."""
         return {f"link {self.name}": "up" if self.up else "down", f"MTU of {self.name}": str(self.mtu)}
 
 
