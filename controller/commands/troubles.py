@@ -29,6 +29,7 @@ __all__ = [
 NEARLY_FULL: Final = 0.9
 FORWARDING: Final = {4: "net.ipv4.ip_forward", 6: "net.ipv6.conf.all.forwarding"}
 REPAIRS: Final = 3  # the last ones
+LOOK: Final = "the route to it, its address, and the agent's credentials"
 READ_LOG: Final = "read the agent's log"
 SHOW_ADDRESS: Final = "`ip addr` names the interface, `ss -ltun` what listens"
 WAIT: Final = f"ask again in some seconds, then {READ_LOG}"
@@ -156,7 +157,8 @@ def _unread(status: AgentStatus, *, serves: bool) -> tuple[str, str]:
     if status.starting:
         stays = "what the agent before this one left serves" if serves else "nothing is served"
     text = f"{source.description} {'cannot be read' if why else 'has not answered yet'}, and {stays}"
-    return text, "check the route to it, its address, and the agent's credentials" + (f" ({why})" if why else "")
+    look = "the path and who may read it" if status.source.description.startswith("manifests") else LOOK
+    return text, f"check {look}" + (f" ({why})" if why else "")
 
 
 def _source_details(source: SourceStatus) -> list[str]:
@@ -204,7 +206,7 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
         if details := [problem.text for problem in status.problems if problem.in_use is in_use]:
             said = [problem.report for problem in status.problems if problem.in_use is in_use]
             yield Trouble("objects", "refused-objects", f"{_many(details, 'object')} {what}", label, details,
-                          mark="warning", todo="correct the object", said=said)  # fmt: skip
+                          mark="warning", todo="correct the object, or the file", said=said)  # fmt: skip
     if status.node_faults:
         what = _many(status.node_faults, "fact of this node", "facts of this node")
         yield Trouble("node", "node-faults", f"{what} missing or wrong", "node", status.node_faults, mark="warning")

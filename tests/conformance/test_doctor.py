@@ -489,7 +489,9 @@ INCIDENTS = [
         said="192.168.77.0/24",
     ),
     Incident("no endpoint is ready", put(), (NAME,), "no-endpoint"),
-    Incident("`targetPort` is wrong", put(*PODS, target=NOBODY), (NAME,), "backend-refuses", said="8080"),
+    Incident(
+        "`targetPort` is wrong", put(*PODS, target=NOBODY), (NAME,), "backend-refuses", said="they listen on 8080"
+    ),
     Incident(
         "nobody listens at the UDP port",
         put(*PODS, twin="UDP"),
@@ -566,7 +568,9 @@ INCIDENTS = [
         "firewall",
         said="POSTROUTING",
     ),
-    Incident("a link of a pod takes less than the pod sends", small_mtu, LARGE, "mtu", said="veth2", own=True),
+    Incident(
+        "a link of a pod takes less than the pod sends", small_mtu, LARGE, "mtu", alone=True, said="veth2", own=True
+    ),
     Incident("the link of a pod is down", link_down("node"), (NAME,), "link-down", said="the node's end", alone=True),
     Incident(
         "a pod's end of its link is down",
@@ -585,13 +589,21 @@ INCIDENTS = [
         said="the pod's end",
         alone=True,
     ),
-    Incident("no route leads to an endpoint", route(""), (NAME,), "endpoint-route", said="veth2", own=True),
-    Incident("the route to an endpoint leads to another pod", route("pod3"), (NAME,), "endpoint-route", said="veth3"),
+    Incident("no route leads to an endpoint", route(""), (NAME,), "endpoint-route", alone=True, said="veth2", own=True),
+    Incident(
+        "the route to an endpoint leads to another pod",
+        route("pod3"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="veth3",
+    ),
     Incident(
         "a pod's neighbour entry is wrong",
         neighbour("pod2"),
         (NAME,),
         "endpoint-route",
+        alone=True,
         said="02:00:00:00:00:77",
         own=True,
     ),

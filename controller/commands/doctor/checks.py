@@ -56,7 +56,23 @@ LOSSES: Final = {  # counters of conntrack
 STAYS: Final = "; the last good version serves, and edits since then are ignored"
 AT_HOME: Final = "give this node an endpoint, or use the traffic policy Cluster"
 FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
+AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows it for sure
+LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
 AS_ROOT: Final = "run as root, on the node itself"
+
+
+# How backends fail beside refusals: words for one and for several, the cause, and what to do.
+FAILURES: Final[dict[str, tuple[str, str, Cause, str]]] = {
+    "silent": ("gives no answer", "give no answer", "backend-silent",
+               "check the pod, its own firewall and network policies; on another node: routes and the CNI plugin"),
+    "unreachable": ("is unreachable", "are unreachable", "backend-unreachable", "check the routes to these pods"),
+    "mute": ("accepts and never answers", "accept and never answer", "backend-never-answers",
+             "the process hangs, or waits for something: look at the pod, and let a readiness probe ask it"),
+    "stalled": ("begins an answer that does not end", "begin answers that do not end", "backend-stalls",
+                "large packets are lost? compare MTUs, let ICMP pass; `hybrid-proxy trace --retransmits` counts"),
+    "closed": ("closes without an answer", "close without an answer", "backend-closes", LOOK_INSIDE),
+    "reset": ("resets without an answer", "reset without an answer", "backend-closes", LOOK_INSIDE),
+}  # fmt: skip
 
 
 def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = (), seconds: float = 0.0) -> Diagnosis:
@@ -188,16 +204,11 @@ def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
 def _closed(facts: NodeFacts) -> Iterator[Finding]:
     """What no rule of FORWARD accepts is dropped: whether that hinders pods, its counter tells."""
     for rule in facts.closed:
-        text = f"FORWARD drops what no rule of it accepts: {_rule(rule)} {_where(rule)}"
-        if rule.packets is None:
-            yield Finding(
-                "unknown", "firewall", f"{text}; whether it met pods' packets is not counted", _count_it(rule)
-            )
-        elif rule.packets:
-            text += f", of {several(rule.packets, 'packet')} so far"
-            yield Finding("warning", "firewall", text, f"if these are pods', {_accept(rule)}", "firewall")
-        else:
-            yield Finding("ok", "firewall", f"{text}, of no packet so far")
+        count = "how often is not counted" if rule.packets is None else f"{several(rule.packets, 'packet')} so far"
+        text = f"FORWARD drops what no rule of it accepts: {_rule(rule)} {_where(rule)}; {count}"
+        todo = _count_it(rule) if rule.packets is None else f"if these are pods', {_accept(rule)}"
+        mark: Mark = "unknown" if rule.packets is None else "warning" if rule.packets else "ok"
+        yield Finding(mark, "firewall", text, todo, "firewall" if rule.packets else "")
 
 
 def _reverse_path(facts: NodeFacts) -> Finding:
@@ -592,7 +603,9 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     told = [each for each in facts.tried if each.outcome != "failed" and each.source not in cut]
     through = [each for each in told if each.via == "service"]
     direct = [each for each in told if each.via == "backend"]
-    dead = [each for each in direct if _host(each).strip("[]") in cut and not is_good(each)]
+    small = {address for link in facts.links if 0 < link.mtu < link.sends for address in link.addresses}
+    blamed = cut | small | {address for address, (why, _) in facts.astray.items() if not why.endswith("?")}
+    dead = [each for each in direct if _host(each).strip("[]") in blamed and not is_good(each)]
     direct = [each for each in direct if each not in dead]
     for each in facts.tried:
         if each.outcome == "failed":
@@ -787,6 +800,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         count = f"{len(targets)} of {several(total, 'backend')}"
         failing = _failing([one for one in direct if one.end in ends])
         where = f" {_from(failing)}" if failing else ""
+        sure = _is_sure(worsts, facts)
         match outcome:
             case "refused":
                 numbers = sorted({target.rpartition(":")[2] for target in targets})
@@ -797,51 +811,29 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 if at:
                     text += f"; {'it listens' if len(targets) == 1 else 'they listen'} on {some(at)}"
                 elif dead:
-                    todo = (
-                        "the process does not run, or has not opened its port yet: see the container's log and restarts"
-                    )
+                    todo = "the process does not run, or has not opened its port yet: see the container's log and state"
                 if dead:
                     text += f"; nothing listens by {protocol} in {_verb(dead, 'pod', 'pods')} {some(dead)}"
                 yield Finding("problem", "connections", text, todo, "backend-refuses")
-            case "silent":
-                text = f"{count} {_verb(targets, 'gives', 'give')} no answer{where}: {some(targets)}"
-                todo = (
-                    "check the pod, its own firewall and network policies; on another node: routes and the CNI plugin"
-                )
-                if suspects := [one for one in _rules_at(facts, node, failing, facts.rules) if one.packets is None]:
-                    text += f"; or {_rule(suspects[0])} {_where(suspects[0])} {_does(suspects[0])} it"
-                    todo = f"{_accept(suspects[0])}; else {todo}"
-                sure = _is_sure(worsts, facts) and not suspects
-                yield Finding("problem", "connections", text, todo, "backend-silent", sure)
-            case "unreachable":
-                text = f"{count} cannot be reached{where}: {some(targets)}: {each.detail}"
-                yield Finding("problem", "connections", text, "check the routes to these pods", "backend-unreachable")
-            case "mute":
-                text = (
-                    f"{count} {_verb(targets, 'accepts and never answers', 'accept and never answer')}: {some(targets)}"
-                )
-                todo = "the process hangs, or waits for something: look at the pod, and let a readiness probe ask it"
-                yield Finding("problem", "connections", text, todo, "backend-never-answers", _is_sure(worsts, facts))
-            case "stalled":
-                verb = _verb(targets, "begins an answer that does", "begin answers that do")
-                todo = "large packets are lost? compare MTUs, let ICMP pass; `hybrid-proxy trace --retransmits` counts"
-                text = f"{count} {verb} not end: {some(targets)}"
-                yield Finding("problem", "connections", text, todo, "backend-stalls", _is_sure(worsts, facts))
-            case "closed" | "reset":
-                text = f"{count} {_verb(targets, 'accepts', 'accept')} and {outcome} without an answer: {some(targets)}"
-                todo = "look at the pod's log; a proxy in the pod may have no server behind it"
-                yield Finding("warning", "connections", text, todo, "backend-closes")
             case "answered":
                 yield Finding("ok", "connections", f"{count} {_verb(targets, 'answers', 'answer')}, {_places(direct)}")
             case "accepted":
-                text = (
-                    f"{count} {_verb(targets, 'accepts', 'accept')}, {_places(direct)}; without their protocol, nobody "
-                )
-                text += "can tell whether they answer"
+                text = f"{count} {_verb(targets, 'accepts', 'accept')}, {_places(direct)}; "
+                text += "without their protocol, nobody can tell whether they answer"
                 yield Finding("ok", "connections", text, "--path PATH asks by HTTP")
-            case _:
+            case "sent":
                 text = f"{count} took a datagram; whether they answer cannot be told without their protocol"
                 yield Finding("unknown", "connections", text, cause="untold")
+            case _:
+                one, many, cause, todo = FAILURES[outcome]
+                text = f"{count} {_verb(targets, one, many)}{where if outcome in LOST else ''}: {some(targets)}"
+                text += f": {each.detail}" if each.detail else ""
+                suspects = [one for one in _rules_at(facts, node, failing, facts.rules) if one.packets is None]
+                if suspects and outcome == "silent":
+                    text += f"; or {_rule(suspects[0])} {_where(suspects[0])} {_does(suspects[0])} it"
+                    todo, sure = f"{_accept(suspects[0])}; else {todo}", False
+                mark: Mark = "warning" if cause == "backend-closes" else "problem"
+                yield Finding(mark, "connections", text, todo, cause, sure or cause in AT_ONCE)
     if not direct and not facts.tried:
         yield Finding("unknown", "connections", "none could be tried")
 
@@ -856,15 +848,9 @@ def _drops(facts: ServiceFacts) -> Iterator[Finding]:
 
 
 def _words(each: Tried) -> str:
-    return {
-        "refused": "refuses",
-        "silent": "gives no answer",
-        "unreachable": f"is unreachable ({each.detail})",
-        "mute": "accepts and never answers",
-        "stalled": "does not end its answer",
-        "closed": "closes without an answer",
-        "reset": "resets",
-    }.get(each.outcome, each.outcome)
+    if each.outcome not in FAILURES:
+        return "refuses" if each.outcome == "refused" else each.outcome
+    return FAILURES[each.outcome][0] + (f" ({each.detail})" if each.detail else "")
 
 
 def _good_words(tried: Sequence[Tried], *, many: bool = False) -> str:

@@ -61,7 +61,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         other_proxies=_other_proxies(agent, here),
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
         closed=tuple(rule for rule in rules if rule.hooks == ("forward",) and rule.text.lower() == "policy drop"),
-        reverse_path=_reverse_path(),
+        reverse_path=_read(_reverse_path)[0] or {},
         conntrack=table,
         conntrack_user=(
             conntrack.largest_user(links.read_node().addresses)
@@ -70,8 +70,8 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         ),
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
-        down=_links_down() if agent and agent.down else (),
-        beside=_beside(here, cgroup or _cgroup(agent)),
+        down=_read(_links_down)[0] or () if agent and agent.down else (),
+        beside=_read(lambda: _beside(here, cgroup or _cgroup(agent)))[0] or (),
         changes=tuple(last_changes(asked.admin_socket, time.time())),
         events=recent(events or ()),
         events_unknown=events_unknown,
@@ -100,9 +100,7 @@ def _read(read: Callable[[], Read]) -> tuple[Read | None, str]:
 
 
 def _links_down() -> tuple[PodLink, ...]:
-    with contextlib.suppress(DataplaneError, OSError):
-        return tuple(link_of(pod, ()) for pod in namespaces.pods() if pod.down)
-    return ()
+    return tuple(link_of(pod, ()) for pod in namespaces.pods() if pod.down)
 
 
 def _cgroup(agent: AgentStatus | None) -> str | None:
@@ -113,9 +111,7 @@ def _cgroup(agent: AgentStatus | None) -> str | None:
 
 def _beside(here: Programmed | None, cgroup: str | None) -> tuple[str, ...]:
     views = [view for _, view in here.views] if here else []
-    with contextlib.suppress(DataplaneError):
-        return tuple(text for view in views for text in view.shared_hooks(cgroup))
-    return ()
+    return tuple(text for view in views for text in view.shared_hooks(cgroup))
 
 
 def recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
@@ -138,10 +134,5 @@ def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[
 
 
 def _reverse_path() -> dict[str, int]:
-    found = {}
-    with contextlib.suppress(DataplaneError, OSError):
-        for index, value in links.read_reverse_path_filters().items():
-            name = links.interface_name(index)
-            if name and name != "lo":
-                found[name] = value
-    return found
+    found = {links.interface_name(index): value for index, value in links.read_reverse_path_filters().items()}
+    return {name: value for name, value in found.items() if name and name != "lo"}

@@ -84,6 +84,7 @@ def listening(tried: Iterable[Tried], pods: Sequence[Pod]) -> dict[tuple[str, st
                 places = [(at not in here, port, at) for at, port in namespaces.listening(Protocol[each.protocol])]
                 # A process that has the port at loopback alone is the likeliest cause.
                 places.sort(key=lambda place: (str(place[1]) != number, place))
-                texts = (socket_text(at, port) if other else str(port) for other, port, at in places)
+                own = {port for other, port, _ in places if not other}
+                texts = (str(port) if port in own else socket_text(at, port) for _, port, at in places)
                 found[each.end] = tuple(dict.fromkeys(texts))
     return found
