@@ -61,7 +61,7 @@ LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no serv
 AS_ROOT: Final = "run as root, on the node itself"
 
 
-# How backends fail beside refusals: words for one and for several, the cause, and what to do.
+# How backends fail other than by refusals: words for one and for several, the cause, and what to do.
 FAILURES: Final[dict[str, tuple[str, str, Cause, str]]] = {
     "silent": ("gives no answer", "give no answer", "backend-silent",
                "check the pod, its own firewall and network policies; on another node: routes and the CNI plugin"),
