@@ -357,7 +357,7 @@ def wrong_after(change: Callable[[Turmoil], None], bench: Bench, service: Servic
         return repr(error)
 
 
-@of("igb", "virtio_net")  # the emulated vmxnet3 failed; after which change is not known
+@of("igb", "virtio_net")  # vmxnet3 no longer runs the program after another MTU; tc serves then
 def test_connections_stay(lab: Lab, request: pytest.FixtureRequest) -> None:
     """Whatever happens to agent, driver and wire."""
     with serving(lab, NATIVE) as (bench, service):
