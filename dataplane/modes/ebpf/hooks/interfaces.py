@@ -85,7 +85,7 @@ class InterfacePrograms:
         self._attach([one for one in new if one.index not in self.ports])
         self._attach([one for one in new if one.index in self.ports])  # its bridge has its programs now
         self.leave(self.attached.keys() - wanted.keys())
-        self.attached |= {i: one for i, one in wanted.items() if i in self.attached and one not in new}  # another MTU
+        self.attached |= {index: wanted[index] for index in self.attached}  # another MTU, perhaps
         for interface in new:
             if interface.index in self.attached:
                 kind = "TCX links" if interface.index in self._links else "filters"
