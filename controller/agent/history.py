@@ -85,6 +85,8 @@ class History:
     def facts(self, of: str, now: Mapping[str, str]) -> None:
         """Remember which facts about some part of the node, by name, are others than at the last call."""
         before, self._facts[of] = self._facts.get(of, now), now
+        if now == before:  # a node may have hundreds of interfaces
+            return
         for name in sorted(now.keys() & before.keys()):
             if now[name] != before[name]:
                 self.record("node", f"{name}: {before[name]} → {now[name]}", "the kernel")
