@@ -120,8 +120,8 @@ def test_resets_that_are_lost_are_asked_for_again(bench: Bench, mode: str) -> No
     """A queue of the kernel may be full for a second: here two resets of each client are lost."""
     service = bench.service("pod2", outside=True, annotations=ASKS)
     with talking(bench, service, socket.AF_INET) as clients:
-        with rule(bench.lab, "tcp flags rst counter drop", "pod3", "output"):
+        lost = 2 * len(clients)  # resets of 40 bytes
+        with rule(bench.lab, f"tcp flags rst quota until {40 * lost + 20} bytes counter drop", "pod3", "output"):
             service.write(bench.lab["pod3"])
-            lost = 2 * len(clients)
-            eventually(lambda: packets_counted(bench, "pod3") >= lost, 10, "two resets of each client are lost")
-        are_reset(bench, clients)
+            eventually(lambda: packets_counted(bench, "pod3") == lost, 10, "two resets of each client are lost")
+            are_reset(bench, clients)
