@@ -795,7 +795,7 @@ def test_changes_have_their_authors_and_outlive_the_agent(clinic: Clinic, mode: 
     for argv in (("drain",), ("drain", "--off"), ("switch", other), ("switch", mode)):
         done = clinic.agent.command(*argv)
         assert done.returncode == 0, done.stderr
-    clinic.agent.wait(lambda status: status.synced and status.mode.effective == mode)
+    pid = clinic.agent.wait(lambda status: status.synced and status.mode.effective == mode).pid
     clinic.put(PODS[0], **LOCAL)
     clinic.put(*PODS)
     clinic.agent.terminate()
@@ -807,7 +807,7 @@ def test_changes_have_their_authors_and_outlive_the_agent(clinic: Clinic, mode: 
         clinic.agent.start()
     authors = {(row["kind"], row["by"]) for row in rows}
     assert {("node", "`hybrid-proxy drain`"), ("mode", "`hybrid-proxy switch`"), ("service", "Service")} <= authors
-    assert rows[-1]["kind"] == "agent"
+    assert [row for row in rows if row["kind"] == "agent" and f"agent {pid} ends" in row["what"]]
     assert {row["service"] for row in own} == {NAME}
     assert (wrong.returncode, "did you mean shop/web?" in wrong.stderr) == (1, True)
 
