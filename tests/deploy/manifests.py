@@ -30,9 +30,9 @@ def kubectl() -> str:
 
 
 @functools.cache
-def text(folder: str) -> str:
+def text(folder: str, deploy: Path = DEPLOY) -> str:
     """All objects of a folder below deploy/, as `kubectl apply -k` would send them."""
-    done = subprocess.run([kubectl(), "kustomize", str(DEPLOY / folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run([kubectl(), "kustomize", str(deploy / folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

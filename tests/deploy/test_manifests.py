@@ -201,9 +201,16 @@ def test_the_overlay_of_your_own_that_the_page_describes_can_be_built(tmp_path: 
     objects = {item["kind"]: item for item in yaml.safe_load_all(done.stdout)}
     assert "https://10.0.0.1:6443" in objects["ConfigMap"]["data"]["kubeconfig.conf"]
     assert "mode: ebpf" in objects["ConfigMap"]["data"]["config.conf"]
-    pod = objects["DaemonSet"]["spec"]["template"]["spec"]
-    images = {container["image"] for container in (*pod["initContainers"], *pod["containers"])}
-    assert images == {"registry.example/hybrid-proxy:0.1.0"}
+
+
+def test_one_file_names_the_image_of_every_overlay(tmp_path: Path) -> None:
+    """The page's own command, in a copy."""
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    (command,) = re.findall(r"^sed .*components/image.*$", (DEPLOY / "README.md").read_text(), re.MULTILINE)
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+    for folder in FOLDERS:
+        found = set(re.findall(r"\bimage: (.*)", text(folder, tmp_path / "deploy")))
+        assert found == {"registry.example/hybrid-proxy:0.1.0"}, folder
 
 
 def test_the_placeholder_of_the_base_is_one_that_the_agent_refuses() -> None:
@@ -453,8 +460,8 @@ def _analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_file_below_deploy_is_used() -> None:
     """No manifest that no kustomization names."""
-    for folder in FOLDERS:
+    for folder in (*FOLDERS, *(f"components/{path.name}" for path in DEPLOY.glob("components/*"))):
         kustomization: dict[str, Any] = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())
-        named = {"kustomization.yaml", *kustomization["resources"]}
+        named = {"kustomization.yaml", *kustomization.get("resources", ())}
         named |= {file for maker in kustomization.get("configMapGenerator", ()) for file in maker["files"]}
         assert {path.name for path in (DEPLOY / folder).iterdir()} <= named
