@@ -348,6 +348,10 @@ def test_the_service_monitor_finds_the_pods() -> None:
     service, monitor = one(folder, "Service"), one(folder, "ServiceMonitor")
     assert service["spec"]["selector"].items() <= labels.items()
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
+    files = (ROOT / "docs/migration.md", *(DEPLOY / "monitoring").iterdir())
+    asked = {name for file in files for name in re.findall(r'\bjob=\\?"([^"\\]*)', file.read_text())}
+    assert asked - {"kube-proxy", "something-else"} == {job}
     (port,) = agent_of(folder)["ports"]
     assert service["spec"]["ports"][0]["targetPort"] == port["name"] == monitor["spec"]["endpoints"][0]["port"]
 
