@@ -453,8 +453,9 @@ class CommandLine(Section, frozen=True):
     )] = False
 
 
-# kube-proxy's flags that count although there is a file (options.go: processHostnameOverrideFlag, the logging flags).
-_KUBE_PROXYS_OVER_FILE: Final = re.compile(r"hostnameOverride|logging\..*")
+# kube-proxy's flags that count although there is a file (options.go: processHostnameOverrideFlag, the logging flags),
+# and one that there does not: while a cluster migrates, both proxies have one file, and its change ends kube-proxies.
+_KUBE_PROXYS_OVER_FILE: Final = re.compile(r"hostnameOverride|metricsBindAddress|logging\..*")
 
 DOCUMENTS: Final[dict[str, type[KubeProxyConfiguration | HybridProxyConfiguration]]] = {
     KUBE_PROXY: KubeProxyConfiguration,

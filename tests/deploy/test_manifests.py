@@ -33,6 +33,8 @@ CLEANUPS = ("overlays/cleanup", "overlays/cleanup-drain")
 MIGRATION = ("overlays/census", "overlays/takeover", "overlays/rollback")
 AGENTS = tuple(folder for folder in FOLDERS if folder not in (*CLEANUPS, *MIGRATION))
 LABEL = "hybrid-proxy.io/kube-proxy"  # a node that has it keeps its kube-proxy
+COMPONENTS = tuple(sorted(f"components/{path.name}" for path in DEPLOY.glob("components/*")))
+KUBEADM = ROOT / "tests/controller/configurations/kubeadm.yaml"  # what kubeadm makes for kube-proxy
 UNKNOWN = {"ServiceMonitor"}  # the Prometheus operator's, no schema of Kubernetes
 VERSIONS = ("1.33", "1.36")
 
@@ -175,6 +177,26 @@ def test_overlays_change_what_they_say_and_no_other_setting(tmp_path: Path) -> N
     everywhere = Endpoint("0.0.0.0", 10249)
     kube_proxy = replace(base.kube_proxy, metrics_bind_address=everywhere)
     assert monitored == replace(base, metrics_bind_address=everywhere, kube_proxy=kube_proxy)
+
+
+@pytest.mark.parametrize(
+    ("component", "kinds"), [("servicemonitor", {"Service", "ServiceMonitor"}), ("metrics", set())]
+)
+def test_the_line_of_the_migration_adds_metrics_to_the_overlay_for_kubeadm(
+    component: str, kinds: set[str], tmp_path: Path
+) -> None:
+    """The gates need them, and kube-proxy's ConfigMap, which says 127.0.0.1, may not be changed yet."""
+    page = (ROOT / "docs/migration.md").read_text()
+    (line,) = re.findall(r"add `(components: .*?)` to `deploy/overlays/kubeadm/kustomization.yaml`", page)
+    assert f"components/{component}" in page
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    with (tmp_path / "deploy/overlays/kubeadm/kustomization.yaml").open("a") as file:
+        file.write(re.sub(r"(components/)\w+", rf"\1{component}", line) + "\n")
+    objects = {item["kind"]: item for item in yaml.safe_load_all(text("overlays/kubeadm", tmp_path / "deploy"))}
+    assert objects.keys() - {item["kind"] for item in build("overlays/kubeadm")} == kinds
+    (agent,) = objects["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    config = configfile.load(KUBEADM, vars(parser().parse_args(agent["args"]))).config
+    assert config.metrics_bind_address == Endpoint("0.0.0.0", agent["ports"][0]["containerPort"])
 
 
 def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
@@ -332,7 +354,7 @@ def volumes_of(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, tupl
 )
 def test_the_overlay_for_kubeadm_keeps_kube_proxys_mode(of_kube_proxy: str, ours: str, tmp_path: Path) -> None:
     """As docs/migration.md says; mode ipvs is then replaced, because its pod is not privileged."""
-    text = (ROOT / "tests/controller/configurations/kubeadm.yaml").read_text()
+    text = KUBEADM.read_text()
     file = tmp_path / "config.conf"
     file.write_text(re.sub(r"^mode: .*$", f'mode: "{of_kube_proxy}"', text, flags=re.MULTILINE))
     agent = agent_of("overlays/kubeadm")
@@ -464,7 +486,7 @@ def _analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_file_below_deploy_is_used() -> None:
     """No manifest that no kustomization names."""
-    for folder in (*FOLDERS, *(f"components/{path.name}" for path in DEPLOY.glob("components/*"))):
+    for folder in (*FOLDERS, *COMPONENTS):
         kustomization: dict[str, Any] = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())
         named = {"kustomization.yaml", *kustomization.get("resources", ())}
         named |= {file for maker in kustomization.get("configMapGenerator", ()) for file in maker["files"]}
