@@ -89,6 +89,10 @@ def test_labels_select_the_pods() -> None:
     ("hybridProxyConfiguration.ebpf.maxServices=7", "at '/hybridProxyConfiguration/ebpf': additional properties"),
     ("hybridProxyConfiguration.mode=bpf",           "at '/hybridProxyConfiguration/mode': value must be one of"),
     ("kubeProxyConfigMap=Kube_Proxy",               "at '/kubeProxyConfigMap': 'Kube_Proxy' does not match"),
+    ("kubeProxyConfigMap=kube-proxy",               "apiServer: would be ignored, because kubeProxyConfigMap is set"),
+    *((f"apiServer=,kubeProxyConfigMap=kube-proxy,{value}", f"{value.partition('=')[0].partition('.')[0]}: would be")
+      for value in ("mode=nftables", "strictMode=false", "clusterCIDR=10.0.0.0/8",
+                    "kubeProxyConfiguration.metricsBindAddress=0.0.0.0:1", "hybridProxyConfiguration.strictMode=true")),
     ("image.repository=",                           "at '/image/repository': minLength: got 0, want 1"),
     ("image.tag=a:1",                               "at '/image/tag': 'a:1' does not match"),
     ("image.pullPolicy=Sometimes",                  "at '/image/pullPolicy': value must be one of"),
@@ -110,6 +114,21 @@ def test_what_cannot_work_is_refused_with_a_sentence(value: str, said: str) -> N
     done = helm("template", "hybrid-proxy", str(CHART), "--set", f"apiServer={SERVER}", "--set", value)
     assert done.returncode != 0
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(("more", "added"), [
+    (("--set", "kubeProxyConfigMap=kube-proxy", "--set", "apiServer="), ["--metrics-bind-address=0.0.0.0:10249"]),
+    (("--set", "kubeProxyConfiguration.metricsBindAddress=[::]:10249"), []),
+])  # fmt: skip
+def test_a_monitor_has_what_it_reads(more: tuple[str, ...], added: list[str]) -> None:
+    """kube-proxy's ConfigMap stays; an address of one's own counts."""
+    without, with_it = (
+        substance(rendered(*more, "--set", f"serviceMonitor.enabled={enabled}")) for enabled in ("false", "true")
+    )
+    assert {kind for kind, _ in with_it.keys() - without.keys()} == {"Service", "ServiceMonitor"}
+    args = [each["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"]["containers"][0]["args"]
+            for each in (without, with_it)]  # fmt: skip
+    assert args[1] == [*args[0], *added]
 
 
 def test_values_reach_the_documents_and_the_pod() -> None:
