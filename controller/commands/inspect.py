@@ -179,7 +179,9 @@ def _show_status(args: argparse.Namespace) -> int:
     else:
         print_lines(text.lines_without_agent(status, screen(), time.time()))
     if isinstance(status, AgentStatus):
-        return int(args.exit_code and text.verdict(status) is text.Verdict.NOT_IN_SYNC)
+        verdict = text.verdict(status)
+        worse = verdict is text.Verdict.DEGRADED and args.exit_code == "degraded"
+        return int(bool(args.exit_code) and (worse or verdict is text.Verdict.NOT_IN_SYNC))
     return 1
 
 
@@ -328,8 +330,10 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
 def _status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exit-code",
-        action="store_true",
-        help="exit with 1 if the verdict is NOT IN SYNC, also while the agent starts; otherwise with 0",
+        nargs="?",
+        const="not-in-sync",
+        choices=("not-in-sync", "degraded"),
+        help="exit with 1 if the verdict is NOT IN SYNC, also while the agent starts, or, with `degraded`, DEGRADED",
     )
     _common_arguments(parser)
 

@@ -200,6 +200,11 @@ def _of_agent(status: AgentStatus, counters: Counters) -> Iterator[Metric]:
         ("unrepaired_drift", "Things that others changed and that are not put right yet", len(status.drift)),
         ("other_proxies", "Other proxies that were found on this node", len(status.other_proxies)),
         ("waiting_objects", "Objects whose changes the loop has not taken yet", status.waiting.now),
+        (
+            "configuration_refused",
+            "1 while the newest configuration is not used",
+            int(bool(status.configuration.refused)),
+        ),
         ("source_up", "1 when the source of objects can be read", int(status.source.healthy)),
         ("start_seconds", "From the start to the first programmed table, 0: not yet", status.ready_seconds or 0),
     ):

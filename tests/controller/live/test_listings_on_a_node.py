@@ -80,6 +80,7 @@ CODES = (
     ("lab down --name nobody",                            1, "`hybrid-proxy lab list` names those that do"),
     ("services default/web -n kube-system",               2, "not in namespace kube-system"),
     ("status --exit-code",                                0, ""),
+    ("status --exit-code=degraded",                       1, ""),
     ("status --admin-socket /nowhere.sock",               1, ""),
 )
 # fmt: on

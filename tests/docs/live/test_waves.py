@@ -30,6 +30,7 @@ KUBE_PROXY = """
 AGENT = {
     "hybrid_proxy_synced{": ("1", "0"),
     'hybrid_proxy_mode{degraded="true",': ("0", "1"),
+    "hybrid_proxy_configuration_refused{": ("0", "1"),
     "hybrid_proxy_source_up{": ("1", "0"),
     "hybrid_proxy_unprogrammed{": ("0", "1"),
     "hybrid_proxy_sync_failures_total{": ("0", "0+1"),
