@@ -27,6 +27,7 @@ from hybrid_proxy.controller.settings.config import MODES, Config, Endpoint
 
 from . import manifests
 from .manifests import DEPLOY, OVERLAYS, ROOT, agent_of, build, capabilities, one, text
+from .promtool import answered
 
 FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
 CLEANUPS = ("overlays/cleanup", "overlays/cleanup-drain")
@@ -53,6 +54,26 @@ def test_an_agent_asks_for_the_memory_that_was_measured_and_has_no_limit() -> No
         asked = int(resources["requests"]["memory"].removesuffix("Mi"))
         assert measured <= asked <= 1.2 * measured, folder
         assert "limits" not in resources, folder
+
+
+@pytest.mark.parametrize(("more", "fires"), [(0, False), (600e6, True)])
+def test_memory_alerts_above_what_was_measured_for_any_number_of_services(
+    more: float, fires: bool, tmp_path: Path
+) -> None:
+    (group,) = yaml.safe_load((DEPLOY / "monitoring/alerts.yaml").read_text())["groups"]
+    (rule,) = (rule for rule in group["rules"] if rule["alert"] == "HybridProxyMemory")
+    rows = re.findall(r"^\| ([\d,]+) x \d+ \|.*?\| (\d+) MB", (ROOT / "docs/benchmarks.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 10
+    for services, memory in rows:
+        values = {
+            "hybrid_proxy_build_info": 1,
+            "hybrid_proxy_services": services.replace(",", ""),
+            "process_resident_memory_bytes": 1e6 * int(memory) + more,
+        }
+        series = [
+            {"series": f'{name}{{instance="a", job="j"}}', "values": f"{value}x30"} for name, value in values.items()
+        ]
+        assert bool(answered(tmp_path, {"": rule["expr"]}, series)) == fires, (services, memory)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
