@@ -790,6 +790,14 @@ class TestAnAgentThatHasNoTableYet:
         assert "and nothing is served" in found.verdict
 
 
+def test_a_client_that_is_a_backend_is_asked_by_another_pod(clinic: Clinic) -> None:
+    """Its packets to itself pass no rule of the node."""
+    clinic.put("pod1", "pod2", "pod3", "pod4")
+    client = next(each.source for each in clinic.doctor(NAME)[1].connections if each.place == "pod")
+    with firewall(COUNTING.replace("tcp", f"ip daddr {client} tcp"))(clinic):
+        assert clinic.doctor(NAME)[1].cause == "firewall"
+
+
 def test_changes_have_their_authors_and_outlive_the_agent(clinic: Clinic, mode: str) -> None:
     other = "iptables" if mode == "nftables" else "nftables"
     for argv in (("drain",), ("drain", "--off"), ("switch", other), ("switch", mode)):

@@ -65,7 +65,8 @@ AS_ROOT: Final = "run as root, on the node itself"
 FAILURES: Final[dict[str, tuple[str, str, Cause, str]]] = {
     "silent": ("gives no answer", "give no answer", "backend-silent",
                "check the pod, its own firewall and network policies; on another node: routes and the CNI plugin"),
-    "unreachable": ("is unreachable", "are unreachable", "backend-unreachable", "check the routes to these pods"),
+    "unreachable": ("is unreachable", "are unreachable", "backend-unreachable",
+                    "check the routes to these pods, and firewalls that reject by ICMP"),
     "mute": ("accepts and never answers", "accept and never answer", "backend-never-answers",
              "the process hangs, or waits for something: look at the pod, and let a readiness probe ask it"),
     "stalled": ("begins an answer that does not end", "begin answers that do not end", "backend-stalls",
@@ -805,10 +806,17 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
             case "refused":
                 numbers = sorted({target.rpartition(":")[2] for target in targets})
                 at = list(dict.fromkeys(place for one in worsts for place in facts.listening.get(one.end, ())))
-                dead = [_host(one) for one in worsts if facts.listening.get(one.end) == ()]
+                dead = list(dict.fromkeys(_host(one) for one in worsts if facts.listening.get(one.end) == ()))
                 text = f"{count} {_verb(targets, 'refuses', 'refuse')} targetPort {', '.join(numbers)}{where}"
                 todo = "compare targetPort with the port that the container listens on, at all of its addresses"
-                if at:
+                if not set(numbers).isdisjoint(at):
+                    text += (
+                        f", although {'it listens' if len(targets) == 1 else 'they listen'} there: a firewall rejects"
+                    )
+                    todo = (
+                        "look at the firewall in the pod (`nsenter`, then `nft list ruleset`), and at network policies"
+                    )
+                elif at:
                     text += f"; {'it listens' if len(targets) == 1 else 'they listen'} on {some(at)}"
                 elif dead:
                     todo = "the process does not run, or has not opened its port yet: see the container's log and state"

@@ -78,11 +78,13 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     attempts: dict[Attempt, None] = {}
     for facts in services:
         origins = [Origin("node", "", own)]
-        if (pod := _chosen(pods, facts, source)) is not None:
-            origins.append(Origin("pod", pod.path, pod.addresses))
-            clients[facts.asked] = pod
+        ranked = _ranked(pods, facts, source)
+        chosen = [Origin("pod", pod.path, pod.addresses) for pod in ranked[:2]]
+        if ranked:
+            origins.append(chosen[0])
+            clients[facts.asked] = ranked[0]
         ports = tuple(port for port in facts.ports if port.name not in idle)
-        mine, left_out = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins)
+        mine, left_out = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins, chosen[1:])
         if len(attempts) >= MOST_ATTEMPTS:
             left_out += len({(each.address, each.port, each.protocol) for each in mine if each.via == "backend"})
             mine = []
@@ -277,18 +279,22 @@ def _by_another_pod(tried: Iterable[Tried], attempts: Iterable[Attempt], pods: S
     return found
 
 
-def _chosen(pods: Sequence[namespaces.Pod], facts: ServiceFacts, source: str) -> namespaces.Pod | None:
-    """The pod that was named as the client, else one that is no backend, so that connections cross the node."""
+def _ranked(pods: Sequence[namespaces.Pod], facts: ServiceFacts, source: str) -> list[namespaces.Pod]:
+    """The pod that was named as the client, then those that are no backends, so that connections cross the node."""
     ends = _ends(facts)
-    usable = [pod for pod in pods if pod.addresses]
-    return min(
-        usable, default=None,
+    return sorted(
+        (pod for pod in pods if pod.addresses),
         key=lambda pod: (source not in pod.addresses, not ends.keys().isdisjoint(pod.addresses), -len(pod.addresses)),
-    )  # fmt: skip
+    )
 
 
-def _attempts(args: argparse.Namespace, facts: ServiceFacts, origins: Sequence[Origin]) -> tuple[list[Attempt], int]:
-    """A connection to each backend and to each address of the service, from each origin that has the family."""
+def _attempts(
+    args: argparse.Namespace, facts: ServiceFacts, origins: Sequence[Origin], others: Sequence[Origin]
+) -> tuple[list[Attempt], int]:
+    """A connection to each backend and to each address of the service, from each origin that has the family.
+
+    To a backend that is such an origin itself, another pod connects: its own packets would not cross the node.
+    """
     attempts: dict[Attempt, None] = {}
     left_out = 0
     for port in facts.ports:
@@ -303,10 +309,10 @@ def _attempts(args: argparse.Namespace, facts: ServiceFacts, origins: Sequence[O
             if not mine:
                 continue
             for address, number in ends[:MOST_BACKENDS]:
-                if origin.place == "pod" and address in origin.addresses:
-                    continue
                 speech = speech_of(port_name, number, port.protocol, path=args.path or port.probe_path, host=service)
-                attempts[Attempt(origin, "backend", address, number, port.protocol, speech, port.name)] = None
+                itself = origin.place == "pod" and address in origin.addresses
+                for by in others if itself else (origin,):
+                    attempts[Attempt(by, "backend", address, number, port.protocol, speech, port.name)] = None
             for address, number in _addresses(port, facts, mine, origins[0]) if ends else ():
                 speech = speech_of(port_name, number, port.protocol, path=args.path or port.probe_path, host=service)
                 attempts[Attempt(origin, "service", address, number, port.protocol, speech, port.name)] = None
