@@ -68,7 +68,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
     def description(self) -> str:
         """Describes what happened."""
         parts = [self.what] * bool(self.what) + [
-            f"{word}: {_counted(those)}" for word, those in (("ready", self.ready), ("not ready", self.gone)) if those
+            f"{word}: {_counted(those)}" for word, those in (("ready", self.ready), ("no longer", self.gone)) if those
         ]
         return "; ".join(parts)
 

@@ -47,10 +47,10 @@ def entries(
 # fmt: off
 DIFFERENCES = [
     pytest.param(entries(A), entries(A, B), [("endpoints", 1, f"ready: {B}")], id="one more"),
-    pytest.param(entries(A, B), entries(A), [("endpoints", 1, "not ready: 10.0.0.2")], id="one less"),
-    pytest.param(entries(A, B), entries(C), [("endpoints", 2, f"ready: {C}; not ready: {A}, {B}")], id="others"),
+    pytest.param(entries(A, B), entries(A), [("endpoints", 1, "no longer: 10.0.0.2")], id="one less"),
+    pytest.param(entries(A, B), entries(C), [("endpoints", 2, f"ready: {C}; no longer: {A}, {B}")], id="others"),
     pytest.param((), entries(A), [("service", 1, "came"), ("endpoints", 1, "ready: 10.0.0.1")], id="new"),
-    pytest.param(entries(A), (), [("service", 1, "is not served now"), ("endpoints", 1, f"not ready: {A}")], id="less"),
+    pytest.param(entries(A), (), [("service", 1, "is not served now"), ("endpoints", 1, f"no longer: {A}")], id="less"),
     pytest.param(entries(A), entries(A, fronts=(NODE_PORT,)),
                  [("service", 1, "+ nodePort node port 30080/TCP")], id="a node port"),
     pytest.param(entries(A), entries(A, affinity_seconds=60),
@@ -62,7 +62,7 @@ DIFFERENCES = [
     pytest.param(entries(A, B), entries(A, B, port=8081),
                  [("endpoints", 1, "targetPort 8080 → 8081")], id="another port"),
     pytest.param(entries(A), entries(B, port=8081),
-                 [("endpoints", 1, f"targetPort 8080 → 8081; ready: {B}; not ready: {A}")], id="others, another port"),
+                 [("endpoints", 1, f"targetPort 8080 → 8081; ready: {B}; no longer: {A}")], id="others, another port"),
 ]
 # fmt: on
 

@@ -633,6 +633,8 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if sick := [each for each in lost if each.end in reached]:  # from another pod they succeed
         text = f"pod {sick[0].source} does not reach {_targets(sick)}; another pod and the node do"
         todo = "look at that pod: its routes, its firewall, its network policies"
+        if any(is_good(each) for each in direct if each.source == sick[0].source):
+            todo = "look at firewalls and network policies between these two, in both pods"
         yield Finding("problem", "client", text, todo, "client-pod")
         lost = [each for each in lost if each.source != sick[0].source]
         direct = [each for each in direct if each.source != sick[0].source]
