@@ -422,7 +422,8 @@ def _unknown_name(facts: ServiceFacts) -> Finding:
         text = f'no service "{service}"'
     except UnknownName as error:
         text = str(error)
-    return Finding("problem", "object", text, "`hybrid-proxy services` lists what is served", "no-such-service")
+    todo = "`hybrid-proxy services` lists what is served, and `changes` what was deleted; --to asks by address and port"
+    return Finding("problem", "object", text, todo, "no-such-service")
 
 
 def _destination(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
