@@ -622,7 +622,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("unknown", "connections", text, "run doctor as root on the node itself")
     if facts.left_out:
         yield Finding("unknown", "connections", f"{several(facts.left_out, 'backend')} more were not tried")
-    lossy = _lossy(facts)
+    lossy = {key: rows for key, rows in _lossy(facts).items() if _host(rows[0]).strip("[]") not in blamed}
     if lossy:
         yield _of_losses(facts, node, [row for rows in lossy.values() for row in rows])
         gone = {each.port for rows in lossy.values() for each in rows}
