@@ -102,7 +102,8 @@ class Given:
             typed, flag = flags.get(row.dest) if row.dest else None, _flag_of(row)
             if typed is None:
                 continue
-            if self.file and not row.setting.over_file:
+            counts = row.setting.over_file and (typed or row.dest != "metrics_bind_address")  # empty: as the file says
+            if self.file and not counts:
                 ignored[flag] = None
                 continue
             self._take_flag(row, typed if isinstance(typed, str) else ",".join(typed), flag)
