@@ -396,7 +396,7 @@ def test_explain_compares_open_flows(bench: Bench, net: Net) -> None:
     answer = bench.explain(frame(net, net.client, net.vip, syn(50_000)))
     said = {step.text for step in answer.steps if step.step == "load"}
     assert len(said) == 2
-    assert {text.rpartition(" has ")[2] for text in said} == {"0 open flows.", "1 open flows."}
+    assert {text.rpartition(" has ")[2].split()[0] for text in said} == {"0", "1"}
 
 
 @pytest.mark.parametrize("drift", [0, 7, -7])
