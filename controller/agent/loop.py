@@ -63,7 +63,7 @@ from hybrid_proxy.controller.settings.config import Config, available_modes, nee
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack, sysctl
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
-from hybrid_proxy.dataplane.reports import several, start_lines
+from hybrid_proxy.dataplane.reports import FORWARDING, several, start_lines
 from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ class Agent:
     def _remember_node(self) -> None:
         """Have the history compare what no report tells, and links of pods: new ones are down for a moment."""
         now, fill = dict(self._pods), conntrack.fill()
-        now |= {name.replace("/", "."): sysctl.read(name) or "none" for name in sysctl.FORWARDING.values()}
+        now |= {name: sysctl.read(sysctl.FORWARDING[family]) or "none" for family, name in FORWARDING.items()}
         self.history.facts("node", now | ({"table of conntrack": "full" if fill.full else "has room"} if fill else {}))
 
     def _trim_memory(self) -> None:

@@ -12,10 +12,9 @@ from hybrid_proxy.controller.commands.doctor.facts import Cause, Mark
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
-from hybrid_proxy.dataplane.reports import Fill, Status, Unprogrammed, clock, several, shortened
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, shortened
 
 __all__ = [
-    "FORWARDING",
     "Trouble",
     "Verdict",
     "fill_trouble",
@@ -27,7 +26,6 @@ __all__ = [
 ]
 
 NEARLY_FULL: Final = 0.9
-FORWARDING: Final = {4: "net.ipv4.ip_forward", 6: "net.ipv6.conf.all.forwarding"}
 REPAIRS: Final = 3  # the last ones
 LOOK: Final = "the route to it, its address, and the agent's credentials"
 READ_LOG: Final = "read the agent's log"

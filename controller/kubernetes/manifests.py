@@ -257,7 +257,7 @@ def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collec
         foreign += file.content.foreign
         if file.error:
             kept = " Its last good objects stay." if file.content.documents else ""
-            problems[_FILE, shown] = Problem(_FILE, shown, f"{_told(shown, file)}.{kept}", shown)
+            problems[_FILE, shown] = Problem(_FILE, shown, f"{_reason(shown, file)}.{kept}", shown)
         for document in file.content.documents:
             name = document.name
             if names is not None and name not in names:
@@ -277,7 +277,7 @@ def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collec
     return _Snapshot(objects, frozenset(refused), problems, foreign)
 
 
-def _told(shown: str, file: _File) -> str:
+def _reason(shown: str, file: _File) -> str:
     return file.error if file.error.startswith(shown) else f"{shown}: {file.error}"
 
 
@@ -666,7 +666,7 @@ class Manifests:
                 elif isinstance(result, Refused):
                     found[owner] = f"refused: {result}"
                 elif file.error:
-                    found[owner] = f"refused: {_told(shown, file)}"
+                    found[owner] = f"refused: {_reason(shown, file)}"
         return found
 
     def describe(self) -> str:

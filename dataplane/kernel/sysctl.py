@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from hybrid_proxy.dataplane import reports
 from hybrid_proxy.dataplane.errors import told
 from hybrid_proxy.dataplane.kernel.host_paths import netns_number
 
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FOLDER: Final = Path("/proc/sys")
 MEMORY: Final = Path("/run/hybrid-proxy")
-FORWARDING: Final = {4: "net/ipv4/ip_forward", 6: "net/ipv6/conf/all/forwarding"}  # by address family
+FORWARDING: Final = {family: name.replace(".", "/") for family, name in reports.FORWARDING.items()}
 
 # Other software that finds it enabled relies on it and leaves no trace; without it no pod of the node is reachable.
 _STAYS: Final = frozenset({FORWARDING[4]})

@@ -452,7 +452,7 @@ class Incident(NamedTuple):
     said: str = ""  # a part of the verdict
     noted: str = ""  # a part of a finding
     dear: bool = False  # it takes ten seconds: in one mode, before a release in all
-    alone: bool = False  # it is told once, and nothing that it causes
+    alone: bool = False  # it is reported once, without what it causes
     own: bool = False  # what doctor looks at is the mode's own, so it is asked in every mode in `make test`, too
 
 

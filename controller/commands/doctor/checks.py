@@ -25,7 +25,6 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 )
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
 from hybrid_proxy.controller.commands.troubles import (
-    FORWARDING,
     SHOW_ADDRESS,
     fill_trouble,
     forwarding_trouble,
@@ -37,7 +36,7 @@ from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.reports import Fill, PacketEvent, ago, several
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, ago, several
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
@@ -602,9 +601,9 @@ def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
 
 def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     cut = {address for link in facts.links if link.down for address in link.addresses}  # which is a finding of its own
-    told = [each for each in facts.tried if each.outcome != "failed" and each.source not in cut]
-    through = [each for each in told if each.via == "service"]
-    direct = [each for each in told if each.via == "backend"]
+    made = [each for each in facts.tried if each.outcome != "failed" and each.source not in cut]
+    through = [each for each in made if each.via == "service"]
+    direct = [each for each in made if each.via == "backend"]
     small = {address for link in facts.links if 0 < link.mtu < link.sends for address in link.addresses}
     blamed = cut | small | {address for address, (why, _) in facts.astray.items() if not why.endswith("?")}
     dead = [each for each in direct if _host(each).strip("[]") in blamed and not is_good(each)]

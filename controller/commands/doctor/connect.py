@@ -132,8 +132,8 @@ def repeats(tried: Mapping[Attempt, Tried]) -> list[Attempt]:
     count towards ejection.
     """
     seen = [one for one, each in tried.items() if each.resent or each.outcome in ("silent", "mute", "stalled")]
-    told = {one.service_port for one in seen if one.via == "backend"}
-    mine = [one for one in seen if one.protocol == "TCP" and (one.via == "backend" or one.service_port not in told)]
+    direct = {one.service_port for one in seen if one.via == "backend"}
+    mine = [one for one in seen if one.protocol == "TCP" and (one.via == "backend" or one.service_port not in direct)]
     return [
         one._replace(speech=Speech(), number=1 + number) for one in mine[:MOST_REPEATED] for number in range(REPEATS)
     ]
