@@ -48,9 +48,9 @@ mode: ebpf
 - **`mode`**: `HybridProxyConfiguration.mode` takes precedence over `KubeProxyConfiguration.mode`. If both are empty,
   the mode is `auto`, the best one that works here.
 - **Flags with a file**: kube-proxy's flags are ignored with a warning, as in kube-proxy, except
-  `--hostname-override`, `--master`, `--cleanup`, `--init-only`, `--write-config-to` and those of the log. Flags that
-  kube-proxy does not have, and `--metrics-bind-address`, take precedence over the file. Without a file, the flags of
-  the iptables section set the fields of `nftables`, too.
+  `--hostname-override`, `--master`, `--cleanup`, `--init-only`, `--write-config-to` and those of the log. Flags and
+  modes (`--proxy-mode=ebpf`) that kube-proxy does not have, and `--metrics-bind-address`, take precedence over the
+  file. Without a file, the flags of the iptables section set the fields of `nftables`, too.
 - **`--write-config-to FILE`** writes the complete configuration in effect, both documents, and exits.
   `HybridProxyConfiguration` has a [JSON schema](hybrid-proxy-configuration.schema.json) for editors.
 

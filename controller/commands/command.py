@@ -237,7 +237,7 @@ def add_config(group: argparse._ActionsContainer) -> None:
         "--config",
         metavar="FILE",
         help="a KubeProxyConfiguration, a HybridProxyConfiguration, or both. With a file, kube-proxy's flags are "
-        "ignored, as kube-proxy does, except --hostname-override, --master and those of the log; flags that kube-proxy "
-        "does not have take precedence over the file. Changes of the file are applied while the agent runs, or "
-        "reported where they need a restart",
+        "ignored, as kube-proxy does, except --hostname-override, --master and those of the log; flags and modes that "
+        "kube-proxy does not have take precedence over the file. Changes of the file are applied while the agent runs, "
+        "or reported where they need a restart",
     )

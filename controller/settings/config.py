@@ -267,6 +267,9 @@ def _warn_of_what_has_no_effect(given: Given, kube: KubeProxyConfiguration, mode
             continue
         if value not in (row.default, *setting.harmless):
             given.warn(f"has no effect: {setting.unused}", row.key)
+    if kube.ipvs.scheduler and mode != "ipvs":
+        text = f"counts only in mode ipvs: {HYBRID}.algorithm is for all modes, with the same names"
+        given.warn(text, f"{KUBE_PROXY}.ipvs.scheduler")
     if given.document(HybridProxyConfiguration).service_proxy_name and mode == "ipvs":
         given.warn(
             "a kube-proxy in mode ipvs removes the virtual servers of mode ipvs here, unless its excludeCIDRs contain "

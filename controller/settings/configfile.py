@@ -1,10 +1,10 @@
 """Configuration files: kube-proxy's document and ours, to a checked `Config` and back.
 
 kube-proxy's rules are kept: with a file its flags are ignored, except --hostname-override, --master, those of the log
-and, unlike there, --metrics-bind-address; flags that kube-proxy does not have always count. A warning names fields that
-kube-proxy's document does not have, and they are ignored, as kube-proxy does it; in our document they are errors. Of a
-later version of kube-proxy's document what is known is read. Whatever is not understood there is named by a warning,
-because a cluster's upgrade must not stop its nodes.
+and, unlike there, --metrics-bind-address; flags and modes that kube-proxy does not have always count. A warning names
+fields that kube-proxy's document does not have, and they are ignored, as kube-proxy does it; in our document they are
+errors. Of a later version of kube-proxy's document what is known is read. Whatever is not understood there is named by
+a warning, because a cluster's upgrade must not stop its nodes.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ class Given:
             if typed is None:
                 continue
             counts = row.setting.over_file and (typed or row.dest != "metrics_bind_address")  # empty: as the file says
-            if self.file and not counts:
+            ours = row.key == _MODE and typed not in ("", *KUBE_PROXYS_MODES)
+            if self.file and not (counts or ours):
                 ignored[flag] = None
                 continue
             self._take_flag(row, typed if isinstance(typed, str) else ",".join(typed), flag)

@@ -469,6 +469,11 @@ nftables: {masqueradeBit: 3, masqueradeAll: true, syncPeriod: 40s}
             assert (config.settings.masquerade_bit, config.settings.masquerade_all) == (bit, everything)
             assert config.options.sync_seconds == seconds
 
+    @pytest.mark.parametrize(("mode", "told"), [("auto", True), ("nftables", True), ("ipvs", False)])
+    def test_a_scheduler_of_another_mode_is_named(self, mode: str, told: bool):
+        config = loaded(f"{HEAD}ipvs: {{scheduler: wlc}}\n{OURS}mode: {mode}").config
+        assert any("ipvs.scheduler" in warning for warning in config.warnings) == told
+
     def test_what_mode_ipvs_alone_needs_is_no_error_in_another(self):
         config = kube("mode: iptables\nipvs: {scheduler: best, excludeCIDRs: [nowhere], tcpTimeout: -1s}")
         assert [warning.split(" ")[1] for warning in config.warnings] == [
@@ -739,6 +744,11 @@ class TestFlagsBesideAFile:
         assert sorted(warning.partition(":")[0] for warning in config.warnings) == [
             "--healthz-port", "--masquerade-all", "--proxy-mode"
         ]  # fmt: skip
+
+    @pytest.mark.parametrize("mode", ["auto", "ebpf", "userspace"])
+    def test_a_mode_that_kube_proxy_does_not_have_counts(self, mode: str):
+        config = kube("mode: ipvs", f"--proxy-mode={mode}")
+        assert (config.mode, config.warnings) == (mode, ())
 
     def test_the_name_master_and_the_log_count(self):
         config = kube(

@@ -203,7 +203,7 @@ def test_overlays_change_what_they_say_and_no_other_setting(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("component", "kinds"), [("servicemonitor", {"Service", "ServiceMonitor"}), ("metrics", set())]
 )
-def test_the_line_of_the_migration_adds_metrics_to_the_overlay_for_kubeadm(
+def test_components_that_the_migration_names_work_in_the_overlay_for_kubeadm(
     component: str, kinds: set[str], tmp_path: Path
 ) -> None:
     """The gates need them, and kube-proxy's ConfigMap, which says 127.0.0.1, may not be changed yet."""
@@ -212,12 +212,15 @@ def test_the_line_of_the_migration_adds_metrics_to_the_overlay_for_kubeadm(
     assert f"components/{component}" in page
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     with (tmp_path / "deploy/overlays/kubeadm/kustomization.yaml").open("a") as file:
-        file.write(re.sub(r"(components/)\w+", rf"\1{component}", line) + "\n")
+        file.write(re.sub(r"(components/)\w+", rf"\1{component}", line).replace("]", ", ../../components/auto]") + "\n")
     objects = {item["kind"]: item for item in yaml.safe_load_all(text("overlays/kubeadm", tmp_path / "deploy"))}
     assert objects.keys() - {item["kind"] for item in build("overlays/kubeadm")} == kinds
     (agent,) = objects["DaemonSet"]["spec"]["template"]["spec"]["containers"]
-    config = configfile.load(KUBEADM, vars(parser().parse_args(agent["args"]))).config
-    assert config.metrics_bind_address == Endpoint("0.0.0.0", agent["ports"][0]["containerPort"])
+    (tmp_path / "ipvs.conf").write_text(KUBEADM.read_text().replace('mode: ""', "mode: ipvs"))
+    config = configfile.load(tmp_path / "ipvs.conf", vars(parser().parse_args(agent["args"]))).config
+    assert (config.mode, config.metrics_bind_address) == (
+        "auto", Endpoint("0.0.0.0", agent["ports"][0]["containerPort"])
+    )  # fmt: skip
 
 
 def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
