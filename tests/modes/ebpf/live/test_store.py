@@ -260,6 +260,16 @@ def test_a_restart_finds_a_slice_at_the_very_beginning(store: Store, open_maps: 
     check(again, more, settled=False)
 
 
+def test_a_restart_keeps_an_address_of_which_the_kernel_has_another_text(store: Store, open_maps: OpenMaps) -> None:
+    table = {one: (entry(one, "::102:304", 3),)}  # inet_ntop: ::1.2.3.4
+    store.apply(table)
+    seen = programmed(store.maps)
+    again = restart(open_maps)
+    again.apply(without_sharing(table))
+    settle(again)
+    assert programmed(again.maps) == seen
+
+
 def test_numbers_that_flows_may_name_stay_reserved_over_a_restart(store: Store, open_maps: OpenMaps) -> None:
     """Killed after the grace period, before any scan: the rows still say that their numbers are not free."""
     apply(store, {}, {one: (entry(one, V1, 3),)})
