@@ -98,13 +98,15 @@ class Given:
                 what was not given. Others are ignored.
         """
         ignored: dict[str, None] = {}
-        for row in rows():
-            typed, flag = flags.get(row.dest) if row.dest else None, _flag_of(row)
+        settings = {row.key: row for row in rows()}
+        for flagged in settings.values():
+            typed, flag = flags.get(flagged.dest) if flagged.dest else None, _flag_of(flagged)
             if typed is None:
                 continue
+            ours = flagged.key == _MODE and typed not in ("", *KUBE_PROXYS_MODES)
+            row = settings[f"{HYBRID}.mode"] if ours else flagged  # kube-proxy's document cannot hold such a mode
             counts = row.setting.over_file and (typed or row.dest != "metrics_bind_address")  # empty: as the file says
-            ours = row.key == _MODE and typed not in ("", *KUBE_PROXYS_MODES)
-            if self.file and not (counts or ours):
+            if self.file and not counts:
                 ignored[flag] = None
                 continue
             self._take_flag(row, typed if isinstance(typed, str) else ",".join(typed), flag)
@@ -118,8 +120,6 @@ class Given:
             if (row.dest, typed) in ((f"{server}_bind_address", ""), (f"{server}_port", "0")):
                 self.values[f"{HYBRID}.serve{server.capitalize()}"] = False
                 return
-        if row.key == _MODE and (typed not in ("", *KUBE_PROXYS_MODES)):
-            row = next(row for row in rows() if row.key == f"{HYBRID}.mode")  # kube-proxy's document cannot hold it
         origin = (flag, shown(typed))
         try:
             raw = _of_text(row.setting.form, typed)

@@ -469,10 +469,10 @@ nftables: {masqueradeBit: 3, masqueradeAll: true, syncPeriod: 40s}
             assert (config.settings.masquerade_bit, config.settings.masquerade_all) == (bit, everything)
             assert config.options.sync_seconds == seconds
 
-    @pytest.mark.parametrize(("mode", "told"), [("auto", True), ("nftables", True), ("ipvs", False)])
-    def test_a_scheduler_of_another_mode_is_named(self, mode: str, told: bool):
+    @pytest.mark.parametrize(("mode", "warns"), [("auto", True), ("nftables", True), ("ipvs", False)])
+    def test_an_ipvs_scheduler_without_mode_ipvs_is_warned_about(self, mode: str, warns: bool):
         config = loaded(f"{HEAD}ipvs: {{scheduler: wlc}}\n{OURS}mode: {mode}").config
-        assert any("ipvs.scheduler" in warning for warning in config.warnings) == told
+        assert any("ipvs.scheduler" in warning for warning in config.warnings) == warns
 
     def test_what_mode_ipvs_alone_needs_is_no_error_in_another(self):
         config = kube("mode: iptables\nipvs: {scheduler: best, excludeCIDRs: [nowhere], tcpTimeout: -1s}")

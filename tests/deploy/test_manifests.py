@@ -217,6 +217,7 @@ def test_components_that_the_migration_names_work_in_the_overlay_for_kubeadm(
     assert objects.keys() - {item["kind"] for item in build("overlays/kubeadm")} == kinds
     (agent,) = objects["DaemonSet"]["spec"]["template"]["spec"]["containers"]
     (tmp_path / "ipvs.conf").write_text(KUBEADM.read_text().replace('mode: ""', "mode: ipvs"))
+    assert configfile.load(tmp_path / "ipvs.conf", {}).config.mode == "ipvs"
     config = configfile.load(tmp_path / "ipvs.conf", vars(parser().parse_args(agent["args"]))).config
     assert (config.mode, config.metrics_bind_address) == (
         "auto", Endpoint("0.0.0.0", agent["ports"][0]["containerPort"])
