@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -152,6 +153,13 @@ def flow_tags(keys: NDArray[Any], family: int) -> Words:
 def frontend_dtype(family: int) -> np.dtype[Any]:
     """Returns the key type of the family's frontends."""
     return dtype_of(f"frontend{family}_key")
+
+
+def frontend_keys(rows: NDArray[Any], family: int) -> Iterator[tuple[int, str, int, int]]:
+    """Yields family, address, port and protocol of keys of the family's frontends."""
+    raw, size = rows["address"].tobytes(), 16 if family == 6 else 4
+    addresses = (address_text(raw[at : at + size], family) for at in range(0, len(raw), size))
+    return zip(repeat(family), addresses, swap16(rows["port"]).tolist(), rows["protocol"].tolist(), strict=False)
 
 
 def frontend_values(

@@ -15,7 +15,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import InUse, Removed, size_class
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import Key, Rows, Settings
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Installed, Plan
-from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_keys, frontend_rows
+from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_rows
 from hybrid_proxy.dataplane.table import Backend, Entry
 
 _SERVICE = np.uint64(0xFFFFFFFF)  # the bits of a frontend's value that name its service
@@ -29,7 +29,7 @@ class Former:
         self._frontends: dict[Key, int] = {}  # and the service of each
         for family in (4, 6):
             keys, values = maps.maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
-            self._frontends.update(zip(frontend_keys(keys, family), (values & _SERVICE).tolist(), strict=True))
+            self._frontends.update(zip(layout.frontend_keys(keys, family), (values & _SERVICE).tolist(), strict=True))
         owners = writer.rows.backends["service"]
         self._backends = np.flatnonzero(owners)
         # The backends in the order of their services, as flat buffers: slices of these are cheap, numpy calls are not.

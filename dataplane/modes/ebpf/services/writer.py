@@ -7,7 +7,6 @@ removed is removed in the opposite order, and freed when no program can use it a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -189,10 +188,3 @@ def frontend_rows(keys: Sequence[Key], family: int) -> tuple[NDArray[Any], layou
     rows["port"] = layout.swap16([key[2] for key in keys])
     rows["protocol"] = [key[3] for key in keys]
     return rows, words
-
-
-def frontend_keys(rows: NDArray[Any], family: int) -> Iterator[Key]:
-    """Yields what `frontend_rows` made these keys of the family's map of frontends from."""
-    raw, size = rows["address"].tobytes(), 16 if family == 6 else 4
-    addresses = (layout.address_text(raw[at : at + size], family) for at in range(0, len(raw), size))
-    return zip(repeat(family), addresses, layout.swap16(rows["port"]).tolist(), rows["protocol"].tolist(), strict=False)

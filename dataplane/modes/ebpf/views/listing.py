@@ -80,13 +80,10 @@ def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
     names = layout.abi_constants()
     for family in (4, 6):
         keys, values = maps[f"frontends{family}"].items(layout.frontend_dtype(family), np.dtype(np.uint64))
-        for key, value in zip(keys, values.tolist(), strict=True):
+        for key, value in zip(layout.frontend_keys(keys, family), values.tolist(), strict=True):
             if not value >> 32 & (names["FRONTEND_ADDRESS"] | names["FRONTEND_NODE_PORTS"]):
-                port = int(layout.swap16([int(key["port"])])[0])
-                address = layout.address_text(key["address"].tobytes(), family)
-                found.setdefault(value & 0xFFFFFFFF, []).append(
-                    (socket_text(address, port), _protocol(int(key["protocol"])))
-                )
+                _, address, port, protocol = key
+                found.setdefault(value & 0xFFFFFFFF, []).append((socket_text(address, port), _protocol(protocol)))
     return found
 
 
