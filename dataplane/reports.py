@@ -7,8 +7,9 @@ the dataplane was set up. docs/output.md is generated from this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Final, Literal
 
 import msgspec
@@ -74,6 +75,12 @@ class FailureHistory(msgspec.Struct, frozen=True):
 def several(count: int, noun: str, nouns: str = "") -> str:
     """Returns `1 backend`, `3 backends`; `nouns` is the plural of nouns that end otherwise."""
     return f"{count} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
+def some(items: Collection[str], separator: str = ", ", shown: int = 3) -> str:
+    """Returns the first ones, and how many more there are."""
+    left = len(items) - shown
+    return separator.join(islice(items, shown)) + (f" and {left} more" if left > 0 else "")
 
 
 def shortened(text: str, width: int = 160) -> str:

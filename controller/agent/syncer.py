@@ -18,7 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -41,7 +41,7 @@ from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import SyncError, Unsupported
 from hybrid_proxy.dataplane.mode import SyncResult
-from hybrid_proxy.dataplane.reports import several
+from hybrid_proxy.dataplane.reports import several, some
 from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class Syncer:
             return None
         self._programmed(start)
         if not first:
-            self._log.add(result, self.sync_seconds)
+            self._log.add(result, self.sync_seconds, table.changed)
         return result
 
     def flush_log(self) -> None:
@@ -292,6 +292,7 @@ class _SyncLog:
     changed: int = 0
     removed: int = 0
     seconds: float = 0.0
+    services: dict[str, None] = field(default_factory=dict)  # that differ
     known: frozenset[tuple[str, str]] = frozenset()  # conflicts that were logged: the service that lost, and a message
 
     def conflicts(self, found: Mapping[str, Iterable[str]]) -> None:
@@ -303,7 +304,7 @@ class _SyncLog:
             log.info("conflict is over: %s: %s", *conflict)
         self.known = claimed
 
-    def add(self, result: SyncResult, seconds: float) -> None:
+    def add(self, result: SyncResult, seconds: float, services: Iterable[str]) -> None:
         """Count one sync; if it changed nothing, it counts as none."""
         if not result.changed and not result.removed:
             return
@@ -311,6 +312,7 @@ class _SyncLog:
         self.changed += result.changed
         self.removed += result.removed
         self.seconds += seconds
+        self.services |= dict.fromkeys(services)
         self.flush()
 
     def flush(self) -> None:
@@ -319,12 +321,13 @@ class _SyncLog:
             return
         times = f" by {self.syncs} syncs" if self.syncs > 1 else ""
         log.info(
-            "%s changed, %d removed, in %.1f ms%s",
-            several(self.changed, "service port"), self.removed, 1000 * self.seconds, times,
+            "%s changed, %d removed, in %.1f ms%s: %s",
+            several(self.changed, "service port"), self.removed, 1000 * self.seconds, times, some(self.services),
         )  # fmt: skip
         self.next_at = now + LOG_SECONDS
         self.syncs = self.changed = self.removed = 0
         self.seconds = 0.0
+        self.services.clear()
 
 
 def _family_of(event: Event) -> int | None:

@@ -16,8 +16,7 @@ from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.reports import shortened
 
 __all__ = [
-    "Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "some",
-    "table",
+    "Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "table",
 ]  # fmt: skip
 
 Row = TypeVar("Row")
@@ -27,7 +26,6 @@ GAP: Final = 2
 INDENT: Final = 4
 UNKNOWN: Final = "-"
 LEAST: Final = 12  # characters in a line of a text that is cut or wrapped
-SHOWN: Final = 3  # names in a sentence
 CUT: Final = "…"
 
 
@@ -153,12 +151,6 @@ def fits(columns: Sequence[Column[Row]], rows: Sequence[Row], screen: Screen) ->
 def painted(text: str, tone: Tone, screen: Screen) -> str:
     """The text in the colour of its tone, where the screen has colours."""
     return f"\x1b[{tone}m{text}\x1b[0m" if screen.colours and tone and text else text
-
-
-def some(items: Sequence[str], separator: str = ", ") -> str:
-    """The first three, and how many more there are."""
-    left = len(items) - SHOWN
-    return separator.join(items[:SHOWN]) + (f" and {left} more" if left > 0 else "")
 
 
 def duration(seconds: float) -> str:

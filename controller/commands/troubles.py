@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
-from hybrid_proxy.controller.commands.columns import Tone, some
+from hybrid_proxy.controller.commands.columns import Tone
 from hybrid_proxy.controller.commands.doctor.facts import Cause, Mark
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
-from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, shortened
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, shortened, some
 
 __all__ = [
     "Trouble",

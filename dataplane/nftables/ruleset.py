@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables.expressions import Family
 from hybrid_proxy.dataplane.nftables.schema import Chain, Element, Key, Set
-from hybrid_proxy.dataplane.reports import several
+from hybrid_proxy.dataplane.reports import several, some
 
 _DESCRIBED: Final = 8  # operations that a message names
 
@@ -117,5 +117,4 @@ def describe(operations: Iterable[op.Operation]) -> str:
                 found.append(f"foreign set {name}")
             case _:
                 pass
-    more = len(found) - _DESCRIBED
-    return ", ".join(found[:_DESCRIBED]) + (f" and {more} more" if more > 0 else "")
+    return some(found, shown=_DESCRIBED)

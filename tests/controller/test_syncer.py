@@ -243,12 +243,21 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
     for number in range(1, 4):
         world.change(number)
         world.sync()
-    lines = [record.args for record in caplog.records]
-    assert [args[0] for args in lines if args] == ["1 service port"], "the first change at once"
+    assert [(line[0], line[-1]) for line in _logged(caplog)] == [("1 service port", "d/web-1")], "the first at once"
+    for number in range(4, 9):
+        world.change(number)
+    world.sync()
     world.now += 1.0
     world.syncer.flush_log()
     world.syncer.flush_log()
-    assert [record.args[0] for record in caplog.records if record.args] == ["1 service port", "2 service ports"]  # type: ignore[index]
+    _, (count, *_, names) = _logged(caplog)
+    assert count == "3 service ports"
+    assert names.startswith("d/web-2, d/web-3, d/web-")
+    assert names.endswith(" and 4 more")
+
+
+def _logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:
+    return [record.args for record in caplog.records if record.args]  # type: ignore[misc]
 
 
 def test_a_service_that_moved_is_ceded_when_a_kube_proxy_has_had_time_to_serve_it() -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.controller.commands.columns import duration
 from hybrid_proxy.controller.serving.protocol import described
+from hybrid_proxy.dataplane.reports import some
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
 ]
 
 UNKNOWN: Final = "-"
-FIRST: Final = 3  # names in a message
 UNITS: Final = ("", "k", "M", "G", "T")
 
 
@@ -224,8 +224,7 @@ def trouble(shown: Snapshot) -> list[str]:
     ebpf = status.dataplane.ebpf
     ejected = sum(row.ejected for row in ebpf.ejections) if ebpf else 0
     if failing := status.dataplane.failing:
-        more = f" and {len(failing) - FIRST} more" if len(failing) > FIRST else ""
-        messages.append(f"all backends fail of {', '.join(failing[:FIRST])}{more}")
+        messages.append(f"all backends fail of {some(failing)}")
     messages += [f"{ejected} {'backend is' if ejected == 1 else 'backends are'} ejected"] * bool(ejected)
     unprogrammed = len(status.dataplane.unprogrammed)
     why = "`hybrid-proxy status` says why"

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.columns import duration, some
+from hybrid_proxy.controller.commands.columns import duration
 from hybrid_proxy.controller.commands.doctor.facts import (
     CAUSES,
     LOST,
@@ -36,7 +36,7 @@ from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, ago, several
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, ago, several, some
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.

@@ -16,7 +16,7 @@ import numpy as np
 from hybrid_proxy.dataplane.kernel.links import interface_name
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
-from hybrid_proxy.dataplane.reports import PacketEvent
+from hybrid_proxy.dataplane.reports import PacketEvent, some
 from hybrid_proxy.dataplane.table import Protocol, socket_text
 
 log = logging.getLogger(__name__)
@@ -66,9 +66,8 @@ class Journal:
         now = time.monotonic()
         if not self._unlogged or now - self._log_at < LOG_SECONDS:
             return
-        drops = ", ".join(f"{count} x {reason} {whose}" for (reason, whose), count in self._unlogged.most_common(3))
-        more = len(self._unlogged) - 3
-        log.warning("dropped: %s%s; `hybrid-proxy drops` shows them", drops, f" and {more} more kinds" * (more > 0))
+        drops = [f"{count} x {reason} {whose}" for (reason, whose), count in self._unlogged.most_common()]
+        log.warning("dropped: %s; `hybrid-proxy drops` shows them", some(drops))
         self._unlogged.clear()
         self._log_at = now
 
