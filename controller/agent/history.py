@@ -11,14 +11,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
 
 from hybrid_proxy.controller.kubernetes.files import append, write
-from hybrid_proxy.controller.kubernetes.model import Problem, SourceState
+from hybrid_proxy.controller.kubernetes.model import Problem, Service, SourceState
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.history import (
     ADDRESSES,
@@ -47,6 +48,8 @@ KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as 
 SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
 
+NONE: Final[Mapping[str, tuple[Service, Service | None]]] = MappingProxyType({})
+
 # What an event for the cluster is about; the others are about a Service or the node.
 KINDS: Final[dict[str, Kind]] = {
     "Repaired": "repair", "ModeDegraded": "mode", "BackendEjected": "ejection", "BackendReadmitted": "ejection",
@@ -61,7 +64,7 @@ class History:
         self._zone = ""  # of this node
         self._path = path
         self._table = EMPTY  # that was programmed last
-        self._rows: dict[tuple[str, ...], ChangeRow] = {}
+        self._rows: dict[tuple[str | bool, ...], ChangeRow] = {}
         self._mode = ""  # that has programmed a table
         self._source: SourceState | None = None
         self._problems: Mapping[tuple[str, str], Problem] = {}
@@ -91,27 +94,33 @@ class History:
             if now[name] != before[name]:
                 self.record("node", f"{name}: {before[name]} → {now[name]}", "the kernel")
 
-    def programmed(self, table: ServiceTable, zone: str = "") -> None:
-        """Remember what distinguishes a table from the one before; of this agent's first one, nothing."""
+    def programmed(
+        self, table: ServiceTable, zone: str = "", objects: Mapping[str, tuple[Service, Service | None]] = NONE
+    ) -> None:
+        """Remember what distinguishes a table from the one before; of this agent's first one, nothing.
+
+        `objects` are Services that were changed since, as they were and as they are.
+        """
         before, self._table, word, self.word = self._table, table, self.word, ""
         moved, self._zone = zone != self._zone, zone
-        if before is table or before is EMPTY:
+        if (before is table and not objects) or before is EMPTY:
             return
         now = time.time()
         if moved:
             word = f"zone {zone or 'none'} of this node"
-        if table.node != before.node and (what := change_of_node(before.node, table.node)):
+        for what in change_of_node(before.node, table.node) if table.node != before.node else ():
             self.record("node", what, word or ADDRESSES)
         left = {owner for _, owner in before.left_to_node.items() ^ table.left_to_node.items()}
-        names = changed_services(before, table)
-        room = max(0, MOST_ROWS - len(self._rows))
-        for name in islice(names, room):
+        names = changed_services(before, table) | objects.keys()
+        for number, name in enumerate(names):
+            if len(self._rows) >= MOST_ROWS:
+                by = word or "objects of the cluster"
+                self._add(ChangeRow(first=now, last=now, kind="service", what=OTHERS, by=by, count=len(names) - number))
+                break
             was, new = before.services.get(name, ()), table.services.get(name, ())
-            for row in change_of(name, was, new, now, word or ADDRESSES * (name in left)):
+            by = word or ADDRESSES * (name in left)
+            for row in change_of(name, was, new, now, by, objects.get(name, (None, None))):
                 self._add(row)
-        if len(names) > room:
-            by = word or "objects of the cluster"
-            self._add(ChangeRow(first=now, last=now, kind="service", what=OTHERS, by=by, count=len(names) - room))
 
     def serves(self, version: str, mode: str, services: int) -> None:
         """Remember that a mode has programmed its first table; `version` is this agent's, which starts with it."""
@@ -171,7 +180,7 @@ class History:
             self._failed = True
 
     def _add(self, row: ChangeRow) -> None:
-        known = self._rows.get(row.key)
+        known = self._rows.pop(row.key, None)
         self._rows[row.key] = joined(known, row) if known else row
 
     def _shorten(self) -> None:

@@ -89,7 +89,7 @@ LIKELY: Final = ChangeRow(
 
 _CHANGES: Final = """
 Endpoints, Services, modes, repairs, reloads of the configuration, ejections, and facts of the node. Changes of one kind
-that come within a minute make one row. An endpoint that becomes ready three times in a row is FLAPPING. The command
+that come within two minutes make one row. An endpoint that becomes ready three times in a row is FLAPPING. The command
 needs no agent: what former agents wrote down is there, too.
 
 examples:

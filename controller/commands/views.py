@@ -252,7 +252,7 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
 
 
 def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
-    """Return this error or a better one: the agent and the source of its objects know Services that are not served."""
+    """Return this error or a better one: the agent, the source of its objects and the history know Services as well."""
     name = unknown.name
     if unknown.what != "service" or ("/" not in name and unknown.suggestions):
         return unknown
@@ -264,8 +264,12 @@ def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
         reasons |= {loser: "; ".join(lost) for loser, lost in status.conflicts.items() if belongs(name, loser)}
         reasons = reasons or ask(admin_socket, FindIgnored(name.partition(":")[0]), IgnoredAnswer).services
     except ControllerError:
-        return unknown
-    return NotServed(reasons) if reasons else unknown
+        reasons = {}
+    now = time.time()
+    was = [row for row in last_changes(admin_socket, now) if row.service == name.partition(":")[0]]
+    if reasons or not was:
+        return NotServed(reasons) if reasons else unknown
+    return ControllerError(f"{unknown}; its last change, {ago(now - was[-1].last)}: {was[-1].text}")
 
 
 def as_left(admin_socket: str, pin_root: str | None, error: ControllerError) -> Programmed:

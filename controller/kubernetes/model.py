@@ -43,6 +43,7 @@ class Service(msgspec.Struct, frozen=True):
     internal_local: bool = False  # internalTrafficPolicy: Local
     affinity_seconds: int = 0
     health_check_node_port: int = 0
+    traffic_distribution: str = ""  # whoever writes EndpointSlices obeys it, by hints
     created: str = ""
     algorithm: str = ""  # as its annotation names it; empty: it has none
     weights: tuple[tuple[str, int], ...] = ()  # of endpoints, by address; others have 1

@@ -142,6 +142,7 @@ class _ServiceSpec(_Wire):
     session_affinity: str | None = None
     session_affinity_config: _AffinityConfig | None = None
     health_check_node_port: int | None = None
+    traffic_distribution: str | None = None
 
 
 class _Ingress(_Wire):
@@ -432,6 +433,7 @@ def _service(wire: _Service) -> Service | Ignored:
         internal_local=_is_local(spec.internal_traffic_policy, "spec.internalTrafficPolicy", said),
         affinity_seconds=_affinity(spec, said),
         health_check_node_port=said.part(0, _optional_port, spec.health_check_node_port, "spec.healthCheckNodePort"),
+        traffic_distribution=spec.traffic_distribution or "",
         created=metadata.creation_timestamp or "",
         complaints=said.texts(),
         **annotated,

@@ -60,6 +60,7 @@ class Cluster:
         self._ceded: set[str] = set()  # of these
         self._awaited = set(kinds)
         self._services: dict[str, Service] = {}
+        self._former: dict[str, Service] = {}  # Services that were changed, as they were at the last `take_former`
         self._slices: dict[str, EndpointSlice] = {}
         self._of_service: dict[str, dict[str, EndpointSlice]] = {}
         self._nodes: dict[str, Node] = {}  # at most this node's
@@ -103,6 +104,12 @@ class Cluster:
         self._dirty = set()
         self._node_dirty = False
         return answer
+
+    def take_former(self) -> dict[str, tuple[Service, Service | None]]:
+        """Returns the Services that were changed since the last call, as they were and as they are."""
+        found = {name: (former, self._services.get(name)) for name, former in self._former.items()}
+        self._former.clear()
+        return found
 
     @property
     def services(self) -> Mapping[str, Service]:
@@ -202,8 +209,11 @@ class Cluster:
 
     def _put_service(self, service: Service) -> bool:
         key = f"{service.namespace}/{service.name}"
-        if self._services.get(key) == service:
+        known = self._services.get(key)
+        if known == service:
             return False
+        if known is not None:
+            self._former.setdefault(key, known)
         self._complain("Service", key, service.complaints)
         self._services[key] = service
         self._forget_moved(key)
@@ -268,6 +278,7 @@ class Cluster:
             return False
         self._mark_dirty(key)
         service = self._services.pop(key)
+        self._former.setdefault(key, service)
         if self._shares and key in self._of_service:
             self._moved[key] = service
         return True

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from heapq import nlargest
 from typing import Final, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from hybrid_proxy.dataplane.reports import age
+from hybrid_proxy.controller.kubernetes.model import Service
+from hybrid_proxy.dataplane.reports import age, some
 from hybrid_proxy.dataplane.table import Entry, NodeNetwork, frontend_text
 
-FOLD_SECONDS: Final = 60.0  # changes of one kind that come closer together make one row
+FOLD_SECONDS: Final = 120.0  # changes of one kind that come closer together make one row
 FLAPS: Final = 3  # times that an endpoint becomes ready in one row: once is a rollout, twice a restart
 NAMED: Final = 8  # endpoints in a row
-SHOWN: Final = 3  # endpoints in a sentence
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
 
@@ -34,7 +34,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
         by: On whose word.
         count: How many changes these are.
         ready: How often an endpoint became ready.
-        gone: How often it ceased to be.
+        gone: How often it ceased to be; a row has one of the two, so that rows tell what came last.
         flapping: Whether an endpoint became ready several times.
     """
 
@@ -50,9 +50,9 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
     flapping: bool = False
 
     @property
-    def key(self) -> tuple[str, ...]:
+    def key(self) -> tuple[str | bool, ...]:
         """The part that is the same in rows that are folded into one."""
-        return self.kind, self.service, self.what, self.by
+        return self.kind, self.service, self.what, self.by, bool(self.ready)
 
     @property
     def often(self) -> str:
@@ -75,8 +75,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
 
 def _counted(those: Mapping[str, int]) -> str:
     named = sorted(those, key=lambda each: (-those[each], each))
-    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
-    return ", ".join(f"{each} ({those[each]} x)" if those[each] > 1 else each for each in named[:SHOWN]) + more
+    return some([f"{each} ({those[each]} x)" if those[each] > 1 else each for each in named])
 
 
 def joined(before: ChangeRow, after: ChangeRow) -> ChangeRow:
@@ -99,9 +98,9 @@ def _most(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, i
 def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     """Returns one row for those with one key that come close together; the oldest first, by the last time."""
     found: list[ChangeRow] = []
-    open_rows: dict[tuple[str, ...], ChangeRow] = {}
+    open_rows: dict[tuple[str | bool, ...], ChangeRow] = {}
     for row in sorted(rows, key=lambda each: each.first):
-        last = open_rows.get(row.key)
+        last = open_rows.pop(row.key, None)  # rows of one moment stay in the order in which they came
         if last is not None and row.first - last.last < FOLD_SECONDS:
             row = joined(last, row)  # noqa: PLW2901
         elif last is not None:
@@ -110,52 +109,71 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     return sorted([*found, *open_rows.values()], key=lambda each: each.last)
 
 
-def change_of(name: str, before: tuple[Entry, ...], after: tuple[Entry, ...], at: float, by: str) -> list[ChangeRow]:
-    """Returns the rows about a Service between two tables. `by` is a cause that its own objects are not."""
-    what = ""
-    if not (before and after):
-        what = "came" if after else "is not served now"
-    elif [_own(entry) for entry in before] != [_own(entry) for entry in after]:
-        what = differences(_facts(before), _facts(after))
-    rows = [ChangeRow(first=at, last=at, kind="service", service=name, what=what, by=by or "Service")] * bool(what)
-    was, now = _endpoints(before), _endpoints(after)
-    if (was != now and by != ADDRESSES) or not rows:  # an address that is not served any more had endpoints
-        what = _moved(before, after) or ("" if was != now else "their ports or conditions")
-        ready, gone = (dict.fromkeys(sorted(those)[:NAMED], 1) for those in (now - was, was - now))
-        row = ChangeRow(
-            first=at, last=at, kind="endpoints", service=name, what=what,
-            by=by or "EndpointSlice", count=max(1, len(now - was), len(was - now)), ready=ready, gone=gone,
+def change_of(
+    name: str, before: tuple[Entry, ...], after: tuple[Entry, ...], at: float, by: str,
+    objects: tuple[Service | None, Service | None] = (None, None),
+) -> list[ChangeRow]:  # fmt: skip
+    """Returns a row for each thing that is different about a Service in two tables, in order.
+
+    `by` is a cause that its own objects are not; `objects` are the Service as the API had it, and as it has it.
+    """
+
+    def row(what: str, source: str, ready: Collection[str] = (), gone: Collection[str] = ()) -> ChangeRow:
+        kind: Kind = "service" if source == "Service" else "endpoints"
+        named = [dict.fromkeys(sorted(those)[:NAMED], 1) for those in (ready, gone)]
+        return ChangeRow(
+            first=at, last=at, kind=kind, service=name, what=what, by=by or source,
+            count=max(1, len(ready), len(gone)), ready=named[0], gone=named[1],
         )  # fmt: skip
-        rows.append(row)
-    return rows
+
+    said = ["came"] if after and not before else []
+    if before and after:
+        old, new = objects
+        said = differences(_spec(old), _spec(new)) if old and new else []
+        said = said or differences(_served(before), _served(after))
+    rows = [row(what, "Service") for what in said]
+    was, now = _endpoints(before), _endpoints(after)
+    if was != now and by != ADDRESSES:  # an address that is not served any more had endpoints
+        rows += [row(what, "EndpointSlice") for what in _moved(before, after)]
+        rows += [row("", "EndpointSlice", gone=was - now)] * bool(was - now)
+        rows += [row("", "EndpointSlice", ready=now - was)] * bool(now - was)
+    elif before and after and before != after and not rows:
+        rows = [row(what, "EndpointSlice") for what in _moved(before, after) or ["their ports or conditions"]]
+    return [*rows, row("is not served now", "Service")] if before and not after else rows
 
 
-def change_of_node(before: NodeNetwork, after: NodeNetwork) -> str:
-    """Describes what is different about this node."""
+def change_of_node(before: NodeNetwork, after: NodeNetwork) -> list[str]:
+    """Describes each thing that is different about this node."""
     was, now = (
-        {f"address {each}": True for each in node.addresses}
-        | {"addresses of node ports": node.node_port_addresses, "ServiceCIDRs": node.service_cidrs}
-        | {"source of masqueraded packets": node.primary, "how pods are recognized": node.pods}
+        _each("address", node.addresses) | _each("address of node ports", node.node_port_addresses)
+        | _each("ServiceCIDR", node.service_cidrs) | _each("source of masqueraded packets", node.primary)
+        | {"pods are recognized by": ", ".join((*node.pods.prefixes, node.pods.interface)).strip(", ")}
         for node in (before, after)
-    )
+    )  # fmt: skip
     return differences(was, now)
 
 
-def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Describes what was added, removed and changed, by name; empty: nothing."""
+def differences(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Describes each fact that was added, removed and changed, by name."""
     found = [
-        f"+ {each}" if each not in was else f"- {each}" if each not in now else f"{each} changed"
-        for each in sorted(was.keys() | now.keys())
+        f"+ {each} {now[each]}".rstrip() if each not in was
+        else f"- {each} {was[each]}".rstrip() if each not in now
+        else f"{each}: {was[each] or 'none'} → {now[each] or 'none'}"
+        for each in {**was, **now}
         if was.get(each) != now.get(each)
-    ]
-    return ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+    ]  # fmt: skip
+    return found if len(found) <= NAMED else [*found[: NAMED - 1], f"and {len(found) - NAMED + 1} more"]
+
+
+def _each(kind: str, those: Iterable[object]) -> dict[str, str]:
+    return {f"{kind} {each}": "" for each in those}
 
 
 def _endpoints(entries: tuple[Entry, ...]) -> set[str]:
     return {each.address for entry in entries for those in entry.backend_sets for each in those.backends}
 
 
-def _moved(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> str:
+def _moved(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> list[str]:
     """Describes where all endpoints of a service port had one port, and have another one."""
     was, now = (
         {entry.name: {each.port for those in entry.backend_sets for each in those.backends} for entry in entries}
@@ -164,22 +182,33 @@ def _moved(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> str:
     both = (
         (*was[name], *now[name]) for name in sorted(was.keys() & now.keys()) if len(was[name]) == len(now[name]) == 1
     )
-    return ", ".join(dict.fromkeys(f"targetPort {old} → {new}" for old, new in both if old != new))
+    return list(dict.fromkeys(f"targetPort {old} → {new}" for old, new in both if old != new))
 
 
-def _own(entry: Entry) -> tuple[object, ...]:
-    """What the Service itself says."""
-    return entry.frontends, entry.affinity_seconds, entry.algorithm, entry.probe, entry.slow_start
+def _served(entries: tuple[Entry, ...]) -> dict[str, str]:
+    """What a table says of a Service itself, by name."""
+    served = ((frontend_text(f.address, f.port), f.kind.value, e.protocol.name) for e in entries for f in e.frontends)
+    found = {f"{kind} {address}/{protocol}": "" for address, kind, protocol in served}
+    return found | {"algorithm": entries[0].algorithm}
 
 
-def _facts(entries: tuple[Entry, ...]) -> dict[str, object]:
-    """The same by name."""
-    found: dict[str, object] = {
-        f"{f.kind.value} {frontend_text(f.address, f.port)}/{e.protocol.name}": f.source_ranges or True
-        for e in entries
-        for f in e.frontends
-    }
-    for e in entries:
-        found["session affinity"], found["algorithm"] = e.affinity_seconds, e.algorithm
-        found["health probes"], found["slow start"] = e.probe, e.slow_start
-    return found
+def _spec(service: Service) -> dict[str, str]:
+    """What a Service says, by the names of its fields and annotations."""
+    found = {"type": service.type} | _each("ClusterIP", service.cluster_ips) | _each("externalIP", service.external_ips)
+    found |= _each("load-balancer IP", service.load_balancer_ips)
+    found |= _each("loadBalancerSourceRange", service.source_ranges)
+    for port in service.ports:
+        found[f"port {port.name}".rstrip()] = f"{port.port}/{port.protocol.name}"
+        if port.node_port:
+            found[f"nodePort {port.name}".rstrip()] = str(port.node_port)
+    probe = service.probe and f"of {service.probe.path or 'the port'}"
+    found |= {
+        "externalTrafficPolicy": "Local" if service.external_local else "Cluster",
+        "internalTrafficPolicy": "Local" if service.internal_local else "Cluster",
+        "trafficDistribution": service.traffic_distribution,
+        "sessionAffinity": f"ClientIP for {service.affinity_seconds} s" if service.affinity_seconds else "None",
+        "healthCheckNodePort": str(service.health_check_node_port or ""), "algorithm": service.algorithm,
+        "health probes": probe or "", "slow start": f"{service.slow_start:g} s" if service.slow_start else "",
+        "reset-gone-backends": "" if service.reset_gone is None else str(service.reset_gone).lower(),
+    }  # fmt: skip
+    return found | {f"weight of {address}": str(weight) for address, weight in service.weights}

@@ -438,7 +438,7 @@ def test_a_service_port_of_which_all_backends_fail_comes_before_old_drops() -> N
     assert drops == "in the last minutes: 1 x no answer (shop/web:http); 2 x no such source (shop/web:http)"
 
 
-@pytest.mark.parametrize(("seconds", "cause"), [(30.0, "flapping"), (90.0, "drops")])
+@pytest.mark.parametrize(("seconds", "cause"), [(90.0, "flapping"), (150.0, "drops")])
 def test_endpoints_that_flapped_are_history(seconds: float, cause: Cause) -> None:
     row = ChangeRow(first=900.0, last=1000.0 - seconds, kind="endpoints", service="shop/web", count=8, flapping=True)
     node = msgspec.structs.replace(WELL, agent=agent_status(), changes=(row,), events=(EVENT,), programmed={"ebpf": 1})
@@ -446,6 +446,15 @@ def test_endpoints_that_flapped_are_history(seconds: float, cause: Cause) -> Non
     assert diagnose("node", findings).cause == cause
     (told,) = (each for each in findings if each.subject == "history")
     assert (" flap: " in told.text, " flapped: " in told.text) == (cause == "flapping", cause != "flapping")
+
+
+def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
+    row = ChangeRow(first=900.0, last=990.0, kind="service", service="shop/web", what="is not served now")
+    node = msgspec.structs.replace(WELL, changes=(row, msgspec.structs.replace(row, service="shop/other")))
+    cause, _, findings = service(facts(asked="shop/web", ports=(), services=("shop/other",)), node)
+    assert cause == "no-such-service"
+    (told,) = (each.text for each in findings if each.subject == "history")
+    assert told == "1 change in the last hour, the last 10 s ago: is not served now"
 
 
 def test_a_problem_makes_the_exit_code_and_a_warning_does_not() -> None:

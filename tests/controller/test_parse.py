@@ -172,6 +172,7 @@ def test_a_service_with_everything() -> None:
         internal_local=True,
         affinity_seconds=60,
         health_check_node_port=31000,
+        traffic_distribution="PreferClose",
         created="2025-01-01T00:00:00Z",
         algorithm="mh",
     )

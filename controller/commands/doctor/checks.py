@@ -312,7 +312,7 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
 
 def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     """What changed lately, in a line, and whether endpoints flap."""
-    names = {port.name.partition(":")[0] for port in facts.ports}
+    names = {port.name.partition(":")[0] for port in facts.ports} or {facts.asked.partition(":")[0]}  # gone, perhaps
     own = [row for row in node.changes if row.service.partition(":")[0] in names]
     flapping = list(_flapping(own, node.now))
     yield from flapping
