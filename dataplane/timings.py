@@ -29,32 +29,33 @@ class Timings:
         if self.processor is not None:
             yield
             return
-        began, used = self._now(), time.thread_time()
+        began, used = self.elapsed(), time.thread_time()
         try:
             yield
         finally:
-            self.parts.append(StartPart(name, began, self._now() - began, time.thread_time() - used))
+            self.parts.append(StartPart(name, began, self.elapsed() - began, time.thread_time() - used))
 
     def begin(self, name: str) -> None:
         """Begin a part that other threads do, or that is waited for."""
-        self._begun[name] = self._now()
+        self._begun[name] = self.elapsed()
 
     def end(self, name: str) -> None:
         """End a part; does nothing if it was not begun or the start is over."""
         began = self._begun.pop(name, None)
         if began is not None and self.processor is None:
-            self.parts.append(StartPart(name, began, self._now() - began))
+            self.parts.append(StartPart(name, began, self.elapsed() - began))
 
     def imported(self) -> None:
         """Record everything so far as the interpreter and its imports."""
-        self.parts.append(StartPart("imports", 0.0, self._now(), time.process_time()))
+        self.parts.append(StartPart("imports", 0.0, self.elapsed(), time.process_time()))
 
     def close(self) -> None:
         """End the start."""
         if self.processor is None:
             self.processor = time.process_time()
 
-    def _now(self) -> float:
+    def elapsed(self) -> float:
+        """Return the seconds since this process began."""
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self._origin)
 
 

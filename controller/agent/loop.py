@@ -154,6 +154,7 @@ class Agent:
             node_name, self.source.kinds, shares=bool(config.settings.proxy_name), last=former.node if former else None
         )
         self.syncer = Syncer(cluster, config.settings, counters, self.health, config.hybrid.node_addresses)
+        self.syncer.started -= START.elapsed()  # the interpreter and its imports are a part of the start
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
         self._links = _Signal(self.queue.put, self._links_changed)
         self._drift = _Signal(self.queue.put, self._may_have_drifted)
