@@ -33,6 +33,7 @@ __all__ = [
 PodAddress = Callable[[str, int], str]  # name and family (4 or 6) of a pod -> its address
 
 _EXPLAINED: Final = re.compile(r" +\S.*?  +(?=\S)")  # an example, and the blanks before its explanation
+_EXAMPLE: Final = re.compile(r" +(?:source <\()?hybrid-proxy ")
 REGISTRY: Final = "commands"  # the module of a package, or the package in it, whose `REGISTRY` adds commands
 
 
@@ -89,27 +90,54 @@ def pod_address(name: str, family: int) -> str:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Fits the text below the flags to the terminal: paragraphs are filled, explanations go on in their column."""
+    """Fits help to the terminal: paragraphs are filled, explanations go on in their column, commands can be pasted."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add a flag, or the names of commands: argparse forgets that these are indented once more."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - argparse has no public name for it
+            self._action_max_length += self._indent_increment
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrapped(" ".join(text.split()), width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if max(map(len, text.splitlines()), default=0) <= width:
             return super()._fill_text(text, width, indent)
-        entries: list[tuple[str, int]] = []  # a text, and the column where its further lines begin
-        for line in text.splitlines():
-            begins = len(line) - len(line.lstrip())
-            if line and entries and entries[-1][0] and begins == entries[-1][1]:
-                entries[-1] = (f"{entries[-1][0]} {line.strip()}", begins)
-            else:
-                explained = _EXPLAINED.match(line)
-                # An example without an explanation stays alone: no line begins where its further lines would.
-                entries.append((line, explained.end() if explained else begins and begins + 3))
-        return "\n".join(
-            "\n".join(
-                wrap(line, width, subsequent_indent=" " * min(column, width // 2), break_long_words=False,
-                     break_on_hyphens=False)
-            )
-            for line, column in entries
-        )  # fmt: skip
+        blocks = re.sub(r" \\\n +", " ", text).split("\n\n")
+        return "\n\n".join("\n".join(_fitted(block.split("\n"), width)) for block in blocks)
+
+
+def _fitted(block: Iterable[str], width: int) -> Iterator[str]:
+    """The lines of a block. Where an example and its explanation have no room side by side, all of them go below."""
+    entries: list[tuple[str, int]] = []  # a text, and the column where its further lines begin
+    for line in block:
+        begins = len(line) - len(line.lstrip())
+        if line and entries and entries[-1][0] and begins == entries[-1][1]:
+            entries[-1] = (f"{entries[-1][0]} {line.strip()}", begins)
+        else:
+            explained = _EXPLAINED.match(line)
+            # An example without an explanation stays alone: no line begins where its further lines would.
+            entries.append((line, explained.end() if explained else begins and begins + 3))
+    beside = all(len(line) <= width for line, _ in entries if _EXAMPLE.match(line) and _EXPLAINED.match(line))
+    for line, column in entries:
+        example, explained = _EXAMPLE.match(line), None if beside else _EXPLAINED.match(line)
+        if not example or (len(line) <= width and not explained):
+            yield from _wrapped(line, width, min(column, width // 2))
+            continue
+        begins = len(line) - len(line.lstrip()) + 4
+        command = explained[0].rstrip() if explained else line
+        if len(command) <= width:
+            yield command
+        else:
+            yield " \\\n".join(_wrapped(command, width - 2, begins))
+        if explained:
+            yield from _wrapped(f"{' ' * begins}{line[explained.end() :]}", width, begins)
+
+
+def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+    """The lines of a text that ends no line inside of a word: flags and addresses have hyphens."""
+    return wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 class Parser(argparse.ArgumentParser):

@@ -319,5 +319,5 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 EXPLAIN: Final = Command(
-    _arguments, show, _EXPLAIN, "--manifests PATH (--from SRC --to DST:PORT[/PROTO] | --flows FILE) [flags]"
+    _arguments, show, _EXPLAIN, "--manifests PATH\n       (--from SRC --to DST:PORT[/PROTO] | --flows FILE) [flags]"
 )

@@ -67,7 +67,7 @@ KUBE_PROXYS_MODES: Final = ("iptables", "ipvs", "nftables")
 CHOICES: Final = tuple(dict.fromkeys((*ALGORITHMS, *ALIASES, *SCHEDULERS)))  # algorithms; random is first
 
 FILES: Final = Group("configuration files (docs/configuration.md)")
-SOURCES: Final = Group("where Services, EndpointSlices and Nodes come from (default: the cluster's API server)")
+SOURCES: Final = Group("where the objects come from (default: the cluster's API server)")
 SERVICES: Final = Group("what a Service means on this node (kube-proxy's names and defaults)")
 SERVERS: Final = Group("where the agent listens")
 LOG: Final = Group("log")

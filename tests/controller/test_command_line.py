@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hybrid_proxy.controller import __version__, cli
@@ -51,18 +53,35 @@ def test_help_is_printed_for_the_word_too(argv: list[str], usage: str, capsys: p
 
 
 @pytest.mark.parametrize("columns", [70, 80, 120])
-def test_help_fits_the_terminal(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_the_terminal_and_its_examples_can_be_pasted(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    for command in cli.entries():
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
-        below = capsys.readouterr().out.partition("examples:")[2]
-        too_long = [line for line in below.splitlines() if len(line) > columns]
-        assert not too_long, f"help of {command}: {too_long}"
-        again = [line for line in below.splitlines() if line.count(f"  hybrid-proxy {command}") > 1]
-        assert not again, f"two examples in one line: {again}"
+    root = cli.parser()
+    for command in (root, *cli.commands_of(root).values()):
+        text = command.format_help()
+        assert not [line for line in text.splitlines() if len(line) > columns], command.prog
+        examples = _commands(command.epilog or "")
+        assert _commands(text.partition("\noptions:")[2]) == examples, command.prog
+        assert examples, command.prog
+
+
+def _commands(text: str) -> list[str]:
+    """What a shell gets of the lines that begin with a command, without their explanations."""
+    lines = re.sub(r"\\\n *", "", text).splitlines()
+    return [re.split(r"  +", line.strip())[0] for line in lines if re.match(r" +(source <\()?hybrid-proxy ", line)]
+
+
+@pytest.mark.parametrize("columns", [70, 80, 120])
+def test_each_command_and_what_it_does_is_one_table(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = cli.parser().format_help().partition("COMMAND\n")[2].partition("\n\n")[0]
+    beside = re.findall(r"^( {4}([a-z]+) +)\S", table, re.MULTILINE)
+    assert [name for _, name in beside] == list(cli.entries())
+    assert len({len(first) for first, _ in beside}) == 1
+
+
+def test_help_breaks_no_flag_and_no_address() -> None:
+    words = {word for name in cli.entries() for word in cli.commands_of(cli.parser(name))[name].format_help().split()}
+    assert not [word for word in words if re.fullmatch(r"[a-z./-]*[a-z]-", word)]
 
 
 @pytest.mark.parametrize(

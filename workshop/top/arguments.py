@@ -21,9 +21,10 @@ Shows services by connections per second, the backends of the selected service w
 how full the maps are. It also works without an agent, from what is programmed in the kernel. See docs/top.md.
 
 keys:
-  arrows  move           /  filter           b  backends below        q  quit
-  s       sort by next   r  turn the order   d  drops, events below   p  pause
-  tab     next table     escape  no filter   m  maps below
+  arrows  move          /       filter          b  backends below
+  s       sort by next  r       turn the order  d  drops and events
+  tab     next table    escape  no filter       m  maps below
+  q       quit          p       pause
 
 examples:
   hybrid-proxy top
