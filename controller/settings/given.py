@@ -6,12 +6,13 @@ import argparse
 import re
 import reprlib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from hybrid_proxy.controller.settings.documents import HYBRID, KUBE_PROXY, KUBE_PROXYS_MODES, Row, rows
+from hybrid_proxy.controller.settings.documents import HYBRID, KUBE_PROXY, KUBE_PROXYS_MODES, MODES, Row, rows
 from hybrid_proxy.controller.settings.forms import items
 from hybrid_proxy.dataplane.settings import Form, Group, duration
 
@@ -24,6 +25,7 @@ REMOVED_FLAGS = (
     "cleanup-ipvs", "proxy-port-range", "udp-timeout",
 )  # fmt: skip
 _MODE = f"{KUBE_PROXY}.mode"
+_OUR_MODES: Final = ("auto", *(mode for mode in MODES if mode not in KUBE_PROXYS_MODES))
 _TRUE: Final = frozenset({"1", "t", "T", "true", "True", "TRUE"})  # the spellings that Go's flags accept
 _FALSE: Final = frozenset({"0", "f", "F", "false", "False", "FALSE"})
 
@@ -97,20 +99,23 @@ class Given:
             flags: texts, or lists of texts for a repeated flag, as `vars()` of argparse's namespace has them; None for
                 what was not given. Others are ignored.
         """
-        ignored: dict[str, None] = {}
+        ignored: dict[str, str] = {}
         settings = {row.key: row for row in rows()}
         for flagged in settings.values():
             typed, flag = flags.get(flagged.dest) if flagged.dest else None, _flag_of(flagged)
             if typed is None:
                 continue
-            ours = flagged.key == _MODE and typed not in ("", *KUBE_PROXYS_MODES)
+            known = typed in _OUR_MODES if self.file else typed not in ("", *KUBE_PROXYS_MODES)
+            ours = flagged.key == _MODE and known
             row = settings[f"{HYBRID}.mode"] if ours else flagged  # kube-proxy's document cannot hold such a mode
             counts = row.setting.over_file and (typed or row.dest != "metrics_bind_address")  # empty: as the file says
             if self.file and not counts:
-                ignored[flag] = None
+                close = get_close_matches(typed, _OUR_MODES, 1) if flagged.key == _MODE else []
+                ignored[flag] = f"; did you mean {close[0]}?" if close else ""
                 continue
             self._take_flag(row, typed if isinstance(typed, str) else ",".join(typed), flag)
-        self.warnings += [f"{flag}: is ignored: the file takes precedence ({self.file})" for flag in ignored]
+        why = f"is ignored: the file takes precedence ({self.file})"
+        self.warnings += [f"{flag}: {why}{hint}" for flag, hint in ignored.items()]
         for name in REMOVED_FLAGS:
             if flags.get(name.replace("-", "_")) is not None:
                 self.warnings.append(f"--{name}: kube-proxy no longer has this flag, and it has no effect")

@@ -750,6 +750,13 @@ class TestFlagsBesideAFile:
         config = kube("mode: ipvs", f"--proxy-mode={mode}")
         assert (config.mode, config.warnings) == (mode, ())
 
+    @pytest.mark.parametrize(("typed", "hint"), [("ebfp", "; did you mean ebpf?"), ("windows", ""), ("", "")])
+    def test_an_unknown_mode_is_ignored_as_kube_proxy_does(self, typed: str, hint: str):
+        config = kube("mode: ipvs", f"--proxy-mode={typed}")
+        assert config.mode == "ipvs"
+        (warning,) = config.warnings
+        assert re.fullmatch(rf"--proxy-mode: is ignored: the file takes precedence \(.*\){re.escape(hint)}", warning)
+
     def test_the_name_master_and_the_log_count(self):
         config = kube(
             "hostnameOverride: a\nlogging: {verbosity: 1, format: json}\n",
