@@ -62,8 +62,8 @@ def warnings(found: OtherProxies, *, beside: bool = False) -> tuple[str, ...]:
         )
     elif found.kube_proxy:
         messages.append(
-            f"kube-proxy left its {_joined(found.kube_proxy)} here, and nobody maintains them: they send clients to "
-            "endpoints of the past. Remove them with `hybrid-proxy takeover`."
+            f"kube-proxy left its {_joined(found.kube_proxy)} here, and its rules send clients to endpoints of the "
+            "past, because nobody maintains them; `hybrid-proxy takeover` removes them."
         )
     if found.agents:
         others = ", ".join(f"process {process.pid} ({process.name})" for process in found.agents)

@@ -61,7 +61,7 @@ WELL = agent_status(
 SICK = Ejection("default/web:http", "10.77.1.12:8080", ejected=True, seconds=8.0, state="ejected for 8 s: 3 refused")
 DEGRADED = agent_status(
     mode=ModeStatus("ebpf", "nftables", "ebpf does not work here (BTF: it is missing)"),
-    other_proxies=["kube-proxy left its chain KUBE-SERVICES in ip nat here, and nobody maintains it"],
+    other_proxies=["kube-proxy left its chain KUBE-SERVICES in ip nat here, and its rules are old"],
     problems=[Problem("Service", "default/lb", "Service default/lb: spec.ports[0].port: 0 is no port", "lb.yaml:1")],
     conflicts={"default/two:http": {"10.96.0.10:80/TCP is of default/web:http": "default/web"}},
     health_checks=HealthChecks(1, {"default/lb": "node port 32000 is in use"}, {}),

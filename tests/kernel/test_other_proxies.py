@@ -167,7 +167,7 @@ TABLES = ("table ip kube-proxy", "table ip6 kube-proxy")
 # fmt: off
 CASES = [
     pytest.param(OtherProxies(), [], id="nothing"),
-    pytest.param(OtherProxies(TABLES), ["kube-proxy left its table ip kube-proxy and table ip6 kube-proxy here, and nobody maintains them"], id="rules alone are leftovers"),  # noqa: E501
+    pytest.param(OtherProxies(TABLES), ["kube-proxy left its table ip kube-proxy and table ip6 kube-proxy here, and its rules send clients to endpoints of the past, because nobody maintains them; `hybrid-proxy takeover` removes them."], id="rules alone are leftovers"),  # noqa: E501
     pytest.param(OtherProxies(TABLES, health=True), ["kube-proxy is working here (its health port 10256 answers, and its table ip kube-proxy and table ip6 kube-proxy are in place)"], id="rules and a health port"),  # noqa: E501
     pytest.param(OtherProxies((), (Process(7, "kube-proxy"),)), ["kube-proxy is working here (process 7): two proxies"], id="a process alone"),  # noqa: E501
     pytest.param(OtherProxies(agents=(Process(9, "hybrid-proxy run"),)), ["another agent of hybrid-proxy works here: process 9"], id="another agent"),  # noqa: E501

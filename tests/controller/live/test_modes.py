@@ -348,7 +348,7 @@ class TestAgent:
             agent = start("works", kubeconfig=api.kubeconfig())
             until(lambda: agent.status().other_proxies, "the other proxy in the status")
             (message,) = agent.status().other_proxies
-            assert message.startswith("kube-proxy left its table ip kube-proxy here, and nobody maintains them")
+            assert message.startswith("kube-proxy left its table ip kube-proxy here, and its rules send clients")
             assert f"other proxy: {message}" in agent.tail()
             assert f"OTHER PROXY: {message}" in agent.command("status", "--admin-socket", str(agent.socket)).stdout
             until(lambda: api.events("OtherProxyFound"), "the event")
