@@ -132,8 +132,9 @@ def bench(mode: str) -> Iterator[Bench]:
             service = Service(made, next(made.numbers), (), protocol, port, target, spec, outside=True, title=name)
             service.write(*pods)
             made.static[name] = service
-        for pod in pods:  # thousands of half-open connections would all repeat their SYN/ACK in the same moment
-            with lab.inside(pod.name):
+        # Thousands of half-open connections would all repeat their SYN/ACK in one moment.
+        for place in (lab["node"], *pods):
+            with lab.inside(place.name):
                 Path("/proc/sys/net/ipv4/tcp_syncookies").write_text("2")  # every connection; of IPv6, too
         made.agent.start()
         try:
