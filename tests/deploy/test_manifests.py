@@ -144,6 +144,16 @@ def test_the_pod_is_one_of_the_node_on_every_node(folder: str) -> None:
     assert "SYS_ADMIN" not in rights["capabilities"]["add"]
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_default_profile_of_a_node_confines_a_pod(folder: str) -> None:
+    """These are fields of Kubernetes 1.30: no supported version needs the annotation that came before."""
+    pod = one(folder, "DaemonSet")["spec"]["template"]["spec"]
+    assert pod["securityContext"]["appArmorProfile"] == {"type": "Unconfined"}
+    assert pod["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        assert not container["securityContext"].keys() & {"appArmorProfile", "seLinuxOptions"}
+
+
 @pytest.mark.parametrize("folder", AGENTS)
 def test_what_is_mounted_is_there_and_what_need_not_be_written_is_read_only(folder: str) -> None:
     pod = one(folder, "DaemonSet")["spec"]["template"]["spec"]
