@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from .kubectl import suitable
 
-__all__ = ["DEPLOY", "OVERLAYS", "ROOT", "SECCOMP", "agent_of", "build", "capabilities", "one"]
+__all__ = ["DEPLOY", "OVERLAYS", "ROOT", "SECCOMP", "agent_of", "build", "capabilities", "kustomized", "one"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -31,8 +32,19 @@ def kubectl() -> str:
 
 @functools.cache
 def text(folder: str, deploy: Path = DEPLOY) -> str:
-    """All objects of a folder below deploy/, as `kubectl apply -k` would send them."""
-    done = subprocess.run([kubectl(), "kustomize", str(deploy / folder)], capture_output=True, text=True, check=False)
+    """All objects of a folder below deploy/, as `kubectl apply -k` would send them; `+NAME` adds a component to it."""
+    folder, *components = folder.split("+")
+    with tempfile.TemporaryDirectory() as own:
+        Path(own, "deploy").symlink_to(deploy)
+        taken = [f"deploy/components/{name}" for name in components]
+        kustomization = {"resources": [f"deploy/{folder}"], "components": taken}
+        Path(own, "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        return kustomized(own)
+
+
+def kustomized(folder: str | Path) -> str:
+    """What `kubectl kustomize` makes of a folder."""
+    done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -24,7 +24,7 @@ SAME = {
     "base":                     (),
     **{f"overlays/{mode}":      ("--set", f"mode={mode}") for mode in MODES},
     "overlays/kubeadm":         ("--set", "kubeProxyConfigMap=kube-proxy", "--set", "apiServer="),
-    "overlays/servicemonitor":  ("--set", "serviceMonitor.enabled=true"),
+    "base+servicemonitor":      ("--set", "serviceMonitor.enabled=true"),
 }
 # fmt: on
 
@@ -67,7 +67,7 @@ def test_the_chart_is_the_kustomization(folder: str) -> None:
 
 
 def test_every_overlay_has_its_values_or_is_no_matter_of_the_chart() -> None:
-    others = {"census", "cleanup", "cleanup-drain", "debug", "per-service", "rollback", "takeover"}
+    others = {"census", "cleanup", "cleanup-drain", "rollback", "takeover"}
     assert {name.removeprefix("overlays/") for name in SAME} | others >= set(OVERLAYS)
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,14 @@ from . import manifests
 from .manifests import DEPLOY, OVERLAYS, ROOT, agent_of, build, capabilities, one, text
 from .promtool import answered
 
-FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
+COMPONENTS = tuple(sorted(path.name for path in DEPLOY.glob("components/*")))
+FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS), *(f"base+{name}" for name in COMPONENTS))
 CLEANUPS = ("overlays/cleanup", "overlays/cleanup-drain")
 MIGRATION = ("overlays/census", "overlays/takeover", "overlays/rollback")
 AGENTS = tuple(folder for folder in FOLDERS if folder not in (*CLEANUPS, *MIGRATION))
 LABEL = "hybrid-proxy.io/kube-proxy"  # a node that has it keeps its kube-proxy
-COMPONENTS = tuple(sorted(f"components/{path.name}" for path in DEPLOY.glob("components/*")))
 KUBEADM = ROOT / "tests/controller/configurations/kubeadm.yaml"  # what kubeadm makes for kube-proxy
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 UNKNOWN = {"ServiceMonitor"}  # the Prometheus operator's, no schema of Kubernetes
 VERSIONS = ("1.33", "1.36")
 
@@ -128,7 +129,7 @@ def test_the_pod_is_one_of_the_node_on_every_node(folder: str) -> None:
     assert pod["hostNetwork"] is True
     assert pod["priorityClassName"] == "system-node-critical"
     assert pod["tolerations"] == [{"operator": "Exists"}]
-    assert pod.get("hostPID", False) == (folder == "overlays/debug")
+    assert pod.get("hostPID", False) == (folder == "base+debug")
     for container in (*pod["initContainers"], *pod["containers"]):
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
     first = {container["name"]: container for container in pod["initContainers"]}
@@ -188,7 +189,7 @@ def test_the_overlay_of_a_mode_selects_it(tmp_path: Path) -> None:
     assert not base.warnings
     probes = agent_of("base")
     assert base.healthz_bind_address is not None
-    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+    for name in PROBES:
         assert probes[name]["timeoutSeconds"] >= 5, "a starved node must not kill its agent"
         assert probes[name]["httpGet"]["port"] == base.healthz_bind_address.port
     for mode in MODES:
@@ -201,37 +202,79 @@ def test_the_overlay_of_a_mode_selects_it(tmp_path: Path) -> None:
 
 
 def test_overlays_change_what_they_say_and_no_other_setting(tmp_path: Path) -> None:
-    base, debug = loaded("base", tmp_path), loaded("overlays/debug", tmp_path)
+    base, debug = loaded("base", tmp_path), loaded("base+debug", tmp_path)
     logging = replace(base.kube_proxy.logging, verbosity=6)
     assert debug == replace(base, kube_proxy=replace(base.kube_proxy, logging=logging))
-    monitored = loaded("overlays/servicemonitor", tmp_path)
+    monitored = loaded("base+servicemonitor", tmp_path)
     everywhere = Endpoint("0.0.0.0", 10249)
     kube_proxy = replace(base.kube_proxy, metrics_bind_address=everywhere)
     assert monitored == replace(base, metrics_bind_address=everywhere, kube_proxy=kube_proxy)
+    assert loaded("base+per-service", tmp_path) == replace(
+        base,
+        hybrid=replace(base.hybrid, service_proxy_name="hybrid-proxy"),
+        settings=replace(base.settings, proxy_name="hybrid-proxy"),
+        options=replace(base.options, shares_node=True),
+        healthz_bind_address=Endpoint("0.0.0.0", 10356),
+        metrics_bind_address=Endpoint("127.0.0.1", 10349),
+    )
 
 
-@pytest.mark.parametrize(
-    ("component", "kinds"), [("servicemonitor", {"Service", "ServiceMonitor"}), ("metrics", set())]
-)
-def test_components_that_the_migration_names_work_in_the_overlay_for_kubeadm(
-    component: str, kinds: set[str], tmp_path: Path
-) -> None:
-    """The gates need them, and kube-proxy's ConfigMap, which says 127.0.0.1, may not be changed yet."""
+def kubeadms(tmp_path: Path, components: str) -> str:
+    """The overlay for kubeadm with components, added as docs/migration.md says."""
     page = (ROOT / "docs/migration.md").read_text()
-    (line,) = re.findall(r"add `(components: .*?)` to `deploy/overlays/kubeadm/kustomization.yaml`", page)
-    assert f"components/{component}" in page
+    line = re.findall(r"add `(components: .*?)` to `deploy/overlays/kubeadm/kustomization.yaml`", page)[0]
     shutil.copytree(DEPLOY, tmp_path / "deploy")
+    taken = ", ".join(f"../../components/{name}" for name in components.split())
     with (tmp_path / "deploy/overlays/kubeadm/kustomization.yaml").open("a") as file:
-        file.write(re.sub(r"(components/)\w+", rf"\1{component}", line).replace("]", ", ../../components/auto]") + "\n")
-    objects = {item["kind"]: item for item in yaml.safe_load_all(text("overlays/kubeadm", tmp_path / "deploy"))}
-    assert objects.keys() - {item["kind"] for item in build("overlays/kubeadm")} == kinds
-    (agent,) = objects["DaemonSet"]["spec"]["template"]["spec"]["containers"]
-    (tmp_path / "ipvs.conf").write_text(KUBEADM.read_text().replace('mode: ""', "mode: ipvs"))
-    assert configfile.load(tmp_path / "ipvs.conf", {}).config.mode == "ipvs"
-    config = configfile.load(tmp_path / "ipvs.conf", vars(parser().parse_args(agent["args"]))).config
-    assert (config.mode, config.metrics_bind_address) == (
-        "auto", Endpoint("0.0.0.0", agent["ports"][0]["containerPort"])
-    )  # fmt: skip
+        file.write(re.sub(r"\[.*\]", f"[{taken}]", line) + "\n")
+    return manifests.kustomized(tmp_path / "deploy/overlays/kubeadm")
+
+
+def mine(tmp_path: Path, components: str) -> str:
+    """The overlay of your own that deploy/README.md describes, with other components."""
+    (tmp_path / "hybrid-proxy").symlink_to(ROOT)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (text,) = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
+    kustomization = yaml.safe_load(text)
+    kustomization["components"] = [f"../hybrid-proxy/deploy/components/{name}" for name in components.split()]
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    kubeconfig = (DEPLOY / "base/kubeconfig.conf").read_text().replace("control-plane.invalid", "10.0.0.1")
+    (folder / "kubeconfig.conf").write_text(kubeconfig)
+    return manifests.kustomized(folder)
+
+
+@pytest.mark.parametrize("components", ["", *COMPONENTS, "auto metrics", "auto servicemonitor", "debug per-service"])
+@pytest.mark.parametrize("overlay", [kubeadms, mine])
+def test_components_work_in_an_overlay_that_knows_the_api_server(
+    overlay: Callable[[Path, str], str], components: str, tmp_path: Path
+) -> None:
+    """kube-proxy's ConfigMap, which has another mode and says 127.0.0.1, may not be changed while it runs."""
+    objects = {item["kind"]: item for item in yaml.safe_load_all(overlay(tmp_path, components))}
+    if overlay is mine:
+        assert "https://10.0.0.1:6443" in objects["ConfigMap"]["data"]["kubeconfig.conf"]
+        config = objects["ConfigMap"]["data"]["config.conf"]
+    else:
+        assert "ConfigMap" not in objects
+        config = KUBEADM.read_text().replace('mode: ""', "mode: ipvs")
+    (tmp_path / "config.conf").write_text(config)
+    pod = objects["DaemonSet"]["spec"]["template"]["spec"]
+    first, (agent,) = pod["initContainers"][0], pod["containers"]
+    inits, runs = (
+        configfile.load(tmp_path / "config.conf", vars(parser().parse_args(container["args"]))).config
+        for container in (first, agent)
+    )
+    taken = set(components.split())
+    assert runs.mode == ("auto" if "auto" in taken else "ebpf" if overlay is mine else "ipvs")
+    assert runs.hybrid.service_proxy_name == inits.hybrid.service_proxy_name, "who sets connection tracking"
+    assert bool(runs.hybrid.service_proxy_name) == ("per-service" in taken)
+    assert runs.healthz_bind_address is not None
+    assert {agent[name]["httpGet"]["port"] for name in PROBES} == {runs.healthz_bind_address.port}
+    monitored = taken & {"metrics", "servicemonitor"}
+    assert (runs.metrics_bind_address == Endpoint("0.0.0.0", 10249)) == bool(monitored)
+    assert [port["containerPort"] for port in agent.get("ports", ())] == ([10249] if monitored else [])
+    assert ({"Service", "ServiceMonitor"} <= objects.keys()) == ("servicemonitor" in taken)
+    assert pod.get("hostPID", False) == ("debug" in taken)
 
 
 def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
@@ -242,22 +285,6 @@ def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
     for container in (agent_of("overlays/kubeadm"), pod["initContainers"][0]):
         assert "--config=/var/lib/kube-proxy/config.conf" in container["args"]
         assert "/var/lib/kube-proxy" in {mount["mountPath"] for mount in container["volumeMounts"]}
-
-
-def test_the_overlay_of_your_own_that_the_page_describes_can_be_built(tmp_path: Path) -> None:
-    (tmp_path / "hybrid-proxy").symlink_to(ROOT)
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (kustomization,) = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
-    (mine / "kustomization.yaml").write_text(kustomization)
-    kubeconfig = (DEPLOY / "base/kubeconfig.conf").read_text().replace("control-plane.invalid", "10.0.0.1")
-    (mine / "kubeconfig.conf").write_text(kubeconfig)
-    argv = [manifests.kubectl(), "kustomize", str(mine)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    objects = {item["kind"]: item for item in yaml.safe_load_all(done.stdout)}
-    assert "https://10.0.0.1:6443" in objects["ConfigMap"]["data"]["kubeconfig.conf"]
-    assert "mode: ebpf" in objects["ConfigMap"]["data"]["config.conf"]
 
 
 def test_one_file_names_the_image_of_every_overlay(tmp_path: Path) -> None:
@@ -311,8 +338,8 @@ def test_open_flows_may_go_on_until_they_are_over() -> None:
 @pytest.mark.parametrize(
     ("folder", "operator"),
     [
-        *((folder, "NotIn") for folder in AGENTS if folder != "overlays/per-service"),
-        ("overlays/per-service", None),  # beside kube-proxy
+        *((folder, "NotIn") for folder in AGENTS if folder != "base+per-service"),
+        ("base+per-service", None),  # beside kube-proxy
         *((folder, None) for folder in (*CLEANUPS, "overlays/census")),
         ("overlays/takeover", "NotIn"),
         ("overlays/rollback", "In"),
@@ -400,7 +427,7 @@ def test_the_overlay_for_kubeadm_keeps_kube_proxys_mode(of_kube_proxy: str, ours
 
 
 def test_the_service_monitor_finds_the_pods() -> None:
-    folder = "overlays/servicemonitor"
+    folder = "base+servicemonitor"
     labels = one(folder, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
     service, monitor = one(folder, "Service"), one(folder, "ServiceMonitor")
     assert service["spec"]["selector"].items() <= labels.items()
@@ -521,8 +548,8 @@ def _analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_file_below_deploy_is_used() -> None:
     """No manifest that no kustomization names."""
-    for folder in (*FOLDERS, *COMPONENTS):
-        kustomization: dict[str, Any] = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())
+    for file in (DEPLOY / "base/kustomization.yaml", *DEPLOY.glob("[oc]*/*/kustomization.yaml")):
+        kustomization: dict[str, Any] = yaml.safe_load(file.read_text())
         named = {"kustomization.yaml", *kustomization.get("resources", ())}
         named |= {file for maker in kustomization.get("configMapGenerator", ()) for file in maker["files"]}
-        assert {path.name for path in (DEPLOY / folder).iterdir()} <= named
+        assert {path.name for path in file.parent.iterdir()} <= named
