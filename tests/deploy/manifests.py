@@ -13,10 +13,11 @@ import yaml
 
 from .kubectl import suitable
 
-__all__ = ["DEPLOY", "OVERLAYS", "ROOT", "SECCOMP", "agent_of", "build", "capabilities", "kustomized", "one"]
+__all__ = ["DEPLOY", "OVERLAYS", "PROBES", "ROOT", "SECCOMP", "agent_of", "build", "capabilities", "kustomized", "one"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 SECCOMP = DEPLOY / "seccomp/hybrid-proxy.json"
 OVERLAYS = tuple(sorted(path.parent.name for path in DEPLOY.glob("overlays/*/kustomization.yaml")))
 

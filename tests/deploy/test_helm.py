@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from hybrid_proxy.controller import __version__
+from hybrid_proxy.controller.cli import parser
+from hybrid_proxy.controller.settings import configfile
 
 from .helm import program
-from .manifests import DEPLOY, OVERLAYS, build, one
+from .manifests import DEPLOY, OVERLAYS, PROBES, build, one
 
 CHART = DEPLOY / "helm/hybrid-proxy"
 SERVER = "https://control-plane.invalid:6443"  # what deploy/base has
+KUBE_PROXYS = {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration"}
 MODES = ("ebpf", "nftables", "iptables", "ipvs", "userspace")
 
 # fmt: off
@@ -24,6 +28,9 @@ SAME = {
     "base":                     (),
     **{f"overlays/{mode}":      ("--set", f"mode={mode}") for mode in MODES},
     "overlays/kubeadm":         ("--set", "kubeProxyConfigMap=kube-proxy", "--set", "apiServer="),
+    "overlays/kubeadm+per-service": (
+        "--set", "kubeProxyConfigMap=kube-proxy,apiServer=,affinity=null,extraArgs={--service-proxy-name=hybrid-proxy}",
+    ),
     "base+servicemonitor":      ("--set", "serviceMonitor.enabled=true"),
 }
 # fmt: on
@@ -68,7 +75,7 @@ def test_the_chart_is_the_kustomization(folder: str) -> None:
 
 def test_every_overlay_has_its_values_or_is_no_matter_of_the_chart() -> None:
     others = {"census", "cleanup", "cleanup-drain", "rollback", "takeover"}
-    assert {name.removeprefix("overlays/") for name in SAME} | others >= set(OVERLAYS)
+    assert {name.removeprefix("overlays/").partition("+")[0] for name in SAME} | others >= set(OVERLAYS)
 
 
 def test_labels_select_the_pods() -> None:
@@ -88,6 +95,10 @@ def test_labels_select_the_pods() -> None:
     ("clusterCIDR=10.244.0.0",                      "at '/clusterCIDR': '10.244.0.0' does not match"),
     ("hybridProxyConfiguration.ebpf.maxServices=7", "at '/hybridProxyConfiguration/ebpf': additional properties"),
     ("hybridProxyConfiguration.mode=bpf",           "at '/hybridProxyConfiguration/mode': value must be one of"),
+    ("hybridProxyConfiguration.mode=ipvs",           "set the value mode, from which the pod has its rights"),
+    ("kubeProxyConfiguration.mode=ipvs",             "set the value mode, from which the pod has its rights"),
+    ("hybridProxyConfiguration.serveHealthz=false",  "serveHealthz: the kubelet asks there"),
+    ("apiServer=,kubeProxyConfigMap=kube-proxy,mode=nftables", "or extraArgs: [--proxy-mode=nftables]"),
     ("kubeProxyConfigMap=Kube_Proxy",               "at '/kubeProxyConfigMap': 'Kube_Proxy' does not match"),
     ("kubeProxyConfigMap=kube-proxy",               "apiServer: would be ignored, because kubeProxyConfigMap is set"),
     *((f"apiServer=,kubeProxyConfigMap=kube-proxy,{value}", f"{value.partition('=')[0].partition('.')[0]}: would be")
@@ -95,6 +106,11 @@ def test_labels_select_the_pods() -> None:
                     "kubeProxyConfiguration.metricsBindAddress=0.0.0.0:1", "hybridProxyConfiguration.strictMode=true")),
     ("image.repository=",                           "at '/image/repository': minLength: got 0, want 1"),
     ("image.tag=a:1",                               "at '/image/tag': 'a:1' does not match"),
+    ("image.digest=sha256:7",                       "at '/image/digest': 'sha256:7' does not match"),
+    ("podLabels.a=1",                               "at '/podLabels/a': got number, want string"),
+    ("podAnnotations.a=1",                          "at '/podAnnotations/a': got number, want string"),
+    ("priorityClassName=A",                         "at '/priorityClassName': 'A' does not match"),
+    ("serviceMonitor.labels.a=1",                   "at '/serviceMonitor/labels/a': got number, want string"),
     ("image.pullPolicy=Sometimes",                  "at '/image/pullPolicy': value must be one of"),
     ("image.pullSecrets={a}",                       "at '/image/pullSecrets/0': got string, want object"),
     ("extraArgs=-v6",                               "at '/extraArgs': got string, want array"),
@@ -131,6 +147,46 @@ def test_a_monitor_has_what_it_reads(more: tuple[str, ...], added: list[str]) ->
     assert args[1] == [*args[0], *added]
 
 
+@pytest.mark.parametrize("values", [
+    "kubeProxyConfiguration.healthzBindAddress=127.0.0.1:1234",
+    "kubeProxyConfiguration.healthzBindAddress=[::]:1234,kubeProxyConfiguration.metricsBindAddress=[::]:4321",
+    "kubeProxyConfiguration.healthzBindAddress=10.0.0.1,kubeProxyConfiguration.metricsBindAddress=::1",
+    "hybridProxyConfiguration.serviceProxyName=mine",
+    "hybridProxyConfiguration.serviceProxyName=mine,kubeProxyConfiguration.healthzBindAddress=10.0.0.1:10256",
+    "extraArgs={--metrics-bind-address=10.0.0.1:4321}",
+    "kubeProxyConfigMap=kube-proxy,apiServer=,extraArgs={--service-proxy-name=mine}",
+])  # fmt: skip
+def test_ports_are_those_where_the_agent_serves(values: str, tmp_path: Path) -> None:
+    objects = substance(rendered("--set", values, "--set", "serviceMonitor.enabled=true"))
+    (agent,) = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"]["containers"]
+    config = tmp_path / "config.conf"
+    documents = objects.get(("ConfigMap", "hybrid-proxy"), {"data": {"config.conf": [KUBE_PROXYS]}})
+    config.write_text(yaml.safe_dump_all(documents["data"]["config.conf"]))
+    served = configfile.load(config, vars(parser().parse_args(agent["args"]))).config
+    assert served.healthz_bind_address
+    assert served.metrics_bind_address
+    assert {agent[probe]["httpGet"]["port"] for probe in PROBES} == {served.healthz_bind_address.port}
+    (port,) = objects["Service", "hybrid-proxy-metrics"]["spec"]["ports"]
+    assert agent["ports"][0]["containerPort"] == port["port"] == served.metrics_bind_address.port
+
+
+def test_what_a_cluster_adds_reaches_the_pod() -> None:
+    digest = f"sha256:{'7' * 64}"
+    objects = substance(
+        rendered(
+            "--set", "podLabels.team=net,podLabels.app\\.kubernetes\\.io/name=other,podAnnotations.note=mine",
+            "--set", f"priorityClassName=mine,image.pullSecrets[0].name=secret,image.digest={digest}",
+        )
+    )  # fmt: skip
+    template = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]
+    labels = {"app.kubernetes.io/name": "hybrid-proxy", "team": "net"}  # the first one selects the pods
+    assert template["metadata"] == {"labels": labels, "annotations": {"note": "mine"}}
+    pod = template["spec"]
+    assert (pod["priorityClassName"], pod["imagePullSecrets"]) == ("mine", [{"name": "secret"}])
+    images = {each["image"] for each in (*pod["initContainers"], *pod["containers"])}
+    assert images == {f"hybrid-proxy:{__version__}@{digest}"}
+
+
 def test_values_reach_the_documents_and_the_pod() -> None:
     objects = substance(
         rendered(
@@ -158,12 +214,16 @@ def test_its_schema_has_the_fields_of_our_document() -> None:
 
 
 def test_alerts_and_dashboard_are_those_of_the_folder() -> None:
-    labels = ("--set", "prometheusRule.labels.release=prometheus")
-    objects = rendered("--set", "prometheusRule.enabled=true", "--set", "dashboard.enabled=true", *labels)
+    """The Prometheus operator takes monitors and rules with the labels that it is told."""
+    values = [f"{part}.enabled=true" for part in ("serviceMonitor", "prometheusRule", "dashboard")]
+    values += [f"{part}.labels.release=prometheus" for part in ("serviceMonitor", "prometheusRule")]
+    objects = rendered("--set", ",".join(values))
     found = {(item["kind"], item["metadata"]["name"]): item for item in objects}
     rule = found["PrometheusRule", "hybrid-proxy"]
     assert rule["spec"] == yaml.safe_load((DEPLOY / "monitoring/alerts.yaml").read_text())
-    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    for name in ("PrometheusRule", "ServiceMonitor"):
+        labels = found[name, "hybrid-proxy"]["metadata"]["labels"]
+        assert (labels["release"], labels["app.kubernetes.io/name"]) == ("prometheus", "hybrid-proxy")
     dashboard = found["ConfigMap", "hybrid-proxy-dashboard"]
     assert dashboard["data"]["hybrid-proxy.json"] == (DEPLOY / "monitoring/dashboard.json").read_text()
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"

@@ -2,16 +2,33 @@
 app.kubernetes.io/name: hybrid-proxy
 app.kubernetes.io/part-of: hybrid-proxy
 app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- define "hybrid-proxy.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- with .Values.image.digest }}@{{ . }}{{ end }}
 {{- end }}
 
 {{- /* Where the configuration is: kube-proxy's names its own kubeconfig by this folder. */ -}}
 {{- define "hybrid-proxy.folder" -}}
 {{ if .Values.kubeProxyConfigMap }}/var/lib/kube-proxy{{ else }}/etc/hybrid-proxy{{ end }}
+{{- end }}
+
+{{- /* The ports where the agent serves, as it finds them itself. Beside a kube-proxy they are not kube-proxy's. */ -}}
+{{- define "hybrid-proxy.ports" -}}
+{{- $addresses := pick .Values.kubeProxyConfiguration "healthzBindAddress" "metricsBindAddress" -}}
+{{- $name := .Values.hybridProxyConfiguration.serviceProxyName -}}
+{{- range .Values.extraArgs -}}
+{{- if hasPrefix "--metrics-bind-address=" . }}{{ $_ := set $addresses "metricsBindAddress" (trimPrefix "--metrics-bind-address=" .) }}{{ end -}}
+{{- if hasPrefix "--service-proxy-name=" . }}{{ $name = trimPrefix "--service-proxy-name=" . }}{{ end -}}
+{{- end -}}
+{{- $moved := empty $name | ternary dict (dict "10256" "10356" "10249" "10349") -}}
+{{- range $server, $usual := dict "healthz" "10256" "metrics" "10249" }}
+{{- $address := get $addresses (printf "%sBindAddress" $server) | default "" }}
+{{- $port := regexFind "(\\]|^[^:]*):[1-9][0-9]*$" $address | regexFind "[0-9]+$" | default $usual }}
+{{ $server }}: {{ get $moved $port | default $port }}
+{{- end }}
 {{- end }}
 
 {{- define "hybrid-proxy.capabilities" -}}
