@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import shutil
@@ -26,7 +27,7 @@ from hybrid_proxy.controller.settings import configfile
 from hybrid_proxy.controller.settings.config import MODES, Config, Endpoint
 
 from . import manifests
-from .manifests import DEPLOY, OVERLAYS, ROOT, agent_of, build, capabilities, one, text
+from .manifests import DEPLOY, OVERLAYS, PROBES, ROOT, agent_of, build, capabilities, one, text
 from .promtool import answered
 
 COMPONENTS = tuple(sorted(path.name for path in DEPLOY.glob("components/*")))
@@ -35,8 +36,8 @@ CLEANUPS = ("overlays/cleanup", "overlays/cleanup-drain")
 MIGRATION = ("overlays/census", "overlays/takeover", "overlays/rollback")
 AGENTS = tuple(folder for folder in FOLDERS if folder not in (*CLEANUPS, *MIGRATION))
 LABEL = "hybrid-proxy.io/kube-proxy"  # a node that has it keeps its kube-proxy
+DROP_INS = tuple(DEPLOY.glob("systemd/hybrid-proxy.service.d/*.conf"))
 KUBEADM = ROOT / "tests/controller/configurations/kubeadm.yaml"  # what kubeadm makes for kube-proxy
-PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 UNKNOWN = {"ServiceMonitor"}  # the Prometheus operator's, no schema of Kubernetes
 VERSIONS = ("1.33", "1.36")
 
@@ -441,8 +442,6 @@ def test_the_service_monitor_finds_the_pods() -> None:
 
 
 def test_the_profile_allows_no_call_that_leads_out() -> None:
-    import json
-
     profile = json.loads(manifests.SECCOMP.read_text())
     allowed = {
         name
@@ -526,20 +525,42 @@ def test_the_unit_grants_what_the_daemonset_grants() -> None:
     assert granted == set(capabilities("ebpf"))
 
 
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+def installed(folder: Path, *drop_ins: Path) -> str:
+    """The unit with drop-ins, as systemd would find them, and with a program that is there."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is missing (apt-get install systemd)")
-    program = tmp_path / "hybrid-proxy"
+    program, file = folder / "hybrid-proxy", folder / "hybrid-proxy.service"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    file = tmp_path / "hybrid-proxy.service"
     source = (DEPLOY / "systemd/hybrid-proxy.service").read_text()
     file.write_text(source.replace("/opt/hybrid-proxy/bin/hybrid-proxy", str(program)))
-    verified = _analyze("verify", "--man=no", str(file))
+    (folder / "hybrid-proxy.service.d").mkdir()
+    for drop_in in drop_ins:
+        shutil.copy(drop_in, folder / "hybrid-proxy.service.d")
+    return str(file)
+
+
+@pytest.mark.parametrize("drop_ins", [(), DROP_INS], ids=["alone", "with its drop-ins"])
+def test_systemd_understands_the_unit(drop_ins: tuple[Path, ...], tmp_path: Path) -> None:
+    file = installed(tmp_path, *drop_ins)
+    verified = _analyze("verify", "--man=no", file)
     assert verified.returncode == 0, verified.stderr
     assert not verified.stderr, verified.stderr
-    graded = _analyze("security", "--offline=yes", "--threshold=30", "--no-pager", str(file))
+    graded = _analyze("security", "--offline=yes", "--threshold=30", "--no-pager", file)
     assert graded.returncode == 0, graded.stdout[-300:]
+
+
+def test_the_drop_in_for_mode_ipvs_lets_it_load_modules_and_set_sysctls(tmp_path: Path) -> None:
+    forbidden = []
+    for name, drop_ins in (("alone", ()), ("ipvs", DROP_INS)):
+        (tmp_path / name).mkdir()
+        said = _analyze("security", "--offline=yes", "--json=short", installed(tmp_path / name, *drop_ins))
+        forbidden.append({row["name"] for row in json.loads(said.stdout) if row["set"]})
+    alone, ipvs = forbidden
+    assert alone - ipvs == {
+        "ProtectKernelModules=", "ProtectKernelTunables=", "CapabilityBoundingSet=~CAP_SYS_MODULE",
+        "CapabilityBoundingSet=~CAP_NET_(BIND_SERVICE|BROADCAST|RAW)", "SystemCallFilter=~@module",
+    }  # fmt: skip
 
 
 def _analyze(*arguments: str) -> subprocess.CompletedProcess[str]:

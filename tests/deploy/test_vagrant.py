@@ -18,6 +18,7 @@ from hybrid_proxy.controller.settings.config import MODES
 from .manifests import DEPLOY, ROOT
 
 VAGRANT = ROOT / "vagrant"
+DROP_INS = "deploy/systemd/hybrid-proxy.service.d"
 SCRIPTS = tuple(sorted(VAGRANT.rglob("*.sh")))
 
 
@@ -123,6 +124,13 @@ def test_the_demonstration_shows_every_mode_on_every_machine() -> None:
     assert machines
     assert nodes
     assert re.findall(r'"(\w+)" =>', machines[1]) == nodes[1].split()
+
+
+def test_the_service_has_the_rights_of_every_mode_that_the_demonstration_shows() -> None:
+    (drop_in,) = re.findall(r'"DROP_IN" => "(\w+)"', (VAGRANT / "Vagrantfile").read_text())
+    assert f"{DROP_INS}/$DROP_IN.conf" in (VAGRANT / "provision/hybrid-proxy.sh").read_text()
+    assert (ROOT / DROP_INS / f"{drop_in}.conf").exists()
+    assert drop_in == "ipvs", "the only mode that the unit alone has too few rights for"
 
 
 def test_the_scripts_name_files_that_exist() -> None:

@@ -2,11 +2,11 @@
 # Installs hybrid-proxy from its source on this machine, as a service of systemd. Run as root; run it again to upgrade:
 # traffic goes on meanwhile. It starts when /etc/hybrid-proxy/kubeconfig.conf is there; with START=no it stays off until
 # somebody enables it. WHEELS is a folder with a built hybrid-proxy and all Python packages that it needs: with it nothing is
-# compiled, and no registry of Python packages is asked.
+# compiled, and no registry of Python packages is asked. DROP_IN=ipvs gives the service the rights of that mode, too.
 #
 #   SOURCE=/hybrid-proxy [WHEELS=/wheels] sh hybrid-proxy.sh
 set -eu
-: "${SOURCE:=/hybrid-proxy}" "${PREFIX:=/opt/hybrid-proxy}" "${START:=yes}" "${WHEELS:=}"
+: "${SOURCE:=/hybrid-proxy}" "${PREFIX:=/opt/hybrid-proxy}" "${START:=yes}" "${WHEELS:=}" "${DROP_IN:=}"
 
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
@@ -37,6 +37,8 @@ ln -sf "$PREFIX/bin/hybrid-proxy" /usr/local/bin/hybrid-proxy
 install -d -m 700 /etc/hybrid-proxy
 [ -e /etc/hybrid-proxy/config.conf ] || install -m 600 "$work/deploy/base/config.conf" /etc/hybrid-proxy/config.conf
 install -D -m 644 "$work/deploy/systemd/hybrid-proxy.service" /etc/systemd/system/hybrid-proxy.service
+[ -z "$DROP_IN" ] || install -D -m 644 -t /etc/systemd/system/hybrid-proxy.service.d \
+    "$work/deploy/systemd/hybrid-proxy.service.d/$DROP_IN.conf"
 hybrid-proxy --help >/dev/null
 
 [ "$START" = no ] || systemctl enable -q hybrid-proxy
