@@ -7,7 +7,7 @@ column, and nothing is cut then. `controller.commands.terminal` says what the sc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from textwrap import wrap
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -114,6 +114,14 @@ class Layout(Generic[Row_contra]):
             for cell in _cells(column.value(row), self.screen):
                 for text in _lines(cell.text, (self.screen.width or 0) - INDENT):
                     yield " " * INDENT + painted(text, cell.tone, self.screen)
+
+    def widened(self, row: Row_contra) -> Layout[Row_contra]:
+        """Return the same columns with room for this row: those that follow it keep their places."""
+        places = []
+        for place in self.places:
+            texts = (len(cell.text) for cell in _wrapped(_cells(place.column.value(row), self.screen), place))
+            places.append(place if place.column.cut else place._replace(width=max(place.width, *texts)))
+        return replace(self, places=tuple(places))
 
     def _line(self, cells: Sequence[Cell]) -> str:
         texts = []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
 from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, duration, fits
-from hybrid_proxy.dataplane.reports import PacketEvent, clock
+from hybrid_proxy.dataplane.reports import PacketEvent, clock, several
 
-__all__ = ["event_columns"]
+__all__ = ["advice", "event_columns", "kind"]
 
 VERDICTS: Final = {
     "drop": Cell("DROPPED", Tone.BAD), "refuse": Cell("REJECTED", Tone.BAD), "fail": Cell("FAILED", Tone.BAD),
@@ -67,7 +68,23 @@ def event_columns(screen: Screen, rows: Sequence[PacketEvent], now: float | None
     ]
 
 
-def _verdict(row: PacketEvent) -> Value:
+def kind(row: PacketEvent) -> str:
+    """Return the verdict, or that the packet is a backend's answer."""
+    return "REPLY" if row.reason.endswith("reply") else _verdict(row).text
+
+
+def advice(kinds: Counter[str], service: str | None) -> str:
+    """Say what to look at after a trace, by how many packets of each kind it has shown."""
+    of = f" {service}" if service else ""
+    seen = f"{several(kinds.total(), 'packet')}, {kinds['REPLY']} from backends"
+    if bad := [f"{count} {each}" for each, count in kinds.items() if each not in ("SEEN", "NOTED", "REPLY")]:
+        return f"{seen}, {', '.join(bad)}: `hybrid-proxy doctor{of}` says why, and what to do"
+    if not kinds["REPLY"]:
+        return f"{seen}: `hybrid-proxy doctor{of}` asks the backends"
+    return f"{seen}, none dropped: `hybrid-proxy trace{of} --latency` measures how fast backends answer"
+
+
+def _verdict(row: PacketEvent) -> Cell:
     """A traced packet that did not go on has the verdict of its reason."""
     if row.what == "trace" and row.reason.startswith("drop_"):
         return VERDICTS["drop"]

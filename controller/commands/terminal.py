@@ -70,6 +70,7 @@ def _streamed(
         return
     chosen = layout(columns, likely, screen(), wide=args.output == "wide")
     for number, row in enumerate(rows):
+        chosen = chosen.widened(row)
         text = "\n".join(chosen.lines(row))
         yield text if number else f"{chosen.header()}\n{text}"
 

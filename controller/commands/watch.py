@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
+from itertools import islice
 from typing import Final, NamedTuple
 
 from hybrid_proxy.controller.commands.columns import Column, Screen
@@ -23,7 +25,7 @@ from hybrid_proxy.controller.commands.command import (
 )
 from hybrid_proxy.controller.commands.explain import source_of
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
-from hybrid_proxy.controller.commands.packet_columns import event_columns
+from hybrid_proxy.controller.commands.packet_columns import advice, event_columns, kind
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, say, screen
 from hybrid_proxy.controller.commands.views import checked_service, remembered_events
 from hybrid_proxy.controller.errors import ConfigError
@@ -89,23 +91,22 @@ def _columns(args: argparse.Namespace, rows: list[PacketEvent], now: float | Non
 def _show_trace(args: argparse.Namespace) -> int:
     client = f"from or to {args.client}" if args.client else ""
     _say(f"tracing{f' packets {client}' if client else ''} for {args.seconds:g} s; Ctrl-C ends it earlier")
-    if not _stream(args, _traced(args)):
+    if shown := _stream(args, _traced(args)):
+        _say(advice(shown, args.service))
+    else:
         whose = " ".join(filter(None, (f" of {args.service}" if args.service else "", client)))
         _say(f"no packet{whose} was seen in {args.seconds:g} s")
     return 0
 
 
-def _stream(args: argparse.Namespace, rows: Iterator[PacketEvent]) -> int:
-    """Print events as they come; how many there were."""
-    shown = 0
+def _stream(args: argparse.Namespace, rows: Iterator[PacketEvent]) -> Counter[str]:
+    """Print events as they come; how many there were of each kind."""
+    shown = Counter[str]()
 
     def counted() -> Iterator[PacketEvent]:
-        nonlocal shown
-        for row in rows:
-            shown += 1
+        for row in islice(rows, args.limit):
+            shown[kind(row)] += 1
             yield row
-            if shown >= args.limit:
-                return
 
     with contextlib.suppress(KeyboardInterrupt):
         print_stream(args, _columns(args, LIKELY, None), counted(), LIKELY)
@@ -177,7 +178,7 @@ LIKELY: Final = [
     PacketEvent(
         number=0, time=0.0, what="drop", reason="new_flow", message="the client is not in loadBalancerSourceRanges",
         service="kube-system/kube-dns:dns-tcp", protocol="TCP", source="255.255.255.255:65535",
-        destination="255.255.255.255:65535", backend="255.255.255.255:65535", where="from a pod", interface=None,
+        destination="255.255.255.255:65535", backend="255.255.255.255:65535", where="from outside", interface=None,
         flags="PSH ACK",
     )
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from hybrid_proxy.controller.commands import watch
 from hybrid_proxy.controller.commands.columns import Screen, layout, table
-from hybrid_proxy.controller.commands.packet_columns import event_columns
+from hybrid_proxy.controller.commands.packet_columns import advice, event_columns, kind
+from hybrid_proxy.controller.commands.terminal import print_stream
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import PacketEvent
@@ -87,6 +89,34 @@ def test_the_screen_of_a_trace(width: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert "\n".join(lines) + "\n" == (SCREENS / f"trace-{width}.txt").read_text()
     assert all(len(line) <= width for line in lines)
     assert all(len(list(shown.lines(row))) == 2 for row in TRACED[:-1])
+
+
+@pytest.mark.parametrize("width", [80, 120, 400, None], ids=str)
+def test_the_columns_of_a_stream_keep_their_places(
+    width: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a long row all later ones have the columns, also in a pipe."""
+    monkeypatch.setattr("hybrid_proxy.controller.commands.terminal.screen", lambda: Screen(width))
+    long = event(0, "new_flow", "[fd77:1::ffff:11]:40228", "[fd96::10]:80", what="trace", service="a/" + "b" * 60)
+    args = argparse.Namespace(output="text")
+    rows = [TRACED[0], long, TRACED[0], TRACED[2]]
+    print_stream(args, event_columns(Screen(width), watch.LIKELY, None), rows, watch.LIKELY)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "SEEN" in line]
+    assert len(lines) == len(rows)
+    assert len({line.index(row.where) for line, row in zip(lines[1:], rows[1:], strict=True) if row.where in line}) <= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (TRACED[:3], "3 packets, 1 from backends, none dropped: `hybrid-proxy trace a/b --latency` measures"),
+        (TRACED[:2], "2 packets, 0 from backends: `hybrid-proxy doctor a/b` asks the backends"),
+        (TRACED, "5 packets, 1 from backends, 1 DROPPED: `hybrid-proxy doctor a/b` says why"),
+    ],
+    ids=["well", "no answer", "dropped"],
+)
+def test_a_trace_ends_with_what_to_look_at(rows: list[PacketEvent], said: str) -> None:
+    assert advice(Counter(map(kind, rows)), "a/b").startswith(said)
 
 
 def test_wide_folds_nothing() -> None:
