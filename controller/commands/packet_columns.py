@@ -74,7 +74,7 @@ def kind(row: PacketEvent) -> str:
 
 
 def advice(kinds: Counter[str], service: str | None) -> str:
-    """Say what to look at after a trace, by how many packets of each kind it has shown."""
+    """Say what to check after a trace, by how many packets of each kind it has shown."""
     of = f" {service}" if service else ""
     seen = f"{several(kinds.total(), 'packet')}, {kinds['REPLY']} from backends"
     if bad := [f"{count} {each}" for each, count in kinds.items() if each not in ("SEEN", "NOTED", "REPLY")]:

@@ -34,7 +34,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
         by: On whose word.
         count: How many changes these are.
         ready: How often an endpoint became ready.
-        gone: How often it ceased to be; a row has one of the two, so that rows tell what came last.
+        gone: How often it ceased to be; a row has one of the two.
         flapping: Whether an endpoint became ready several times.
     """
 

@@ -202,11 +202,11 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         requests: Requests to the API server by their answer.
         repairs: What other programs changed in the last hour, and the agent repaired; `status` fills it in.
         error: Why the last sync failed; empty if it succeeded.
-        ready_seconds: The time from the start of the process to the first programmed table; null until then.
+        ready_seconds: The age of the process at its first programmed table; null until then.
         last_sync_seconds: The duration of the last sync.
         change_seconds: The latency of the last changes.
         memory_bytes: The resident memory of the agent.
-        uptime_seconds: The time since the start of the process.
+        uptime_seconds: The age of the process.
         start_parts: The parts of the start.
         start_processor_seconds: Processor time of the start, of all threads; null until it is over.
         dataplane: The mode's report.
