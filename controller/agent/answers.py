@@ -130,9 +130,16 @@ class Answers:
                 )
             case p.GetTable(service, packets):
                 known = _of_table(self.syncer.builder.table, service, packets)
-                slices = self.syncer.cluster.slices_of((service or "").partition(":")[0])
-                unready = sorted({end.address for one in slices for end in one.endpoints if not end.ready})
-                return msgspec.structs.replace(known, unready=unready)
+                names = filter(None, (service, *(each.service for each in known.verdicts)))
+                name, me = next(names, "").partition(":")[0], self.mode.config.settings.node_name
+                slices, meant = self.syncer.cluster.slices_of(name), self.syncer.cluster.served(name)
+                ends = [end for one in slices for end in one.endpoints]
+                return msgspec.structs.replace(
+                    known,
+                    unready=sorted({end.address for end in ends if not end.ready}),
+                    elsewhere={end.address: end.node or "" for end in ends if end.ready and end.node != me},
+                    selector=meant.selector if meant else None,
+                )
             case p.RunExplain(packets):
                 return p.ExplainAnswers([self._explained(programmer, packet) for packet in packets])
             case p.FindService(service, port, protocol, family):
@@ -290,7 +297,8 @@ def _table_port(entry: Entry) -> p.TablePort:
         for each in entry.frontends
     )
     path = entry.probe.path if entry.probe else None
-    return p.TablePort(entry.name, entry.family, entry.protocol.name, frontends, entry.backend_sets, path)
+    protocol, seconds = entry.protocol.name, entry.affinity_seconds
+    return p.TablePort(entry.name, entry.family, protocol, frontends, entry.backend_sets, path, seconds)
 
 
 def _is_heard(address: str, service: Service) -> bool:

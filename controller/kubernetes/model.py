@@ -49,6 +49,7 @@ class Service(msgspec.Struct, frozen=True):
     weights: tuple[tuple[str, int], ...] = ()  # of endpoints, by address; others have 1
     probe: Probe | None = None
     slow_start: float = 0.0  # seconds in which a new endpoint comes to its whole weight, 0: at once
+    selector: str = ""  # of pods, as kubectl takes it
     reset_gone: bool | None = None  # connections to endpoints that are gone; None: as it is configured
     complaints: tuple[str, ...] = ()
 

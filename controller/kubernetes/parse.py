@@ -143,6 +143,7 @@ class _ServiceSpec(_Wire):
     session_affinity_config: _AffinityConfig | None = None
     health_check_node_port: int | None = None
     traffic_distribution: str | None = None
+    selector: object = None  # it is only told, so it may be anything
 
 
 class _Ingress(_Wire):
@@ -435,9 +436,14 @@ def _service(wire: _Service) -> Service | Ignored:
         health_check_node_port=said.part(0, _optional_port, spec.health_check_node_port, "spec.healthCheckNodePort"),
         traffic_distribution=spec.traffic_distribution or "",
         created=metadata.creation_timestamp or "",
+        selector=_selector(spec.selector),
         complaints=said.texts(),
         **annotated,
     )
+
+
+def _selector(labels: object) -> str:
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items())) if isinstance(labels, dict) else ""
 
 
 def _annotated(ours: _Annotations, said: _Complaints) -> dict[str, Any]:

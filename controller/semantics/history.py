@@ -18,6 +18,7 @@ FLAPS: Final = 3  # times that an endpoint becomes ready in one row: once is a r
 NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
+GONE: Final = " puts back what is gone"  # after the command that adds one of these
 
 Kind = Literal["agent", "endpoints", "service", "mode", "repair", "configuration", "ejection", "node", "source"]
 

@@ -111,8 +111,8 @@ def wrong_ranges(
 
 
 def node_faults(
-    settings: Settings, reported: Node | None, unread: str, node: Node | None, network: NodeNetwork,
-    service_cidrs: Iterable[str], routes: Routes,
+    settings: Settings, reported: Node | None, unread: str, network: NodeNetwork, node: Node | None,
+    interface_addresses: Iterable[str], service_cidrs: Iterable[str], routes: Routes,
 ) -> Iterator[str]:  # fmt: skip
     """Describes what is missing or wrong, what serves instead, and what to do: a sentence each.
 
@@ -141,12 +141,16 @@ def node_faults(
             yield f"the Node {name} reports no IP address, and {instead}: check the kubelet and the cloud controller"
         if settings.detect is DetectLocalMode.NODE_CIDR and not known.pod_cidrs:
             yield f"the Node {name} has no podCIDRs, and pods count as clients from outside: check --detect-local-mode"
-    for address in _first_of_each_family(_named(settings, node)):
-        if address not in (*network.primary, *_canonical(settings.primary)):
+    present = _canonical(interface_addresses)
+    for address in _first_of_each_family(_named(settings, node)) if present else ():
+        if address not in (*present, *_canonical(settings.primary)):
             serving = next((a for a in network.primary if family_of(a) == family_of(address)), "")
+            instead = f"{serving} is the source of what is masqueraded, and node ports are served at both"
+            if serving == address:
+                instead = "what is masqueraded gets no answer, and there is no other address"
             yield (
-                f"no interface has {address}, which the Node {name} reports: {serving} is the source of what is "
-                "masqueraded, and node ports are served at both; correct the kubelet's --node-ip, or set --bind-address"
+                f"no interface has {address}, which the Node {name} reports: {instead}; correct the kubelet's "
+                "--node-ip, or set --bind-address"
             )
     yield from node_port_faults(settings, network)
     own = (*network.primary, *_first_of_each_family(_named(settings, node)))

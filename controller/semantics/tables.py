@@ -92,8 +92,7 @@ class Builder:
             return self.node_port_faults
         problem = cluster.problems.get(("Node", self._settings.node_name))
         unread = cluster.unread("Node") or (problem.text if problem else "")
-        network, (_, _, cidrs, routes) = self._table.node, self._asked
-        return tuple(node_faults(self._settings, cluster.reported, unread, cluster.node, network, cidrs, routes))
+        return tuple(node_faults(self._settings, cluster.reported, unread, self._table.node, *self._asked))
 
     def build(self, cluster: Cluster, interface_addresses: tuple[str, ...], routes: Routes = NO_ROUTES) -> ServiceTable:
         """Build the table of the cluster as it is now; the very same object when nothing changed.

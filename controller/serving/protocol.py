@@ -325,6 +325,7 @@ class TablePort(msgspec.Struct, frozen=True):
     frontends: tuple[TableFrontend, ...]
     backend_sets: tuple[BackendSet, ...]
     probe_path: str | None = None
+    affinity_seconds: int = 0
 
 
 # Requests
@@ -457,13 +458,16 @@ class TableAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="table"):
 
     `ports` are those of the requested service and of services that packets belong to; `services` is every service of
     the table, where the requested one has no such port or is not there. `unready` are addresses of its endpoints that
-    are not ready, `node_ports_at` the addresses of this node that serve node ports.
+    are not ready, `elsewhere` of those that are ready on other nodes, with the node; `selector` is null if it is not
+    known. `node_ports_at` are the addresses of this node that serve node ports.
     """
 
     ports: list[TablePort]
     verdicts: list[Verdict]
     services: list[str]
     unready: list[str] = []
+    elsewhere: dict[str, str] = {}
+    selector: str | None = None
     node_ports_at: list[str] = []
 
 

@@ -57,6 +57,7 @@ OPERATION_DOWN = (2, 3)  # IF_OPER_DOWN, IF_OPER_LOWERLAYERDOWN: the other end o
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 7, 9, 15, 18
 UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
+BY_KERNEL, ON_LINK = 2, 4  # RTPROT_KERNEL: a route that comes with an address; RTNH_F_ONLINK
 GROUPS = sum(
     1 << (group - 1)
     for group in (
@@ -70,7 +71,8 @@ GROUPS = sum(
 )
 _LINK: Final = struct.Struct("=BxHiII")  # family, type of hardware, index, flags, changed ones
 _ADDRESS: Final = struct.Struct("=BBBBI")  # family, length of the prefix, flags, scope, index of the interface
-_ROUTE: Final = struct.Struct("=BBBBBBBBI")  # family, lengths of destination and source, tos, table, ..., scope, type
+# family, lengths of destination and source, tos, table, protocol, scope, type, flags
+_ROUTE: Final = struct.Struct("=BBBBBBBBI")
 _HOP: Final = struct.Struct("=HBBi")  # length, flags, weight, index of the interface
 RTM_GETNETCONF, NETCONFA_IFINDEX, NETCONFA_RP_FILTER, NETCONFA_IFINDEX_ALL = 82, 1, 3, -1  # linux/netconf.h
 
@@ -112,7 +114,8 @@ class Node(msgspec.Struct, frozen=True):
     routes that have several next hops, as destination, length of its prefix, and hops. `bridged` are the networks of
     bridges' addresses, whose hosts reach each other without the node's routing. `sources` are those of `addresses` that
     packets to other hosts may have, the best of each family first. `networks` are the destinations of routes, without
-    default routes and single hosts, and the next hops of default routes.
+    default routes and single hosts, and the next hops of default routes. `held` are the commands that add the
+    addresses of interfaces other than pods', and routes other than to single hosts.
     """
 
     interfaces: tuple[Interface, ...]
@@ -122,6 +125,7 @@ class Node(msgspec.Struct, frozen=True):
     bridged: frozenset[str] = frozenset()
     sources: tuple[str, ...] = ()
     networks: tuple[str, ...] = ()
+    held: frozenset[str] = frozenset()
 
 
 def interface_name(index: int) -> str | None:
@@ -183,6 +187,8 @@ class _Route(msgspec.Struct):
     table: int
     kind: int
     known: dict[int, bytes]
+    protocol: int = 0  # who made it
+    flags: int = 0
 
     @property
     def destination(self) -> str:
@@ -220,6 +226,7 @@ def read_node() -> Node:
         addresses: dict[int, list[str]] = {}
         networks: list[tuple[int, str]] = []
         usable: list[str] = []
+        held: list[tuple[int, str]] = []
         wanted = Message(GET_ADDRESS, _ADDRESS.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the addresses")
         for answer in wire.dump(wanted):
             family, length, _, scope, index = _ADDRESS.unpack_from(answer)
@@ -228,6 +235,7 @@ def read_node() -> Node:
             addresses.setdefault(index, []).append(text)
             if scope not in (SCOPE_LINK, SCOPE_HOST) and index not in services:
                 usable.append(text)
+                held.append((index, f"ip address add {text}/{length}"))
                 networks.append((index, str(ip_network((text, length), strict=False))))
         unicast = [route for route in routes if route.kind == UNICAST]
         defaults = {
@@ -238,6 +246,8 @@ def read_node() -> Node:
         interfaces = tuple(_interface(kind, index, known, defaults, addresses) for kind, index, known in links)
         sources = _sources(wire, interfaces)
     bridges = {interface.index for interface in interfaces if interface.kind == "bridge"}
+    names = {interface.index: interface.name for interface in interfaces if not is_pod(interface, (), (), ())}
+    held += map(_command, unicast)
     return Node(
         interfaces,
         tuple(dict.fromkeys(usable)),
@@ -250,7 +260,18 @@ def read_node() -> Node:
         frozenset(network for index, network in networks if index in bridges),
         sources,
         _networks(route for route in routes if route.kind in (UNICAST, BLACKHOLE)),
+        frozenset(f"{what} dev {names[index]}" for index, what in held if what and index in names),
     )
+
+
+def _command(route: _Route) -> tuple[int, str]:
+    """Returns interface and command of a route of the main table; empty: it is to a single host, or the kernel's."""
+    known, whole = route.known, 32 if route.family == socket.AF_INET else 128
+    if route.table != MAIN_TABLE or route.protocol == BY_KERNEL or route.length == whole or RTA_VIA in known:
+        return 0, ""
+    via = f" via {_text(route.family, known[RTA_GATEWAY])}" if RTA_GATEWAY in known else ""
+    onlink = " onlink" if route.flags & ON_LINK else ""
+    return _number(known.get(RTA_OIF)), f"ip route add {route.destination}/{route.length}{via}{onlink}"
 
 
 def _sources(wire: Netlink, interfaces: Iterable[Interface]) -> tuple[str, ...]:
@@ -278,10 +299,10 @@ def _networks(routes: Iterable[_Route]) -> tuple[str, ...]:
 def _routes(wire: Netlink, family: int) -> Iterator[_Route]:
     body = _ROUTE.pack(family, 0, 0, 0, 0, 0, 0, 0, 0)
     for answer in wire.dump(Message(GET_ROUTE, body, NLM_F_DUMP, "reading the routes")):
-        found, length, _, _, table, _, _, kind, _ = _ROUTE.unpack_from(answer)
+        found, length, _, _, table, protocol, _, kind, flags = _ROUTE.unpack_from(answer)
         known = dict(attributes(answer, _ROUTE.size))
         if found == family:  # a kernel without that family answers with all
-            yield _Route(family, length, _number(known.get(RTA_TABLE)) or table, kind, known)
+            yield _Route(family, length, _number(known.get(RTA_TABLE)) or table, kind, known, protocol, flags)
 
 
 def _text(family: int, packed: bytes) -> str:

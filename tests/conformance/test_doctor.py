@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,8 +24,9 @@ from pyroute2 import NFCTSocket
 
 from hybrid_proxy.controller.agent.history import STILL_SECONDS
 from hybrid_proxy.controller.commands.bundle import Bundle
+from hybrid_proxy.controller.commands.doctor.checks import SEE_FAILURES
 from hybrid_proxy.controller.commands.doctor.facts import Cause
-from hybrid_proxy.controller.semantics.history import folded
+from hybrid_proxy.controller.semantics.history import GONE, folded
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_path, read_changes, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
@@ -71,6 +73,18 @@ def full_map(clinic: Clinic) -> Iterator[None]:
     finally:
         clinic.remove(FIRST)
         clinic.remove(MANY)
+
+
+@contextmanager
+def sticking(clinic: Clinic) -> Iterator[None]:
+    """A client of a Service with session affinity has the backend that drops."""
+    clinic.put("pod1", sessionAffinity="ClientIP")
+    with clinic.lab.socket("pod4") as client:
+        client.settimeout(bound(5))
+        client.connect((ADDRESSES[NAME], 80))
+    clinic.put(*PODS, sessionAffinity="ClientIP")
+    with clinic.rules("pod1", DEAF):
+        yield
 
 
 @contextmanager
@@ -345,6 +359,30 @@ def route(to: str) -> Provoke:
     return provoke
 
 
+def taken(what: str, *argument: str, pod: str = "pod2") -> Provoke:
+    """Somebody takes an address or a route away from the node, with the routes that go with it."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        clinic.put(pod)
+        before = clinic.lab.run("node", ["ip", "-4", "route", "show", "dev", "eth0"]).stdout.splitlines()
+        clinic.run("node", "ip", what, "del", *argument)
+        path = changes_path(str(clinic.agent.socket))
+        try:
+            until(lambda: any(row.what.endswith(GONE) for row in read_changes(path)), "it is written down")
+            clinic.agent.wait(lambda status: status.synced and bool(status.node_faults) is (what == "address"))
+            yield
+        finally:
+            if what == "address":
+                clinic.run("node", "ip", what, "replace", *argument)
+            for line in before:
+                if "proto kernel" not in line:
+                    clinic.run("node", "ip", "route", "replace", *line.split(), "dev", "eth0")
+            clinic.agent.wait(lambda status: status.synced and not status.node_faults)
+
+    return provoke
+
+
 def link_down(place: str) -> Provoke:
     """One end of pod2's link, with which its routes go."""
 
@@ -451,8 +489,10 @@ class Incident(NamedTuple):
     modes: tuple[str, ...] = ()  # where it can happen, empty: in all; in others it harms nobody
     said: str = ""  # a part of the verdict
     noted: str = ""  # a part of a finding
+    advised: str = ""  # a part of what to do
     dear: bool = False  # it takes ten seconds: in one mode, before a release in all
     alone: bool = False  # it is reported once, without what it causes
+    repaired: bool = False  # by the commands that it names
     own: bool = False  # what doctor looks at is the mode's own, so it is asked in every mode in `make test`, too
 
 
@@ -488,7 +528,14 @@ INCIDENTS = [
         "restricted",
         said="192.168.77.0/24",
     ),
-    Incident("no endpoint is ready", put(), (NAME,), "no-endpoint"),
+    Incident("no endpoint is ready", put(), (NAME,), "no-endpoint", advised="kubectl -n shop describe service web"),
+    Incident(
+        "the Service selects no pods",
+        put(selector={"app": "web", "tier": "front"}),
+        (NAME,),
+        "no-endpoint",
+        advised="kubectl -n shop get pods -l app=web,tier=front",
+    ),
     Incident(
         "`targetPort` is wrong", put(*PODS, target=NOBODY), (NAME,), "backend-refuses", said="they listen on 8080"
     ),
@@ -506,7 +553,15 @@ INCIDENTS = [
     Incident("the firewall drops in FORWARD, and counts", firewall(COUNTING), (NAME,), "firewall"),
     Incident("the policy of FORWARD is drop", firewall(CLOSED), (NAME,), "firewall", certain=False, own=True),
     Incident("the client is not in `loadBalancerSourceRanges`", put(*PODS, **GUARDED), OUTSIDER, "source-not-allowed"),
-    Incident("policy `Local`, and no endpoint on this node", put("remote1", **LOCAL), CLIENT, "no-local-endpoint"),
+    Incident(
+        "policy `Local`, and no endpoint on this node",
+        put("remote1", **LOCAL),
+        CLIENT,
+        "no-local-endpoint",
+        said="externalTrafficPolicy Local drops it at this node: no endpoint on this node, there are some on others: "
+        "10.77.2.11 on lab-node2",
+        advised="""kubectl -n shop patch service web -p '{"spec":{"externalTrafficPolicy":"Cluster"}}'""",
+    ),
     Incident("kube-proxy left its rules", rules("node", "table ip kube-proxy { }"), (), "other-proxy", own=True),
     Incident("no endpoint of three is ready", put(*PODS, ready=False), (NAME,), "no-endpoint", said="0 of 3"),
     Incident("the slice's port has another name", put(*PODS, named="web"), (NAME,), "no-endpoint", said="'http'"),
@@ -522,6 +577,8 @@ INCIDENTS = [
         put("remote1", internalTrafficPolicy="Local"),
         (NAME,),
         "no-local-endpoint",
+        said="10.77.2.11 on lab-node2",
+        advised='"internalTrafficPolicy":"Cluster"',
     ),
     Incident("`nodePortAddresses` match no address", no_address_for_node_ports, (NAME,), "node-faults", said="30080"),
     Incident(
@@ -589,7 +646,42 @@ INCIDENTS = [
         said="the pod's end",
         alone=True,
     ),
-    Incident("no route leads to an endpoint", route(""), (NAME,), "endpoint-route", alone=True, said="veth2", own=True),
+    Incident(
+        "no route leads to an endpoint",
+        route(""),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="veth2",
+        repaired=True,
+        own=True,
+    ),
+    Incident(
+        "no route leads to another node's pods",
+        taken("route", "10.77.2.0/24", pod="remote1"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="lost its route to 10.77.2.0/24",
+        repaired=True,
+        own=True,
+    ),
+    Incident(
+        "the node loses its address",
+        taken("address", "192.168.77.2/24", "dev", "eth0"),
+        (),
+        "address-lost",
+        said="lost 192.168.77.2",
+        repaired=True,
+        own=True,
+    ),
+    Incident(
+        "the node loses its address, and a remote endpoint is asked about",
+        taken("address", "192.168.77.2/24", "dev", "eth0", pod="remote1"),
+        (NAME,),
+        "address-lost",
+        repaired=True,
+    ),
     Incident(
         "the route to an endpoint leads to another pod",
         route("pod3"),
@@ -677,11 +769,17 @@ def test_doctor_names_the_incident(
     try:
         with incident.provoke(clinic):
             code, found = clinic.doctor(*incident.asked)
+            if incident.repaired:
+                todo = next(each.todo for each in found.findings if each.cause == incident.cause)
+                for command in re.findall(r"`(ip .+?)`", todo):
+                    clinic.run("node", *command.split())
+                until(lambda: clinic.doctor(*incident.asked)[1].well, "it is repaired")
     finally:
         clinic.put(*PODS)
     print(found)
     assert incident.said in found.verdict
     assert not happens or any(incident.noted in each.text for each in found.findings), found
+    assert any(incident.advised in each.todo for each in found.findings), found
     assert (found.cause, found.certain) == (incident.cause if happens else "", incident.certain), found
     problems = [each.cause for each in found.findings if each.mark == "problem"]
     assert (code, found.well) == ((1, False) if problems else (0, True)), found
@@ -796,6 +894,14 @@ def test_a_client_that_is_a_backend_is_asked_by_another_pod(clinic: Clinic) -> N
     client = next(each.source for each in clinic.doctor(NAME)[1].connections if each.place == "pod")
     with firewall(COUNTING.replace("tcp", f"ip daddr {client} tcp"))(clinic):
         assert clinic.doctor(NAME)[1].cause == "firewall"
+
+
+def test_clients_that_affinity_keeps_with_a_bad_backend_are_named(clinic: Clinic, mode: str) -> None:
+    """Modes that see how connections end lead them elsewhere."""
+    with sticking(clinic):
+        found = clinic.doctor(NAME, "--from", "10.77.1.14")[1]
+    kept = "session affinity keeps 10.77.1.14"
+    assert (found.cause, kept in found.verdict) == ("backend-silent", mode not in SEE_FAILURES), found
 
 
 def test_changes_have_their_authors_and_outlive_the_agent(clinic: Clinic, mode: str) -> None:

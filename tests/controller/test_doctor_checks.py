@@ -237,7 +237,7 @@ def test_the_cause_explains_what_was_found(found: ServiceFacts, cause: Cause, ce
 # fmt: off
 TEXTS = [
     pytest.param(facts(tried(A), tried(B), repeated=syns(A, *["accepted"] * 3, *["silent"] * 2)), "packets are lost: 3 of 5 SYNs to 10.0.0.1:8080 from the node were answered", id="how many packets are lost"),
-    pytest.param(facts(*LOST, rules=(REJECT := rule("forward", "counter reject"),), counted={REJECT: 4}), "the firewall rejects packets in FORWARD: `counter reject` counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="a rule that rejects"),
+    pytest.param(facts(*LOST, rules=(REJECT := rule("forward", "counter reject"),), counted={REJECT: 4}), "the firewall rejects packets in FORWARD: `counter reject` in chain c of table inet fw counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="a rule that rejects"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not meant to be served"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "refused: no port"}), "shop/web is not served here: refused: no port", id="a Service that is refused"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), unready=("10.0.0.1", "fd00::1")), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
@@ -245,6 +245,9 @@ TEXTS = [
     pytest.param(facts(tried(A, "refused", "refused"), listening={(A, "TCP"): ("8080",)}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod, although it listens there: a firewall rejects", id="a firewall in the pod rejects"),
     pytest.param(facts(tried(A, "refused", None), tried(B, "refused", None), listening={(A, "TCP"): (), (B, "TCP"): ()}), "2 of 2 backends refuse targetPort 8080 from the node; nothing listens by TCP in pods 10.0.0.1, 10.0.0.2", id="nothing listens in the pods"),
     pytest.param(facts(tried(A, "refused", None), tried(B), listening={(A, "TCP"): ()}), "1 of 2 backends refuses targetPort 8080 from the node; nothing listens by TCP in pod 10.0.0.1", id="nothing listens in a pod"),
+    pytest.param(facts(ports=(port(why="the service has no endpoints"),), selector=""), "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)", id="no selector"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), tried(VIP, pod="silent"), ports=(msgspec.structs.replace(port(A, B), affinity_seconds=60),)), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080; session affinity keeps 10.0.0.9 there until idle for 60 s", id="who sticks to a backend that fails"),
+    pytest.param(facts(packet=PACKET, verdicts=(AWAY,), elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"}), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "shop/web is well: 6 of 6 connections were answered; 198.51.100.7 admits 10.1.0.0/16 alone (loadBalancerSourceRanges)", id="who is let in"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
 ]

@@ -175,6 +175,7 @@ def test_a_service_with_everything() -> None:
         traffic_distribution="PreferClose",
         created="2025-01-01T00:00:00Z",
         algorithm="mh",
+        selector="app=web",
     )
 
 

@@ -119,7 +119,7 @@ KERNEL = Routes(("10.0.0.5", "fd03::3", "10.0.0.6"))
 
 def faults_of(settings, reported, node, unread, cidrs, routes):
     network = node_network(settings, node, HERE, cidrs, routes)
-    return list(node_faults(settings, reported, unread, node, network, cidrs, routes))
+    return list(node_faults(settings, reported, unread, network, node, HERE, cidrs, routes))
 
 
 # fmt: off
@@ -145,6 +145,14 @@ def test_what_the_node_reports_and_what_its_interfaces_have(node, primary, more,
     assert set(network.node_port_addresses) == {*primary, *more}
     assert set(network.addresses) == {*HERE, *more}
     assert len(faults_of(settings, node, node, "", (), KERNEL)) == faults
+
+
+def test_an_address_that_is_missed_without_another_one_of_its_family():
+    settings, node, here = Settings(node_name=ME), Node(ME, ("10.0.0.5", "fd03::3")), ("fd03::3",)
+    network = node_network(settings, node, here, ())
+    (fault,) = node_faults(settings, node, "", network, node, here, (), Routes())
+    assert "no interface has 10.0.0.5, " in fault
+    assert "there is no other address" in fault
 
 
 def test_an_override_is_nothing_to_complain_of():

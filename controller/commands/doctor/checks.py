@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from shlex import quote
 from typing import Final
 
 import msgspec
@@ -53,7 +54,6 @@ LOSSES: Final = {  # counters of conntrack
     "insert_failed": "packets dropped because another flow had their addresses and ports",
 }
 STAYS: Final = "; the last good version serves, and edits since then are ignored"
-AT_HOME: Final = "give this node an endpoint, or use the traffic policy Cluster"
 FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows it for sure
 LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
@@ -158,16 +158,15 @@ def _without_agent(facts: NodeFacts) -> Finding:
     if facts.starting:
         text = f"the agent is starting ({facts.starting}): {what}"
         return Finding("warning", "agent", text, "ask again in some seconds", "no-agent")
+    text, todo = f"no agent runs: {what}", f"start it, and read its log ({facts.no_agent})"
     if facts.denied:
         text = "permission denied: nothing is known of the agent, nor of what is programmed here"
-        return Finding("problem", "agent", text, f"{AS_ROOT} ({facts.no_agent})", "no-agent")
-    if facts.hung:
-        return Finding("problem", "agent", f"{facts.hung[0]}: {what}", facts.hung[1], "no-agent")
-    if facts.unasked:
-        text = f"the agent cannot be asked: {facts.no_agent}"
-        return Finding("problem", "agent", text, "ask as root, on the node itself; else read its log", "no-agent")
-    text = f"no agent runs: {what}"
-    return Finding("problem", "agent", text, f"start it, and read its log ({facts.no_agent})", "no-agent")
+        todo = f"{AS_ROOT} ({facts.no_agent})"
+    elif facts.hung:
+        text, todo = f"{facts.hung[0]}: {what}", facts.hung[1]
+    elif facts.unasked:
+        text, todo = f"the agent cannot be asked: {facts.no_agent}", f"{AS_ROOT}; else read its log"
+    return Finding("problem", "agent", text, todo, "no-agent")
 
 
 def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
@@ -189,7 +188,18 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
             yield Finding("ok", subject, text)
     for each in found:
         for text in each.said or each.details:
-            yield Finding(each.mark, each.subject, text, each.todo, each.cause)
+            yield _lost_address(text, facts) or Finding(each.mark, each.subject, text, each.todo, each.cause)
+
+
+def _lost_address(fault: str, facts: NodeFacts) -> Finding | None:
+    """What becomes of a fault if its address was there a while ago: somebody took it away."""
+    for command in facts.missing:
+        what, address = command.split()[1], command.split()[3].partition("/")[0]
+        if what == "address" and f" {address}, " in fault:
+            commands = [f"`{command}`", *(f"`{each}`" for each in facts.missing if each.startswith("ip route"))]
+            todo = f"{some(commands, ', then ')}; the log of what configures the network says why"
+            return Finding("problem", "node", f"this node lost {address}: {fault}", todo, "address-lost")
+    return None
 
 
 def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
@@ -205,7 +215,7 @@ def _closed(facts: NodeFacts) -> Iterator[Finding]:
     """What no rule of FORWARD accepts is dropped: whether that hinders pods, its counter tells."""
     for rule in facts.closed:
         count = "how often is not counted" if rule.packets is None else f"{several(rule.packets, 'packet')} so far"
-        text = f"FORWARD drops what no rule of it accepts: {_rule(rule)} {_where(rule)}; {count}"
+        text = f"FORWARD drops what no rule of it accepts: {_rule(rule)}; {count}"
         todo = _count_it(rule) if rule.packets is None else f"if these are pods', {_accept(rule)}"
         mark: Mark = "unknown" if rule.packets is None else "warning" if rule.packets else "ok"
         yield Finding(mark, "firewall", text, todo, "firewall" if rule.packets else "")
@@ -307,7 +317,9 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     yield from _kernel(facts, node)
     yield from _links(facts)
     yield from _connections(facts, node)
-    yield from _drops(facts)
+    if facts.events:
+        text = f"during these connections: {_by_reason(facts.events)}"
+        yield Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
 
 
 def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
@@ -368,7 +380,8 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         return left or _destination(facts, node)
     lost = [
         Finding(
-            "warning" if _has_address(facts) else "problem", "object", f"{service}: {'; '.join(messages)}",
+            "warning" if any(port.frontends for port in facts.ports) else "problem", "object",
+            f"{service}: {'; '.join(messages)}",
             "give one of both another address", "object-refused",
         )
         for service, messages in (agent.conflicts.items() if agent else ())
@@ -399,10 +412,6 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         text = f"{unknown.text}, or it is in a file that cannot be read: {some(files, '; ')}"
         return [Finding("problem", "object", text, "correct the file", "object-refused", certain=False)]
     return left_out or [unknown]
-
-
-def _has_address(facts: ServiceFacts) -> bool:
-    return any(port.frontends for port in facts.ports)
 
 
 def _unknown_name(facts: ServiceFacts) -> Finding:
@@ -450,11 +459,8 @@ def _table(facts: ServiceFacts) -> Iterator[Finding]:
             todo = "add the client's range to the Service, or connect from one of these"
             yield Finding("problem", "table", text, todo, "source-not-allowed")
         elif verdict.verdict == "drop":
-            todo = (
-                "send to a node that has an endpoint (the health-check node port tells load balancers), or use Cluster"
-            )
-            text = f"dropped at this node: {verdict.why or verdict.reason}"
-            yield Finding("problem", "table", text, todo, "no-local-endpoint")
+            family = next(port.family for port in facts.ports if port.name == verdict.service)
+            yield Finding("problem", "table", *_policy(verdict.why, facts, family, "it"), "no-local-endpoint")
     for port in facts.ports:
         yield from _sets(port, facts)
 
@@ -470,12 +476,11 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
         count = f"{several(len(unready), 'endpoint')} {_verb(unready, 'is', 'are')}"
         what = f"0 of {count} ready: {some(unready)}" if unready else "no endpoint is ready"
         text = f"{what}: {why} ({port.name}, IPv{port.family})"
-        todo = "check the Service's selector, the pods' readiness, and the names of its ports"
-        cause: Cause = "no-endpoint"
         if any(each.when_empty is WhenEmpty.DROP for each in port.backend_sets):
-            text, todo = f"dropped at this node: {why} ({port.name}, IPv{port.family})", AT_HOME
-            cause = "no-local-endpoint"
-        yield Finding("problem", "table", text, todo, cause)
+            text, todo = _policy(why, facts, port.family, f"packets to {port.name}")
+            yield Finding("problem", "table", text, todo, "no-local-endpoint")
+        else:
+            yield Finding("problem", "table", text, _selected(facts), "no-endpoint")
         return
     ends = _ends(port)
     why = cluster[0].why if cluster else ""
@@ -486,12 +491,36 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
             inside = each.kind is Kind.CLUSTER_IP
             local = port.backend_sets[each.internal if inside else each.external]
             if not local.backends and local.when_empty is WhenEmpty.DROP:
-                who = "clients of this node are" if inside else "clients outside are"
-                text = f"{who} dropped at this node, at its {each.kind.value}: {local.why}"
-                todo = "load balancers must heed the health-check node port; or use externalTrafficPolicy Cluster"
-                mark: Mark = "problem" if inside else "warning"
-                yield Finding(mark, "table", text, AT_HOME if inside else todo, "no-local-endpoint")
+                whose = f"packets of clients {'of this node' if inside else 'outside'} to its {each.kind.value}"
+                text, todo = _policy(local.why, facts, port.family, whose)
+                yield Finding("problem" if inside else "warning", "table", text, todo, "no-local-endpoint")
                 break
+
+
+def _policy(why: str, facts: ServiceFacts, family: int, what: str) -> tuple[str, str]:
+    """Words about a traffic policy that leaves this node without a backend, and what to do."""
+    policy, _, rest = why.partition(": ")
+    away = [f"{address} on {node}" for address, node in facts.elsewhere.items() if family_of(address) == family]
+    spec = ",".join(f'"{word}":"Cluster"' for word in policy.split() if word.endswith("Policy"))
+    namespace, name = _named(facts)
+    change = f"`kubectl -n {namespace} patch service {name} -p '{{\"spec\":{{{spec}}}}}'`"
+    todo = f"send to a node that has an endpoint (the health-check node port tells load balancers), or {change}"
+    return f"{policy} drops {what} at this node: {rest}{':' * bool(away)} {some(away)}".rstrip(), todo
+
+
+def _selected(facts: ServiceFacts) -> str:
+    """How to see the pods of a Service."""
+    namespace, name = _named(facts)
+    if facts.selector:
+        pods = f"`kubectl -n {namespace} get pods -l {quote(facts.selector)}` shows the pods that it selects"
+        return f"{pods}: are they ready, and do they name its ports?"
+    return f"does it select pods, or who makes its endpoints? `kubectl -n {namespace} describe service {name}`"
+
+
+def _named(facts: ServiceFacts) -> tuple[str, str]:
+    """Namespace and name of the Service."""
+    namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
+    return namespace, name
 
 
 def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
@@ -684,7 +713,7 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
     syns = [each for each in syns if each.via == "backend"] or syns
     answered = sum(each.outcome not in LOST for each in syns)
     rule = next(iter(_rules_at(facts, node, syns, facts.counted)), None)
-    where = f"; {_rule(rule)} {_where(rule)} counted {several(facts.counted[rule], 'packet')}" if rule else ""
+    where = f"; {_rule(rule)} counted {several(facts.counted[rule], 'packet')}" if rule else ""
     text = f"packets are lost: {answered} of {several(len(syns), 'SYN')} to {_targets(syns)} {_from(syns)} "
     text += f"{_verb(range(answered), 'was', 'were')} answered{where}"
     todo = (
@@ -718,8 +747,7 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
 def _counting(facts: ServiceFacts, rule: Rule, seen: str, mark: Mark = "problem", ease: str = "") -> Finding:
     text = f"the firewall {_does(rule)} packets in {_hook(rule)}: {_rule(rule)} counted "
     text += f"{several(facts.counted[rule], 'packet')} while {seen}{ease}"
-    todo = f"{_accept(rule)}, {_where(rule)}"
-    return Finding(mark, "firewall", text, todo, "firewall")
+    return Finding(mark, "firewall", text, _accept(rule), "firewall")
 
 
 def is_good(each: Tried) -> bool:
@@ -773,7 +801,7 @@ def _on_the_way(
     if counted:
         yield _counting(facts, counted[0], seen, mark, ease)
     elif suspects:
-        named = some([f"{_rule(rule)} {_where(rule)}" for rule in suspects], "; ")
+        named = some([f"{_rule(rule)}" for rule in suspects], "; ")
         text = f"the firewall probably {_does(suspects[0])} packets in {_hook(suspects[0])}: {seen}; on their way "
         text += f"{_verb(suspects, 'is', 'are')} {named}{ease}"
         todo = f"it has no counter: {_count_it(suspects[0])}, then ask doctor again, which names the rule that counts"
@@ -803,6 +831,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         count = f"{len(targets)} of {several(total, 'backend')}"
         failing = _failing([one for one in direct if one.end in ends])
         where = f" {_from(failing)}" if failing else ""
+        stays = _sticky(each, facts, node) if failing else ""
         sure = _is_sure(worsts, facts)
         match outcome:
             case "refused":
@@ -824,7 +853,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                     todo = "the process does not run, or has not opened its port yet: see the container's log and state"
                 if dead:
                     text += f"; nothing listens by {protocol} in {_verb(dead, 'pod', 'pods')} {some(dead)}"
-                yield Finding("problem", "connections", text, todo, "backend-refuses")
+                yield Finding("problem", "connections", f"{text}{stays}", todo, "backend-refuses")
             case "answered":
                 yield Finding("ok", "connections", f"{count} {_verb(targets, 'answers', 'answer')}, {_places(direct)}")
             case "accepted":
@@ -840,18 +869,20 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 text += f": {each.detail}" if each.detail else ""
                 suspects = [one for one in _rules_at(facts, node, failing, facts.rules) if one.packets is None]
                 if suspects and outcome == "silent":
-                    text += f"; or {_rule(suspects[0])} {_where(suspects[0])} {_does(suspects[0])} it"
+                    text += f"; or {_rule(suspects[0])} {_does(suspects[0])} it"
                     todo, sure = f"{_accept(suspects[0])}; else {todo}", False
                 mark: Mark = "warning" if cause == "backend-closes" else "problem"
-                yield Finding(mark, "connections", text, todo, cause, sure or cause in AT_ONCE)
+                yield Finding(mark, "connections", f"{text}{stays}", todo, cause, sure or cause in AT_ONCE)
     if not direct and not facts.tried:
         yield Finding("unknown", "connections", "none could be tried")
 
 
-def _drops(facts: ServiceFacts) -> Iterator[Finding]:
-    if facts.events:
-        text = f"during these connections: {_by_reason(facts.events)}"
-        yield Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
+def _sticky(failed: Tried, facts: ServiceFacts, node: NodeFacts) -> str:
+    """Which clients session affinity keeps with backends that fail like this one: none where they are led elsewhere."""
+    seconds = next((port.affinity_seconds for port in facts.ports if port.name == failed.port), 0)
+    alike = (one for one in facts.tried if (one.via, one.port, one.outcome) == ("service", failed.port, failed.outcome))
+    clients = some(sorted({one.source for one in alike})) or "its clients" * SEE_FAILURES.isdisjoint(node.programmed)
+    return f"; session affinity keeps {clients} there until idle for {seconds} s" if seconds and clients else ""
 
 
 # Words
@@ -899,11 +930,7 @@ def _does(rule: Rule) -> str:
 
 
 def _rule(rule: Rule) -> str:
-    return f"`{rule.text}`"
-
-
-def _where(rule: Rule) -> str:
-    return f"in chain {rule.chain} of table {rule.table}"
+    return f"`{rule.text}` in chain {rule.chain} of table {rule.table}"
 
 
 def _accept(rule: Rule) -> str:

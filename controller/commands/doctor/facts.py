@@ -104,6 +104,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
     changes: tuple[ChangeRow, ...] = ()  # of the last hour, the oldest first
+    missing: tuple[str, ...] = ()  # commands for addresses and routes that it had in that hour
     events_unknown: str = ""  # why they could not be read
 
 
@@ -132,6 +133,8 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     astray: dict[str, tuple[str, str]] = {}  # address of an endpoint -> what is wrong with the way there, what to do
     listening: dict[tuple[str, str], tuple[str, ...]] = {}  # an end that refused -> ports where its pod listens
     unready: tuple[str, ...] = ()  # addresses of endpoints that are not ready
+    elsewhere: dict[str, str] = {}  # addresses of endpoints that are ready on other nodes -> node
+    selector: str | None = None  # of the Service; None: not known
     node_ports_at: tuple[str, ...] = ()  # addresses of this node that serve node ports
     left_out: int = 0  # backends that were not tried, because there are very many
     stranger: str = ""  # the client that was named, if it is neither this node nor a pod of it
@@ -147,12 +150,12 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
 Cause = Literal[
     "",
     "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
-    "left-to-node", "no-endpoint", "no-local-endpoint", "forwarding-off", "link-down", "mtu", "endpoint-route",
-    "client-pod", "lossy", "firewall", "forwarding-loses", "backend-refuses", "backend-silent", "backend-unreachable",
-    "backend-never-answers", "backend-stalls", "backend-closes", "kernel-differs", "other-proxy", "no-agent",
-    "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served", "flapping",
-    "backends-fail", "node-faults", "refused-objects", "configuration", "drops", "degraded", "draining", "ejected",
-    "reverse-path", "empty-services", "untold", "restricted",
+    "left-to-node", "no-endpoint", "no-local-endpoint", "forwarding-off", "link-down", "address-lost", "mtu",
+    "endpoint-route", "client-pod", "lossy", "firewall", "forwarding-loses", "backend-refuses", "backend-silent",
+    "backend-unreachable", "backend-never-answers", "backend-stalls", "backend-closes", "kernel-differs", "other-proxy",
+    "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served",
+    "flapping", "backends-fail", "node-faults", "refused-objects", "configuration", "drops", "degraded", "draining",
+    "ejected", "reverse-path", "empty-services", "untold", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

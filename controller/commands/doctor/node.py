@@ -17,6 +17,7 @@ from hybrid_proxy.controller.commands.doctor.way import link_of
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
 from hybrid_proxy.controller.commands.views import Agent, Programmed, last_changes
 from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.semantics.history import GONE
 from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -42,11 +43,15 @@ class Node(NamedTuple):
 def at_node(asked: Agent, cgroup: str | None) -> Node:
     """Collect the facts of the node; what cannot be found out is noted as such, and nothing is raised."""
     agent, error = asked.status, asked.error
+    ebpf = agent.dataplane.ebpf if agent else None
     denied = error is not None and os.geteuid() != 0
     here, unread = (None, "permission denied") if denied else _read(asked.programmed)
     rows = [row for one in (here.by_mode() if here else ()) for row in _read(one.services)[0] or ()]
     events, events_unknown = (None, unread) if denied else _read(asked.events)
-    table, rules = conntrack.fill(), () if denied else read_rules()[0]
+    table, rules, interfaces = conntrack.fill(), () if denied else read_rules()[0], links.read_node()
+    changes = last_changes(asked.admin_socket, time.time())
+    gone = dict.fromkeys(row.what.split("`")[1] for row in changes if row.what.endswith(GONE))
+    there = {tuple(each.split()[:4]) for each in interfaces.held}
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
     facts = NodeFacts(
         now=time.time(),
@@ -64,15 +69,14 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         reverse_path=_read(_reverse_path)[0] or {},
         conntrack=table,
         conntrack_user=(
-            conntrack.largest_user(links.read_node().addresses)
-            if table and table.used >= NEARLY_FULL * table.limit
-            else ""
+            conntrack.largest_user(interfaces.addresses) if table and table.used >= NEARLY_FULL * table.limit else ""
         ),
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
         down=_read(_links_down)[0] or () if agent and agent.down else (),
-        beside=_read(lambda: _beside(here, cgroup or _cgroup(agent)))[0] or (),
-        changes=tuple(last_changes(asked.admin_socket, time.time())),
+        beside=_read(lambda: _beside(here, cgroup or (ebpf.sockets.cgroup if ebpf else None)))[0] or (),
+        changes=tuple(changes),
+        missing=tuple(each for each in gone if tuple(each.split()[:4]) not in there),
         events=recent(events or ()),
         events_unknown=events_unknown,
     )
@@ -101,12 +105,6 @@ def _read(read: Callable[[], Read]) -> tuple[Read | None, str]:
 
 def _links_down() -> tuple[PodLink, ...]:
     return tuple(link_of(pod, ()) for pod in namespaces.pods() if pod.down)
-
-
-def _cgroup(agent: AgentStatus | None) -> str | None:
-    """Where the agent serves the node's own sockets."""
-    ebpf = agent.dataplane.ebpf if agent else None
-    return ebpf.sockets.cgroup if ebpf else None
 
 
 def _beside(here: Programmed | None, cgroup: str | None) -> tuple[str, ...]:

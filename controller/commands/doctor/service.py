@@ -44,6 +44,7 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, fa
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
 MOST_PODS: Final = 256  # more are not looked for
+NO_EVENT: Final = 1 << 62
 
 
 def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:
@@ -93,7 +94,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     ends = {end for facts in services for end in _ends(facts)}
     taking_part = [pod for pod in pods if pod in clients.values() or not ends.isdisjoint(pod.addresses)]
     before = {pod: link_of(pod, own) for pod in taking_part if attempts}
-    last = _last_event(args.admin_socket) if node.facts.agent and attempts else None
+    before_all = _events(args.admin_socket, NO_EVENT) if node.facts.agent and attempts else None
     rules, rules_unknown = read_rules() if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
     syns = try_all(repeats(tried), REPEAT_SECONDS)
@@ -102,7 +103,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own).drops for pod in before}
     counters = counted(rules, read_rules()[0]) if any(rule.packets is not None for rule in rules) else {}
-    events = _events_since(args.admin_socket, last) if last is not None else ()
+    since = _events(args.admin_socket, before_all.last) if before_all else None
+    events = recent(since.events) if since else ()
     found = []
     for facts, (mine, left_out) in zip(services, plans, strict=True):
         live, live_unknown = _live(args, facts, node, pods, own)
@@ -123,7 +125,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                     for pod, link in before.items()
                     if pod == clients.get(facts.asked) or not backends.keys().isdisjoint(pod.addresses)
                 ),
-                astray=astray(backends, pods, interfaces, uplinks),
+                astray=astray(backends, pods, interfaces, uplinks, node.facts.missing),
                 listening=listening(rows, pods),
                 left_out=left_out,
                 stranger=source if pods and source not in here else "",
@@ -167,6 +169,8 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
     return ServiceFacts(
         asked=asked,
         unready=tuple(answer.unready) if answer else (),
+        elsewhere=answer.elsewhere if answer else {},
+        selector=answer.selector if answer else None,
         node_ports_at=tuple(answer.node_ports_at) if answer else (),
         name=name,
         packet=packet,
@@ -333,18 +337,10 @@ def _addresses(port: TablePort, facts: ServiceFacts, source: str, node: Origin) 
             yield address, frontend.port
 
 
-def _last_event(admin_socket: str) -> int | None:
-    try:
-        return ask(admin_socket, GetEvents(1 << 62), EventsAnswer).last
-    except ControllerError:
-        return None
-
-
-def _events_since(admin_socket: str, number: int) -> tuple[PacketEvent, ...]:
-    try:
-        return recent(ask(admin_socket, GetEvents(number), EventsAnswer).events)
-    except ControllerError:
-        return ()
+def _events(admin_socket: str, after: int) -> EventsAnswer | None:
+    with contextlib.suppress(ControllerError):
+        return ask(admin_socket, GetEvents(after), EventsAnswer)
+    return None
 
 
 def is_about(row: PacketEvent, facts: ServiceFacts, attempts: Iterable[Attempt]) -> bool:

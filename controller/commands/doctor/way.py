@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address, ip_network
 from typing import Final
 
 from hybrid_proxy.controller.commands.doctor.facts import PodLink, Tried
@@ -33,36 +34,40 @@ def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
 
 
 def astray(
-    ends: Mapping[str, bool], pods: Sequence[Pod], here: links.Node, uplinks: Iterable[links.Interface]
-) -> dict[str, tuple[str, str]]:
+    ends: Mapping[str, bool], pods: Sequence[Pod], here: links.Node, uplinks: Iterable[links.Interface],
+    missing: Iterable[str],
+) -> dict[str, tuple[str, str]]:  # fmt: skip
     """Return what is wrong with the way to an endpoint, and what to do; `ends` tells which are on this node."""
     by_index = {each.index: each for each in here.interfaces}
     behind = {address: pod for pod in pods for address in pod.addresses}
     down = {address for pod in pods if pod.down for address in pod.addresses}  # the kernel takes its routes away
     outside = {each.index for each in uplinks}
+    lost = {ip_network(each.split()[3]): each for each in missing if each.startswith("ip route")}
     found, near, todo = {}, roles.neighbours(), "the CNI plugin makes this route: see its log"
     for address in sorted(ends.keys() - down - set(here.addresses)):
         with contextlib.suppress(OSError, DataplaneError):
             hop = links.next_hop(address)
             to = by_index.get(hop.index) if hop else None
-            if to is None or hop is None:
-                found[address] = "no route leads there", todo
-                continue
-            pod, via = behind.get(address), hop.gateway or address
+            pod, via, name = behind.get(address), (hop.gateway if hop else "") or address, to.name if to else ""
             link = next((each for each in here.interfaces if pod is not None and each.name == pod.interface), None)
-            mac, state = near.get((to.index, via), (b"", 0))
-            entry = f"the neighbour entry of {via} on {to.name} {'is' if mac else 'has'} {mac.hex(':') or 'failed'}"
-            if pod is None or link is None:
-                if ends[address] and to.index in outside:
-                    found[address] = f"the route leads to {to.name}, where no pod is", todo
-                elif state == NUD_FAILED or (state == NUD_PERMANENT and to.kind not in VIRTUAL):
-                    fixed = " and is fixed: is it right?" if mac else ": nobody answers there"
-                    found[address] = f"{entry}{fixed}", f"`ip neigh del {via} dev {to.name}` has the kernel ask again"
-            elif to.index not in (link.index, link.master):
-                found[address] = f"its pod is behind {link.name}, and the route leads to {to.name}", todo
-            elif mac and mac != (own := _mac(pod)):
-                text = f"{entry}, and its pod has {own.hex(':')}"
-                found[address] = text, f"`ip neigh del {via} dev {to.name}`"
+            leads = f"the route leads to {name}" if to else "no route leads there"
+            mac, state = near.get((to.index, via), (b"", 0)) if to else (b"", 0)
+            entry = f"the neighbour entry of {via} on {name} {'is' if mac else 'has'} {mac.hex(':') or 'failed'}"
+            again = f"`ip neigh del {via} dev {name}`"
+            if pod and link:
+                if to is None or to.index not in (link.index, link.master):
+                    repair = f"`ip route replace {address} dev {by_index.get(link.master, link).name}`"
+                    found[address] = f"its pod is behind {link.name}, and {leads}", f"{repair}; {todo}"
+                elif mac and mac != (own := _mac(pod)):
+                    found[address] = f"{entry}, and its pod has {own.hex(':')}", again
+            elif ways := [network for network in lost if ip_address(address) in network]:
+                way = max(ways, key=lambda network: network.prefixlen)
+                found[address] = f"this node lost its route to {way}, and {leads}", f"`{lost[way]}`; {todo}"
+            elif to is None or (ends[address] and to.index in outside):
+                found[address] = f"{leads}{', where no pod is' if to else ''}", todo
+            elif state == NUD_FAILED or (state == NUD_PERMANENT and to.kind not in VIRTUAL):
+                fixed = " and is fixed: is it right?" if mac else ": nobody answers there"
+                found[address] = f"{entry}{fixed}", f"{again} has the kernel ask again"
     return found
 
 
