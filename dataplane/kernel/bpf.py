@@ -11,6 +11,7 @@ import errno
 import itertools
 import mmap
 import os
+import signal
 import struct
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -409,7 +410,10 @@ class Object:
             self._logs[name][0] = b"\0"
             library().bpf_program__set_log_buf(handle, self._logs[name], LOG_SIZE)
             library().bpf_program__set_log_level(handle, log_level)
+        # The verifier gives up (EAGAIN) when a signal waits for this thread; libbpf tries five times.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         code = library().bpf_object__load(self.handle)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if code < 0:
             check(code, f"loading {self.path.name}", self._last_words())
         said = {name: ffi.string(log).decode(errors="replace") for name, log in self._logs.items()}
