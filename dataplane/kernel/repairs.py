@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
@@ -56,8 +56,8 @@ class RepairLog:
 class Repairable(Protocol):
     """A part of the datapath that another program may damage."""
 
-    def damage(self, pins: Pins) -> Iterator[str]:
-        """Yields a message for each object that is not as it was made. `pins` is what the pin directory has now."""
+    def damage(self, pins: Pins) -> Iterable[str]:
+        """Returns a message for each object that is not as it was made. `pins` is what the pin directory has now."""
         ...
 
     def repair(self, pins: Pins) -> None:
@@ -107,28 +107,6 @@ class PinnedMap:
     def close(self) -> None:
         """Closes the map; the pin keeps it."""
         self.map.close()
-
-
-class Contents:
-    """Contents of maps that are pinned by another part.
-
-    Args:
-        damage: yields a message for each difference from what was written.
-        repair: writes it again.
-    """
-
-    def __init__(self, damage: Callable[[], Iterable[str]], repair: Callable[[], object]) -> None:
-        self._damage, self._repair = damage, repair
-
-    def damage(self, pins: Pins) -> Iterator[str]:
-        """Yields a message for each difference."""
-        del pins
-        yield from self._damage()
-
-    def repair(self, pins: Pins) -> None:
-        """Writes again what differs."""
-        if any(True for _ in self.damage(pins)):
-            self._repair()
 
 
 class PinDirectory:

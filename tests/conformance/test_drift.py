@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from functools import partial
 
 import pytest
@@ -25,11 +26,21 @@ CLSACT = 'tc qdisc show | sed -n "s/^qdisc clsact .* dev \\([^ ]*\\) .*/\\1/p"'
 UNHOOK = f"for name in $({CLSACT}); do tc qdisc delete dev $name clsact || exit 1; done"
 REMOVE = ("sh", "-c", "rm -rf {pins} || true")  # the agent may make some of them again meanwhile
 
+# Changes every backend and slot.
+SPOIL = """
+import sys; from pathlib import Path
+from hybrid_proxy.dataplane.kernel.bpf import Map
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import dtype_of
+for name, field in (("backend", "port"), ("slot", "backend")):
+    Map.pinned(Path(sys.argv[1], f"{name}s")).view(dtype_of(name))[field] = 0
+"""
+
 # What somebody else does, by mode; `{pins}` is the folder of pins.
 ACCIDENTS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "ebpf": {
         # Each of these alone: tests/modes/ebpf/live/test_repairs.py.
         "everything": (("sh", "-c", f"{DETACH}; {UNHOOK}"), REMOVE),
+        "rows-of-services": ((sys.executable, "-c", SPOIL, "{pins}"),),
     },
     "nftables": {
         "ruleset-flushed": (("nft", "flush", "ruleset"),),

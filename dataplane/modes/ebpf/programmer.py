@@ -34,7 +34,7 @@ from hybrid_proxy.dataplane.kernel.foreign_rules import PassingRules
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second, wait_for_programs
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folder
 from hybrid_proxy.dataplane.kernel.lock import hold
-from hybrid_proxy.dataplane.kernel.repairs import Contents, Repairs
+from hybrid_proxy.dataplane.kernel.repairs import Repairs
 from hybrid_proxy.dataplane.mode import Event, Mode, Options, ProbePacket, Programmer, RequestMaintenance, SyncResult
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
 from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC, forget_half_open, open_flows
@@ -54,6 +54,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import node_columns
 from hybrid_proxy.dataplane.modes.ebpf.maps.orphans import collect, namespace_map, own_directory
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of, former_layouts, remove_pins
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
+from hybrid_proxy.dataplane.modes.ebpf.services.audit import Audit
 from hybrid_proxy.dataplane.modes.ebpf.services.capacity import check_room
 from hybrid_proxy.dataplane.modes.ebpf.services.freeing import free
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Rings
@@ -218,12 +219,11 @@ class Ebpf(Programmer):
             options, self.maps, self.store, self.datapath, self.attachments, self.gc, self.failover, self.fast_path
         )
         self.packets = PacketLog(self.maps, self.store, self.names)
-        attached = self.attachments
+        attached, self.audit = self.attachments, Audit(self.store)
         # What carries traffic comes first.
         self.repairs = Repairs(directory, (
             attached.pods, attached.uplinks, attached.drivers, attached.sockets, self.maps, namespace, record,
-            attached.node_maps, Contents(self.datapath.damage, self.datapath.repair),
-            Contents(self.store.damage, lambda: self.sync(self._start_over())),
+            attached.node_maps, self.datapath, self.audit,
         ), self.repaired)  # fmt: skip
         self.gc.start()
         if not options.all_or_nothing and (self.maps.adopted or enough_processors()):
@@ -410,6 +410,7 @@ class Ebpf(Programmer):
     def maintain(self) -> Sequence[Event]:
         if self.attachments.serves:
             self.repairs.run()
+            self.audit.advance()
         free(self.store, self.gc, self.maps.view("node"))
         if self._unprogrammed and not self._failed:
             self.sync(self.table)
@@ -422,7 +423,6 @@ class Ebpf(Programmer):
         self.attachments.maintain()
         if self.state not in (State.DRAINING, State.LEFT):  # the rules of the mode that serves are not in the way
             self.fast_path.maintain()
-        self.repaired.count += self.store.repair_ranges()
         self.packets.maintain()
         notices = self.failover.evaluate(self.store)
         self.gc.grace.want(self.store.plan.pools.stamp)
@@ -478,11 +478,8 @@ def probe(options: Options) -> str | None:
     """Returns why this kernel cannot run the mode, or None. Tries the smallest of our objects, with its maps."""
     try:
         pin_folder(options.ebpf.pin_root, mount=False)
-        loaded = Object(layout.OBJECTS / "inspect.bpf.o")
-        try:
+        with closing(Object(layout.OBJECTS / "inspect.bpf.o")) as loaded:
             loaded.load()
-        finally:
-            loaded.close()
     except Unsupported as error:
         return str(error)
     except (DataplaneError, OSError) as error:

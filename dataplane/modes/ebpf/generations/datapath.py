@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object
+from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.generations.generation import Generation, Step, plan_replacement
 from hybrid_proxy.dataplane.modes.ebpf.generations.layouts import ours
 from hybrid_proxy.dataplane.modes.ebpf.generations.programs import Loader, Programs, missing_datapaths, put_datapaths
@@ -262,13 +263,15 @@ class Datapath:
 
     # Repairs
 
-    def damage(self) -> Iterator[str]:
+    def damage(self, pins: Pins) -> Iterator[str]:
         """Yields a message for each datapath that hooks do not call any more."""
+        del pins
         if self.programs is not None:
             yield from missing_datapaths(self._maps.maps["datapaths"], self.programs.datapaths)
 
-    def repair(self) -> None:
+    def repair(self, pins: Pins) -> None:
         """Has hooks call the datapaths again."""
+        del pins
         if self.programs is not None:
             put_datapaths(self._maps.maps["datapaths"], self.programs.datapaths)
 

@@ -51,18 +51,10 @@ class SourceRanges:
     def only(self) -> None:
         """Removes ranges that a previous agent left and the present table does not have."""
         for family, known in self._maps.items():
-            wanted = {
-                self._key(service, family, cidr)
-                for (service, of), cidrs in self._known.items()
-                if of == family
-                for cidr in cidrs
-            }
-            keys, _ = known.items(layout.dtype_of(f"source_range{family}_key"), np.dtype(np.uint32))
-            size = keys.dtype.itemsize
-            raw = keys.tobytes()
-            for start in range(0, len(raw), size):
-                if raw[start : start + size] not in wanted:
-                    known.delete(raw[start : start + size])
+            ranges = ((service, cidrs) for (service, of), cidrs in self._known.items() if of == family)
+            wanted = {self._key(service, family, cidr) for service, cidrs in ranges for cidr in cidrs}
+            for key in known.elements().keys() - wanted:
+                known.delete(key)
 
     @staticmethod
     def _key(service: int, family: int, cidr: str) -> bytes:
@@ -159,8 +151,6 @@ class NodeMaps:
         self._maps, self._row = maps, row
         self._wanted: dict[str, Mapping[bytes, bytes]] = {}
         self._columns: dict[str, int | NDArray[Any]] = {}
-        self._bytes: NDArray[np.intp] = np.empty(0, np.intp)  # of the row, that these columns are made of
-        self._written = b""  # these bytes
 
     def write(self, name: str, wanted: Mapping[bytes, bytes]) -> None:
         """Makes these keys and values all elements of a map."""
@@ -171,12 +161,6 @@ class NodeMaps:
         """Writes columns of map `node`, in this order."""
         self._columns = dict(columns)
         self._write_columns()
-        wanted = np.zeros(1, layout.dtype_of("node"))
-        for column, value in columns.items():
-            wanted[column] = value
-        places = [wanted.dtype.fields[column][:2] for column in columns]
-        self._bytes = np.concatenate([np.arange(start, start + kind.itemsize) for kind, start in places])
-        self._written = wanted.view(np.uint8)[self._bytes].tobytes()
 
     def _write_columns(self) -> None:
         row = self._row()
@@ -197,7 +181,8 @@ class NodeMaps:
             found = self._maps[name].elements()
             if found != wanted and found != self._possible(name):
                 yield f"map {name} has other elements"
-        if self._row().view(np.uint8)[self._bytes].tobytes() != self._written:
+        row = self._row()
+        if any((row[column] != value).any() for column, value in self._columns.items()):
             yield "map node has another row"
 
     def repair(self, pins: Pins) -> None:

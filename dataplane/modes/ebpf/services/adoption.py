@@ -15,7 +15,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import InUse, Removed, size_class
 from hybrid_proxy.dataplane.modes.ebpf.services.lower import Key, Rows, Settings
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Installed, Plan
-from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_rows
+from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter
 from hybrid_proxy.dataplane.table import Backend, Entry
 
 _SERVICE = np.uint64(0xFFFFFFFF)  # the bits of a frontend's value that name its service
@@ -48,7 +48,7 @@ class Former:
     def in_use(self) -> InUse:
         """Returns the ids and slots that the maps name. They are not free until they are claimed or released."""
         ranges = {piece for pieces in self._ranges.values() for piece in pieces if piece[1]}
-        return InUse(self._ranges, self._backends.tolist(), sorted(ranges))
+        return InUse(self._ranges.keys(), self._backends.tolist(), sorted(ranges))
 
     def _ranges_of(self, service: int) -> tuple[tuple[int, int], ...]:
         """Returns the slot ranges of the service; the second has size 0 when it shares the first."""
@@ -96,9 +96,7 @@ class Former:
             key for key in self._frontends
             if key not in wanted and (key[0], canonical_address(key[1]), *key[2:]) not in wanted
         ]  # fmt: skip
-        for family in (4, 6):
-            if keys := [key for key in stale if key[0] == family]:
-                self._maps.maps[f"frontends{family}"].delete_batch(frontend_rows(keys, family)[0])
+        self._writer.delete(stale)
         self._writer.source_ranges.only()
         now = list(plan.by_id.values())
         free = np.ones(len(self._writer.rows.backends), np.bool_)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -90,6 +90,7 @@ class Batch:
     source_ranges: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)  # service, family, CIDRs
     gone: Removed = field(default_factory=Removed)
     published: bool = False  # memory is written; what is left are system calls
+    again: bool = False  # the maps had all of it, and the prefilter has its bits
     late_frontends: list[Key] = field(default_factory=list)  # for which there was no room before others went
 
 
@@ -163,6 +164,22 @@ class Plan:
 
     def find(self, key: EntryKey) -> Installed | None:
         return next((known for known in self.installed.get(service_of(key), ()) if known.entry.key == key), None)
+
+    def rows_of(self, services: Iterable[int]) -> Batch:
+        """Returns the rows that the maps have of these services; without weights and source ranges."""
+        batch = Batch(again=True)
+        for port in filter(None, map(self.by_id.get, services)):
+            kind, settings = port.entry.family | int(port.entry.protocol) << 8, port.rows.settings
+            batch.members.append(Members(port.service, kind, port.ids, port.rows.members, port.rows.flags))
+            rings = zip(port.rings, port.ranges, strict=True)
+            batch.rings += [(offset, port.service, ring) for ring, (offset, size) in rings if size]
+            batch.services.append((port.service, settings.flags, settings.affinity_seconds))
+            for key, flags, closed in settings.frontends:
+                if closed:
+                    batch.frontends[*key[:2], 0, 0] = _ADDRESS
+                if self.owners.get(key) == port.service:
+                    batch.frontends[key] = (port.service, flags)
+        return batch
 
     # Changes
 

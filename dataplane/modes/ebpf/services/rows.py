@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.kernel.netlink import AF
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
-from hybrid_proxy.dataplane.modes.ebpf.services.lower import BACKEND_SETS
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, Members, Ring
 from hybrid_proxy.dataplane.table import Protocol
 
 VECTORIZE_FROM: Final = 65
 _U64 = np.uint64
+Columns = tuple[str, NDArray[Any], NDArray[Any], dict[str, Any]]  # map, places, the service of each, values by field
 _ADDRESS = struct.Struct("=4I")
 
 
@@ -64,7 +64,9 @@ class RowWriter:
         if batch.flags:
             self.write_flags(batch.flags)
         if sum([len(group.ids) for group in members]) + sum([len(ring) for _, _, ring in rings]) >= self.vectorize_from:
-            return self._write_many(batch)
+            for columns in self.columns(batch):
+                self.fill(*columns)
+            return self.backend_bits(np.fromiter(chain.from_iterable(group.ids for group in members), np.int64))
         words, halves, step, port = self._words, self._halves, self._step, self._port
         bits: list[int] = []
         for service, kind, ids, backends, flags in members:
@@ -88,28 +90,26 @@ class RowWriter:
                 self._slot_words[2 * place] = number | owner
         return bits
 
-    def _write_many(self, batch: Batch) -> Sequence[int]:
-        """Does what `write` does, with numpy."""
-        numbers = self._write_backends(batch.members) if batch.members else ()
+    def fill(self, name: str, places: NDArray[Any], _: NDArray[Any], columns: dict[str, Any]) -> None:
+        for field, values in columns.items():
+            getattr(self, name)[field][places] = values
+
+    def differing(self, name: str, places: NDArray[Any], services: NDArray[Any], columns: dict[str, Any]) -> list[int]:
+        """Returns the services with rows that are not as `fill` would write them."""
+        rows, wrong = getattr(self, name)[places], np.zeros(len(places), np.bool_)
+        for field, values in columns.items():
+            wrong |= (rows[field] != values).reshape(len(places), -1).any(axis=1)
+        found: list[int] = np.unique(services[wrong]).tolist()
+        return found
+
+    def columns(self, batch: Batch) -> Iterator[Columns]:
+        """Yields the fields of backends, then those of slots, which repeat a part of the backends' rows."""
+        if batch.members:
+            yield _backend_columns(batch.members)
         if batch.rings:
-            self._write_rings(batch.rings)
-        return self.backend_bits(numbers)
+            yield self._slot_columns(batch.rings)
 
-    def _write_backends(self, groups: Sequence[Members]) -> NDArray[np.int64]:
-        """Write whole rows, and return their ids."""
-        rows, counts = self.backends, [len(group.ids) for group in groups]
-        numbers = np.fromiter(chain.from_iterable(group.ids for group in groups), np.int64)
-        rows["address"][numbers] = layout.address_words(
-            backend.address for group in groups for backend in group.backends
-        )
-        rows["port"][numbers] = layout.swap16([backend.port for group in groups for backend in group.backends])
-        rows["service"][numbers] = np.repeat([group.service for group in groups], counts)
-        rows["kind"][numbers] = np.repeat([group.kind for group in groups], counts)
-        rows["flags"][numbers] = np.fromiter(chain.from_iterable(group.flags for group in groups), np.uint16)
-        return numbers
-
-    def _write_rings(self, rings: Sequence[Ring]) -> None:
-        """Fill slots from an offset with the service and backends, whose rows are written."""
+    def _slot_columns(self, rings: Sequence[Ring]) -> Columns:
         counts = np.array([len(ring) for _, _, ring in rings])
         starts = np.array([offset for offset, _, _ in rings], dtype=np.int64) - (np.cumsum(counts) - counts)
         places = np.repeat(starts, counts) + np.arange(counts.sum())
@@ -118,8 +118,8 @@ class RowWriter:
         chosen = self.backends[ids.astype(np.int64)]
         ports = chosen["port"].astype(_U64) << _U64(32)
         proofs = (services & _U64(0xFFFF)) << _U64(48)
-        self.slots["endpoint"][places] = chosen["address"][:, 0].astype(_U64) | ports | proofs
-        self.slots["backend"][places] = ids | services << _U64(32)
+        endpoints = chosen["address"][:, 0].astype(_U64) | ports | proofs
+        return "slots", places, services, {"endpoint": endpoints, "backend": ids | services << _U64(32)}
 
     def write_flags(self, rows: Sequence[tuple[int, int]]) -> None:
         """Change the flags of backends: ids, each with its flags."""
@@ -156,18 +156,6 @@ class RowWriter:
         buffers = (ffi.from_buffer("uint64_t[]", array) for array in (places, values))
         lib.store_release_many(self._service_words, *buffers, len(words))
 
-    def repair(self) -> int:
-        """Publish again the words that another program changed. Returns how many."""
-        now = self.services["sets"]
-        # Once a second, and rarely anything is wrong: two comparisons in one direction take a third of one in both.
-        if not any((now[:, number] != self.published[:, number]).any() for number in range(BACKEND_SETS)):
-            return 0
-        wrong = np.argwhere(now != self.published).tolist()
-        for service, number in wrong:
-            word = int(self.published[service, number])
-            lib.store_release(self._service_words, service * self._service_step + number, word)
-        return len(wrong)
-
     def clear_services(self, ids: Sequence[int]) -> None:
         """Clear the words of these services: no program reads their slots any more."""
         self.services["sets"][ids] = self.published[ids] = 0
@@ -175,3 +163,15 @@ class RowWriter:
     def clear_backends(self, ids: Sequence[int]) -> None:
         """Clear the rows of these backends, whose ids are free now."""
         self.backends["service"][ids] = self.backends["failures"][ids] = 0
+
+
+def _backend_columns(groups: Sequence[Members]) -> Columns:
+    counts = [len(group.ids) for group in groups]
+    services = np.repeat([group.service for group in groups], counts)
+    return "backends", np.fromiter(chain.from_iterable(group.ids for group in groups), np.int64), services, {
+        "address": layout.address_words(backend.address for group in groups for backend in group.backends),
+        "port": layout.swap16([backend.port for group in groups for backend in group.backends]),
+        "service": services,
+        "kind": np.repeat([group.kind for group in groups], counts),
+        "flags": np.fromiter(chain.from_iterable(group.flags for group in groups), np.uint16),
+    }  # fmt: skip

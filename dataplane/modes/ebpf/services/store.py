@@ -5,9 +5,8 @@ The first change after a start is compared with what the maps hold, so that a re
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,17 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.pools import InUse
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import FIELDS
 from hybrid_proxy.dataplane.modes.ebpf.services.adoption import Former
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejection
-from hybrid_proxy.dataplane.modes.ebpf.services.lower import BACKEND_EJECTED, Key, Socket
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import (
+    BACKEND_EJECTED,
+    FRONTEND_ADDRESS,
+    FRONTEND_NODE_PORTS,
+    Key,
+    Socket,
+)
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import RINGS, Batch, Plan, Rings, Subject
-from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter, frontend_rows
-from hybrid_proxy.dataplane.reports import several
+from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter
 from hybrid_proxy.dataplane.slow_start import Parts
 from hybrid_proxy.dataplane.table import Entry, EntryKey, family_of
-
-log = logging.getLogger(__name__)
 
 FIRST_FILL = 500  # services
 BEGUN = FIELDS.index("flows")  # in the figures of traffic
@@ -66,11 +68,10 @@ class Store:
         if self._former is not None:
             self.traffic.only(used.services, used.backends)
             self.first_packets.only(used.services)
-        self._unwritten: deque[Batch] = deque()  # planned, in this order
-        self._late: list[Batch] = []  # written but for frontends for which there was no room
-        self._shown: dict[int, tuple[int, Key | None, bytes]] = {}  # by family: a frontend of so many, and its row
+        self.unwritten: deque[Batch] = deque()  # planned, in this order
+        self.late: list[Batch] = []  # written but for frontends for which there was no room
+        self.node_ports_at: dict[Key, tuple[int, int]] = {}  # frontends of no service
         self.graced_stamp = 0  # number of the last grace period that is over
-        self._node_ports_at: frozenset[str] = frozenset()
         self._exact_after = 0  # once this grace period is over, prefilter bits of a former process go
 
     def start_over(self) -> None:
@@ -101,30 +102,6 @@ class Store:
         self.writer.grown()
         self.plan.pools.resize(self._sizes())
         self.traffic = self.maps.traffic()
-
-    def emptied(self) -> list[int]:
-        """Returns the families whose frontends another program removed, judged by one frontend each."""
-        if self._late or self._unwritten:
-            return []
-        count = len(self.plan.owners)
-        for family in (4, 6):
-            known, key, _ = self._shown.get(family, (0, None, b""))
-            if known != count and (not key or key not in self.plan.owners):
-                key = next((each for each in self.plan.owners if each[0] == family), None)
-                self._shown[family] = count, key, frontend_rows([key], family)[0].tobytes() if key else b""
-        shown = ((family, row) for family, (_, key, row) in self._shown.items() if key and key in self.plan.owners)
-        return [family for family, row in shown if self.maps.maps[f"frontends{family}"].lookup(row) is None]
-
-    def damage(self) -> Iterator[str]:
-        """Yields a message for each family whose frontends another program removed."""
-        yield from (f"map frontends{family} is empty" for family in self.emptied())
-
-    def repair_ranges(self) -> int:
-        """Repairs slot ranges of services that another program changed; returns how many."""
-        repaired = self.writer.rows.repair()
-        if repaired:
-            log.warning("another program had changed %s of services; repaired", several(repaired, "slot range"))
-        return repaired
 
     def free_slots(self) -> bool:
         """Waits for programs where slots lack, and some only wait for programs that may still read them.
@@ -162,20 +139,19 @@ class Store:
         step = max(1, len(names)) if self.plan.installed else FIRST_FILL
         for start in range(0, len(names), step):
             batch = Batch()
-            self._unwritten.append(batch)
+            self.unwritten.append(batch)
             for name in names[start : start + step]:
                 more, less = self.plan.change(batch, name, services.get(name, ()))
                 changed, removed = changed + more, removed + less
             self._write()
         if self._former is not None:
-            node_ports = [(family_of(address), address, 0, 0) for address in self._node_ports_at]
-            self._former.remove_leftovers(self.plan, node_ports)
+            self._former.remove_leftovers(self.plan, self.node_ports_at)
             self._former = self.plan.adopt = None
             self._exact_after = self.plan.pools.stamp
             if not self._exact_after:  # programs can see nothing that is gone, and no grace period will be asked for
                 self.writer.only()
-        while self._late:
-            batch = self._late.pop()
+        while self.late:
+            batch = self.late.pop()
             if self.writer.insert(batch.late_frontends, batch.frontends):
                 raise ForeignEntries("the maps of frontends hold more than this process wrote: `hybrid-proxy cleanup`")
         return changed, removed
@@ -187,29 +163,33 @@ class Store:
         """
         batch = Batch()
         self.plan.adjust(batch, ejections, parts)
-        self._unwritten.append(batch)
+        self.unwritten.append(batch)
         self._write()
 
     def _write(self) -> None:
         """Write the planned batches in order; one that failed before comes first."""
-        while self._unwritten:
-            batch = self._unwritten[0]
+        while self.unwritten:
+            batch = self.unwritten[0]
             self.writer.write(batch)
             self.plan.pools.defer(batch.gone)
             if batch.late_frontends:
-                self._late.append(batch)
-            self._unwritten.popleft()
+                self.late.append(batch)
+            self.unwritten.popleft()
 
     def serve_node_ports_at(self, addresses: Collection[str], loopback: Collection[str] = ()) -> None:
         """Serve frontends of address `ANY` at exactly these addresses of the node.
 
         At those in `loopback` they are served to the node's own sockets alone.
         """
-        former, self._node_ports_at = self._node_ports_at, frozenset((*addresses, *loopback))
-        self.writer.serve_node_ports_at(addresses, loopback, former)
+        flags = dict.fromkeys(loopback, FRONTEND_NODE_PORTS)
+        flags |= dict.fromkeys(addresses, FRONTEND_ADDRESS | FRONTEND_NODE_PORTS)
+        wanted = {(family_of(address), address, 0, 0): (0, flags[address]) for address in sorted(flags)}
+        former, self.node_ports_at = self.node_ports_at, wanted
+        self.writer.insert(wanted, wanted)
+        self.writer.delete(former.keys() - wanted.keys())
         used = self.plan.pools.frontends  # an entry for each address
-        used.update(map(family_of, self._node_ports_at))
-        used.subtract(map(family_of, former))
+        used.update(family for family, *_ in wanted)
+        used.subtract(family for family, *_ in former)
 
     def note_service_cidrs(self, family: int, cidrs: tuple[str, ...]) -> None:
         """Serve these service CIDRs, too: those for which map `node` has no room."""

@@ -6,19 +6,21 @@ removed is removed in the opposite order, and freed when no program can use it a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import SourceRanges
-from hybrid_proxy.dataplane.modes.ebpf.services.lower import ANY, FRONTEND_ADDRESS, FRONTEND_NODE_PORTS, Key
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import ANY, Key
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch
-from hybrid_proxy.dataplane.modes.ebpf.services.rows import VECTORIZE_FROM, RowWriter
-from hybrid_proxy.dataplane.table import Protocol, family_of
+from hybrid_proxy.dataplane.modes.ebpf.services.rows import VECTORIZE_FROM, Columns, RowWriter
+from hybrid_proxy.dataplane.table import Protocol
 
 PORT_KINDS = {int(Protocol.TCP): 0, int(Protocol.UDP): 1, int(Protocol.SCTP): 2}  # parts of the bitmap of node ports
 
@@ -52,8 +54,10 @@ class CountingFilter:
 
     def only(self) -> None:
         """Clear every bit that is not counted: those of the previous agent."""
-        packed = np.packbits((self.counts > 0).astype(np.uint8), bitorder="little").view(np.uint64)
-        self.view[:] = packed
+        self.view[:] = self.counted()
+
+    def counted(self) -> NDArray[np.uint64]:
+        return np.packbits(self.counts > 0, bitorder="little").view(np.uint64)
 
 
 class MapWriter:
@@ -63,9 +67,9 @@ class MapWriter:
         self._maps = maps
         self.hz = hz  # jiffies per second, for affinity times
         self.rows, self.loads = self._open_rows(), maps.view("loads")
-        self.service_addresses = CountingFilter(maps.bitmap("service_addresses"))
-        self.backend_sockets = CountingFilter(maps.bitmap("backend_sockets"))
-        self.node_ports = CountingFilter(maps.bitmap("node_ports"))
+        names = "service_addresses", "backend_sockets", "node_ports"
+        self.bitmaps = {name: CountingFilter(maps.bitmap(name)) for name in names}
+        self.service_addresses, self.backend_sockets, self.node_ports = self.bitmaps.values()
         self.source_ranges = SourceRanges({family: maps.maps[f"source_ranges{family}"] for family in (4, 6)})
 
     def _open_rows(self, published: NDArray[np.uint64] | None = None) -> RowWriter:
@@ -84,14 +88,14 @@ class MapWriter:
         """
         rows = self.rows
         if not batch.published:
-            self.backend_sockets.add(rows.write(batch))
+            bits = rows.write(batch)
+            if not batch.again:
+                self.backend_sockets.add(bits)
             if batch.weights:
                 ids, weights = np.array(batch.weights, dtype=np.int64).T
                 self.loads["weight"][ids] = weights
-            if batch.services:
-                ids, flags, seconds = np.array(batch.services, dtype=np.int64).T
-                rows.services["flags"][ids] = flags
-                rows.services["affinity"][ids] = np.minimum(seconds * self.hz, 0xFFFFFFFF)
+            for columns in self._service_columns(batch):
+                rows.fill(*columns)
             if batch.words:
                 rows.publish(batch.words)
             if batch.new_frontends:
@@ -102,15 +106,43 @@ class MapWriter:
         if batch.gone.backends:
             rows.write_flags([(number, 0) for number in batch.gone.backends])
 
+    def _service_columns(self, batch: Batch) -> Iterator[Columns]:
+        if batch.services:
+            ids, flags, seconds = np.array(batch.services, dtype=np.int64).T
+            yield "services", ids, ids, {"flags": flags, "affinity": np.minimum(seconds * self.hz, 0xFFFFFFFF)}
+
+    def differing(self, batch: Batch) -> Iterator[tuple[str, int | str]]:
+        """Yields the map, and the service or the frontend, of rows that are not as `write` would write them."""
+        for columns in (*self.rows.columns(batch), *self._service_columns(batch)):
+            if services := self.rows.differing(*columns):
+                yield from ((columns[0], service) for service in services)
+                break  # slots repeat what differs in backends
+        for known, keys, rows, values in self._frontends(batch.frontends, batch.frontends):
+            raw = (struct.iter_unpack(f"{known.key_size}s", rows.tobytes()), struct.iter_unpack("8s", values.tobytes()))
+            for key, (row,), (value,) in zip(keys, *raw, strict=True):
+                if known.lookup(row) != value:
+                    yield known.name, f"{key[1]} port {key[2]}"
+
+    def lost(self, end: int) -> Iterator[str]:
+        """Yields a message if another program changed slot ranges of services before `end`, or cleared bits."""
+        if (self.rows.services["sets"][:end] != self.rows.published[:end]).any():
+            yield "map services has other slot ranges"
+        lost = (name for name, bitmap in self.bitmaps.items() if (bitmap.counted() & ~bitmap.view).any())
+        yield from (f"map bitmaps lacks bits of {name}" for name in lost)
+
+    def restore(self) -> None:
+        """Write again what may be `lost`."""
+        self.rows.services["sets"][:] = self.rows.published
+        for bitmap in self.bitmaps.values():
+            bitmap.view |= bitmap.counted()
+
     def _write_frontends(self, batch: Batch) -> None:
         """Add source ranges, then the frontends that they restrict; then delete removed frontends and ranges."""
         for service, family, cidrs in batch.source_ranges:
             if cidrs:
                 self.source_ranges.allow(service, family, cidrs)
         batch.late_frontends = self.insert(batch.frontends, batch.frontends)
-        gone = [key for key, _ in batch.gone.frontends if key not in batch.frontends]
-        for family, keys in _by_family(gone):
-            self._maps.maps[f"frontends{family}"].delete_batch(frontend_rows(keys, family)[0])
+        self.delete(key for key, _ in batch.gone.frontends if key not in batch.frontends)
         for service, family, cidrs in batch.source_ranges:
             if not cidrs:
                 self.source_ranges.allow(service, family, cidrs)
@@ -118,12 +150,19 @@ class MapWriter:
     def insert(self, keys: Iterable[Key], frontends: Mapping[Key, tuple[int, int]]) -> list[Key]:
         """Write these frontends. Returns those for which the map had no room."""
         left: list[Key] = []
+        for known, chosen, rows, values in self._frontends(keys, frontends):
+            left += chosen[known.update_batch(rows, values) :]
+        return left
+
+    def _frontends(
+        self, keys: Iterable[Key], frontends: Mapping[Key, tuple[int, int]]
+    ) -> Iterator[tuple[Map, list[Key], NDArray[Any], NDArray[np.uint64]]]:
+        """Yields the map of each family, with these frontends as its keys and values."""
         for family, chosen in _by_family(keys):
             rows, words = frontend_rows(chosen, family)
             targets = np.array([frontends[key] for key in chosen], dtype=np.uint64)
             values = layout.frontend_values(words, rows["port"], rows["protocol"], targets[:, 0], targets[:, 1], family)
-            left += chosen[self._maps.maps[f"frontends{family}"].update_batch(rows, values) :]
-        return left
+            yield self._maps.maps[f"frontends{family}"], chosen, rows, values
 
     def let_pass(self, keys: Sequence[Key]) -> None:
         """Has the prefilter pass packets to these sockets to the datapath, even without a frontend."""
@@ -145,7 +184,7 @@ class MapWriter:
 
     def only(self) -> None:
         """Clear every prefilter bit of the previous agent."""
-        for bitmap in (self.service_addresses, self.backend_sockets, self.node_ports):
+        for bitmap in self.bitmaps.values():
             bitmap.only()
 
     def _frontend_bits(self, keys: Sequence[Key]) -> Iterator[tuple[CountingFilter, list[int]]]:
@@ -157,27 +196,17 @@ class MapWriter:
         if ports:
             yield self.node_ports, ports
 
-    def serve_node_ports_at(
-        self, addresses: Collection[str], loopback: Collection[str], former: Collection[str]
-    ) -> None:
-        """Serve frontends of address `ANY` at exactly these addresses.
-
-        At `addresses` of the node everybody is served, at those in `loopback` the node's own sockets.
-        """
-        everybody, sockets = FRONTEND_ADDRESS | FRONTEND_NODE_PORTS, FRONTEND_NODE_PORTS
-        flags = {**dict.fromkeys(loopback, sockets), **dict.fromkeys(addresses, everybody)}
-        wanted = {(family_of(address), address, 0, 0): (0, flags[address]) for address in sorted(flags)}
-        self.insert(wanted, wanted)
-        gone = sorted((family_of(address), address, 0, 0) for address in {*former} - flags.keys())
+    def delete(self, gone: Iterable[Key]) -> None:
+        """Delete these frontends."""
         for family, keys in _by_family(gone):
             self._maps.maps[f"frontends{family}"].delete_batch(frontend_rows(keys, family)[0])
 
 
 def _by_family(keys: Iterable[Key]) -> Iterator[tuple[int, list[Key]]]:
     keys = list(keys)
-    families = sorted({key[0] for key in keys})
-    for family in families:
-        yield family, keys if len(families) == 1 else [key for key in keys if key[0] == family]
+    for family in (4, 6):
+        if chosen := [key for key in keys if key[0] == family]:
+            yield family, chosen
 
 
 def frontend_rows(keys: Sequence[Key], family: int) -> tuple[NDArray[Any], layout.Words]:

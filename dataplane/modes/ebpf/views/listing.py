@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -259,8 +260,7 @@ def _flows(maps: Maps, names: Names, limit: int) -> tuple[list[FlowRow], int]:
 
 def _clock(maps: Maps) -> int:
     """Returns the current time in the unit of time stamps (jiffies), which only a program can read."""
-    loaded = Object(layout.OBJECTS / "inspect.bpf.o")
-    try:
+    with closing(Object(layout.OBJECTS / "inspect.bpf.o")) as loaded:
         for name in maps:
             loaded.share(name, maps[name])
         for name in loaded.program_names:
@@ -268,8 +268,6 @@ def _clock(maps: Maps) -> int:
                 loaded.leave_out(name)
         loaded.load()
         return run_on_packet(loaded.program(CLOCK), bytes(64))[0]
-    finally:
-        loaded.close()
 
 
 def flow_state(flags: int) -> str:

@@ -17,6 +17,7 @@ from hybrid_proxy.dataplane.kernel.clsact import EGRESS, HANDLE, INGRESS, PRIORI
 from hybrid_proxy.dataplane.kernel.repairs import PinDirectory
 from hybrid_proxy.dataplane.modes.ebpf.hooks import interfaces
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
+from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.layout import OBJECTS
 from hybrid_proxy.dataplane.modes.ebpf.programmer import Ebpf, clean
 from hybrid_proxy.dataplane.reports import several
@@ -129,6 +130,11 @@ def empty(*maps: str, place: Place) -> None:
                 known.delete(key)
 
 
+def delete_one(name: str, *, place: Place) -> None:
+    with closing(Map.pinned(place.folder / name)) as known:
+        known.delete(next(iter(known.elements())))
+
+
 def add_address(place: Place) -> None:
     with closing(Map.pinned(place.folder / "own_addresses")) as known:
         known.update(bytes(known.key_size), bytes(known.value_size))
@@ -137,6 +143,14 @@ def add_address(place: Place) -> None:
 def forget_node(place: Place) -> None:
     with closing(Map.pinned(place.folder / "node")) as known:
         known.update(bytes(4), bytes(known.value_size))
+
+
+def change_rows(name: str, field: str, *, place: Place) -> None:
+    """Changes a field of every row of a map that is mapped into memory, as another program would see it there."""
+    with closing(Map.pinned(place.folder / name)) as known:
+        rows = known.view(layout.dtype_of(name.removesuffix("s")))
+        used = rows[field].reshape(len(rows), -1).any(axis=1)
+        rows[field][used] = 0
 
 
 OF_NODE = ("own_addresses", "interfaces", "interface_addresses", "links")
@@ -158,7 +172,11 @@ ACCIDENTS: dict[str, tuple[Callable[[Place], object], int | None]] = {
     "the-nodes-maps-emptied": (lambda place: empty(*OF_NODE, place=place), len(OF_NODE)),
     "an-address-more": (add_address, 1),
     "the-nodes-row-emptied": (forget_node, 1),
-    "frontends-emptied": (lambda place: empty("frontends4", "frontends6", place=place), 2),
+    "frontends-emptied": (lambda place: empty("frontends4", "frontends6", place=place), 6),
+    "a-frontend-deleted": (lambda place: delete_one("frontends4", place=place), 1),
+    "backends-changed": (lambda place: change_rows("backends", "address", place=place), 2),
+    "slots-emptied": (lambda place: change_rows("slots", "backend", place=place), 2),
+    "services-changed": (lambda place: change_rows("services", "sets", place=place), 1),
     "the-folder-removed": (lambda place: shutil.rmtree(place.root), None),
     "everything": (everything, None),
 }  # fmt: skip

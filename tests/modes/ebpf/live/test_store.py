@@ -16,6 +16,9 @@ from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import make, traffic_sizes
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import bounds, first_sizes, written
+from hybrid_proxy.dataplane.modes.ebpf.services import audit as audit_module
+from hybrid_proxy.dataplane.modes.ebpf.services.audit import MANY, Audit
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Installed
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.options import flows_by_memory
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Protocol, WhenEmpty
@@ -149,7 +152,7 @@ def test_random_sequences(store: Store, seed: int, few: int) -> None:
         if rng.random() < 0.5:
             settle(store)
             check(store, after, settled=True)
-        assert store.writer.rows.repair() == 0, step
+        assert Audit(store).damage({}) == [], step
         before = after
 
 
@@ -178,12 +181,112 @@ def test_a_write_that_fails_is_finished_by_the_next_change(
     check(store, table, settled=True)
 
 
-def test_a_damaged_word_of_a_service_is_repaired(store: Store) -> None:
+def bits(store: Store) -> list[bytes]:
+    return [store.maps.bitmap(name).tobytes() for name in store.writer.bitmaps]
+
+
+def flip(store: Store, name: str, field: str, row: int) -> None:
+    """Changes the lowest bit that is set in a field of a row."""
+    values = store.maps.view(name)[field][row : row + 1].reshape(-1)
+    values[values.argmax()] ^= 1 if field != "sets" else 1 << 30
+
+
+DAMAGE: dict[str, Callable[[Store, Installed], None]] = {
+    **{f"backend-{field}": lambda store, port, field=field: flip(store, "backends", field, port.ids[-1])
+       for field in ("address", "port", "flags", "service", "kind")},
+    **{f"slot-{field}": lambda store, port, field=field: flip(store, "slots", field, port.ranges[0][0])
+       for field in ("backend", "endpoint")},
+    **{f"service-{field}": lambda store, port, field=field: flip(store, "services", field, port.service)
+       for field in ("sets", "flags", "affinity")},
+    "a-row-of-zeros": lambda store, port: store.backends[port.ids[0]:port.ids[0] + 1].fill(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("few", [0, 64], ids="up-to-{}-rows-without-numpy".format)
+@pytest.mark.parametrize("name", [one, two])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_another_program_changes_is_found_and_written_again(
+    store: Store, damage: str, name: str, few: int
+) -> None:
+    store.writer.rows.vectorize_from = few
+    table = {one: (entry(one, V1, 3, local=1, affinity=60),), two: (entry(two, V6, 5, protocol=Protocol.UDP),)}
+    store.apply(table)
+    counts = [bitmap.counts.copy() for bitmap in store.writer.bitmaps.values()]
+    before, audit = (bits(store), store.maps.view("services").copy()), Audit(store)
+    assert audit.damage({}) == []
+    DAMAGE[damage](store, store.plan.installed[name][0])
+    (found,) = audit.damage({})
+    assert (found == "map services has other slot ranges") if "sets" in damage else found.endswith(f"of {name}:p80")
+    audit.advance()  # stays
+    audit.repair({})
+    assert audit.damage({}) == []
+    check(store, table, settled=False)
+    assert (bits(store), store.maps.view("services").tobytes()) == (before[0], before[1].tobytes())
+    for bitmap, count in zip(store.writer.bitmaps.values(), counts, strict=True):
+        assert (bitmap.counts == count).all(), "the prefilter counts no backend twice"
+
+
+def test_cleared_bits_of_the_prefilter_are_set_again(store: Store) -> None:
     store.apply({one: (entry(one, V1, 3),)})
-    store.services["sets"][next(iter(store.plan.installed[one])).service, 0] ^= 1 << 30
-    assert store.writer.rows.repair() == 1
-    assert store.writer.rows.repair() == 0
-    check(store, {one: (entry(one, V1, 3),)}, settled=False)
+    before, audit = bits(store), Audit(store)
+    for name in ("service_addresses", "backend_sockets"):
+        store.maps.bitmap(name)[:] = 0
+    assert audit.damage({}) == [
+        f"map bitmaps lacks bits of {name}" for name in ("service_addresses", "backend_sockets")
+    ]
+    audit.repair({})
+    assert (audit.damage({}), bits(store)) == ([], before)
+
+
+def test_a_round_compares_every_service_port_and_much_damage_all_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_module, "LEAST", 4)
+    table = {f"default/s{n}": (entry(f"default/s{n}", f"10.96.1.{n}", 2),) for n in range(1, 19)}
+    store.apply(table)
+    store.serve_node_ports_at(("10.9.0.1",))
+    audit, frontends = Audit(store), store.maps.maps["frontends4"]
+    rows = frontends.elements()
+
+    def slices() -> list[list[str]]:
+        found = []
+        for _ in range(5):
+            found.append(audit.damage({}))
+            audit.repair({})
+            assert audit.damage({}) == []
+            audit.advance()
+        return found
+
+    for number in (1, 9, 18):
+        (port,) = store.plan.installed[f"default/s{number}"]
+        store.backends["port"][port.ids[1]] ^= 1
+    said = [[f"map backends lacks rows of default/s{number}:p80"] for number in (1, 9, 18)]
+    assert slices() == [said[0], [], said[1], [], said[2]]
+    assert slices() == [[]] * 5
+    for key in rows:
+        frontends.delete(key)
+    assert len(audit.damage({})) == len(rows) > MANY
+    audit.repair({})
+    assert (audit.damage({}), frontends.elements()) == ([], rows)
+    table.pop("default/s1")  # the last slice ends before
+    store.apply({"default/s1": ()})
+    assert slices() == [[]] * 5
+
+
+def test_nothing_is_compared_while_a_change_is_not_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.apply({one: (entry(one, V1, 3),)})
+
+    def fail(*_: object) -> None:
+        raise BpfError("update", errno.ENOMEM)
+
+    audit = Audit(store)
+    with monkeypatch.context() as patched:
+        patched.setattr(Map, "update_batch", fail)
+        with pytest.raises(BpfError):
+            store.apply({two: (entry(two, V2, 2),)})
+        assert audit.damage({}) == []
+    store.apply({two: (entry(two, V2, 2),)})
+    assert audit.damage({}) == []
 
 
 # --- restarts
