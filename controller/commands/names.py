@@ -8,8 +8,9 @@ from typing import Final, NamedTuple
 
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.dataplane.mode import belongs
+from hybrid_proxy.dataplane.reports import ServiceRow
 
-__all__ = ["Asked", "NotServed", "UnknownName", "asked_for", "checked", "closest", "either"]
+__all__ = ["Asked", "NotServed", "UnknownName", "asked_for", "at_address", "checked", "closest", "either"]
 
 MOST: Final = 3  # suggestions
 
@@ -55,6 +56,14 @@ def asked_for(service: str | None, namespace: str | None = None) -> Asked:
     if slash and own != namespace:
         raise ConfigError(f"{service} is not in namespace {namespace}: leave out -n, or name the service without one")
     return Asked(service if slash else f"{namespace}/{service}", namespace)
+
+
+def at_address(typed: str, rows: Iterable[ServiceRow]) -> str:
+    """The service with this address, or its port at this address and port; any other text as it is."""
+    found = dict[str, str]()
+    for name, frontend in ((row.name, frontend) for row in rows if row.name for frontend in row.frontends):
+        found |= {frontend: name, frontend.rpartition(":")[0].strip("[]"): name.partition(":")[0]}
+    return found.get(typed, typed)
 
 
 def checked(asked: Asked, known: Iterable[str | None]) -> Asked:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.agent.modes import open_mode
-from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, asked_for, checked
+from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, asked_for, at_address, checked
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.semantics.lacks import Lack
@@ -86,10 +86,11 @@ class Programmed(NamedTuple):
             ControllerError: it is not (UnknownName), or no agent runs that knows names.
             ConfigError: the names do not go together.
         """
-        asked = asked_for(service, namespace)
-        if not any(asked):
-            return asked
-        names = {row.name for row in (self.services() if known is None else known)}
+        if not (service or namespace):
+            return Asked()
+        rows = list(self.services() if known is None else known)
+        asked = asked_for(service and at_address(service, rows), namespace)
+        names = {row.name for row in rows}
         if names == {None}:
             raise ControllerError(f"{self.note}; without names there is only the list of all services")
         return checked(asked, names)

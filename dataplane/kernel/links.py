@@ -53,6 +53,7 @@ IFLA_ADDRESS, IFLA_IFNAME, IFLA_MTU, IFLA_LINK = 1, 3, 4, 5
 IFLA_MASTER, IFLA_OPERSTATE, IFLA_LINKINFO = 10, 16, 18
 IFLA_EXT_MASK, IFLA_LINK_NETNSID, IFLA_INFO_KIND = 29, 37, 1
 WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: statistics are most of a report of an interface
+UP, RUNNING = 0x01, 0x40  # IFF_: set by the administrator, and both ends are up; linux/if.h
 OPERATION_DOWN = (2, 3)  # IF_OPER_DOWN, IF_OPER_LOWERLAYERDOWN: the other end of a veth is
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 7, 9, 15, 18
@@ -90,9 +91,11 @@ class Interface(msgspec.Struct, frozen=True):
     master: int = 0  # index of the bridge or bond that it is a port of
     ethernet: bool = True  # packets have an Ethernet header
     bare: bool = False  # packets begin with the IP header
-    lower: int = 0  # of a VLAN or a macvlan: index of the interface that it is on
+    lower: int = 0  # of a VLAN or a macvlan: index of the interface that it is on; of a pair: of the other end
     mac: str = "00:00:00:00:00:00"
     mtu: int = 0
+    down: str = ""  # which end of a pair is: "node", or the other one, "pod"
+    namespace: int = 0  # number of the other end's, where that is elsewhere
 
     @property
     def facts(self) -> dict[str, str]:
@@ -218,11 +221,11 @@ def read_node() -> Node:
         routes = [route for family in AF.values() for route in _routes(wire, family)]
         body = _LINK.pack(0, 0, 0, 0, 0) + attribute(IFLA_EXT_MASK, WITHOUT_STATISTICS.to_bytes(4, sys.byteorder))
         links = [
-            (kind, index, dict(attributes(answer, _LINK.size)))
+            (kind, index, flags, dict(attributes(answer, _LINK.size)))
             for answer in wire.dump(Message(GET_LINK, body, NLM_F_DUMP, "reading the interfaces"))
-            for _, kind, index, _, _ in [_LINK.unpack_from(answer)]
+            for _, kind, index, flags, _ in [_LINK.unpack_from(answer)]
         ]
-        services = {index for _, index, known in links if _name(known) in SERVICES_DEVICES}
+        services = {index for _, index, _, known in links if _name(known) in SERVICES_DEVICES}
         addresses: dict[int, list[str]] = {}
         networks: list[tuple[int, str]] = []
         usable: list[str] = []
@@ -243,7 +246,7 @@ def read_node() -> Node:
             for route in unicast
             if route.length == 0 and route.table == MAIN_TABLE and RTA_OIF in route.known
         }
-        interfaces = tuple(_interface(kind, index, known, defaults, addresses) for kind, index, known in links)
+        interfaces = tuple(_interface(*link, defaults, addresses) for link in links)
         sources = _sources(wire, interfaces)
     bridges = {interface.index for interface in interfaces if interface.kind == "bridge"}
     names = {interface.index: interface.name for interface in interfaces if not is_pod(interface, (), (), ())}
@@ -334,8 +337,9 @@ def read_reverse_path_filters() -> dict[int, int]:
 
 
 def _interface(
-    kind: int, index: int, known: Mapping[int, bytes], defaults: Iterable[int], addresses: Mapping[int, Iterable[str]]
-) -> Interface:
+    kind: int, index: int, flags: int, known: Mapping[int, bytes], defaults: Iterable[int],
+    addresses: Mapping[int, Iterable[str]],
+) -> Interface:  # fmt: skip
     info = dict(attributes(known.get(IFLA_LINKINFO, b"")))
     return Interface(
         index=index,
@@ -351,6 +355,8 @@ def _interface(
         lower=_number(known.get(IFLA_LINK)),
         mac=_hardware_address(known).hex(":"),
         mtu=_number(known.get(IFLA_MTU)),
+        down="" if flags & RUNNING else "pod" if flags & UP else "node",
+        namespace=_number(known.get(IFLA_LINK_NETNSID)),
     )
 
 

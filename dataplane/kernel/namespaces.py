@@ -12,12 +12,11 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from hybrid_proxy.dataplane.kernel.links import POD_KINDS, read_node
 from hybrid_proxy.dataplane.kernel.netlink import (
-    NLM_F_DUMP,
     ROUTE,
     Message,
     Netlink,
@@ -28,19 +27,9 @@ from hybrid_proxy.dataplane.kernel.netlink import (
 
 CLONE_NEWNET: Final = 0x40000000
 NAMED: Final = Path("/run/netns")  # where CNI plugins and `ip netns` bind namespaces
-# linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h, linux/net_namespace.h
-RTM_GETLINK, RTM_GETADDR, RTM_GETNSID = 18, 22, 90
-IFLA_IFNAME, IFLA_MTU, IFLA_LINK, IFLA_LINKINFO, IFLA_LINK_NETNSID = 3, 4, 5, 18, 37
-IFLA_INFO_KIND: Final = 1
-UP, RUNNING = 0x01, 0x40  # IFF_: set by the administrator, and both ends are up; linux/if.h
-IFA_ADDRESS, IFA_LOCAL = 1, 2
-NETNSA_NSID, NETNSA_FD = 1, 3
-SCOPE_UNIVERSE: Final = 0
+RTM_GETNSID, NETNSA_NSID, NETNSA_FD = 90, 1, 3  # linux/rtnetlink.h, linux/net_namespace.h
 TCP_LISTEN, UDP_OPEN = "0A", "07"  # states in /proc/net: net/tcp_states.h
 IP_MTU, IPV6_MTU = 14, 24  # linux/in.h, linux/in6.h
-POD_KINDS: Final = frozenset({b"veth", b"netkit"})
-_LINK: Final = struct.Struct("=BxHiII")  # family, type, index, flags, change
-_ADDRESS: Final = struct.Struct("=BBBBi")  # family, length of the prefix, flags, scope, index
 _INT: Final = struct.Struct("=i")
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -84,15 +73,16 @@ def pods() -> Iterator[Pod]:
     Raises:
         NetlinkFailed: the node's links cannot be read.
     """
+    pairs = [each for each in read_node().interfaces if each.kind in POD_KINDS and each.peer_elsewhere]
+    interfaces = {each.namespace: each for each in pairs}
     with Netlink(ROUTE) as wire:
-        interfaces = _interfaces(wire)
         for path in _candidates() if interfaces else ():
             with contextlib.suppress(OSError, NetlinkFailed):
-                known = interfaces.get(_number(wire, path))
-                if known is not None:
+                link = interfaces.get(_number(wire, path))
+                if link is not None:
                     with inside(path):
-                        addresses = _addresses()
-                    yield Pod(path, known[0], addresses, *known[1:])
+                        addresses = read_node().addresses
+                    yield Pod(path, link.name, addresses, link.mtu, link.down, link.lower)
 
 
 def listening(protocol: int) -> list[tuple[str, int]]:
@@ -147,22 +137,6 @@ def _enter(descriptor: int, name: str) -> None:
         raise OSError(number, f"cannot enter {name}: {os.strerror(number)}")
 
 
-def _interfaces(wire: Netlink) -> dict[int, tuple[str, int, str, int]]:
-    """Returns number of a namespace -> name, MTU, end that is down and index of the other end, of the link there."""
-    found: dict[int, tuple[str, int, str, int]] = {}
-    request = Message(RTM_GETLINK, _LINK.pack(socket.AF_UNSPEC, 0, 0, 0, 0), NLM_F_DUMP, "reading interfaces")
-    for answer in wire.dump(request):
-        link = dict(attributes(answer, _LINK.size))
-        kind = dict(attributes(link.get(IFLA_LINKINFO, b""))).get(IFLA_INFO_KIND, b"").rstrip(b"\0")
-        if kind in POD_KINDS and IFLA_LINK_NETNSID in link:
-            name = link[IFLA_IFNAME].rstrip(b"\0").decode()
-            flags = _LINK.unpack_from(answer)[3]
-            down = "" if flags & RUNNING else "pod" if flags & UP else "node"
-            number, mtu, peer = (_INT.unpack(link[each])[0] for each in (IFLA_LINK_NETNSID, IFLA_MTU, IFLA_LINK))
-            found[number] = name, mtu, down, peer
-    return found
-
-
 def _candidates() -> Iterator[str]:
     """Yields each namespace that has a name or a process, once."""
     seen = set[int]()
@@ -185,15 +159,3 @@ def _number(wire: Netlink, path: str) -> int:
         os.close(descriptor)
     number: int = _INT.unpack(dict(attributes(answer, 4)).get(NETNSA_NSID, _INT.pack(-1)))[0]
     return number
-
-
-def _addresses() -> tuple[str, ...]:
-    """Returns the addresses of the namespace that the thread is in, without loopback and link-local ones."""
-    request = Message(RTM_GETADDR, _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0), NLM_F_DUMP, "reading addresses")
-    found = []
-    with Netlink(ROUTE) as wire:
-        for answer in wire.dump(request):
-            known = dict(attributes(answer, _ADDRESS.size))
-            if _ADDRESS.unpack_from(answer)[3] == SCOPE_UNIVERSE:
-                found.append(str(ip_address(known.get(IFA_LOCAL) or known[IFA_ADDRESS])))
-    return tuple(found)

@@ -51,6 +51,8 @@ DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp d
 NO_ANSWERS = DEAF.replace("dport", "sport")
 LOSSY = DEAF.replace("drop", "numgen inc mod 2 0 drop")
 FIRST, MANY = "shop/a", "shop/many"
+SECOND = "10.77.1.114"  # of a pod that has another one
+ADDRESS = ("192.168.77.2/24", "dev", "eth0")
 GOOD_FILE = "web.yaml"
 SHARED, DNS = ADDRESSES[FIRST], 5353
 Provoke = Callable[[Clinic], AbstractContextManager[object]]
@@ -359,6 +361,10 @@ def route(to: str) -> Provoke:
     return provoke
 
 
+def lacks_address(status: AgentStatus) -> bool:
+    return any(fault.startswith("no interface has") for fault in status.node_faults)
+
+
 def taken(what: str, *argument: str, pod: str = "pod2") -> Provoke:
     """Somebody takes an address or a route away from the node, with the routes that go with it."""
 
@@ -370,7 +376,7 @@ def taken(what: str, *argument: str, pod: str = "pod2") -> Provoke:
         path = changes_path(str(clinic.agent.socket))
         try:
             until(lambda: any(row.what.endswith(GONE) for row in read_changes(path)), "it is written down")
-            clinic.agent.wait(lambda status: status.synced and bool(status.node_faults) is (what == "address"))
+            clinic.agent.wait(lambda status: status.synced and lacks_address(status) is (what == "address"))
             yield
         finally:
             if what == "address":
@@ -378,9 +384,29 @@ def taken(what: str, *argument: str, pod: str = "pod2") -> Provoke:
             for line in before:
                 if "proto kernel" not in line:
                     clinic.run("node", "ip", "route", "replace", *line.split(), "dev", "eth0")
-            clinic.agent.wait(lambda status: status.synced and not status.node_faults)
+            clinic.agent.wait(lambda status: status.synced and not lacks_address(status))
 
     return provoke
+
+
+@contextmanager
+def address_and_node_ports(clinic: Clinic) -> Iterator[None]:
+    with no_address_for_node_ports(clinic), taken("address", *ADDRESS)(clinic):
+        yield
+
+
+@contextmanager
+def second_address(clinic: Clinic) -> Iterator[None]:
+    """A pod has one more address, whose packets another pod drops."""
+    route = [f"{SECOND}/32", "dev", clinic.lab["pod4"].interface]
+    clinic.run("pod4", "ip", "address", "add", f"{SECOND}/32", "dev", "eth0")
+    clinic.run("node", "ip", "route", "add", *route)
+    try:
+        with clinic.rules("pod1", DEAF.replace("tcp", f"ip saddr {SECOND} tcp")):
+            yield
+    finally:
+        clinic.run("node", "ip", "route", "del", *route)
+        clinic.run("pod4", "ip", "address", "del", f"{SECOND}/32", "dev", "eth0")
 
 
 def link_down(place: str) -> Provoke:
@@ -504,6 +530,13 @@ CLIENT = ("--from", "192.168.77.1", "--to", f"192.168.77.2:{NODE_PORT}")
 # A row: what happened, how it is provoked, what is typed, and the cause that doctor must name.
 INCIDENTS = [
     Incident("nothing is wrong", lambda _: nullcontext(), (NAME,), "", own=True),
+    Incident(
+        "nothing is wrong, asked by address",
+        lambda _: nullcontext(),
+        (f"{ADDRESSES[NAME]}:80",),
+        "",
+        said=f"{NAME}:http is well",
+    ),
     # Before others, whose drops the node remembers for minutes.
     Incident(
         "another program detaches ours from a pod",
@@ -668,7 +701,7 @@ INCIDENTS = [
     ),
     Incident(
         "the node loses its address",
-        taken("address", "192.168.77.2/24", "dev", "eth0"),
+        taken("address", *ADDRESS),
         (),
         "address-lost",
         said="lost 192.168.77.2",
@@ -676,8 +709,15 @@ INCIDENTS = [
         own=True,
     ),
     Incident(
-        "the node loses its address, and a remote endpoint is asked about",
-        taken("address", "192.168.77.2/24", "dev", "eth0", pod="remote1"),
+        "the node loses its address, and `nodePortAddresses` match none",
+        address_and_node_ports,
+        (),
+        "address-lost",
+        own=True,
+    ),
+    Incident(
+        "the node loses its address, asked about a remote endpoint",
+        taken("address", *ADDRESS, pod="remote1"),
         (NAME,),
         "address-lost",
         repaired=True,
@@ -708,6 +748,14 @@ INCIDENTS = [
         certain=False,
     ),
     Incident("the client's pod gets no answers", rules("pod4", NO_ANSWERS), (NAME,), "client-pod", said="another pod"),
+    Incident(
+        "a pod's second address gets no answers",
+        second_address,
+        (NAME, "--from", SECOND),
+        "client-pod",
+        said=f"pod {SECOND} does not reach",
+        own=True,
+    ),
     Incident("the agent is stopped", stopped_agent, (), "no-agent", said="(state T)"),
     # Elsewhere doctor tries 600 ports at once, for which an emulated processor needs its time.
     Incident("a map is full", full_map, (MANY, "--timeout", "30"), "not-programmed", modes=("ebpf",)),

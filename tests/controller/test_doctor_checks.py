@@ -608,6 +608,11 @@ def test_of_several_services_each_has_one_line(found: ServiceFacts, mark: str, t
     assert todo in short.todo
 
 
+def test_a_lost_address_comes_before_a_full_map() -> None:
+    found = [Finding("problem", "maps", "full", "", "map-full"), Finding("problem", "node", "lost", "", "address-lost")]
+    assert diagnose("node", found).verdict == "lost (and 1 other problem)"
+
+
 def test_other_problems_are_counted_once() -> None:
     bad = facts(tried(A, "refused", "refused"), tried(B, "silent", "silent"))
     verdict = diagnose("namespace shop", [in_short(bad, WELL), in_short(bad, WELL)]).verdict

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_proxy.controller.commands.names import Asked, UnknownName, asked_for, checked
+from hybrid_proxy.controller.commands.names import Asked, UnknownName, asked_for, at_address, checked
 from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.dataplane.reports import ServiceRow
 
 KNOWN = ("default/web:http", "default/web:https", "shop/web:http", "shop/basket", "kube-system/kube-dns:dns-tcp", None)
 
@@ -47,6 +48,17 @@ def test_a_name_that_is_unknown_is_an_error_with_suggestions(
         checked(asked_for(service, namespace), KNOWN)
     assert caught.value.suggestions[: len(suggested) or None] == suggested
     assert all(name in str(caught.value) for name in suggested)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("10.96.0.10", "default/web"), ("10.96.0.10:443", "default/web:https"), ("[fd96::10]:80", "default/web:http"),
+     ("fd96::10", "default/web"), ("10.96.0.10:81", "10.96.0.10:81"), ("shop/web", "shop/web")],
+)  # fmt: skip
+def test_a_service_may_be_named_by_its_address(typed: str, meant: str) -> None:
+    ports = {"default/web:http": ["10.96.0.10:80", "[fd96::10]:80"], "default/web:https": ["10.96.0.10:443"]}
+    rows = [ServiceRow(name=name, frontends=ends, protocol="TCP", backends=1) for name, ends in ports.items()]
+    assert at_address(typed, rows) == meant
 
 
 def test_two_different_namespaces_are_wrong_use() -> None:

@@ -502,7 +502,7 @@ def _policy(why: str, facts: ServiceFacts, family: int, what: str) -> tuple[str,
     policy, _, rest = why.partition(": ")
     away = [f"{address} on {node}" for address, node in facts.elsewhere.items() if family_of(address) == family]
     spec = ",".join(f'"{word}":"Cluster"' for word in policy.split() if word.endswith("Policy"))
-    namespace, name = _named(facts)
+    namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
     change = f"`kubectl -n {namespace} patch service {name} -p '{{\"spec\":{{{spec}}}}}'`"
     todo = f"send to a node that has an endpoint (the health-check node port tells load balancers), or {change}"
     return f"{policy} drops {what} at this node: {rest}{':' * bool(away)} {some(away)}".rstrip(), todo
@@ -510,17 +510,11 @@ def _policy(why: str, facts: ServiceFacts, family: int, what: str) -> tuple[str,
 
 def _selected(facts: ServiceFacts) -> str:
     """How to see the pods of a Service."""
-    namespace, name = _named(facts)
+    namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
     if facts.selector:
         pods = f"`kubectl -n {namespace} get pods -l {quote(facts.selector)}` shows the pods that it selects"
         return f"{pods}: are they ready, and do they name its ports?"
     return f"does it select pods, or who makes its endpoints? `kubectl -n {namespace} describe service {name}`"
-
-
-def _named(facts: ServiceFacts) -> tuple[str, str]:
-    """Namespace and name of the Service."""
-    namespace, _, name = (facts.name or "").partition(":")[0].partition("/")
-    return namespace, name
 
 
 def _restrictions(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:

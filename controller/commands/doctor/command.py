@@ -15,7 +15,7 @@ from hybrid_proxy.controller.commands.command import Command, add_admin, add_fol
 from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis, Finding
 from hybrid_proxy.controller.commands.explain import ask_agent, named_target, packets_of, target
-from hybrid_proxy.controller.commands.names import asked_for
+from hybrid_proxy.controller.commands.names import asked_for, at_address
 from hybrid_proxy.controller.commands.terminal import print_lines, print_value, screen
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.semantics.explain import Packet
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     packet = _packet(args)
     before = losses()
     node = at_node(agent_at(args.admin_socket, args.pin_root), args.cgroup)
+    args.service = args.service and at_address(args.service, node.rows)
     several = args.namespace is not None and args.service is None
     services = []
     if several:

@@ -47,14 +47,19 @@ class Speech(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """A place where connections begin; `path` is that of a pod's network namespace, empty: the node's own."""
+    """A place where connections begin; `path` is that of a pod's network namespace, empty: the node's own.
+
+    Where an address of it was `named`, connections begin there alone.
+    """
 
     place: Place
     path: str
     addresses: tuple[str, ...]
+    named: str = ""
 
     def address(self, family: int) -> str:
-        return next((each for each in self.addresses if family_of(each) == family), "")
+        known = (self.named,) if self.named in self.addresses else self.addresses
+        return next((each for each in known if family_of(each) == family), "")
 
 
 class Attempt(NamedTuple):
@@ -144,6 +149,8 @@ def _open(attempt: Attempt) -> socket.socket | OSError:
     protocol = int(Protocol[attempt.protocol])
     try:
         made = socket.socket(family, _KIND[attempt.protocol], protocol)
+        if attempt.origin.named in attempt.origin.addresses:
+            made.bind((attempt.origin.named, 0))
     except OSError as error:
         return error
     made.setblocking(False)

@@ -78,9 +78,9 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     clients: dict[str, namespaces.Pod] = {}  # by the service that was asked about
     attempts: dict[Attempt, None] = {}
     for facts in services:
-        origins = [Origin("node", "", own)]
+        origins = [Origin("node", "", own, source)]
         ranked = _ranked(pods, facts, source)
-        chosen = [Origin("pod", pod.path, pod.addresses) for pod in ranked[:2]]
+        chosen = [Origin("pod", pod.path, pod.addresses, source) for pod in ranked[:2]]
         if ranked:
             origins.append(chosen[0])
             clients[facts.asked] = ranked[0]
