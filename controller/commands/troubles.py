@@ -177,6 +177,8 @@ def _plane_troubles(plane: Status) -> Iterator[Trouble]:
             f"hybrid-proxy doctor {plane.failing[0].partition(':')[0]}",
         )
         yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
+    if few := [f"{count} of the backends of {name} failed twice" for name, count in plane.failing_backends.items()]:
+        yield Trouble("backends", "ejected", some(few), "failing", [f"{each} in a row, or more often" for each in few])
     if plane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in plane.unprogrammed]
         text, todo = f"{_many(details, 'service port')} not programmed", raise_it(plane.unprogrammed)

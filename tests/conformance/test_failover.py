@@ -413,6 +413,20 @@ def test_who_accepts_slowly_is_ejected(patient: Bench) -> None:
 
 
 @pytest.mark.long
+def test_a_failing_backend_is_told_before_it_is_ejected(patient: Bench, family: int) -> None:
+    web = patient.service("pod2", "pod3", "pod4")
+    name = f"conformance/{web.name}:main"
+
+    def told() -> int | None:
+        return patient.agent.running_status().dataplane.failing_backends.get(name)
+
+    with failing(patient, "pod2", how="reject with tcp reset"):
+        eventually(
+            lambda: patient.seen("pod1", web, family, 1) and told() == 1, 8, "a backend fails, and status is well"
+        )
+    eventually(lambda: patient.seen("pod1", web, family, 1) and told() is None, 8, "it answers")
+
+
 def test_nobody_is_ejected_where_all_lose_as_many(patient: Bench) -> None:
     """The fault is not theirs."""
     web, began = patient.service("pod2", "pod3", "pod4"), time.monotonic()

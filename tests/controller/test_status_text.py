@@ -116,6 +116,15 @@ def test_a_status_looks_as_its_screen(name: str) -> None:
     assert text(STATUS[name]).startswith(VERDICTS[name].value[0])
 
 
+def test_a_backend_that_fails_makes_it_degraded_before_it_is_ejected() -> None:
+    failing = agent_status(dataplane=dataplane(failing_backends={"shop/web:http": 1}))
+    first, second, *_ = text(failing, 120).splitlines()
+    assert (first, second) == (
+        "DEGRADED: 1 of the backends of shop/web:http failed twice",
+        "  failing: 1 of the backends of shop/web:http failed twice in a row, or more often",
+    )
+
+
 # fmt: off
 HEARD = (
     pytest.param([3.0, 20.0], "something last came 3s ago",                               id="quiet"),

@@ -139,18 +139,21 @@ def _members(maps: Maps, services: int) -> list[Any]:
     ]
 
 
-def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> list[str]:
-    """Returns the names of service ports of which every backend fails."""
+def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], dict[str, int]]:
+    """Returns the service ports whose backends all fail; of others, how many failed twice in a row, or more often."""
     services = maps["services"].entries
     failing = _failing(maps, services)
     some = np.flatnonzero(failing)
     if not len(some):
-        return []
+        return [], {}
     names = names_of()
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
     any_set = flags["BACKEND_SET0"] | flags["BACKEND_SET1"] | flags["BACKEND_EJECTED"]
     known = np.bincount(table["service"][table["flags"] & any_set != 0], minlength=services)
-    return sorted({names[number] for number in some[failing[some] == known[some]].tolist() if number in names})
+    often = _failing(maps, services, 1) - _ejected(maps, services)
+    all_fail = {names[number] for number in some[failing[some] == known[some]].tolist() if number in names}
+    few = {names[number]: int(often[number]) for number in np.flatnonzero(often).tolist() if number in names}
+    return sorted(all_fail), {name: count for name, count in few.items() if name not in all_fail}
 
 
 def _ejected(maps: Maps, services: int) -> Any:
@@ -159,11 +162,11 @@ def _ejected(maps: Maps, services: int) -> Any:
     return np.bincount(table["service"][table["flags"] & flags["BACKEND_EJECTED"] != 0], minlength=services)
 
 
-def _failing(maps: Maps, services: int) -> Any:
-    """Counts the backends of each service whose last connection failed, or that are ejected."""
+def _failing(maps: Maps, services: int, beyond: int = 0) -> Any:
+    """Counts the backends of each service that failed more often than this in a row, or are ejected."""
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
-    sets = flags["BACKEND_SET0"] | flags["BACKEND_SET1"]
-    failing = (table["flags"] & flags["BACKEND_EJECTED"] != 0) | (table["failures"] > 0) & (table["flags"] & sets != 0)
+    chosen = table["flags"] & (flags["BACKEND_SET0"] | flags["BACKEND_SET1"]) != 0
+    failing = (table["flags"] & flags["BACKEND_EJECTED"] != 0) | (table["failures"] > beyond) & chosen
     return np.bincount(table["service"][failing], minlength=services)
 
 

@@ -77,6 +77,7 @@ class Reports:
 
     def status(self, mode: str, table: ServiceTable, audit_repairs: int) -> Status:
         """Returns what is loaded, attached and filled."""
+        failing, failing_backends = listing.failing_ports(self._maps.maps, lambda: self.names(table))
         store, used, maps, attached = self._store, self._store.plan.pools.used(), self._maps.maps, self._attachments
         return Status(
             mode=mode,
@@ -88,7 +89,8 @@ class Reports:
                 "flows": Fill(self._gc.known_flows, maps["flows4"].entries + maps["flows6"].entries),
             },
             unprogrammed=list(store.plan.unprogrammed.values()),
-            failing=listing.failing_ports(maps, lambda: self.names(table)),
+            failing=failing,
+            failing_backends=failing_backends,
             slow_starts=len(self._failover.slow_start),
             warnings=self.warnings(table),
             audit_repairs=audit_repairs,
