@@ -160,8 +160,8 @@ class Agent:
         self._links = _Signal(self.queue.put, self._links_changed)
         self._drift = _Signal(self.queue.put, self._may_have_drifted)
         self.mode = ActiveMode(
-            config, self._drift.send, self._mode_opened,
-            put=self.queue.put, report=partial(self._report_of_node, "Normal", "SwitchMode"), names=self._known_names,
+            config, self._drift.send, self._mode_opened, put=self.queue.put,
+            report=partial(self._report_of_node, "Normal", "SwitchMode"), names=lambda: self.notebook.names,
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
         self.notebook = Notebook(path, former, self.mode, self.syncer)
@@ -194,10 +194,6 @@ class Agent:
 
     def _report_of_node(self, kind: str, action: str, reason: str, note: str) -> None:
         self.events.of_node(kind, reason, action, note)
-
-    def _known_names(self) -> Mapping[int, str]:
-        """Names of service ports by their numbers in the maps, as this agent or the one before wrote them down."""
-        return self.notebook.names
 
     def run(self) -> int:
         """Serve until a message ends it; the exit code."""

@@ -288,10 +288,7 @@ class _SyncLog:
 
     clock: Callable[[], float]
     next_at: float = 0.0
-    syncs: int = 0
-    changed: int = 0
-    removed: int = 0
-    seconds: float = 0.0
+    syncs: list[tuple[SyncResult, float]] = field(default_factory=list)
     services: dict[str, None] = field(default_factory=dict)  # that differ
     known: frozenset[tuple[str, str]] = frozenset()  # conflicts that were logged: the service that lost, and a message
 
@@ -306,27 +303,23 @@ class _SyncLog:
 
     def add(self, result: SyncResult, seconds: float, services: Iterable[str]) -> None:
         """Count one sync; if it changed nothing, it counts as none."""
-        if not result.changed and not result.removed:
-            return
-        self.syncs += 1
-        self.changed += result.changed
-        self.removed += result.removed
-        self.seconds += seconds
-        self.services |= dict.fromkeys(services)
-        self.flush()
+        if result.changed or result.removed:
+            self.syncs.append((result, seconds))
+            self.services |= dict.fromkeys(services)
+            self.flush()
 
     def flush(self) -> None:
         now = self.clock()
         if not self.syncs or now < self.next_at:
             return
-        times = f" by {self.syncs} syncs" if self.syncs > 1 else ""
+        times = f" by {len(self.syncs)} syncs" if len(self.syncs) > 1 else ""
+        changed, removed = sum(each.changed for each, _ in self.syncs), sum(each.removed for each, _ in self.syncs)
         log.info(
-            "%s changed, %d removed, in %.1f ms%s: %s",
-            several(self.changed, "service port"), self.removed, 1000 * self.seconds, times, some(self.services),
+            "%s changed, %d removed, in %.1f ms%s: %s", several(changed, "service port"), removed,
+            1000 * sum(seconds for _, seconds in self.syncs), times, some(self.services),
         )  # fmt: skip
         self.next_at = now + LOG_SECONDS
-        self.syncs = self.changed = self.removed = 0
-        self.seconds = 0.0
+        self.syncs.clear()
         self.services.clear()
 
 

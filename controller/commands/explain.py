@@ -289,25 +289,13 @@ The command changes nothing and needs no privileges. It reports invalid objects 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("which packets")
     group.add_argument("--from", dest="source", metavar="SRC", help="the packet's source address; in a lab pod/NAME")
-    group.add_argument(
-        "--to",
-        dest="target",
-        metavar="DST:PORT[/PROTO]",
-        help="its destination; [IPV6]:PORT for IPv6; or NAMESPACE/NAME:PORT of a service, by the port's number or name",
-    )
-    group.add_argument(
-        "--source-class",
-        choices=("pod", "node", "external"),
-        help="what the source is (default: derived from its address)",
-    )
+    text = "its destination; [IPV6]:PORT; or NAMESPACE/NAME:PORT of a service, by the port's number or name"
+    group.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help=text)
+    text = "what the source is (default: derived from its address)"
+    group.add_argument("--source-class", choices=("pod", "node", "external"), help=text)
     group.add_argument("--flows", metavar="FILE", help="a JSON list of packets; -: standard input")
-    group.add_argument(
-        "--source-port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="with --live: the source port of an existing connection",
-    )
+    text = "with --live: the source port of an existing connection"
+    group.add_argument("--source-port", type=int, default=0, metavar="PORT", help=text)
     group = parser.add_argument_group("rules")
     group.add_argument("--manifests", metavar="PATH", help="a file or folder of YAML and JSON")
     group.add_argument("--live", action="store_true", help="ask the agent and the program in the kernel instead")

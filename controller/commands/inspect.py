@@ -328,13 +328,9 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _status_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--exit-code",
-        nargs="?",
-        const="not-in-sync",
-        choices=("not-in-sync", "degraded"),
-        help="exit with 1 if the verdict is NOT IN SYNC, also while the agent starts, or, with `degraded`, DEGRADED",
-    )
+    text = "exit with 1 if the verdict is NOT IN SYNC, also while the agent starts, or, with `degraded`, DEGRADED"
+    choices = ("not-in-sync", "degraded")
+    parser.add_argument("--exit-code", nargs="?", const=choices[0], choices=choices, help=text)
     _common_arguments(parser)
 
 
@@ -347,9 +343,7 @@ def _listing_arguments(parser: argparse.ArgumentParser) -> None:
 def _flows_arguments(parser: argparse.ArgumentParser) -> None:
     _listing_arguments(parser)
     parser.add_argument("--limit", type=number_from(1), default=1000, metavar="N", help="at most N (default: 1000)")
-    parser.add_argument(
-        "--mode", type=mode_name, metavar="MODE", help="only those of this mode, which serves or drains"
-    )
+    parser.add_argument("--mode", type=mode_name, metavar="MODE", help="only those of this mode, serving or draining")
 
 
 STATUS: Final = Command(_status_arguments, _show_status, _STATUS)

@@ -45,17 +45,12 @@ examples:
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(FILES.title)
     add_config(group)
-    group.add_argument(
-        "--write-config-to", metavar="FILE", help="write the complete configuration in effect to this file, and exit"
-    )
+    group.add_argument("--write-config-to", metavar="FILE", help="write the configuration in effect there, and exit")
     add_flag(group, "cleanup")
     add_flag(group, "init-only")
     add_flags(parser, SOURCES, SERVICES, NODE, IPVS_MODE, SERVERS, MORE, LOG)
     add_removed_flags(parser)
-    parser.add_argument(
-        "--timings", action="store_true",
-        help="print what the time of the start went to, when it is over; `status -o wide` shows it, too",
-    )  # fmt: skip
+    parser.add_argument("--timings", action="store_true", help="print the parts of the start, as `status -o wide` does")
     add_output(parser)
 
 

@@ -216,9 +216,7 @@ examples:
 
 
 def _switch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "mode", nargs="?", type=mode_name, metavar="MODE", help="ebpf, nftables, iptables, ipvs or userspace"
-    )
+    parser.add_argument("mode", nargs="?", type=mode_name, metavar="MODE", help="one of those that `modes` lists")
     parser.add_argument("--back", action="store_true", help="to the mode before the last switch")
     parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would happen")
     parser.add_argument("--wait", action="store_true", help="return when the last flow of the mode before is over")

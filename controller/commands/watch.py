@@ -49,7 +49,7 @@ def _show(command: str, args: argparse.Namespace) -> int:
     except UnansweredError as error:
         if command == "trace" or args.follow:
             raise
-        return _show_remembered(args, since, error)
+        return _show_remembered(args, error)
     args.service = checked_service(args)
     if silent:
         _say(f"mode {' and '.join(silent)} reports no packets; `status` has what it counts")
@@ -58,22 +58,21 @@ def _show(command: str, args: argparse.Namespace) -> int:
     if args.follow:
         _stream(args, _followed(args, since))
         return 0
-    rows = _within(_events(args, ALL).rows, since)
-    _print(args, rows, "" if since is None else f" in the last {args.since}")
+    _print(args, _events(args, ALL).rows)
     return 0
 
 
-def _show_remembered(args: argparse.Namespace, since: float | None, error: UnansweredError) -> int:
+def _show_remembered(args: argparse.Namespace, error: UnansweredError) -> int:
     """What the agent that was here wrote down, and what the programs have reported to nobody since then."""
     names, events, note = remembered_events(args.admin_socket, error)
     asked = checked(asked_for(args.service, args.namespace), names)
-    rows = [row for row in events if asked.has(row.service)]
-    _print(args, _within(rows, since), "" if since is None else f" in the last {args.since}")
+    _print(args, [row for row in events if asked.has(row.service)])
     _say(note)
     return 0
 
 
-def _print(args: argparse.Namespace, rows: list[PacketEvent], when: str) -> None:
+def _print(args: argparse.Namespace, rows: list[PacketEvent]) -> None:
+    rows = _within(rows, started(args.since))
     shown = rows[-args.limit :]
     if shown or args.output not in ("text", "wide"):
         print_rows(args, _columns(args, shown, time.time()), shown)
@@ -81,6 +80,7 @@ def _print(args: argparse.Namespace, rows: list[PacketEvent], when: str) -> None
         _say(f"{len(shown)} of {len(rows)} events; --limit shows more")
     if not rows:
         whose = f" of {args.service}" if args.service else ""
+        when = f" in the last {args.since}" if args.since else ""
         _say(f"no packet{whose} was dropped or rejected{when}, and no backend failed, as far as events are kept")
 
 

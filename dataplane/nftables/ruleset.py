@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables.expressions import Family
@@ -94,27 +94,19 @@ def deletions(places: Iterable[tuple[str, Key]]) -> Iterator[op.Operation]:
     return (op.DeleteElements(name, keys) for name, keys in by_set.items())
 
 
+_WORDS: Final[dict[type, Callable[[Any], str]]] = {
+    op.AddTable: lambda _: "the table",
+    op.AddSet: lambda each: f"set {each.set.name}",
+    op.AddChain: lambda each: f"chain {each.chain.name}",
+    op.FlushChain: lambda each: f"rules of {each.name}",
+    op.AddElements: lambda each: f"{several(len(each.elements), 'element')} of {each.set}",
+    op.DeleteElements: lambda each: f"{several(len(each.keys), 'foreign or wrong element')} of {each.set}",
+    op.AddCounter: lambda each: f"counter {each.name}",
+    op.DeleteSet: lambda each: f"foreign set {each.name}",
+}
+
+
 def describe(operations: Iterable[op.Operation]) -> str:
     """Describe for a log what a repair changes."""
-    found: list[str] = []
-    for operation in operations:
-        match operation:
-            case op.AddTable():
-                found.append("the table")
-            case op.AddSet(wanted):
-                found.append(f"set {wanted.name}")
-            case op.AddChain(chain):
-                found.append(f"chain {chain.name}")
-            case op.FlushChain(name):
-                found.append(f"rules of {name}")
-            case op.AddElements(name, elements):
-                found.append(f"{several(len(elements), 'element')} of {name}")
-            case op.DeleteElements(name, keys):
-                found.append(f"{several(len(keys), 'foreign or wrong element')} of {name}")
-            case op.AddCounter(name):
-                found.append(f"counter {name}")
-            case op.DeleteSet(name):
-                found.append(f"foreign set {name}")
-            case _:
-                pass
+    found = [_WORDS[type(each)](each) for each in operations if type(each) in _WORDS]
     return some(found, shown=_DESCRIBED)

@@ -164,19 +164,12 @@ examples:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("service", nargs="?", metavar="NAMESPACE/NAME[:PORT]", help="this service")
-    parser.add_argument(
-        "-n",
-        "--namespace",
-        metavar="NAMESPACE",
-        help="the service's, where its name has none; alone: all services of it",
-    )
+    parser.add_argument("-n", "--namespace", metavar="NAMESPACE", help="the service's; alone: all services of it")
     parser.add_argument("--from", dest="source", metavar="SRC", help="the client's address (default: this node's)")
     parser.add_argument("--to", dest="target", metavar="DST:PORT[/PROTO]", help="a packet's destination")
     parser.add_argument("--path", metavar="PATH", help="ask backends for this path by HTTP, whatever the port's name")
-    parser.add_argument(
-        "--timeout", type=float, default=2.5, metavar="SECONDS",
-        help="timeout for each connection attempt and each answer (default: 2.5)",
-    )  # fmt: skip
+    text = "of each connection attempt and each answer (default: 2.5)"
+    parser.add_argument("--timeout", type=float, default=2.5, metavar="SECONDS", help=text)
     add_admin(parser)
     add_folders(parser)
     add_output(parser)
