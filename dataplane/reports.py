@@ -464,7 +464,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
         fill: Tables that have a limit.
         unprogrammed: Service ports that are not served.
         failing: Service ports of which every backend of a family is failing or ejected.
-        failing_backends: Of others, how many backends failed twice in a row and are not ejected.
+        failing_backends: Other service ports, and how many of their backends failed twice in a row.
         slow_starts: Backends in slow start.
         warnings: What this mode does differently from the configuration.
         audit_repairs: Repairs of foreign changes.

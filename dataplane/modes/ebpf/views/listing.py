@@ -140,7 +140,7 @@ def _members(maps: Maps, services: int) -> list[Any]:
 
 
 def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], dict[str, int]]:
-    """Returns the service ports whose backends all fail; of others, how many failed twice in a row, or more often."""
+    """Returns the service ports whose backends all fail, and how many of each other one failed twice in a row."""
     services = maps["services"].entries
     failing = _failing(maps, services)
     some = np.flatnonzero(failing)
