@@ -114,18 +114,22 @@ pictures: setup ## make the moving picture of the demo and that of `top` anew, o
 
 # From the last commit, in a folder of its own: nothing that is not committed, and no umask, gets in. setuptools gives the
 # source distribution the times of the build. Both wheels are built from it; only a C file's object differs.
+SAME_TAR  = tar c --format=gnu --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@$$SOURCE_DATE_EPOCH
 release: setup ## build what is released from the last commit: dist/RELEASE.md tells; BASE=debian@sha256:... is the image's base
 	$(call packages,$(APT_ACROSS))
 	$(Q)test -z "$(BASE)" || expr "$(BASE)" : '.*@sha256:[0-9a-f]\{64\}$$' >/dev/null || { echo "BASE is not NAME@sha256:DIGEST" >&2; exit 1; }
 	$(Q)rm -rf dist build/release && mkdir -p dist build/release
 	$(Q)umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) PYTHONHASHSEED=0 && git archive HEAD | tar x -C build/release && \
+		commit=$$(git rev-parse HEAD) tags=$$(git tag --points-at HEAD) && \
+		(cd build/release && $(abspath $(PYTHON)) -m hybrid_proxy.workshop.release stamp $$commit $$tags) && \
 		$(call step,build    the source distribution,$(abspath $(PYTHON)) -m build --no-isolation --sdist build/release)
 	$(Q)umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) PYTHONHASHSEED=0 && cd build/release/dist && \
 		tar xf *.tar.gz && rm *.tar.gz && for tree in */; do \
-		tar c --format=gnu --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@$$SOURCE_DATE_EPOCH $${tree%/} | \
-		gzip -9n > $${tree%/}.tar.gz; \
+		$(SAME_TAR) $${tree%/} | gzip -9n > $${tree%/}.tar.gz; \
 		for machine in x86_64 aarch64; do $(call step,build    the wheel for $$machine,CC=$$machine-linux-gnu-gcc $(abspath $(PYTHON)) -m build \
 		--no-isolation --wheel --outdir . -C--build-option=--plat-name=linux_$$machine $$tree) && rm -r $$tree/build || exit 1; done; rm -r $$tree; done
+	$(Q)umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && cd build/release/deploy/helm && \
+		$(SAME_TAR) --dereference hybrid-proxy | gzip -9n > ../../dist/hybrid-proxy-$$(sed -n 's/^version: //p' hybrid-proxy/Chart.yaml).tgz
 	$(Q)umask 022 && cp build/release/dist/* $(addprefix build/release/deploy/image/,requirements.txt workshop.txt) dist && \
 		sed '$(if $(BASE),s|^ARG BASE=.*|ARG BASE=$(BASE)|)' build/release/deploy/image/Dockerfile > dist/Dockerfile
 	$(Q)umask 022 && cd build/release && $(abspath $(PYTHON)) -m hybrid_proxy.workshop.release ../../dist $$(git rev-parse HEAD) "$(BASE)"

@@ -1,4 +1,4 @@
-"""Writes the SBOM, the page and the checksums of a release: `make release`."""
+"""Writes the version, the SBOM, the page and the checksums of a release: `make release`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -17,30 +18,64 @@ import jinja2
 from hybrid_proxy.controller import __version__
 from hybrid_proxy.workshop.measuring.machine import version
 
-__all__ = ["main", "section"]
+__all__ = ["main", "section", "stamp"]
 
 PAGE: Final = Path(__file__).with_suffix(".md.jinja")
-CYCLONEDX: Final = "cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible -"
+# It warns that the root component depends on nothing: it does when the SBOM is complete.
+CYCLONEDX: Final = (
+    "-W", "ignore:The Component this BOM is describing:UserWarning", "-m", "cyclonedx_py", "requirements",
+    "--pyproject", "pyproject.toml", "--mc-type", "application", "--output-reproducible", "-",
+)  # fmt: skip
+VERSIONS: Final = {
+    "controller/__init__.py": '__version__ = "{}"',
+    "deploy/helm/hybrid-proxy/Chart.yaml": "\nversion: {}",
+}
+
+
+def stamp(tree: Path, commit: str, tags: Collection[str]) -> None:
+    """Give this version another name in a tree of its sources, unless one of the commit's tags is `v` and the version.
+
+    The name sorts behind the version, and Python's tools and Helm's both read it.
+    """
+    if f"v{__version__}" not in tags:
+        for name, line in VERSIONS.items():
+            text = (tree / name).read_text()
+            new = text.replace(line.format(__version__), line.format(f"{__version__}+g{commit[:10]}"))
+            if text == new:
+                raise ValueError(f"{name} has no version {__version__}")
+            (tree / name).write_text(new)
 
 
 def section(changelog: str) -> tuple[str, str]:
-    """The date of this version, and what its section says; links to pages become their paths.
+    """The date of this version, and what its section says; links become the names of pages and their sections.
 
     Raises:
         ValueError: the version has no section, or no date.
     """
+    version = __version__.partition("+")[0]
     for part in changelog.split("\n## "):
-        if found := re.match(rf"{re.escape(__version__)} \((\d{{4}}-\d\d-\d\d)\)\n\n", part):
-            return found[1], re.sub(r"\[[^]]+\]\((?!https?:)([^)#]+)[^)]*\)", r"`\1`", part[found.end() :])
-    raise ValueError(f"CHANGELOG.md has no section with the heading `## {__version__} (DATE)`")
+        if found := re.match(rf"{re.escape(version)} \((\d{{4}}-\d\d-\d\d)\)\n\n", part):
+            return found[1], re.sub(r"\[[^]]+\]\((?!https?:)([^)]+)\)", r"`\1`", part[found.end() :])
+    raise ValueError(f"CHANGELOG.md has no section with the heading `## {version} (DATE)`")
 
 
 def _sum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def _licences(package: str) -> list[dict[str, Any]]:
+    """What a package says of its licence, in the version that is installed here: pins say nothing."""
+    about = metadata.metadata(package)
+    if "License-Expression" in about:
+        return [{"expression": about["License-Expression"]}]
+    classified = [name for name in about.get_all("Classifier", []) if name.startswith("License :: ")]
+    return [{"license": {"name": name.rpartition(" :: ")[2]}} for name in classified or about.get_all("License", [])]
+
+
 def _complete(bom: dict[str, Any], wheels: list[Path], tools: str) -> dict[str, Any]:
-    """The SBOM of the pinned packages with this version's name, the wheels, and what was compiled in them."""
+    """The SBOM of the pinned packages with licences, this version's name, the wheels, and what was compiled in them."""
+    for part in bom["components"]:
+        part["licenses"] = _licences(part["name"])
     compiled = {wheel.name: _sum(wheel.read_bytes()) for wheel in wheels}
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -63,7 +98,7 @@ def main(folder: Path, commit: str, base: str) -> None:
     versions = {name: version(name) for name in ("clang", "gcc", sys.executable)}
     tools = "clang {}, gcc {}, Python {}".format(*versions.values()) + f", setuptools {metadata.version('setuptools')}"
     pinned = "".join((folder / name).read_text() for name in ("requirements.txt", "workshop.txt"))
-    argv = [sys.executable, "-m", "cyclonedx_py", *CYCLONEDX.split()[1:]]
+    argv = [sys.executable, *CYCLONEDX]
     made = subprocess.run(argv, input=pinned, stdout=subprocess.PIPE, text=True, check=True).stdout
     (folder / "sbom.cdx.json").write_text(json.dumps(_complete(json.loads(made), wheels, tools), indent=1) + "\n")
     date, changes = section(Path("CHANGELOG.md").read_text())
@@ -76,4 +111,7 @@ def main(folder: Path, commit: str, base: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    if sys.argv[1] == "stamp":
+        stamp(Path(), sys.argv[2], sys.argv[3:])
+    else:
+        main(Path(sys.argv[1]), *sys.argv[2:])

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,10 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
-from hybrid_proxy.workshop.release import section
+from hybrid_proxy.controller import __version__
+from hybrid_proxy.workshop.release import section, stamp
+from tests.docs.pages import anchors
 from tests.released import ROOT, git
 from tests.waiting import bound
+
+from . import helm
 
 CHECKOUT_ALONE = ("benchmarks", "lab/apiserver", "measuring/nodes", "manual", "house", "release")
 OBJECT = "hybrid_proxy/dataplane/modes/ebpf/objects/tc_datapath.bpf.o"
@@ -39,6 +45,7 @@ def make_release(folder: Path, **environment: str) -> Path:
         argv, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=bound(90), check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "arning" not in done.stdout + done.stderr
     return folder / "dist"
 
 
@@ -81,6 +88,11 @@ def test_a_release_is_whole(dist: Path) -> None:
     listed = dict(reversed(line.split("  ")) for line in (dist / "SHA256SUMS").read_text().splitlines())
     assert listed == known
     page = (dist / "RELEASE.md").read_text()
+    named = set(re.findall(r"`((?:docs|deploy)/[\w/-]+\.md|[A-Z]+\.md)(?:#([\w-]+))?`", page))
+    assert ("docs/operations.md", "as-a-pod-or-as-a-systemd-service") in named
+    for name, anchor in named:
+        assert name in members
+        assert not anchor or anchor in anchors(ROOT / name), f"{name}#{anchor}"
     assert section((ROOT / "CHANGELOG.md").read_text())[1] in page
     assert {known[name] for name in known if name != "RELEASE.md"} <= set(re.findall(r"`([0-9a-f]{64})`", page))
 
@@ -96,6 +108,7 @@ def test_the_sbom_names_what_is_pinned_and_what_is_compiled(dist: Path) -> None:
     versions = set(re.findall(r"^([a-z0-9-]+)==(\S+)", pinned, re.MULTILINE))
     assert len(versions) > 40
     assert versions <= {(part["name"], part.get("version")) for part in components}
+    assert [part["name"] for part in components if part["type"] != "file" and not part["licenses"]] == []
     listed = [(part["name"], part["hashes"][0]["content"]) for part in components if part["type"] == "file"]
     for machine in MACHINES:
         wheel = wheel_of(dist, machine)
@@ -103,6 +116,45 @@ def test_the_sbom_names_what_is_pinned_and_what_is_compiled(dist: Path) -> None:
             for name, told in ((OBJECT, OBJECT), (LIBRARY, f"{LIBRARY} ({machine})")):
                 assert listed.count((told, hashlib.sha256(archive.read(name)).hexdigest())) == 1, told
         assert (wheel.name, sums(dist)[wheel.name]) in listed
+
+
+def test_a_commit_without_a_tag_is_no_release(dist: Path) -> None:
+    (chart,) = dist.glob("*.tgz")
+    found = re.fullmatch(r"hybrid-proxy-(.+\+g[0-9a-f]{10})\.tgz", chart.name)
+    assert found
+    assert found[1].startswith(__version__)
+    with zipfile.ZipFile(wheel_of(dist, "x86_64")) as archive:
+        assert f'__version__ = "{found[1]}"' in archive.read("hybrid_proxy/controller/__init__.py").decode()
+        assert f"hybrid_proxy-{found[1]}.dist-info/METADATA" in archive.namelist()
+    assert json.loads((dist / "sbom.cdx.json").read_text())["metadata"]["component"]["version"] == found[1]
+    assert "No tag names this" in (dist / "RELEASE.md").read_text()
+
+
+@pytest.mark.parametrize(("tags", "name"), [
+    ((f"v{__version__}",), __version__), (("other", f"v{__version__}"), __version__),
+    ((), f"{__version__}+g0123456789"), ((f"v{__version__}1", __version__), f"{__version__}+g0123456789"),
+])  # fmt: skip
+def test_a_tag_makes_a_commit_this_version(tags: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    for file in ("controller/__init__.py", "deploy/helm/hybrid-proxy/Chart.yaml"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    stamp(tmp_path, "0123456789abcdef", tags)
+    assert f'__version__ = "{name}"\n' in (tmp_path / "controller/__init__.py").read_text()
+    chart = yaml.safe_load((tmp_path / "deploy/helm/hybrid-proxy/Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (name, __version__), "of the image: its tag has no +"
+
+
+def test_the_chart_in_the_release_renders_as_the_folder_does(dist: Path) -> None:
+    (chart,) = dist.glob("*.tgz")
+    values = "apiServer=https://10.0.0.1:6443,prometheusRule.enabled=true,dashboard.enabled=true"
+    texts = []
+    for source in (ROOT / "deploy/helm/hybrid-proxy", chart):
+        argv = [helm.program(), "template", "hybrid-proxy", str(source), "--set", values]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "+" not in "".join(re.findall(r"helm\.sh/chart: .*", done.stdout)), "no value of a label"
+        texts.append(re.sub(r"helm\.sh/chart: .*", "", done.stdout))
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.long  # the second build takes 20 s of a processor
