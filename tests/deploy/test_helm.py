@@ -31,6 +31,7 @@ SAME = {
     "overlays/kubeadm+per-service": (
         "--set", "kubeProxyConfigMap=kube-proxy,apiServer=,affinity=null,extraArgs={--service-proxy-name=hybrid-proxy}",
     ),
+    "base+on-delete":           ("--set", "updateStrategy.type=OnDelete,updateStrategy.rollingUpdate=null"),
     "base+servicemonitor":      ("--set", "serviceMonitor.enabled=true"),
 }
 # fmt: on

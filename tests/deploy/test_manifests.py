@@ -28,7 +28,7 @@ from hybrid_proxy.controller.settings.config import MODES, Config, Endpoint
 
 from . import manifests
 from .manifests import DEPLOY, OVERLAYS, PROBES, ROOT, agent_of, build, capabilities, one, text
-from .promtool import answered
+from .promtool import answered, promtool
 
 COMPONENTS = tuple(sorted(path.name for path in DEPLOY.glob("components/*")))
 FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS), *(f"base+{name}" for name in COMPONENTS))
@@ -439,6 +439,22 @@ def test_the_service_monitor_finds_the_pods() -> None:
     assert asked - {"kube-proxy", "something-else"} == {job}
     (port,) = agent_of(folder)["ports"]
     assert service["spec"]["ports"][0]["targetPort"] == port["name"] == monitor["spec"]["endpoints"][0]["port"]
+
+
+def test_the_scrape_configuration_finds_the_same_pods(tmp_path: Path) -> None:
+    text = (DEPLOY / "monitoring/prometheus.yaml").read_text()
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    (source,), keep = job["kubernetes_sd_configs"], job["relabel_configs"][0]
+    daemonset = one("base+metrics", "DaemonSet")
+    assert job["job_name"] == one("base+servicemonitor", "Service")["metadata"]["labels"]["app.kubernetes.io/name"]
+    assert source["namespaces"]["names"] == [daemonset["metadata"]["namespace"]]
+    name, _, value = source["selectors"][0]["label"].partition("=")
+    assert daemonset["spec"]["template"]["metadata"]["labels"][name] == value
+    assert keep["regex"] == agent_of("base+metrics")["ports"][0]["name"]
+    shutil.copy(DEPLOY / "monitoring/alerts.yaml", tmp_path)
+    (tmp_path / "config.yaml").write_text(re.sub(r"kubernetes_sd_configs:\n( {6}.*\n)+", "static_configs: []\n", text))
+    checked = promtool(tmp_path, "check", "config", "config.yaml")  # Debian's is built without Kubernetes' discovery
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_the_profile_allows_no_call_that_leads_out() -> None:

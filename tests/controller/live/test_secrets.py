@@ -173,12 +173,23 @@ def by_files(folder: Path) -> dict[str, Any]:
     return {"client-certificate": str(folder / "certificate"), "client-key": str(folder / "key")}
 
 
+def by_one_file(folder: Path) -> dict[str, Any]:
+    """As a kubelet has them, which renews them and lets a link lead to the newest."""
+    CLIENT.private_key_and_cert_chain_pem.write_to_path(str(folder / "2026.pem"))
+    (folder / "current.pem").symlink_to("2026.pem")
+    return dict.fromkeys(("client-certificate", "client-key"), str(folder / "current.pem"))
+
+
 def by_a_plugin(folder: Path) -> dict[str, Any]:
     certificate = CLIENT.cert_chain_pems[0].bytes().decode()
     return exec_user(program(folder, says(clientCertificateData=certificate, clientKeyData=KEY)))
 
 
-@pytest.mark.parametrize("user", [lambda _: key_user(), by_files, by_a_plugin], ids=["inline", "files", "a plugin"])
+@pytest.mark.parametrize(
+    "user",
+    [lambda _: key_user(), by_files, by_one_file, by_a_plugin],
+    ids=["inline", "files", "the kubelet's file", "a plugin"],
+)
 def test_a_key_is_used_and_no_file_of_it_is_left(
     user: Callable[[Path], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
