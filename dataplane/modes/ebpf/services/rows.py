@@ -99,8 +99,7 @@ class RowWriter:
         rows, wrong = getattr(self, name)[places], np.zeros(len(places), np.bool_)
         for field, values in columns.items():
             wrong |= (rows[field] != values).reshape(len(places), -1).any(axis=1)
-        found: list[int] = np.unique(services[wrong]).tolist()
-        return found
+        return sorted(set(services[wrong].tolist()))
 
     def columns(self, batch: Batch) -> Iterator[Columns]:
         """Yields the fields of backends, then those of slots, which repeat a part of the backends' rows."""

@@ -31,9 +31,11 @@ class CountingFilter:
     def __init__(self, view: NDArray[Any]) -> None:
         self.view = view
         self.counts = np.zeros(len(view) * 64, dtype=np.uint16)
+        self._counted: NDArray[np.uint64] | None = None  # as long as nothing is added or removed
         self._words, self._counts = view.data, self.counts.data
 
     def add(self, bits: Sequence[int]) -> None:
+        self._counted = None
         if len(bits) >= VECTORIZE_FROM:
             distinct, counted = np.unique(np.fromiter(bits, np.uint32, len(bits)), return_counts=True)
             self.counts[distinct] += counted.astype(np.uint16)
@@ -46,6 +48,7 @@ class CountingFilter:
 
     def remove(self, bits: Iterable[int]) -> None:
         """Remove keys, and clear the bits behind which no key is left."""
+        self._counted = None
         words, counts = self._words, self._counts
         for bit in bits:
             counts[bit] = counts[bit] - 1 & 0xFFFF
@@ -57,7 +60,10 @@ class CountingFilter:
         self.view[:] = self.counted()
 
     def counted(self) -> NDArray[np.uint64]:
-        return np.packbits(self.counts > 0, bitorder="little").view(np.uint64)
+        """Returns the words that have exactly the bits behind which there are keys."""
+        if self._counted is None:
+            self._counted = np.packbits(self.counts > 0, bitorder="little").view(np.uint64)
+        return self._counted
 
 
 class MapWriter:
