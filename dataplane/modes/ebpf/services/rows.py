@@ -98,7 +98,7 @@ class RowWriter:
         """Returns the services with rows that are not as `fill` would write them."""
         rows, wrong = getattr(self, name)[places], np.zeros(len(places), np.bool_)
         for field, values in columns.items():
-            wrong |= (rows[field] != values).reshape(len(places), -1).any(axis=1)
+            wrong |= (rows[field] != values).any(axis=tuple(range(1, rows[field].ndim)))  # there may be no rows
         return sorted(set(services[wrong].tolist()))
 
     def columns(self, batch: Batch) -> Iterator[Columns]:
