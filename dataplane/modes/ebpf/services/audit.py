@@ -13,7 +13,7 @@ from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 
-ROUND: Final = 256  # slices, one a second
+ROUND: Final = 512  # slices, one a second
 LEAST: Final = 32  # service ports of a slice
 MANY: Final = 4  # messages
 

@@ -225,6 +225,19 @@ def test_a_foreign_pin_in_our_place_stays_and_is_reported_until_it_goes(
     spare.unlink()
 
 
+def test_a_mode_that_drains_is_not_damaged_and_repairs_what_is(place: Place) -> None:
+    agent, repairs = place.agent, place.agent.repaired.count
+    agent.drain(TABLE)
+    agent.maintain()
+    assert (agent.repaired.count, agent.unrepaired) == (repairs, ())
+    change_rows("backends", "address", place=place)
+    agent.maintain()
+    assert (agent.repaired.count, agent.unrepaired) == (repairs + 2, ())
+    agent.abandon(TABLE)
+    agent.maintain()
+    assert (agent.repaired.count, agent.unrepaired) == (repairs + 2, ())
+
+
 def test_pins_are_read_again_when_one_comes_or_goes(pins: Path) -> None:
     directory = PinDirectory(pins)
     with closing(Map.made(ARRAY, "some", 4, 8, 1)) as known:

@@ -18,6 +18,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.sizes import bounds, first_sizes, written
 from hybrid_proxy.dataplane.modes.ebpf.services import audit as audit_module
 from hybrid_proxy.dataplane.modes.ebpf.services.audit import MANY, Audit
+from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Ejection
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Installed
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.options import flows_by_memory
@@ -287,6 +288,25 @@ def test_nothing_is_compared_while_a_change_is_not_written(store: Store, monkeyp
         assert audit.damage({}) == []
     store.apply({two: (entry(two, V2, 2),)})
     assert audit.damage({}) == []
+
+
+def test_ejections_and_restarts_are_no_damage(open_maps: OpenMaps) -> None:
+    store = Store(open_maps(), HZ)
+    table = {one: (entry(one, V1, 4, more=1, affinity=60),), two: (entry(two, V6, 3),)}
+    store.apply(table)
+    port, audit = table[one][0], Audit(store)
+    backend = port.serving[0]
+    store.adjust({(port.key, (backend.address, backend.port)): Ejection(None, "a probe failed")}, {})
+    assert store.plan.adjusted
+    assert audit.damage({}) == []
+    store.adjust({}, {})
+    assert audit.damage({}) == []
+    again = restart(open_maps)
+    assert Audit(again).damage({}) == [], "nothing is known yet"
+    again.apply({two: table[two]})
+    assert Audit(again).damage({}) == []
+    settle(again)
+    assert Audit(again).damage({}) == []
 
 
 # --- restarts
