@@ -142,18 +142,19 @@ class TestStale:
     def test_a_connection_that_nobody_answered_begins_anew_at_a_frontend_that_came(self, protocol):
         """What listens on the node itself, at an address of a service, has answered."""
         rules(None, silent=True)
-        with contextlib.ExitStack() as stack:
-            for family, port in ((V4, PORT), (V6, PORT), (V4, 9)):
-                kind = socket.SOCK_STREAM if protocol is Protocol.TCP else socket.SOCK_RAW
-                client = stack.enter_context(socket.socket(family, kind, protocol))
+        kind = socket.SOCK_STREAM if protocol is Protocol.TCP else socket.SOCK_RAW
+        for family, port in ((V4, PORT), (V6, PORT), (V4, 9)):
+            with socket.socket(family, kind, protocol) as client:  # closed, it says nothing again
                 client.setblocking(False)
                 if protocol is Protocol.SCTP:
                     client.sendto(struct.pack("!HHII", 34_000, port, 0, 0) + INIT, (VIP[family], 0))
                     continue
                 with contextlib.suppress(BlockingIOError):
                     client.connect((VIP[family], port))
-            stack.enter_context(socket.create_server((VIP[V4], PORT + 1)))
-            stack.enter_context(socket.create_connection((VIP[V4], PORT + 1), timeout=20))
+        with (
+            socket.create_server((VIP[V4], PORT + 1)),
+            socket.create_connection((VIP[V4], PORT + 1), timeout=20),
+        ):
             before = destinations()
             at, listened = (table(NEW, number, port=port) for number, port in ((protocol, PORT), (6, PORT + 1)))
             assert went(at, ["a/dns"], at) == 0, "its rules were there"
