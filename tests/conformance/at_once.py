@@ -7,10 +7,8 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -20,7 +18,6 @@ from .kit import V4, Bench
 PAGE = mmap.PAGESIZE
 SECONDS = 60  # after which a process no longer waits for the other one
 
-Found = TypeVar("Found")
 two_processors = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="missing: a second processor")
 
 
@@ -29,20 +26,6 @@ def inbox(bench: Bench, place: str, family: int, port: int) -> socket.socket:
     made = bench.socket(place, family, socket.SOCK_DGRAM, port, timeout=0.5)
     made.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 22)
     return made
-
-
-def undisturbed(attempt: Callable[[], Found]) -> Found:
-    """What an attempt finds while no packet is lost for others' sake: who floods fills a queue that all share."""
-    for _ in range(5):
-        before, found = _queue_losses(), attempt()
-        if _queue_losses() == before:
-            break
-    return found
-
-
-def _queue_losses() -> int:
-    """Packets that the processors' queues had no room for (net.core.netdev_max_backlog), since the boot."""
-    return sum(int(line.split()[1], 16) for line in Path("/proc/net/softnet_stat").read_text().splitlines())
 
 
 def send_at_once(bench: Bench, place: str, both: tuple[Sequence[bytes], Sequence[bytes]], address: str) -> None:

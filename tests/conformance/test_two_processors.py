@@ -11,7 +11,7 @@ from ipaddress import ip_interface
 
 import pytest
 
-from .at_once import inbox, send_at_once, two_processors, undisturbed
+from .at_once import inbox, send_at_once, two_processors
 from .conftest import only_in
 from .kit import V4, Bench, eventually
 from .packets import Header, datagram, packet
@@ -69,13 +69,8 @@ def both_of(
 @pytest.mark.parametrize(("place", "way"), [("pod1", "cluster"), ("client", "nodeport")], ids=["pod1", "client"])
 def test_the_first_two_datagrams_of_a_flow_reach_one_backend(bench: Bench, place: str, way: str, family: int) -> None:
     """In the modes that use conntrack, most of them do not: rules choose for each packet of a new connection."""
-    address = bench.lab[place].address(family)
-
-    def attempt() -> Places:
-        first = next(FIRST_PORT)
-        return both_of(bench, place, way, family, {}, [[(address, first + flow)] * 2 for flow in range(FLOWS)])
-
-    seen = undisturbed(attempt)
+    address, first = bench.lab[place].address(family), next(FIRST_PORT)
+    seen = both_of(bench, place, way, family, {}, [[(address, first + flow)] * 2 for flow in range(FLOWS)])
     lost = {flow: places for flow, places in seen.items() if len(places) < 2}
     moved = {flow: places for flow, places in seen.items() if len(set(places)) > 1}
     assert (lost, moved) == ({}, {}), f"of {FLOWS} flows {len(lost)} lost one, {len(moved)} have two places"
