@@ -44,6 +44,7 @@ FEATURES = {
     "WireGuard": Feature((5, 6), "e7096c131e51, net: WireGuard secure network tunnel; a module of Debian"),
     "bond": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
     "VLAN": Feature((2, 6), "in every Linux since 2.6.0, as a module of Debian"),
+    "VRF": Feature((4, 4), "4.3, 193125dbd8eb, net: Introduce VRF device driver; 4.4 for IPv6; a module of Debian"),
     "macvlan": Feature((2, 6), "2.6.23, b863ceb7ddce, [NET]: Add macvlan driver; a module of Debian"),
     "ipvlan": Feature((3, 19), "2ad7bf363841, ipvlan: Initial check-in of the IPVLAN driver; a module of Debian"),
     "netkit": Feature((6, 7), "35dfaad7188c, netkit, bpf: Add bpf programmable net device; a module of Debian"),

@@ -52,6 +52,7 @@ PROBES |= {
         "macvlan": "link below type macvlan",
         "netkit": "type netkit",
         "VLAN": "link below type vlan id 1",
+        "VRF": "type vrf table 100",
         "VXLAN": "type vxlan id 1 dstport 4789",
         "WireGuard": "type wireguard",
     }.items()

@@ -34,6 +34,32 @@ addr add fd77::2/64 dev eth1 nodad
 route replace fd77:1:0:2::/64 via fd77::3 dev eth1
 route replace default via fd77::1 dev eth1
 """
+# The address of lo is for masquerading: without one, pods' VRF has none, and nftables drops what it should masquerade.
+# Packets that come in by the uplink follow the VRF's table alone, and all others the main one: each has a way to both.
+_VRF = """
+link add blue type vrf table 100
+link set blue up
+link set eth0 master blue
+addr flush dev eth0 scope global
+addr add 192.168.77.2/24 dev eth0
+addr add fd77::2/64 dev eth0 nodad
+addr add 10.77.1.1/32 dev lo
+addr add fd77:1::1/128 dev lo nodad
+"""
+for _table in ("100", "main"):
+    _VRF += f"""
+        route replace 192.168.77.0/24 dev eth0 table {_table}
+        route replace fd77::/64 dev eth0 table {_table}
+        route replace 10.77.2.0/24 via 192.168.77.3 dev eth0 onlink table {_table}
+        route replace fd77:1:0:2::/64 via fd77::3 dev eth0 onlink table {_table}
+        route replace default via 192.168.77.1 dev eth0 onlink table {_table}
+        route replace default via fd77::1 dev eth0 onlink table {_table}
+        """
+for _pod in (1, 2):
+    _VRF += f"""
+        route add 10.77.1.1{_pod}/32 dev veth{_pod} table 100
+        route add fd77:1::1{_pod}/128 dev veth{_pod} table 100
+        """
 _BRIDGE = "link add br0 type bridge\nlink set eth0 master br0\n"
 _MACVLAN = "link add mv0 link eth0 type macvlan mode bridge\n"
 
@@ -67,6 +93,25 @@ KINDS = {
         {place: f"link add eth0.5 link eth0 type vlan id 5\n{moved(place, 'eth0.5')}"
          for place in ("client", "node", "node2")},
         needs="VLAN",
+    ),
+    # https://github.com/tigera/docs/issues/2765
+    "vrf": Kind(
+        "an uplink in a VRF, pods outside of it, an address at lo",
+        {"node": _VRF},
+        needs="VRF",
+        settings={"node": dict.fromkeys((f"ipv4/{protocol}_l3mdev_accept" for protocol in ("tcp", "udp")), "1")},
+        instead={
+            "ipvs": {"pod1-far-nodeport": "in the pod's VRF the node's address is nobody's, and reaches no INPUT"},
+            "userspace": dict.fromkeys(
+                (f"{place}-{service}-{way}" for place, service, way in (
+                    ("pod1", "far", "cluster"), ("pod1", "near", "cluster"), ("pod1", "far", "nodeport"),
+                    ("pod1", "names", "cluster"), ("node", "far", "cluster"), ("client", "far", "nodeport"),
+                    ("client", "near", "nodeport"), ("client", "local", "nodeport"), ("client", "names", "nodeport"),
+                    ("remote1", "near", "cluster"),
+                )),
+                "the relay cannot listen at an address of another VRF",
+            ),
+        },
     ),
     # As those of virtual functions: with --xdp=native, tc serves it.
     "without_xdp": Kind(
