@@ -290,6 +290,12 @@ def test_nothing_is_compared_while_a_change_is_not_written(store: Store, monkeyp
     assert audit.damage({}) == []
 
 
+@pytest.mark.parametrize("vip", [V1, V6])
+def test_a_table_without_backends_is_compared(store: Store, vip: str) -> None:
+    store.apply({one: (entry(one, vip, 0),)})
+    assert Audit(store).damage({}) == []
+
+
 def test_ejections_and_restarts_are_no_damage(open_maps: OpenMaps) -> None:
     store = Store(open_maps(), HZ)
     table = {one: (entry(one, V1, 4, more=1, affinity=60),), two: (entry(two, V6, 3),)}
