@@ -112,10 +112,15 @@ def test_services_over_this_kind_of_network(
 def cell_of(kind: Kind, mode: str) -> str:
     """What the table says where the test passes: "yes", or which checks fail for which reason."""
     reasons: dict[str, list[str]] = {}
-    for check in (*CHECKS, *kind.checks):
+    served = [check for check in (*CHECKS, *kind.checks) if check.want is not REFUSED]
+    for check in served:
         if reason := kind.instead.get(mode, {}).get(check.name):
             reasons.setdefault(reason, []).append(check.words)
-    return "; ".join(f"all but {' and '.join(words)}: {reason}" for reason, words in reasons.items()) or "yes"
+    cells = []
+    for reason, words in reasons.items():
+        which = "nothing" if len(words) == len(served) else f"all but {' and '.join(words)}"
+        cells.append(f"{which}: {reason}")
+    return "; ".join(cells) or "yes"
 
 
 def _result(bench: Bench, services: dict[str, Service], check: Check, family: int) -> str:
