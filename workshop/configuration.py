@@ -45,8 +45,6 @@ mode: ebpf
   is valid: `config.conf: KubeProxyConfiguration.iptables.masqueradeBit 32: is not a whole number from 0 to 31`.
 - **Unknown fields** of `KubeProxyConfiguration`, also of a later version, are ignored with a warning, as in kube-proxy.
   In `HybridProxyConfiguration` they are errors.
-- **`mode`**: `HybridProxyConfiguration.mode` takes precedence over `KubeProxyConfiguration.mode`. If both are empty,
-  the mode is `auto`, the best one that works here.
 - **Flags with a file**: kube-proxy's flags are ignored with a warning, as in kube-proxy, except
   `--hostname-override`, `--master`, `--cleanup`, `--init-only`, `--write-config-to` and those of the log. Flags and
   modes (`--proxy-mode=ebpf`) that kube-proxy does not have, and `--metrics-bind-address`, take precedence over the
