@@ -219,7 +219,8 @@ def change(old: Loaded, new: Loaded) -> Change:
     """
     differing = [row for row in rows() if old.given[row] != new.given[row]]
     waiting = [row for row in differing if row.setting.effect == RESTART]
-    applied = tuple(row.key for row in differing if row not in waiting)
+    outranked = {f"{KUBE_PROXY}.mode"} if new.config.hybrid.mode else set()
+    applied = tuple(row.key for row in differing if row not in waiting and row.key not in outranked)
     if not waiting:
         return Change(new, applied, ())
     given = new.given.with_values({row.key: old.given[row] for row in waiting})

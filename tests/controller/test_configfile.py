@@ -864,6 +864,10 @@ class TestChange:
         assert second == (second.now, (), ())
         assert plain(second.now.config) == plain(first.now.config)
 
+    def test_what_a_flag_takes_precedence_over_is_not_applied(self):
+        old = loaded(HEAD + "mode: ipvs\n", "--proxy-mode=auto")
+        assert change(old, loaded(HEAD + "mode: nftables\n", "--proxy-mode=auto")).applied == ()
+
     def test_flags_beside_the_file_stay(self):
         old = loaded(HEAD + "mode: ipvs\n", "--v=4", "--xdp=off")
         changed = change(old, loaded(HEAD + OURS + "ebpf: {xdp: native}\n", "--v=4", "--xdp=off"))
