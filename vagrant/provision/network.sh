@@ -1,15 +1,15 @@
 #!/bin/sh
 # The pods' network, with nothing that comes from elsewhere: the plugin ptp gives each pod of this node a pair of
 # interfaces and an address out of the node's range, and a service sets routes to the ranges of the other nodes.
-# Run as root on a node that has joined; KUBECONFIG may read Nodes.
+# Run as root on a node that has joined; KUBECONFIG may list Nodes.
 set -eu
-: "${KUBECONFIG:?a file that may read Nodes}"
+: "${KUBECONFIG:?a file that may list Nodes}"
 export KUBECONFIG
 
 name=$(hostname)
 range=
 for _ in $(seq 60); do
-    range=$(kubectl get node "$name" -o 'jsonpath={.spec.podCIDR}' 2>/dev/null || true)
+    range=$(kubectl get nodes --field-selector "metadata.name=$name" -o 'jsonpath={.items[*].spec.podCIDR}' || true)
     [ -z "$range" ] || break
     sleep 2
 done
@@ -45,7 +45,7 @@ table ip pods-out {
 }
 RULES
 while sleep 5; do
-    kubectl get nodes -o 'jsonpath={range .items[*]}{.metadata.name} {.spec.podCIDR} {.status.addresses[?(@.type=="InternalIP")].address}{"\n"}{end}' 2>/dev/null |
+    kubectl get nodes -o 'jsonpath={range .items[*]}{.metadata.name} {.spec.podCIDR} {.status.addresses[?(@.type=="InternalIP")].address}{"\n"}{end}' |
         while read -r node range address; do
             [ "$node" = "$(hostname)" ] || [ -z "${address:-}" ] || ip route replace "$range" via "$address"
         done

@@ -22,4 +22,5 @@ if [ -d "$user/.ssh" ]; then
     key=$(curl -fsS "$from/key.pub")
     grep -qF "$key" "$user/.ssh/authorized_keys" || echo "$key" >>"$user/.ssh/authorized_keys"
 fi
-KUBECONFIG=/etc/kubernetes/kubelet.conf sh "$SOURCE/vagrant/provision/network.sh"
+# A kubelet's own credentials read no other Node.
+KUBECONFIG=/etc/hybrid-proxy/kubeconfig.conf sh "$SOURCE/vagrant/provision/network.sh"
