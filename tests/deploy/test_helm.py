@@ -99,7 +99,8 @@ def test_labels_select_the_pods() -> None:
     ("hybridProxyConfiguration.mode=ipvs",           "set the value mode, from which the pod has its rights"),
     ("kubeProxyConfiguration.mode=ipvs",             "set the value mode, from which the pod has its rights"),
     ("hybridProxyConfiguration.serveHealthz=false",  "serveHealthz: the kubelet asks there"),
-    ("apiServer=,kubeProxyConfigMap=kube-proxy,mode=nftables", "or extraArgs: [--proxy-mode=nftables]"),
+    ("apiServer=,kubeProxyConfigMap=kube-proxy,mode=userspace", "or extraArgs: [--proxy-mode=userspace]"),
+    ("apiServer=,kubeProxyConfigMap=kube-proxy,mode=nftables", "set it in ConfigMap kube-proxy\n"),
     ("kubeProxyConfigMap=Kube_Proxy",               "at '/kubeProxyConfigMap': 'Kube_Proxy' does not match"),
     ("kubeProxyConfigMap=kube-proxy",               "apiServer: would be ignored, because kubeProxyConfigMap is set"),
     *((f"apiServer=,kubeProxyConfigMap=kube-proxy,{value}", f"{value.partition('=')[0].partition('.')[0]}: would be")
