@@ -19,12 +19,13 @@ import msgspec
 
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
-from hybrid_proxy.dataplane.kernel import sysctl, tcp_segments
+from hybrid_proxy.dataplane.kernel import tcp_segments
 from hybrid_proxy.dataplane.kernel.conntrack import (
     FlowKey,
     Key,
     delete_stale,
     delete_translated,
+    fill,
     forget_connections,
     open_flows,
     open_renumbered,
@@ -77,12 +78,10 @@ def refuse_full_conntrack() -> None:
     Raises:
         Unsupported: it is so full that the kernel would drop packets of flows that it does not know yet.
     """
-    found = [sysctl.read(f"net/netfilter/nf_conntrack_{name}") for name in ("count", "max")]
-    count, limit = (int(text or 0) for text in found)
-    if count > limit * NEARLY_FULL:
-        raise Unsupported(
-            "room in conntrack", f"it has {count} entries of at most {limit}: raise net.netfilter.nf_conntrack_max"
-        )
+    found = fill()
+    if found is not None and found.used > found.limit * NEARLY_FULL:
+        has = f"it has {found.used} entries of at most {found.limit}"
+        raise Unsupported("room in conntrack", f"{has}: raise net.netfilter.nf_conntrack_max")
 
 
 class NetfilterMode(Programmer):

@@ -18,6 +18,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.netlink import (
     AF,
     ATTRIBUTE,
@@ -39,9 +40,6 @@ from hybrid_proxy.dataplane.virtual_servers import Connection
 
 log = logging.getLogger(__name__)
 
-SETTINGS: Final = Path("/proc/sys/net/netfilter")
-LIBERAL: Final = SETTINGS / "nf_conntrack_tcp_be_liberal"
-COUNT: Final = SETTINGS / "nf_conntrack_count"  # of this network namespace
 COUNTERS: Final = Path("/proc/thread-self/net/stat/nf_conntrack")
 LOSSES: Final = frozenset({"drop", "early_drop", "insert_failed"})
 MODULE: Final = Path("/sys/module/nf_conntrack")  # also where it is no module
@@ -414,10 +412,8 @@ def _row(entry: Entry, family: int, service: str | None, timeouts: Mapping[str, 
 
 
 def _setting(name: str) -> int:
-    try:
-        return int((SETTINGS / f"nf_conntrack_{name}").read_text())
-    except OSError:
-        return 0  # it is not loaded: neither its size nor how long flows are idle is known
+    """Returns a number; 0: it is not loaded, so that neither its size nor how long flows are idle is known."""
+    return int(sysctl.read(f"net/netfilter/nf_conntrack_{name}") or 0)
 
 
 def _idle(entry: Entry, timeouts: Mapping[str, int]) -> int | None:
@@ -536,9 +532,8 @@ def dump(family: int, protocol: int | None = None, *, status: Status | None = No
     """
     if MODULE.parent.exists() and not MODULE.exists():
         return
-    with contextlib.suppress(OSError):  # a dump reads all buckets of the machine, 8 ms, to find none
-        if COUNT.read_text() == "0\n":
-            return
+    if sysctl.read("net/netfilter/nf_conntrack_count") == "0":  # a dump reads all buckets of the machine, 8 ms
+        return
     wanted = NFGEN.pack(AF[family], 0, 0)
     if protocol is not None:
         number = attribute(CTA_PROTO_NUM, bytes((protocol,)))
@@ -625,7 +620,4 @@ def _walk(body: bytes) -> Entry | None:
 
 def is_liberal() -> bool:
     """True if this namespace's conntrack accepts any segment: then none is INVALID by its sequence number."""
-    try:
-        return LIBERAL.read_text().strip() != "0"
-    except OSError:
-        return False
+    return _setting("tcp_be_liberal") != 0

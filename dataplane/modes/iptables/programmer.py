@@ -7,7 +7,6 @@ import resource
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, find, present
 from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
@@ -30,7 +30,7 @@ from hybrid_proxy.dataplane.unmet import Unmet
 log = logging.getLogger(__name__)
 
 FAMILIES: Final = (4, 6)
-RECENT_CLIENTS: Final = Path("/sys/module/xt_recent/parameters/ip_list_tot")
+RECENT_CLIENTS: Final = "/sys/module/xt_recent/parameters/ip_list_tot"  # how many; the kernel's default is 100
 AUDIT_SHARE: Final = 10  # a comparison that took a processor's second is followed by ten seconds without
 REPAIR_PAUSE: Final = 5.0  # seconds until a repair that failed is tried again
 
@@ -213,7 +213,7 @@ class Iptables(TranslatingMode):
             messages.append(f"{forgetful} service ports have no session affinity: the kernel has no match recent")
         if len(sticky) > forgetful:
             messages.append(
-                f"session affinity remembers at most {_clients_remembered()} clients for each endpoint: "
+                f"session affinity remembers at most {sysctl.read(RECENT_CLIENTS) or 100} clients for each endpoint: "
                 "load xt_recent with a larger ip_list_tot to remember more"
             )
         if not all(able.compares for able in self.able.values()):
@@ -239,13 +239,6 @@ class Iptables(TranslatingMode):
 
     def counters(self) -> dict[str, int]:
         return {"restores": sum(held.restores for held in self._installed.values()), **super().counters()}
-
-
-def _clients_remembered() -> int:
-    try:
-        return int(RECENT_CLIENTS.read_text())
-    except (OSError, ValueError):
-        return 100  # the kernel's default
 
 
 # What the kernel can do
