@@ -292,13 +292,9 @@ def _of_table(table: ServiceTable, service: str | None, packets: Sequence[Packet
 
 
 def _table_port(entry: Entry) -> p.TablePort:
-    frontends = tuple(
-        p.TableFrontend(each.kind, each.address, each.port, each.internal, each.external, each.source_ranges)
-        for each in entry.frontends
-    )
     path = entry.probe.path if entry.probe else None
     protocol, seconds = entry.protocol.name, entry.affinity_seconds
-    return p.TablePort(entry.name, entry.family, protocol, frontends, entry.backend_sets, path, seconds)
+    return p.TablePort(entry.name, entry.family, protocol, entry.frontends, entry.backend_sets, path, seconds)
 
 
 def _is_heard(address: str, service: Service) -> bool:

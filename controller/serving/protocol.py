@@ -30,7 +30,7 @@ from hybrid_proxy.dataplane.reports import (
     ago,
     clock,
 )
-from hybrid_proxy.dataplane.table import BackendSet, Kind
+from hybrid_proxy.dataplane.table import BackendSet, Frontend
 
 SHOWN: Final = 3  # names in a sentence
 
@@ -305,24 +305,13 @@ class NoAgentStatus(msgspec.Struct, kw_only=True, frozen=True):
 # The service table, as far as commands need it
 
 
-class TableFrontend(msgspec.Struct, frozen=True):
-    """A `dataplane.table.Frontend`, without what only a mode needs."""
-
-    kind: Kind
-    address: str | None
-    port: int
-    internal: int
-    external: int
-    source_ranges: tuple[str, ...] | None = None
-
-
 class TablePort(msgspec.Struct, frozen=True):
     """A `dataplane.table.Entry`, without what only a mode needs; with the path of its health probes."""
 
     name: str
     family: int
     protocol: str
-    frontends: tuple[TableFrontend, ...]
+    frontends: tuple[Frontend, ...]
     backend_sets: tuple[BackendSet, ...]
     probe_path: str | None = None
     affinity_seconds: int = 0

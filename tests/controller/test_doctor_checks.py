@@ -27,9 +27,9 @@ from hybrid_proxy.controller.commands.doctor.service import is_about
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import ChangeRow
-from hybrid_proxy.controller.serving.protocol import SourceStatus, TableFrontend, TablePort
+from hybrid_proxy.controller.serving.protocol import SourceStatus, TablePort
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow, Unprogrammed
-from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, WhenEmpty
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, WhenEmpty
 from tests.workshop.top.samples import agent_status, dataplane
 
 A, B = "10.0.0.1:8080", "10.0.0.2:8080"
@@ -46,12 +46,12 @@ def port(
 ) -> TablePort:  # fmt: skip
     ends = tuple(Backend(each.partition(":")[0], int(each.partition(":")[2])) for each in backends)
     sets = [BackendSet(ends, why=why)]
-    frontends = [TableFrontend(Kind.CLUSTER_IP, "10.96.0.1", 80, 0, 0)]
+    frontends = [Frontend(Kind.CLUSTER_IP, "10.96.0.1", 80, 0, 0)]
     if ranges is not None:
-        frontends.append(TableFrontend(Kind.LOAD_BALANCER, "198.51.100.7", 80, 0, 0, ranges))
+        frontends.append(Frontend(Kind.LOAD_BALANCER, "198.51.100.7", 80, 0, 0, source_ranges=ranges))
     if external:
         sets.append(BackendSet((), WhenEmpty.DROP, "externalTrafficPolicy Local: no endpoint on this node"))
-        frontends.append(TableFrontend(Kind.NODE_PORT, None, 30080, 0, 1))
+        frontends.append(Frontend(Kind.NODE_PORT, None, 30080, 0, 1))
     return TablePort(name, 4, "TCP", tuple(frontends), tuple(sets))
 
 

@@ -31,7 +31,6 @@ from hybrid_proxy.controller.serving.protocol import (
     IgnoredAnswer,
     RunExplain,
     TableAnswer,
-    TableFrontend,
     TablePort,
 )
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -39,7 +38,7 @@ from hybrid_proxy.dataplane.kernel import links, namespaces
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import ProbePacket, belongs
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, PacketEvent, ServiceRow
-from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, family_of, socket_text
+from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Protocol, family_of, socket_text
 
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
@@ -183,11 +182,11 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
     )
 
 
-def _packet_to(source: str, port: TablePort, frontend: TableFrontend) -> Packet:
+def _packet_to(source: str, port: TablePort, frontend: Frontend) -> Packet:
     return Packet("", str(ip_address(source)), frontend.address or "", frontend.port, port.protocol.lower())
 
 
-def _frontends(ports: Iterable[TablePort]) -> Iterator[tuple[TablePort, TableFrontend]]:
+def _frontends(ports: Iterable[TablePort]) -> Iterator[tuple[TablePort, Frontend]]:
     return ((port, frontend) for port in ports for frontend in port.frontends if frontend.address)
 
 
@@ -220,7 +219,7 @@ def _port_of(row: ServiceRow, backends: Iterable[BackendRow]) -> TablePort:
         if each.service == row.name and each.service_id in (None, row.id) and each.used
         and (each.address.startswith("[") == six) and each.protocol == row.protocol
     ]  # fmt: skip
-    frontends = tuple(TableFrontend(Kind.CLUSTER_IP, address, port, 0, 0) for address, port in pairs)
+    frontends = tuple(Frontend(Kind.CLUSTER_IP, address, port, 0, 0) for address, port in pairs)
     whole = BackendSet(tuple(mine), why="as last programmed")
     return TablePort(row.name or "-", 6 if six else 4, row.protocol, frontends, (whole,))
 
