@@ -132,13 +132,13 @@ class Map:
         """Keep the map alive beyond this process."""
         check(library().bpf_obj_pin(self.fd, str(path).encode()), f"pinning map at {path}")
 
-    def update(self, key: bytes, value: bytes, flags: int = 0) -> None:
+    def update(self, key: bytes, value: bytes) -> None:
         """Set one element.
 
         Raises:
             BpfError: E2BIG when the map is full.
         """
-        check(library().bpf_map_update_elem(self.fd, key, value, flags), f"map {self.name}: update")
+        check(library().bpf_map_update_elem(self.fd, key, value, 0), f"map {self.name}: update")
 
     def lookup(self, key: bytes) -> bytes | None:
         """Returns one element's value, None when there is none."""

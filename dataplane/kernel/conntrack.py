@@ -14,6 +14,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -542,22 +543,18 @@ def dump(family: int, protocol: int | None = None, *, status: Status | None = No
     if status is not None:
         value, mask = (bits.to_bytes(4, "big") for bits in status)
         wanted += attribute(CTA_STATUS, value) + attribute(CTA_STATUS_MASK, mask)
-    unpack = _unpack4 if family == 4 else _unpack6
+    unpack = partial(_unpack, *_LAYOUTS[family])
     with Netlink(NETFILTER) as wire:
         yield from filter(None, map(unpack, wire.dump(Message(GET, wanted, NLM_F_DUMP, "reading conntrack"))))
 
 
 # The layout of both tuples of TCP, UDP and SCTP: attribute headers, addresses, protocol, ports.
-_TUPLE4: Final = "4s4s4s4s4s4s4s4sB3x4s2s2x4s2s2x"
-_TUPLE6: Final = "4s4s4s16s4s16s4s4sB3x4s2s2x4s2s2x"
-_LAYOUT4: Final = struct.Struct("=" + 2 * _TUPLE4)
-_LAYOUT6: Final = struct.Struct("=" + 2 * _TUPLE6)
-
-
-def _expected(address: int) -> tuple[bytes, ...]:
-    """Returns the attribute headers of one tuple after its own."""
+def _layout(address: int) -> tuple[struct.Struct, tuple[bytes, ...]]:
+    """Returns the layout with addresses of this length, and the attribute headers in it."""
     first, second = (1, 2) if address == 4 else (3, 4)  # CTA_IP_V4_SRC and DST, CTA_IP_V6_SRC and DST
-    return (
+    size = 4 + 4 + 2 * (4 + address) + 28
+    own = [ATTRIBUTE.pack(size, kind | NESTED) for kind in (CTA_TUPLE_ORIG, CTA_TUPLE_REPLY)]
+    rest = (
         ATTRIBUTE.pack(4 + 2 * (4 + address), CTA_TUPLE_IP | NESTED),
         ATTRIBUTE.pack(4 + address, first),
         ATTRIBUTE.pack(4 + address, second),
@@ -566,27 +563,14 @@ def _expected(address: int) -> tuple[bytes, ...]:
         ATTRIBUTE.pack(6, CTA_PROTO_SRC_PORT),
         ATTRIBUTE.pack(6, CTA_PROTO_DST_PORT),
     )
+    layout = struct.Struct("=" + 2 * f"4s4s4s{address}s4s{address}s4s4sB3x4s2s2x4s2s2x")
+    return layout, (own[0], *rest, own[1], *rest)
 
 
-def _headers(address: int) -> tuple[bytes, ...]:
-    size = 4 + 4 + 2 * (4 + address) + 28
-    own = [ATTRIBUTE.pack(size, kind | NESTED) for kind in (CTA_TUPLE_ORIG, CTA_TUPLE_REPLY)]
-    return (own[0], *_expected(address), own[1], *_expected(address))
+_LAYOUTS: Final = {4: _layout(4), 6: _layout(16)}
 
 
-_HEADERS4: Final = _headers(4)
-_HEADERS6: Final = _headers(16)
-
-
-def _unpack4(body: bytes) -> Entry | None:
-    return _unpack(body, _LAYOUT4, _HEADERS4)
-
-
-def _unpack6(body: bytes) -> Entry | None:
-    return _unpack(body, _LAYOUT6, _HEADERS6)
-
-
-def _unpack(body: bytes, layout: struct.Struct, headers: tuple[bytes, ...]) -> Entry | None:
+def _unpack(layout: struct.Struct, headers: tuple[bytes, ...], body: bytes) -> Entry | None:
     """Unpacks an entry with ports, None for another."""
     if len(body) < START + layout.size:
         return _walk(body)
