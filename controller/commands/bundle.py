@@ -110,13 +110,7 @@ def run(args: argparse.Namespace) -> int:
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     path = Path(args.file or f"hybrid-proxy-bundle-{socket.gethostname()}-{stamp}.tar.gz")
     contents, missing = _gathered(args, began + ALL_SECONDS)
-    contents["index.html"] = page(
-        contents,
-        missing,
-        redact(socket.gethostname()),
-        time.time(),
-        time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-    )
+    contents["index.html"] = page(contents, missing, redact(socket.gethostname()), time.time())
     try:
         size = _write(path, contents, missing)
     except OSError as error:

@@ -5,6 +5,7 @@ Each part is text as its command prints it. Whatever it holds, such as the name 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from html import escape
 from operator import attrgetter
@@ -34,8 +35,8 @@ h1{font-size:1.5rem} summary{font-size:1.15rem;font-weight:600;cursor:pointer;ma
 """
 
 
-def page(contents: Mapping[str, bytes], missing: Mapping[str, str], node: str, now: float, clock: str) -> bytes:
-    """The page: the verdicts first, then what happens, then what is set. `clock` is `now` for people."""
+def page(contents: Mapping[str, bytes], missing: Mapping[str, str], node: str, now: float) -> bytes:
+    """The page: the verdicts first, then what happens, then what is set."""
     said = {
         "Status": ("agent/status.json", lambda text: _status(text, now)),
         "Doctor": ("doctor.json", lambda text: lines(msgspec.json.decode(text, type=Diagnosis), PLAIN)),
@@ -48,12 +49,13 @@ def page(contents: Mapping[str, bytes], missing: Mapping[str, str], node: str, n
         "Versions": ("versions/hybrid-proxy.json", _lines),
     }  # fmt: skip
     body = [_section(title, contents.get(file), missing.get(file), draw) for title, (file, draw) in said.items()]
+    clock = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     others = "".join(f"<li>{escape(printable(f'{name}: {why}'))}" for name, why in missing.items())
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>hybrid-proxy on {escape(printable(node))}</title><style>{STYLE}</style>"
-        f"<h1>hybrid-proxy on {escape(printable(node))}</h1><p>As of {escape(clock)}. The other files have more."
+        f"<h1>hybrid-proxy on {escape(printable(node))}</h1><p>As of {clock}. The other files have more."
         f"{''.join(body)}<details><summary>Not in this archive</summary><ul>{others}</ul></details></html>"
     ).encode(errors="replace")
 

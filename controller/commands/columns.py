@@ -26,7 +26,6 @@ GAP: Final = 2
 INDENT: Final = 4
 UNKNOWN: Final = "-"
 LEAST: Final = 12  # characters in a line of a text that is cut or wrapped
-CUT: Final = "…"
 
 
 class Tone(StrEnum):

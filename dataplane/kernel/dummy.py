@@ -40,7 +40,6 @@ from hybrid_proxy.dataplane.kernel.netlink import (
     Events,
     Message,
     Netlink,
-    NetlinkFailed,
     attribute,
     attributes,
     messages,
@@ -124,12 +123,9 @@ class Dummy:
         Raises:
             NetlinkFailed: the kernel refused one; the others are done.
         """
-        wanted = [(RTM_NEWADDR, text) for text in add] + [(RTM_DELADDR, text) for text in remove]
-        for position, code in self._netlink.send([self._message(kind, text) for kind, text in wanted]):
-            kind, text = wanted[position]
-            if (kind, code) not in ((RTM_NEWADDR, errno.EEXIST), (RTM_DELADDR, errno.EADDRNOTAVAIL)):
-                what = "adding" if kind == RTM_NEWADDR else "removing"
-                raise NetlinkFailed(f"{what} address {text} at {self.name}", code)
+        requests = [self._message(RTM_NEWADDR, text) for text in add]
+        requests += [self._message(RTM_DELADDR, text) for text in remove]
+        self._netlink.change(requests, ((RTM_NEWADDR, errno.EEXIST), (RTM_DELADDR, errno.EADDRNOTAVAIL)))
 
     def _message(self, kind: int, text: str) -> Message:
         family = socket.AF_INET6 if ":" in text else socket.AF_INET
@@ -137,12 +133,12 @@ class Dummy:
         body = _IFADDR.pack(family, 8 * len(packed), 0, rt_scope["host"] if family == socket.AF_INET else 0, self.index)
         body += attribute(IFA_LOCAL, packed)
         if kind == RTM_DELADDR:
-            return Message(kind, body)
+            return Message(kind, body, what=f"removing address {text} at {self.name}")
         body += attribute(IFA_ADDRESS, packed)
         if family == socket.AF_INET6:
             body += attribute(IFA_FLAGS, struct.pack("=I", IFA_F_NODAD | IFA_F_NOPREFIXROUTE))
             body += attribute(IFA_CACHEINFO, _CACHEINFO.pack(0, FOREVER, 0, 0))
-        return Message(kind, body, NLM_F_CREATE)
+        return Message(kind, body, NLM_F_CREATE, f"adding address {text} at {self.name}")
 
     def remove(self, *, of_others: bool = False) -> bool:
         """Remove it if it is ours, or another agent's, and has no address left. Returns whether it was removed."""

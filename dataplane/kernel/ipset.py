@@ -108,9 +108,7 @@ class Ipsets:
         Raises:
             NetlinkFailed: the kernel refused an element; those before it are done.
         """
-        requests = [request for edit in edits for request in _edit_messages(edit)]
-        for position, code in self._netlink.send(requests):
-            raise NetlinkFailed(requests[position].what, code)
+        self._netlink.change([request for edit in edits for request in _edit_messages(edit)])
 
     def elements(self, name: str) -> dict[Element, Value]:
         """Returns the elements of a set.

@@ -179,8 +179,7 @@ class Ipvs:
         if not pairs:
             return
         body = b"".join(attribute(kind, _U32.pack(value)) for kind, value in pairs)
-        for _, code in self._netlink.send([self._request(_SET_CONFIG, body)]):
-            raise NetlinkFailed(f"setting timeouts of IPVS to {wanted}", code)
+        self._netlink.change([self._request(_SET_CONFIG, body, what=f"setting timeouts of IPVS to {wanted}")])
 
     def schedules(self, scheduler: str, family: int = 4) -> bool:
         """True if a scheduler can be used; creates a virtual server that no client uses (as kube-proxy's probe).

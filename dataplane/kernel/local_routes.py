@@ -20,7 +20,6 @@ from hybrid_proxy.dataplane.kernel.netlink import (
     ROUTE,
     Message,
     Netlink,
-    NetlinkFailed,
     attribute,
     attributes,
 )
@@ -69,11 +68,8 @@ class LocalRoutes:
         held = self.held()
         changes = [(NEW_ROUTE, text, source) for text, source in wanted.items() if held.get(text) != source]
         changes += [(DELETE_ROUTE, text, source) for text, source in held.items() if wanted.get(text) != source]
-        for position, code in self._netlink.send([_message(*change) for change in changes]):
-            kind, text, _ = changes[position]
-            if (kind, code) not in ((NEW_ROUTE, errno.EEXIST), (DELETE_ROUTE, errno.ESRCH)):
-                what = "adding" if kind == NEW_ROUTE else "removing"
-                raise NetlinkFailed(f"{what} the local route to {text}", code)
+        ignored = (NEW_ROUTE, errno.EEXIST), (DELETE_ROUTE, errno.ESRCH)
+        self._netlink.change([_message(*change) for change in changes], ignored)
         return len(changes)
 
 
@@ -83,4 +79,5 @@ def _message(kind: int, text: str, source: str) -> Message:
     body = _HEADER.pack(family, 8 * len(packed), 0, 0, TABLE_LOCAL, PROTOCOL, SCOPE_HOST, TYPE_LOCAL, 0)
     body += attribute(DESTINATION, packed) + attribute(DEVICE, LOOPBACK)
     body += attribute(SOURCE, socket.inet_pton(family, source))
-    return Message(kind, body, NLM_F_CREATE | NLM_F_APPEND if kind == NEW_ROUTE else 0)
+    flags, verb = (NLM_F_CREATE | NLM_F_APPEND, "adding") if kind == NEW_ROUTE else (0, "removing")
+    return Message(kind, body, flags, f"{verb} the local route to {text}")

@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -190,6 +190,16 @@ class Netlink(Closing):
             failed += [(start + position, code) for position, code in answers if code]
             start = end
         return failed
+
+    def change(self, requests: Sequence[Message], ignored: Collection[tuple[int, int]] = ()) -> None:
+        """Send all requests, without an answer but those (kind and error number) that are ignored.
+
+        Raises:
+            NetlinkFailed: the kernel refused one; the others are done.
+        """
+        for position, code in self.send(requests):
+            if (requests[position].kind, code) not in ignored:
+                raise NetlinkFailed(requests[position].what, code)
 
     def transact(self, begin: Message, requests: Sequence[Message], end: Message) -> tuple[int, int] | None:
         """Send requests as one transaction between two messages of the protocol: all of them take effect or none.

@@ -56,7 +56,7 @@ CONTENTS = {
 
 @pytest.mark.parametrize("part", CONTENTS)
 def test_a_hostile_name_is_text(part: str) -> None:
-    text = page({part: CONTENTS[part]}, {HOSTILE: HOSTILE}, HOSTILE, 0, "now").decode()
+    text = page({part: CONTENTS[part]}, {HOSTILE: HOSTILE}, HOSTILE, 0).decode()
     found = Elements(text)
     assert found.elements <= OURS
     assert found.attributes <= {"lang", "charset", "name", "content", "http-equiv", "open", "class"}
@@ -65,6 +65,6 @@ def test_a_hostile_name_is_text(part: str) -> None:
 
 
 def test_only_the_first_of_many_services_are_in_it() -> None:
-    text = Elements(page({"dataplane/services.json": rows("a/b:c", MOST + 1)}, {}, "n", 0, "now").decode()).text
+    text = Elements(page({"dataplane/services.json": rows("a/b:c", MOST + 1)}, {}, "n", 0).decode()).text
     assert text.count("a/b:c") == MOST
     assert f"{MOST} of {MOST + 1}" in text
