@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Final
 from urllib.parse import quote, unquote
 
-__all__ = ["REMOVED", "hold", "redact"]
-
 REMOVED: Final = "[removed]"
 
 _LONG: Final = 8  # characters of a value that is looked for inside of words, too

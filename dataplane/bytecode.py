@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["same_addresses"]
-
 _LOAD, _TO_X, _EQUALS_X, _RETURN = 0x20, 0x07, 0x1D, 0x06  # ld [k]; tax; jeq x; ret k (linux/bpf_common.h)
 
 

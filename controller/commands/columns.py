@@ -15,10 +15,6 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.reports import shortened
 
-__all__ = [
-    "Cell", "Column", "Layout", "Screen", "Tone", "Value", "duration", "fits", "layout", "painted", "table",
-]  # fmt: skip
-
 Row = TypeVar("Row")
 Row_contra = TypeVar("Row_contra", contravariant=True)
 

@@ -24,12 +24,6 @@ from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_mode
 from hybrid_proxy.controller.settings.given import add_flag
 from hybrid_proxy.dataplane.settings import duration
 
-__all__ = [
-    "Command", "Entry", "Parser", "PodAddress", "Registry", "add_admin", "add_config", "add_folders", "add_output",
-    "add_service", "add_table", "meant", "mode_name", "number_from", "pod_address", "positive_seconds", "registries",
-    "seconds", "started",
-]  # fmt: skip
-
 PodAddress = Callable[[str, int], str]  # name and family (4 or 6) of a pod -> its address
 
 _EXPLAINED: Final = re.compile(r" +\S.*?  +(?=\S)")  # an example, and the blanks before its explanation

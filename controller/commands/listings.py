@@ -12,11 +12,6 @@ from hybrid_proxy.controller.commands.columns import Cell, Column, Tone, Value, 
 from hybrid_proxy.dataplane.first_packets import quantile
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow, TrafficCounts
 
-__all__ = [
-    "Change", "Listed", "ModeRow", "backend_columns", "change_columns", "changes", "flow_columns", "mode_columns",
-    "service_columns", "service_state",
-]  # fmt: skip
-
 
 class ModeRow(msgspec.Struct, frozen=True):
     """A mode of this installation: whether it works here, whether it serves, and what is missing (empty: nothing)."""

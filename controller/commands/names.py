@@ -10,8 +10,6 @@ from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.reports import ServiceRow
 
-__all__ = ["Asked", "NotServed", "UnknownName", "asked_for", "at_address", "checked", "closest", "either"]
-
 MOST: Final = 3  # suggestions
 
 

@@ -10,8 +10,6 @@ from typing import Final
 from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, duration, fits
 from hybrid_proxy.dataplane.reports import PacketEvent, clock, several
 
-__all__ = ["advice", "event_columns", "kind"]
-
 VERDICTS: Final = {
     "drop": Cell("DROPPED", Tone.BAD), "refuse": Cell("REJECTED", Tone.BAD), "fail": Cell("FAILED", Tone.BAD),
     "trace": Cell("SEEN", Tone.GOOD), "note": Cell("NOTED", Tone.WARN),

@@ -15,8 +15,6 @@ from hybrid_proxy.controller.settings.documents import FILES, LOG, SERVERS, SERV
 from hybrid_proxy.controller.settings.given import add_flag, add_flags, add_removed_flags
 from hybrid_proxy.dataplane.settings import IPVS_MODE, MORE, NODE
 
-__all__ = ["CLEANUP", "RUN"]
-
 _RUN: Final = """
 examples:
   in a lab or on an edge node, from files; traffic follows every edit of a file:

@@ -14,8 +14,6 @@ import msgspec
 from hybrid_proxy.controller.commands.columns import Column, Screen, layout, table
 from hybrid_proxy.controller.text import printable, printable_json
 
-__all__ = ["encoded", "print_lines", "print_rows", "print_stream", "print_value", "say", "screen", "wants_colours"]
-
 Row = TypeVar("Row")
 
 

@@ -14,17 +14,6 @@ from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, shortened, some
 
-__all__ = [
-    "Trouble",
-    "Verdict",
-    "fill_trouble",
-    "forwarding_trouble",
-    "missing",
-    "raise_it",
-    "troubles",
-    "unprogrammed",
-]
-
 NEARLY_FULL: Final = 0.9
 REPAIRS: Final = 3  # the last ones
 LOOK: Final = "the route to it, its address, and the agent's credentials"

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from hybrid_proxy.controller.kubernetes.connection import Connection
 
-__all__ = ["Emit", "Source"]
-
 
 class Emit(Protocol):
     """Takes events in, together."""

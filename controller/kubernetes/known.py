@@ -12,8 +12,6 @@ from hybrid_proxy.controller.kubernetes.model import EndpointSlice, Object, Prob
 from hybrid_proxy.controller.kubernetes.parse import UNNAMED
 from hybrid_proxy.controller.kubernetes.watch import Versions
 
-__all__ = ["KnownObjects", "ObjectSet", "UnusableError"]
-
 # What all objects of a kind may take of our memory, about 1 KB for one and 150 bytes for each of its endpoints.
 # 150,000 pods and 10,000 Services, which Kubernetes is made for, take 50 MB.
 _MAX_KIND: Final = 512 << 20

@@ -23,8 +23,6 @@ from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes.files import read
 from hybrid_proxy.controller.kubernetes.yamldoc import NotYamlError, documents
 
-__all__ = ["SERVICE_ACCOUNT", "Access", "of_kubeconfig", "of_service_account"]
-
 log = logging.getLogger(__name__)
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -13,8 +13,6 @@ from hybrid_proxy.controller.kubernetes.connection import Connection
 from hybrid_proxy.controller.kubernetes.model import KindState, SourceState
 from hybrid_proxy.dataplane.reports import clock
 
-__all__ = ["CHECK_SECONDS", "SourceHealth"]
-
 CHECK_SECONDS: Final = 1.0  # between two checks of the files with credentials, while nothing can be read
 
 

@@ -11,8 +11,6 @@ from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.reports import PacketEvent
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Kind, ServiceTable
 
-__all__ = ["Clients", "KnownLacks", "Lack", "lacks", "with_policy"]
-
 Clients = Literal["all", "outside", "inside"]
 
 

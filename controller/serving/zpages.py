@@ -15,8 +15,6 @@ import msgspec
 from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.serving.health import JSON, NOSNIFF, OK, TEXT, Answer
 
-__all__ = ["flagz", "statusz"]
-
 NAME: Final = "hybrid-proxy"
 KUBERNETES: Final = "1.36"  # whose kube-proxy this one stands in for
 GROUP: Final = "config.k8s.io"
