@@ -230,9 +230,6 @@ class NetfilterMode(Programmer):
 
     # What is asked
 
-    def _localhost_warnings(self) -> list[str]:
-        return [self._localhost.reason] if self._localhost is not None and self._localhost.reason else []
-
     def warnings(self) -> list[str]:
         """Returns what the table asks for and this mode does not do."""
         raise NotImplementedError
@@ -244,12 +241,13 @@ class NetfilterMode(Programmer):
 
     def _status(self, **parts: Any) -> Status:
         """Returns the status with `parts`, which only this mode has."""
+        reasons = [self._localhost.reason] if self._localhost is not None and self._localhost.reason else []
         return Status(
             mode=self.name,
             unprogrammed=list(self._unprogrammed.values()),
             audit_repairs=self.repaired.count,
             stale_deleted={f"IPv{family}": count for family, count in self.stale_deleted.items()},
-            **({"warnings": [*self.warnings(), *self._localhost_warnings()]} | parts),
+            **({"warnings": [*self.warnings(), *reasons]} | parts),
         )
 
     def close(self) -> None:
