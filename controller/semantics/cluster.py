@@ -240,7 +240,7 @@ class Cluster:
     def _complain(self, kind: str, key: str, complaints: Collection[str] = ()) -> None:
         """Note complaints about parts of an object, or clear them."""
         if complaints:
-            message = f"{kind} {key} is in use without {'; '.join(complaints)}"
+            message = f"{kind} {key}: {'; '.join(complaints)}; what is wrong is left out"
             self._complaints[kind, key] = Problem(kind, key, message, in_use=True)
         elif self._complaints:
             self._complaints.pop((kind, key), None)

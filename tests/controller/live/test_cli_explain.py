@@ -215,7 +215,8 @@ def test_malformed_objects_are_reported_and_the_rest_works(call: Call, tmp_path:
     assert done.returncode == 0
     assert json.loads(done.stdout)["service"] == "default/good:http"
     assert "refused: Service default/bad: spec.ports[0].port: expected a whole number, got 'http'" in done.stderr
-    assert "Service default/good is in use without spec.ports[1].port: 0 is not a port" in done.stderr
+    assert "Service default/good: spec.ports[1].port: 0 is not a port" in done.stderr
+    assert "what is wrong is left out" in done.stderr
     assert str(tmp_path / "a.yaml") + ":1" in done.stderr
     assert str(tmp_path / "b.yaml") in done.stderr
 
