@@ -14,7 +14,7 @@ import msgspec
 from hybrid_proxy.controller.agent.modes import open_mode
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, asked_for, at_address, checked
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.semantics.history import ChangeRow, folded
+from hybrid_proxy.controller.semantics.history import ChangeRow, folded, last_known
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.admin import (
     FIRST_SECONDS,
@@ -267,10 +267,10 @@ def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
     except ControllerError:
         reasons = {}
     now = time.time()
-    was = [row for row in last_changes(admin_socket, now) if row.service == name.partition(":")[0]]
+    was = last_known(name.partition(":")[0], last_changes(admin_socket, now), now)
     if reasons or not was:
         return NotServed(reasons) if reasons else unknown
-    return ControllerError(f"{unknown}; its last change, {ago(now - was[-1].last)}: {was[-1].text}")
+    return ControllerError(f'no service "{name}"{was}')
 
 
 def as_left(admin_socket: str, pin_root: str | None, error: ControllerError) -> Programmed:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from heapq import nlargest
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from hybrid_proxy.controller.kubernetes.model import Service
-from hybrid_proxy.dataplane.reports import age, some
+from hybrid_proxy.dataplane.reports import age, ago, some
 from hybrid_proxy.dataplane.table import Entry, NodeNetwork, frontend_text
 
 FOLD_SECONDS: Final = 120.0  # changes of one kind that come closer together make one row
@@ -18,6 +18,7 @@ FLAPS: Final = 3  # times that an endpoint becomes ready in one row: once is a r
 NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
+NOT_SERVED: Final = "not served now"
 GONE: Final = " puts back what is gone"  # after the command that adds one of these
 
 Kind = Literal["agent", "endpoints", "service", "mode", "repair", "configuration", "ejection", "node", "source"]
@@ -90,10 +91,7 @@ def joined(before: ChangeRow, after: ChangeRow) -> ChangeRow:
 
 
 def _most(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, int]:
-    found = dict(before)
-    for each, count in after.items():
-        found[each] = found.get(each, 0) + count
-    return found if len(found) <= NAMED else dict(nlargest(NAMED, found.items(), key=lambda pair: pair[1]))
+    return dict((Counter(before) + Counter(after)).most_common(NAMED))
 
 
 def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
@@ -140,7 +138,17 @@ def change_of(
         rows += [row("", "EndpointSlice", ready=now - was)] * bool(now - was)
     elif before and after and before != after and not rows:
         rows = [row(what, "EndpointSlice") for what in _moved(before, after) or ["their ports or conditions"]]
-    return [*rows, row("is not served now", "Service")] if before and not after else rows
+    return [*rows, row(NOT_SERVED, "Service")] if before and not after else rows
+
+
+def last_known(name: str, rows: Sequence[ChangeRow], now: float) -> str:
+    """Tells what last became of a Service that is not there, after "no service ..."; empty: nothing is remembered."""
+    last = next((row for row in reversed(rows) if row.service == name), None)
+    if last is None:
+        return ""
+    deleted = (last.what, last.by) == (NOT_SERVED, "Service")
+    since = ago(now - last.last)
+    return f"; it was deleted {since}" if deleted else f"; its last change was {since}: {last.text}"
 
 
 def change_of_node(before: NodeNetwork, after: NodeNetwork) -> list[str]:

@@ -16,7 +16,7 @@ from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.views import why_unknown
 from hybrid_proxy.controller.kubernetes.model import Problem, Service, ServicePort, Upserted
 from hybrid_proxy.controller.semantics.cluster import Cluster
-from hybrid_proxy.controller.semantics.history import ADDRESSES, FLAPS, NAMED, ChangeRow, change_of, folded
+from hybrid_proxy.controller.semantics.history import ADDRESSES, FLAPS, NAMED, NOT_SERVED, ChangeRow, change_of, folded
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.reports import clock
@@ -55,7 +55,7 @@ DIFFERENCES = [
     pytest.param(entries(A, B), entries(C),
                  [("endpoints", 2, f"no longer: {A}, {B}"), ("endpoints", 1, f"ready: {C}")], id="others"),
     pytest.param((), entries(A), [("service", 1, "came"), ("endpoints", 1, "ready: 10.0.0.1")], id="new"),
-    pytest.param(entries(A), (), [("endpoints", 1, f"no longer: {A}"), ("service", 1, "is not served now")], id="less"),
+    pytest.param(entries(A), (), [("endpoints", 1, f"no longer: {A}"), ("service", 1, "not served now")], id="less"),
     pytest.param(entries(A), entries(A, fronts=(NODE_PORT,)),
                  [("service", 1, "+ nodePort node port 30080/TCP")], id="a node port"),
     pytest.param(entries(A), entries(A, algorithm="maglev"),
@@ -127,12 +127,14 @@ def test_rows_of_one_moment_stay_in_their_order_whatever_came_before(tmp_path: P
 def test_an_unknown_name_is_answered_with_the_last_change_of_its_service(tmp_path: Path) -> None:
     path = str(tmp_path / "admin.sock")
     history = History(changes_path(path))
-    for service in ("shop/web", "shop/other"):
-        history.record("service", "is not served now", "Service", service)
+    for service, by in (("shop/web", "Service"), ("shop/other", "Service"), ("shop/own", ADDRESSES)):
+        history.record("service", NOT_SERVED, by, service)
     history.flush()
     for name in ("shop/web", "shop/web:http"):
         told = str(why_unknown(path, UnknownName("service", name, [])))
-        assert re.fullmatch(rf'no service "{name}"; its last change, \d s ago: is not served now', told)
+        assert re.fullmatch(rf'no service "{name}"; it was deleted \d s ago', told)
+    told = str(why_unknown(path, UnknownName("service", "shop/own", [])))
+    assert re.fullmatch(r'no service "shop/own"; its last change was \d s ago: not served now', told)
     assert str(why_unknown(path, UnknownName("service", "shop/wbe", [NAME]))).endswith(f"did you mean {NAME}?")
 
 
@@ -175,7 +177,7 @@ def test_a_cluster_ip_that_the_node_takes_is_its_own_doing_and_no_endpoint_goes(
     history.programmed(table(3, services, frozenset({NAME})))
     history.flush()
     found = [(row.kind, row.text, row.by) for row in read_changes(path)]
-    assert found == [("service", "is not served now", ADDRESSES), ("service", "came", ADDRESSES)]
+    assert found == [("service", "not served now", ADDRESSES), ("service", "came", ADDRESSES)]
 
 
 def test_facts_of_the_node_that_changed_are_told_and_those_that_come_or_go_are_not(tmp_path: Path) -> None:
