@@ -464,7 +464,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
         fill: Tables that have a limit.
         unprogrammed: Service ports that are not served.
         failing: Service ports of which every backend of a family is failing or ejected.
-        failing_backends: Other service ports, and how many of their backends failed twice in a row.
+        failing_backends: Backends of other service ports that failed twice in a row, lately.
         slow_starts: Backends in slow start.
         warnings: What this mode does differently from the configuration.
         audit_repairs: Repairs of foreign changes.
@@ -477,7 +477,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     fill: dict[str, Fill] = {}
     unprogrammed: list[Unprogrammed] = []
     failing: list[str] = []
-    failing_backends: dict[str, int] = {}
+    failing_backends: list[Ejection] = []
     slow_starts: int = 0
     warnings: list[str] = []
     audit_repairs: int = 0

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Final
 
 from hybrid_proxy.controller.commands.columns import Screen, duration, painted
-from hybrid_proxy.controller.commands.troubles import Trouble, Verdict, missing, troubles
+from hybrid_proxy.controller.commands.troubles import SEE_FAILURES, Trouble, Verdict, missing, troubles
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ChangeLatency,
@@ -169,6 +169,8 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
         yield from _hook_lines(ebpf)
         if ebpf.probes.targets:
             yield f"probes: of {several(ebpf.probes.targets, 'backend')}, {ebpf.probes.down} of which fail"
+    if dataplane.mode not in SEE_FAILURES:
+        yield "backends: not watched in this mode; `hybrid-proxy doctor -n NAMESPACE` asks them"
     if dataplane.slow_starts:
         yield f"slow start: {several(dataplane.slow_starts, 'backend')} without the whole share of new connections yet"
     yield f"events: {_counters_text(dataplane.counters)}"

@@ -15,6 +15,7 @@ from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, shortened, some
 
 NEARLY_FULL: Final = 0.9
+SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 REPAIRS: Final = 3  # the last ones
 LOOK: Final = "the route to it, its address, and the agent's credentials"
 READ_LOG: Final = "read the agent's log"
@@ -36,7 +37,8 @@ class Trouble(NamedTuple):
     """Something that is wrong: a `reason` of few words, and `details`, which `status` shows behind a `label`.
 
     Doctor shows a finding for each detail, or for what is `said` where details need their label to be understood.
-    `verdict` is what it makes of the whole; OK is a remark: the node does what it should.
+    `verdict` is what it makes of the whole; OK is a remark: the node does what it should. Doctor is never happier: what
+    is worse than DRAINED is a problem for it.
     """
 
     subject: str
@@ -65,7 +67,7 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
     mode = status.mode
     if mode.degraded:
         text, todo = f"mode {mode.effective} serves instead of {mode.requested}", "`hybrid-proxy modes` says what lacks"
-        found.append(Trouble("mode", "degraded", text, f"{mode.requested} was asked for", [mode.reason], mark="warning",
+        found.append(Trouble("mode", "degraded", text, f"{mode.requested} was asked for", [mode.reason],
                              todo=todo, said=[f"{text}: {mode.reason}"]))  # fmt: skip
     plane = status.dataplane
     if down := [f"{name} is down, and the pod behind it is cut off" for name in status.down]:
@@ -86,7 +88,7 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
     if known.refused:
         text = "the newest configuration is not used"
         said = [f"the newest content of {known.file} is not used: {known.refused}"]
-        found.append(Trouble("configuration", "configuration", text, "configuration", [known.refused], mark="warning",
+        found.append(Trouble("configuration", "configuration", text, "configuration", [known.refused],
                              todo="correct the file", said=said))  # fmt: skip
     if known.waiting:  # status names them with the file
         said = [f"{', '.join(known.waiting)} wait for the next start: restart the agent"]
@@ -166,8 +168,6 @@ def _plane_troubles(plane: Status) -> Iterator[Trouble]:
             f"hybrid-proxy doctor {plane.failing[0].partition(':')[0]}",
         )
         yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
-    if few := [f"{count} of the backends of {name} failed twice" for name, count in plane.failing_backends.items()]:
-        yield Trouble("backends", "ejected", some(few), "failing", [f"{each} in a row, or more often" for each in few])
     if plane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in plane.unprogrammed]
         text, todo = f"{_many(details, 'service port')} not programmed", raise_it(plane.unprogrammed)
@@ -195,14 +195,14 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
         if details := [problem.text for problem in status.problems if problem.in_use is in_use]:
             said = [problem.report for problem in status.problems if problem.in_use is in_use]
             yield Trouble("objects", "refused-objects", f"{_many(details, 'object')} {what}", label, details,
-                          mark="warning", todo="correct the object, or the file", said=said)  # fmt: skip
+                          todo="correct the object, or the file", said=said)  # fmt: skip
     if status.node_faults:
-        what = _many(status.node_faults, "fact of this node", "facts of this node")
-        yield Trouble("node", "node-faults", f"{what} missing or wrong", "node", status.node_faults, mark="warning")
+        what, todo = _many(status.node_faults, "fact of this node", "facts of this node"), "correct it, or the setting"
+        yield Trouble("node", "node-faults", f"{what} missing or wrong", "node", status.node_faults, todo=todo)
     if status.conflicts:
         details = [f"{service}: {text}" for service, texts in status.conflicts.items() for text in texts]
         yield Trouble("objects", "refused-objects", f"{_many(details, 'frontend')} of another service too", "conflict",
-                      details, mark="warning", todo="give one another address")  # fmt: skip
+                      details, todo="give one another address")  # fmt: skip
     left = {address: left_text(address, owner, status.unheard) for address, owner in status.left_to_node.items()}
     if status.unheard:
         details = [left[address] for address in status.unheard]
@@ -215,10 +215,14 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
 
 
 def _backend_troubles(plane: Status) -> Iterator[Trouble]:
-    for failing, reason in ((True, "ejected"), (False, "failing, but not ejected")):
-        rows = [row for row in (plane.ebpf.ejections if plane.ebpf else ()) if row.ejected is failing]
-        if details := [f"{row.address} of {row.service}: {row.state}" for row in rows]:
-            yield Trouble("backends", "ejected", f"{_many(details, 'backend')} {reason}", "backend", details)
+    rows = [*plane.failing_backends, *(plane.ebpf.ejections if plane.ebpf else ())]
+    known = {(row.service, row.address): row for row in rows}  # who wants to eject it knows more
+    for ejected, reason in ((True, "ejected"), (False, "failing, but not ejected")):
+        own = [row for row in known.values() if row.ejected is ejected]
+        if details := [f"{row.address} of {row.service}: {row.state}" for row in own]:
+            text, said = f"{_many(details, 'backend')} {reason}", [some(details, "; ")]
+            todo = f"hybrid-proxy doctor {own[0].service.partition(':')[0]}"
+            yield Trouble("backends", "ejected", text, "backend", details, todo=todo, said=said)
     if plane.ebpf and plane.ebpf.pods.failed:
         details = [f"{name}: {problem}" for name, problem in plane.ebpf.pods.failed.items()]
         text, todo = f"{_many(details, 'interface')} without our programs", f"no pod behind it is served: {READ_LOG}"
@@ -239,14 +243,14 @@ def _full(status: AgentStatus) -> Iterator[Trouble]:
 
 
 def fill_trouble(subject: str, cause: Cause, name: str, row: Fill, todo: str) -> Iterator[Trouble]:
-    """Judge how full a table is: nothing, a warning, or a problem."""
+    """Judge how full a table is: nothing, or a problem."""
     if not row.limit or row.used < NEARLY_FULL * row.limit:
         return
     full = row.full
     text = f"{name} is {'full' if full else 'nearly full'}"
     drops = ", and new connections are dropped where no entry gives way" if full and cause == "conntrack-full" else ""
     details = [f"{text}{drops}: {row.used} of {row.limit} entries are used"]
-    yield Trouble(subject, cause, text, "table", details, mark="problem" if full else "warning", todo=todo)
+    yield Trouble(subject, cause, text, "table", details, todo=todo)
 
 
 def forwarding_trouble(family: int) -> Trouble:

@@ -24,9 +24,11 @@ from pyroute2 import NFCTSocket
 
 from hybrid_proxy.controller.agent.history import STILL_SECONDS
 from hybrid_proxy.controller.commands.bundle import Bundle
-from hybrid_proxy.controller.commands.doctor.checks import SEE_FAILURES
 from hybrid_proxy.controller.commands.doctor.facts import Cause
-from hybrid_proxy.controller.semantics.history import GONE, folded
+from hybrid_proxy.controller.commands.status import Verdict
+from hybrid_proxy.controller.commands.status import verdict as judged
+from hybrid_proxy.controller.commands.troubles import SEE_FAILURES
+from hybrid_proxy.controller.semantics.history import GONE, NOT_SERVED, folded
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_path, read_changes, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
@@ -38,6 +40,7 @@ from tests import namespaces
 from tests.waiting import bound, until
 
 from .clinic import ADDRESSES, HANGS, HTTP, NAME, NOBODY, NODE_PORT, PODS, PROPERTY, Clinic, clinic_of
+from .conftest import only_in
 from .kit import aware_of, node_manifest
 
 LOCAL = {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}
@@ -186,6 +189,15 @@ def refused(port: int = 80, **spec: object) -> Provoke:
             clinic.agent.wait(lambda status: not status.problems)
 
     return provoke
+
+
+@contextmanager
+def deleted(clinic: Clinic) -> Iterator[None]:
+    clinic.put("pod1", name=FIRST)
+    clinic.remove(FIRST)
+    path = changes_path(str(clinic.agent.socket))
+    until(lambda: any(row.what == NOT_SERVED for row in read_changes(path)), "it is written down")
+    yield
 
 
 @contextmanager
@@ -490,9 +502,24 @@ def firewall(table: str) -> Provoke:
     return provoke
 
 
+def recovered(clinic: Clinic) -> None:
+    """Return when the status is OK after the incidents before this one: the Node is there, and backends answer."""
+    clinic.api.put_all(json.loads(node_manifest(clinic.lab))["items"])
+
+    def is_ok(status: AgentStatus) -> bool:
+        for _ in range(6):
+            with clinic.lab.socket("pod4") as client, suppress(OSError):
+                client.settimeout(1)
+                client.connect((ADDRESSES[NAME], 80))
+        return judged(status) is Verdict.OK
+
+    clinic.agent.wait(is_ok, 30)
+
+
 @contextmanager
 def closed(clinic: Clinic) -> Iterator[None]:
     """The policy of FORWARD drops packets between pods."""
+    recovered(clinic)
     clinic.run("node", "iptables", "-P", "FORWARD", "DROP")
     try:
         aware_of(clinic.agent, "table ip filter")
@@ -631,7 +658,14 @@ INCIDENTS = [
     Incident(
         "two Services have one node port", one_for_two(type="NodePort"), (NAME,), "object-refused", said=str(NODE_PORT)
     ),
-    Incident("a Service cannot be read", refused(99_999), (), "refused-objects"),
+    Incident(
+        "two Services have one ClusterIP, and the node is asked",
+        one_for_two(clusterIP=SHARED, clusterIPs=[SHARED]),
+        (),
+        "refused-objects",
+        said=SHARED,
+    ),
+    Incident("a Service cannot be read", refused(99_999), (), "refused-objects", said="99999 is not a port"),
     Incident(
         "a range is no CIDR",
         refused(loadBalancerSourceRanges=["10.0.0.0/33"]),
@@ -677,7 +711,6 @@ INCIDENTS = [
         (),
         "link-down",
         said="the pod's end",
-        alone=True,
     ),
     Incident(
         "no route leads to an endpoint",
@@ -759,6 +792,7 @@ INCIDENTS = [
     Incident("the agent is stopped", stopped_agent, (), "no-agent", said="(state T)"),
     # Elsewhere doctor tries 600 ports at once, for which an emulated processor needs its time.
     Incident("a map is full", full_map, (MANY, "--timeout", "30"), "not-programmed", modes=("ebpf",)),
+    Incident("the Service was deleted", deleted, (FIRST,), "no-such-service", said="it was deleted"),
     Incident("the name is mistyped", lambda _: nullcontext(), ("shop/wbe",), "no-such-service"),
     Incident("the port is mistyped", lambda _: nullcontext(), (f"{NAME}:https",), "no-such-port"),
     Incident("forwarding is off", lambda clinic: clinic.setting("ipv4/ip_forward", "0"), (NAME,), "forwarding-off"),
@@ -792,7 +826,14 @@ INCIDENTS = [
         "object-refused",
         said="edits",
     ),
-    Incident("iptables' FORWARD has dropped packets", closed, (), "firewall", said="policy drop"),
+    Incident(
+        "iptables' FORWARD has dropped packets",
+        closed,
+        (),
+        "firewall",
+        said="policy drop",
+        advised="`iptables -P FORWARD ACCEPT`",
+    ),
     Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
     Incident("the agent is dead", no_agent, (), "no-agent"),
     Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent", own=True),
@@ -836,6 +877,28 @@ def test_doctor_names_the_incident(
     words = " ".join(filter(None, (f"`{found.cause}`" if found.cause else "well", "" if found.certain else "(likely)")))
     words += " as a warning" * (found.well and found.cause not in ("", "restricted"))
     request.node.user_properties.append((PROPERTY, (incident.words, mode, words)))
+
+
+@only_in("ebpf")
+def test_a_node_with_a_failing_backend_is_not_well(clinic: Clinic) -> None:
+    recovered(clinic)
+    end = f"{clinic.lab['pod1'].address4}:{HTTP}"
+    refuses = DEAF.replace("drop", "reject with tcp reset")
+    with clinic.rules("pod1", refuses):
+
+        def is_told(status: AgentStatus) -> bool:
+            with clinic.lab.socket("pod4") as client, suppress(OSError):
+                client.settimeout(1)
+                client.connect((ADDRESSES[NAME], 80))
+            ejected = [row.address for row in (status.dataplane.ebpf.ejections if status.dataplane.ebpf else ())]
+            return judged(status) is Verdict.DEGRADED and ejected == [end]
+
+        clinic.agent.wait(is_told)
+        code, found = clinic.doctor()
+        first, *_ = clinic.agent.command("doctor").stdout.splitlines()
+    assert (code, found.well, found.cause) == (1, False, "ejected"), found
+    assert found.verdict.startswith(f"{end} of {NAME}:http: ejected"), found
+    assert first.startswith("✗"), first
 
 
 @pytest.fixture(scope="class")

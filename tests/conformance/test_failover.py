@@ -417,14 +417,17 @@ def test_a_failing_backend_is_told_before_it_is_ejected(patient: Bench, family: 
     web = patient.service("pod2", "pod3", "pod4")
     name = f"conformance/{web.name}:main"
 
-    def told() -> int | None:
-        return patient.agent.running_status().dataplane.failing_backends.get(name)
+    def told() -> set[str]:
+        rows = patient.agent.running_status().dataplane.failing_backends
+        return {row.address for row in rows if row.service == name}
 
     with failing(patient, "pod2", how="reject with tcp reset"):
         eventually(
-            lambda: patient.seen("pod1", web, family, 1) and told() == 1, 8, "a backend fails, and status is well"
+            lambda: patient.seen("pod1", web, family, 1) and told() == ends(patient, ["pod2"], [family]),
+            8,
+            "a backend fails, and status is well",
         )
-    eventually(lambda: patient.seen("pod1", web, family, 1) and told() is None, 8, "it answers")
+    eventually(lambda: patient.seen("pod1", web, family, 1) and not told(), 8, "it answers")
 
 
 def test_nobody_is_ejected_where_all_lose_as_many(patient: Bench) -> None:

@@ -24,13 +24,24 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Tried,
 )
 from hybrid_proxy.controller.commands.doctor.service import is_about
+from hybrid_proxy.controller.commands.status import Verdict as Judged
+from hybrid_proxy.controller.commands.status import verdict as judged
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
-from hybrid_proxy.controller.semantics.history import ChangeRow
+from hybrid_proxy.controller.semantics.history import NOT_SERVED, ChangeRow
 from hybrid_proxy.controller.serving.protocol import SourceStatus, TablePort
-from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, Fill, PacketEvent, ServiceRow, Unprogrammed
+from hybrid_proxy.dataplane.reports import (
+    BackendRow,
+    Ejection,
+    ExplainAnswer,
+    Fill,
+    PacketEvent,
+    ServiceRow,
+    Unprogrammed,
+)
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, WhenEmpty
-from tests.workshop.top.samples import agent_status, dataplane
+from tests.controller.test_status_text import ONE_TROUBLE
+from tests.workshop.top.samples import agent_status, dataplane, ebpf
 
 A, B = "10.0.0.1:8080", "10.0.0.2:8080"
 A6, VIP6 = "[fd00::1]:8080", "[fd00:96::1]:80"
@@ -296,7 +307,7 @@ NODES = [
     pytest.param({"forwarding": {4: True, 6: False}}, "forwarding-off", "problem", id="no forwarding of IPv6"),
     pytest.param({"closed": (rule("forward", "policy drop", 9),)}, "firewall", "warning", id="the policy of FORWARD drops"),
     pytest.param({"conntrack": Fill(100, 100)}, "conntrack-full", "problem", id="conntrack is full"),
-    pytest.param({"conntrack": Fill(95, 100)}, "conntrack-full", "warning", id="conntrack is nearly full"),
+    pytest.param({"conntrack": Fill(95, 100)}, "conntrack-full", "problem", id="conntrack is nearly full"),
     pytest.param({"conntrack": Fill(5, 100), "lost": {"drop": (9, 2)}}, "conntrack-full", "warning", id="conntrack drops just now"),
     pytest.param({"conntrack": Fill(5, 100), "lost": {"early_drop": (9, 2)}}, "conntrack-full", "warning", id="conntrack forgets flows just now"),
     pytest.param({"agent": agent_status(dataplane=dataplane(unprogrammed=[Unprogrammed("a/b:c", "map services (--max-services) is full (9)")]))}, "map-full", "problem", id="a map is full"),
@@ -307,12 +318,72 @@ NODES = [
     pytest.param({"hung": ("the agent (PID 7)", "restart it"), "programmed": {"ebpf": 7}}, "no-agent", "problem", id="an agent that hangs"),
     pytest.param({"denied": True, "unread": "permission denied"}, "no-agent", "problem", id="no rights"),
     pytest.param({"unasked": True}, "no-agent", "problem", id="an agent that cannot be asked"),
-    pytest.param({"starting": "reading objects"}, "no-agent", "warning", id="an agent that starts"),
-    pytest.param({"agent": agent_status(node_faults=["there is no Node"])}, "node-faults", "warning", id="no Node"),
+    pytest.param({"starting": "reading objects"}, "no-agent", "problem", id="an agent that starts"),
+    pytest.param({"agent": agent_status(node_faults=["there is no Node"])}, "node-faults", "problem", id="no Node"),
     pytest.param({"agent": agent_status(down=["veth1"])}, "link-down", "problem", id="the link of a pod is down"),
     pytest.param({"agent": agent_status(leaving=True)}, "draining", "warning", id="somebody drains the node"),
 ]
 # fmt: on
+
+
+@pytest.mark.parametrize(("fields", "expected"), ONE_TROUBLE)
+def test_doctor_is_as_happy_as_the_status(fields: dict[str, object], expected: Judged) -> None:
+    agent = agent_status(**fields)
+    node = msgspec.structs.replace(WELL, agent=agent, conntrack=agent.conntrack, programmed={"ebpf": 1})
+    found = diagnose("node", list(node_findings(node)))
+    assert judged(agent) is expected
+    assert found.well is (expected in (Judged.OK, Judged.DRAINED)), found
+    assert found.verdict.startswith("the node is well") is (expected is Judged.OK and not found.cause), found
+
+
+SICK = Ejection("shop/web:http", A, ejected=True, seconds=8.0, state="ejected for 8 s: 3 refused")
+
+
+def test_what_is_true_now_comes_before_drops_of_the_last_minutes() -> None:
+    agent = agent_status(dataplane=dataplane(ebpf=ebpf(SICK)))
+    sick = msgspec.structs.replace(WELL, agent=agent, events=(EVENT,), empty=("shop/a:http",), programmed={"ebpf": 1})
+    verdict = diagnose("node", list(node_findings(sick)))
+    assert (verdict.cause, verdict.verdict) == ("ejected", f"{A} of shop/web:http: ejected for 8 s: 3 refused")
+    verdict = diagnose("node", list(node_findings(msgspec.structs.replace(sick, agent=agent_status()))))
+    wanted = "1 service port without a backend: shop/a:http (and 1 other warning)"
+    assert (verdict.cause, verdict.verdict, verdict.well) == ("empty-services", wanted, True)
+
+
+@pytest.mark.parametrize(("mode", "more"), [("ebpf", ""), ("nftables", "; mode nftables does not see whether")])
+def test_a_node_is_well_as_far_as_its_mode_sees(mode: str, more: str) -> None:
+    node = msgspec.structs.replace(WELL, agent=agent_status(), programmed={mode: 1})
+    found = diagnose("node", list(node_findings(node)))
+    assert (found.well, found.cause) == (True, "")
+    assert found.verdict.startswith(f"the node is well{more}")
+    assert bool(more) or found.verdict == "the node is well"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named", "todo"),
+    [((), "shop/a:http, shop/b:http", "doctor -n shop"), (("shop/a", "shop/b"), "shop/b:http, shop/a:http", "doctor shop/b"),
+     (("shop/b",), "shop/b:http, shop/a:http", "doctor shop/b")],
+    ids=["nothing is known", "the last one", "the only one"],
+)  # fmt: skip
+def test_of_services_without_a_backend_the_one_that_changed_last_is_named(
+    changed: tuple[str, ...], named: str, todo: str
+) -> None:
+    rows = [ChangeRow(first=at, last=at, kind="endpoints", service=name) for at, name in enumerate(changed, 900)]
+    node = msgspec.structs.replace(WELL, empty=("shop/a:http", "shop/b:http"), changes=tuple(rows))
+    found = next(each for each in node_findings(node) if each.cause == "empty-services")
+    assert found.text.endswith(f": {named}")
+    assert found.todo == f"hybrid-proxy {todo}"
+
+
+@pytest.mark.parametrize(
+    ("table", "chain", "command"),
+    [("ip filter", "FORWARD", "`iptables -P FORWARD ACCEPT`"), ("ip6 filter", "FORWARD", "`ip6tables -P FORWARD ACCEPT`"),
+     ("ip filter (legacy)", "FORWARD", "`iptables-legacy -P FORWARD ACCEPT`"), ("inet fw", "f", "a rule of this chain")],
+)  # fmt: skip
+def test_a_policy_that_drops_is_undone_as_a_policy(table: str, chain: str, command: str) -> None:
+    node = msgspec.structs.replace(WELL, closed=(Rule(table, chain, ("forward",), "policy drop", 9),))
+    (found,) = (each for each in node_findings(node) if each.cause == "firewall")
+    assert command in found.todo
+    assert "before this rule" not in found.todo
 
 
 def test_whose_flows_fill_conntrack_is_told() -> None:
@@ -346,7 +417,7 @@ def test_each_trouble_of_the_node_is_one_finding(changes: dict[str, object], cau
 UNKNOWN_FACTS = [
     pytest.param({"hung": ("the agent (PID 7)", "restart it"), "programmed": {"ebpf": 2}}, {"backends"}, id="the agent hangs"),
     pytest.param({"hung": ("the agent (PID 7)", "restart it"), "unread": "no pins"}, {"backends", "endpoints"}, id="and the kernel cannot be read"),
-    pytest.param({"denied": True, "unread": "permission denied"}, {"backends", "endpoints", "drops", "other proxies"}, id="permission is denied"),
+    pytest.param({"denied": True, "unread": "permission denied", "events_unknown": "permission denied"}, {"backends", "endpoints", "drops", "other proxies"}, id="permission is denied"),
     pytest.param({}, {"backends", "endpoints"}, id="nothing is programmed"),
 ]
 # fmt: on
@@ -438,7 +509,8 @@ def test_a_service_port_of_which_all_backends_fail_comes_before_old_drops() -> N
     assert (verdict.cause, verdict.well) == ("backends-fail", False)
     assert verdict.verdict == "all backends of shop/web:http fail"
     drops = next(each.text for each in verdict.findings if each.subject == "drops")
-    assert drops == "in the last minutes: 1 x no answer (shop/web:http); 2 x no such source (shop/web:http)"
+    counts = "1 x no answer (shop/web:http); 2 x no such source (shop/web:http)"
+    assert drops == f"in the last minutes, the last 16 min ago: {counts}"
 
 
 @pytest.mark.parametrize(("seconds", "cause"), [(90.0, "flapping"), (150.0, "drops")])
@@ -452,12 +524,13 @@ def test_endpoints_that_flapped_are_history(seconds: float, cause: Cause) -> Non
 
 
 def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
-    row = ChangeRow(first=900.0, last=990.0, kind="service", service="shop/web", what="is not served now")
+    row = ChangeRow(first=900.0, last=990.0, kind="service", service="shop/web", what=NOT_SERVED, by="Service")
     node = msgspec.structs.replace(WELL, changes=(row, msgspec.structs.replace(row, service="shop/other")))
     cause, _, findings = service(facts(asked="shop/web", ports=(), services=("shop/other",)), node)
     assert cause == "no-such-service"
+    assert findings[0].text == 'no service "shop/web"; it was deleted 10 s ago'
     (told,) = (each.text for each in findings if each.subject == "history")
-    assert told == "1 change in the last hour, the last 10 s ago: is not served now"
+    assert told == "1 change in the last hour, the last 10 s ago: not served now"
 
 
 def test_a_problem_makes_the_exit_code_and_a_warning_does_not() -> None:
@@ -548,6 +621,7 @@ def test_what_is_refused_of_a_service_is_told_beside_all_that_is_well(kind: str,
     assert any(each.mark == "ok" for each in findings if each.subject == "object")
     of_the_node = next(each for each in node_findings(node) if each.subject == "objects")
     assert ("refused: " in of_the_node.text) is not in_use
+    assert of_the_node.mark == "problem"
 
 
 @pytest.mark.parametrize(

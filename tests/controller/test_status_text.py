@@ -117,12 +117,22 @@ def test_a_status_looks_as_its_screen(name: str) -> None:
 
 
 def test_a_backend_that_fails_makes_it_degraded_before_it_is_ejected() -> None:
-    failing = agent_status(dataplane=dataplane(failing_backends={"shop/web:http": 1}))
-    first, second, *_ = text(failing, 120).splitlines()
-    assert (first, second) == (
-        "DEGRADED: 1 of the backends of shop/web:http failed twice",
-        "  failing: 1 of the backends of shop/web:http failed twice in a row, or more often",
-    )
+    row = Ejection("shop/web:http", "10.0.0.1:80", ejected=False, seconds=None, state="2 connections in a row failed")
+    wanted = [
+        "DEGRADED: 1 backend is failing, but not ejected",
+        "  backend: 10.0.0.1:80 of shop/web:http: 2 connections in a row failed",
+        "",
+    ]
+    assert text(agent_status(dataplane=dataplane(failing_backends=[row])), 120).splitlines()[:3] == wanted
+    kept = msgspec.structs.replace(row, state="kept because too many fail")
+    shown = text(agent_status(dataplane=dataplane(failing_backends=[row], ebpf=attached(kept))), 120).splitlines()
+    assert shown[:3] == [wanted[0], wanted[1].replace(row.state, kept.state), ""], "a backend is named once"
+
+
+@pytest.mark.parametrize(("mode", "lines"), [("ebpf", 0), ("userspace", 0), ("nftables", 1), ("ipvs", 1)])
+def test_a_mode_that_sees_no_failures_says_in_a_line_who_asks_backends(mode: str, lines: int) -> None:
+    shown = text(agent_status(dataplane=dataplane(mode=mode, ebpf=None))).splitlines()
+    assert sum("not watched" in line and "doctor -n NAMESPACE" in line for line in shown) == lines
 
 
 # fmt: off

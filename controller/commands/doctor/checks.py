@@ -26,6 +26,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 )
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
 from hybrid_proxy.controller.commands.troubles import (
+    SEE_FAILURES,
     SHOW_ADDRESS,
     fill_trouble,
     forwarding_trouble,
@@ -34,15 +35,14 @@ from hybrid_proxy.controller.commands.troubles import (
     unprogrammed,
 )
 from hybrid_proxy.controller.semantics.explain import left_text
-from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow
+from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow, last_known
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, ago, several, some
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
-LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "ejected", "empty-services", "forwarding-off"})
-SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
+LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "empty-services", "forwarding-off"})
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 # Hooks of netfilter that packets between pods pass on this node, and those of the node itself.
 FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
@@ -76,12 +76,13 @@ FAILURES: Final[dict[str, tuple[str, str, Cause, str]]] = {
 
 
 def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = (), seconds: float = 0.0) -> Diagnosis:
-    """The verdict: the problem that explains most, else the first warning, else that all is well."""
+    """The verdict: the problem that explains most, else the first warning, else that all is well, as far as is seen."""
     problems = sorted((f for f in findings if f.mark == "problem"), key=_rank)
     warnings = sorted((f for f in findings if f.mark == "warning"), key=_rank)
     limits = [f for f in findings if f.cause == "restricted"]
     chosen = next(iter(problems or warnings or limits), None)
-    said = [f.text for f in limits if chosen == limits[0]]
+    unseen = [f for f in findings if (f.mark, f.subject) == ("unknown", "backends")]
+    said = [] if problems or warnings else [f.text for f in (*limits, *unseen)]
     meant = [f.text for f in limits if f.subject == "object"]  # it is not served, as it shall be
     return Diagnosis(
         target=target,
@@ -100,10 +101,10 @@ def _rank(finding: Finding) -> int:
 
 
 def _verdict(target: str, problems: list[Finding], warnings: list[Finding], tried: Sequence[Tried]) -> str:
-    if problems:
-        rest = len(problems) - 1
-        more = f" (and {several(rest, 'other problem')})" if rest else ""
-        return f"{problems[0].text}{more}"
+    if problems or (target == "node" and warnings):
+        first, *rest = problems or warnings
+        more = f" (and {several(len(rest), f'other {first.mark}')})" if rest else ""
+        return f"{first.text}{more}"
     asked = [each for each in tried if each.outcome in ("answered", "accepted")]
     well = "the node is well" if target == "node" else f"{target} is well"
     if asked:
@@ -142,7 +143,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         yield _conntrack(facts.conntrack, facts.conntrack_user, facts.lost)
     for text in facts.beside:
         yield Finding("ok", "other programs", text)
-    yield _ejected(facts)
+    yield from _unwatched(facts)
     yield _empty(facts)
     yield from _flapping(facts.changes, facts.now)
     yield _recent_drops(facts)
@@ -155,11 +156,10 @@ def _without_agent(facts: NodeFacts) -> Finding:
     what = f"{ports} as last programmed, and changes are not followed" if ports else "nothing is programmed here"
     if facts.unread:
         what = f"what is programmed cannot be read: {facts.unread}"
-    if facts.starting:
-        text = f"the agent is starting ({facts.starting}): {what}"
-        return Finding("warning", "agent", text, "ask again in some seconds", "no-agent")
     text, todo = f"no agent runs: {what}", f"start it, and read its log ({facts.no_agent})"
-    if facts.denied:
+    if facts.starting:
+        text, todo = f"the agent is starting ({facts.starting}): {what}", "ask again in some seconds"
+    elif facts.denied:
         text = "permission denied: nothing is known of the agent, nor of what is programmed here"
         todo = f"{AS_ROOT} ({facts.no_agent})"
     elif facts.hung:
@@ -183,6 +183,8 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
         "source": agent.source.description,
         "maps": "everything is programmed, and no map is nearly full",
     }
+    if facts.programmed.keys() <= SEE_FAILURES:
+        well["backends"] = "none is ejected"
     for subject, text in well.items():
         if subject not in {each.subject for each in found}:
             yield Finding("ok", subject, text)
@@ -246,17 +248,13 @@ def _conntrack(row: Fill, largest: str, lost: dict[str, tuple[int, int]]) -> Fin
     return Finding("ok", "conntrack", text)
 
 
-def _ejected(facts: NodeFacts) -> Finding:
-    if not facts.ejections and facts.agent is None:
-        return Finding("unknown", "backends", "the agent alone knows which are ejected")
-    if blind := sorted(facts.programmed.keys() - SEE_FAILURES):
+def _unwatched(facts: NodeFacts) -> Iterator[Finding]:
+    """Why it is not known whether backends fail."""
+    if facts.agent is None:
+        yield Finding("unknown", "backends", "the agent alone knows which are ejected")
+    elif blind := sorted(facts.programmed.keys() - SEE_FAILURES):
         text = f"mode {' and '.join(blind)} does not see whether connections to backends fail"
-        return Finding("unknown", "backends", text, "`hybrid-proxy doctor NAMESPACE/NAME` tries one to each")
-    if not facts.ejections:
-        return Finding("ok", "backends", "none is ejected")
-    rows = [f"{row.address} of {row.service}: {row.state}" for row in facts.ejections]
-    todo = f"hybrid-proxy doctor {facts.ejections[0].service.partition(':')[0]}"
-    return Finding("warning", "backends", f"failing: {some(rows, '; ')}", todo, "ejected")
+        yield Finding("unknown", "backends", text, "`hybrid-proxy doctor -n NAMESPACE` tries one to each")
 
 
 def _flapping(changes: Sequence[ChangeRow], now: float) -> Iterator[Finding]:
@@ -278,19 +276,21 @@ def _empty(facts: NodeFacts) -> Finding:
         return Finding("unknown", "endpoints", facts.unread or "no service port is programmed", todo)
     if not facts.empty:
         return Finding("ok", "endpoints", "each service port has some")
-    text = f"{several(len(facts.empty), 'service port')} without a backend: {some(facts.empty)}"
-    todo = f"hybrid-proxy doctor {facts.empty[0].partition(':')[0]}"
+    last = {row.service: row.last for row in facts.changes}
+    empty = sorted(facts.empty, key=lambda port: -last.get(port.partition(":")[0], 0.0))
+    text = f"{several(len(empty), 'service port')} without a backend: {some(empty)}"
+    first = empty[0].partition(":")[0]  # what changed last is why somebody asks
+    todo = f"hybrid-proxy doctor {first if first in last or len(empty) == 1 else '-n ' + first.partition('/')[0]}"
     return Finding("warning", "endpoints", text, todo, "empty-services")
 
 
 def _recent_drops(facts: NodeFacts) -> Finding:
-    if facts.denied:
-        return Finding("unknown", "drops", "permission denied", AS_ROOT)
     if facts.events_unknown and not facts.events:
-        return Finding("unknown", "drops", facts.events_unknown, "`hybrid-proxy trace --drops` asks the kernel")
+        todo = AS_ROOT if facts.denied else "`hybrid-proxy trace --drops` asks the kernel"
+        return Finding("unknown", "drops", facts.events_unknown, todo)
     if not facts.events:
         return Finding("ok", "drops", "none in the last minutes")
-    text = f"in the last minutes: {_by_reason(facts.events)}"
+    text = f"in the last minutes, the last {ago(facts.now - facts.events[-1].time)}: {_by_reason(facts.events)}"
     return Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
 
 
@@ -406,7 +406,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     if agent is None and not facts.services:
         text = "its backends cannot be found by its name, because no agent answers"
         return [Finding("problem", "object", text, "ask by its address: --to ADDRESS:PORT", "no-agent")]
-    unknown = _unknown_name(facts)
+    unknown = _unknown_name(facts, node)
     files = [problem.text for problem in agent.problems if problem.kind == "File"] if agent else []
     if files and unknown.cause == "no-such-service" and not left_out:
         text = f"{unknown.text}, or it is in a file that cannot be read: {some(files, '; ')}"
@@ -414,7 +414,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     return left_out or [unknown]
 
 
-def _unknown_name(facts: ServiceFacts) -> Finding:
+def _unknown_name(facts: ServiceFacts, node: NodeFacts) -> Finding:
     service, _, port = facts.asked.partition(":")
     ports = [name for name in facts.services if name.startswith(f"{service}:")]
     if port and ports:
@@ -429,7 +429,8 @@ def _unknown_name(facts: ServiceFacts) -> Finding:
         checked(Asked(service), (name for name in facts.services if ":" not in name))
         text = f'no service "{service}"'
     except UnknownName as error:
-        text = str(error)
+        was = last_known(service, node.changes, node.now)
+        text = f'no service "{service}"{was}' if was else str(error)
     todo = "`hybrid-proxy services` lists what is served, and `changes` what was deleted; --to asks by address and port"
     return Finding("problem", "object", text, todo, "no-such-service")
 
@@ -587,15 +588,12 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("problem", "kernel", text, raise_it(missed), "not-programmed")
     if agent is not None and not missed and any(map(_ends, facts.ports)):
         yield _programmed(facts, {(row.service, row.address) for row in node.ejections})
-    ejected = [row for row in node.ejections if row.service in names]
-    if ejected:
-        text = some([f"{row.address}: {row.state}" for row in ejected], "; ")
-        todo = "it gets connections again by itself; the connections below say how it is now"
-        yield Finding("warning", "kernel", f"failing, as this node saw: {text}", todo, "ejected")
-    failed = {f"{row.address}: {row.history.text(node.now)}" for row in facts.backends if row.history is not None}
+    failed = {row.address: row.history.text(node.now) for row in facts.backends if row.history is not None}
+    failed |= {row.address: row.state for row in node.ejections if row.service in names}
     if failed:
-        text = some(sorted(failed), "; ")
-        yield Finding("warning", "history", text, "the connections below say how it is now", "ejected")
+        text = f"this node saw failures: {some([f'{end}: {how}' for end, how in sorted(failed.items())], '; ')}"
+        todo = "an ejected one gets connections again by itself; the connections below say how it is now"
+        yield Finding("warning", "kernel", text, todo, "ejected")
     if facts.live is not None:
         wanted = facts.verdicts[0].verdict if facts.packet is not None and facts.verdicts else None
         steps = facts.live.reason or (facts.live.steps[-1].text if facts.live.steps else "")
@@ -930,7 +928,11 @@ def _rule(rule: Rule) -> str:
 def _accept(rule: Rule) -> str:
     own = {"input", "output"}.issuperset(rule.hooks)  # packets of pods do not pass there
     whose = "this node's own connections to pods" if own else "the pods' traffic"
-    return f"accept {whose} before this rule"
+    if rule.text.lower() != "policy drop":
+        return f"accept {whose} before this rule"
+    iptables = rule.chain == "FORWARD" and rule.table.startswith("ip")
+    command = f"`{rule.table.split()[0]}tables{'-legacy' * ('legacy' in rule.table)} -P FORWARD ACCEPT`, or " * iptables
+    return f"{command}accept {whose} in a rule of this chain"
 
 
 def _count_it(rule: Rule) -> str:

@@ -13,7 +13,7 @@ import msgspec
 from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, layout, painted
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.doctor.checks import diagnose, in_short, node_findings, service_findings
-from hybrid_proxy.controller.commands.doctor.facts import Diagnosis, Finding
+from hybrid_proxy.controller.commands.doctor.facts import CAUSES, Diagnosis, Finding
 from hybrid_proxy.controller.commands.explain import ask_agent, named_target, packets_of, target
 from hybrid_proxy.controller.commands.names import asked_for, at_address
 from hybrid_proxy.controller.commands.terminal import print_lines, print_value, screen
@@ -24,7 +24,7 @@ from hybrid_proxy.controller.text import printable
 MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗", "unknown": "?"}
 TONES: Final = {"ok": Tone.GOOD, "warning": Tone.WARN, "problem": Tone.BAD, "unknown": Tone.DIM}
 MOST_SECONDS: Final = 30.0
-OTHERS: Final = ("map-full", "backends-fail", "left-to-node")  # of other services: those of this one are found with it
+OTHERS: Final = ("map-full", "left-to-node", *CAUSES[CAUSES.index("flapping") :])  # those of this one are found with it
 WHOLE: Final = 1 << 20  # the width of what is no terminal: no line of it is wrapped
 
 
@@ -53,15 +53,13 @@ def run(args: argparse.Namespace) -> int:
     # Of the node only what can have to do with these services.
     about = [each for each in findings if each.mark == "problem" and each.cause not in OTHERS]
     seconds = time.monotonic() - began
+    tried = [one for service in services for one in service.tried]
     if several:
-        each = [in_short(service, node.facts) for service in services]
-        tried = [one for service in services for one in service.tried]
-        found = diagnose(f"namespace {args.namespace}", [*each, *about], tried, seconds)
+        own = [in_short(service, node.facts) for service in services]
+        found = diagnose(f"namespace {args.namespace}", [*own, *about], tried, seconds)
     elif services:
         own = list(service_findings(services[0], node.facts))
-        found = diagnose(
-            services[0].asked, [*own, *(each for each in about if each not in own)], services[0].tried, seconds
-        )
+        found = diagnose(services[0].asked, [*own, *(each for each in about if each not in own)], tried, seconds)
     else:
         found = diagnose("node", findings, seconds=seconds)
     if args.output == "json":
@@ -158,7 +156,6 @@ examples:
   hybrid-proxy doctor default/web --from 203.0.113.7     would this client be let in?
   hybrid-proxy doctor --from 10.77.1.11 --to 10.96.0.10:80
   hybrid-proxy doctor --from pod/pod1 --to default/web:80           a pod of a lab, and a service, by name
-  hybrid-proxy doctor default/web -o json
 """
 
 

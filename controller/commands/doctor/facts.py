@@ -154,8 +154,8 @@ Cause = Literal[
     "endpoint-route", "client-pod", "lossy", "firewall", "forwarding-loses", "backend-refuses", "backend-silent",
     "backend-unreachable", "backend-never-answers", "backend-stalls", "backend-closes", "kernel-differs", "other-proxy",
     "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served",
-    "flapping", "backends-fail", "node-faults", "refused-objects", "configuration", "drops", "degraded", "draining",
-    "ejected", "reverse-path", "empty-services", "untold", "restricted",
+    "flapping", "backends-fail", "node-faults", "refused-objects", "ejected", "configuration", "degraded", "draining",
+    "empty-services", "reverse-path", "drops", "untold", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -119,15 +120,12 @@ def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:
 
 def counted(before: Iterable[Rule], after: Iterable[Rule]) -> Mapping[Rule, int]:
     """Return how many packets each rule counted between two readings, if any; of equal rules their sum."""
-    first, last = _sums(before), _sums(after)
-    found = {key: count - first.get(key, 0) for key, count in last.items()}
-    return {rule: count for rule, count in found.items() if count > 0}
+    return _sums(after) - _sums(before)  # a Counter keeps what is above 0
 
 
-def _sums(rules: Iterable[Rule]) -> dict[Rule, int]:
-    found: dict[Rule, int] = {}
+def _sums(rules: Iterable[Rule]) -> Counter[Rule]:
+    found = Counter[Rule]()
     for rule in rules:
         if rule.packets is not None:
-            key = msgspec.structs.replace(rule, packets=None)
-            found[key] = found.get(key, 0) + rule.packets
+            found[msgspec.structs.replace(rule, packets=None)] += rule.packets
     return found

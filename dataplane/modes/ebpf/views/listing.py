@@ -23,6 +23,7 @@ from hybrid_proxy.dataplane.modes.ebpf.services import affinity
 from hybrid_proxy.dataplane.modes.ebpf.views.events import Addresses, Journal
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
+    Ejection,
     FailureHistory,
     FlowRow,
     PacketEvent,
@@ -32,6 +33,7 @@ from hybrid_proxy.dataplane.reports import (
 )
 from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, socket_text
 
+LATELY_SECONDS: Final = 120.0
 CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
 
 Maps = Mapping[str, Map]
@@ -139,21 +141,28 @@ def _members(maps: Maps, services: int) -> list[Any]:
     ]
 
 
-def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], dict[str, int]]:
-    """Returns the service ports whose backends all fail, and how many of each other one failed twice in a row."""
-    services = maps["services"].entries
-    failing = _failing(maps, services)
-    some = np.flatnonzero(failing)
-    if not len(some):
-        return [], {}
-    names = names_of()
+def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], list[Ejection]]:
+    """Returns the service ports whose backends all fail, and the other backends that failed twice in a row.
+
+    Only a success ends such a row, and perhaps no client comes any more: what failed LATELY_SECONDS ago is over.
+    """
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
-    any_set = flags["BACKEND_SET0"] | flags["BACKEND_SET1"] | flags["BACKEND_EJECTED"]
-    known = np.bincount(table["service"][table["flags"] & any_set != 0], minlength=services)
-    often = _failing(maps, services, 1) - _ejected(maps, services)
-    all_fail = {names[number] for number in some[failing[some] == known[some]].tolist() if number in names}
-    few = {names[number]: int(often[number]) for number in np.flatnonzero(often).tolist() if number in names}
-    return sorted(all_fail), {name: count for name, count in few.items() if name not in all_fail}
+    ejected = table["flags"] & flags["BACKEND_EJECTED"] != 0
+    chosen = ~ejected & (table["flags"] & (flags["BACKEND_SET0"] | flags["BACKEND_SET1"]) != 0)
+    failures = np.where(chosen, table["failures"], 0)
+    if not (failures.any() or ejected.any()):
+        return [], []
+    names, since = names_of(), time.time() - LATELY_SECONDS
+    for number, row in histories(maps).items():
+        if max(row.last_refused or 0.0, row.last_unanswered or 0.0) < since:
+            failures[number] = 0
+    bad, good = (table["service"][those] for those in (ejected | (failures > 0), chosen & (failures == 0)))
+    all_fail = {names[number] for number in np.setdiff1d(bad, good).tolist() if number in names}
+    few = [(number, names.get(int(table["service"][number]))) for number in np.flatnonzero(failures > 1).tolist()]
+    return sorted(all_fail), [
+        Ejection(name, _address(table[number]), False, None, f"{failures[number]} connections in a row failed")
+        for number, name in few if name is not None and name not in all_fail
+    ]  # fmt: skip
 
 
 def _ejected(maps: Maps, services: int) -> Any:
@@ -162,11 +171,11 @@ def _ejected(maps: Maps, services: int) -> Any:
     return np.bincount(table["service"][table["flags"] & flags["BACKEND_EJECTED"] != 0], minlength=services)
 
 
-def _failing(maps: Maps, services: int, beyond: int = 0) -> Any:
-    """Counts the backends of each service that failed more often than this in a row, or are ejected."""
+def _failing(maps: Maps, services: int) -> Any:
+    """Counts the backends of each service that failed at their last connection, or are ejected."""
     table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
     chosen = table["flags"] & (flags["BACKEND_SET0"] | flags["BACKEND_SET1"]) != 0
-    failing = (table["flags"] & flags["BACKEND_EJECTED"] != 0) | (table["failures"] > beyond) & chosen
+    failing = (table["flags"] & flags["BACKEND_EJECTED"] != 0) | (table["failures"] > 0) & chosen
     return np.bincount(table["service"][failing], minlength=services)
 
 
@@ -190,15 +199,14 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRo
     known, now = histories(maps), time.time()
     for position, number in enumerate(chosen.tolist()):
         row = table[number]
-        flags, kind = int(row["flags"]), int(row["kind"])
-        address = layout.address_text(row["address"].tobytes(), kind & 0xFF)
+        flags = int(row["flags"])
         rows.append(
             BackendRow(
                 service=names.get(int(row["service"])),
                 service_id=int(row["service"]),
                 id=number,
-                address=socket_text(address, int(layout.swap16([int(row["port"])])[0])),
-                protocol=_protocol(kind >> 8),
+                address=_address(row),
+                protocol=_protocol(int(row["kind"]) >> 8),
                 used=bool(flags & (limits["BACKEND_SET0"] | limits["BACKEND_SET1"])),
                 failures=int(row["failures"]),
                 history=known.get(number),
@@ -207,6 +215,12 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRo
             )
         )
     return sorted(rows, key=lambda row: (row.service or "", row.service_id, row.address))
+
+
+def _address(row: Any) -> str:
+    """Returns the address and port of a backend's row."""
+    address = layout.address_text(row["address"].tobytes(), int(row["kind"]) & 0xFF)
+    return socket_text(address, int(layout.swap16([int(row["port"])])[0]))
 
 
 def _state(flags: int, failures: int, history: FailureHistory | None, now: float) -> str:

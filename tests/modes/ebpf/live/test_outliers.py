@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejection, ejected
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Subject
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
+from hybrid_proxy.dataplane.modes.ebpf.views import listing
 from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 
 from ..readback import check, programmed, settle
@@ -327,6 +330,28 @@ def test_counts_are_read_by_name(store: Store) -> None:
     store.readmit(number(store, web, 2), 2)
     store.readmit(number(store, six, 0), 7)
     assert store.failures() == {subject(web, 2): 2, subject(six, 0): 4}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("ago", "told"), [(5.0, True), (listing.LATELY_SECONDS + 5, False)], ids=["now", "before"])
+def test_backends_that_failed_lately_are_told(store: Store, ago: float, told: bool) -> None:
+    """A success ends a row of failures, and perhaps no client comes any more after the mend."""
+    web, lone, maps = entry(one, V1, 3), entry(one, V6, 1), store.maps.maps
+    store.apply({one: (web, lone)})
+    failed = [number(store, web, 1), number(store, lone, 0)]
+    store.backends["failures"][failed] = 2
+    rows = np.zeros(2, dtype=layout.dtype_of("failures"))
+    for field in ("address", "port", "service"):
+        rows[field] = store.backends[field][failed]
+    rows["refused"], rows["refused_at"] = 2, int((time.monotonic() - ago) * 1e9)
+    for key, row in zip(failed, rows, strict=True):
+        maps["failures"].update(np.uint32(key).tobytes(), row.tobytes())
+    names = dict(zip(store.backends["service"][failed].tolist(), ("web", "lone"), strict=True))
+    every, few = listing.failing_ports(maps, lambda: names)
+    assert every == ["lone"] * told
+    address, port = subject(web, 1)[1]
+    wanted = ("web", f"{address}:{port}", False)
+    assert [(row.service, row.address, row.ejected) for row in few] == [wanted] * told
 
 
 @pytest.mark.root
