@@ -17,7 +17,7 @@ from typing import Final
 
 from hybrid_proxy.controller import __version__
 from hybrid_proxy.controller.commands.command import Command, Entry, Parser, meant, registries
-from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.errors import LOGS, ConfigError, ControllerError
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.errors import DataplaneError, OtherSource, told
@@ -30,9 +30,7 @@ exit codes:
      also exits with 1 when the node is not in sync, `doctor` when it found a problem.
   2  the command cannot be used in this way: unknown flags and commands, values that are none, files with mistakes.
 """
-_LOGS: Final = (
-    "; the agent logs to standard error: `journalctl -u hybrid-proxy`, `kubectl -n kube-system logs ds/hybrid-proxy`"
-)
+_LOGS: Final = f"; the agent logs to standard error: {LOGS}"
 INSTEAD: Final = {"version": "; did you mean --version?", "log": _LOGS, "logs": _LOGS}  # of words that are no command
 ENVIRONMENT: Final = """
 environment:
@@ -94,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parsed(sys.argv[1:] if arguments is None else arguments)
     _use_all_descriptors()
     try:
-        code = _call(args)
+        code = entries()[args.command].load().run(args)
         sys.stdout.flush()
     except (ConfigError, OtherSource) as error:
         _say(f"hybrid-proxy {args.command}: {error}")
@@ -111,10 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"hybrid-proxy {args.command}: {_of_the_kernel(error)}")
         return FAILED
     return code
-
-
-def _call(args: argparse.Namespace) -> int:
-    return entries()[args.command].load().run(args)
 
 
 def _use_all_descriptors() -> None:
@@ -170,6 +164,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         flags = known[args.command]._option_string_actions  # noqa: SLF001 - argparse has no public name for it
         word, _, value = "=".join(unknown).partition("=")
         hint = meant(word, flags)
+        if "/" in word[1:] and "service" not in args:
+            hint = f"; `hybrid-proxy services {word}` and `doctor {word}` look at a service"
         if word == "--mode" and "--proxy-mode" in flags:  # kube-proxy's word for it
             hint = f"; did you mean --proxy-mode {next(iter(closest(value, available_modes())), 'MODE')}?"
         known[args.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

@@ -185,7 +185,8 @@ class Programmer(ABC):
             DataplaneError: this mode cannot run a probe packet.
         """
         del packet
-        raise DataplaneError(f"mode {self.name} cannot be asked about a packet; `explain` without --live answers")
+        how = "use --manifests PATH, the agent's or of `kubectl get nodes,services,endpointslices -A -o yaml > PATH`"
+        raise DataplaneError(f"mode {self.name} cannot be asked about a packet: {how}, not --live")
 
     def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
         """Returns events with larger numbers than `after`, the oldest first, and the number of the latest."""

@@ -306,6 +306,5 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
 
 
-EXPLAIN: Final = Command(
-    _arguments, show, _EXPLAIN, "--manifests PATH\n       (--from SRC --to DST:PORT[/PROTO] | --flows FILE) [flags]"
-)
+_USAGE: Final = "(--manifests PATH | --live)\n       (--from SRC --to DST:PORT | --flows FILE) [flags]"
+EXPLAIN: Final = Command(_arguments, show, _EXPLAIN, _USAGE)

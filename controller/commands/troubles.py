@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from hybrid_proxy.controller.commands.columns import Tone
 from hybrid_proxy.controller.commands.doctor.facts import Cause, Mark
+from hybrid_proxy.controller.errors import LOGS
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
@@ -18,8 +19,8 @@ NEARLY_FULL: Final = 0.9
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
 REPAIRS: Final = 3  # the last ones
 LOOK: Final = "the route to it, its address, and the agent's credentials"
-READ_LOG: Final = "read the agent's log"
-SHOW_ADDRESS: Final = "`ip addr` names the interface, `ss -ltun` what listens"
+READ_LOG: Final = f"read the agent's log ({LOGS})"
+SHOW_ADDRESS: Final = "`ip address` names the interface, `ss -ltun` what listens"
 WAIT: Final = f"ask again in some seconds, then {READ_LOG}"
 _FLAG: Final = re.compile(r"--max-[a-z-]+")
 

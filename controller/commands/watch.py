@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
-from itertools import islice
+from itertools import groupby, islice
 from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from hybrid_proxy.controller.commands.columns import Column, Screen
 from hybrid_proxy.controller.commands.command import (
@@ -74,8 +76,12 @@ def _show_remembered(args: argparse.Namespace, error: UnansweredError) -> int:
 def _print(args: argparse.Namespace, rows: list[PacketEvent]) -> None:
     rows = _within(rows, started(args.since))
     shown = rows[-args.limit :]
-    if shown or args.output not in ("text", "wide"):
-        print_rows(args, _columns(args, shown, time.time()), shown)
+    people = args.output in ("text", "wide")
+    runs = [[*run] for _, run in groupby(shown, lambda row: replace(row, number=0, time=0.0) if people else id(row))]
+    times = {id(run[-1]): f"{len(run)} x" for run in runs if len(run) > 1}
+    if shown or not people:
+        columns = [*_columns(args, shown, time.time()), Column("TIMES", lambda row: times.get(id(row), ""))]
+        print_rows(args, columns, [run[-1] for run in runs])
     if len(shown) < len(rows):
         _say(f"{len(shown)} of {len(rows)} events; --limit shows more")
     if not rows:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hybrid_proxy.controller.errors import ControllerError
+from hybrid_proxy.controller.errors import LOGS, ControllerError
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.serving.protocol import (
     ANSWERS,
@@ -56,7 +56,7 @@ class BusyError(UnansweredError):
     """An agent did not answer in time: `who` says it, with the state of its process if that is known, and `todo`."""
 
     def __init__(self, path: Path, pid: int, why: str) -> None:
-        self.who, self.todo = "the agent does not answer", "read its log and restart it"
+        self.who, self.todo = "the agent does not answer", f"read its log ({LOGS}) and restart it"
         if pid and (state := stat_of(pid)[:1]):
             self.who += f"; its process {pid} {STATES.get(state[0], 'is there')} (state {state[0]})"
             if state[0] == "T":
@@ -105,6 +105,8 @@ def ask(asked: str, request: Request, expected: type[A], seconds: float | None =
             connection.settimeout(answer_seconds(request) if seconds is None else seconds)
             connection.connect(str(path))
             pid = _peer(connection)
+            if stat_of(pid)[:1] == ["T"]:
+                raise TimeoutError("it was not asked")
             connection.sendall(msgspec.json.encode(request) + b"\n")
             line = connection.makefile("rb").readline()
     except (FileNotFoundError, ConnectionRefusedError) as error:

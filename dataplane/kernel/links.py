@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Final
 
 import msgspec
@@ -48,7 +48,7 @@ BARE = frozenset({512, 768, 769, 776, 778, 519, 823, 0xFFFE})
 SERVICES_DEVICE = "kube-ipvs0"  # of mode ipvs, ours or kube-proxy's: its addresses are services'
 SERVICES_DEVICES = frozenset({SERVICES_DEVICE, "kube-dummy-if"})  # and kube-router's
 # linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h
-GET_LINK, GET_ADDRESS, GET_ROUTE = 18, 22, 26
+GET_LINK, GET_ADDRESS, GET_ROUTE, GET_RULE = 18, 22, 26, 34  # a rule has the fields of a route (linux/fib_rules.h)
 IFLA_ADDRESS, IFLA_IFNAME, IFLA_MTU, IFLA_LINK = 1, 3, 4, 5
 IFLA_MASTER, IFLA_OPERSTATE, IFLA_LINKINFO = 10, 16, 18
 IFLA_EXT_MASK, IFLA_LINK_NETNSID, IFLA_INFO_KIND = 29, 37, 1
@@ -56,7 +56,7 @@ WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: statistics are most of a
 UP, RUNNING = 0x01, 0x40  # IFF_: set by the administrator, and both ends are up; linux/if.h
 OPERATION_DOWN = (2, 3)  # IF_OPER_DOWN, IF_OPER_LOWERLAYERDOWN: the other end of a veth is
 IFA_ADDRESS, IFA_LOCAL = 1, 2
-RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 7, 9, 15, 18
+RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 6, 7, 9, 15, 18
 UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
 BY_KERNEL, ON_LINK = 2, 4  # RTPROT_KERNEL: a route that comes with an address; RTNH_F_ONLINK
 GROUPS = sum(
@@ -170,6 +170,18 @@ def next_hop(address: str) -> Hop | None:
     )
 
 
+def main_route(address: str) -> tuple[int, list[str]]:
+    """Returns the interface to which the main table leads an address, 0: none; and the rules of `ip rule` about it."""
+    family, to = AF[family_of(address)], ip_address(address)
+    with Netlink(ROUTE) as wire:
+        routes = [each for each in _routes(wire, family) if each.table == MAIN_TABLE and to in each.network]
+        rules = [each for each in _routes(wire, family, GET_RULE) if each.length and to in each.network]
+    rules = [each for each in rules if each.table != MAIN_TABLE]
+    best = max(routes, key=lambda each: each.length, default=None)
+    named = [f"pref {_number(each.known.get(RTA_PRIORITY))} to {each.destination}/{each.length}" for each in rules]
+    return _number(best.known.get(RTA_OIF)) if best and best.kind == UNICAST else 0, named
+
+
 def _route_to(wire: Netlink, address: str) -> dict[int, bytes]:
     """Returns the route to an address, empty: there is none."""
     family = AF[family_of(address)]
@@ -198,6 +210,10 @@ class _Route(msgspec.Struct):
         """The zero address for a default route."""
         found = self.known.get(RTA_DST)
         return _text(self.family, found or bytes(4 if self.family == socket.AF_INET else 16))
+
+    @property
+    def network(self) -> IPv4Network | IPv6Network:
+        return ip_network((self.destination, self.length), strict=False)
 
     def hops(self) -> Iterator[Hop]:
         """The next hops, where there are several."""
@@ -293,15 +309,15 @@ def _networks(routes: Iterable[_Route]) -> tuple[str, ...]:
     for route in routes:
         whole = 32 if route.family == socket.AF_INET else 128
         if route.table == MAIN_TABLE and 0 < route.length < whole and is_usable(route.destination):
-            found.add(f"{route.destination}/{route.length}")
+            found.add(str(route.network))
         elif not route.length and RTA_GATEWAY in route.known:
             found.add(str(ip_network(_text(route.family, route.known[RTA_GATEWAY]))))
     return tuple(sorted(found))
 
 
-def _routes(wire: Netlink, family: int) -> Iterator[_Route]:
+def _routes(wire: Netlink, family: int, what: int = GET_ROUTE) -> Iterator[_Route]:
     body = _ROUTE.pack(family, 0, 0, 0, 0, 0, 0, 0, 0)
-    for answer in wire.dump(Message(GET_ROUTE, body, NLM_F_DUMP, "reading the routes")):
+    for answer in wire.dump(Message(what, body, NLM_F_DUMP, "reading the routes")):
         found, length, _, _, table, protocol, _, kind, flags = _ROUTE.unpack_from(answer)
         known = dict(attributes(answer, _ROUTE.size))
         if found == family:  # a kernel without that family answers with all
@@ -326,9 +342,7 @@ def read_reverse_path_filters() -> dict[int, int]:
     with Netlink(ROUTE) as wire:
         settings = [dict(attributes(answer, 4)) for answer in wire.dump(request)]
     own = {
-        int.from_bytes(known[NETCONFA_IFINDEX], sys.byteorder, signed=True): int.from_bytes(
-            known[NETCONFA_RP_FILTER], sys.byteorder
-        )
+        int.from_bytes(known[NETCONFA_IFINDEX], sys.byteorder, signed=True): _number(known[NETCONFA_RP_FILTER])
         for known in settings
         if NETCONFA_RP_FILTER in known
     }

@@ -127,8 +127,8 @@ class Clinic:
             self.run(place, "nft", "delete", "table", family, name)
 
     @contextmanager
-    def hanging(self, *pods: str, begin: bytes = b"") -> Iterator[None]:
-        """Processes that take connections there and never read one, but may `begin` an answer."""
+    def hanging(self, *pods: str, begin: bytes = b"", after: float = 0) -> Iterator[None]:
+        """Processes that take connections there and never read one, but may `begin` an answer `after` some seconds."""
         sockets = [self.lab.socket(pod) for pod in pods]
         try:
             for pod, made in zip(pods, sockets, strict=True):
@@ -136,7 +136,7 @@ class Clinic:
                 made.bind((self.lab[pod].address4, HANGS))
                 made.listen(64)
                 if begin:
-                    threading.Thread(target=_begin, args=(made, begin), daemon=True).start()
+                    threading.Thread(target=_begin, args=(made, begin, after), daemon=True).start()
             yield
         finally:
             for made in sockets:
@@ -158,13 +158,18 @@ class Clinic:
                 path.write_text(before)
 
 
-def _begin(listener: socket.socket, answer: bytes) -> None:
+def _begin(listener: socket.socket, answer: bytes, after: float) -> None:
     """Begin an answer on each connection, until the listener is closed."""
     open_ones = []
+
+    def send(made: socket.socket) -> None:
+        with suppress(OSError):
+            made.send(answer)
+
     with suppress(OSError):
         while True:
             open_ones.append(listener.accept()[0])
-            open_ones[-1].send(answer)
+            threading.Timer(after, send, open_ones[-1:]).start()
 
 
 @contextmanager

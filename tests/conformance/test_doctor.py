@@ -209,6 +209,15 @@ def stalling(clinic: Clinic) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def slow(clinic: Clinic) -> Iterator[None]:
+    """One process of three answers late."""
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+    with clinic.hanging("pod1", begin=answer, after=1.5), clinic.hanging("pod2", "pod3", begin=answer):
+        clinic.put(*PODS, target=HANGS)
+        yield
+
+
 def put_back(damage: Callable[[Clinic], object], *modes: str) -> Provoke:
     """Another program damages what is programmed; the agent repairs it, and remembers."""
 
@@ -356,13 +365,38 @@ def small_mtu(clinic: Clinic) -> Iterator[None]:
                 set_feature("eth0", what, on=True)
 
 
-def route(to: str) -> Provoke:
-    """Where the node's route to pod2 leads: to the link of another pod, or nowhere."""
+@contextmanager
+def rule(clinic: Clinic) -> Iterator[None]:
+    """A routing rule drops what goes to pod2; the main table still has the route."""
+    clinic.run("node", "ip", "rule", "add", "to", clinic.lab["pod2"].address4, "blackhole")
+    try:
+        yield
+    finally:
+        clinic.lab.run("node", ["ip", "rule", "del", "to", clinic.lab["pod2"].address4])
+
+
+def no_default(pod: str) -> Provoke:
+    """A pod has lost its default route."""
 
     @contextmanager
     def provoke(clinic: Clinic) -> Iterator[None]:
-        target = f"{clinic.lab['pod2'].address4}/32"
-        right = [target, "dev", clinic.lab["pod2"].interface, "scope", "link"]
+        before = clinic.lab.run(pod, ["ip", "route", "show", "default"]).stdout.split()
+        clinic.run(pod, "ip", "route", "del", *before)
+        try:
+            yield
+        finally:
+            clinic.run(pod, "ip", "route", "add", *before)
+
+    return provoke
+
+
+def route(to: str, pod: str = "pod2") -> Provoke:
+    """Where the node's route to a pod leads: to the link of another pod, or nowhere."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        target = f"{clinic.lab[pod].address4}/32"
+        right = [target, "dev", clinic.lab[pod].interface, "scope", "link"]
         wrong = ["replace", target, "dev", clinic.lab[to].interface, "scope", "link"] if to else ["del", *right]
         clinic.run("node", "ip", "route", *wrong)
         try:
@@ -609,6 +643,7 @@ INCIDENTS = [
     Incident("a pod drops what comes in", rules("pod1", DEAF), (NAME,), "backend-silent"),
     Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
     Incident("the processes stall in an answer", stalling, (NAME,), "backend-stalls"),
+    Incident("one process of three is slow", slow, (NAME,), "backend-slow", said="the others after"),
     Incident("the backend of a UDP client is removed", backend_of_a_client_goes, (NAME,), ""),
     Incident("the firewall drops in FORWARD, and counts", firewall(COUNTING), (NAME,), "firewall"),
     Incident("the policy of FORWARD is drop", firewall(CLOSED), (NAME,), "firewall", certain=False, own=True),
@@ -674,7 +709,14 @@ INCIDENTS = [
         said="10.0.0.0/33",
     ),
     Incident("a Service cannot be read, and is asked about", refused(99_999), (FIRST,), "object-refused"),
-    Incident("a ClusterIP is on an interface of the node", address_of_a_service, (NAME,), "left-to-node", own=True),
+    Incident(
+        "a ClusterIP is on an interface of the node",
+        address_of_a_service,
+        (NAME,),
+        "left-to-node",
+        advised=f"ip address del {ADDRESSES[NAME]}/32 dev lo",
+        own=True,
+    ),
     Incident("a pod loses every other packet", rules("pod1", LOSSY), (NAME,), "lossy", said="SYNs"),
     Incident(
         "the firewall drops before the route, and does not count",
@@ -721,6 +763,31 @@ INCIDENTS = [
         said="veth2",
         repaired=True,
         own=True,
+    ),
+    Incident(
+        "a routing rule comes before the route to an endpoint",
+        rule,
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="a routing rule comes first",
+        repaired=True,
+    ),
+    Incident(
+        "a pod loses its default route",
+        no_default("pod2"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="no default route",
+    ),
+    Incident(
+        "the client's pod loses its default route",
+        no_default("pod4"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="no default route",
     ),
     Incident(
         "no route leads to another node's pods",
@@ -835,7 +902,7 @@ INCIDENTS = [
         advised="`iptables -P FORWARD ACCEPT`",
     ),
     Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
-    Incident("the agent is dead", no_agent, (), "no-agent"),
+    Incident("the agent is dead", no_agent, (), "no-agent", advised="journalctl -u hybrid-proxy"),
     Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent", own=True),
 ]
 
@@ -1005,6 +1072,16 @@ def test_a_client_that_is_a_backend_is_asked_by_another_pod(clinic: Clinic) -> N
     client = next(each.source for each in clinic.doctor(NAME)[1].connections if each.place == "pod")
     with firewall(COUNTING.replace("tcp", f"ip daddr {client} tcp"))(clinic):
         assert clinic.doctor(NAME)[1].cause == "firewall"
+
+
+def test_a_pod_whose_route_is_gone_is_not_believed_about_others(clinic: Clinic) -> None:
+    """It is a backend and a client: its own connections get no answers."""
+    clinic.put(*PODS, "pod4")
+    client = next(each.source for each in clinic.doctor(NAME)[1].connections if each.place == "pod")
+    pod = next(pod for pod in (*PODS, "pod4") if clinic.lab[pod].address4 == client)
+    with route("", pod)(clinic):
+        found = clinic.doctor(NAME)[1]
+    assert [each.cause for each in found.findings if each.mark == "problem"] == ["endpoint-route"], found
 
 
 def test_clients_that_affinity_keeps_with_a_bad_backend_are_named(clinic: Clinic, mode: str) -> None:

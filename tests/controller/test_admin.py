@@ -7,6 +7,8 @@ import gc
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ import pytest
 from hybrid_proxy.controller import cli
 from hybrid_proxy.controller.agent import answers
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.serving.admin import REST_SECONDS, BusyError, Server, ask
+from hybrid_proxy.controller.serving.admin import REST_SECONDS, BusyError, Server, ask, stat_of
 from hybrid_proxy.controller.serving.protocol import (
     BusyAnswer,
     EventsAnswer,
@@ -30,6 +32,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SwitchAnswer,
     SwitchMode,
 )
+from tests.waiting import until
 
 
 class _Counting(Server):
@@ -180,6 +183,22 @@ def test_a_command_of_another_version_is_refused(tmp_path: Path) -> None:
             assert "another version" in msgspec.json.decode(asker.recv(1000))["failed"]
     finally:
         server.close()
+
+
+def test_an_agent_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    listens = "import os, signal, socket, sys; made = socket.socket(socket.AF_UNIX); made.bind(sys.argv[1]); "
+    path = tmp_path / "stopped.sock"
+    stops = f"{listens}made.listen(); os.kill(os.getpid(), signal.SIGSTOP)"
+    with subprocess.Popen([sys.executable, "-c", stops, str(path)]) as agent:
+        try:
+            until(lambda: stat_of(agent.pid)[:1] == ["T"], "it is stopped")
+            begun = time.monotonic()
+            with pytest.raises(BusyError, match="it was not asked") as found:
+                ask(str(path), GetStatus(), StatusAnswer, seconds=60)
+            assert time.monotonic() - begun < 30
+            assert found.value.todo.startswith(f"`kill -CONT {agent.pid}`")
+        finally:
+            agent.kill()
 
 
 def test_an_agent_that_listens_and_does_not_answer_is_named_by_its_process(tmp_path: Path) -> None:

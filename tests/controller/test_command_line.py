@@ -19,6 +19,7 @@ WRONG = (
     pytest.param(["run", "--mode", "ebfp"],        "did you mean --proxy-mode ebpf?", id="a-shorter-flag-and-a-typo"),
     pytest.param(["cleanup", "--drain", "abc"],    "'abc' is not a number of seconds, such as 30", id="no-duration"),
     pytest.param(["services", "a/b", "c/d"],       "c/d",                       id="one-word-too-many"),
+    pytest.param(["status", "default/web"],        "`hybrid-proxy services default/web`", id="no-service-here"),
     pytest.param(["services", "-o", "table"],      "table",                     id="no-such-output"),
     pytest.param(["services", "-n", "a", "-A"],    "not allowed with",          id="one-namespace-and-all"),
     pytest.param(["flows", "--limit", "-1"],       "'-1' is not a whole number", id="a-limit-below-one"),

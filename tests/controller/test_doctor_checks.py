@@ -107,6 +107,10 @@ def rule(hook: str, text: str = "tcp dport 8080 drop", packets: int | None = Non
     return Rule("inet fw", "c", (hook,), text, packets)
 
 
+def after(seconds: float, connections: list[Tried]) -> list[Tried]:
+    return [msgspec.structs.replace(each, seconds=seconds) for each in connections]
+
+
 GOOD = (tried(A), tried(B), tried(VIP))
 SILENT = (tried(A, "silent", "silent"), tried(B, "silent", "silent"), tried(VIP, "silent", "silent"))
 LOST = (tried(A, pod="silent"), tried(B, pod="silent"), tried(VIP, pod="silent"))
@@ -184,6 +188,11 @@ SERVICES = [
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(DROP,)), "client-pod", True, id="another pod reaches what the first one does not"),
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A, pod="silent"), *tried(B, pod="silent"))), "forwarding-loses", False, id="no pod reaches it"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "restricted", True, id="ranges restrict who is let in"),
+    pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B)), after(0.003, tried(VIP))), "backend-slow", True, id="a backend is slow"),
+    pytest.param(facts(after(2.0, tried(A)), after(0.3, tried(B))), "", True, id="all backends are rather slow"),
+    pytest.param(facts(after(0.4, tried(A)), after(0.003, tried(B))), "", True, id="a backend is slower, and fast enough"),
+    pytest.param(facts(after(2.0, tried(A, pod=None)), after(0.003, tried(A, None)), after(0.003, tried(B))), "", True, id="one answer of two was late"),
+    pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B, port="shop/web:x"))), "", True, id="another port is faster"),
     pytest.param(facts(*GOOD, packet=PACKET, verdicts=(Verdict("", "dnat", "", service="shop/web:http"),), live=LIVE), "kernel-differs", True, id="the kernel differs from the table"),
 ]
 # fmt: on
@@ -260,6 +269,7 @@ TEXTS = [
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), tried(VIP, pod="silent"), ports=(msgspec.structs.replace(port(A, B), affinity_seconds=60),)), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080; session affinity keeps 10.0.0.9 there until idle for 60 s", id="who sticks to a backend that fails"),
     pytest.param(facts(packet=PACKET, verdicts=(AWAY,), elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"}), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "shop/web is well: 6 of 6 connections were answered; 198.51.100.7 admits 10.1.0.0/16 alone (loadBalancerSourceRanges)", id="who is let in"),
+    pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B))), "shop/web is well: 4 of 4 connections were answered, but backend 10.0.0.1:8080 answers after 2.0 s, the others after 3 ms", id="how slow a backend is"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
 ]
 # fmt: on
@@ -299,6 +309,33 @@ def test_a_link_that_is_down_is_one_problem_with_the_command_for_its_end(end: st
     assert (problem.cause, problem.todo.startswith(f"`{end}`")) == ("link-down", True)
     node = msgspec.structs.replace(WELL, agent=agent_status(down=["veth1"]), down=(link,))
     assert [each for each in node_findings(node) if each.cause == "link-down"] == [problem]
+
+
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [
+        ({"astray": {"10.0.0.1": ("no route leads there", "")}}, "endpoint-route"),
+        ({"links": (PodLink("veth1", ("10.0.0.1",), down="ip link set veth1 up"),)}, "link-down"),
+        ({"links": (PodLink("veth1", ("10.0.0.1",), 1000, 1500),)}, "mtu"),
+    ],
+    ids=["route", "link", "MTU"],
+)  # fmt: skip
+@pytest.mark.parametrize("other", ["silent", "refused"])
+def test_a_pod_that_is_cut_off_is_not_believed_about_others(
+    found: dict[str, object], cause: Cause, other: Outcome
+) -> None:
+    lost = syns(B, "silent", "accepted", source="10.0.0.1")
+    _, _, findings = service(
+        facts(
+            tried(A, "silent", None), tried(B, pod=None), by("10.0.0.1", *tried(B, pod=other)), repeated=lost, **found
+        )
+    )
+    assert [each.cause for each in findings if each.mark == "problem"] == [cause]
+
+
+def test_a_client_alone_that_is_cut_off_is_named() -> None:
+    _, _, findings = service(facts(*LOST, astray={"10.0.0.9": ("its pod has no default route", "")}))
+    assert [each.cause for each in findings if each.mark == "problem"] == ["endpoint-route"]
 
 
 # fmt: off
@@ -597,6 +634,10 @@ def test_a_cluster_ip_of_the_node_where_nothing_listens_comes_first(ports: tuple
     assert service(facts(ports=(*ports, bare)), node)[0] == "left-to-node"
     assert "no-endpoint" not in {each.cause for each in service(facts(ports=(*ports, bare)), node)[2]}
     assert [each.mark for each in node_findings(node) if each.cause == "left-to-node"] == ["problem"]
+    node = msgspec.structs.replace(node, held=frozenset({"ip address add 10.96.0.1/32 dev lo"}))
+    for findings in (node_findings(node), service(facts(ports=(*ports, bare)), node)[2]):
+        todo = next(each.todo for each in findings if each.cause == "left-to-node")
+        assert todo.startswith("`ip address del 10.96.0.1/32 dev lo`")
 
 
 @pytest.mark.parametrize(("ports", "mark"), [((), "problem"), ((port(A),), "warning")])

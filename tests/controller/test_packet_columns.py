@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hybrid_proxy.controller.commands import watch
@@ -15,6 +17,7 @@ from hybrid_proxy.controller.commands.columns import Screen, layout, table
 from hybrid_proxy.controller.commands.packet_columns import advice, event_columns, kind
 from hybrid_proxy.controller.commands.terminal import print_stream
 from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.serving.protocol import EventsAnswer
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import PacketEvent
 
@@ -142,6 +145,22 @@ def test_the_verdict_is_one_word(reason: str, what: str, verdict: str) -> None:
     (column,) = (column for column in event_columns(Screen(None), [row], NOW) if column.header == "VERDICT")
     cell = column.value(row)
     assert getattr(cell, "text", cell) == verdict
+
+
+@pytest.mark.parametrize(("output", "rows"), [("text", 3), ("json", 14)])
+def test_equal_drops_that_follow_each_other_are_one_row_for_people(
+    output: str, rows: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = event(60, "drop_source_ranges", CLIENT, FRONTEND)
+    often = [msgspec.structs.replace(once, number=number, time=NOW - 60 + number) for number in range(12)]
+    events = [*often, event(2, "reject", CLIENT, FRONTEND), often[0]]
+    monkeypatch.setattr("hybrid_proxy.controller.commands.watch.ask", lambda *_: EventsAnswer(events, 1, "ebpf", []))
+    asked = {"service": None, "namespace": None, "since": None, "follow": False, "limit": 100, "admin_socket": ""}
+    assert watch.DROPS.run(argparse.Namespace(**asked, command="drops", output=output)) == 0
+    out = capsys.readouterr().out
+    shown = json.loads(out) if output == "json" else out.splitlines()[1:]
+    assert len(shown) == rows
+    assert output == "json" or [line.endswith("  12 x") for line in shown] == [True, False, False], out
 
 
 @pytest.mark.parametrize("text", ["5", "yesterday", "-5m", "0", ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from shlex import quote
+from statistics import median
 from typing import Final
 
 import msgspec
@@ -26,6 +27,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 )
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
 from hybrid_proxy.controller.commands.troubles import (
+    READ_LOG,
     SEE_FAILURES,
     SHOW_ADDRESS,
     fill_trouble,
@@ -57,6 +59,8 @@ STAYS: Final = "; the last good version serves, and edits since then are ignored
 FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows it for sure
 LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
+SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
+AGAIN: Final = f"ask again in a second, then {READ_LOG}"
 AS_ROOT: Final = "run as root, on the node itself"
 
 
@@ -156,7 +160,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
     what = f"{ports} as last programmed, and changes are not followed" if ports else "nothing is programmed here"
     if facts.unread:
         what = f"what is programmed cannot be read: {facts.unread}"
-    text, todo = f"no agent runs: {what}", f"start it, and read its log ({facts.no_agent})"
+    text, todo = f"no agent runs: {what}", f"start it, and {READ_LOG}: {facts.no_agent}"
     if facts.starting:
         text, todo = f"the agent is starting ({facts.starting}): {what}", "ask again in some seconds"
     elif facts.denied:
@@ -165,7 +169,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
     elif facts.hung:
         text, todo = f"{facts.hung[0]}: {what}", facts.hung[1]
     elif facts.unasked:
-        text, todo = f"the agent cannot be asked: {facts.no_agent}", f"{AS_ROOT}; else read its log"
+        text, todo = f"the agent cannot be asked: {facts.no_agent}", f"{AS_ROOT}; else {READ_LOG}"
     return Finding("problem", "agent", text, todo, "no-agent")
 
 
@@ -190,7 +194,14 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
             yield Finding("ok", subject, text)
     for each in found:
         for text in each.said or each.details:
-            yield _lost_address(text, facts) or Finding(each.mark, each.subject, text, each.todo, each.cause)
+            todo = _without_address(text.partition(",")[0], facts) if each.cause == "left-to-node" else each.todo
+            yield _lost_address(text, facts) or Finding(each.mark, each.subject, text, todo, each.cause)
+
+
+def _without_address(address: str, facts: NodeFacts) -> str:
+    """How to take a ClusterIP off this node, where nothing listens at it."""
+    held = (each.split(" ", 3)[3] for each in facts.held if each.startswith(f"ip address add {address}/"))
+    return next((f"`ip address del {each}`, unless something shall listen there" for each in held), SHOW_ADDRESS)
 
 
 def _lost_address(fault: str, facts: NodeFacts) -> Finding | None:
@@ -296,10 +307,9 @@ def _recent_drops(facts: NodeFacts) -> Finding:
 
 def _by_reason(events: Sequence[PacketEvent]) -> str:
     """How often each thing happened: failures of backends first, then what happened most."""
-    counts = Counter((row.message, row.service or row.destination) for row in events)
-    failed = {(row.message, row.service or row.destination) for row in events if row.what == "fail"}
-    rows = sorted(counts.most_common(), key=lambda row: row[0] not in failed)
-    return some([f"{count} x {message} ({where})" for (message, where), count in rows], "; ")
+    counts = Counter((row.what != "fail", row.message, row.service or row.destination) for row in events)
+    rows = sorted(counts.items(), key=lambda row: (row[0][0], -row[1]))
+    return some([f"{count} x {message} ({where})" for (_, message, where), count in rows], "; ")
 
 
 # A service, or a packet
@@ -371,7 +381,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     left = [
         Finding(
             "problem" if address in unheard else "warning", "object", left_text(address, service, unheard),
-            SHOW_ADDRESS, "left-to-node",
+            _without_address(address, node) if address in unheard else SHOW_ADDRESS, "left-to-node",
         )
         for address, service in (agent.left_to_node.items() if agent else ())
         if (facts.packet.dst == address if facts.packet else facts.name and belongs(facts.name, service))
@@ -562,11 +572,16 @@ def _links(facts: ServiceFacts) -> Iterator[Finding]:
         elif each.drops and not all(map(is_good, facts.tried)):
             text = f"the link of {where} ({each.interface}) dropped {several(each.drops, 'packet')} just now"
             yield Finding("warning", "links", text, "`ip -s link` counts them", "drops")
-    failing = {_host(each).strip("[]") for each in _failing(facts.tried) if each.via == "backend"}
-    for address, (why, todo) in facts.astray.items():
-        if address in failing:
-            text, sure = f"the way to endpoint {address} is wrong: {why}", not why.endswith("?")
-            yield Finding("problem", "routes", text, todo, "endpoint-route", sure)
+    for address, (why, todo) in _misled(facts).items():
+        text, sure = f"the way to {address} is wrong: {why}", not why.endswith("?")
+        yield Finding("problem", "routes", text, todo, "endpoint-route", sure)
+
+
+def _misled(facts: ServiceFacts) -> dict[str, tuple[str, str]]:
+    """What is wrong with the ways to backends that fail, and to pods that alone do not reach one."""
+    direct = [each for each in facts.tried if each.via == "backend"]
+    failing = {_host(each) for each in _failing(direct)} | {each.source for each in lost_on_the_way(direct)}
+    return {address: found for address, found in facts.astray.items() if address in failing}
 
 
 def _link_down(link: PodLink) -> Finding:
@@ -599,7 +614,7 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         steps = facts.live.reason or (facts.live.steps[-1].text if facts.live.steps else "")
         if wanted is not None and wanted != facts.live.verdict:
             text = f"the loaded programs say {facts.live.verdict}, the table says {wanted}: {steps}"
-            yield Finding("problem", "explain --live", text, "read the agent's log; report it", "kernel-differs")
+            yield Finding("problem", "explain --live", text, f"{READ_LOG}; report it", "kernel-differs")
         else:
             yield Finding("ok", "explain --live", f"{facts.live.verdict}: {steps}")
 
@@ -610,10 +625,10 @@ def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
     lacking = sorted(address for _, address in wanted - there - ejected)
     if facts.rows and lacking:
         text = f"the kernel lacks {some(lacking)}, which the table has"
-        return Finding("problem", "kernel", text, "ask again in a second, then read the agent's log", "kernel-differs")
+        return Finding("problem", "kernel", text, AGAIN, "kernel-differs")
     if wanted and not facts.rows:
         text = "the service is not among what is programmed"
-        return Finding("problem", "kernel", text, "ask again in a second, then read the agent's log", "not-programmed")
+        return Finding("problem", "kernel", text, AGAIN, "not-programmed")
     return Finding("ok", "kernel", f"{several(len(wanted), 'backend')} programmed, as the table has them")
 
 
@@ -621,28 +636,28 @@ def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
 
 
 def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
-    cut = {address for link in facts.links if link.down for address in link.addresses}  # which is a finding of its own
-    made = [each for each in facts.tried if each.outcome != "failed" and each.source not in cut]
+    # What the links and routes of pods explain is a finding of its own, whichever end of a connection they are.
+    bad_links = [link for link in facts.links if link.down or 0 < link.mtu < link.sends]
+    blamed = {address for address, (why, _) in _misled(facts).items() if not why.endswith("?")}
+    blamed |= {address for link in bad_links for address in link.addresses}
+    made = [each for each in facts.tried if each.outcome != "failed" and each.source not in blamed]
     through = [each for each in made if each.via == "service"]
     direct = [each for each in made if each.via == "backend"]
-    small = {address for link in facts.links if 0 < link.mtu < link.sends for address in link.addresses}
-    blamed = cut | small | {address for address, (why, _) in facts.astray.items() if not why.endswith("?")}
-    dead = [each for each in direct if _host(each).strip("[]") in blamed and not is_good(each)]
+    dead = [each for each in direct if _host(each) in blamed and not is_good(each)]
     direct = [each for each in direct if each not in dead]
     for each in facts.tried:
         if each.outcome == "failed":
             yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
     if facts.stranger and facts.tried:
         text = f"none was tried from {facts.stranger}: neither this node nor a pod of it has this address"
-        yield Finding(
-            "unknown", "connections", text, "for a pod, ask on its node; here the table was asked for this client"
-        )
+        todo = "for a pod, ask on its node; here the table was asked for this client"
+        yield Finding("unknown", "connections", text, todo)
     if facts.no_pod and facts.tried:
         text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
         yield Finding("unknown", "connections", text, "run doctor as root on the node itself")
     if facts.left_out:
         yield Finding("unknown", "connections", f"{several(facts.left_out, 'backend')} more were not tried")
-    lossy = {key: rows for key, rows in _lossy(facts).items() if _host(rows[0]).strip("[]") not in blamed}
+    lossy = {key: rows for key, rows in _lossy(facts).items() if blamed.isdisjoint((key[0], _host(rows[0])))}
     if lossy:
         yield _of_losses(facts, node, [row for rows in lossy.values() for row in rows])
         gone = {each.port for rows in lossy.values() for each in rows}
@@ -672,6 +687,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         ends |= {each.end for each in silent}
         yield _counting(facts, rule, f"connections to {_targets(silent)} failed {_from(silent)}")
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
+    yield from _slow(direct)
     if bad:
         good = _good_words([each for each in direct if each.port == bad[0].port])
         text = f"every backend {good}, but {_end(bad[0])} {_words(bad[0])} {_from(bad)}"
@@ -708,11 +724,8 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
     where = f"; {_rule(rule)} counted {several(facts.counted[rule], 'packet')}" if rule else ""
     text = f"packets are lost: {answered} of {several(len(syns), 'SYN')} to {_targets(syns)} {_from(syns)} "
     text += f"{_verb(range(answered), 'was', 'were')} answered{where}"
-    todo = (
-        _accept(rule) if rule else
-        "look at the link (`tc -s qdisc`, `ip -s link`), and whether the pod's queue is full (`ss -ltn` in the pod)"
-    )  # fmt: skip
-    return Finding("problem", "connections", text, todo, "lossy")
+    todo = "look at the link (`tc -s qdisc`, `ip -s link`), and whether the pod's queue is full (`ss -ltn` in the pod)"
+    return Finding("problem", "connections", text, _accept(rule) if rule else todo, "lossy")
 
 
 def _is_sure(failing: Sequence[Tried], facts: ServiceFacts) -> bool:
@@ -725,9 +738,7 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
     """Return those of the rules that all of these connections, or their answers, may have met: FORWARD's first."""
     relayed = bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
     hooks = [
-        OWN
-        if each.place == "node" or _host(each).strip("[]") in facts.own or (each.via == "service" and relayed)
-        else FORWARDED
+        OWN if each.place == "node" or _host(each) in facts.own or (each.via == "service" and relayed) else FORWARDED
         for each in failed
     ]
     common = frozenset.intersection(*hooks) if hooks else frozenset[str]()
@@ -832,15 +843,12 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 dead = list(dict.fromkeys(_host(one) for one in worsts if facts.listening.get(one.end) == ()))
                 text = f"{count} {_verb(targets, 'refuses', 'refuse')} targetPort {', '.join(numbers)}{where}"
                 todo = "compare targetPort with the port that the container listens on, at all of its addresses"
+                listens = _verb(targets, "it listens", "they listen")
                 if not set(numbers).isdisjoint(at):
-                    text += (
-                        f", although {'it listens' if len(targets) == 1 else 'they listen'} there: a firewall rejects"
-                    )
-                    todo = (
-                        "look at the firewall in the pod (`nsenter`, then `nft list ruleset`), and at network policies"
-                    )
+                    text += f", although {listens} there: a firewall rejects"
+                    todo = "look at firewalls in the pod (`nsenter`, then `nft list ruleset`), and at network policies"
                 elif at:
-                    text += f"; {'it listens' if len(targets) == 1 else 'they listen'} on {some(at)}"
+                    text += f"; {listens} on {some(at)}"
                 elif dead:
                     todo = "the process does not run, or has not opened its port yet: see the container's log and state"
                 if dead:
@@ -867,6 +875,19 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 yield Finding(mark, "connections", f"{text}{stays}", todo, cause, sure or cause in AT_ONCE)
     if not direct and not facts.tried:
         yield Finding("unknown", "connections", "none could be tried")
+
+
+def _slow(direct: Sequence[Tried]) -> Iterator[Finding]:
+    """For each service port, the backend of which the fastest answer takes far longer than those of the others."""
+    answered = sorted((each for each in direct if each.outcome == "answered"), key=lambda each: -each.seconds)
+    for port in dict.fromkeys(each.port for each in answered):
+        fastest = {_end(each): each.seconds for each in answered if each.port == port}
+        *others, (slowest, end) = sorted((seconds, end) for end, seconds in fastest.items())
+        usual = median([seconds for seconds, _ in others] or [slowest])
+        if slowest > max(SLOW_SECONDS, SLOW_TIMES * usual):
+            text = f"backend {end} answers after {slowest:.1f} s, the others after {1000 * usual:.0f} ms"
+            todo = "look at that pod: its processor limit (throttling), its log, what it waits for"
+            yield Finding("warning", "connections", text, todo, "backend-slow")
 
 
 def _sticky(failed: Tried, facts: ServiceFacts, node: NodeFacts) -> str:
@@ -910,7 +931,7 @@ def _end(each: Tried) -> str:
 
 
 def _host(each: Tried) -> str:
-    return each.target.rpartition(":")[0]
+    return each.target.rpartition(":")[0].strip("[]")
 
 
 def _hook(rule: Rule) -> str:

@@ -53,15 +53,13 @@ def run(args: argparse.Namespace) -> int:
     # Of the node only what can have to do with these services.
     about = [each for each in findings if each.mark == "problem" and each.cause not in OTHERS]
     seconds = time.monotonic() - began
-    tried = [one for service in services for one in service.tried]
+    name, own = "node", findings
     if several:
-        own = [in_short(service, node.facts) for service in services]
-        found = diagnose(f"namespace {args.namespace}", [*own, *about], tried, seconds)
+        name, own = f"namespace {args.namespace}", [in_short(each, node.facts) for each in services]
     elif services:
-        own = list(service_findings(services[0], node.facts))
-        found = diagnose(services[0].asked, [*own, *(each for each in about if each not in own)], tried, seconds)
-    else:
-        found = diagnose("node", findings, seconds=seconds)
+        name, own = services[0].asked, list(service_findings(services[0], node.facts))
+    tried = [one for service in services for one in service.tried]
+    found = diagnose(name, [*own, *(each for each in about if each not in own)], tried, seconds)
     if args.output == "json":
         print_value("json", found)
     else:

@@ -28,8 +28,10 @@ DNS_PORT: Final = 53
 GREETING: Final = ("ssh", "mysql", "smtp", "ftp")  # the server speaks first
 DNS_QUESTION: Final = struct.pack(">HHHHHH", 0x6870, 0x0100, 1, 0, 0, 0) + b"\0" + struct.pack(">HH", 2, 1)  # . NS
 HTTP2: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # RFC 9113, 3.4: preface and SETTINGS
-REFUSED: Final = frozenset({errno.ECONNREFUSED})
-UNREACHABLE: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENETDOWN})
+UNREACHABLE: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENETDOWN, errno.EINVAL)
+_OUTCOMES: Final[Mapping[int | None, Outcome]] = {
+    errno.ECONNREFUSED: "refused", errno.ETIMEDOUT: "silent", **dict.fromkeys(UNREACHABLE, "unreachable")
+}  # fmt: skip
 MOST_BYTES: Final = 512 << 10  # of an answer: more shows nothing new
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n).*?\r\n\r\n", re.IGNORECASE | re.DOTALL)
 REPEATS, REPEAT_SECONDS = 5, 0.9  # before the kernel repeats a SYN itself
@@ -241,8 +243,4 @@ def _info(made: socket.socket) -> tuple[int, int]:
 
 
 def _failed(error: OSError) -> Outcome:
-    if error.errno in REFUSED:
-        return "refused"
-    if error.errno == errno.ETIMEDOUT:
-        return "silent"
-    return "unreachable" if error.errno in UNREACHABLE else "failed"
+    return _OUTCOMES.get(error.errno, "failed")

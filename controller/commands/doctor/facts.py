@@ -104,6 +104,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
     changes: tuple[ChangeRow, ...] = ()  # of the last hour, the oldest first
+    held: frozenset[str] = frozenset()  # the commands that add what addresses and routes there are
     missing: tuple[str, ...] = ()  # commands for addresses and routes that it had in that hour
     events_unknown: str = ""  # why they could not be read
 
@@ -123,7 +124,6 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     ports: tuple[TablePort, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     live: ExplainAnswer | None = None
-    live_unknown: str = ""
     rows: tuple[ServiceRow, ...] = ()
     backends: tuple[BackendRow, ...] = ()
     tried: tuple[Tried, ...] = ()
@@ -154,8 +154,8 @@ Cause = Literal[
     "endpoint-route", "client-pod", "lossy", "firewall", "forwarding-loses", "backend-refuses", "backend-silent",
     "backend-unreachable", "backend-never-answers", "backend-stalls", "backend-closes", "kernel-differs", "other-proxy",
     "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served",
-    "flapping", "backends-fail", "node-faults", "refused-objects", "ejected", "configuration", "degraded", "draining",
-    "empty-services", "reverse-path", "drops", "untold", "restricted",
+    "backend-slow", "flapping", "backends-fail", "node-faults", "refused-objects", "ejected", "configuration",
+    "degraded", "draining", "empty-services", "reverse-path", "drops", "untold", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

@@ -76,6 +76,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         down=_read(_links_down)[0] or () if agent and agent.down else (),
         beside=_read(lambda: _beside(here, cgroup or (ebpf.sockets.cgroup if ebpf else None)))[0] or (),
         changes=tuple(changes),
+        held=interfaces.held,
         missing=tuple(each for each in gone if tuple(each.split()[:4]) not in there),
         events=recent(events or ()),
         events_unknown=events_unknown,

@@ -106,16 +106,14 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     events = recent(since.events) if since else ()
     found = []
     for facts, (mine, left_out) in zip(services, plans, strict=True):
-        live, live_unknown = _live(args, facts, node, pods, own)
         rows = [tried[attempt] for attempt in mine]
         names = {port.name for port in facts.ports}
         rows += [again[each] for each in second if each.service_port in names]
-        backends = _ends(facts)
+        backends, sources = _ends(facts), dict.fromkeys(each.source for each in rows)
         found.append(
             msgspec.structs.replace(
                 facts,
-                live=live,
-                live_unknown=live_unknown,
+                live=_live(args, facts, node, pods, own),
                 tried=tuple(rows),
                 repeated=tuple(row for each, row in syns.items() if each.service_port in names),
                 own=tuple(own),
@@ -124,7 +122,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                     for pod, link in before.items()
                     if pod == clients.get(facts.asked) or not backends.keys().isdisjoint(pod.addresses)
                 ),
-                astray=astray(backends, pods, interfaces, uplinks, node.facts.missing),
+                astray=astray(backends, sources, pods, interfaces, uplinks, node.facts.missing),
                 listening=listening(rows, pods),
                 left_out=left_out,
                 stranger=source if pods and source not in here else "",
@@ -231,25 +229,17 @@ def _pair(text: str) -> tuple[str, int]:
 
 def _live(
     args: argparse.Namespace, facts: ServiceFacts, node: Node, pods: Sequence[namespaces.Pod], own: Sequence[str]
-) -> tuple[ExplainAnswer | None, str]:
+) -> ExplainAnswer | None:
     """What the loaded programs would do with the packet, or with one of a pod to the service's first address."""
-    packet = facts.packet
-    if packet is None:
-        first = next(_frontends(facts.ports), None)
-        if first is None or node.facts.agent is None:
-            return None, ""
+    packet, first = facts.packet, next(_frontends(facts.ports), None)
+    if packet is None and first:
         sources = [args.source] * bool(args.source) + [each for pod in pods for each in pod.addresses] + list(own)
-        source = next((each for each in sources if family_of(each) == first[0].family), None)
-        if source is None:
-            return None, ""
-        packet = _packet_to(source, *first)
-    if node.facts.agent is None or packet.protocol not in ("tcp", "udp", "sctp"):
-        return None, ""
-    probe = ProbePacket(packet.src, packet.dst, packet.port, Protocol[packet.protocol.upper()], packet.source_class)
-    try:
-        return ask(args.admin_socket, RunExplain([probe]), ExplainAnswers).answers[0], ""
-    except ControllerError as error:
-        return None, str(error)
+        packet = next((_packet_to(each, *first) for each in sources if family_of(each) == first[0].family), None)
+    if packet and node.facts.agent and packet.protocol in ("tcp", "udp", "sctp"):
+        probe = ProbePacket(packet.src, packet.dst, packet.port, Protocol[packet.protocol.upper()], packet.source_class)
+        with contextlib.suppress(ControllerError):
+            return ask(args.admin_socket, RunExplain([probe]), ExplainAnswers).answers[0]
+    return None
 
 
 def _pods(interfaces: Container[str], source: str) -> tuple[list[namespaces.Pod], str]:
@@ -311,14 +301,13 @@ def _attempts(
             mine = origin.address(port.family)
             if not mine:
                 continue
-            for address, number in ends[:MOST_BACKENDS]:
+            targets = [("backend", *end) for end in ends[:MOST_BACKENDS]]
+            targets += [("service", *each) for each in _addresses(port, facts, mine, origins[0]) if ends]
+            for via, address, number in targets:
                 speech = speech_of(port_name, number, port.protocol, path=args.path or port.probe_path, host=service)
-                itself = origin.place == "pod" and address in origin.addresses
+                itself = (via, origin.place) == ("backend", "pod") and address in origin.addresses
                 for by in others if itself else (origin,):
-                    attempts[Attempt(by, "backend", address, number, port.protocol, speech, port.name)] = None
-            for address, number in _addresses(port, facts, mine, origins[0]) if ends else ():
-                speech = speech_of(port_name, number, port.protocol, path=args.path or port.probe_path, host=service)
-                attempts[Attempt(origin, "service", address, number, port.protocol, speech, port.name)] = None
+                    attempts[Attempt(by, via, address, number, port.protocol, speech, port.name)] = None
     return list(attempts), left_out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Final
 
@@ -34,17 +34,20 @@ def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
 
 
 def astray(
-    ends: Mapping[str, bool], pods: Sequence[Pod], here: links.Node, uplinks: Iterable[links.Interface],
-    missing: Iterable[str],
+    ends: Mapping[str, bool], clients: Collection[str], pods: Sequence[Pod], here: links.Node,
+    uplinks: Iterable[links.Interface], missing: Iterable[str],
 ) -> dict[str, tuple[str, str]]:  # fmt: skip
-    """Return what is wrong with the way to an endpoint, and what to do; `ends` tells which are on this node."""
+    """Return what is wrong with the way to an endpoint and back, and what to do; `ends` tells which are on this node.
+
+    `clients` are the addresses that ask; the ways to pods among them count as well.
+    """
     by_index = {each.index: each for each in here.interfaces}
     behind = {address: pod for pod in pods for address in pod.addresses}
     down = {address for pod in pods if pod.down for address in pod.addresses}  # the kernel takes its routes away
-    outside = {each.index for each in uplinks}
+    inside = by_index.keys() - {each.index for each in uplinks}
     lost = {ip_network(each.split()[3]): each for each in missing if each.startswith("ip route")}
     found, near, todo = {}, roles.neighbours(), "the CNI plugin makes this route: see its log"
-    for address in sorted(ends.keys() - down - set(here.addresses)):
+    for address in sorted({*ends, *(behind.keys() & clients)} - down - set(here.addresses)):
         with contextlib.suppress(OSError, DataplaneError):
             hop = links.next_hop(address)
             to = by_index.get(hop.index) if hop else None
@@ -54,26 +57,33 @@ def astray(
             mac, state = near.get((to.index, via), (b"", 0)) if to else (b"", 0)
             entry = f"the neighbour entry of {via} on {name} {'is' if mac else 'has'} {mac.hex(':') or 'failed'}"
             again = f"`ip neigh del {via} dev {name}`"
-            if pod and link:
-                if to is None or to.index not in (link.index, link.master):
+            asking = [each for each in clients if family_of(each) == family_of(address)]
+            there: Collection[int] = {link.index, link.master} if link else inside if ends.get(address) else by_index
+            wrong = to is None or to.index not in there
+            main, rules = links.main_route(address) if wrong else (0, [])
+            if main and main in there:
+                why = ": ".join(("the main table has the route, but a routing rule comes first", *rules[:1]))
+                found[address] = why, ", ".join(f"`ip rule del {each}`" for each in rules) or "`ip rule` lists them"
+            elif pod and link:
+                with namespaces.inside(pod.path):
+                    own, cut = links.hardware_address(pod.peer), [each for each in asking if not links.next_hop(each)]
+                if wrong:
                     repair = f"`ip route replace {address} dev {by_index.get(link.master, link).name}`"
                     found[address] = f"its pod is behind {link.name}, and {leads}", f"{repair}; {todo}"
-                elif mac and mac != (own := _mac(pod)):
+                elif mac and mac != own:
                     found[address] = f"{entry}, and its pod has {own.hex(':')}", again
+                elif cut:
+                    look = f"`nsenter --net={pod.path} ip route` lists its routes: compare those of another pod"
+                    found[address] = f"its pod has no default route, nor one to {cut[0]}", f"{look}; {todo}"
             elif ways := [network for network in lost if ip_address(address) in network]:
                 way = max(ways, key=lambda network: network.prefixlen)
                 found[address] = f"this node lost its route to {way}, and {leads}", f"`{lost[way]}`; {todo}"
-            elif to is None or (ends[address] and to.index in outside):
+            elif wrong or to is None:
                 found[address] = f"{leads}{', where no pod is' if to else ''}", todo
             elif state == NUD_FAILED or (state == NUD_PERMANENT and to.kind not in VIRTUAL):
                 fixed = " and is fixed: is it right?" if mac else ": nobody answers there"
                 found[address] = f"{entry}{fixed}", f"{again} has the kernel ask again"
     return found
-
-
-def _mac(pod: Pod) -> bytes:
-    with namespaces.inside(pod.path):
-        return links.hardware_address(pod.peer)
 
 
 def listening(tried: Iterable[Tried], pods: Sequence[Pod]) -> dict[tuple[str, str], tuple[str, ...]]:
