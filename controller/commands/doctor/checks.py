@@ -637,9 +637,8 @@ def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
 
 def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     # What the links and routes of pods explain is a finding of its own, whichever end of a connection they are.
-    bad_links = [link for link in facts.links if link.down or 0 < link.mtu < link.sends]
     blamed = {address for address, (why, _) in _misled(facts).items() if not why.endswith("?")}
-    blamed |= {address for link in bad_links for address in link.addresses}
+    blamed |= {end for link in facts.links if link.down or 0 < link.mtu < link.sends for end in link.addresses}
     made = [each for each in facts.tried if each.outcome != "failed" and each.source not in blamed]
     through = [each for each in made if each.via == "service"]
     direct = [each for each in made if each.via == "backend"]
