@@ -12,13 +12,8 @@ from typing import Final
 
 TICK: Final = 1024  # nanoseconds of a tick of the programs' clock
 STEPS: Final = 96
-
-
-def _end(step: int) -> int:
-    return TICK * (step + 1 if step < 4 else (5 + step % 4) << (step // 4 - 1))
-
-
-BOUNDS: Final = tuple(map(_end, range(STEPS)))  # upper ones in nanoseconds; the last step has whatever took longer
+# Upper bounds in nanoseconds; the last step has whatever took longer.
+BOUNDS: Final = tuple(TICK * (step + 1 if step < 4 else (5 + step % 4) << (step // 4 - 1)) for step in range(STEPS))
 _STEP: Final = {bound: step for step, bound in enumerate(BOUNDS)}
 
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -47,8 +46,6 @@ LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
 SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
-
-NONE: Final[Mapping[str, tuple[Service, Service | None]]] = MappingProxyType({})
 
 # What an event for the cluster is about; the others are about a Service or the node.
 KINDS: Final[dict[str, Kind]] = {
@@ -95,14 +92,14 @@ class History:
                 self.record("node", f"{name}: {before[name]} → {now[name]}", "the kernel")
 
     def programmed(
-        self, table: ServiceTable, zone: str = "", objects: Mapping[str, tuple[Service, Service | None]] = NONE
+        self, table: ServiceTable, zone: str = "", objects: Mapping[str, tuple[Service, Service | None]] | None = None
     ) -> None:
         """Remember what distinguishes a table from the one before; of this agent's first one, nothing.
 
         `objects` are Services that were changed since, as they were and as they are.
         """
         before, self._table, word, self.word = self._table, table, self.word, ""
-        moved, self._zone = zone != self._zone, zone
+        moved, self._zone, objects = zone != self._zone, zone, objects or {}
         if (before is table and not objects) or before is EMPTY:
             return
         now = time.time()

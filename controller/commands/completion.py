@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import argcomplete
@@ -27,7 +27,7 @@ def _show(args: argparse.Namespace) -> int:
 def answer(root: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser]) -> None:
     """Answer a shell that completes a command line, and exit; `commands` are the parsers below the root."""
     completers: dict[str, Callable[..., Iterable[str]]] = {
-        "service": _services, "namespace": _namespaces, "mode": _modes,
+        "service": _services, "namespace": _namespaces, "mode": lambda **_: sorted(available_modes()),
     }  # fmt: skip
     for command in commands:
         for action in command._actions:  # noqa: SLF001 - argparse has no public name for it
@@ -47,10 +47,6 @@ def _services(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list
 
 def _namespaces(parsed_args: argparse.Namespace, **_: object) -> list[str]:
     return sorted({port.partition("/")[0] for port in _known(parsed_args)})
-
-
-def _modes(**_: object) -> Sequence[str]:
-    return sorted(available_modes())
 
 
 def _known(args: argparse.Namespace) -> list[str]:

@@ -156,7 +156,8 @@ def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
         ask(args.admin_socket, SetTrace(args.service, client, LEASE_SECONDS), TraceAnswer)
         time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
         rows, after = _events(args, after)
-        yield from (row for row in rows if not client or client in _ends(row))
+        ends = ({end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)} for row in rows)
+        yield from (row for row, own in zip(rows, ends, strict=True) if not client or client in own)
     ask(args.admin_socket, SetTrace(None, None, 0), TraceAnswer)
 
 
@@ -169,10 +170,6 @@ def _address(text: str | None) -> str | None:
 
 def _within(rows: list[PacketEvent], since: float | None) -> list[PacketEvent]:
     return rows if since is None else [row for row in rows if row.time >= since]
-
-
-def _ends(row: PacketEvent) -> set[str]:
-    return {end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)}
 
 
 def _say(text: str) -> None:

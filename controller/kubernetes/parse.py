@@ -421,6 +421,7 @@ def _service(wire: _Service) -> Service | Ignored:
     said += about_ports
     ours = metadata.annotations
     annotated = {} if ours is None or ours == _NO_ANNOTATIONS else _annotated(ours, said)
+    labels = spec.selector if isinstance(spec.selector, dict) else {}
     return Service(
         namespace=namespace,
         name=name,
@@ -436,14 +437,10 @@ def _service(wire: _Service) -> Service | Ignored:
         health_check_node_port=said.part(0, _optional_port, spec.health_check_node_port, "spec.healthCheckNodePort"),
         traffic_distribution=spec.traffic_distribution or "",
         created=metadata.creation_timestamp or "",
-        selector=_selector(spec.selector),
+        selector=",".join(f"{key}={value}" for key, value in sorted(labels.items())),
         complaints=said.texts(),
         **annotated,
     )
-
-
-def _selector(labels: object) -> str:
-    return ",".join(f"{key}={value}" for key, value in sorted(labels.items())) if isinstance(labels, dict) else ""
 
 
 def _annotated(ours: _Annotations, said: _Complaints) -> dict[str, Any]:

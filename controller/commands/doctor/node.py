@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from hybrid_proxy.controller.commands.doctor.facts import NodeFacts, PodLink
+from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
 from hybrid_proxy.controller.commands.doctor.firewall import read_rules
 from hybrid_proxy.controller.commands.doctor.way import link_of
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
@@ -73,7 +73,9 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         ),
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
-        down=_read(_links_down)[0] or () if agent and agent.down else (),
+        down=_read(lambda: tuple(link_of(pod, ()) for pod in namespaces.pods() if pod.down))[0] or ()
+        if agent and agent.down
+        else (),
         beside=_read(lambda: _beside(here, cgroup or (ebpf.sockets.cgroup if ebpf else None)))[0] or (),
         changes=tuple(changes),
         held=interfaces.held,
@@ -102,10 +104,6 @@ def _read(read: Callable[[], Read]) -> tuple[Read | None, str]:
         return read(), ""
     except (ControllerError, DataplaneError, OSError) as reason:
         return None, str(reason)
-
-
-def _links_down() -> tuple[PodLink, ...]:
-    return tuple(link_of(pod, ()) for pod in namespaces.pods() if pod.down)
 
 
 def _beside(here: Programmed | None, cgroup: str | None) -> tuple[str, ...]:

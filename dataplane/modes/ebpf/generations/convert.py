@@ -56,10 +56,6 @@ def _parse(text: str) -> tuple[Any, str]:
     return (kind if not lengths else np.dtype((kind, tuple(reversed(lengths))))), rest
 
 
-def _fields(kind: np.dtype[Any]) -> dict[str, tuple[np.dtype[Any], int]]:
-    return {name: (found[0], found[1]) for name, found in (kind.fields or {}).items()}
-
-
 def matching(former: np.dtype[Any], ours: np.dtype[Any]) -> Iterator[str]:
     """Returns the names of fields that both types have."""
     return (name for name in former.names or () if name in (ours.names or ()))
@@ -152,7 +148,7 @@ def places(key: np.dtype[Any]) -> dict[str, int]:
     Raises:
         UnknownMeaningError: a field is missing, or has another type than the one by which flows are looked up.
     """
-    fields = _fields(key)
+    fields = {name: (found[0], found[1]) for name, found in (key.fields or {}).items()}
     wanted = {"saddr": 4 * (1 + 3 * bool(key["saddr"].shape)), "sport": 2, "dport": 2, "protocol": 1}
     wanted["daddr"] = wanted["saddr"]
     if any(

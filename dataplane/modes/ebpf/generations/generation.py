@@ -173,7 +173,7 @@ def fates_of(former: Generation, wanted: Generation) -> dict[str, Fate]:
         UnknownMeaningError: nothing can be carried over.
     """
     theirs, ours = former.layout, wanted.layout
-    version, known = (_version(one.enums) for one in (theirs, ours))
+    version, known = (one.enums.get("abi_limits", {}).get("ABI_VERSION", 0) for one in (theirs, ours))
     if version != known:
         raise UnknownMeaningError(f"its rows have the meaning of ABI version {version}, and this version knows {known}")
     fates = {name: _fate(name, theirs, ours) for name in ours.maps}
@@ -206,10 +206,6 @@ def _can_carry(name: str, former: Layout, ours: Layout) -> bool:
     """Returns True if rows can be carried over one by one, which needs elements that are counted in the same way."""
     counted = all(_agree(former.enums, ours.enums, *read) for read in READ_BY.get(name, ()) if read[0] == "abi_limits")
     return name in CARRIED and name in former.maps and counted
-
-
-def _version(enums: Enums) -> int:
-    return enums.get("abi_limits", {}).get("ABI_VERSION", 0)
 
 
 def _agree(former: Enums, ours: Enums, enum: str, beginning: str = "") -> bool:
