@@ -62,8 +62,9 @@ class Clinic:
         self.api.put_all([ends, made])
         serving = pods if ready and not named and spec.get("internalTrafficPolicy") != "Local" else ()
         return self.settled(
-            name, serving, target, len(listed), () if ready else pods, guarded="loadBalancerSourceRanges" in spec
-        )
+            name, serving, target, len(listed), () if ready else pods, guarded="loadBalancerSourceRanges" in spec,
+            sticky="sessionAffinity" in spec,
+        )  # fmt: skip
 
     @staticmethod
     def made(name: str, listed: Sequence[tuple[str, int]], **spec: Any) -> dict[str, Any]:
@@ -79,9 +80,10 @@ class Clinic:
         return made
 
     def settled(
-        self, name: str, pods: Sequence[str], target: int, count: int, unready: Sequence[str], *, guarded: bool
-    ) -> AgentStatus:
-        """Wait until the agent has programmed these endpoints, of so many ports."""
+        self, name: str, pods: Sequence[str], target: int, count: int, unready: Sequence[str], *,
+        guarded: bool = False, sticky: bool = False,
+    ) -> AgentStatus:  # fmt: skip
+        """Wait until the agent has programmed these endpoints, of so many ports, which may come before the Service."""
         wanted = {(self.lab[pod].address4, target) for pod in pods}
 
         def is_there(status: AgentStatus) -> bool:
@@ -89,7 +91,9 @@ class Clinic:
             ports = answer.ports if set(answer.unready) == {self.lab[pod].address4 for pod in unready} else []
             found = {(end.address, end.port) for port in ports for each in port.backend_sets for end in each.backends}
             ranges = any(each.source_ranges for port in ports for each in port.frontends)
-            return status.synced and len(ports) == count and found == wanted and ranges is guarded
+            sticks = any(port.affinity_seconds for port in ports)
+            spec = (ranges, sticks) == (guarded, sticky)
+            return status.synced and len(ports) == count and found == wanted and spec
 
         return self.agent.wait(is_there, 20, f"aware of {name}")
 

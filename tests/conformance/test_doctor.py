@@ -196,7 +196,11 @@ def deleted(clinic: Clinic) -> Iterator[None]:
     clinic.put("pod1", name=FIRST)
     clinic.remove(FIRST)
     path = changes_path(str(clinic.agent.socket))
-    until(lambda: any(row.what == NOT_SERVED for row in read_changes(path)), "it is written down")
+
+    def last() -> list[str]:
+        return [row.what for row in read_changes(path) if row.service == FIRST][-1:]
+
+    until(lambda: last() == [NOT_SERVED], "it is written down")
     yield
 
 
