@@ -10,7 +10,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from hybrid_proxy.dataplane.kernel._publish import ffi, lib
@@ -23,8 +23,16 @@ from hybrid_proxy.dataplane.table import Protocol
 
 VECTORIZE_FROM: Final = 65
 _U64 = np.uint64
-Columns = tuple[str, NDArray[Any], NDArray[Any], dict[str, Any]]  # map, places, the service of each, values by field
 _ADDRESS = struct.Struct("=4I")
+
+
+class Columns(NamedTuple):
+    """Fields of rows of the array `name`, at these places; `services` has the service of each row."""
+
+    name: str
+    places: NDArray[Any]
+    services: NDArray[Any]
+    values: dict[str, NDArray[Any]]  # by field
 
 
 class RowWriter:
@@ -65,7 +73,7 @@ class RowWriter:
             self.write_flags(batch.flags)
         if sum([len(group.ids) for group in members]) + sum([len(ring) for _, _, ring in rings]) >= self.vectorize_from:
             for columns in self.columns(batch):
-                self.fill(*columns)
+                self.fill(columns)
             return self.backend_bits(np.fromiter(chain.from_iterable(group.ids for group in members), np.int64))
         words, halves, step, port = self._words, self._halves, self._step, self._port
         bits: list[int] = []
@@ -90,16 +98,16 @@ class RowWriter:
                 self._slot_words[2 * place] = number | owner
         return bits
 
-    def fill(self, name: str, places: NDArray[Any], _: NDArray[Any], columns: dict[str, Any]) -> None:
-        for field, values in columns.items():
-            getattr(self, name)[field][places] = values
+    def fill(self, columns: Columns) -> None:
+        for field, values in columns.values.items():
+            getattr(self, columns.name)[field][columns.places] = values
 
-    def differing(self, name: str, places: NDArray[Any], services: NDArray[Any], columns: dict[str, Any]) -> list[int]:
+    def differing(self, columns: Columns) -> list[int]:
         """Returns the services with rows that are not as `fill` would write them."""
-        rows, wrong = getattr(self, name)[places], np.zeros(len(places), np.bool_)
-        for field, values in columns.items():
+        rows, wrong = getattr(self, columns.name)[columns.places], np.zeros(len(columns.places), np.bool_)
+        for field, values in columns.values.items():
             wrong |= (rows[field] != values).any(axis=tuple(range(1, rows[field].ndim)))  # there may be no rows
-        return sorted(set(services[wrong].tolist()))
+        return sorted(set(columns.services[wrong].tolist()))
 
     def columns(self, batch: Batch) -> Iterator[Columns]:
         """Yields the fields of backends, then those of slots, which repeat a part of the backends' rows."""
@@ -118,7 +126,7 @@ class RowWriter:
         ports = chosen["port"].astype(_U64) << _U64(32)
         proofs = (services & _U64(0xFFFF)) << _U64(48)
         endpoints = chosen["address"][:, 0].astype(_U64) | ports | proofs
-        return "slots", places, services, {"endpoint": endpoints, "backend": ids | services << _U64(32)}
+        return Columns("slots", places, services, {"endpoint": endpoints, "backend": ids | services << _U64(32)})
 
     def write_flags(self, rows: Sequence[tuple[int, int]]) -> None:
         """Change the flags of backends: ids, each with its flags."""
@@ -155,6 +163,12 @@ class RowWriter:
         buffers = (ffi.from_buffer("uint64_t[]", array) for array in (places, values))
         lib.store_release_many(self._service_words, *buffers, len(words))
 
+    def publish_again(self) -> None:
+        """Publish the words that another program changed: each by one store, as `publish` does."""
+        for service, number in np.argwhere(self.services["sets"] != self.published).tolist():
+            place = service * self._service_step + number
+            lib.store_release(self._service_words, place, int(self.published[service, number]))
+
     def clear_services(self, ids: Sequence[int]) -> None:
         """Clear the words of these services: no program reads their slots any more."""
         self.services["sets"][ids] = self.published[ids] = 0
@@ -167,10 +181,11 @@ class RowWriter:
 def _backend_columns(groups: Sequence[Members]) -> Columns:
     counts = [len(group.ids) for group in groups]
     services = np.repeat([group.service for group in groups], counts)
-    return "backends", np.fromiter(chain.from_iterable(group.ids for group in groups), np.int64), services, {
+    numbers = np.fromiter(chain.from_iterable(group.ids for group in groups), np.int64)
+    return Columns("backends", numbers, services, {
         "address": layout.address_words(backend.address for group in groups for backend in group.backends),
         "port": layout.swap16([backend.port for group in groups for backend in group.backends]),
         "service": services,
         "kind": np.repeat([group.kind for group in groups], counts),
         "flags": np.fromiter(chain.from_iterable(group.flags for group in groups), np.uint16),
-    }  # fmt: skip
+    })  # fmt: skip

@@ -6,7 +6,6 @@ removed is removed in the opposite order, and freed when no program can use it a
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -101,7 +100,7 @@ class MapWriter:
                 ids, weights = np.array(batch.weights, dtype=np.int64).T
                 self.loads["weight"][ids] = weights
             for columns in self._service_columns(batch):
-                rows.fill(*columns)
+                rows.fill(columns)
             if batch.words:
                 rows.publish(batch.words)
             if batch.new_frontends:
@@ -115,18 +114,17 @@ class MapWriter:
     def _service_columns(self, batch: Batch) -> Iterator[Columns]:
         if batch.services:
             ids, flags, seconds = np.array(batch.services, dtype=np.int64).T
-            yield "services", ids, ids, {"flags": flags, "affinity": np.minimum(seconds * self.hz, 0xFFFFFFFF)}
+            yield Columns("services", ids, ids, {"flags": flags, "affinity": np.minimum(seconds * self.hz, 0xFFFFFFFF)})
 
     def differing(self, batch: Batch) -> Iterator[tuple[str, int | str]]:
         """Yields the map, and the service or the frontend, of rows that are not as `write` would write them."""
         for columns in (*self.rows.columns(batch), *self._service_columns(batch)):
-            if services := self.rows.differing(*columns):
-                yield from ((columns[0], service) for service in services)
+            if services := self.rows.differing(columns):
+                yield from ((columns.name, service) for service in services)
                 break  # slots repeat what differs in backends
         for known, keys, rows, values in self._frontends(batch.frontends, batch.frontends):
-            raw = (struct.iter_unpack(f"{known.key_size}s", rows.tobytes()), struct.iter_unpack("8s", values.tobytes()))
-            for key, (row,), (value,) in zip(keys, *raw, strict=True):
-                if known.lookup(row) != value:
+            for key, row, value in zip(keys, rows, values, strict=True):
+                if known.lookup(row.tobytes()) != value.tobytes():
                     yield known.name, f"{key[1]} port {key[2]}"
 
     def lost(self, end: int) -> Iterator[str]:
@@ -138,7 +136,7 @@ class MapWriter:
 
     def restore(self) -> None:
         """Write again what may be `lost`."""
-        self.rows.services["sets"][:] = self.rows.published
+        self.rows.publish_again()
         for bitmap in self.bitmaps.values():
             bitmap.view |= bitmap.counted()
 
