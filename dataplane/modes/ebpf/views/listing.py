@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.kernel.bpf import Map, Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
@@ -103,10 +104,12 @@ def _addresses(maps: Maps, names: Names) -> Addresses:
 def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     rows = []
     table = maps["services"].view(layout.dtype_of("service"))
-    drops = layout.abi_constants()["SERVICE_DROP_SET0"]
-    members, ejected, failing = _members(maps, len(table)), _ejected(maps, len(table)), _failing(maps, len(table))
+    bits, (backends, out, chosen) = layout.abi_constants(), _chosen(maps)
+    drops, owners = bits["SERVICE_DROP_SET0"], backends["service"]
+    sets = [backends["flags"] & bits[name] != 0 for name in ("BACKEND_SET0", "BACKEND_SET1")]  # rings repeat
+    masks = (*sets, out, out | chosen & (backends["failures"] > 0))
+    whole, local, ejected, failing = (np.bincount(owners[mask], minlength=len(table)) for mask in masks)
     counted, waited = traffic_of(maps), first_packets_of(maps)
-    owners = maps["backends"].view(layout.dtype_of("backend"))["service"]
     figures = None if counted is None else counted.of_services(owners)
     for number, frontends in sorted(_frontends(maps).items()):
         row = table[number]
@@ -116,8 +119,8 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
                 id=number,
                 frontends=sorted(address for address, _ in frontends),
                 protocol=frontends[0][1],
-                backends=int(members[0][number]),
-                local_backends=int(members[1][number]),
+                backends=int(whole[number]),
+                local_backends=int(local[number]),
                 ejected=int(ejected[number]),
                 failing=int(failing[number]),
                 when_empty="drop" if int(row["flags"]) & drops else "reject",
@@ -131,14 +134,11 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     return sorted(rows, key=lambda row: (row.name or "", row.frontends))
 
 
-def _members(maps: Maps, services: int) -> list[Any]:
-    """Counts the backends in each backend set, by service. A ring may have a backend many times."""
-    table = maps["backends"].view(layout.dtype_of("backend"))
-    flags = layout.abi_constants()
-    return [
-        np.bincount(table["service"][table["flags"] & flags[name] != 0], minlength=services)
-        for name in ("BACKEND_SET0", "BACKEND_SET1")
-    ]
+def _chosen(maps: Maps) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Returns the rows of backends, which of them are ejected, and which of the others are in a backend set."""
+    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
+    ejected = table["flags"] & flags["BACKEND_EJECTED"] != 0
+    return table, ejected, ~ejected & (table["flags"] & (flags["BACKEND_SET0"] | flags["BACKEND_SET1"]) != 0)
 
 
 def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], list[Ejection]]:
@@ -146,9 +146,7 @@ def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str],
 
     Only a success ends such a row, and perhaps no client comes any more: what failed LATELY_SECONDS ago is over.
     """
-    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
-    ejected = table["flags"] & flags["BACKEND_EJECTED"] != 0
-    chosen = ~ejected & (table["flags"] & (flags["BACKEND_SET0"] | flags["BACKEND_SET1"]) != 0)
+    table, ejected, chosen = _chosen(maps)
     failures = np.where(chosen, table["failures"], 0)
     if not (failures.any() or ejected.any()):
         return [], []
@@ -163,20 +161,6 @@ def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str],
         Ejection(name, _address(table[number]), False, None, f"{failures[number]} connections in a row failed")
         for number, name in few if name is not None and name not in all_fail
     ]  # fmt: skip
-
-
-def _ejected(maps: Maps, services: int) -> Any:
-    """Counts the ejected backends of each service."""
-    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
-    return np.bincount(table["service"][table["flags"] & flags["BACKEND_EJECTED"] != 0], minlength=services)
-
-
-def _failing(maps: Maps, services: int) -> Any:
-    """Counts the backends of each service that failed at their last connection, or are ejected."""
-    table, flags = maps["backends"].view(layout.dtype_of("backend")), layout.abi_constants()
-    chosen = table["flags"] & (flags["BACKEND_SET0"] | flags["BACKEND_SET1"]) != 0
-    failing = (table["flags"] & flags["BACKEND_EJECTED"] != 0) | (table["failures"] > 0) & chosen
-    return np.bincount(table["service"][failing], minlength=services)
 
 
 def _chosen_by(flags: int) -> str:
