@@ -32,12 +32,11 @@ from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, 
 from hybrid_proxy.controller.commands.views import checked_service, remembered_events
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
-from hybrid_proxy.controller.serving.protocol import EventsAnswer, GetEvents, SetTrace, TraceAnswer
+from hybrid_proxy.controller.serving.protocol import NO_EVENT, EventsAnswer, GetEvents, SetTrace, TraceAnswer
 from hybrid_proxy.dataplane.reports import PacketEvent
 
 POLL_SECONDS: Final = 0.5
-NONE: Final = 1 << 62  # no event has a larger number
-ALL: Final = -NONE  # those of agents before this one, too
+ALL: Final = -NO_EVENT  # those of agents before this one, too
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 
 
@@ -47,7 +46,7 @@ def _show(command: str, args: argparse.Namespace) -> int:
         args.client = _address(args.client)
     since = started(args.since) if command == "drops" else None
     try:
-        silent = ask(args.admin_socket, GetEvents(NONE), EventsAnswer, FIRST_SECONDS).silent
+        silent = ask(args.admin_socket, GetEvents(NO_EVENT), EventsAnswer, FIRST_SECONDS).silent
     except UnansweredError as error:
         if command == "trace" or args.follow:
             raise
@@ -151,13 +150,12 @@ def _followed(args: argparse.Namespace, since: float | None) -> Iterator[PacketE
 def _traced(args: argparse.Namespace) -> Iterator[PacketEvent]:
     client = args.client
     end = time.monotonic() + args.seconds
-    after = ask(args.admin_socket, GetEvents(NONE), EventsAnswer).last
+    after = ask(args.admin_socket, GetEvents(NO_EVENT), EventsAnswer).last
     while time.monotonic() < end:
         ask(args.admin_socket, SetTrace(args.service, client, LEASE_SECONDS), TraceAnswer)
         time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
         rows, after = _events(args, after)
-        ends = ({end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)} for row in rows)
-        yield from (row for row, own in zip(rows, ends, strict=True) if not client or client in own)
+        yield from (row for row in rows if not client or client in _ends(row))
     ask(args.admin_socket, SetTrace(None, None, 0), TraceAnswer)
 
 
@@ -170,6 +168,10 @@ def _address(text: str | None) -> str | None:
 
 def _within(rows: list[PacketEvent], since: float | None) -> list[PacketEvent]:
     return rows if since is None else [row for row in rows if row.time >= since]
+
+
+def _ends(row: PacketEvent) -> set[str]:
+    return {end.rpartition(":")[0].strip("[]") for end in (row.source, row.destination)}
 
 
 def _say(text: str) -> None:

@@ -33,6 +33,7 @@ from hybrid_proxy.dataplane.reports import (
 from hybrid_proxy.dataplane.table import BackendSet, Frontend
 
 SHOWN: Final = 3  # names in a sentence
+NO_EVENT: Final = 1 << 62  # no event has a larger number
 
 # The status of an agent
 

@@ -803,7 +803,7 @@ def _on_the_way(
     if counted:
         yield _counting(facts, counted[0], seen, mark, ease)
     elif suspects:
-        named = some([f"{_rule(rule)}" for rule in suspects], "; ")
+        named = some([_rule(rule) for rule in suspects], "; ")
         text = f"the firewall probably {_does(suspects[0])} packets in {_hook(suspects[0])}: {seen}; on their way "
         text += f"{_verb(suspects, 'is', 'are')} {named}{ease}"
         todo = f"it has no counter: {_count_it(suspects[0])}, then ask doctor again, which names the rule that counts"

@@ -23,6 +23,7 @@ from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import (
+    NO_EVENT,
     EventsAnswer,
     ExplainAnswers,
     FindIgnored,
@@ -43,7 +44,6 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Pr
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
 MOST_ATTEMPTS: Final = 256  # in all
 MOST_PODS: Final = 256  # more are not looked for
-NO_EVENT: Final = 1 << 62
 
 
 def at_service(args: argparse.Namespace, packet: Packet | None, node: Node) -> ServiceFacts:
