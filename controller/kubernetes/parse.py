@@ -143,7 +143,7 @@ class _ServiceSpec(_Wire):
     session_affinity_config: _AffinityConfig | None = None
     health_check_node_port: int | None = None
     traffic_distribution: str | None = None
-    selector: object = None  # it is only told, so it may be anything
+    selector: object = None  # only shown in messages, so any type is accepted
 
 
 class _Ingress(_Wire):

@@ -413,21 +413,21 @@ def test_who_accepts_slowly_is_ejected(patient: Bench) -> None:
 
 
 @pytest.mark.long
-def test_a_failing_backend_is_told_before_it_is_ejected(patient: Bench, family: int) -> None:
+def test_a_failing_backend_is_reported_before_it_is_ejected(patient: Bench, family: int) -> None:
     web = patient.service("pod2", "pod3", "pod4")
     name = f"conformance/{web.name}:main"
 
-    def told() -> set[str]:
+    def reported() -> set[str]:
         rows = patient.agent.running_status().dataplane.failing_backends
         return {row.address for row in rows if row.service == name}
 
     with failing(patient, "pod2", how="reject with tcp reset"):
         eventually(
-            lambda: patient.seen("pod1", web, family, 1) and told() == ends(patient, ["pod2"], [family]),
+            lambda: patient.seen("pod1", web, family, 1) and reported() == ends(patient, ["pod2"], [family]),
             8,
             "a backend fails, and status is well",
         )
-    eventually(lambda: patient.seen("pod1", web, family, 1) and not told(), 8, "it answers")
+    eventually(lambda: patient.seen("pod1", web, family, 1) and not reported(), 8, "it answers")
 
 
 def test_nobody_is_ejected_where_all_lose_as_many(patient: Bench) -> None:
