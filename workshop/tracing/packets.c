@@ -33,7 +33,8 @@ struct place {
 struct known {
 	u32 service;
 	u32 way;
-	struct place backend;
+	struct place backend; /* or what was asked for, where no point has shown a backend */
+	struct place client;
 };
 
 struct walk {
@@ -48,6 +49,7 @@ struct walk {
 struct header {
 	struct ends ends;
 	u32 sign; /* what no translation changes: the sequence number, or the length of a datagram */
+	u32 acknowledged;
 	u32 flags;
 	u32 length;
 };
@@ -168,6 +170,7 @@ static __always_inline int read_header(u64 skb, int at_data, struct header *h)
 	h->ends.destination_port = bpf_ntohs(l4.destination);
 	h->length = half(skb + SKB_LEN);
 	h->sign = bpf_ntohl(l4.sequence);
+	h->acknowledged = bpf_ntohl(l4.acknowledged);
 	if (h->ends.protocol == TCP)
 		h->flags = l4.flags;
 	else if (h->ends.protocol == UDP)
@@ -210,12 +213,38 @@ static __always_inline void of_any(struct ends *to, const u8 *client, u16 port, 
 	to->protocol = protocol;
 }
 
+/* Any backend's answer to this SYN. It has the number that it acknowledges, also where a flow got another source port
+ * because a direct connection has its own.
+ */
+static __always_inline void of_syn(struct ends *to, u32 sequence)
+{
+	__builtin_memset(to, 0, sizeof(*to));
+	__builtin_memcpy(to->source, &sequence, sizeof(sequence));
+	to->protocol = TCP;
+}
+
+/* Finds the request that a backend's packet answers, where no point has shown the backend. */
+static __always_inline struct known *asked_before(const struct header *h)
+{
+	struct known *asked = 0;
+	struct ends e;
+
+	if (h->flags & (SYN | RST)) {
+		of_syn(&e, h->acknowledged - 1);
+		asked = flows.lookup(&e);
+	}
+	if (asked || h->flags & SYN)
+		return asked;
+	of_any(&e, h->ends.destination, h->ends.destination_port, h->ends.protocol);
+	return flows.lookup(&e);
+}
+
 /* Tells whether the packet is the first answer to a request that bypassed the stack (bpf_redirect_peer): no point has
- * shown its backend. `of_any` remembers what that client asked for, in place of a backend.
+ * shown its backend. `of_syn` and `of_any` remember what a client asked for, in place of a backend.
  */
 static __always_inline int is_answer(const struct header *h, struct known *k)
 {
-	struct ends e = h->ends, asked;
+	struct ends e = h->ends;
 	struct place from = {};
 	struct known *old;
 
@@ -224,16 +253,16 @@ static __always_inline int is_answer(const struct header *h, struct known *k)
 	from.protocol = e.protocol;
 	if (!reached.lookup(&from))
 		return 0;
-	of_any(&asked, e.destination, e.destination_port, e.protocol);
-	old = flows.lookup(&asked);
+	old = asked_before(h);
 	if (!old)
 		return 0;
-	__builtin_memcpy(asked.source, old->backend.address, 16);
-	asked.source_port = old->backend.port;
+	__builtin_memcpy(e.source, old->client.address, 16);
+	e.source_port = old->client.port;
+	__builtin_memcpy(e.destination, old->backend.address, 16);
+	e.destination_port = old->backend.port;
 	__builtin_memset(k, 0, sizeof(*k));
 	k->service = old->service;
 	k->backend = from;
-	turned(&e, &asked);
 	flows.update(&e, k);
 	e = h->ends;
 	k->way = REPLY;
@@ -263,10 +292,16 @@ static __always_inline int belongs(const struct header *h, struct known *k)
 	flows.update(&back, k);
 	__builtin_memcpy(k->backend.address, e.destination, 16);
 	k->backend.port = e.destination_port;
+	__builtin_memcpy(k->client.address, e.source, 16);
+	k->client.port = e.source_port;
 	of_any(&back, e.source, e.source_port, e.protocol);
 	flows.update(&back, k);
-	__builtin_memset(&k->backend, 0, sizeof(k->backend));
-	k->way = REQUEST;
+	if (h->flags & SYN) {
+		of_syn(&back, h->sign);
+		flows.update(&back, k);
+	}
+	__builtin_memset(k, 0, sizeof(*k));
+	k->service = *service;
 	return 1;
 }
 
@@ -402,13 +437,13 @@ static __always_inline void came(struct walk *w, const struct header *h, u64 now
 		count_answer(w->service, since ? REPEATED : ASKED, 0, 0);
 		if (!since)
 			pending.update(&e, &now);
-		of_any(&any, e.source, e.source_port, TCP);
+		of_syn(&any, h->sign);
 		one.since = w->began;
 		one.first = e;
 		one.service = w->service;
 		waits.update(&any, &one);
 	} else if (w->way == REPLY && h->flags & (SYN | RST)) {
-		of_any(&any, e.destination, e.destination_port, TCP);
+		of_syn(&any, h->acknowledged - 1);
 		waits_for = waits.lookup(&e);
 		if (!waits_for)
 			waits_for = waits.lookup(&any);
@@ -418,7 +453,6 @@ static __always_inline void came(struct walk *w, const struct header *h, u64 now
 		struct ends first = waits_for->first;
 		pending.delete(&first);
 		waits.delete(&e);
-		of_any(&any, first.source, first.source_port, TCP);
 		waits.delete(&any);
 	}
 }

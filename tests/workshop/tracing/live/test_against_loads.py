@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -81,6 +82,25 @@ def test_answers_are_counted_by_backend(stage: Stage, family: int) -> None:
         assert sorted(one["count"] for one in by_sockets) == sorted(own.backends.values())
     longest = max(tally.connects + own.connects) * 1e9
     assert all(one["max_ns"] <= longest for one in row["backends"]), "the client waits longer than the node sees"
+
+
+def test_an_answer_counts_where_the_flow_got_another_port(stage: Stage) -> None:
+    """Direct connections have the client's port to all backends: a flow of that port cannot keep it."""
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
+    if stage.mode == "ebpf":
+        stage.agent.wait(lambda status: status.dataplane.ebpf.fast_path == "always", what="past the stack from the SYN")
+    stage.load("connections", WEB[4], count=30)  # from now on, connections to these backends begin past the stack
+    targets = [(stage.lab[pod].address4, 8080) for pod in ("pod1", "pod2", "pod3")]
+    with ExitStack() as stack, stage.traced("default/web", "--latency") as report:
+        for target in (*targets, ("10.96.0.10", 80)):
+            client = stack.enter_context(stage.lab.socket("pod4"))
+            client.settimeout(30 * PATIENCE)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            client.bind(("", 23_456))
+            client.connect(target)
+    (row,) = report["services"]
+    assert (row["connections"], row["answered"], row["unanswered"]) == (1, 1, 0)
 
 
 def test_connections_without_an_answer_show(stage: Stage) -> None:
