@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
 
-__all__ = ["bound", "slowness", "until"]
+__all__ = ["bound", "measured", "slowness", "until"]
 
 NOMINAL: Final = 0.020  # seconds that `_work` takes where nothing else runs, on a processor of 2020
 MOST: Final = 10.0
@@ -26,7 +26,7 @@ def slowness() -> float:
     It is measured when it is first needed; later the load of the machine is looked up, which changes while tests run.
     """
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return min(max(1.0, _measured(), load), MOST)
+    return min(max(1.0, _at_first(), load), MOST)
 
 
 def bound(seconds: float) -> float:
@@ -34,12 +34,14 @@ def bound(seconds: float) -> float:
     return seconds * max(DEADLINES, 3 * slowness())
 
 
-@cache
-def _measured() -> float:
-    """Processor time that others take while this works, and a slow processor, both lengthen it."""
+def measured() -> float:
+    """How many times as long as `NOMINAL` work takes at this moment: others that work, and a slow processor."""
     began = time.monotonic()
     _work()
     return (time.monotonic() - began) / NOMINAL
+
+
+_at_first = cache(measured)
 
 
 def _work() -> int:

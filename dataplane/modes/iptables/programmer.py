@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 FAMILIES: Final = (4, 6)
 RECENT_CLIENTS: Final = "/sys/module/xt_recent/parameters/ip_list_tot"  # how many; the kernel's default is 100
 AUDIT_SHARE: Final = 10  # a comparison that took a processor's second is followed by ten seconds without
+AUDIT_CREDIT: Final = 30.0  # seconds of these pauses that reported changes do not wait for: one seldom comes alone
 REPAIR_PAUSE: Final = 5.0  # seconds until a repair that failed is tried again
 
 
@@ -166,10 +167,9 @@ class Iptables(TranslatingMode):
         if not self._programmed:
             return
         self._maintain_common()
-        # nf_tables reports changes by itself, legacy tables do not.
         if not self.monitoring.is_set() and self.xtables.revision(TABLES) != self._revision:
             self._touched.set()
-        wait = 0.0 if self._touched.is_set() else self.options.sync_seconds
+        wait = -AUDIT_CREDIT if self._touched.is_set() else self.options.sync_seconds
         if self._clock() < self._audit_at + wait:
             return
         if self._damage:
@@ -192,15 +192,15 @@ class Iptables(TranslatingMode):
             self._repair(damage)
         else:
             self._ruleset.seen(generation)
-        self._audit_at = self._clock() + AUDIT_SHARE * took
+        self._audit_at = max(self._audit_at, self._clock()) + AUDIT_SHARE * took
 
     def _repair(self, damage: list[str]) -> None:
         self.repaired.add(damage)
         self._full, self._damage = True, damage
-        self._audit_at = self._clock() + REPAIR_PAUSE
+        former, self._audit_at = self._audit_at, self._clock() + AUDIT_CREDIT + REPAIR_PAUSE
         self._touched.set()  # compare again soon: the repair may fail, or be undone meanwhile
         self.sync(self.table)
-        self._damage = []
+        self._audit_at, self._damage = former, []
         self.repaired.count += len(damage)
 
     # Status

@@ -202,9 +202,16 @@ def test_a_long_repair_delays_no_further_one(variant: str, clock: Clock, monkeyp
         assert clock.now == 1120
 
 
-@pytest.mark.parametrize("worked", [pytest.param(0.0, id="it waited"), pytest.param(60.0, id="it worked")])
+@pytest.mark.parametrize(
+    ("worked", "waits"),
+    [
+        pytest.param(0.0, False, id="it waited"),
+        pytest.param(0.5, False, id="it worked little: the next change is not left for ten times as long"),
+        pytest.param(60.0, True, id="it worked"),
+    ],
+)
 def test_the_pause_after_a_comparison_follows_what_it_worked(
-    variant: str, worked: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    variant: str, worked: float, waits: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy node a comparison waits long for a processor: a repair that waits for as long again helps nobody."""
     with opened(variant, clock=clock, sync_seconds=0.0) as programmer:
@@ -223,7 +230,7 @@ def test_the_pause_after_a_comparison_follows_what_it_worked(
         assert rules(variant) == whole
         Xtables(variant).restore(4, "*nat\n-D PREROUTING 1\nCOMMIT\n")
         programmer.maintain()
-        assert (rules(variant) == whole) is not bool(worked)
+        assert (rules(variant) == whole) is not waits
         clock.now += 3600
         programmer.maintain()
         assert rules(variant) == whole
