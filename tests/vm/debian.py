@@ -118,7 +118,7 @@ class Apt:
         waiting = exact_parts(meta)
         while waiting:
             part = waiting.pop()
-            if part not in found and not part[0].startswith("linux-base"):
+            if part not in found:
                 found.append(part)
                 waiting.extend(exact_parts(self.show("=".join(part))[0]))
         return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from .architectures import ARCHITECTURES, HERE, split
-from .debian import KEYRING, Package, apt_sources, choose, exact_parts, parse, wanted_file
+from .debian import KEYRING, Apt, Package, apt_sources, choose, exact_parts, parse, wanted_file
 
 SHOWN = """\
 Package: linux-image-amd64
@@ -75,6 +77,14 @@ def test_the_files_are_in_the_packages_of_exactly_that_version() -> None:
         ("linux-binary-7.2.13+deb14-amd64", "7.2.13-1"),
         ("linux-modules-7.2.13+deb14-amd64", "7.2.13-1"),
     ]
+
+
+def test_the_list_of_what_is_built_in_is_in_the_package_of_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    image, base = ("linux-image-7.2.13", "7.2.13-1"), ("linux-base-7.2.13", "7.2.13-1")
+    needs = {"=".join(image): "linux-base-7.2.13 (= 7.2.13-1), linux-base (>= 4.3~)", "=".join(base): ""}
+    monkeypatch.setattr(Apt, "show", lambda _, name: [Package(name, "7.2.13-1", needs[name])])
+    meta = Package("linux-image-amd64", "7.2.13-1", "linux-image-7.2.13 (= 7.2.13-1)")
+    assert Apt(Path()).kernel_packages(meta) == [image, base]
 
 
 def test_every_suite_is_read_from_the_mirror_of_this_machine_and_verified() -> None:
