@@ -23,11 +23,17 @@ from_node() {
     done
 }
 
-# on NODE COMMAND: here, or on another machine of the lab.
+# on NODE COMMAND: here, or on another machine of the lab, whose shell gets one line from ssh: each word is quoted for it.
 on() {
     node=$1
     shift
-    if [ "$node" = "$(hostname)" ]; then $ROOT_COMMAND "$@"; else ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new "$node" sudo "$@"; fi
+    if [ "$node" = "$(hostname)" ]; then
+        $ROOT_COMMAND "$@"
+    else
+        line=
+        for word; do line="$line '$(printf %s "$word" | sed "s/'/'\\\\''/g")'"; done
+        ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new "$node" "sudo$line"
+    fi
 }
 
 # set_mode NODE MODE: the agent takes over from the former mode without losing a connection that begins now.
@@ -50,11 +56,14 @@ serving_mode() {
     on "$(hostname)" hybrid-proxy status -o json | sed -n 's/.*"effective": *"\([a-z]*\)".*/\1/p' | head -n 1
 }
 
-# under_load COMMAND ...: new connections from a pod, one after the other, while the command runs; who answered.
+# under_load COMMAND ...: new connections from a pod, one after the other, while the command runs, also if it fails; who
+# answered.
 under_load() {
     answers=$(mktemp)
     kubectl exec client -- sh -c ": >/tmp/load; while [ -e /tmp/load ]; do curl -s -m 3 http://$address/hostname; echo; sleep 0.1; done" >"$answers" &
+    trap 'kubectl exec client -- rm -f /tmp/load' EXIT
     "$@"
+    trap - EXIT
     kubectl exec client -- rm /tmp/load
     wait $!
     echo "  pod -> $address:80, meanwhile    $(tally <"$answers")"

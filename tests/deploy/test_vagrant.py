@@ -61,6 +61,8 @@ def demo(tmp_path: Path) -> Callable[[str], list[str]]:
         ("systemctl", ""),
         ("hybrid-proxy", """[ "$1" != status ] || echo '{"mode": {"effective": "nftables"}, "synced": true}'"""),
         ("kubectl", "case $* in *'exec client -- sh'*) printf 'web-a\\n\\nweb-b\\n' ;; esac"),
+        ("sudo", 'exec "$@"'),
+        ("ssh", 'shift 5; exec sh -c "$*"'),  # two options and the machine's name; its shell gets one line
     ):
         (tools / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{called}\n{text}\n')
         (tools / name).chmod(0o755)
@@ -77,11 +79,13 @@ def demo(tmp_path: Path) -> Callable[[str], list[str]]:
     return run
 
 
+@pytest.mark.parametrize("node", ["$(hostname)", "worker1"])
 def test_the_demonstration_sets_the_mode_in_the_configuration_that_is_installed(
-    demo: Callable[[str], list[str]], tmp_path: Path
+    node: str, demo: Callable[[str], list[str]], tmp_path: Path
 ) -> None:
-    said = demo('set_mode "$(hostname)" nftables; serving_mode')
+    said = demo(f'set_mode "{node}" nftables; serving_mode')
     assert said[-1] == "nftables"
+    assert any("worker1 sudo" in line for line in said) == (node == "worker1")
     assert "systemctl restart hybrid-proxy" in said
     documents = {item["kind"]: item for item in yaml.safe_load_all((tmp_path / "config.conf").read_text())}
     assert documents["HybridProxyConfiguration"]["mode"] == "nftables"
@@ -113,6 +117,16 @@ def test_the_demonstration_migrates_in_the_order_of_the_page(
     page = (ROOT / "docs/migration.md").read_text()
     assert patches
     assert all(f"-p '{patch}'" in page for patch in patches), "docs/migration.md has the same patch"
+
+
+def test_the_load_ends_with_a_command_that_fails(demo: Callable[[str], list[str]]) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        demo("under_load false")
+    assert [line for line in demo("true") if "exec client -- rm" in line]
+
+
+def test_words_reach_another_machine_as_they_are(demo: Callable[[str], list[str]]) -> None:
+    assert "hybrid-proxy it's  $HOME" in demo("""on worker1 hybrid-proxy "it's" ' $HOME'""")
 
 
 def test_the_demonstration_shows_every_mode_on_every_machine() -> None:
