@@ -6,11 +6,15 @@ controller is an event. A command that believes the first answer returns too ear
 
 from __future__ import annotations
 
+import base64
 import copy
 import functools
+import hashlib
 import json
 import operator
+import subprocess
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -20,10 +24,21 @@ from hybrid_proxy.workshop.lab.apiserver import parse_selector
 __all__ = ["NOT_READY", "READY", "Cluster"]
 
 Json = dict[str, Any]
+Execute = Callable[[str, list[str]], "subprocess.CompletedProcess[bytes]"]
+CHANNELS = "v5.channel.k8s.io"  # of a websocket's binary messages; the first byte is the channel
+STDOUT, STDERR, ERROR = b"\1", b"\2", b"\3"
+WEBSOCKET = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, 1.3
 
 KINDS = {
-    "v1": {"namespaces": "Namespace", "nodes": "Node", "pods": "Pod", "serviceaccounts": "ServiceAccount"},
-    "apps/v1": {"daemonsets": "DaemonSet"},
+    "v1": {
+        "configmaps": "ConfigMap",
+        "namespaces": "Namespace",
+        "nodes": "Node",
+        "pods": "Pod",
+        "services": "Service",
+        "serviceaccounts": "ServiceAccount",
+    },
+    "apps/v1": {"daemonsets": "DaemonSet", "deployments": "Deployment"},
     "rbac.authorization.k8s.io/v1": {"clusterroles": "ClusterRole", "clusterrolebindings": "ClusterRoleBinding"},
 }
 READY, NOT_READY = ({"type": "Ready", "status": status} for status in ("True", "Unknown"))  # conditions of a node
@@ -61,9 +76,15 @@ def merged(old: Any, patch: Any) -> Any:
 
 
 class Cluster:
-    """The server, on threads of its own; `objects` has what is there, by plural and name."""
+    """The server, on threads of its own; `objects` has what is there, by plural and name.
 
-    def __init__(self) -> None:
+    Args:
+        execute: runs what `kubectl exec` names, on a node.
+    """
+
+    def __init__(self, execute: Execute | None = None) -> None:
+        self.execute = execute
+        self.log, self.waiting = "", set[str]()  # of every init container, except of pods whose image has not come yet
         self.objects: dict[str, dict[str, Json]] = {plural: {} for kinds in KINDS.values() for plural in kinds}
         self.version, self.watched = 1, 0  # of now, and when the last watch began
         self.lock = threading.RLock()
@@ -88,7 +109,7 @@ class Cluster:
     def pods(self, daemonset: str) -> dict[str, Json]:
         """The pods of a DaemonSet by node."""
         pods = self.objects["pods"].values()
-        return {pod["spec"]["nodeName"]: pod for pod in pods if pod["metadata"]["annotations"]["of"] == daemonset}
+        return {pod["spec"]["nodeName"]: pod for pod in pods if pod["metadata"]["annotations"].get("of") == daemonset}
 
     def step(self, daemonset: Json) -> bool:
         """One step of its controller: a pod less or more, and the status. False: there is nothing to do."""
@@ -123,6 +144,9 @@ class Cluster:
         if answer is None:
             rest = words[2:] if words[0] == "api" else words[3:]
             rest = rest[2:] or ["namespaces"] if rest[0] == "namespaces" else rest
+            if rest[2:] == ["exec"]:
+                self.run(request, rest[1], parse_qs(url.query)["command"])
+                return
             if "watch" not in query:
                 with self.lock:
                     code, answer = self.act(request.command, rest, query, body)
@@ -132,7 +156,7 @@ class Cluster:
         if answer is None:
             self.watch(request, rest[0], query)
         else:
-            request.wfile.write(json.dumps(answer).encode() + b"\n")
+            request.wfile.write((answer if isinstance(answer, str) else json.dumps(answer) + "\n").encode())
 
     def act(self, verb: str, words: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
         plural, name, below = (*words, "", "")[:3]
@@ -147,12 +171,34 @@ class Cluster:
             return 404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
         if below == "log":
             has = query["container"] in [each["name"] for each in known[name]["spec"].get("initContainers", [])]
-            return (200, {"works": True}) if has else (400, {})
+            return (200, self.log) if has and name not in self.waiting else (400, {})
         if verb == "DELETE":
             for node in self.pods(name):
                 del self.objects["pods"][f"{name}-{node}"]
             return 200, known.pop(name)
         return 200, self.put(plural, merged(known[name], body)) if verb == "PATCH" else known[name]
+
+    def run(self, request: BaseHTTPRequestHandler, pod: str, argv: list[str]) -> None:
+        """A command in a pod, by a websocket, as a kubelet answers it: what it prints, and its exit code."""
+        assert self.execute, argv
+        done = self.execute(self.objects["pods"][pod]["spec"]["nodeName"], argv)
+        key = request.headers["Sec-WebSocket-Key"].encode()
+        accept = base64.b64encode(hashlib.sha1(key + WEBSOCKET, usedforsecurity=False).digest()).decode()
+        request.protocol_version = "HTTP/1.1"
+        request.send_response(101)
+        for header in (("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Accept", accept)):
+            request.send_header(*header)
+        request.send_header("Sec-WebSocket-Protocol", CHANNELS)
+        request.end_headers()
+        status: Json = {"metadata": {}, "status": "Success"}
+        if done.returncode:
+            causes = [{"reason": "ExitCode", "message": str(done.returncode)}]
+            status |= {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": causes}}
+        for message in (STDOUT + done.stdout, STDERR + done.stderr, ERROR + json.dumps(status).encode()):
+            length = b"\x7f" + len(message).to_bytes(8, "big")
+            request.wfile.write(b"\x82" + length + message)
+        request.wfile.write(b"\x88\x02" + (1000).to_bytes(2, "big"))
+        request.close_connection = True
 
     def selected(self, plural: str, query: dict[str, str]) -> list[Json]:
         labels, fields = (parse_selector(query.get(f"{by}Selector", "")) for by in ("label", "field"))

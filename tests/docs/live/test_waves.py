@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 
+from hybrid_proxy.workshop.lab.network import Lab
+from hybrid_proxy.workshop.lab.traffic import ask_tcp
 from tests.deploy import helm, manifests
 from tests.deploy.promtool import answered
-from tests.fakes.cluster import NOT_READY, READY, Cluster
+from tests.fakes.cluster import NOT_READY, READY, Cluster, Execute
 
+from ..kit import start_agent
 from ..pages import ROOT, blocks, table
 
 PAGE = "docs/migration.md"
@@ -42,8 +52,8 @@ CHANGES, FIRST = (
     "hybrid_proxy_service_first_packet_seconds_bucket{",
 )
 for name in (f'{CHANGES}job="kube-proxy",', f'{CHANGES}job="hybrid-proxy",', FIRST):
-    AGENT |= {f'{name}le="{le}",': ("0+60", "0+60") for le in ("0.002", "+Inf")}
     AGENT[f'{name}le="0.001",'] = ("0+60", "0+60" if '"kube-proxy"' in name else "0")
+    AGENT |= {f'{name}le="{le}",': ("0+60", "0+60") for le in ("0.002", "+Inf")}
 # What a gate says -> a query that is empty while it holds; `n` agents, whose p99 is 0.99 ms before.
 FAILS = {
     "empty": "{query}",
@@ -52,11 +62,29 @@ FAILS = {
 }
 
 
+@contextmanager
+def answers(text: str) -> Iterator[str]:
+    """An address that answers one request: 200 and what an agent exports, or 500."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if text.endswith("\n") else 500, text if len(text) < 20 else None)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request).start()
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+
+
 class Walk:
     """A shell before a cluster; after each command every node has one proxy, and helpers only where they belong."""
 
-    def __init__(self, folder: Path) -> None:
-        self.cluster, self.folder = Cluster(), folder
+    def __init__(self, folder: Path, execute: Execute | None = None) -> None:
+        self.cluster, self.folder = Cluster(execute), folder
         (folder / "deploy").symlink_to(ROOT / "deploy")
         for name in ("cp", *(f"worker{n}" for n in range(1, 21)), "windows"):
             labels = {"kubernetes.io/os": "windows" if name == "windows" else "linux"}
@@ -73,21 +101,24 @@ class Walk:
         program.write_text(f'#!/bin/sh\n{unchecked}\nexec {manifests.kubectl()} --server={self.cluster.url} "$@"\n')
         program.chmod(0o755)
 
-    def shell(self, line: str) -> None:
+    def shell(self, line: str, code: int = 0) -> str:
         environment = os.environ | {"PATH": f"{self.folder}:{os.environ['PATH']}"}
         done = subprocess.run(["sh", "-c", line], cwd=self.folder, env=environment, text=True, timeout=60,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
-        assert done.returncode == 0, f"{line}: {done.stdout}"
+        assert done.returncode == code, f"{line}: {done.stdout}"
+        return done.stdout
 
     def pods(self, daemonset: str) -> set[str]:
         return set(self.cluster.pods(daemonset))
 
-    def type(self, name: str, wave: int = 1, change: Callable[[str], str] = str) -> None:
+    def type(self, name: str, wave: int = 1, change: Callable[[str], str] = str) -> str:
         found = [line for block in blocks(PAGE, "sh", "cluster", name) for line in block.lines]
         assert found, name
+        said = ""
         for line in found:
-            self.shell(change(line) if wave == 1 else change(line).replace("wave=1", f"wave={wave}"))
+            said = self.shell(change(line) if wave == 1 else change(line).replace("wave=1", f"wave={wave}"))
             self.look(line)
+        return said
 
     def look(self, line: str) -> None:
         wanted = {name: set(self.cluster.wanted(each)) for name, each in self.cluster.objects["daemonsets"].items()}
@@ -112,11 +143,97 @@ class Walk:
         return answered(self.folder, failures, series)
 
 
+def test_the_census_counts_nodes_beside_one_without_a_log(tmp_path: Path) -> None:
+    walk = Walk(tmp_path)
+    modes = ["unshare", "--net", sys.executable, "-m", "hybrid_proxy.controller", "modes", "-o", "json"]
+    walk.cluster.log = subprocess.run(modes, capture_output=True, text=True, check=True).stdout
+    walk.cluster.waiting = {"hybrid-proxy-census-worker3"}
+    counted = walk.type("census").splitlines()
+    logs, pods = ((tmp_path / f"{name}.txt").read_text() for name in ("census", "census-pods"))
+    names = re.findall(r"^\[pod/hybrid-proxy-census-(\w+)/modes\] \[$", logs, re.MULTILINE)
+    assert set(names) == walk.nodes - {"worker3"}
+    assert ["hybrid-proxy-census-worker3", "worker3"] in [line.split() for line in pods.splitlines()]
+    rows = [["20", f"{each['mode']}: {each['missing'] or 'works'}"] for each in json.loads(walk.cluster.log)]
+    assert sorted(line.split(maxsplit=1) for line in counted) == sorted(rows)
+
+
+def exported(ill: str, minute: int) -> str:
+    """What an agent exports at this minute; the gate of one of these series fails."""
+    series = {name: values for name, values in AGENT.items() if not name.startswith(CHANGES)}
+    series |= {f'{CHANGES}le="{le}",': ("0+60", "0" if le == "30.0" else "0+60") for le in ("30.0", "+Inf")}
+    lines = []
+    for name, values in series.items():
+        start, _, step = values[name.startswith(ill)].partition("+")
+        lines.append(f"{name.rstrip(',{')}{'}' * ('=' in name)} {int(start) + minute * int(step or 0)}\n")
+    return "".join(lines)
+
+
+def test_gates_without_prometheus(tmp_path: Path) -> None:
+    """A node for each gate, one for an agent that restarted, one without an agent, one whose agent does not answer."""
+    looks: Counter[str] = Counter()
+    gates = dict(zip((*[name for name in AGENT if "_bucket" not in name], CHANGES, FIRST), GATES, strict=True))
+    nodes = {f"worker{n}": name for n, name in enumerate(gates, 1)}
+    minutes = defaultdict(lambda: (10, 15), worker11=(10, 5))
+
+    def execute(node: str, argv: list[str]) -> subprocess.CompletedProcess[bytes]:
+        looks[node] += 1
+        text = exported(nodes.get(node, "-"), minutes[node][looks[node] - 1])
+        with answers("no answer" if node == "worker13" else text) as address:
+            assert argv[-1] == "http://127.0.0.1:10249/metrics"
+            return subprocess.run([sys.executable, *argv[1:-1], address], capture_output=True, check=False)
+
+    walk = Walk(tmp_path, execute)
+    walk.type("labels")
+    walk.type("start")
+    walk.shell("kubectl label nodes --all --overwrite hybrid-proxy.io/wave=1")
+    walk.type("wave")
+    del walk.cluster.objects["pods"]["hybrid-proxy-worker12"]
+    (line,) = (line for block in blocks(PAGE, "sh", "cluster", "gates") for line in block.lines)
+    said = walk.shell(f"{line} 1 0.0015", 1).splitlines()
+    found = {row.split()[1].rstrip(":,"): row for row in said}
+    assert found.keys() == walk.nodes
+    for node, row in found.items():
+        failed = row.partition(": ")[2].rpartition(", first packets p99")[0] if row.startswith("FAIL") else ""
+        if node in nodes:
+            assert failed, row
+            assert gates[nodes[node]].startswith(failed), row
+        elif node in ("worker12", "worker13"):
+            why = "no pod of an agent" if node == "worker12" else "no answer"
+            assert failed.startswith("they serve: "), row
+            assert why in failed
+        else:
+            assert row == f"PASS {node}, first packets p99 0.001"
+    walk.shell("kubectl label node worker14 --overwrite hybrid-proxy.io/wave=2")
+    looks.clear()
+    assert walk.shell(f"{line.replace('=1', '=2')} 1") == "PASS worker14, first packets p99 0.001\n"
+
+
+def test_the_gates_of_an_agent_that_serves(lab: Lab, tmp_path: Path) -> None:
+    def execute(_: str, argv: list[str]) -> subprocess.CompletedProcess[bytes]:
+        done = lab.run("node", [sys.executable, *argv[1:]])
+        return subprocess.CompletedProcess(argv, done.returncode, done.stdout.encode(), done.stderr.encode())
+
+    walk = Walk(tmp_path, execute)
+    for name in ("labels", "start", "wave"):
+        walk.type(name)
+    gates = "sh deploy/monitoring/gates.sh hybrid-proxy.io/wave=1"
+    agent = start_agent(lab, "ebpf")
+    try:
+        with ThreadPoolExecutor() as pool:
+            said = pool.submit(walk.shell, f"{gates} 10")
+            while not said.done():
+                with lab.socket("pod4") as connection:
+                    connection.connect(("10.96.0.10", 80))
+                    ask_tcp(connection)
+        assert re.fullmatch(r"PASS worker1, first packets p99 [\de.-]+\n", said.result())
+    finally:
+        agent.terminate()
+        agent.wait(60)
+    assert "Connection refused" in walk.shell(f"{gates} 1", 1)
+
+
 def test_wave_after_wave_with_an_abort(tmp_path: Path) -> None:
     walk = Walk(tmp_path)
-    walk.type("census")
-    lines = (tmp_path / "census.txt").read_text().splitlines()
-    assert {line.split("/")[1].removeprefix("hybrid-proxy-census-") for line in lines} == walk.nodes
     walk.type("labels")
     waves = [node["metadata"]["labels"]["hybrid-proxy.io/wave"] for node in walk.cluster.objects["nodes"].values()]
     assert {wave: waves.count(str(wave)) for wave in WAVES} == WAVES
