@@ -5,10 +5,15 @@ set -eu
 here=$SOURCE/vagrant
 export KUBECONFIG=/etc/kubernetes/admin.conf
 
-[ -e "$KUBECONFIG" ] || kubeadm init \
-    --apiserver-advertise-address "$NODE_ADDRESS" \
-    --pod-network-cidr 10.244.0.0/16 \
-    --service-cidr 10.96.0.0/16
+# What a former run has not finished begins anew.
+if [ ! -e /etc/kubernetes/lab ]; then
+    [ ! -e "$KUBECONFIG" ] || kubeadm reset --force
+    kubeadm init \
+        --apiserver-advertise-address "$NODE_ADDRESS" \
+        --pod-network-cidr 10.244.0.0/16 \
+        --service-cidr 10.96.0.0/16
+    touch /etc/kubernetes/lab
+fi
 
 # The agents of all nodes: the rights of the manifests, for a user with a certificate instead of a pod's account.
 kubectl apply -f "$SOURCE/deploy/base/rbac.yaml" -n kube-system
@@ -33,7 +38,8 @@ if [ -d "$user" ]; then
     [ -e "$user/.ssh/id_ed25519" ] || runuser -u vagrant -- ssh-keygen -q -t ed25519 -N '' -f "$user/.ssh/id_ed25519"
     cp "$user/.ssh/id_ed25519.pub" /root/join/key.pub
 fi
-systemctl is-active -q lab-join || systemd-run -q --unit lab-join --property RuntimeMaxSec=2h \
+# --collect: a unit whose time is over would be in the way of the next one.
+systemctl is-active -q lab-join || systemd-run -q --collect --unit lab-join --property RuntimeMaxSec=2h \
     python3 -m http.server --bind "$NODE_ADDRESS" --directory /root/join 8079
 
 kubectl apply -f "$here/example.yaml"

@@ -10,13 +10,14 @@ echo "deb [signed-by=/etc/apt/keyrings/kubernetes.asc] $site/ /" >/etc/apt/sourc
 
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
-apt-get install -q -y --no-install-recommends kubeadm kubectl kubelet
+apt-get install -q -y --no-install-recommends --no-upgrade kubeadm kubectl kubelet # the second time they are held
 apt-mark hold kubeadm kubectl kubelet
 
 # A machine of Vagrant has two cards; the kubelet would name the wrong one.
 echo "KUBELET_EXTRA_ARGS=--node-ip=$NODE_ADDRESS" >/etc/default/kubelet
 
-# LAB_HOSTS: "NAME=ADDRESS ...". Debian gives a machine's own name to 127.0.1.1, which no node should be known by.
-sed -i '/^127\.0\.1\.1/d; /# lab$/d' /etc/hosts
+# LAB_HOSTS: "NAME=ADDRESS ...". Debian gives a machine's own name to 127.0.1.1, and Vagrant to 127.0.2.1 where that is taken;
+# no node should be known by either.
+sed -i '/^127\.0\.[1-9]\.1/d; /# lab$/d' /etc/hosts
 for each in $LAB_HOSTS; do echo "${each#*=} ${each%%=*} # lab" >>/etc/hosts; done
 systemctl enable -q kubelet

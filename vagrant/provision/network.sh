@@ -47,7 +47,8 @@ RULES
 while sleep 5; do
     kubectl get nodes -o 'jsonpath={range .items[*]}{.metadata.name} {.spec.podCIDR} {.status.addresses[?(@.type=="InternalIP")].address}{"\n"}{end}' |
         while read -r node range address; do
-            [ "$node" = "$(hostname)" ] || [ -z "${address:-}" ] || ip route replace "$range" via "$address"
+            # A route that cannot be is no reason to leave out the others.
+            [ "$node" = "$(hostname)" ] || [ -z "${address:-}" ] || ip route replace "$range" via "$address" || true
         done
 done
 ROUTES

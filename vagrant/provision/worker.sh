@@ -6,8 +6,10 @@ set -eu
 umask 077
 from=http://$CONTROL_ADDRESS:8079
 install -d -m 700 /etc/hybrid-proxy
-curl -fsS --retry 60 --retry-delay 5 --retry-connrefused -o /etc/hybrid-proxy/kubeconfig.conf "$from/kubeconfig.conf"
+# The control plane may still be starting: twenty minutes.
+curl -fsS --retry 240 --retry-delay 5 --retry-all-errors -o /etc/hybrid-proxy/kubeconfig.conf "$from/kubeconfig.conf"
 if [ ! -e /etc/kubernetes/kubelet.conf ]; then
+    [ ! -e /etc/kubernetes/pki/ca.crt ] || kubeadm reset --force # a former run has not finished
     join=$(curl -fsS "$from/command")
     case "$join" in
         "kubeadm join "*) ;;

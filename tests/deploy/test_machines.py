@@ -1,0 +1,166 @@
+"""Installing on machines with systemd, and removing: what pages and scripts say, run in namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hybrid_proxy.workshop import release
+from tests.docs.pages import blocks
+from tests.fakes.cluster import Cluster
+from tests.waiting import until
+
+from .machine import Machine
+from .manifests import ROOT
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes namespaces")]
+
+KUBECONFIG = "echo 'server: https://10.0.2.15:6443'"
+
+
+def lines(page: str, *words: str) -> str:
+    return "\n".join(line for block in blocks(page, "sh", *words) if block.words[1:] == words for line in block.lines)
+
+
+def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
+    cluster = Cluster()
+    config = {
+        "kind": "ConfigMap",
+        "apiVersion": "v1",
+        "metadata": {"name": "kubeadm-config", "namespace": "kube-system"},
+    }
+    cluster.put("configmaps", config | {"data": {"ClusterConfiguration": "kind: ClusterConfiguration"}})
+    before = {plural: set(items) for plural, items in cluster.objects.items()}
+    look = "find /etc /opt /usr/local -newer /proc/1/cmdline -path '*hybrid*' | sort"
+    with Machine("node", tmp_path, cluster.url, {"systemctl": "", "kubeadm": KUBECONFIG}) as node:
+        link = re.search(r"^ln -s /opt/.*$", release.PAGE.read_text(), re.MULTILINE)
+        assert link
+        node.run(f"mkdir -p /opt/hybrid-proxy/bin\n{link[0]}\n")
+        node.run(lines("docs/operations.md", "service"))
+        node.run(
+            "install -D -m 644 -t /etc/systemd/system/hybrid-proxy.service.d deploy/systemd/hybrid-proxy.service.d/*"
+        )
+        there = node.run(look).split()
+        assert {"/etc/hybrid-proxy/kubeconfig.conf", "/etc/systemd/system/hybrid-proxy.service"} <= set(there)
+        assert {"hybrid-proxy", "hybrid-proxy-nodes"} == set(cluster.objects["clusterrolebindings"])
+        node.run(lines("docs/operations.md", "service", "removal"))
+        assert node.run(look) == ""
+    assert {plural: set(items) for plural, items in cluster.objects.items()} == before
+
+
+PROVISION = f"{ROOT}/vagrant/provision"
+MACHINES = {"control": "192.168.56.10", "worker1": "192.168.56.11", "worker2": "192.168.56.12"}
+OUTSIDE = "203.0.113.1"
+# What Vagrant 2.3 makes of /etc/hosts of a machine whose Debian has a name (lib/vagrant/util/guest_hosts.rb).
+VAGRANT = """printf '127.0.0.1 localhost\\n127.0.1.1 debian\\n' >/etc/hosts
+echo "127.0.2.1 $(hostname) $(hostname)" >>/etc/hosts
+echo vagrant:x:1000:1000::/home/vagrant:/bin/sh >>/etc/passwd
+echo vagrant:x:1000: >>/etc/group
+install -d -o vagrant -g vagrant -m 700 /home/vagrant /home/vagrant/.ssh
+echo 'ssh-ed25519 AAAA vagrant' >/home/vagrant/.ssh/authorized_keys
+install -D /dev/null /etc/apt/keyrings/kubernetes.asc
+echo key >/etc/apt/keyrings/kubernetes.asc"""
+TOOLS = {
+    "apt-get": "",
+    "apt-mark": "",
+    # A unit that is enabled now starts; nothing else is a service.
+    "systemctl": """case "$*" in *is-active*) exit 3 ;; "enable -q --now "*) ;; *) exit 0 ;; esac
+unit=/etc/systemd/system/$4.service
+env "$(sed -n s/^Environment=//p "$unit")" "$(sed -n s/^ExecStart=//p "$unit")" </dev/null >/tmp/$4.log 2>&1 &""",
+    "systemd-run": """while :; do case $1 in --unit | --property) shift 2 ;; -*) shift ;; *) break ;; esac; done
+"$@" </dev/null >/dev/null 2>&1 &""",
+    "kubeadm": """case "$1 $2" in
+    "kubeconfig user") echo 'server: https://10.0.2.15:6443' ;;
+    "token create") echo kubeadm join 192.168.56.10:6443 ;;
+    "reset --force") rm -r /etc/kubernetes ;;
+    "init "* | "join "*) # the first one fails in the middle
+        [ ! -e /etc/kubernetes ] || exit 1
+        address=$(sed -n 's/.*--node-ip=//p' /etc/default/kubelet)
+        mkdir -p /etc/kubernetes/pki
+        touch /etc/kubernetes/pki/ca.crt
+        [ "$1" = join ] || touch /etc/kubernetes/admin.conf
+        [ -e /root/failed ] || { touch /root/failed; exit 1; }
+        touch /etc/kubernetes/kubelet.conf
+        kubectl apply -f - <<NODE
+{"kind": "Node", "apiVersion": "v1", "metadata": {"name": "$(hostname)"},
+ "spec": {"podCIDR": "10.244.${address##*.}.0/24"},
+ "status": {"addresses": [{"type": "InternalIP", "address": "$address"}]}}
+NODE
+        ;;
+    *) exit 1 ;;
+esac""",
+}
+# A server that says whom it sees, and a client: to whom, from which address.
+ANSWER = """import socketserver
+class Handler(socketserver.BaseRequestHandler):
+    def handle(self): self.request.send(self.client_address[0].encode())
+socketserver.ThreadingTCPServer(("", 80), Handler).serve_forever()"""
+ASK = """import socket, sys
+print(socket.create_connection((sys.argv[1], 80), 5, (sys.argv[2], 0)).recv(99).decode())"""
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
+    """Those of the Vagrantfile as it leaves them to the scripts; `switch` is their network, and the world outside."""
+    cluster = Cluster()
+    address = {"type": "InternalIP", "address": "10.0.2.15"}  # of the card that all have alike
+    ill = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": "a"}, "spec": {"podCIDR": "10.244.99.0/24"}}
+    cluster.put("nodes", ill | {"status": {"addresses": [address]}})
+    with ExitStack() as stack:
+        made = {name: Machine(name, tmp_path, cluster.url, TOOLS) for name in ("switch", *MACHINES)}
+        for machine in made.values():
+            stack.enter_context(machine)
+        switch = made["switch"]
+        switch.run("ip link add lan type bridge; ip link set lan up; ip addr add 192.168.56.1/24 dev lan")
+        switch.run(f"ip addr add {OUTSIDE} dev lo")
+        for name, address in MACHINES.items():
+            pair = f"{name} master lan type veth peer eth1 netns {made[name].pid}"  # a process of this namespace
+            subprocess.run(f"nsenter --target {switch.pid} --net ip link add {pair}".split(), check=True)
+            switch.run(f"ip link set {name} up")
+            made[name].run(
+                f"ip addr add {address}/24 dev eth1; ip link set eth1 up; ip route add default via 192.168.56.1;"
+                f"sysctl -qw net.ipv4.ip_forward=1\n{VAGRANT}"
+            )
+        yield made
+
+
+def test_three_machines_become_a_cluster(machines: dict[str, Machine]) -> None:
+    given = {"CONTROL_ADDRESS": MACHINES["control"], "LAB_HOSTS": " ".join(map("=".join, MACHINES.items()))}
+    for name, address in MACHINES.items():
+        provision = (
+            f"for s in kubernetes {'control-plane' if name == 'control' else 'worker'}; do sh {PROVISION}/$s.sh; done"
+        )
+        twice = (
+            f"! ({provision}) || exit 1\n{provision}\n{provision}"  # kubeadm fails; it goes on; nothing is left to do
+        )
+        machines[name].run(twice, NODE_ADDRESS=address, SOURCE=str(ROOT), **given)
+    machines["control"].run(
+        "kubectl get pod client; kubectl get clusterrolebinding hybrid-proxy-nodes; command -v demo"
+    )
+    key = machines["control"].run("cat /home/vagrant/.ssh/id_ed25519.pub")
+    for name, address in MACHINES.items():
+        machine, range_ = machines[name], f"10.244.{address.rpartition('.')[2]}"
+        assert machine.run(f"getent ahostsv4 {name}").split()[0] == address
+        assert f"server: https://{MACHINES['control']}:6443" in machine.run("cat /etc/hybrid-proxy/kubeconfig.conf")
+        plugins = json.loads(machine.run("cat /etc/cni/net.d/10-pods.conflist"))["plugins"]
+        assert plugins[0]["ipam"]["subnet"] == f"{range_}.0/24"
+        if name != "control":
+            assert machine.run("cat /home/vagrant/.ssh/authorized_keys").count(key) == 1
+        machine.run(f"ip addr add {range_}.2/32 dev lo")
+    for machine in machines.values():
+        machine.run(f"python3 -c '{ANSWER}' </dev/null >/dev/null 2>&1 &")
+    pods = {address: f"10.244.{address.rpartition('.')[2]}.2" for address in MACHINES.values()}
+    for name, address in MACHINES.items():
+        others = [pod for each, pod in pods.items() if each != address]
+        sees = {OUTSIDE: address} | dict.fromkeys([*others, *pods], pods[address])
+        for other, source in sees.items():
+            ask = partial(machines[name].run, f"python3 -c '{ASK}' {other} {pods[address]} 2>/dev/null || :")
+            assert until(ask, f"{name} reaches {other}", 30).strip() == source
