@@ -165,6 +165,7 @@ def _show_modes(args: argparse.Namespace) -> int:
 def _show_status(args: argparse.Namespace) -> int:
     """The status; the exit code is 1 where no agent answers, and with --exit-code where the node is not in sync."""
     from hybrid_proxy.controller.commands import status as text
+    from hybrid_proxy.controller.commands.troubles import Verdict
     from hybrid_proxy.controller.commands.views import agent_at
 
     status = agent_at(args.admin_socket, args.pin_root).known()
@@ -180,8 +181,8 @@ def _show_status(args: argparse.Namespace) -> int:
         print_lines(text.lines_without_agent(status, screen(), time.time()))
     if isinstance(status, AgentStatus):
         verdict = text.verdict(status)
-        worse = verdict is text.Verdict.DEGRADED and args.exit_code == "degraded"
-        return int(bool(args.exit_code) and (worse or verdict is text.Verdict.NOT_IN_SYNC))
+        worse = verdict is Verdict.DEGRADED and args.exit_code == "degraded"
+        return int(bool(args.exit_code) and (worse or verdict is Verdict.NOT_IN_SYNC))
     return 1
 
 

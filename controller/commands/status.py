@@ -19,8 +19,6 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.reports import EbpfStatus, Status, clock, several, start_lines
 
-__all__ = ["Verdict", "lines", "lines_without_agent", "verdict"]
-
 LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
 FIRST: Final = 3  # reasons in the first line
 SEVERAL: Final = ("configuration", "last sync failed")  # our own errors, which may have several lines

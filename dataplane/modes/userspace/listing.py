@@ -25,6 +25,11 @@ class Relayed(View):
         self.listing = client.ask(m.List(), m.Listing)
         self.rows = self.listing.rows
         self.place = f"relay, process {self.listing.pid}"
+        self._frontends: dict[conntrack.Key, str | None] = {
+            (None if address == "*" else address.strip("[]"), int(port), row.protocol): row.name
+            for row in self.rows
+            for address, _, port in (text.rpartition(":") for text in row.frontends)
+        }
 
     def services(self) -> list[ServiceRow]:
         failing = Counter(key for key, _, _, consecutive, _ in self.listing.failures if consecutive)
@@ -89,14 +94,15 @@ class Relayed(View):
     def close(self) -> None:
         self._client.close()
 
+    def forget_datagrams(self) -> None:
+        """Deletes the redirections of datagrams to the relay. OSError: conntrack cannot be read."""
+        flows = self._client.ask(m.List(MOST), m.Listing).flows
+        places = {(*flow.frontend, flow.protocol) for flow in flows if flow.protocol == Protocol.UDP}
+        conntrack.delete_translated(self._frontends, places)
+
     def _translated(self) -> dict[tuple[str, str], tuple[str, str]]:
         """Maps client and proxy port, as the relay sees them, to client and frontend, which conntrack has."""
-        frontends: dict[conntrack.Key, str | None] = {}
-        for row in self.rows:
-            for text in row.frontends:
-                address, _, port = text.rpartition(":")
-                frontends[None if address == "*" else address.strip("[]"), int(port), row.protocol] = row.name
         with contextlib.suppress(OSError):  # then the proxy port is shown
-            flows, _ = conntrack.flows(frontends, MOST)
+            flows, _ = conntrack.flows(self._frontends, MOST)
             return {(flow.source, flow.backend or ""): (flow.client, flow.frontend) for flow in flows}
         return {}

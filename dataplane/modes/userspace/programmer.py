@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -28,7 +29,7 @@ from hybrid_proxy.dataplane.modes.userspace.relay_client import (
     connect,
     drain_other_relays,
     open_client,
-    other_relays,
+    relays,
 )
 from hybrid_proxy.dataplane.modes.userspace.tables import LISTENERS, SETS, TABLE, answer_mark
 from hybrid_proxy.dataplane.netfilter import NetfilterMode, frontends
@@ -155,7 +156,7 @@ class Userspace(NetfilterMode):
                 listen = network.listen.get(entry.family, "")
                 elements = tables.elements_of(found, int(entry.protocol), listen, numbers)
                 if self._draining:
-                    elements = tables.elements_to_drain(elements)
+                    elements = {place: value for place, value in elements.items() if place[0] == LISTENERS}
                 fresh[name][key] = _Known(entry.family, rows[key], elements)
         self._kernel.commit(*self._work(table.node, fresh, whole=whole))
         self.client.ask(m.Commit(), m.Done)
@@ -219,15 +220,14 @@ class Userspace(NetfilterMode):
         return frozenset(row.name.rpartition(":")[0] for row in rows)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        """Counts what conntrack redirects to relays, and relays' connections that conntrack forgot."""
-        counted = open_flows(frontends(table), self._listeners)
-        connections = 0
-        for address in (m.ADDRESS, *other_relays()):
-            if (reader := connect(agent=False, address=address)) is not None:
-                with contextlib.closing(reader):
-                    connections += reader.ask(m.Status(), m.Report, seconds=STATUS_SECONDS).connections
-        tcp = max(counted[Protocol.TCP.name], connections - counted[Protocol.SCTP.name])
-        return counted | {Protocol.TCP.name: tcp}
+        """Counts what conntrack redirects to relays, and relays' conversations that conntrack forgot."""
+        counted, relayed = open_flows(frontends(table), self._listeners), Counter[str]()
+        for relay in relays(agent=False):
+            report = relay.ask(m.Status(), m.Report, seconds=STATUS_SECONDS)
+            # Without the services' addresses, conntrack does not tell which datagrams it redirects.
+            relayed.update(TCP=report.connections, UDP=0 if table.services else report.sessions)
+        relayed[Protocol.TCP.name] -= counted[Protocol.SCTP.name]
+        return counted | relayed  # the larger one of each protocol
 
     def abandon(self, table: ServiceTable) -> None:
         """Ends UDP redirections, so that the next datagrams meet the other mode. Connections end with the relay."""
@@ -387,13 +387,10 @@ def drain(options: Options) -> bool:
     """
     del options
     found = False
-    for address in (m.ADDRESS, *other_relays()):
-        if (client := connect(agent=False, address=address)) is not None:
-            found = True
-            with contextlib.closing(client):
-                agent = client.ask(m.Status(), m.Report).agent
-            if agent:
-                raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
+    for relay in relays(agent=False):
+        found = True
+        if agent := relay.ask(m.Status(), m.Report).agent:
+            raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
     if found:
         _stop_redirecting()
     return found
@@ -409,27 +406,22 @@ def _stop_redirecting() -> None:
 def clean(options: Options) -> int:
     """Removes rules, routing rules and relays, and returns how many there were.
 
-    Open connections end: the relay resets them while conntrack still translates.
+    Open connections end: the relay resets them while conntrack still translates. A client's next datagram meets whoever
+    serves then; its former redirection would lead to no socket for as long as it sends.
     """
     del options
     removed = 0
-    client = connect(agent=True)  # Occupied, if an agent runs
-    _stop_redirecting()
-    for address in (m.ADDRESS, *other_relays()):
-        found = client if address == m.ADDRESS else connect(agent=True, address=address)
-        if found is not None:
-            removed += 1
-            found.ask(m.End(), m.Done)
-            _wait_for_end(found)
-            found.close()
+    for relay in relays(agent=True):  # Occupied, if an agent runs
+        removed += 1
+        _stop_redirecting()
+        with contextlib.suppress(OSError):  # conntrack is not loaded
+            Relayed(relay).forget_datagrams()
+        ended = threading.Event()
+        relay.watch(ended.set)
+        relay.ask(m.End(), m.Done)
+        if not ended.wait(END_SECONDS):
+            raise DataplaneError(f"the relay, process {relay.pid}, does not end; end it with kill {relay.pid}")
     return removed + remove_tables(TABLE) + sum(policy.remove(version) for version in FAMILIES)
-
-
-def _wait_for_end(client: RelayClient) -> None:
-    ended = threading.Event()
-    client.watch(ended.set)
-    if not ended.wait(END_SECONDS):
-        raise DataplaneError(f"the relay, process {client.pid}, does not end; end it with kill {client.pid}")
 
 
 def look(options: Options, names: Mapping[int, str]) -> Relayed | None:

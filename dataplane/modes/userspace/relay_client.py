@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
@@ -166,6 +166,14 @@ def other_relays() -> list[str]:
     text = Path("/proc/thread-self/net/unix").read_text()
     found = set(re.findall(rf"@({re.escape(m.ADDRESSES[1:])}\d+)$", text, re.MULTILINE))
     return sorted({f"\0{name}" for name in found} - {m.ADDRESS})
+
+
+def relays(*, agent: bool) -> Iterator[RelayClient]:
+    """Yields a client of each relay in this network namespace, those of other versions too; it is closed afterwards."""
+    for address in (m.ADDRESS, *other_relays()):
+        if (client := connect(agent=agent, address=address)) is not None:
+            with contextlib.closing(client):
+                yield client
 
 
 def drain_other_relays() -> None:

@@ -213,11 +213,6 @@ def elements_of(lowered: Lowered, protocol: int, listen: str, numbers: tuple[int
     return found
 
 
-def elements_to_drain(elements: Elements) -> Elements:
-    """Returns the elements that remain while the mode drains: those of the proxy ports."""
-    return {place: value for place, value in elements.items() if place[0] == LISTENERS}
-
-
 def _ruleset(family: Family, node: NodeNetwork, *, draining: bool) -> Ruleset:
     return Ruleset(family, (), tuple(SETS.values()), structure(family, node, draining=draining))
 

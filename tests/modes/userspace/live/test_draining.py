@@ -21,6 +21,7 @@ from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace import programmer
 from hybrid_proxy.dataplane.modes.userspace.relay_client import connect, other_relays
 from hybrid_proxy.dataplane.table import (
+    EMPTY,
     Backend,
     BackendSet,
     Kind,
@@ -239,6 +240,24 @@ def test_datagrams_leave_the_relay_of_a_former_version(node: Node, monkeypatch: 
         assert ask_udp(dns)[0].pod == "pod3"
         eventually(lambda: not other_relays(), "the former relay does not end")
         assert ask_udp(dns)[0].pod == "pod3"
+
+
+def test_a_conversation_by_datagrams_is_open_without_a_table(node: Node) -> None:
+    """`cleanup --drain` has none."""
+    with node.client(DNS, socket.SOCK_DGRAM) as dns:
+        ask_udp(dns)
+        node.leave("pod2")
+        assert node.mode.open_flows(EMPTY)["UDP"] == 1
+
+
+def test_datagrams_leave_a_relay_that_is_removed(node: Node) -> None:
+    with node.client(DNS, socket.SOCK_DGRAM) as dns:
+        assert not is_direct(ask_udp(dns)[0], dns)
+        node.leave("pod2")
+        assert not is_direct(ask_udp(dns)[0], dns)
+        node.mode.close()
+        programmer.clean(Options())
+        assert is_direct(ask_udp(dns)[0], dns)
 
 
 def test_after_a_downgrade_the_relay_that_drained_serves_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
