@@ -8,8 +8,6 @@ from typing import Final
 
 from hybrid_proxy.controller.errors import ControllerError
 
-__all__ = ["needed"]
-
 LIBRARIES: Final = ("jinja2", "rich", "textual")
 
 

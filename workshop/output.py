@@ -21,8 +21,6 @@ from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, FlowRow, P
 from hybrid_proxy.workshop.lab.commands import LabRow
 from hybrid_proxy.workshop.top.command import Look
 
-__all__ = ["PAGE", "page"]
-
 PAGE: Final = "docs/output.md"
 
 Schema = Mapping[str, Any]  # of a type, as JSON Schema has it

@@ -18,8 +18,6 @@ import jinja2
 from hybrid_proxy.controller import __version__
 from hybrid_proxy.workshop.measuring.machine import version
 
-__all__ = ["main", "section", "stamp"]
-
 PAGE: Final = Path(__file__).with_suffix(".md.jinja")
 # It warns that the root component depends on nothing: it does when the SBOM is complete.
 CYCLONEDX: Final = (

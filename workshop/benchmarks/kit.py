@@ -13,8 +13,6 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.measuring.machine import missing_of_modes
 from hybrid_proxy.workshop.measuring.stats import rotated
 
-__all__ = ["ROOT", "built", "median", "say", "take_turns", "working_modes"]
-
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 median = statistics.median

@@ -21,8 +21,6 @@ from hybrid_proxy.workshop.measuring.apidata import ApiProcess
 from hybrid_proxy.workshop.measuring.nodes import ApiAgent
 from hybrid_proxy.workshop.measuring.nodes import Kernel as AgentMaps
 
-__all__ = ["EbpfView", "IptablesView", "NftablesView", "View", "check"]
-
 Backends = dict[str, set[str]]  # ClusterIP -> address:port of each backend
 IPV4 = FAMILIES[4]
 

@@ -7,8 +7,6 @@ from typing import Final
 
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_output
 
-__all__ = ["COMPARE"]
-
 _COMPARE: Final = """
 Every mode gets a lab of its own, namespaces with the real agent in them. One more lab, the control, has no proxy. Modes
 and control take turns in every round, so that other load on the machine affects all of them alike; compare the ratios.

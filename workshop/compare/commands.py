@@ -32,8 +32,6 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.libraries import needed
 from hybrid_proxy.workshop.measuring.machine import describe, missing_of_modes, missing_tools, product, version
 
-__all__ = ["main"]
-
 STATE: Final = "compare-state"  # folder, where no report says a name
 _MOST: Final = {"backends": 100, "rounds": 100, "turns": 20, "seconds": 600, "changes": 1000}
 

@@ -8,8 +8,6 @@ from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.workshop.compare.plan import KUBE_PROXY
 from hybrid_proxy.workshop.lab.network import Lab
 
-__all__ = ["programmed"]
-
 _SAVE = ("iptables-save", "ip6tables-save")
 
 

@@ -11,8 +11,6 @@ from hybrid_proxy.workshop.compare.plan import METRICS, Metric
 from hybrid_proxy.workshop.compare.result import Cell, Run
 from hybrid_proxy.workshop.measuring.stats import SURE, Estimate, Verdict, estimate, judge, ratios, spread
 
-__all__ = ["NOISY", "Findings", "Noise", "Row", "findings", "shown"]
-
 Trust = Literal["good", "limited", "poor"]
 
 NOISY: Final = 0.10  # a control that spreads further than this part of its median shows a busy machine

@@ -13,8 +13,6 @@ from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from hybrid_proxy.workshop.lab.examples import node_manifest
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, Lab
 
-__all__ = ["KubeProxy"]
-
 
 class KubeProxy(Agent):
     """kube-proxy from a binary, with its defaults and the objects of the manifests."""

@@ -22,8 +22,6 @@ from hybrid_proxy.workshop.compare.stand import SCRIPT
 from hybrid_proxy.workshop.measuring.loads import Found, argv
 from hybrid_proxy.workshop.measuring.running import measured
 
-__all__ = ["LOADS", "Live", "look"]
-
 LOADS = ("connections", "requests")  # iperf3 would need a server of its own behind the service
 
 

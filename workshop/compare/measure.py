@@ -13,8 +13,6 @@ from hybrid_proxy.workshop.compare.stand import Stand
 from hybrid_proxy.workshop.measuring.loads import NEEDS, Found, LoadFailed
 from hybrid_proxy.workshop.measuring.stats import estimate
 
-__all__ = ["carry_out", "traffic"]
-
 Once = Callable[[str], Found]
 
 

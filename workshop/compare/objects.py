@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 
-__all__ = ["CHANGING", "FEWEST", "HTTP", "HTTP_PORT", "MOVING", "STREAM", "STREAM_PORT", "filler", "measured", "moving"]
-
 # In the lab's ranges: services in 10.96.0.0/12, pods in 10.77.0.0/16, of which 10.77.1.0/24 are real.
 HTTP, STREAM, MOVING = "10.97.0.1", "10.97.0.2", "10.97.0.3"
 HTTP_PORT, STREAM_PORT = 8080, 5201  # services and first backends

@@ -13,8 +13,6 @@ from hybrid_proxy.workshop.compare.plots import curves, distributions, forest
 from hybrid_proxy.workshop.compare.report import Report
 from hybrid_proxy.workshop.compare.tables import VERDICTS, place, reasons, tables
 
-__all__ = ["html", "markdown"]
-
 
 def html(report: Report) -> str:
     """Returns the page."""

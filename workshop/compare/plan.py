@@ -13,8 +13,6 @@ import msgspec
 
 from hybrid_proxy.workshop.measuring.stats import rotated
 
-__all__ = ["KUBE_PROXY", "LOADS", "METRICS", "Kind", "Metric", "Settings", "Step", "control_first", "metric", "steps"]
-
 Kind = Literal["start", "traffic", "change", "live"]
 
 

@@ -15,8 +15,6 @@ from hybrid_proxy.workshop.compare.report import Report
 from hybrid_proxy.workshop.compare.result import BINS, Cell, Run
 from hybrid_proxy.workshop.measuring.stats import Estimate, estimate
 
-__all__ = ["Axis", "Bar", "Curve", "Item", "Line", "Mark", "Panel", "Tick", "curves", "distributions", "forest"]
-
 _FARTHEST: Final = 2.5  # what is farther from 1 is an arrow at the edge, so that small differences stay visible
 _NEAREST: Final = 1.25
 _RIM: Final = 1.06  # of an axis, beyond its outermost values

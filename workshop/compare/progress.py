@@ -11,8 +11,6 @@ from statistics import mean
 from hybrid_proxy.workshop.compare.plan import Step
 from hybrid_proxy.workshop.compare.result import Cell
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """Counts `total` steps, of which some are `left` and others `done`."""

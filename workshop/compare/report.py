@@ -12,8 +12,6 @@ from hybrid_proxy.workshop.compare.plan import metric
 from hybrid_proxy.workshop.compare.result import Run
 from hybrid_proxy.workshop.measuring.stats import SURE, Estimate
 
-__all__ = ["Report", "report"]
-
 # The metrics of the sentences, of each line the first that was measured: what a mode needs of it.
 _CONNECTION: Final = {
     "connection_cost": "CPU for a connection",

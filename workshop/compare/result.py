@@ -10,8 +10,6 @@ import msgspec
 from hybrid_proxy.workshop.compare.plan import Settings, Step
 from hybrid_proxy.workshop.measuring.machine import Machine
 
-__all__ = ["BINS", "Cell", "ModeState", "Run"]
-
 BINS: Final = 16  # of a histogram, in an octave: bin n begins at 2 ** (n / BINS) µs
 
 

@@ -23,8 +23,6 @@ from hybrid_proxy.workshop.measuring.running import measured
 if TYPE_CHECKING:
     from hybrid_proxy.workshop.compare.kube_proxy import KubeProxy
 
-__all__ = ["PATIENCE", "SCRIPT", "Stand", "stand"]
-
 PATIENCE: Final = 900.0  # seconds for a start or a cleanup, also on an emulated processor
 SCRIPT: Final = Path(__file__).with_name("latency.lua")
 _PROBER: Final = Path(__file__).with_name("prober.py")

@@ -17,8 +17,6 @@ import msgspec
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.workshop.compare.result import Cell, Run
 
-__all__ = ["State", "opened"]
-
 
 class State:
     """A run's folder, locked by this process; see `opened`."""

@@ -12,8 +12,6 @@ from hybrid_proxy.workshop.compare.plan import METRICS, Metric
 from hybrid_proxy.workshop.compare.result import Run
 from hybrid_proxy.workshop.measuring.stats import Estimate, Verdict
 
-__all__ = ["VERDICTS", "Line", "Table", "Text", "place", "reasons", "tables"]
-
 VERDICTS: Final = {"ahead": "▲", "behind": "▼", "even": "≈", "": ""}
 
 

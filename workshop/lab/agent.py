@@ -21,8 +21,6 @@ from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
 from hybrid_proxy.workshop.lab import namespace
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS, NODE_NAMES, RUN, Lab, LabError
 
-__all__ = ["Agent", "remove", "remove_forsaken", "resident"]
-
 
 class Agent:
     """One `hybrid-proxy run` on the node of a lab; may be started, killed and started again.

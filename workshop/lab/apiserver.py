@@ -38,8 +38,6 @@ import msgspec
 import trustme
 from aiohttp import web
 
-__all__ = ["KINDS", "ApiServer", "Faults", "Stored", "endpoint_slice", "node", "pod_address", "service", "slice_name"]
-
 Json = dict[str, Any]
 
 STRIDE: Final = 7  # of changes over services: no neighbour follows the other

@@ -7,8 +7,6 @@ from typing import Final
 
 from hybrid_proxy.controller.commands.command import Command, add_output, add_table, number_from
 
-__all__ = ["LAB"]
-
 FEWEST_PODS: Final = 3  # which the examples need
 
 _LAB: Final = """

@@ -22,8 +22,6 @@ from hybrid_proxy.workshop.lab.agent import Agent, remove
 from hybrid_proxy.workshop.lab.network import RUN, Lab, LabError
 from hybrid_proxy.workshop.libraries import needed
 
-__all__ = ["LabRow", "address_of", "main"]
-
 DEFAULT_NAME: Final = "lab"
 METRICS: Final = "127.0.0.1:10249"  # kube-proxy's, inside the node
 

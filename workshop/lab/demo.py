@@ -34,8 +34,6 @@ from hybrid_proxy.workshop.lab.namespace import PATIENCE
 from hybrid_proxy.workshop.lab.network import Lab, LabError, Place
 from hybrid_proxy.workshop.lab.traffic import TIMEOUT, Tally, ask_tcp, load
 
-__all__ = ["run"]
-
 V4, V6 = socket.AF_INET, socket.AF_INET6
 FAMILIES: Final = ((V4, "IPv4"), (V6, "IPv6"))
 FRAME: Final = 0.25  # seconds between two pictures

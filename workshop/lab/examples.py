@@ -13,8 +13,6 @@ import yaml
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, SERVICE_CIDRS, Lab, LabError, Place
 from hybrid_proxy.workshop.lab.objects import manifest
 
-__all__ = ["copy", "folder", "node_manifest", "ports", "scale", "serve"]
-
 
 def _examples() -> Path:
     """Finds the folder in the source tree, or next to this file where it is installed."""

@@ -24,8 +24,6 @@ from hybrid_proxy.dataplane.table import Protocol
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Edit, Element, Server, Verb
 from hybrid_proxy.workshop.lab.network import SERVICE_CIDRS, Lab
 
-__all__ = ["MODES", "Row", "Rows", "load", "put", "traces_of_ipvs", "virtual_servers"]
-
 Socket = tuple[str, int]
 MARK: Final = "0x4000"
 

@@ -42,8 +42,6 @@ from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.workshop.lab import namespace
 from hybrid_proxy.workshop.lab.sockets import Opener
 
-__all__ = ["CLUSTER_CIDRS", "MTU", "NODE_NAMES", "RUN", "SERVICE_CIDRS", "Lab", "LabError", "Place"]
-
 # A process of pyroute2 makes the namespace; on a busy machine it takes longer than usual, as everything does.
 config.default_communicate_timeout = 2 * namespace.DEADLINES
 

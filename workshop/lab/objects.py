@@ -6,8 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["endpoint_slice", "manifest", "service"]
-
 Json = dict[str, Any]
 Ports = Sequence[tuple[str, int]]  # protocol, port
 

@@ -13,8 +13,6 @@ from typing import Final
 
 from hybrid_proxy.dataplane.kernel.host_paths import bpf_fs
 
-__all__ = ["pin_folder"]
-
 _PREFIX: Final = "hybrid-proxy-workshop-"
 _NUMBERS: Final = itertools.count()
 

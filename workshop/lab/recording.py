@@ -17,8 +17,6 @@ from rich.console import Console
 
 from hybrid_proxy.workshop.lab import demo
 
-__all__ = ["main"]
-
 COLUMNS: Final = 120
 ROWS: Final = 26
 LINE: Final = 24.4  # rich's height of a line

@@ -20,8 +20,6 @@ from typing import Any
 
 from hybrid_proxy.workshop.lab import namespace
 
-__all__ = ["Opener"]
-
 _ROOM = socket.CMSG_SPACE(array.array("i").itemsize)
 
 

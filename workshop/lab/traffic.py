@@ -34,20 +34,6 @@ from typing import Any, Final, cast
 
 from hybrid_proxy.workshop.lab import namespace
 
-__all__ = [
-    "Reply",
-    "Stream",
-    "Tally",
-    "WrongSource",
-    "ask_tcp",
-    "ask_udp",
-    "failure",
-    "load",
-    "main",
-    "meanwhile",
-    "target_of",
-]
-
 Address = tuple[str, int]
 OpenSocket = Callable[[int, int], socket.socket]  # family, kind
 

@@ -19,8 +19,6 @@ from urllib.parse import urlsplit
 
 from hybrid_proxy.workshop.lab.network import Lab
 
-__all__ = ["ApiProcess"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

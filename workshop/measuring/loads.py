@@ -14,11 +14,6 @@ import msgspec
 
 from hybrid_proxy.controller.errors import ControllerError
 
-__all__ = [
-    "CLIENTS", "DATAGRAM", "NEEDS", "TOOLS", "Found", "LoadFailed", "argv", "busy_seconds", "found",
-    "interrupt_seconds",
-]  # fmt: skip
-
 CLIENTS: Final = 8  # connections of wrk at the same time
 DATAGRAM: Final = 64  # bytes of payload
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -21,8 +21,6 @@ from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.measuring.loads import TOOLS
 
-__all__ = ["Machine", "describe", "missing_of_modes", "missing_tools", "mitigations", "processor", "product", "version"]
-
 _WEAKNESSES: Final = Path("/sys/devices/system/cpu/vulnerabilities")
 _TREE: Final = Path(__file__).resolve().parents[2]
 _HINTS: Final = {"nginx": " (its program alone is used: `systemctl disable --now nginx` stops the service)"}

@@ -23,8 +23,6 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Frontend, K
 from hybrid_proxy.workshop.lab.agent import Agent, remove_forsaken, resident
 from hybrid_proxy.workshop.lab.network import Lab
 
-__all__ = ["HEALTH_CHECKS", "METRICS", "NODE", "ApiAgent", "Kernel", "Scraper", "entry", "get", "lab"]
-
 NODE: Final = "node-0"  # the Node that the fake API server has
 HEALTH_CHECKS: Final = 10  # services with a health-check node port, where all servers of the agent are on
 METRICS, HEALTHZ = ("127.0.0.1", 10249), ("127.0.0.1", 10256)  # as kube-proxy's

@@ -11,8 +11,6 @@ import msgspec
 
 from hybrid_proxy.workshop.measuring.machine import describe, mitigations
 
-__all__ = ["Result", "Target"]
-
 
 @dataclass(frozen=True)
 class Target:

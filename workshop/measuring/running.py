@@ -10,8 +10,6 @@ from pathlib import Path
 
 from hybrid_proxy.workshop.measuring.loads import Found, LoadFailed, busy_seconds, found, interrupt_seconds
 
-__all__ = ["measured"]
-
 
 def measured(
     load: str, command: Sequence[str], seconds: int, used: Callable[[], float] | None = None, tries: int = 2

@@ -15,10 +15,6 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
-__all__ = [
-    "SURE", "Estimate", "Verdict", "beyond", "coverage", "estimate", "judge", "quantile", "ratios", "rotated", "spread",
-]  # fmt: skip
-
 SURE: Final = 0.95
 
 Item = TypeVar("Item")

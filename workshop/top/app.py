@@ -18,8 +18,6 @@ from hybrid_proxy.workshop.top import cells
 from hybrid_proxy.workshop.top.poller import NodeReader, Poller
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
-__all__ = ["Top"]
-
 MOST: Final = 500  # rows of a table; each takes time to draw
 NEARLY_FULL: Final = 0.75
 RISING, FALLING = "▲", "▼"

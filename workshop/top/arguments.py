@@ -14,8 +14,6 @@ from hybrid_proxy.controller.commands.command import (
     number_from,
 )
 
-__all__ = ["TOP"]
-
 _TOP: Final = """
 Shows services by connections per second, the backends of the selected service with their shares, drops by reason, and
 how full the maps are. It also works without an agent, from what is programmed in the kernel. See docs/top.md.

@@ -10,22 +10,6 @@ from hybrid_proxy.controller.serving.protocol import described
 from hybrid_proxy.dataplane.reports import some
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
-__all__ = [
-    "BACKENDS",
-    "MAPS",
-    "REASONS",
-    "SERVICES",
-    "Column",
-    "arranged",
-    "fitting",
-    "head",
-    "matches",
-    "number",
-    "rate",
-    "size",
-    "trouble",
-]
-
 UNKNOWN: Final = "-"
 UNITS: Final = ("", "k", "M", "G", "T")
 

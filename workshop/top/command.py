@@ -16,8 +16,6 @@ from hybrid_proxy.workshop.top.cells import matches
 from hybrid_proxy.workshop.top.poller import NodeReader, Poller
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
-__all__ = ["main"]
-
 FASTEST = 0.1
 
 

@@ -18,8 +18,6 @@ from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.workshop.top.rates import Sample
 
-__all__ = ["NodeReader", "Poller"]
-
 NAMES_SECONDS: Final = 10.0  # age at which names are read again, even if nothing seems to have changed
 BUSY: Final = 4  # after a poll, the poller rests at least so many times as long
 

@@ -19,8 +19,6 @@ from hybrid_proxy.dataplane import reports
 from hybrid_proxy.dataplane.first_packets import quantile
 from hybrid_proxy.dataplane.reports import TrafficCounts
 
-__all__ = ["BackendRates", "MapRow", "Snapshot", "ReasonRow", "Sample", "ServiceRates", "Window", "snapshot"]
-
 SHARE_SECONDS: Final = 30.0  # shares count the connections of this time, or up to twice as long
 SHORTEST: Final = 0.5  # seconds of the shortest rate
 KINDS: Final = {"drop": 0, "refuse": 1, "note": 2}

@@ -8,8 +8,6 @@ from typing import Final
 from hybrid_proxy.controller.commands import watch
 from hybrid_proxy.controller.commands.command import Command
 
-__all__ = ["TRACE"]
-
 _TRACE: Final = """
 Without a view, the command shows what the programs of mode ebpf report about packets as they pass: new flows and their
 backends, packets of known flows (as many as there is room for), replies, dropped and rejected packets.

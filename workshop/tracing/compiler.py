@@ -24,8 +24,6 @@ from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
 from hybrid_proxy.dataplane.kernel.bpf import check, library
 
-__all__ = ["CACHE", "HEADERS", "PACKAGE", "Code", "MapSpec", "Programs", "compiled", "find_headers", "find_package"]
-
 PACKAGE: Final = "HYBRID_PROXY_BCC"  # names the folder of the package, where it is at an unusual place
 HEADERS: Final = "BCC_KERNEL_SOURCE"  # bcc's own variable
 CACHE: Final = "XDG_CACHE_HOME"

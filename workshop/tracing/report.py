@@ -9,8 +9,6 @@ from typing import Any, Final
 from hybrid_proxy.controller.commands.columns import Column, Screen, Tone, painted, table
 from hybrid_proxy.controller.commands.terminal import print_value, screen
 
-__all__ = ["lines", "show"]
-
 Row = Mapping[str, Any]
 # Columns that a narrow screen may lack, the largest first; the others identify or judge.
 _LEAVE: Final = {

@@ -9,20 +9,6 @@ from typing import Any, Final, NamedTuple
 from hybrid_proxy.workshop.tracing.targets import place_text
 from hybrid_proxy.workshop.tracing.text import DROP, SOCKET, label
 
-__all__ = [
-    "DIRECTIONS",
-    "Event",
-    "Histogram",
-    "answer_rows",
-    "bounds",
-    "flow_rows",
-    "is_closed",
-    "one_flow",
-    "ours",
-    "quantile",
-    "repeat_rows",
-]
-
 Histogram = Mapping[int, int]  # slot -> how many
 Row = dict[str, Any]
 DIRECTIONS: Final = ("request", "reply")

@@ -22,8 +22,6 @@ from hybrid_proxy.workshop.tracing.rows import Event
 from hybrid_proxy.workshop.tracing.targets import Place, Targets, place_text
 from hybrid_proxy.workshop.tracing.text import FIELDS, Entry, View, entries, program
 
-__all__ = ["Plan", "Session", "has_reasons"]
-
 _SOURCE: Final = Path(__file__).with_name("packets.c")
 # Structs of packets.c.
 _PLACE: Final = struct.Struct("=16sHBx")

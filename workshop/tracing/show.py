@@ -27,8 +27,6 @@ from hybrid_proxy.workshop.tracing.session import Plan, Session, symbol
 from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
 from hybrid_proxy.workshop.tracing.text import View
 
-__all__ = ["show", "view_of"]
-
 POLL_SECONDS: Final = 0.1
 QUIET_SECONDS: Final = 0.3  # without an event, after which a closed connection has ended
 

@@ -11,8 +11,6 @@ from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.dataplane.table import socket_text
 
-__all__ = ["PROTOCOLS", "Place", "Targets", "mapped", "of_services", "place_text", "unmapped"]
-
 PROTOCOLS: Final = {"TCP": 6, "UDP": 17, "SCTP": 132}
 _V4: Final = bytes(10) + b"\xff\xff"  # RFC 4291, 2.5.5.2
 _NODE_PORT: Final = re.compile(r"(?:node port |\*:)(\d+)")

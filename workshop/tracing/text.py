@@ -6,20 +6,6 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
-__all__ = [
-    "DROP",
-    "FIELDS",
-    "RECEIVE",
-    "SOCKET",
-    "TRACEPOINTS",
-    "TRANSMIT",
-    "Entry",
-    "View",
-    "entries",
-    "label",
-    "program",
-]
-
 # Flags of a point: a packet is first seen here; it leaves here; its network header is not set yet and is where the data
 # begins; the point counts in any network namespace if the packet came from ours.
 BEGINS, ENDS, AT_DATA, EVERYWHERE = 1, 2, 4, 8
