@@ -149,6 +149,21 @@ def test_a_monitor_has_what_it_reads(more: tuple[str, ...], added: list[str]) ->
     assert args[1] == [*args[0], *added]
 
 
+@pytest.mark.parametrize(("value", "port"), [
+    ("extraArgs={--metrics-bind-address=0.0.0.0:10249}", 10249),
+    ("kubeProxyConfiguration.metricsBindAddress=[::]:4321", 4321),
+    ("kubeProxyConfiguration.metricsBindAddress=127.0.0.1:4321", None),
+    ("kubeProxyConfiguration.metricsBindAddress=[::1]:4321", None), ("extraArgs={-v=6}", None),
+])  # fmt: skip
+def test_prometheus_finds_metrics_at_the_nodes_address_without_its_operator(value: str, port: int | None) -> None:
+    (agent,) = substance(rendered("--set", value))["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    (job,) = yaml.safe_load((DEPLOY / "monitoring/prometheus.yaml").read_text())["scrape_configs"]
+    (name,) = (rule["regex"] for rule in job["relabel_configs"] if rule.get("action") == "keep")
+    assert agent.get("ports") == (port and [{"name": name, "containerPort": port, "protocol": "TCP"}])
+
+
 @pytest.mark.parametrize("values", [
     "kubeProxyConfiguration.healthzBindAddress=127.0.0.1:1234",
     "kubeProxyConfiguration.healthzBindAddress=[::]:1234,kubeProxyConfiguration.metricsBindAddress=[::]:4321",

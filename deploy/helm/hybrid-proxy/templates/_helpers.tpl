@@ -15,7 +15,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{ if .Values.kubeProxyConfigMap }}/var/lib/kube-proxy{{ else }}/etc/hybrid-proxy{{ end }}
 {{- end }}
 
-{{- /* The ports where the agent serves, as it finds them itself. Beside a kube-proxy they are not kube-proxy's. */ -}}
+{{- /* The ports where the agent serves, as it finds them itself. Beside a kube-proxy they are not kube-proxy's. `scraped`: not
+at loopback alone, so Prometheus finds the pod by the name of its port. */ -}}
 {{- define "hybrid-proxy.ports" -}}
 {{- $addresses := pick .Values.kubeProxyConfiguration "healthzBindAddress" "metricsBindAddress" -}}
 {{- $name := .Values.hybridProxyConfiguration.serviceProxyName -}}
@@ -29,6 +30,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- $port := regexFind "(\\]|^[^:]*):[1-9][0-9]*$" $address | regexFind "[0-9]+$" | default $usual }}
 {{ $server }}: {{ get $moved $port | default $port }}
 {{- end }}
+{{- $metrics := get $addresses "metricsBindAddress" | default "127.0.0.1" }}
+scraped: {{ or .Values.serviceMonitor.enabled (not (regexMatch "^(127\\.|localhost|\\[?::1(\\]|$))" $metrics)) }}
 {{- end }}
 
 {{- define "hybrid-proxy.capabilities" -}}
