@@ -19,7 +19,7 @@ import yaml
 
 from hybrid_proxy.controller import __version__
 from hybrid_proxy.workshop.release import section, stamp
-from tests.docs.pages import anchors
+from tests.docs.pages import anchors, blocks
 from tests.released import ROOT, git
 from tests.waiting import bound
 
@@ -95,6 +95,33 @@ def test_a_release_is_whole(dist: Path) -> None:
         assert not anchor or anchor in anchors(ROOT / name), f"{name}#{anchor}"
     assert section((ROOT / "CHANGELOG.md").read_text())[1] in page
     assert {known[name] for name in known if name != "RELEASE.md"} <= set(re.findall(r"`([0-9a-f]{64})`", page))
+
+
+def test_a_signature_is_checked_as_the_page_says(dist: Path, tmp_path: Path) -> None:
+    """With a key of this test's: a project's own is its owner's."""
+    if not shutil.which("gpg-agent"):
+        pytest.skip("gpg is missing: `make setup` installs it")
+    home = tmp_path / "keys"
+    home.mkdir(mode=0o700)
+    shutil.copytree(dist, tmp_path / "dist")
+    (sign,) = (line for block in blocks("CONTRIBUTING.md") for line in block.lines if line.startswith("gpg "))
+    check = re.findall(r"^(?:sha256sum|gpg) .*$", (dist / "RELEASE.md").read_text(), re.MULTILINE)
+    assert len(check) == 2
+
+    def run(line: str, folder: str = ".") -> int:
+        environment = os.environ | {"GNUPGHOME": str(home)}
+        return subprocess.run(["sh", "-c", line], cwd=tmp_path / folder, env=environment, check=False).returncode
+
+    try:
+        assert run("gpg --batch --passphrase '' --quick-gen-key owner") == 0
+        assert run(sign) == 0
+        assert [run(line, "dist") for line in check] == [0, 0]
+        with (tmp_path / "dist/Dockerfile").open("a") as file:
+            file.write("# more\n")
+        assert run("sha256sum * >sums; grep -v SHA256SUMS sums >SHA256SUMS; rm sums", "dist") == 0
+        assert [bool(run(line, "dist")) for line in check] == [False, True]
+    finally:
+        run("gpgconf --kill gpg-agent")
 
 
 def test_the_sbom_names_what_is_pinned_and_what_is_compiled(dist: Path) -> None:
