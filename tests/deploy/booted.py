@@ -101,7 +101,7 @@ def inside(folder: Path, kube_proxy: Path | None) -> None:
         print(f"# {time.monotonic() - began:.0f} s", flush=True)
 
     def on_machine(command: str) -> None:
-        vagrant("ssh", "control", "--", f"-R{api.port}:127.0.0.1:{api.port}", f"sudo {command}")
+        vagrant("ssh", "control", "--", f"sudo {command}")
 
     shutil.copy(api.kubeconfig(), folder / "wheels/kubeconfig")
     vagrant("box", "add", "--force", "--name", "debian-here", str(folder / "here.box"))
@@ -111,8 +111,14 @@ def inside(folder: Path, kube_proxy: Path | None) -> None:
     if kube_proxy:
         shutil.copy(kube_proxy, folder / "wheels/kube-proxy")
         vagrant("rsync", "control")
-        for words in ("migrate", "ebpf nftables", "back"):
-            on_machine(f"sh /hybrid-proxy/tests/deploy/one_node.sh {words}")
+        # A session of its own: ssh waits for what is connected through its forwarded port, as an agent's watches are.
+        tunnel = ["vagrant", "ssh", "control", "--", "-N", f"-R{api.port}:127.0.0.1:{api.port}"]
+        with subprocess.Popen(tunnel, cwd=ROOT / "vagrant", env=environment) as session:
+            try:
+                for words in ("migrate", "ebpf nftables", "back"):
+                    on_machine(f"sh /hybrid-proxy/tests/deploy/one_node.sh {words}")
+            finally:
+                session.terminate()
     vagrant("destroy", "-f")
 
 
