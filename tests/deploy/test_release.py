@@ -97,6 +97,21 @@ def test_a_release_is_whole(dist: Path) -> None:
     assert {known[name] for name in known if name != "RELEASE.md"} <= set(re.findall(r"`([0-9a-f]{64})`", page))
 
 
+def test_the_image_is_built_from_the_release(dist: Path) -> None:
+    page = (dist / "RELEASE.md").read_text()
+    made = re.search(r"^tar xf (\S+)\ndocker build -f (\S+) -t (\S+) (\S+)$", page, re.MULTILINE)
+    assert made
+    with tarfile.open(dist / made[1]) as archive:
+        members = set(archive.getnames())
+    copied = [
+        line.split()[:-1] for line in re.findall(r"^COPY (?!--)(.+)$", (dist / made[2]).read_text(), re.MULTILINE)
+    ]
+    assert {f"{made[4]}/{source}" for sources in copied for source in sources} <= members
+    (chart,) = dist.glob("*.tgz")
+    argv = [helm.program(), "template", "hybrid-proxy", str(chart), "--set", "apiServer=https://10.0.0.1:6443"]
+    assert f"image: {made[3]}\n" in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
 def test_a_signature_is_checked_as_the_page_says(dist: Path, tmp_path: Path) -> None:
     """With a key of this test's: a project's own is its owner's."""
     if not shutil.which("gpg-agent"):
