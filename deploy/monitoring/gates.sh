@@ -4,6 +4,7 @@
 #
 #   sh gates.sh LABEL [SECONDS between the looks: 300] [SECONDS that the p99 may have]
 #   sh gates.sh hybrid-proxy.io/wave=1 300 0.0015
+#   sh gates.sh hybrid-proxy.io/wave                  all waves
 #
 # Exit code 1: a gate failed. METRICS is another address than kube-proxy's default.
 set -eu
@@ -29,6 +30,7 @@ import sys, urllib.request
 sys.stdout.buffer.write(urllib.request.urlopen(sys.argv[1], timeout=20).read())" "$METRICS" >"$1" 2>&1 || :'
 }
 look 1
+echo "gates: $(wc -l <"$folder/nodes") nodes; the second look follows in $seconds s" >&2
 sleep "$seconds"
 look 2
 
