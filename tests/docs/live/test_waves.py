@@ -257,6 +257,18 @@ def test_wave_after_wave_with_an_abort(tmp_path: Path) -> None:
     assert (walk.pods("kube-proxy"), walk.pods("hybrid-proxy")) == (walk.nodes, set())
 
 
+def test_no_kube_proxy_ends_while_a_node_has_no_label(tmp_path: Path) -> None:
+    walk = Walk(tmp_path)
+    (*labels, patch, _) = (line for block in blocks(PAGE, "sh", "cluster", "labels") for line in block.lines)
+    for line in labels:
+        walk.shell(line)
+    walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy-")
+    walk.shell(patch, 1)
+    walk.look(patch)
+    walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy=yes")
+    walk.shell(patch)
+
+
 @pytest.mark.parametrize("block", ["wave", "rollback"])
 def test_rollout_status_would_return_before_a_wave_is_done(block: str, tmp_path: Path) -> None:
     """Why the page waits for a number: the walk sees a wait that ends too early."""
