@@ -29,7 +29,6 @@ import msgspec
 from hybrid_proxy.controller.commands.bundle_page import page
 from hybrid_proxy.controller.commands.command import Command, add_admin, add_folders, add_output
 from hybrid_proxy.controller.commands.terminal import encoded, print_value, say
-from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.controller.commands.views import Agent, agent_at
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.redact import redact
@@ -37,6 +36,7 @@ from hybrid_proxy.controller.semantics.history import folded
 from hybrid_proxy.controller.serving.admin import listener
 from hybrid_proxy.controller.serving.memory import changes_path, memory_path, read_changes, recall
 from hybrid_proxy.dataplane.errors import DataplaneError, told
+from hybrid_proxy.dataplane.kernel.tools import output
 
 ALL_SECONDS: Final = 20.0
 FILE_BYTES: Final = 2 << 20  # of each part; of a log the end, of anything else the beginning
@@ -101,7 +101,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 Part = Callable[[], str]
-_output = partial(run_tool, seconds=5.0)
+_output, _json = partial(output, seconds=5.0), partial(encoded, "json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -220,10 +220,6 @@ def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
         yield name, partial(_output, *command)
     for family in ("ip", "ip6"):
         yield f"firewall/{family}tables-legacy.txt", partial(_legacy, family)
-
-
-def _json(value: object) -> str:
-    return encoded("json", value)
 
 
 def _versions() -> str:

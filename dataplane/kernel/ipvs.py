@@ -8,11 +8,8 @@ What the kernel refuses is a `NetlinkFailed`.
 from __future__ import annotations
 
 import errno
-import os
-import shutil
 import socket
 import struct
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -31,6 +28,7 @@ from hybrid_proxy.dataplane.kernel.netlink import (
     nested,
     string,
 )
+from hybrid_proxy.dataplane.kernel.tools import output
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Connection, Destination, Load, Server, Timeouts, Verb
 
 MODPROBE_SECONDS: Final = 30
@@ -55,17 +53,11 @@ _GONE: Final = {
 
 def load_module(name: str) -> str | None:
     """Run `modprobe`. Returns None, or why it failed. A kernel without modules may have it built in."""
-    path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
-    program = shutil.which("modprobe", path=path)
-    if program is None:
-        return "the command modprobe is not installed"
     try:
-        done = subprocess.run(
-            [program, "-q", name], capture_output=True, text=True, check=False, timeout=MODPROBE_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"modprobe {name} did not work: {error}"
-    return None if done.returncode == 0 else f"modprobe {name} failed {done.stderr.strip()}".strip()
+        output("modprobe", "-q", name, seconds=MODPROBE_SECONDS)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def translated_at_sockets(server: Server) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
@@ -19,6 +18,7 @@ import msgspec
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.host_paths import netns_of, pin_folder
 from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, Message, Netlink, NetlinkFailed, string
+from hybrid_proxy.dataplane.kernel.tools import call
 from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process
 
 NFT: Final = 10 << 8  # NFNL_SUBSYS_NFTABLES
@@ -106,26 +106,17 @@ def _chains(name: str) -> Iterator[str]:
     for family, number in FAMILIES.items():
         if _has(GET_CHAIN, number, wanted):
             yield f"chain {name} in {family} nat"
-    for family, names, tool in (
-        ("ip", "ip_tables_names", "iptables-legacy"),
-        ("ip6", "ip6_tables_names", "ip6tables-legacy"),
-    ):
-        if _legacy_has(names, tool, name):
+    for family in FAMILIES:
+        if _legacy_has(family, name):
             yield f"chain {name} in {family} nat (legacy)"
 
 
-def _legacy_has(names: str, tool: str, chain: str) -> bool:
-    try:
-        if "nat" not in Path(f"/proc/thread-self/net/{names}").read_text().split():
-            return False
-        path = os.pathsep.join(filter(None, (os.environ.get("PATH"), "/usr/sbin", "/sbin")))
-        asked = subprocess.run(
-            [tool, "-w", "1", "-t", "nat", "-S", chain, "1"],
-            env=os.environ | {"PATH": path}, capture_output=True, timeout=CHILD_SECONDS, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return asked.returncode == 0
+def _legacy_has(family: str, chain: str) -> bool:
+    with contextlib.suppress(OSError):
+        if "nat" in Path(f"/proc/thread-self/net/{family}_tables_names").read_text().split():
+            argv = (f"{family}tables-legacy", "-w", "1", "-t", "nat", "-S", chain, "1")
+            return call(*argv, seconds=CHILD_SECONDS).returncode == 0
+    return False
 
 
 def _ipvs() -> Iterator[str]:

@@ -25,6 +25,7 @@ from typing import Final
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import nfnetlink
 from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, Netlink, NetlinkFailed
+from hybrid_proxy.dataplane.kernel.tools import call, search_path
 from hybrid_proxy.dataplane.reports import several
 
 Needs = Callable[[int], Mapping[str, Sequence[str]]]
@@ -174,7 +175,7 @@ def _lacks(tables: Xtables, family: int, needs: Mapping[str, Sequence[str]]) -> 
 def _no_tools(variant: str, family: int) -> str | None:
     for what in ("restore", "save"):
         tool = _tool(variant, family, what)
-        if shutil.which(tool, path=_path()) is None:
+        if shutil.which(tool, path=search_path()) is None:
             return f"{tool} is not installed: {INSTALL}"
     return None
 
@@ -210,7 +211,7 @@ def _saved(tables: Xtables, family: int, table: str) -> str:
 
 def _default() -> str:
     """Returns the variant that the command `iptables` reports; versions before 1.8 are legacy and report none."""
-    if shutil.which("iptables", path=_path()) is None:
+    if shutil.which("iptables", path=search_path()) is None:
         return ""
     return "nft" if "nf_tables" in _call(["iptables", "--version"]).stdout else "legacy"
 
@@ -261,18 +262,10 @@ def _tool(variant: str, family: int, what: str) -> str:
     return f"{_NAMES[family]}tables-{variant}-{what}"
 
 
-def _path() -> str:
-    """Returns the search path of the tools: the agent may have been started without the administrators' folders."""
-    return os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"))
-
-
 def _call(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            argv, input=text, capture_output=True, text=True, check=False, timeout=CALL_SECONDS,
-            env=os.environ | {"PATH": _path(), "LC_ALL": "C"},
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return call(*argv, seconds=CALL_SECONDS, text=text)
+    except OSError as error:
         raise XtablesError(f"{argv[0]} could not be run: {error}") from error
 
 

@@ -30,7 +30,7 @@ def test_what_is_missing_is_reported(variant: str, monkeypatch: pytest.MonkeyPat
     only6 = find(lambda family: {"nat": ("-j MISSING",) if family == 4 else ()}, variant=variant)
     assert only6.families == (6,)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("hybrid_proxy.dataplane.kernel.xtables._path", lambda: "")
+    monkeypatch.setattr("hybrid_proxy.dataplane.kernel.xtables.search_path", lambda: "")
     with pytest.raises(Unsupported, match="install the package iptables"):
         find()
 

@@ -6,8 +6,8 @@ from typing import Final
 
 from hybrid_proxy.controller.commands.doctor.facts import Rule
 from hybrid_proxy.controller.commands.doctor.rules import of_iptables, of_nft
-from hybrid_proxy.controller.commands.tools import run_tool
 from hybrid_proxy.dataplane.kernel.foreign_rules import foreign_chains
+from hybrid_proxy.dataplane.kernel.tools import output
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, XtablesError
 
 MOST_TABLES: Final = 32
@@ -23,7 +23,7 @@ def read_rules() -> tuple[tuple[Rule, ...], str]:
     filters = [chain for chain in foreign_chains() if chain.type == "filter"]
     for table in list(dict.fromkeys(chain.table for chain in filters))[:MOST_TABLES]:
         try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
-            rules += of_nft(run_tool("nft", "-t", "list", "table", *table.split(" ", 1), seconds=TOOL_SECONDS), filters)
+            rules += of_nft(output("nft", "-t", "list", "table", *table.split(" ", 1), seconds=TOOL_SECONDS), filters)
         except OSError as error:
             unknown.append(f"table {table} cannot be read: {error}")
     legacy = Xtables("legacy")
