@@ -280,7 +280,7 @@ def as_left(admin_socket: str, pin_root: str | None, error: ControllerError) -> 
         DataplaneError: it cannot be read.
     """
     memory = recall(memory_path(admin_socket))
-    note = _note(admin_socket, memory, error)
+    note = unanswered(admin_socket, memory, error)
     return Programmed(list(left_here(pin_root, memory)), None, note, memory.without_backend if memory else ())
 
 
@@ -318,7 +318,7 @@ def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredErro
         return found
     return msgspec.structs.replace(
         found,
-        reason=_note(admin_socket, memory, error) if isinstance(error, BusyError) else found.reason,
+        reason=unanswered(admin_socket, memory, error) if isinstance(error, BusyError) else found.reason,
         gone=how_it_ended(path, memory) if isinstance(error, NoAgentError) else None,
         error=memory.error,
         unprogrammed=memory.unprogrammed,
@@ -344,7 +344,7 @@ def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[s
             names |= {row.name for row in view.services() if row.name}
             events += view.unread_events()
     events = [row for row in events if row.what != "trace"]
-    return sorted(names), events, _note(admin_socket, memory, error)
+    return sorted(names), events, unanswered(admin_socket, memory, error)
 
 
 def explained(admin_socket: str, error: UnansweredError) -> str:
@@ -367,8 +367,8 @@ def _as_of(admin_socket: str) -> str:
     return ""
 
 
-def _note(admin_socket: str, memory: Memory | None, error: ControllerError) -> str:
-    """For people."""
+def unanswered(admin_socket: str, memory: Memory | None, error: ControllerError) -> str:
+    """Tell people why no agent answers, and how old what is known of it is."""
     if isinstance(error, StartingError):
         return f"{error}; this is what the agent before it left"
     if not isinstance(error, NoAgentError):

@@ -51,7 +51,7 @@ class Listing(DataTable[Text]):
         self._held = True
 
     def on_mount(self) -> None:
-        self._head()
+        self._redraw()
 
     def on_resize(self) -> None:
         self._redraw()
@@ -184,6 +184,7 @@ class Top(App[None]):
     def __init__(self, reader: NodeReader, seconds: float, wanted: str = "") -> None:
         super().__init__()
         self._window = Window()
+        self._reader = reader
         self._poller = Poller(reader, seconds, self._tell)
         self._shown: Snapshot | None = None
         self._wanted = wanted
@@ -209,7 +210,7 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         self._listing("services").focus()
-        self.query_one("#head", Static).update("reading ...")
+        self._tell(self._reader.at_once())
         self._poller.start()
 
     def on_unmount(self) -> None:

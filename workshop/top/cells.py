@@ -171,7 +171,7 @@ def head(shown: Snapshot) -> Sequence[str]:
     status = shown.sample.status
     if status is None:
         first = f"mode {shown.sample.mode}, as last programmed" if shown.sample.mode else "nothing is programmed here"
-        return first, _totals(shown)
+        return first + "   asking the agent ..." * (not shown.sample.trouble), _totals(shown)
     mode = status.mode
     asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
     sync = "in sync" if status.synced else "NOT in sync"
@@ -198,8 +198,8 @@ def trouble(shown: Snapshot) -> list[str]:
     """Returns what makes the figures doubtful, the worst first."""
     status, sample = shown.sample.status, shown.sample
     if status is None:
-        message = f"no answer from the agent: {sample.trouble}"
-        return [f"{message}. Traffic goes on as programmed" if sample.mode else message]
+        serves = "; what is programmed serves on, and changes are not followed" if sample.mode else ""
+        return [f"{sample.trouble}{serves}"] if sample.trouble else []  # else it is asked just now
     messages = [f"the last sync failed: {status.error}"] * bool(status.error)
     mode = status.mode
     messages += [f"{mode.requested} was asked for: {mode.reason}"] * bool(mode.reason)

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from hybrid_proxy.controller.commands.views import note_lacks, views_of
+from hybrid_proxy.controller.commands.views import note_lacks, unanswered, views_of
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.admin import ask
-from hybrid_proxy.controller.serving.memory import memory_path, recall
+from hybrid_proxy.controller.serving.memory import Memory, memory_path, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus, GetNames, GetStatus, NamesAnswer, StatusAnswer
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -40,6 +40,11 @@ class NodeReader:
         self._named: tuple[Any, ...] = ()  # the mode and generation that the names belong to
         self._named_at = 0.0
 
+    def at_once(self) -> Sample:
+        """Returns a sample without asking the agent, which may take seconds: with the names that it wrote down."""
+        self._recall(recall(memory_path(self._socket)))
+        return self._sample(None, "", None)
+
     def read(self, chosen: str | None) -> Sample:
         """Returns a sample, with the backends of the service port `chosen`."""
         status, trouble = None, ""
@@ -47,8 +52,12 @@ class NodeReader:
             status = ask(self._socket, GetStatus(), StatusAnswer).status
             self._read_names(status)
         except ControllerError as error:
-            status, trouble = None, str(error)
-            self._recall()
+            status, memory = None, recall(memory_path(self._socket))
+            trouble = unanswered(self._socket, memory, error)
+            self._recall(memory)
+        return self._sample(status, trouble, chosen)
+
+    def _sample(self, status: AgentStatus | None, trouble: str, chosen: str | None) -> Sample:
         try:
             return self._read(status, trouble, chosen)
         except (DataplaneError, ControllerError, OSError, KeyError) as error:  # it disappeared meanwhile
@@ -63,9 +72,9 @@ class NodeReader:
         self._pin_root = self._asked_root or answer.pin_root
         self._named, self._named_at = known, time.monotonic()
 
-    def _recall(self) -> None:
-        """Takes what the last agent wrote down, unless one has answered: this one may have no table yet."""
-        if not self._named and (memory := recall(memory_path(self._socket))) is not None:
+    def _recall(self, memory: Memory | None) -> None:
+        """Takes what an agent wrote down, unless one has answered: this one may have no table yet."""
+        if not self._named and memory is not None:
             self._names, self._mode, self._lacks = dict(memory.names), memory.mode.effective, memory.without_backend
             self._pin_root = self._asked_root or memory.pin_root
 

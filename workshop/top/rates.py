@@ -35,7 +35,7 @@ class Sample(msgspec.Struct, frozen=True):
     Args:
         at: seconds of a monotonic clock.
         status: the agent's; None: it did not answer.
-        trouble: why not.
+        trouble: why not; empty: it is asked just now.
         mode: the mode of the rows; empty: nothing is programmed.
         services: rows of `dataplane.mode.View.services`.
         chosen: the service port whose backends were read.

@@ -142,11 +142,19 @@ def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
     said = cells.trouble(snapshot(now, now, now))
     assert said[:2] == ["the last sync failed: boom", "ebpf was asked for: no BTF"]
     assert "mode nftables does not count" in said[2]
-    gone = sample(0, service("ns/a", 1), status=None, trouble="no agent listens at /x")
+    gone = sample(0, service("ns/a", 1), status=None, trouble="agent 7 is gone since 10:33:44 UTC, 2 min ago: SIGTERM")
     (message,) = cells.trouble(snapshot(gone, gone, gone))
-    assert message == "no answer from the agent: no agent listens at /x. Traffic goes on as programmed"
+    assert message.startswith("agent 7 is gone since 10:33:44 UTC, 2 min ago: SIGTERM; what is programmed serves on")
     empty = sample(0, status=None, mode="", trouble="no agent listens at /x")
     assert cells.head(snapshot(empty, empty, empty))[0] == "nothing is programmed here"
+
+
+def test_until_the_agent_answers_it_shows_what_the_kernel_has() -> None:
+    first = sample(0, service("ns/a", 1), status=None)
+    shown = snapshot(first, first, first)
+    assert cells.head(shown)[0] == "mode ebpf, as last programmed   asking the agent ..."
+    assert cells.trouble(shown) == []
+    assert [row.connections for row in shown.services] == [None]
 
 
 def test_services_whose_backends_all_fail_are_named() -> None:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -25,6 +26,7 @@ from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.top.app import Listing, Top
 from hybrid_proxy.workshop.top.poller import NodeReader
+from hybrid_proxy.workshop.top.rates import Sample
 
 pytestmark = pytest.mark.root
 PATIENCE = 90.0
@@ -36,11 +38,23 @@ Driven = Callable[[Top, "Pilot[None]"], Awaitable[None]]
 WIDE = (240, 40)  # all columns fit
 
 
-def drive(lab: Lab, agent: Agent, keys: Driven, size: tuple[int, int] = WIDE) -> Top:
+class LateReader(NodeReader):
+    """Its agent takes until `answers` is set."""
+
+    answers = threading.Event()
+
+    def read(self, chosen: str | None) -> Sample:
+        self.answers.wait(PATIENCE)
+        return super().read(chosen)
+
+
+def drive(
+    lab: Lab, agent: Agent, keys: Driven, size: tuple[int, int] = WIDE, reader: type[NodeReader] = NodeReader
+) -> Top:
     """The screen in the node's namespace, without a terminal, at the hands of `keys`."""
 
     async def run() -> Top:
-        screen = Top(NodeReader(str(agent.socket), None), INTERVAL)
+        screen = Top(reader(str(agent.socket), None), INTERVAL)
         async with screen.run_test(size=size) as pilot:
             await keys(screen, pilot)
         return screen
@@ -217,7 +231,7 @@ def test_an_agent_that_goes_and_comes_back(lab: Lab, agent: Agent, elsewhere: Ex
         await until(lambda: is_busy(screen), "the service under load is not first")
         agent.kill()
         await until(
-            lambda: "no answer from the agent" in text(screen, "trouble"), "the screen does not show that it is gone"
+            lambda: "was killed, or crashed" in text(screen, "trouble"), "the screen does not show that it is gone"
         )
         total = web(screen)[10]
         await until(lambda: web(screen)[10] != total and is_busy(screen), "without an agent nothing is counted")
@@ -227,6 +241,18 @@ def test_an_agent_that_goes_and_comes_back(lab: Lab, agent: Agent, elsewhere: Ex
         assert text(screen, "trouble") == ""
 
     drive(lab, agent, keys)
+
+
+def test_services_are_there_before_the_agent_answers(lab: Lab, agent: Agent) -> None:
+    async def keys(screen: Top, pilot: Pilot[None]) -> None:
+        await pilot.pause()
+        assert {row[1] for row in lines(screen, "services")} == {"-"}
+        assert "mode ebpf, as last programmed   asking the agent ..." in text(screen, "head")
+        LateReader.answers.set()
+        await until(lambda: "in sync" in text(screen, "head"), "the agent's answer is not shown")
+        await until(lambda: "-" not in {row[1] for row in lines(screen, "services")}, "no rates by the second reading")
+
+    drive(lab, agent, keys, reader=LateReader)
 
 
 def test_messages_that_come_while_the_screen_is_taken_down_are_no_error(lab: Lab, agent: Agent) -> None:
