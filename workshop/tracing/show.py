@@ -64,10 +64,12 @@ def show(view: View, args: argparse.Namespace) -> int:
         raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
     home = Path("/proc/thread-self/ns/net").stat().st_ino  # what the kernel has in `net.ns.inum`
     before = _counters(args, here) if view is View.DROPS else {}
-    print("loading probes", file=sys.stderr, flush=True)
+    print("loading the probes (some seconds where they are compiled first) ...", file=sys.stderr, flush=True)
+    began = time.monotonic()
     with Session(Plan(view, home, client), targets) as session, _until_asked() as asked:
         start = time.monotonic()
-        print(f"measuring for {args.seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr, flush=True)
+        loaded = f"loaded in {start - began:.1f} s; measuring for {args.seconds:g} s; Ctrl-C ends it earlier"
+        print(loaded, file=sys.stderr, flush=True)
         _wait(session, args, asked)
         seconds = round(time.monotonic() - start, 3)
         answer = _answer(view, session, targets, args)
