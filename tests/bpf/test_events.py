@@ -217,6 +217,26 @@ def test_the_log_has_one_line_for_many_drops(events: EventReader, caplog: pytest
     assert f"{seen} x drop_empty default/web:http" in line
 
 
+def test_drops_that_go_on_are_logged_ever_less_often_with_their_number(
+    events: EventReader, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, said = NETS[4], []
+    clock = iter(times := [*range(0, 32, 2), 4000])
+    events.journal = Journal(lambda: 1000.0 + next(clock))
+    events.bench.serve(service(net.vip, 80, [], when_empty=WhenEmpty.DROP))
+    for second in times:
+        events.bench.maps.maps["event_budget"].update(bytes(4), bytes(8 * cpus()))
+        events.bench.ingress(frame(net, net.client, net.vip, syn()))
+        assert len(events.rows()) == 1
+        events.journal.log_drops()
+        said += [(second, record.getMessage().partition(" drop_empty ")[0]) for record in caplog.records]
+        caplog.clear()
+    assert dict(said) == {
+        0: "dropped: 1 x", 2: "dropped in 2 s: 1 x", 6: "dropped in 4 s: 2 x", 14: "dropped in 8 s: 4 x",
+        30: "dropped in 16 s: 8 x", 4000: "dropped: 1 x",
+    }  # fmt: skip
+
+
 # --- words
 
 

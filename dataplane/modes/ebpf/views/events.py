@@ -22,7 +22,7 @@ from hybrid_proxy.dataplane.table import Protocol, socket_text
 log = logging.getLogger(__name__)
 
 KEPT = 1000
-LOG_SECONDS = 1.0
+LOG_SECONDS, LONGEST_SECONDS = 1.0, 600.0  # between lines about drops: of new kinds, and of those that go on
 HOOKS = {
     "HOOK_POD_INGRESS": "from a pod", "HOOK_POD_EGRESS": "to a pod", "HOOK_UPLINK_INGRESS": "from outside",
     "HOOK_UPLINK_EGRESS": "to outside", "HOOK_SOCKET": "socket of this node", "HOOK_XDP": "from outside (XDP)",
@@ -36,11 +36,13 @@ Addresses = dict[tuple[int, str], str]  # family and address -> name of a servic
 class Journal:
     """The latest events, with names. They are numbered from 1; `last` is the number of the latest."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.last = 0
+        self._clock = clock
         self._rows: deque[PacketEvent] = deque(maxlen=KEPT)
         self._unlogged: Counter[tuple[str, str]] = Counter()
-        self._log_at = 0.0
+        self._logged: set[tuple[str, str]] = set()  # reasons, and whose packets
+        self._logged_at, self._rest = 0.0, LOG_SECONDS
 
     def add(
         self, raw: list[bytes], names: Mapping[int, str], addresses: Callable[[], Addresses], backends: Any
@@ -62,14 +64,20 @@ class Journal:
         return [row for row in self._rows if row.number > after]
 
     def log_drops(self) -> None:
-        """Log the drops since the last call, at most one line a second."""
-        now = time.monotonic()
-        if not self._unlogged or now - self._log_at < LOG_SECONDS:
+        """Log what is dropped: new kinds within a second, and how often they went on after ever longer times."""
+        seconds = self._clock() - self._logged_at
+        if seconds > 2 * LONGEST_SECONDS or len(self._logged) > KEPT:
+            self._logged.clear()
+        new = self._unlogged.keys() - self._logged
+        if not self._unlogged or seconds < (LOG_SECONDS if new else self._rest):
             return
         drops = [f"{count} x {reason} {whose}" for (reason, whose), count in self._unlogged.most_common()]
-        log.warning("dropped: %s; `hybrid-proxy drops` shows them", some(drops))
+        during = "" if new else f" in {seconds:.0f} s"
+        log.warning("dropped%s: %s; `hybrid-proxy drops` shows them", during, some(drops))
+        self._rest = min(2 * (LOG_SECONDS if new else self._rest), LONGEST_SECONDS)
+        self._logged_at += seconds
+        self._logged |= new
         self._unlogged.clear()
-        self._log_at = now
 
 
 def _service_at(event: Any, whose: Addresses) -> str | None:
