@@ -185,8 +185,7 @@ class Programmer(ABC):
             DataplaneError: this mode cannot run a probe packet.
         """
         del packet
-        how = "use --manifests PATH, the agent's or of `kubectl get nodes,services,endpointslices -A -o yaml > PATH`"
-        raise DataplaneError(f"mode {self.name} cannot be asked about a packet: {how}, not --live")
+        raise DataplaneError(f"mode {self.name} cannot be asked about a packet")
 
     def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
         """Returns events with larger numbers than `after`, the oldest first, and the number of the latest."""
@@ -237,15 +236,6 @@ class View(ABC):
         """Release the kernel interfaces."""
 
 
-def _nothing(options: Options) -> int:
-    del options
-    return 0
-
-
-def _any_size(options: Options, table: ServiceTable) -> None:
-    del options, table
-
-
 @dataclass(frozen=True, slots=True)
 class Mode:
     """The interface of a folder under `dataplane.modes`: its `programmer` has a `MODE`.
@@ -269,5 +259,5 @@ class Mode:
     look: Callable[[Options, Mapping[int, str]], View | None]
     drain: Callable[[Options], bool] | None = None
     conntrack: bool = True
-    collect: Callable[[Options], int] = _nothing
-    check_room: Callable[[Options, ServiceTable], None] = _any_size
+    collect: Callable[[Options], int] = lambda _: 0
+    check_room: Callable[[Options, ServiceTable], None] = lambda *_: None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -30,7 +30,13 @@ Fields = dict[str, object]  # of a packet, for `packet_from_dict`
 
 def show(args: argparse.Namespace) -> int:
     """Answer for one packet or many; the exit code."""
-    config = _config_of({**vars(args), "manifests": None})
+    flags = {**vars(args), "manifests": None}
+    if args.config:
+        from hybrid_proxy.controller.settings.configfile import load
+
+        config = load(Path(args.config), flags).config
+    else:
+        config = from_flags(flags)
     if bool(args.flows) == bool(args.source or args.target):
         raise ConfigError("which packets? use --from and --to for one, or --flows for many")
     if not args.flows and not (args.source and args.target):
@@ -217,11 +223,11 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace) -> int:
         print_value("json", rows if args.flows else rows[0])
         return 0
     for number, (packet, verdict) in enumerate(zip(packets, verdicts, strict=True)):
-        say(*[""] * bool(number), *_lines(packet, verdict))
+        say(*[""] * bool(number), *lines(packet, verdict, re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)))
     return 0
 
 
-def _lines(packet: Any, verdict: Any) -> list[str]:
+def lines(packet: Any, verdict: Any, reasons: Iterable[str]) -> list[str]:
     """One verdict for people: what happens, then why, one reason per line."""
     from hybrid_proxy.controller.semantics.explain import MEANINGS
     from hybrid_proxy.dataplane.table import socket_text
@@ -229,24 +235,9 @@ def _lines(packet: Any, verdict: Any) -> list[str]:
     portless = packet.protocol.lower().startswith("icmp")
     target = packet.dst if portless else socket_text(packet.dst, packet.port)
     title = f"{packet.name}: " if packet.name else ""
-    lines = [
-        f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {MEANINGS[verdict.verdict]} ({verdict.verdict})"
-    ]
-    lines += [f"  {reason}" for reason in re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)]
-    if verdict.service:
-        lines.append(f"  service:  {verdict.service}")
-    if verdict.backends:
-        lines.append(f"  backends: {', '.join(verdict.backends)}")
-    return lines
-
-
-def _config_of(flags: dict[str, Any]) -> Config:
-    """Return the configuration of flags, or of a file and the flags that count with one."""
-    if not flags["config"]:
-        return from_flags(flags)
-    from hybrid_proxy.controller.settings.configfile import load
-
-    return load(Path(flags["config"]), flags).config
+    what = f"{title}{packet.src} -> {target}/{packet.protocol.lower()} {MEANINGS[verdict.verdict]} ({verdict.verdict})"
+    facts = {"service: ": verdict.service, "backends:": ", ".join(verdict.backends)}
+    return [what, *(f"  {one}" for one in reasons), *(f"  {name} {one}" for name, one in facts.items() if one)]
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,24 +24,27 @@ from hybrid_proxy.controller.commands.command import (
     mode_name,
     number_from,
 )
+from hybrid_proxy.controller.commands.explain import lines
 from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
 from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.terminal import print_lines, print_rows, print_stream, print_value, say, screen
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.semantics.explain import MEANINGS, Packet, left_text
+from hybrid_proxy.controller.semantics.explain import Packet, left_text
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, StartingError, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ExplainAnswers,
     GetNames,
+    GetStatus,
     NamesAnswer,
     RunExplain,
     StartingAnswer,
+    StatusAnswer,
 )  # fmt: skip
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
-from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, ExplainStep, FlowRow
+from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow
 from hybrid_proxy.dataplane.table import Protocol, socket_text
 
 if TYPE_CHECKING:
@@ -95,9 +99,12 @@ def _services(here: Programmed, args: argparse.Namespace) -> _Found:
 def _backends(here: Programmed, args: argparse.Namespace) -> _Found:
     asked = here.asked(args.service, args.namespace)
     rows = [row for row in here.backends(asked.service if here.agent else None) if asked.has(row.service)]
+    states = {(row.service, row.address): row.state for row in here.agent.ejections} if here.agent else {}
+    for row in rows:  # the agent knows until when one is ejected, and why
+        row.state = states.get((row.service or "", row.address), row.state)
     blind = sorted({row.mode for row in rows if row.failures is None})
     notes = [f"mode {mode} does not see whether connections to backends fail; {TRIES}" for mode in blind]
-    return _Found(_with_ejections(rows, here.agent), listings.backend_columns(rows), notes)
+    return _Found(rows, listings.backend_columns(rows), notes)
 
 
 def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
@@ -109,14 +116,6 @@ def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
     total = len(rows) if any(asked) else total
     notes = [f"{args.limit} of {total} flows; --limit shows more"] if total > args.limit else []
     return _Found(rows[: args.limit], listings.flow_columns(rows), notes)
-
-
-def _with_ejections(rows: list[BackendRow], agent: NamesAnswer | None) -> list[BackendRow]:
-    """The same rows; the agent knows until when a backend is ejected, and why."""
-    states = {(row.service, row.address): row.state for row in agent.ejections} if agent else {}
-    for row in rows:
-        row.state = states.get((row.service or "", row.address), row.state)
-    return rows
 
 
 def _watch(args: argparse.Namespace, read: _Read) -> int:
@@ -224,7 +223,12 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         _say(f"{error}; this is what the agent before it left")
     known = _flows_of_drained(args, packets, agent)
     asked = [probe for packet, probe in zip(packets, probes, strict=True) if packet not in known]
-    answers = iter(ask(args.admin_socket, RunExplain(asked), ExplainAnswers).answers if asked else ())
+    try:
+        answers = iter(ask(args.admin_socket, RunExplain(asked), ExplainAnswers).answers if asked else ())
+    except UnansweredError:
+        raise
+    except ControllerError as error:
+        raise ControllerError(f"{error}; its rules can:\n{_by_rules(args)}") from error
     rows = [_as_drained(known[packet], agent) if packet in known else next(answers) for packet in packets]
     for packet, row in zip(packets, rows, strict=True):
         row.name, row.mode = packet.name, row.mode or agent.mode
@@ -232,19 +236,23 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         print_value(args.output, rows if args.flows else rows[0])
         return 0
     for packet, row in zip(packets, rows, strict=True):
-        target = socket_text(packet.dst, packet.port)
-        say(f"{packet.src} -> {target}/{packet.protocol} {MEANINGS[row.verdict]} ({row.verdict})")
-        for step in row.steps:
-            if args.verbose or not step.internal:
-                say(f"  {step.text}")
+        steps = [step.text for step in row.steps if args.verbose or not step.internal]
         if agent.draining and row.mode == agent.mode:
-            drains = " and ".join(agent.draining)
-            say(f"  mode:     {row.mode}; flows that {drains} has stay there (--source-port says which one is meant)")
-        if row.service:
-            say(f"  service:  {row.service}")
-        if row.backends:
-            say(f"  backend:  {row.backends[0]}")
+            stay = f"flows that {' and '.join(agent.draining)} has stay there (--source-port says which one is meant)"
+            steps.append(f"mode:     {row.mode}; {stay}")
+        say(*lines(packet, row, steps))
     return 0
+
+
+def _by_rules(args: argparse.Namespace) -> str:
+    """The command that asks the rules for the same packets, with the agent's objects, name and configuration file."""
+    agent = ask(args.admin_socket, GetStatus(), StatusAnswer).status
+    _, ours, rest = agent.source.description.partition("manifests in ")
+    flags = {"manifests": rest.partition(":")[0] if ours else "objects.yaml", "config": agent.configuration.file,
+             "hostname-override": agent.node, "from": args.source, "to": args.target,
+             "source-class": args.source_class, "flows": args.flows}  # fmt: skip
+    command = shlex.join(["hybrid-proxy", "explain", *(f"--{flag}={word}" for flag, word in flags.items() if word)])
+    return command if ours else f"kubectl get nodes,services,endpointslices -A -o yaml > objects.yaml && {command}"
 
 
 def _flows_of_drained(args: argparse.Namespace, packets: list[Packet], agent: NamesAnswer) -> dict[Packet, FlowRow]:

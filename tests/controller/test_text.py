@@ -121,7 +121,7 @@ def of_explain(text: str) -> Iterator[str]:
     packet = Packet(text, "10.0.0.1", "10.0.0.2", 80, "tcp")
     verdict = Verdict(text, "dnat", f"Candidates: zone hints: {text}. More.", (text,), service=text)
     with captured() as written:
-        terminal.say(*explain._lines(packet, verdict))  # noqa: SLF001
+        terminal.say(*explain.lines(packet, verdict, [verdict.reason]))
         explain._say(f"refused: {text}")  # noqa: SLF001
     yield from written()
 

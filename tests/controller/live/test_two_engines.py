@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -132,6 +133,13 @@ def test_explain_names_the_mode_that_serves_a_packet(engines: Engines) -> None:
     if engines.serves == "ebpf":
         assert engines.json("explain", *packet)["mode"] == "ebpf"
         assert f"flows that {engines.drains} has" in engines.run("explain", *packet)
+        return
+    agent = engines.bench.agent
+    done = agent.command("explain", *packet, "--admin-socket", str(agent.socket))
+    assert (done.returncode, f"mode {engines.serves} cannot be asked" in done.stderr) == (1, True)
+    rules = agent.command(*shlex.split(done.stderr.splitlines()[-1])[1:], "-o", "json")
+    answer = json.loads(rules.stdout)
+    assert (answer["verdict"], answer["backends"]) == ("dnat", [backend]), rules.stderr
 
 
 def test_packets_are_reported_by_the_mode_that_can(engines: Engines) -> None:
