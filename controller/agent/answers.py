@@ -43,6 +43,7 @@ from hybrid_proxy.dataplane.timings import START
 
 # Without a table, commands know more from what the agent before left (`serving.memory`).
 OF_THE_TABLE: Final = (p.GetNames, p.GetTable, p.FindService, p.DrainNode)
+NEW_SECONDS: Final = 2.0  # for which the link of a pod may be down: of one that begins, it is until both ends are up
 REPORT_EARLIER: Final = 1.0  # the agent reports that it is busy so many seconds before the command's timeout
 
 
@@ -89,7 +90,7 @@ class Answers:
     history: History
     switch: Callable[[str | None], p.SwitchAnswer]
     check_switch: Callable[[str], None]
-    down: Sequence[str] = ()  # interfaces of pods, as the loop read them last
+    down: dict[str, float] = field(default_factory=dict)  # interface of a pod -> since when, by the monotonic clock
 
     def answer(self, query: Query) -> None:
         """Answer, unless the asker has given up."""
@@ -236,7 +237,7 @@ class Answers:
             problems=list(cluster.problems.values()),
             node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
             left_to_node=dict(builder.table.left_to_node),
-            down=list(self.down),
+            down=[name for name, since in self.down.items() if time.monotonic() - since > NEW_SECONDS],
             not_forwarding=[
                 family
                 for family, name in sysctl.FORWARDING.items()

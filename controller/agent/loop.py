@@ -380,10 +380,13 @@ class Agent:
         others: dict[str, str] = {}
         for each in node.interfaces:
             (self._pods if is_pod(each, (), (), ()) else others).update(each.facts)
-        self.answers.down = [fact.removeprefix("link ") for fact, state in self._pods.items() if state == "down"]
+        down, now = self.answers.down, time.monotonic()
+        names = (fact.removeprefix("link ") for fact, state in self._pods.items() if state == "down")
+        self.answers.down = {name: down.get(name, now) for name in names}
         self.history.facts("links", others)
         for command in sorted(self._held - node.held)[:MOST_ROWS]:
-            self.history.record("node", f"`{command}`{GONE}", "the kernel")
+            what = command.removeprefix("ip ").replace(" add ", " ")
+            self.history.record("node", f"{what} is gone: `{command}`{GONE}", "the kernel")
         self._held = node.held
 
     def _remember_node(self) -> None:

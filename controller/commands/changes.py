@@ -80,7 +80,10 @@ def columns(now: float) -> tuple[Column[ChangeRow], ...]:
 
 
 def _what(row: ChangeRow) -> Cell:
-    return Cell(shortened(row.text), Tone.WARN if row.flapping or row.kind == "repair" else Tone.PLAIN)
+    """What happened, without the Service, which has a column of its own."""
+    text = row.text.removeprefix("Service ")
+    text = text.removeprefix(row.service).lstrip(": ") if row.service and text.startswith(row.service) else row.text
+    return Cell(shortened(text), Tone.WARN if row.flapping or row.kind == "repair" else Tone.PLAIN)
 
 
 LIKELY: Final = ChangeRow(

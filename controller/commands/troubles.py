@@ -74,11 +74,8 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
     if down := [f"{name} is down, and the pod behind it is cut off" for name in status.down]:
         name = status.down[0]
         todo = f"`ip link show {name}`: NO-CARRIER means that the pod's end is down; else `ip link set {name} up`"
-        found.append(
-            Trouble(
-                "links", "link-down", f"{_many(down, 'link of a pod', 'links of pods')} down", "link", down, todo=todo
-            )
-        )
+        text = f"{_many(down, 'link of a pod', 'links of pods')} down"
+        found.append(Trouble("links", "link-down", text, "link", down, todo=todo))
     found += map(forwarding_trouble, status.not_forwarding)
     found += [*_plane_troubles(plane), *_object_troubles(status), *_backend_troubles(plane), *_full(status)]
     if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
@@ -164,10 +161,7 @@ def missing(row: KindState) -> str:
 def _plane_troubles(plane: Status) -> Iterator[Trouble]:
     if plane.failing:
         details = [f"{name}: each backend refused its last connection, or did not answer" for name in plane.failing]
-        text, todo = (
-            f"all backends of {some(plane.failing)} fail",
-            f"hybrid-proxy doctor {plane.failing[0].partition(':')[0]}",
-        )
+        text, todo = f"all backends of {some(plane.failing)} fail", _ask_doctor(plane.failing[0])
         yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
     if plane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in plane.unprogrammed]
@@ -222,8 +216,7 @@ def _backend_troubles(plane: Status) -> Iterator[Trouble]:
         own = [row for row in known.values() if row.ejected is ejected]
         if details := [f"{row.address} of {row.service}: {row.state}" for row in own]:
             text, said = f"{_many(details, 'backend')} {reason}", [some(details, "; ")]
-            todo = f"hybrid-proxy doctor {own[0].service.partition(':')[0]}"
-            yield Trouble("backends", "ejected", text, "backend", details, todo=todo, said=said)
+            yield Trouble("backends", "ejected", text, "backend", details, todo=_ask_doctor(own[0].service), said=said)
     if plane.ebpf and plane.ebpf.pods.failed:
         details = [f"{name}: {problem}" for name, problem in plane.ebpf.pods.failed.items()]
         text, todo = f"{_many(details, 'interface')} without our programs", f"no pod behind it is served: {READ_LOG}"
@@ -260,6 +253,10 @@ def forwarding_trouble(family: int) -> Trouble:
     text, todo = f"{name} is 0: this node forwards no IPv{family} packets", f"sysctl -w {name}=1"
     return Trouble("forwarding", "forwarding-off", f"{name} is 0", "forwarding", [f"{text} (`{todo}`)"], todo=todo,
                    said=[text])  # fmt: skip
+
+
+def _ask_doctor(port: str) -> str:
+    return f"hybrid-proxy doctor {port.partition(':')[0]}"
 
 
 def _many(details: Sequence[object], one: str, more: str = "") -> str:

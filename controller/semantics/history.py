@@ -19,7 +19,7 @@ NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
 NOT_SERVED: Final = "not served now"
-GONE: Final = " puts back what is gone"  # after the command that adds one of these
+GONE: Final = " puts it back"  # after the command that adds what is gone
 
 Kind = Literal["agent", "endpoints", "service", "mode", "repair", "configuration", "ejection", "node", "source"]
 

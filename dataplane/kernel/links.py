@@ -96,11 +96,13 @@ class Interface(msgspec.Struct, frozen=True):
     mtu: int = 0
     down: str = ""  # which end of a pair is: "node", or the other one, "pod"
     namespace: int = 0  # number of the other end's, where that is elsewhere
+    hosts: tuple[str, ...] = ()  # to which a route each leads by it
 
     @property
     def facts(self) -> dict[str, str]:
-        """Returns the facts that may change while it stays."""
-        return {f"link {self.name}": "up" if self.up else "down", f"MTU of {self.name}": str(self.mtu)}
+        """Returns the facts that may change while it stays: of pods' links, also to which addresses they lead."""
+        found = {f"link {self.name}": "up" if self.up else "down", f"MTU of {self.name}": str(self.mtu)}
+        return found | ({f"routes by {self.name}": ", ".join(self.hosts) or "none"} if self.peer_elsewhere else {})
 
 
 class Hop(msgspec.Struct, frozen=True):
@@ -152,12 +154,6 @@ def hardware_address(index: int) -> bytes:
 def _hardware_address(known: Mapping[int, bytes]) -> bytes:
     mac = known.get(IFLA_ADDRESS, b"")
     return mac if len(mac) == 6 else bytes(6)  # tunnels have addresses of other lengths
-
-
-def interface_towards(address: str) -> int | None:
-    """Returns the index of the interface by which this node's packets to an address leave; None: none."""
-    hop = next_hop(address)
-    return hop.index if hop else None
 
 
 def next_hop(address: str) -> Hop | None:
@@ -212,6 +208,11 @@ class _Route(msgspec.Struct):
         return _text(self.family, found or bytes(4 if self.family == socket.AF_INET else 16))
 
     @property
+    def single(self) -> bool:
+        """Whether it leads to one address."""
+        return self.length == (32 if self.family == socket.AF_INET else 128)
+
+    @property
     def network(self) -> IPv4Network | IPv6Network:
         return ip_network((self.destination, self.length), strict=False)
 
@@ -257,12 +258,15 @@ def read_node() -> Node:
                 held.append((index, f"ip address add {text}/{length}"))
                 networks.append((index, str(ip_network((text, length), strict=False))))
         unicast = [route for route in routes if route.kind == UNICAST]
-        defaults = {
-            _number(route.known[RTA_OIF])
-            for route in unicast
-            if route.length == 0 and route.table == MAIN_TABLE and RTA_OIF in route.known
-        }
-        interfaces = tuple(_interface(*link, defaults, addresses) for link in links)
+        hosts: dict[int, list[str]] = {}
+        defaults = set[int]()
+        for route in unicast:
+            index = _number(route.known.get(RTA_OIF)) if route.table == MAIN_TABLE else 0
+            if route.length == 0:
+                defaults.add(index)
+            elif route.single:
+                hosts.setdefault(index, []).append(route.destination)
+        interfaces = tuple(_interface(*link, defaults, addresses, hosts) for link in links)
         sources = _sources(wire, interfaces)
     bridges = {interface.index for interface in interfaces if interface.kind == "bridge"}
     names = {interface.index: interface.name for interface in interfaces if not is_pod(interface, (), (), ())}
@@ -270,11 +274,7 @@ def read_node() -> Node:
     return Node(
         interfaces,
         tuple(dict.fromkeys(usable)),
-        frozenset(
-            route.destination
-            for route in routes
-            if route.kind in (LOCAL, BROADCAST) and route.length == (32 if route.family == socket.AF_INET else 128)
-        ),
+        frozenset(route.destination for route in routes if route.kind in (LOCAL, BROADCAST) and route.single),
         frozenset((route.destination, route.length, hops) for route in unicast if (hops := tuple(route.hops()))),
         frozenset(network for index, network in networks if index in bridges),
         sources,
@@ -285,8 +285,8 @@ def read_node() -> Node:
 
 def _command(route: _Route) -> tuple[int, str]:
     """Returns interface and command of a route of the main table; empty: it is to a single host, or the kernel's."""
-    known, whole = route.known, 32 if route.family == socket.AF_INET else 128
-    if route.table != MAIN_TABLE or route.protocol == BY_KERNEL or route.length == whole or RTA_VIA in known:
+    known = route.known
+    if route.table != MAIN_TABLE or route.protocol == BY_KERNEL or route.single or RTA_VIA in known:
         return 0, ""
     via = f" via {_text(route.family, known[RTA_GATEWAY])}" if RTA_GATEWAY in known else ""
     onlink = " onlink" if route.flags & ON_LINK else ""
@@ -307,8 +307,7 @@ def _sources(wire: Netlink, interfaces: Iterable[Interface]) -> tuple[str, ...]:
 def _networks(routes: Iterable[_Route]) -> tuple[str, ...]:
     found = set()
     for route in routes:
-        whole = 32 if route.family == socket.AF_INET else 128
-        if route.table == MAIN_TABLE and 0 < route.length < whole and is_usable(route.destination):
+        if route.table == MAIN_TABLE and route.length and not route.single and is_usable(route.destination):
             found.add(str(route.network))
         elif not route.length and RTA_GATEWAY in route.known:
             found.add(str(ip_network(_text(route.family, route.known[RTA_GATEWAY]))))
@@ -352,7 +351,7 @@ def read_reverse_path_filters() -> dict[int, int]:
 
 def _interface(
     kind: int, index: int, flags: int, known: Mapping[int, bytes], defaults: Iterable[int],
-    addresses: Mapping[int, Iterable[str]],
+    addresses: Mapping[int, Iterable[str]], hosts: Mapping[int, Iterable[str]],
 ) -> Interface:  # fmt: skip
     info = dict(attributes(known.get(IFLA_LINKINFO, b"")))
     return Interface(
@@ -371,6 +370,7 @@ def _interface(
         mtu=_number(known.get(IFLA_MTU)),
         down="" if flags & RUNNING else "pod" if flags & UP else "node",
         namespace=_number(known.get(IFLA_LINK_NETNSID)),
+        hosts=tuple(sorted(hosts.get(index, ()))),
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from hybrid_proxy.controller.agent.history import KEPT, LARGEST, MOST_ROWS, STILL_SECONDS, History
+from hybrid_proxy.controller.commands.changes import columns
 from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.views import why_unknown
 from hybrid_proxy.controller.kubernetes.model import Problem, Service, ServicePort, Upserted
@@ -339,3 +340,19 @@ def test_what_is_no_file_of_ours_stops_no_agent(tmp_path: Path, kind: str, caplo
         history.flush()
     assert len(caplog.records) == 1
     assert other.read_text() == "as it was"
+
+
+@pytest.mark.parametrize(
+    ("service", "text", "shown"),
+    [
+        (NAME, f"{NAME}:http: backend {A}:80 gets no new connections", f"http: backend {A}:80 gets no new connections"),
+        (NAME, f"Service {NAME} is used whole again", "is used whole again"),
+        (NAME, f"{NAME}: spec.externalIPs: refused", "spec.externalIPs: refused"),
+        (NAME, f"EndpointSlice {NAME}-1: it is broken", f"EndpointSlice {NAME}-1: it is broken"),
+        ("", f"Service {NAME} is refused", f"Service {NAME} is refused"),
+    ],
+)
+def test_what_happened_does_not_repeat_the_column_of_the_service(service: str, text: str, shown: str) -> None:
+    row = ChangeRow(first=NOW, last=NOW, kind="service", service=service, what=text)
+    (column,) = (each for each in columns(NOW) if each.header == "WHAT")
+    assert str(getattr(column.value(row), "text", "")) == shown

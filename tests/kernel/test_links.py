@@ -12,9 +12,9 @@ from hybrid_proxy.dataplane.kernel.links import (
     Hop,
     Interface,
     hardware_address,
-    interface_towards,
     is_pod,
     is_uplink,
+    next_hop,
     read_node,
 )
 from tests.waiting import until
@@ -80,10 +80,11 @@ def test_addresses_and_routes_of_both_families_are_read(node: dict[str, Interfac
         ("10.50.0.0", 16, (Hop(bridge, "10.9.0.5"), Hop(bridge, "fd99::7"))),
         ("fd50::", 32, (Hop(bridge, "fd99::5"), Hop(bridge, "fd99::6"))),
     }
-    assert [interface_towards(address) for address in ("10.9.0.9", "fd99::9", "192.0.2.1", "127.0.0.1")] == [
+    hops = [next_hop(address) for address in ("10.9.0.9", "fd99::9", "192.0.2.1", "127.0.0.1")]
+    assert [hop.index if hop else 0 for hop in hops] == [
         bridge, bridge, bridge, node["lo"].index,
     ]  # fmt: skip
-    assert interface_towards("fd01::1") is None
+    assert next_hop("fd01::1") is None
 
 
 @pytest.mark.root

@@ -15,7 +15,7 @@ from hybrid_proxy.dataplane.kernel.links import (
     Interface,
     Node,
     interface_name,
-    interface_towards,
+    next_hop,
     read_node,
     read_reverse_path_filters,
 )
@@ -183,7 +183,8 @@ class Attachments:
     def entrance(self, packet: ProbePacket) -> tuple[str, int]:
         """The class of the packet's source, and the interface at which it comes in; 0 for none."""
         node = self.node
-        towards = interface_towards(packet.src)
+        hop = next_hop(packet.src)
+        towards = hop.index if hop else 0
         source = packet.source_class
         if source is None:
             addresses = {*node.addresses, *node.primary} if node else set()

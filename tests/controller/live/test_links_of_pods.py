@@ -1,0 +1,72 @@
+"""What the agent says of the links of pods, and of what somebody takes away from the node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hybrid_proxy.controller.serving.memory import changes_path, read_changes
+from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.network import Lab
+from tests.conformance.kit import node_manifest
+from tests.namespaces import new_lab
+from tests.switching import works
+from tests.waiting import until
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Agent]:
+    with new_lab("k", 1) as lab:
+        works("nftables", lab)
+        (lab.folder / "manifests").mkdir(exist_ok=True)
+        (lab.folder / "manifests" / "node.json").write_text(node_manifest(lab))
+        made = Agent(lab, lab.folder / "manifests", "nftables")
+        with made.serving():
+            yield made
+
+
+def ip(lab: Lab, *words: str) -> None:
+    assert lab.run("node", ["ip", *words]).returncode == 0
+
+
+def remembered(agent: Agent) -> list[str]:
+    return [row.what for row in read_changes(changes_path(str(agent.socket)))]
+
+
+def test_a_link_that_is_new_is_no_trouble_until_it_stays_down(agent: Agent) -> None:
+    lab = agent.lab
+    began = time.monotonic()
+    ip(lab, "link", "add", "new", "type", "veth", "peer", "name", "eth9", "netns", str(lab["pod1"].namespace))
+    try:
+        while time.monotonic() - began < 1.5:
+            assert agent.running_status().down == []
+        agent.wait(lambda status: status.down == ["new"])
+    finally:
+        ip(lab, "link", "del", "new")
+    agent.wait(lambda status: not status.down)
+
+
+def test_changes_have_a_route_to_a_pod_that_is_gone(agent: Agent) -> None:
+    lab, pod = agent.lab, agent.lab["pod1"]
+    route = [f"{pod.address4}/32", "dev", pod.interface]
+    time.sleep(2)  # it is remembered as it is
+    ip(lab, "route", "del", *route)
+    both, one = f"{pod.address4}, {pod.address6}", pod.address6
+    try:
+        until(lambda: f"routes by {pod.interface}: {both} → {one}" in remembered(agent), "it is written down")
+    finally:
+        ip(lab, "route", "add", *route)
+    until(lambda: f"routes by {pod.interface}: {one} → {both}" in remembered(agent), "so is that it is back")
+
+
+def test_changes_say_what_is_gone_and_then_what_puts_it_back(agent: Agent) -> None:
+    ip(agent.lab, "address", "add", "198.51.100.9/24", "dev", "eth0")
+    time.sleep(1)  # it is seen
+    ip(agent.lab, "address", "del", "198.51.100.9/24", "dev", "eth0")
+    command = "`ip address add 198.51.100.9/24 dev eth0`"
+    what = f"address 198.51.100.9/24 dev eth0 is gone: {command} puts it back"
+    until(lambda: what in remembered(agent), "it is written down")
