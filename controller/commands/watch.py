@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
 from itertools import groupby, islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -50,7 +50,12 @@ def _show(command: str, args: argparse.Namespace) -> int:
     except UnansweredError as error:
         if command == "trace" or args.follow:
             raise
-        return _show_remembered(args, error)
+        # What the agent that was here wrote down, and what the programs have reported to nobody since then.
+        names, events, note = remembered_events(args.admin_socket, error)
+        asked = checked(asked_for(args.service, args.namespace), names)
+        _print(args, [row for row in events if asked.has(row.service)])
+        _say(note)
+        return 0
     args.service = checked_service(args)
     if silent:
         _say(f"mode {' and '.join(silent)} reports no packets; `status` has what it counts")
@@ -59,16 +64,7 @@ def _show(command: str, args: argparse.Namespace) -> int:
     if args.follow:
         _stream(args, _followed(args, since))
         return 0
-    _print(args, _events(args, ALL).rows)
-    return 0
-
-
-def _show_remembered(args: argparse.Namespace, error: UnansweredError) -> int:
-    """What the agent that was here wrote down, and what the programs have reported to nobody since then."""
-    names, events, note = remembered_events(args.admin_socket, error)
-    asked = checked(asked_for(args.service, args.namespace), names)
-    _print(args, [row for row in events if asked.has(row.service)])
-    _say(note)
+    _print(args, _events(args, ALL)[0])
     return 0
 
 
@@ -118,15 +114,8 @@ def _stream(args: argparse.Namespace, rows: Iterator[PacketEvent]) -> Counter[st
     return shown
 
 
-class _Events(NamedTuple):
-    """Events that are asked for, and the number of the latest of all."""
-
-    rows: list[PacketEvent]
-    last: int
-
-
-def _events(args: argparse.Namespace, after: int) -> _Events:
-    """Those with larger numbers."""
+def _events(args: argparse.Namespace, after: int) -> tuple[list[PacketEvent], int]:
+    """Those with larger numbers that are asked for, and the number of the latest of all."""
     answer = ask(args.admin_socket, GetEvents(after), EventsAnswer)
     for row in answer.events:
         row.mode = row.mode or answer.mode
@@ -135,7 +124,7 @@ def _events(args: argparse.Namespace, after: int) -> _Events:
     traced = args.command == "trace"
     rows = [row for row in answer.events if traced or row.what != "trace"]
     asked = Asked(args.service, args.namespace)
-    return _Events([row for row in rows if asked.has(row.service)], answer.last)
+    return [row for row in rows if asked.has(row.service)], answer.last
 
 
 def _followed(args: argparse.Namespace, since: float | None) -> Iterator[PacketEvent]:
