@@ -50,6 +50,13 @@ COUNTING = f"{FORWARD} tcp dport 8080 counter drop ; }} ; }}"
 UNCOUNTED = COUNTING.replace(" counter", "")
 CLOSED = f"{FORWARD} policy drop ; ct state established accept ; }} ; }}"
 AT_HOOK = "table inet somebody {{ chain c {{ type filter hook {0} priority 0 ; tcp dport 8080 {1} drop ; }} ; }}"
+REDIRECTING = "table ip somebody {{ {} }}".format(
+    " ".join(
+        f"chain {hook} {{ type nat hook {hook} priority -160 ; "
+        f"ip daddr {ADDRESSES[NAME]} tcp dport 80 counter dnat to 192.0.2.9:80 ; }} ;"
+        for hook in ("prerouting", "output")
+    )
+)
 DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp dport 8080 drop ; } ; }"
 NO_ANSWERS = DEAF.replace("dport", "sport")
 LOSSY = DEAF.replace("drop", "numgen inc mod 2 0 drop")
@@ -596,6 +603,14 @@ CLIENT = ("--from", "192.168.77.1", "--to", f"192.168.77.2:{NODE_PORT}")
 INCIDENTS = [
     Incident("nothing is wrong", lambda _: nullcontext(), (NAME,), "", own=True),
     Incident(
+        "foreign NAT takes the ClusterIP",
+        rules("node", REDIRECTING),
+        (NAME,),
+        "foreign-nat",
+        modes=WITH_RULES,
+        noted="another program's NAT sends packets to",
+    ),
+    Incident(
         "nothing is wrong, asked by address",
         lambda _: nullcontext(),
         (f"{ADDRESSES[NAME]}:80",),
@@ -769,7 +784,7 @@ INCIDENTS = [
         own=True,
     ),
     Incident(
-        "a routing rule comes before the route to an endpoint",
+        "a routing rule overrides a route",
         rule,
         (NAME,),
         "endpoint-route",

@@ -343,6 +343,7 @@ NODES = [
     pytest.param({"other_proxies": ("kube-proxy left its rules",)}, "other-proxy", "problem", id="another proxy"),
     pytest.param({"forwarding": {4: True, 6: False}}, "forwarding-off", "problem", id="no forwarding of IPv6"),
     pytest.param({"closed": (rule("forward", "policy drop", 9),)}, "firewall", "warning", id="the policy of FORWARD drops"),
+    pytest.param({"taken": (("a/b", "10.96.0.9", Rule("ip x", "c", ("prerouting",), "dnat to 10.0.0.1", 9, away=True)),)}, "foreign-nat", "warning", id="NAT of another program"),
     pytest.param({"conntrack": Fill(100, 100)}, "conntrack-full", "problem", id="conntrack is full"),
     pytest.param({"conntrack": Fill(95, 100)}, "conntrack-full", "problem", id="conntrack is nearly full"),
     pytest.param({"conntrack": Fill(5, 100), "lost": {"drop": (9, 2)}}, "conntrack-full", "warning", id="conntrack drops just now"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hybrid_proxy.controller.commands.doctor.facts import Rule
-from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft
+from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft, taken
 from hybrid_proxy.dataplane.base_chains import BaseChain
 
 NFT = """
@@ -97,3 +99,37 @@ def test_a_rule_at_the_end_that_only_counts_counts_for_the_policy() -> None:
 
 def test_a_policy_counts_as_the_kernel_says() -> None:
     assert of_nft(NFT, [FILTERS[0]._replace(packets=7)])[0] == Rule("inet fw", "f", ("forward",), "policy drop", 7)
+
+
+WEB = {"10.96.0.9": "shop/web", "fd96::9": "shop/web"}
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("ip daddr 10.96.0.9 tcp dport 80 counter packets 3 bytes 180 dnat to 192.0.2.9:80", {"10.96.0.9"}),
+        ("ip daddr { 10.96.0.8, 10.96.0.9 } redirect to :81", {"10.96.0.9"}),
+        ("ip6 daddr fd96::9 tcp dport { 53, 80-90 } dnat to fd00::9", {"fd96::9"}),
+        ("ip daddr 10.96.0.99 dnat to 192.0.2.9", set()),
+        ("ip daddr 192.0.2.9 dnat to 10.96.0.9", set()),
+        ("tcp dport 80 dnat to 192.0.2.9", set()),
+        ("ip daddr 10.96.0.9 tcp dport 80 drop", set()),
+    ],
+)
+def test_nat_that_names_the_address_of_a_service(text: str, addresses: set[str]) -> None:
+    table = f"table inet x {{\n\tchain c {{\n\t\ttype nat hook output priority -100;\n\t\t{text}\n\t}}\n}}\n"
+    base = BaseChain("inet x", "c", "nat", "output", rules=1, drops=False, packets=None)
+    found = list(taken(of_nft(table, [base]), WEB))
+    assert {address for _, address, _ in found} == addresses
+    assert {(name, rule.hooks) for name, _, rule in found} <= {("shop/web", ("output",))}
+
+
+def test_legacy_nat_that_names_the_address_of_a_service() -> None:
+    text = """*nat
+:PREROUTING ACCEPT [0:0]
+[5:20] -A PREROUTING -d 10.96.0.9/32 -p tcp -m multiport --dports 79:80 -j DNAT --to-destination 192.0.2.9:80
+[6:20] -A PREROUTING -d 10.96.0.8/32 -p tcp -j REDIRECT --to-ports 81
+COMMIT
+"""
+    ((name, address, rule),) = taken(of_iptables(text, "ip"), WEB)
+    assert (name, address, rule.packets, rule.table) == ("shop/web", "10.96.0.9", 5, "ip nat (legacy)")

@@ -142,6 +142,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding("ok", "other proxies", "there is none")
     yield from _forwarding(facts)
     yield from _closed(facts)
+    yield from _away(facts)
     yield _reverse_path(facts)
     if facts.conntrack is not None:
         yield _conntrack(facts.conntrack, facts.conntrack_user, facts.lost)
@@ -227,11 +228,27 @@ def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
 def _closed(facts: NodeFacts) -> Iterator[Finding]:
     """What no rule of FORWARD accepts is dropped: whether that hinders pods, its counter tells."""
     for rule in facts.closed:
-        count = "how often is not counted" if rule.packets is None else f"{several(rule.packets, 'packet')} so far"
-        text = f"FORWARD drops what no rule of it accepts: {_rule(rule)}; {count}"
         todo = _count_it(rule) if rule.packets is None else f"if these are pods', {_accept(rule)}"
-        mark: Mark = "unknown" if rule.packets is None else "warning" if rule.packets else "ok"
-        yield Finding(mark, "firewall", text, todo, "firewall" if rule.packets else "")
+        yield _counted("firewall", "FORWARD drops what no rule of it accepts", rule, rule.packets, todo)
+
+
+def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Finding]:
+    """NAT of other programs for addresses of Services, or of this one: its counter tells whether it was before ours."""
+    todo = "delete this rule, or take the address out of it; its table and its comment tell whose it is"
+    for service, address, rule in node.taken:
+        text = f"another program's NAT sends packets to {address} ({service}) elsewhere"
+        if facts is None:
+            yield _counted("NAT", text, rule, rule.packets, todo)
+        elif belongs(facts.name, service):
+            own = msgspec.structs.replace(rule, packets=None)
+            yield _counted("NAT", text, rule, facts.counted.get(own, rule.packets and 0), todo, "problem")
+
+
+def _counted(subject: str, text: str, rule: Rule, packets: int | None, todo: str, bad: Mark = "warning") -> Finding:
+    count = "how often is not counted" if packets is None else f"{several(packets, 'packet')} so far"
+    mark: Mark = "unknown" if packets is None else bad if packets else "ok"
+    cause: Cause = "" if not packets else "foreign-nat" if rule.away else "firewall"
+    return Finding(mark, subject, f"{text}: {_rule(rule)}; {count}", todo, cause)
 
 
 def _reverse_path(facts: NodeFacts) -> Finding:
@@ -326,6 +343,7 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     yield from _restrictions(facts, node)
     yield from _kernel(facts, node)
     yield from _links(facts)
+    yield from _away(node, facts)
     yield from _connections(facts, node)
     if facts.events:
         text = f"during these connections: {_by_reason(facts.events)}"
@@ -742,7 +760,8 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
     ]
     common = frozenset.intersection(*hooks) if hooks else frozenset[str]()
     return sorted(
-        (rule for rule in rules if common.intersection(rule.hooks)), key=lambda rule: _hook(rule) != "FORWARD"
+        (rule for rule in rules if common.intersection(rule.hooks) and not rule.away),
+        key=lambda rule: _hook(rule) != "FORWARD",
     )
 
 

@@ -17,7 +17,7 @@ from hybrid_proxy.controller.commands.doctor.facts import CAUSES, Diagnosis, Fin
 from hybrid_proxy.controller.commands.explain import ask_agent, named_target, packets_of, target
 from hybrid_proxy.controller.commands.names import asked_for, at_address
 from hybrid_proxy.controller.commands.terminal import print_lines, print_value, screen
-from hybrid_proxy.controller.errors import ConfigError
+from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet
 from hybrid_proxy.controller.text import printable
 
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output == "json":
         print_value("json", found)
     else:
-        _print(found)
+        width, colours = screen()
+        print_lines(lines(found, Screen(width or WHOLE, colours)))
     return 0 if found.well else 1
 
 
@@ -93,10 +94,13 @@ def _packet(args: argparse.Namespace) -> Packet | None:
     if not args.target:
         return None
     if not args.source:
-        from hybrid_proxy.controller.commands.doctor.service import own_address
+        from hybrid_proxy.dataplane.kernel.links import read_node
 
         six = named_target(args.target) is None and ":" in str(target(args.target)["dst"])
-        args.source = own_address(6 if six else 4)
+        own = [address for address in read_node().addresses if (":" in address) is six]
+        if not own:
+            raise ControllerError(f"the node has no IPv{6 if six else 4} address: name a source with --from")
+        args.source = own[0]
     packet: Packet = packets_of(args, find)[0]
     if packet.protocol.startswith("icmp"):
         raise ConfigError("--to: tcp, udp or sctp: no service answers by icmp")
@@ -126,11 +130,6 @@ _COLUMNS: Final[tuple[Column[Finding], ...]] = (
     Column("", lambda found: found.subject),
     Column("", _text, wrap=True),
 )
-
-
-def _print(found: Diagnosis) -> None:
-    width, colours = screen()
-    print_lines(lines(found, Screen(width or WHOLE, colours)))
 
 
 # The command line

@@ -23,9 +23,10 @@ LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A rule of a foreign firewall that drops or rejects packets, or the policy of a base chain that does.
+    """A rule of a foreign firewall that drops, rejects or redirects packets, or the policy of a base chain that drops.
 
-    `hooks` are those of the kernel's that lead to it. `packets` is what its counter says; null: it has none.
+    `hooks` are those of the kernel's that lead to it. `packets` is what its counter says; null: it has none. It sends
+    packets `away`, or drops them.
     """
 
     table: str
@@ -33,6 +34,7 @@ class Rule(msgspec.Struct, frozen=True):
     hooks: tuple[str, ...]
     text: str
     packets: int | None = None
+    away: bool = False
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -94,6 +96,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     other_proxies: tuple[str, ...] = ()
     forwarding: dict[int, bool] = {}  # family -> whether the kernel forwards
     closed: tuple[Rule, ...] = ()  # policies of FORWARD that drop
+    taken: tuple[tuple[str, str, Rule], ...] = ()  # service, its address, and what redirects packets to that
     reverse_path: dict[str, int] = {}  # interface -> rp_filter
     lost: dict[str, tuple[int, int]] = {}  # counter of the kernel -> since the boot, and while doctor looked
     conntrack: Fill | None = None
@@ -151,11 +154,12 @@ Cause = Literal[
     "",
     "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
     "left-to-node", "no-endpoint", "no-local-endpoint", "forwarding-off", "link-down", "address-lost", "mtu",
-    "endpoint-route", "client-pod", "lossy", "firewall", "forwarding-loses", "backend-refuses", "backend-silent",
-    "backend-unreachable", "backend-never-answers", "backend-stalls", "backend-closes", "kernel-differs", "other-proxy",
-    "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full", "service-path", "not-served",
-    "backend-slow", "flapping", "backends-fail", "node-faults", "refused-objects", "ejected", "configuration",
-    "degraded", "draining", "empty-services", "reverse-path", "drops", "untold", "restricted",
+    "endpoint-route", "client-pod", "foreign-nat", "lossy", "firewall", "forwarding-loses", "backend-refuses",
+    "backend-silent", "backend-unreachable", "backend-never-answers", "backend-stalls", "backend-closes",
+    "kernel-differs", "other-proxy", "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full",
+    "service-path", "not-served", "backend-slow", "flapping", "backends-fail", "node-faults", "refused-objects",
+    "ejected", "configuration", "degraded", "draining", "empty-services", "reverse-path", "drops", "untold",
+    "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

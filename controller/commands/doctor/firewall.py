@@ -1,4 +1,4 @@
-"""Reads the rules of other programs that drop packets, with the tools that know how to print them."""
+"""Reads the rules of other programs that drop or redirect packets, with the tools that know how to print them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hybrid_proxy.dataplane.kernel.tools import output
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, XtablesError
 
 MOST_TABLES: Final = 32
-TABLES: Final = ("filter", "mangle", "raw", "security")  # iptables' own, without nat
+TABLES: Final = ("filter", "mangle", "raw", "security", "nat")  # iptables' own
 FAMILIES: Final = {"ip": 4, "ip6": 6}
 TOOL_SECONDS: Final = 3.0
 
 
 def read_rules() -> tuple[tuple[Rule, ...], str]:
-    """Rules of other programs that drop, and why some could not be read (empty: all were)."""
+    """Rules of other programs that drop or redirect, and why some could not be read (empty: all were)."""
     rules: list[Rule] = []
     unknown = []
-    filters = [chain for chain in foreign_chains() if chain.type == "filter"]
+    filters = [chain for chain in foreign_chains() if chain.type != "route"]
     for table in list(dict.fromkeys(chain.table for chain in filters))[:MOST_TABLES]:
         try:  # one call for several tables fails where iptables-nft has made one of them (nft 1.0.6)
             rules += of_nft(output("nft", "-t", "list", "table", *table.split(" ", 1), seconds=TOOL_SECONDS), filters)

@@ -13,9 +13,10 @@ import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
 from hybrid_proxy.controller.commands.doctor.firewall import read_rules
+from hybrid_proxy.controller.commands.doctor.rules import taken
 from hybrid_proxy.controller.commands.doctor.way import link_of
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
-from hybrid_proxy.controller.commands.views import Agent, Programmed, last_changes
+from hybrid_proxy.controller.commands.views import Agent, Programmed, frontends, last_changes
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import GONE
 from hybrid_proxy.controller.serving.admin import BusyError, NoAgentError, StartingError
@@ -50,6 +51,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     events, events_unknown = (None, unread) if denied else _read(asked.events)
     table, rules, interfaces = conntrack.fill(), () if denied else read_rules()[0], links.read_node()
     changes = last_changes(asked.admin_socket, time.time())
+    services = {key[0]: (name or "-").partition(":")[0] for key, name in frontends(rows).items() if key[0]}
     gone = dict.fromkeys(row.what.split("`")[1] for row in changes if row.what.endswith(GONE))
     there = {tuple(each.split()[:4]) for each in interfaces.held}
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
@@ -66,6 +68,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         other_proxies=_other_proxies(agent, here),
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
         closed=tuple(rule for rule in rules if rule.hooks == ("forward",) and rule.text.lower() == "policy drop"),
+        taken=tuple(taken(rules, services)),
         reverse_path=_read(_reverse_path)[0] or {},
         conntrack=table,
         conntrack_user=(

@@ -1,4 +1,4 @@
-"""PURE. Finds rules of firewalls that drop or reject packets in what `nft list` and `iptables-save` print."""
+"""PURE. Finds rules that drop, reject or redirect packets in what `nft list` and `iptables-save` print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from hybrid_proxy.dataplane.saved_rules import target
 HOOKS: Final = frozenset({"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"})  # iptables' own chains
 
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
-_DROPS: Final = re.compile(r"(?:^|\s)(?:drop|reject)\b", re.IGNORECASE)
+_ENDS: Final = re.compile(r"(?:^|\s)(drop|reject|dnat|redirect)\b", re.IGNORECASE)
+_AWAY: Final = frozenset({"dnat", "redirect"})  # of these
+_WORD: Final = re.compile(r"[\w.:]+")
 _COUNTER: Final = re.compile(r"counter packets (\d+) bytes \d+")
 _ALL: Final = re.compile(r"counter packets (\d+) bytes \d+(?: comment .*)?")  # a rule that only counts
 _JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
@@ -25,21 +27,21 @@ _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
 
 
 class _Chain(msgspec.Struct):
-    """A chain as it is read: the rules that drop, with what they counted, and the chains that it leads to."""
+    """A chain as it is read: the rules that end a packet's way, what they counted, and the chains that it leads to."""
 
     table: str
     name: str
     hook: str = ""
-    drops: list[tuple[str, int | None]] = msgspec.field(default_factory=list)
+    ends: list[tuple[str, int | None, bool]] = msgspec.field(default_factory=list)  # ... and whether they redirect
     leads_to: set[str] = msgspec.field(default_factory=set)
     policy: str = ""  # if it drops
     left: int | None = None  # packets that the last rule counted, if it does nothing else: what the policy gets
 
 
 def of_nft(text: str, filters: Iterable[BaseChain]) -> tuple[Rule, ...]:
-    """Find rules that drop in the tables that `nft -t list table ...` prints, without ours.
+    """Find rules that drop or redirect in the tables that `nft -t list table ...` prints, without ours.
 
-    `filters` are the base chains whose rules may drop.
+    `filters` are the base chains whose rules may do so.
     """
     bases = {(base.table, base.name): base for base in filters}
     chains: list[_Chain] = []
@@ -65,7 +67,7 @@ def of_nft(text: str, filters: Iterable[BaseChain]) -> tuple[Rule, ...]:
 
 
 def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
-    """Find rules that drop in the tables that `iptables-save -c` prints, without ours; `family` is `ip` or `ip6`."""
+    """Find such rules in the tables that `iptables-save -c` prints; `family` is `ip` or `ip6`."""
     chains: dict[str, _Chain] = {}
     table = ""
     for line in text.splitlines():
@@ -77,8 +79,8 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
                 chain.policy, chain.left = "policy DROP", int(found[3]) if found[3] else None
         elif (found := _SAVED.match(line)) and (to := target(found[3])):
             chain = chains.setdefault(found[2], _Chain(table, found[2]))
-            if to in ("DROP", "REJECT"):
-                chain.drops.append((found[3].strip(), int(found[1]) if found[1] else None))
+            if _ENDS.fullmatch(to):
+                chain.ends.append((found[3].strip(), int(found[1]) if found[1] else None, to.lower() in _AWAY))
             chain.leads_to.add(to)
     return tuple(_rules(chains.values()))
 
@@ -87,9 +89,10 @@ def _read_nft(chain: _Chain, line: str) -> None:
     everything = _ALL.fullmatch(line)
     chain.left = int(everything[1]) if everything else None
     bare = _QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
-    if _DROPS.search(bare):
+    if end := _ENDS.search(bare):
         counter = _COUNTER.search(bare)
-        chain.drops.append((_COUNTER.sub("counter", line), int(counter[1]) if counter else None))
+        away = end[1] in _AWAY
+        chain.ends.append((_COUNTER.sub("counter", line), int(counter[1]) if counter else None, away))
     chain.leads_to.update(_JUMP.findall(bare))
 
 
@@ -104,9 +107,9 @@ def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
     for chain in known:
         by = hooks.get((chain.table, chain.name))
         if by:
-            policy = [(chain.policy, chain.left)] * bool(chain.policy)
-            for text, packets in (*policy, *chain.drops):
-                yield Rule(chain.table, chain.name, tuple(sorted(by)), " ".join(text.split()), packets)
+            policy = [(chain.policy, chain.left, False)] * bool(chain.policy)
+            for text, packets, away in (*policy, *chain.ends):
+                yield Rule(chain.table, chain.name, tuple(sorted(by)), " ".join(text.split()), packets, away)
 
 
 def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:
@@ -129,3 +132,10 @@ def _sums(rules: Iterable[Rule]) -> Counter[Rule]:
         if rule.packets is not None:
             found[msgspec.structs.replace(rule, packets=None)] += rule.packets
     return found
+
+
+def taken(rules: Iterable[Rule], services: Mapping[str, str]) -> Iterator[tuple[str, str, Rule]]:
+    """Find the rules that redirect packets to some of these addresses, which they name: service, address and rule."""
+    for rule in rules:
+        for word in set(_WORD.findall(_ENDS.split(rule.text)[0])) & services.keys() if rule.away else ():
+            yield services[word], word, rule

@@ -335,15 +335,3 @@ def is_about(row: PacketEvent, facts: ServiceFacts, attempts: Iterable[Attempt])
     """Return whether a packet event is one of these connections, or of the service."""
     targets = {(socket_text(each.address, each.port), each.protocol) for each in attempts}
     return (row.destination, row.protocol) in targets or (facts.name is not None and belongs(row.service, facts.name))
-
-
-def own_address(family: int) -> str:
-    """The node's first address of a family, as the source of a packet that nobody named.
-
-    Raises:
-        ControllerError: it has none.
-    """
-    for address in links.read_node().addresses:
-        if family_of(address) == family:
-            return address
-    raise ControllerError(f"the node has no IPv{family} address: name a source with --from")
