@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from hybrid_proxy.controller.serving import memory
 from hybrid_proxy.dataplane.kernel.drivers import TRIED
 from hybrid_proxy.dataplane.modes.ebpf.hooks.xdp import LARGEST_MTU
 from hybrid_proxy.workshop import house, manual, output
@@ -26,6 +27,13 @@ def test_the_tree_of_packages_is_the_one_on_disk() -> None:
     page = (ROOT / house.PAGE).read_text()
 
     assert house.written(ROOT) == page, "run `make docs`"
+
+
+def test_the_files_that_outlive_an_agent_are_those_of_the_page() -> None:
+    paths = [path for path in vars(memory).values() if getattr(path, "__module__", "") == memory.__name__]
+    made = {path("/run/admin.sock").name for path in paths if path.__name__.endswith("_path")}
+    assert len(made) > 2
+    assert {name.strip("`") for name in table("docs/operations.md", "| file | content |")} == made
 
 
 def test_the_readme_is_one_sitting() -> None:
