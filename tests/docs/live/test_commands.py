@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import subprocess
@@ -55,14 +56,16 @@ def test_every_target_of_make_is_there() -> None:
 @pytest.mark.parametrize(("page", "line"), CLUSTER, ids=[f"{page}-{n}" for n, (page, _) in enumerate(CLUSTER)])
 def test_kubectl_and_helm_understand_it(page: str, line: str, tmp_path: Path) -> None:
     """The real ones do everything but talk to a server: they read flags, patches, kustomizations and charts first."""
-    word, _, rest = line.partition(" ")
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")  # files that a line writes do not land in the tree
-    if word == "helm":
-        there = f"{helm.program()} {rest} --kube-apiserver={NOWHERE}"
-    else:
-        assert word == "kubectl", f"{page}: {line}"
-        there = f"{manifests.kubectl()} --server={NOWHERE} --request-timeout=2s {rest}"
-    done = subprocess.run(["sh", "-c", there], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    for name, there in (
+        ("helm", f'{helm.program()} "$@" --kube-apiserver={NOWHERE}'),
+        ("kubectl", f'{manifests.kubectl()} --server={NOWHERE} --request-timeout=2s "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexec {there}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    argv = ["sh", "-c", line]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "refused" in done.stderr, f"{page}: {line}: {done.stderr}"
 

@@ -266,6 +266,7 @@ def test_no_kube_proxy_ends_while_a_node_has_no_label(tmp_path: Path) -> None:
     walk.shell(patch, 1)
     walk.look(patch)
     walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy=yes")
+    walk.shell(f"""kubectl() {{ [ "$1" != get ] && command kubectl "$@"; }}; {patch}""", 1)  # the API does not answer
     walk.shell(patch)
 
 
