@@ -26,12 +26,7 @@ SEVERAL: Final = ("configuration", "last sync failed")  # our own errors, which 
 
 def verdict(status: AgentStatus) -> Verdict:
     """Judge the whole status."""
-    return _worst(troubles(status))
-
-
-def _worst(found: Iterable[Trouble]) -> Verdict:
-    order = list(Verdict)
-    return max((trouble.verdict for trouble in found), key=order.index, default=Verdict.OK)
+    return max((trouble.verdict for trouble in troubles(status)), key=list(Verdict).index, default=Verdict.OK)
 
 
 # ------------------------------------------------------------------------------------------------ the lines
@@ -40,7 +35,7 @@ def _worst(found: Iterable[Trouble]) -> Verdict:
 def lines(status: AgentStatus, screen: Screen, now: float, *, wide: bool = False) -> Iterator[str]:
     """All lines, folded where the screen ends; `now` are seconds since 1970."""
     found = troubles(status)
-    yield from _first_lines(_worst(found), [trouble.reason for trouble in found if trouble.reason], screen)
+    yield from _first_lines(verdict(status), [trouble.reason for trouble in found if trouble.reason], screen)
     for line in _other_lines(status, found, now, wide=wide):
         yield from _folded(line, screen)
 
@@ -48,6 +43,8 @@ def lines(status: AgentStatus, screen: Screen, now: float, *, wide: bool = False
 def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, wide: bool) -> Iterator[str]:
     for trouble in found:
         yield from _detail_lines(trouble.label, trouble.details)
+        if trouble.todo and trouble.verdict is not Verdict.OK and trouble.todo not in trouble.details:
+            yield f"    → {trouble.todo}"
     if status.former is not None:
         yield from _detail_lines("before", [status.former.gone.text(now)] if status.former.gone else [])
         yield from _lines_without_agent(status.former)
@@ -71,6 +68,7 @@ def lines_without_agent(status: NoAgentStatus, screen: Screen, now: float) -> It
     """Return the lines about what still serves while no agent answers, and what the last agent knew."""
     reason = status.gone.text(now) if status.gone and not status.starting else status.reason
     yield from _first_lines(Verdict.NOT_IN_SYNC, [reason], screen)
+    yield "  → `hybrid-proxy doctor` says what to do"
     for line in _lines_without_agent(status):
         yield from _folded(line, screen)
 

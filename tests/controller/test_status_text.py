@@ -121,12 +121,12 @@ def test_a_backend_that_fails_makes_it_degraded_before_it_is_ejected() -> None:
     wanted = [
         "DEGRADED: 1 backend is failing, but not ejected",
         "  backend: 10.0.0.1:80 of shop/web:http: 2 connections in a row failed",
-        "",
+        "    → hybrid-proxy doctor shop/web",
     ]
     assert text(agent_status(dataplane=dataplane(failing_backends=[row])), 120).splitlines()[:3] == wanted
     kept = msgspec.structs.replace(row, state="kept because too many fail")
     shown = text(agent_status(dataplane=dataplane(failing_backends=[row], ebpf=attached(kept))), 120).splitlines()
-    assert shown[:3] == [wanted[0], wanted[1].replace(row.state, kept.state), ""], "a backend is named once"
+    assert shown[:3] == [wanted[0], wanted[1].replace(row.state, kept.state), wanted[2]], "a backend is named once"
 
 
 @pytest.mark.parametrize(("mode", "lines"), [("ebpf", 0), ("userspace", 0), ("nftables", 1), ("ipvs", 1)])
@@ -210,7 +210,8 @@ def test_the_verdict_follows_from_what_is_wrong(fields: dict[str, Any], expected
 
 def test_without_an_agent_what_serves_is_named() -> None:
     left = NoAgentStatus(reason="no agent listens at /run/x.sock", programmed={"ebpf": LeftBehind("/sys/fs/bpf/x", 10)})
-    first, second = lines_without_agent(left, Screen(), NOW)
+    first, todo, second = lines_without_agent(left, Screen(), NOW)
+    assert "hybrid-proxy doctor" in todo
     assert first == "NOT IN SYNC: no agent listens at /run/x.sock"
     assert "mode ebpf" in second
     assert "10 service ports" in second
