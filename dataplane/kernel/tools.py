@@ -24,8 +24,8 @@ def call(*argv: str, seconds: float, text: str = "") -> subprocess.CompletedProc
         )  # fmt: skip
     except FileNotFoundError:
         raise OSError(f"{argv[0]} is not installed") from None
-    except subprocess.SubprocessError as error:
-        raise OSError(str(error)) from error
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{argv[0]} took longer than {seconds:g} s") from None
 
 
 def output(*argv: str, seconds: float) -> str:
@@ -36,5 +36,6 @@ def output(*argv: str, seconds: float) -> str:
     """
     done = call(*argv, seconds=seconds)
     if done.returncode:
-        raise OSError(f"{' '.join(argv)}: {done.stderr.strip().partition(chr(10))[0][:300]}")
+        reason = done.stderr.strip().partition("\n")[0][:300] or f"exit code {done.returncode}"
+        raise OSError(f"{' '.join(argv)}: {reason}")
     return done.stdout
