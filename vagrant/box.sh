@@ -9,6 +9,9 @@
 set -eu
 : "${KEY:=$(find / -xdev -path '*/vagrant-*/keys/vagrant.pub' 2>/dev/null | head -n 1)}" "${SUITE:=bookworm}" "${GIBIBYTES:=20}"
 [ $# -ge 1 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+for tool in mmdebstrap mke2fs qemu-img; do
+    command -v "$tool" >/dev/null || { echo "box: $tool is not installed" >&2; exit 1; }
+done
 file=$(realpath "$1")
 shift
 [ -r "$KEY" ] || { echo "box: Vagrant's public key is not here: set KEY to its file vagrant.pub" >&2; exit 1; }

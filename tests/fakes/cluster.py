@@ -181,7 +181,6 @@ class Cluster:
     def run(self, request: BaseHTTPRequestHandler, pod: str, argv: list[str]) -> None:
         """A command in a pod, by a websocket, as a kubelet answers it: what it prints, and its exit code."""
         assert self.execute, argv
-        done = self.execute(self.objects["pods"][pod]["spec"]["nodeName"], argv)
         key = request.headers["Sec-WebSocket-Key"].encode()
         accept = base64.b64encode(hashlib.sha1(key + WEBSOCKET, usedforsecurity=False).digest()).decode()
         request.protocol_version = "HTTP/1.1"
@@ -190,6 +189,8 @@ class Cluster:
             request.send_header(*header)
         request.send_header("Sec-WebSocket-Protocol", CHANNELS)
         request.end_headers()
+        # Only now, as a kubelet does: kubectl 1.32 discards what comes before it has made its streams.
+        done = self.execute(self.objects["pods"][pod]["spec"]["nodeName"], argv)
         status: Json = {"metadata": {}, "status": "Success"}
         if done.returncode:
             causes = [{"reason": "ExitCode", "message": str(done.returncode)}]
