@@ -593,13 +593,26 @@ def test_the_verdict_does_not_take_an_accepted_connection_for_one_without_an_ans
     assert text == "shop/web is well: 2 of 4 connections were answered, and the others accepted"
 
 
-def test_a_client_that_is_not_on_this_node_is_not_passed_over_in_silence() -> None:
-    cause, _, findings = service(facts(*GOOD, stranger="10.0.7.7"))
-    unknown = [each.text for each in findings if each.mark == "unknown"]
-    assert (cause, unknown) == (
-        "",
-        ["none was tried from 10.0.7.7: neither this node nor a pod of it has this address"],
-    )
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (
+            facts(*GOOD, stranger="10.0.7.7"),
+            "none was tried from 10.0.7.7: neither this node nor a pod of it has this address",
+        ),
+        (
+            facts(*GOOD, no_pod="not permitted"),
+            "none was tried from a pod, so nothing is known of forwarding: not permitted",
+        ),
+    ],
+    ids=["elsewhere", "without the right"],
+)
+def test_a_client_that_was_not_tried_is_not_passed_over_in_silence(found: ServiceFacts, text: str) -> None:
+    cause, _, findings = service(found)
+    assert (cause, [each.text for each in findings if each.mark == "unknown"]) == ("", [text])
+    verdict = diagnose("shop/web", findings, found.tried).verdict
+    assert verdict.startswith("shop/web is well: ")
+    assert verdict.endswith(f"; {text}")
 
 
 @pytest.mark.parametrize("ports", [(), (port(A),)])

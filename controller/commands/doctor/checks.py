@@ -62,6 +62,7 @@ LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no serv
 SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
 AGAIN: Final = f"ask again in a second, then {READ_LOG}"
 AS_ROOT: Final = "run as root, on the node itself"
+UNTRIED: Final = "none was tried from"
 
 
 # How backends fail other than by refusals: words for one and for several, the cause, and what to do.
@@ -85,7 +86,7 @@ def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = 
     warnings = sorted((f for f in findings if f.mark == "warning"), key=_rank)
     limits = [f for f in findings if f.cause == "restricted"]
     chosen = next(iter(problems or warnings or limits), None)
-    unseen = [f for f in findings if (f.mark, f.subject) == ("unknown", "backends")]
+    unseen = [f for f in findings if f.mark == "unknown" and (f.subject == "backends" or f.text.startswith(UNTRIED))]
     said = [] if problems or warnings else [f.text for f in (*limits, *unseen)]
     meant = [f.text for f in limits if f.subject == "object"]  # it is not served, as it shall be
     return Diagnosis(
@@ -666,12 +667,13 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         if each.outcome == "failed":
             yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
     if facts.stranger and facts.tried:
-        text = f"none was tried from {facts.stranger}: neither this node nor a pod of it has this address"
+        text = f"{UNTRIED} {facts.stranger}: neither this node nor a pod of it has this address"
         todo = "for a pod, ask on its node; here the table was asked for this client"
         yield Finding("unknown", "connections", text, todo)
     if facts.no_pod and facts.tried:
-        text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
-        yield Finding("unknown", "connections", text, "run doctor as root on the node itself")
+        text = f"{UNTRIED} a pod, so nothing is known of forwarding: {facts.no_pod}"
+        todo = "run doctor as root on the node itself; a pod of the agent needs deploy's component debug for it"
+        yield Finding("unknown", "connections", text, todo)
     if facts.left_out:
         yield Finding("unknown", "connections", f"{several(facts.left_out, 'backend')} more were not tried")
     lossy = {key: rows for key, rows in _lossy(facts).items() if blamed.isdisjoint((key[0], _host(rows[0])))}
