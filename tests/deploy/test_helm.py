@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,10 @@ def test_alerts_and_dashboard_are_those_of_the_folder() -> None:
     found = {(item["kind"], item["metadata"]["name"]): item for item in objects}
     rule = found["PrometheusRule", "hybrid-proxy"]
     assert rule["spec"] == yaml.safe_load((DEPLOY / "monitoring/alerts.yaml").read_text())
+    job = found["Service", "hybrid-proxy-metrics"]["metadata"]["labels"][
+        found["ServiceMonitor", "hybrid-proxy"]["spec"]["jobLabel"]
+    ]
+    assert set(re.findall(r'job="([^"]*)', str(rule["spec"]))) == {job}
     for name in ("PrometheusRule", "ServiceMonitor"):
         labels = found[name, "hybrid-proxy"]["metadata"]["labels"]
         assert (labels["release"], labels["app.kubernetes.io/name"]) == ("prometheus", "hybrid-proxy")
