@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import subprocess
@@ -62,8 +63,11 @@ exec "$@"
 """
 
 
-def confined(lab: Lab, capabilities: Sequence[str]) -> list[str]:
-    """The command that starts another one with exactly these rights, as a container of the DaemonSet has them."""
+def confined(lab: Lab, capabilities: Sequence[str], profile: Path | None = manifests.SECCOMP) -> list[str]:
+    """The command that starts another one with exactly these rights, as a container of the DaemonSet has them.
+
+    Without a profile it has the system calls that these capabilities allow, as with the container runtime's own.
+    """
     # The variables of a lab: what an image has at fixed places. XTABLES_LOCKFILE as it is in the DaemonSet.
     lock = Path("/run/xtables.lock")
     lock.touch(mode=0o600)
@@ -73,7 +77,7 @@ def confined(lab: Lab, capabilities: Sequence[str]) -> list[str]:
     return [
         "unshare", "--mount", "--propagation", "private", "sh", "-c", READ_ONLY, "sh", *writable, "--",
         "setpriv", f"--bounding-set={kept}", "--inh-caps=-all", "--no-new-privs",
-        sys.executable, str(HERE / "confine.py"), str(manifests.SECCOMP), "--",
+        *([sys.executable, str(HERE / "confine.py"), str(profile), "--"] if profile else []),
     ]  # fmt: skip
 
 
@@ -197,6 +201,31 @@ def test_every_capability_of_mode_ebpf_is_needed(lab: Lab, missing: str) -> None
     assert result.returncode == 1, result.stderr
     assert "mode ebpf: eBPF: the kernel refused" in result.stderr
     assert agent.cleanup().returncode == 0
+
+
+@pytest.mark.parametrize(("folder", "missing", "tries"), [
+    ("base", "", False),
+    ("base+debug", "", True),
+    ("base+debug", "SYS_ADMIN", False),
+    ("base+debug", "SYS_PTRACE", False),
+])  # fmt: skip
+def test_doctor_connects_from_pods_in_the_debug_component(lab: Lab, folder: str, missing: str, tries: bool) -> None:
+    """By `kubectl exec`, in a container that has no folder of named namespaces: processes of the node lead to them."""
+    examples.scale(lab.folder / "manifests/web.yaml", lab.pods())
+    pod = manifests.one(folder, "DaemonSet")["spec"]["template"]["spec"]
+    rights = manifests.agent_of(folder)["securityContext"]
+    granted = [name for name in rights["capabilities"]["add"] if name != missing]
+    profile = manifests.SECCOMP if rights["seccompProfile"]["type"] == "Localhost" else None
+    container = ["unshare", "--mount", "--propagation", "private"]
+    container += [] if pod.get("hostPID") else ["--pid", "--fork", "--mount-proc"]
+    container += ["sh", "-c", 'mount -t tmpfs none /run/netns; exec "$@"', "sh", *confined(lab, granted, profile)]
+    with running(lab, "nftables") as agent:
+        command = [sys.executable, "-m", "hybrid_proxy.controller", "doctor", "default/web", "-o", "json"]
+        said = lab.run("node", [*container, *command, "--admin-socket", str(agent.socket)])
+        found = json.loads(said.stdout)
+    places = {each["place"] for each in found["connections"]}
+    assert places == ({"node", "pod"} if tries else {"node"}), found["verdict"]
+    assert ("none was tried from a pod" in found["verdict"]) == (not tries)
 
 
 def test_only_root_may_ask_it(lab: Lab) -> None:

@@ -141,9 +141,14 @@ def test_the_pod_is_one_of_the_node_on_every_node(folder: str) -> None:
     if folder == "overlays/ipvs":
         assert rights["privileged"] is True
         return
-    assert rights["allowPrivilegeEscalation"] is False
+    debug = folder == "base+debug"
+    assert rights["allowPrivilegeEscalation"] is debug
     assert rights["capabilities"]["drop"] == ["ALL"]
-    assert "SYS_ADMIN" not in rights["capabilities"]["add"]
+    of_modes = {right for mode in MODES if mode != "ipvs" for right in capabilities(mode)}
+    if debug:  # whatever the mode
+        assert set(rights["capabilities"]["add"]) == of_modes | {"SYS_ADMIN", "SYS_PTRACE"}
+    else:
+        assert set(rights["capabilities"]["add"]) <= of_modes
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
