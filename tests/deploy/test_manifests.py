@@ -250,7 +250,10 @@ def mine(tmp_path: Path, components: str) -> str:
     return manifests.kustomized(folder)
 
 
-@pytest.mark.parametrize("components", ["", *COMPONENTS, "auto metrics", "auto servicemonitor", "debug per-service"])
+@pytest.mark.parametrize("components", [
+    "", *COMPONENTS, "auto metrics", "auto servicemonitor", "debug per-service",
+    "per-service metrics", "metrics per-service", "per-service servicemonitor", "servicemonitor auto per-service",
+])  # fmt: skip
 @pytest.mark.parametrize("overlay", [kubeadms, mine])
 def test_components_work_in_an_overlay_that_knows_the_api_server(
     overlay: Callable[[Path, str], str], components: str, tmp_path: Path
@@ -277,8 +280,9 @@ def test_components_work_in_an_overlay_that_knows_the_api_server(
     assert runs.healthz_bind_address is not None
     assert {agent[name]["httpGet"]["port"] for name in PROBES} == {runs.healthz_bind_address.port}
     monitored = taken & {"metrics", "servicemonitor"}
-    assert (runs.metrics_bind_address == Endpoint("0.0.0.0", 10249)) == bool(monitored)
-    assert [port["containerPort"] for port in agent.get("ports", ())] == ([10249] if monitored else [])
+    port = 10349 if "per-service" in taken else 10249  # beside kube-proxy's
+    assert runs.metrics_bind_address == Endpoint("0.0.0.0" if monitored else "127.0.0.1", port)
+    assert agent.get("ports", []) == [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] * bool(monitored)
     assert ({"Service", "ServiceMonitor"} <= objects.keys()) == ("servicemonitor" in taken)
     assert pod.get("hostPID", False) == ("debug" in taken)
 
