@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.grace import wait_for_programs
-from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.node_maps import NO_SERVICE
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import InUse
@@ -242,16 +241,12 @@ class Store:
         """Returns the consecutive failed connections of each backend that has any, as the programs counted them."""
         # Once a second, of up to 1,000,000 rows: only those in use, and without a copy.
         ids = self.backends["failures"][: self.plan.pools.backends.end].nonzero()[0]
-        if not len(ids):
-            return {}
-        rows = self.backends[ids]
-        ports, raw = layout.swap16(rows["port"]).tolist(), np.ascontiguousarray(rows["address"]).tobytes()
         found: dict[Subject, int] = {}
-        for i, (service, count) in enumerate(zip(rows["service"].tolist(), rows["failures"].tolist(), strict=True)):
-            known = self.plan.by_id.get(service)
-            if known is not None:
-                address = layout.address_text(raw[16 * i : 16 * i + 16], known.entry.family)
-                found[known.entry.key, (address, ports[i])] = count
+        for known in filter(None, map(self.plan.by_id.get, set(self.backends["service"][ids].tolist()))):
+            # Not of a backend that was removed: the same address may have come back by another id.
+            counts = self.backends["failures"][np.array(known.ids, dtype=np.int64)].tolist()
+            members = zip(known.rows.members, counts, strict=True)
+            found |= {(known.entry.key, (b.address, b.port)): count for b, count in members if count}
         return found
 
     def ports_of(self, backends: Collection[int]) -> set[EntryKey]:

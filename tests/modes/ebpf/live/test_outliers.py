@@ -333,6 +333,20 @@ def test_counts_are_read_by_name(store: Store) -> None:
 
 
 @pytest.mark.root
+def test_a_backend_that_comes_back_begins_without_failures(store: Store) -> None:
+    """Its former row keeps what it counted until another backend gets it."""
+    web = entry(one, V1, 3)
+    store.apply({one: (web,)})
+    store.backends["failures"][number(store, web, 2)] = 3
+    store.apply({one: (entry(one, V1, 2),)})
+    assert store.failures() == {}
+    store.apply({one: (web,)})
+    assert store.failures() == {}
+    store.readmit(number(store, web, 2), 2)
+    assert store.failures() == {}
+
+
+@pytest.mark.root
 @pytest.mark.parametrize(("ago", "told"), [(5.0, True), (listing.LATELY_SECONDS + 5, False)], ids=["now", "before"])
 def test_backends_that_failed_lately_are_told(store: Store, ago: float, told: bool) -> None:
     """A success ends a row of failures, and perhaps no client comes any more after the mend."""
