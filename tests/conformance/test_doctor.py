@@ -819,6 +819,14 @@ INCIDENTS = [
         own=True,
     ),
     Incident(
+        "the node loses its default route",
+        taken("route", "default"),
+        (),
+        "address-lost",
+        said="lost a default route",
+        repaired=True,
+    ),
+    Incident(
         "the node loses its address",
         taken("address", *ADDRESS),
         (),

@@ -571,6 +571,16 @@ def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
     assert told == "1 change in the last hour, the last 10 s ago: not served now"
 
 
+@pytest.mark.parametrize(("to", "told"), [("0.0.0.0/0", True), ("::/0", True), ("10.77.3.0/24", False)])
+def test_a_default_route_that_is_gone_is_told(to: str, told: bool) -> None:
+    """Another one may have gone with its node."""
+    command = f"ip route add {to} via 192.0.2.1 dev eth0"
+    found = [
+        each for each in node_findings(msgspec.structs.replace(WELL, missing=(command,))) if each.mark == "warning"
+    ]
+    assert [(each.cause, command in each.todo) for each in found] == [("address-lost", True)] * told
+
+
 def test_a_problem_makes_the_exit_code_and_a_warning_does_not() -> None:
     problem = Finding("problem", "x", "it is broken", cause="no-agent")
     warning = Finding("warning", "x", "it is odd", cause="drops")

@@ -141,6 +141,11 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding("unknown", "other proxies", "permission denied", AS_ROOT)
     else:
         yield Finding("ok", "other proxies", "there is none")
+    for command in (
+        each for each in facts.missing if each.startswith(("ip route add 0.0.0.0/0 ", "ip route add ::/0 "))
+    ):
+        text = "this node lost a default route: nothing leads to clients beyond its networks"
+        yield Finding("warning", "node", text, f"`{command}` puts it back", "address-lost")
     yield from _forwarding(facts)
     yield from _closed(facts)
     yield from _away(facts)
