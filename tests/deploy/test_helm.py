@@ -119,6 +119,14 @@ def test_labels_select_the_pods() -> None:
     ("extraArgs=-v6",                               "at '/extraArgs': got string, want array"),
     ("extraArgs={v6}",                              "at '/extraArgs/0': 'v6' does not match"),
     ("serviceMonitor.enabled=yes",                  "at '/serviceMonitor/enabled': got string, want boolean"),
+    *((f"serviceMonitor.enabled=true,{value}", f"serviceMonitor: Prometheus reaches no metrics {where}")
+      for value, where in (
+          ("kubeProxyConfiguration.metricsBindAddress=127.0.0.1:4321", "at 127.0.0.1:4321"),
+          ("kubeProxyConfiguration.metricsBindAddress=[::1]:10249", "at [::1]:10249"),
+          ("extraArgs={--metrics-bind-address=localhost:10249}", "at localhost:10249"),
+          ("extraArgs={--metrics-bind-address=}", "at no address"),
+          ("hybridProxyConfiguration.serveMetrics=false", "with serveMetrics: false"),
+      )),
     ("serviceMonitor.interval=30",                  "at '/serviceMonitor/interval': got number, want string"),
     ("prometheusRule.label.a=b",                    "at '/prometheusRule': additional properties 'label' not allowed"),
     ("dashboard.labels.a=1",                        "at '/dashboard/labels/a': got number, want string"),
@@ -168,7 +176,7 @@ def test_prometheus_finds_metrics_at_the_nodes_address_without_its_operator(valu
 @pytest.mark.parametrize("values", [
     "kubeProxyConfiguration.healthzBindAddress=127.0.0.1:1234",
     "kubeProxyConfiguration.healthzBindAddress=[::]:1234,kubeProxyConfiguration.metricsBindAddress=[::]:4321",
-    "kubeProxyConfiguration.healthzBindAddress=10.0.0.1,kubeProxyConfiguration.metricsBindAddress=::1",
+    "kubeProxyConfiguration.healthzBindAddress=10.0.0.1,kubeProxyConfiguration.metricsBindAddress=fd00::1",
     "hybridProxyConfiguration.serviceProxyName=mine",
     "hybridProxyConfiguration.serviceProxyName=mine,kubeProxyConfiguration.healthzBindAddress=10.0.0.1:10256",
     "extraArgs={--metrics-bind-address=10.0.0.1:4321}",

@@ -21,7 +21,7 @@ at loopback alone, so Prometheus finds the pod by the name of its port. */ -}}
 {{- $addresses := pick .Values.kubeProxyConfiguration "healthzBindAddress" "metricsBindAddress" -}}
 {{- $name := .Values.hybridProxyConfiguration.serviceProxyName -}}
 {{- range .Values.extraArgs -}}
-{{- if hasPrefix "--metrics-bind-address=" . }}{{ $_ := set $addresses "metricsBindAddress" (trimPrefix "--metrics-bind-address=" .) }}{{ end -}}
+{{- if hasPrefix "--metrics-bind-address=" . }}{{ $_ := set $addresses "metricsBindAddress" (trimPrefix "--metrics-bind-address=" . | default "no address") }}{{ end -}}
 {{- if hasPrefix "--service-proxy-name=" . }}{{ $name = trimPrefix "--service-proxy-name=" . }}{{ end -}}
 {{- end -}}
 {{- $moved := empty $name | ternary dict (dict "10256" "10356" "10249" "10349") -}}
@@ -30,8 +30,13 @@ at loopback alone, so Prometheus finds the pod by the name of its port. */ -}}
 {{- $port := regexFind "(\\]|^[^:]*):[1-9][0-9]*$" $address | regexFind "[0-9]+$" | default $usual }}
 {{ $server }}: {{ get $moved $port | default $port }}
 {{- end }}
-{{- $metrics := get $addresses "metricsBindAddress" | default "127.0.0.1" }}
-scraped: {{ or .Values.serviceMonitor.enabled (not (regexMatch "^(127\\.|localhost|\\[?::1(\\]|$))" $metrics)) }}
+{{- $metrics := get $addresses "metricsBindAddress" | default (ternary "0.0.0.0" "127.0.0.1" .Values.serviceMonitor.enabled) }}
+{{- $served := ne (toString .Values.hybridProxyConfiguration.serveMetrics) "false" }}
+{{- $scraped := and $served (not (regexMatch "^(127\\.|localhost|no address|\\[?::1(\\]|$))" $metrics)) }}
+{{- if and .Values.serviceMonitor.enabled (not $scraped) }}
+{{- fail (printf "serviceMonitor: Prometheus reaches no metrics %s: leave that out, or name the node's address" ($served | ternary (printf "at %s" $metrics) "with serveMetrics: false")) }}
+{{- end }}
+scraped: {{ $scraped }}
 {{- end }}
 
 {{- define "hybrid-proxy.capabilities" -}}
