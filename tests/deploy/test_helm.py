@@ -264,6 +264,36 @@ def test_a_node_that_keeps_kube_proxy_is_a_choice() -> None:
     assert "affinity" not in daemonset["spec"]["template"]["spec"]
 
 
+def test_its_page_is_shown_and_names_values_that_exist() -> None:
+    shown = helm("show", "readme", str(CHART)).stdout
+    named = re.findall(r"`([\w.]+)`", " ".join(re.findall(r"^\| (`.*?) \|", shown, re.MULTILINE)))
+    assert len(named) > 10
+    for path in named:
+        found = yaml.safe_load((CHART / "values.yaml").read_text())
+        for name in path.split("."):
+            assert name in found, path
+            found = found[name]
+
+
+def test_the_page_of_a_migration_gives_the_chart_the_image_and_all_flags() -> None:
+    """The rows of its table, typed together as they stand there."""
+    page = (DEPLOY.parent / "docs/migration.md").read_text()
+    rows = re.findall(r"^\| .*\| `(helm upgrade [^`]*)`|^\| `components/.* \| `(--set [^`]*)`", page, re.MULTILINE)
+    command, *flags = (install or flag for install, flag in rows)
+    image = re.search(r"--set image\.repository=(\S+)", command)
+    assert image, "the chart does not read components/image"
+    for flag in flags:
+        done = subprocess.run(
+            ["sh", "-c", f"{command.replace('helm upgrade --install', f'{program()} template')} {flag}"],
+            cwd=DEPLOY.parent, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (flag, done.stderr)
+        assert f"image: {image[1].split(',')[0]}:" in done.stdout
+    assert sum("extraArgs" in flag and "affinity" not in flag for flag in flags) == 1, (
+        "of several lists the last counts"
+    )
+
+
 def test_it_is_a_chart_of_this_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     image = one("base", "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["image"]
