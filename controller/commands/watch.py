@@ -217,7 +217,7 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _drops_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-f", "--follow", action="store_true", help="continue until Ctrl-C")
+    parser.add_argument("-f", "--follow", "-w", "--watch", action="store_true", help="continue until Ctrl-C")
     parser.add_argument("--since", metavar="DURATION", help="only events of the last 30s, 5m, 2h (default: all)")
     _common_arguments(parser)
 
