@@ -107,7 +107,10 @@ def test_the_image_is_built_from_the_release(dist: Path) -> None:
         line.split()[:-1] for line in re.findall(r"^COPY (?!--)(.+)$", (dist / made[2]).read_text(), re.MULTILINE)
     ]
     assert {f"{made[4]}/{source}" for sources in copied for source in sources} <= members
+    assert ("`image.tag`" in page) == ("+" in made[4]), "a build between two versions needs a tag of its own"
     (chart,) = dist.glob("*.tgz")
+    shown = subprocess.run([helm.program(), "show", "readme", str(chart)], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == (ROOT / "deploy/helm/hybrid-proxy/README.md").read_text().strip()
     argv = [helm.program(), "template", "hybrid-proxy", str(chart), "--set", "apiServer=https://10.0.0.1:6443"]
     assert f"image: {made[3]}\n" in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
