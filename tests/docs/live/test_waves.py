@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from ..pages import ROOT, blocks, table
 
 PAGE = "docs/migration.md"
 GATES = {title: (row["query"].strip("`"), row["must be"]) for title, row in table(PAGE, "| gate |").items()}
-WAVES = {1: 1, 2: 5, 3: 14, 4: 2}  # nodes: the third takes what there is, the last the control plane and Windows
+WAVES = {1: 1, 2: 5, 3: 14, 4: 1, 5: 1}  # nodes: the third takes what there is, then Windows, then the control plane
 KUBE_PROXY = """
 {kind: DaemonSet, apiVersion: apps/v1, metadata: {name: kube-proxy, namespace: kube-system}, spec: {
   selector: {matchLabels: {k8s-app: kube-proxy}}, updateStrategy: {type: RollingUpdate}, template: {
@@ -60,6 +61,13 @@ FAILS = {
     "the number of nodes with an agent": "absent(({query}) == {n})",
     "at most 1.5 times that before the wave": "({query}) > 1.5 * 0.00099",
 }
+
+
+def typed(name: str) -> list[str]:
+    """The commands of a block of the page."""
+    found = [line for block in blocks(PAGE, "sh", "cluster", name) for line in block.lines]
+    assert found, name
+    return found
 
 
 @contextmanager
@@ -112,10 +120,8 @@ class Walk:
         return set(self.cluster.pods(daemonset))
 
     def type(self, name: str, wave: int = 1, change: Callable[[str], str] = str) -> str:
-        found = [line for block in blocks(PAGE, "sh", "cluster", name) for line in block.lines]
-        assert found, name
         said = ""
-        for line in found:
+        for line in typed(name):
             said = self.shell(change(line) if wave == 1 else change(line).replace("wave=1", f"wave={wave}"))
             self.look(line)
         return said
@@ -188,7 +194,7 @@ def test_gates_without_prometheus(tmp_path: Path) -> None:
     walk.shell("kubectl label nodes --all --overwrite hybrid-proxy.io/wave=1")
     walk.type("wave")
     del walk.cluster.objects["pods"]["hybrid-proxy-worker12"]
-    (line,) = (line for block in blocks(PAGE, "sh", "cluster", "gates") for line in block.lines)
+    (line,) = typed("gates")
     first, *said = walk.shell(f"{line} 1 0.0015", 1).splitlines()
     assert first.startswith(f"gates: {len(walk.nodes)} nodes")
     found = {row.split()[1].rstrip(":,"): row for row in said}
@@ -241,14 +247,14 @@ def test_wave_after_wave_with_an_abort(tmp_path: Path) -> None:
     walk.type("start")
     for wave in WAVES:
         before = walk.pods("hybrid-proxy")
-        walk.type("wave", wave)
-        ill = min(walk.pods("hybrid-proxy") - before)
+        assert not walk.type("wave", wave), "a kube-proxy still runs"
         if wave == 2:
+            ill = min(walk.pods("hybrid-proxy") - before)
             assert walk.failing({ill}) == GATES.keys()
             walk.type("rollback", wave)
             assert walk.pods("hybrid-proxy") == before
             walk.type("wave", wave)
-        assert len(walk.pods("hybrid-proxy")) == sum(list(WAVES.values())[:wave]) - (wave == 4)  # Windows
+        assert len(walk.pods("hybrid-proxy")) == sum(list(WAVES.values())[:wave]) - (wave >= 4)  # Windows
         assert not walk.failing(set())
         walk.type("takeover")
     for wave in reversed(WAVES):
@@ -259,15 +265,52 @@ def test_wave_after_wave_with_an_abort(tmp_path: Path) -> None:
 
 def test_no_kube_proxy_ends_while_a_node_has_no_label(tmp_path: Path) -> None:
     walk = Walk(tmp_path)
-    (*labels, patch, _) = (line for block in blocks(PAGE, "sh", "cluster", "labels") for line in block.lines)
+    *labels, patch = typed("labels")
     for line in labels:
         walk.shell(line)
     walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy-")
-    walk.shell(patch, 1)
-    walk.look(patch)
+    assert walk.shell(patch, 1).split()[-1] == "node/worker7"
+    assert walk.pods("kube-proxy") <= walk.nodes
+    assert "hybrid-proxy.io/kube-proxy" not in str(walk.cluster.objects["daemonsets"]["kube-proxy"])
     walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy=yes")
     walk.shell(f"""kubectl() {{ [ "$1" != get ] && command kubectl "$@"; }}; {patch}""", 1)  # the API does not answer
     walk.shell(patch)
+
+
+def test_a_wave_names_the_nodes_whose_kube_proxy_still_runs(tmp_path: Path) -> None:
+    """Somebody removed the selector, as `kubeadm upgrade` does."""
+    walk = Walk(tmp_path)
+    walk.type("labels")
+    walk.type("start")
+    walk.shell(next(line for line in typed("back") if " patch " in line))
+    walk.shell(next(line for line in typed("back") if " rollout status " in line))
+    label, wait, check = typed("wave")
+    assert not walk.shell(check)
+    walk.shell(label)
+    walk.shell(wait)
+    assert walk.shell(check) == "worker1\n"
+
+
+def test_metrics_come_before_the_agents() -> None:
+    before, _, _ = (ROOT / PAGE).read_text().partition("```sh cluster start\n")
+    assert "add `components: [../../components/servicemonitor]` to" in before
+
+
+def test_a_bundle_comes_out_of_a_pod(tmp_path: Path) -> None:
+    def execute(node: str, argv: list[str]) -> subprocess.CompletedProcess[bytes]:
+        assert node == "worker1"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return subprocess.run(["unshare", "--net", "env", f"PATH={path}", *argv], capture_output=True, check=False)
+
+    walk = Walk(tmp_path, execute)
+    for name in ("labels", "start", "wave"):
+        walk.type(name)
+    walk.type(
+        "bundle",
+        change=lambda line: line.replace("POD", "hybrid-proxy-worker1").replace("/tmp/", f"{tmp_path}/in-the-pod-"),
+    )
+    with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
+        assert any(name.endswith("index.html") for name in archive.getnames())
 
 
 @pytest.mark.parametrize("block", ["wave", "rollback"])
