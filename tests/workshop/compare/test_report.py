@@ -49,6 +49,21 @@ def test_an_interval_of_few_pairs_says_how_sure_it_is(rounds: int, words: str) -
     assert words in needs(made_up(modes=("ebpf", "nftables"), rounds=rounds))
 
 
+@pytest.mark.parametrize(
+    ("modes", "rounds", "words"),
+    [
+        pytest.param(("ebpf", "nftables"), 1, "at all, every row is still called", id="no interval"),
+        pytest.param(("ebpf", "nftables"), 2, "at all, one row in 2 is still called", id="50 %"),
+        pytest.param(("ebpf", "nftables"), 6, "at all, one row in 32 is still called", id="97 %"),
+        pytest.param(("ebpf",), 6, "Each row is judged alone.", id="nothing to judge"),
+    ],
+)
+def test_chance_is_that_of_the_intervals(modes: tuple[str, ...], rounds: int, words: str) -> None:
+    page = report(made_up(modes=modes, rounds=rounds))
+    assert words in markdown(page)
+    assert words in html(page)
+
+
 def test_where_nothing_else_is_known_the_cost_is_that_of_the_machine() -> None:
     run = two(0.5)
     cells = [msgspec.structs.replace(cell, values=without(cell.values, "connection_cost")) for cell in run.cells]
