@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import msgspec
@@ -10,12 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_proxy.controller.settings.documents import CHOICES, SCHEDULERS
-from hybrid_proxy.dataplane.balancing import ALGORITHMS, ALIASES, Spread, canonical, find, ring_of
+from hybrid_proxy.dataplane.balancing import ALGORITHMS, ALIASES, KNOWN, Spread, canonical, find, ring_of
 from hybrid_proxy.dataplane.balancing.ring import divide, in_turns, turns
 from hybrid_proxy.dataplane.table import Backend
 from tests.balancing.make import LIMIT, backends, counted, several, weights
+from tests.docs.pages import table
 
 every = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+
+
+def test_the_page_has_a_row_for_every_algorithm():
+    rows = " ".join(table("docs/algorithms.md", "| name | where"))
+    assert set(re.findall(r"`(.+?)`", rows)) == KNOWN | ALIASES.keys(), "docs/algorithms.md differs from the code"
 
 
 @every

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ from prometheus_client import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families as text_parser
 
+from hybrid_proxy.controller.kubernetes.connection import REQUEST_BOUNDS
 from hybrid_proxy.controller.serving.metrics import Metrics
-from hybrid_proxy.controller.serving.protocol import DrainingMode, TrafficAnswer
+from hybrid_proxy.controller.serving.protocol import ApiRequests, DrainingMode, ModeStatus, TrafficAnswer
 from hybrid_proxy.dataplane.first_packets import BOUNDS, STEPS
-from hybrid_proxy.dataplane.reports import Ejection, TrafficCounts, TrafficRow
+from hybrid_proxy.dataplane.reports import Ejection, IptablesStatus, TrafficCounts, TrafficRow
+from tests.docs.pages import documented
 from tests.workshop.top.samples import agent_status, dataplane, ebpf
 
 
@@ -43,6 +47,32 @@ def test_flows_of_a_mode_that_was_left() -> None:
     assert 'hybrid_proxy_draining_flows{mode="ebpf",protocol="UDP"} 3.0' in lines
     assert 'hybrid_proxy_events_total{reason="drop_empty"} 6.0' in lines
     assert 'hybrid_proxy_events_total{reason="failover"} 1.0' in lines
+
+
+def test_the_page_has_a_row_for_every_metric() -> None:
+    """With the types; tests/controller/live/test_monitoring.py compares labels, too, with those of real agents."""
+    requests = [ApiRequests("GET", "10.0.0.1", "200", 1, [0] * (len(REQUEST_BOUNDS) + 1), 0.1)]
+    rules = IptablesStatus(
+        variant="nft", variant_reason="", families=[4], missing={}, chains=1, rules={}, last_rules={},
+        kernel_reports_drift=True,
+    )  # fmt: skip
+    counts = TrafficCounts(4, 40, 400, 30, 300, 4, 6_000_000)
+    of_service, of_backend = (
+        TrafficAnswer([TrafficRow("d/web:http", counts, *backend)], {"d/web:http": [0] * STEPS})
+        for backend in ((), ("10.1.0.1:80", "TCP"))
+    )
+    ebpf_counts = dataplane(counters={"socket_localhost": 1})
+    iptables_counts = dataplane(iptables=rules, stale_deleted={"IPv4": 1})
+    types: dict[str, str] = {}
+    for status, traffic in (
+        (agent_status(requests=requests, dataplane=ebpf_counts), of_service),
+        (agent_status(mode=ModeStatus("auto", "iptables"), dataplane=iptables_counts), of_backend),
+        (agent_status(mode=ModeStatus("auto", "nftables")), of_service),
+    ):
+        body, _ = Metrics(partial(copy, status), partial(copy, traffic)).page("text/plain")
+        for family in text_parser(body.decode()):
+            types[f"{family.name}_total" if family.type == "counter" else family.name] = family.type
+    assert {name: kind for name, (kind, _) in documented().items()} == types, "docs/metrics.md differs from the code"
 
 
 def test_a_mode_without_ejections() -> None:

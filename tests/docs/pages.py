@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PAGES", "ROOT", "Block", "anchors", "blocks", "commands", "table"]
+__all__ = ["PAGES", "ROOT", "Block", "anchors", "blocks", "commands", "documented", "table"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("controller", "dataplane", "workshop", "deploy", "vagrant", "tests")
@@ -65,3 +65,14 @@ def table(page: str, first: str) -> dict[str, dict[str, str]]:
     cells = [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows]
     heading, _, *body = cells
     return {row[0]: dict(zip(heading[1:], row[1:], strict=True)) for row in body}
+
+
+def documented() -> dict[str, tuple[str, set[str]]]:
+    """The metrics of docs/metrics.md: name -> type and labels."""
+    found: dict[str, tuple[str, set[str]]] = {}
+    page, _, _ = (ROOT / "docs/metrics.md").read_text().partition("## Metrics of kube-proxy that are not here")
+    for line in page.splitlines():
+        row = re.match(r"\| `(\w+)` \| (\w+) \|([^|]*)\|(.*)\|$", line)
+        if row:
+            found[row[1]] = row[2], set(re.findall(r"`(\w+)`", row[3]))
+    return found

@@ -20,15 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.deploy.promtool import answered, promtool
-from tests.docs.pages import anchors, table
+from tests.docs.pages import anchors, documented, table
 from tests.served import METRICS, Served, balanced, fetch, the_node
 from tests.waiting import until
 
 pytestmark = pytest.mark.root
 ROOT = Path(__file__).parents[3]
 MONITORING = ROOT / "deploy" / "monitoring"
-DOCUMENTED = ROOT / "docs" / "metrics.md"
-ABSENT = "## Metrics of kube-proxy that are not here"
 VIP = "10.96.0.77"
 STARTED = "Agent started"  # the annotation whose value is its time
 
@@ -97,17 +95,6 @@ def scraped(lab: Lab, api: ApiServer, mode: str, *flags: str) -> str:
         agent.terminate()
         cleaned = agent.cleanup()
         assert cleaned.returncode == 0, cleaned.stderr
-
-
-def documented() -> dict[str, tuple[str, set[str]]]:
-    """Name -> type and labels, as the tables of the page say."""
-    found: dict[str, tuple[str, set[str]]] = {}
-    page, _, _ = DOCUMENTED.read_text().partition(ABSENT)
-    for line in page.splitlines():
-        row = re.match(r"\| `(\w+)` \| (\w+) \|([^|]*)\|(.*)\|$", line)
-        if row:
-            found[row[1]] = row[2], set(re.findall(r"`(\w+)`", row[3]))
-    return found
 
 
 def test_every_metric_is_documented_and_no_other(metrics: Metrics) -> None:
