@@ -36,6 +36,11 @@ def test_the_files_that_outlive_an_agent_are_those_of_the_page() -> None:
     assert {name.strip("`") for name in table("docs/operations.md", "| file | content |")} == made
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [page for page in PAGES if page.startswith("docs/") and page not in text] == [], "add them to README.md"
+
+
 def test_the_readme_is_one_sitting() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150, "shorten README.md"
 
