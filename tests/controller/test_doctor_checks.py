@@ -34,6 +34,7 @@ from hybrid_proxy.dataplane.reports import (
     BackendRow,
     Ejection,
     ExplainAnswer,
+    ExplainStep,
     Fill,
     PacketEvent,
     ServiceRow,
@@ -569,6 +570,19 @@ def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
     assert findings[0].text == 'no service "shop/web"; it was deleted 10 s ago'
     (told,) = (each.text for each in findings if each.subject == "history")
     assert told == "1 change in the last hour, the last 10 s ago: not served now"
+
+
+@pytest.mark.parametrize(("stranger", "told"), [("8.8.8.8", True), ("", False)])
+def test_a_client_elsewhere_whose_packets_the_programs_drop_is_told(stranger: str, told: bool) -> None:
+    steps = [
+        ExplainStep("", "the way back to 8.8.8.8 does not exist", internal=True),
+        ExplainStep("", "It is dropped."),
+    ]
+    live = msgspec.structs.replace(LIVE, verdict="drop", reason="", steps=steps)
+    cause, _, findings = service(facts(*GOOD, stranger=stranger, live=live))
+    assert (cause == "service-path") is told
+    (found,) = (each for each in findings if each.subject == "explain --live")
+    assert (found.mark, "the way back" in found.text) == ("problem" if told else "ok", True)
 
 
 @pytest.mark.parametrize(("to", "told"), [("0.0.0.0/0", True), ("::/0", True), ("10.77.3.0/24", False)])

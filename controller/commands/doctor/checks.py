@@ -141,11 +141,10 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding("unknown", "other proxies", "permission denied", AS_ROOT)
     else:
         yield Finding("ok", "other proxies", "there is none")
-    for command in (
-        each for each in facts.missing if each.startswith(("ip route add 0.0.0.0/0 ", "ip route add ::/0 "))
-    ):
-        text = "this node lost a default route: nothing leads to clients beyond its networks"
-        yield Finding("warning", "node", text, f"`{command}` puts it back", "address-lost")
+    for command in facts.missing:
+        if command.split()[3] in ("0.0.0.0/0", "::/0"):
+            text = "this node lost a default route: nothing leads to clients beyond its networks"
+            yield Finding("warning", "node", text, f"`{command}` puts it back", "address-lost")
     yield from _forwarding(facts)
     yield from _closed(facts)
     yield from _away(facts)
@@ -620,12 +619,10 @@ def _ends(port: TablePort) -> list[Backend]:
 
 
 def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
-    agent = node.agent
     names = {port.name for port in facts.ports}
-    missed = [one for one in agent.dataplane.unprogrammed if one.entry in names] if agent else []
-    for text in unprogrammed(missed):
-        yield Finding("problem", "kernel", text, raise_it(missed), "not-programmed")
-    if agent is not None and not missed and any(map(_ends, facts.ports)):
+    missed = [one for one in node.agent.dataplane.unprogrammed if one.entry in names] if node.agent else []
+    yield from (Finding("problem", "kernel", one, raise_it(missed), "not-programmed") for one in unprogrammed(missed))
+    if node.agent is not None and not missed and any(map(_ends, facts.ports)):
         yield _programmed(facts, {(row.service, row.address) for row in node.ejections})
     failed = {row.address: row.history.text(node.now) for row in facts.backends if row.history is not None}
     failed |= {row.address: row.state for row in node.ejections if row.service in names}
@@ -635,10 +632,13 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("warning", "kernel", text, todo, "ejected")
     if facts.live is not None:
         wanted = facts.verdicts[0].verdict if facts.packet is not None and facts.verdicts else None
-        steps = facts.live.reason or (facts.live.steps[-1].text if facts.live.steps else "")
+        steps = facts.live.reason or " ".join(step.text for step in facts.live.steps[-2:])
         if wanted is not None and wanted != facts.live.verdict:
             text = f"the loaded programs say {facts.live.verdict}, the table says {wanted}: {steps}"
             yield Finding("problem", "explain --live", text, f"{READ_LOG}; report it", "kernel-differs")
+        elif facts.stranger and facts.live.verdict == "drop" and all(each.verdict != "drop" for each in facts.verdicts):
+            text = f"a packet from {facts.stranger} is dropped: {steps}"
+            yield Finding("problem", "explain --live", text, "`explain --live -v` shows each step", "service-path")
         else:
             yield Finding("ok", "explain --live", f"{facts.live.verdict}: {steps}")
 
