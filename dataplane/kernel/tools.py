@@ -8,7 +8,7 @@ import subprocess
 
 def search_path() -> str:
     """Returns where tools are: this program may have been started without the administrators' folders."""
-    return os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"))
+    return os.pathsep.join((os.environ.get("PATH") or os.defpath, "/usr/local/sbin", "/usr/sbin", "/sbin"))
 
 
 def call(*argv: str, seconds: float, text: str = "") -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_proxy.dataplane.kernel import ipvs
+from hybrid_proxy.dataplane.kernel import ipvs, tools
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,13 @@ def test_a_module_that_cannot_be_loaded_is_a_reason(
     message = ipvs.load_module("none")
     assert message is not None
     assert re.match(reason, message), message
+
+
+@pytest.mark.parametrize("path", [None, "", "/opt/bin"])
+def test_tools_are_looked_for_in_no_relative_folder(path: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty part of PATH means the working directory."""
+    if path is None:
+        monkeypatch.delenv("PATH")
+    else:
+        monkeypatch.setenv("PATH", path)
+    assert all(folder.startswith("/") for folder in tools.search_path().split(":"))
