@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 
 from hybrid_proxy.workshop import release
@@ -131,18 +131,27 @@ ASK = """import socket, sys
 print(socket.create_connection((sys.argv[1], 80), 5, (sys.argv[2], 0)).recv(99).decode())"""
 
 
+class Described(msgspec.Struct):
+    """A machine of the Vagrantfile, and its steps: the script, and what is in its environment."""
+
+    name: str
+    address: str
+    steps: list[tuple[str, dict[str, str]]]
+
+
 @functools.cache
-def in_vagrantfile() -> list[dict[str, Any]]:
+def in_vagrantfile() -> list[Described]:
     if not shutil.which("ruby"):
         pytest.skip("ruby is missing: `make setup` installs vagrant")
     argv = ["ruby", "-e", READER, str(ROOT / "vagrant/Vagrantfile")]
-    return list(json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout))
+    found = subprocess.run(argv, capture_output=True, check=True).stdout
+    return msgspec.json.decode(found, type=list[Described])
 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
     """Those of the Vagrantfile as it leaves them to the scripts; `switch` is their network, and the world outside."""
-    cluster, addresses = Cluster(), {machine["name"]: machine["address"] for machine in in_vagrantfile()}
+    cluster, addresses = Cluster(), {machine.name: machine.address for machine in in_vagrantfile()}
     address = {"type": "InternalIP", "address": "10.0.2.15"}  # of the card that all have alike
     ill = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": "a"}, "spec": {"podCIDR": "10.244.99.0/24"}}
     cluster.put("nodes", ill | {"status": {"addresses": [address]}})
@@ -165,14 +174,14 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
 
 
 def test_three_machines_become_a_cluster(machines: dict[str, Machine]) -> None:
-    addresses = {machine["name"]: machine["address"] for machine in in_vagrantfile()}
+    addresses = {machine.name: machine.address for machine in in_vagrantfile()}
     control = addresses["control"]
     for machine in in_vagrantfile():
-        steps = [(path, given) for path, given in machine["steps"] if Path(path).stem in TRIED]
+        steps = [(path, given) for path, given in machine.steps if Path(path).stem in TRIED]
         for again, (path, given) in enumerate([*steps, *steps, *steps]):
             fails = again == len(steps) - 1  # kubeadm does; the second time it goes on, the third nothing is left to do
             script = f"{'! ' * fails}sh {ROOT}/vagrant/{path}"
-            machines[machine["name"]].run(f"{script} || exit 1", **given | {"SOURCE": str(ROOT)})
+            machines[machine.name].run(f"{script} || exit 1", **given | {"SOURCE": str(ROOT)})
     machines["control"].run(
         "kubectl get pod client; kubectl get clusterrolebinding hybrid-proxy-nodes; command -v demo"
     )

@@ -406,8 +406,8 @@ def _stop_redirecting() -> None:
 def clean(options: Options) -> int:
     """Removes rules, routing rules and relays, and returns how many there were.
 
-    Open connections end: the relay resets them while conntrack still translates. A client's next datagram meets whoever
-    serves then; its former redirection would lead to no socket for as long as it sends.
+    Open connections end: the relay resets them while conntrack still translates. The redirections of datagrams are
+    deleted, too: they would lead to no socket for as long as a client sends.
     """
     del options
     removed = 0
