@@ -22,6 +22,7 @@ from hybrid_proxy.controller.kubernetes.model import Problem, Service, SourceSta
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.semantics.history import (
     ADDRESSES,
+    GONE,
     OTHERS,
     ChangeRow,
     Kind,
@@ -34,7 +35,7 @@ from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import told
-from hybrid_proxy.dataplane.reports import clock, several
+from hybrid_proxy.dataplane.reports import clock, several, some
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ STILL_SECONDS: Final = 2.0  # after which a process that wakes late has been sto
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
 SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
+WORSE: Final = ("down", "none", "0", "full")  # values of facts that the log warns of
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
 
 # What an event for the cluster is about; the others are about a Service or the node.
@@ -68,6 +70,7 @@ class History:
         self._reported = deque[ChangeRow](maxlen=2 * MOST_ROWS)
         self._failed = False
         self._facts: dict[str, Mapping[str, str]] = {}
+        self._held: frozenset[str] | None = None  # addresses and routes of this node; None: not read yet
 
     def record(self, kind: Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
         """Remember something that is not in a table."""
@@ -87,9 +90,22 @@ class History:
         before, self._facts[of] = self._facts.get(of, now), now
         if now == before:  # a node may have hundreds of interfaces
             return
-        for name in sorted(now.keys() & before.keys()):
-            if now[name] != before[name]:
-                self.record("node", f"{name}: {before[name]} → {now[name]}", "the kernel")
+        changed = [name for name in sorted(now.keys() & before.keys()) if now[name] != before[name]]
+        worse = any(now[name] in WORSE for name in changed)
+        self._of_kernel([f"{name}: {before[name]} → {now[name]}" for name in changed], worse=worse)
+
+    def held(self, now: frozenset[str]) -> None:
+        """Remember which of this node's addresses and routes, as commands that add them, went or came."""
+        before, self._held = now if self._held is None else self._held, now
+        names = {each: each.removeprefix("ip ").replace(" add ", " ") for each in before ^ now}
+        self._of_kernel([f"{names[each]} is gone: `{each}`{GONE}" for each in sorted(before - now)], worse=True)
+        self._of_kernel([f"{names[each]} came" for each in sorted(now - before)], worse=False)
+
+    def _of_kernel(self, whats: list[str], *, worse: bool) -> None:
+        for what in whats[:MOST_ROWS]:
+            self.record("node", what, "the kernel")
+        if whats:
+            log.log(logging.WARNING if worse else logging.INFO, "%s", some(whats, "; "))
 
     def programmed(
         self, table: ServiceTable, zone: str = "", objects: Mapping[str, tuple[Service, Service | None]] | None = None

@@ -26,7 +26,7 @@ from hybrid_proxy.controller.agent.announcements import Announcements
 from hybrid_proxy.controller.agent.answers import Answers, ask, ignored
 from hybrid_proxy.controller.agent.config_follower import ConfigFollower, Followed
 from hybrid_proxy.controller.agent.event_queue import EventQueue
-from hybrid_proxy.controller.agent.history import MOST_ROWS, History
+from hybrid_proxy.controller.agent.history import History
 from hybrid_proxy.controller.agent.maintenance import Maintenance
 from hybrid_proxy.controller.agent.modes import hold_namespace, open_mode
 from hybrid_proxy.controller.agent.node_setup import prepare, set_oom_score
@@ -39,7 +39,6 @@ from hybrid_proxy.controller.kubernetes import Source
 from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.kubernetes.model import Replaced
 from hybrid_proxy.controller.semantics.cluster import Cluster
-from hybrid_proxy.controller.semantics.history import GONE
 from hybrid_proxy.controller.semantics.node import Routes
 from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
@@ -184,7 +183,6 @@ class Agent:
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._announcements = Announcements(self.events)
         self._pods: dict[str, str] = {}  # facts of their links
-        self._held = frozenset[str]()  # addresses and routes of this node
         self._relisted = False  # since memory was given back
         self._stop = threading.Event()
 
@@ -384,10 +382,7 @@ class Agent:
         names = (fact.removeprefix("link ") for fact, state in self._pods.items() if state == "down")
         self.answers.down = {name: down.get(name, now) for name in names}
         self.history.facts("links", others)
-        for command in sorted(self._held - node.held)[:MOST_ROWS]:
-            what = command.removeprefix("ip ").replace(" add ", " ")
-            self.history.record("node", f"{what} is gone: `{command}`{GONE}", "the kernel")
-        self._held = node.held
+        self.history.held(node.held)
 
     def _remember_node(self) -> None:
         """Have the history compare what no report tells, and links of pods: new ones are down for a moment."""

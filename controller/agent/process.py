@@ -8,6 +8,7 @@ import logging
 import resource
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +51,8 @@ def start_logging(config: Config) -> None:
 
         form: logging.Formatter = JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     else:
-        form = _Lines("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
+        form = _Lines("%(asctime)s %(levelname).1s %(message)s")
+    form.converter, form.default_time_format, form.default_msec_format = time.gmtime, "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
     handler.setFormatter(_Redacted(form))
     level = logging.DEBUG if config.kube_proxy.logging.verbosity >= 4 else logging.INFO
     logging.getLogger("hybrid_proxy").setLevel(level)

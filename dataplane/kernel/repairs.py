@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +25,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTLED_NS: Final = 1_000_000_000
+AUDIT_SHARE: Final = 10  # a comparison that took a processor's second is followed by ten seconds without
+AUDIT_CREDIT: Final = 30.0  # seconds of these pauses that reported changes do not wait for: one seldom comes alone
 SHOWN: Final = 5  # damaged objects in one line of the log
 
 Pins = Mapping[str, int]  # the inode of each file in a pin directory, by name
+
+
+def processor_seconds() -> float:
+    """CPU time of this thread and of its tools. The clock would count the time that a busy node makes them wait."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.thread_time() + ended.ru_utime + ended.ru_stime
 
 
 class RepairLog:

@@ -181,7 +181,10 @@ def test_a_cluster_ip_that_the_node_takes_is_its_own_doing_and_no_endpoint_goes(
     assert found == [("service", "not served now", ADDRESSES), ("service", "came", ADDRESSES)]
 
 
-def test_facts_of_the_node_that_changed_are_told_and_those_that_come_or_go_are_not(tmp_path: Path) -> None:
+def test_facts_of_the_node_that_changed_are_told_and_those_that_come_or_go_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     history = History(tmp_path / "admin.changes")
     for full, mtu in (("has room", "1500"), ("full", "1500"), ("full", "1400"), ("has room", "1400")):
         history.facts("node", {"table of conntrack": full})
@@ -192,6 +195,27 @@ def test_facts_of_the_node_that_changed_are_told_and_those_that_come_or_go_are_n
         ("node", "MTU of eth0: 1500 → 1400", "the kernel"),
         ("node", "table of conntrack: full → has room", "the kernel"),
     ]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "table of conntrack: has room → full"),
+        ("INFO", "MTU of eth0: 1500 → 1400"),
+        ("INFO", "table of conntrack: full → has room"),
+    ]
+
+
+def test_addresses_that_went_and_came_are_told_each_and_the_log_has_a_line_for_many(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    history, path = History(tmp_path / "admin.changes"), tmp_path / "admin.changes"
+    added = [f"ip address add 10.0.0.{number}/24 dev eth0" for number in range(5)]
+    for held in (added, added[:1], added):
+        history.held(frozenset(held))
+    history.flush()
+    texts = [row.text for row in read_changes(path)]
+    assert texts[0] == "address 10.0.0.1/24 dev eth0 is gone: `ip address add 10.0.0.1/24 dev eth0` puts it back"
+    assert texts[4:] == [f"address 10.0.0.{number}/24 dev eth0 came" for number in range(1, 5)]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert caplog.records[1].getMessage().endswith("; address 10.0.0.3/24 dev eth0 came and 1 more")
 
 
 def test_an_agent_that_was_killed_or_stopped_leaves_a_gap_that_the_next_one_knows(tmp_path: Path) -> None:

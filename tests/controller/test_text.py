@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_no_terminal_obeys_what_others_wrote(place: Callable[[str], Iterator[str
     assert any(r"\x1b]0;owned\x07" in line for line in evil), "and it is there"
 
 
-def test_a_line_of_the_log_is_one_line() -> None:
+def test_a_line_of_the_log_is_one_line_with_its_date() -> None:
     root, hybrid = logging.getLogger(), logging.getLogger("hybrid_proxy")
     before = root.handlers[:], root.level, hybrid.level
     try:
@@ -177,6 +178,8 @@ def test_a_line_of_the_log_is_one_line() -> None:
     assert all(line.isprintable() for line in lines)
     said = [line for line in lines if line and not line.startswith("  ")]
     assert len(said) == 2, "of a traceback each line is further in"
+    age = datetime.now(UTC) - datetime.fromisoformat(said[0].partition(" ")[0])
+    assert timedelta(milliseconds=-1) < age < timedelta(minutes=2), "whatever the time zone of this machine"
     assert r"\x1b]0;owned\x07" in said[0]
     assert not any(line.startswith("17:00:00") for line in lines)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from hybrid_proxy.dataplane.bytecode import same_addresses
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.conntrack import is_liberal
+from hybrid_proxy.dataplane.kernel.repairs import AUDIT_CREDIT, AUDIT_SHARE, processor_seconds
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, find, present
 from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
 from hybrid_proxy.dataplane.modes.iptables import affinity, listing
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 FAMILIES: Final = (4, 6)
 RECENT_CLIENTS: Final = "/sys/module/xt_recent/parameters/ip_list_tot"  # how many; the kernel's default is 100
-AUDIT_SHARE: Final = 10  # a comparison that took a processor's second is followed by ten seconds without
-AUDIT_CREDIT: Final = 30.0  # seconds of these pauses that reported changes do not wait for: one seldom comes alone
 REPAIR_PAUSE: Final = 5.0  # seconds until a repair that failed is tried again
 
 
@@ -43,12 +41,6 @@ class Able(msgspec.Struct, frozen=True):
     compares: bool
     remembers: bool
     sctp: bool
-
-
-def _processor_seconds() -> float:
-    """CPU time of this thread and of its tools. The clock would count the time that a busy node makes them wait."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.thread_time() + ended.ru_utime + ended.ru_stime
 
 
 class Iptables(TranslatingMode):
@@ -67,7 +59,7 @@ class Iptables(TranslatingMode):
         wake: RequestMaintenance,
         xtables: Xtables | None = None,
         clock: Callable[[], float] = time.monotonic,
-        spent: Callable[[], float] = _processor_seconds,
+        spent: Callable[[], float] = processor_seconds,
     ) -> None:
         super().__init__(options, wake)
         self._unmet = Unmet({"random"}, "random")

@@ -7,11 +7,11 @@ The rules, whose tools are processes, are read when the kernel has another revis
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Final
 
+from hybrid_proxy.dataplane.kernel.repairs import AUDIT_CREDIT, AUDIT_SHARE
 from hybrid_proxy.dataplane.modes.ipvs.lower import SETS, set_name
 from hybrid_proxy.dataplane.modes.ipvs.plan import Actual
 from hybrid_proxy.dataplane.modes.ipvs.rules import JUMPS
@@ -29,7 +29,7 @@ class Audit:
     """Compares everything with the kernel once in a period.
 
     `address_lost` is set, from any thread, when the kernel reported that an address or the device is gone. `rules` are
-    our lines as they were read after they were written.
+    our lines as they were read after they were written. `spent` is `processor_seconds`.
     """
 
     def __init__(
@@ -38,15 +38,17 @@ class Audit:
         actual: Actual,
         settings: Callable[[], Mapping[str, str]],
         seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
+        spent: Callable[[], float],
     ) -> None:
         self._kernel, self._actual, self._wanted_settings, self._clock = kernel, actual, settings, clock
+        self._processor = spent
         self._seconds = max(seconds, 0.001)
         self.address_lost = threading.Event()
         self.rules: dict[int, tuple[str, ...]] = {}
         self._waiting: list[Check] = []
         self._at = clock()
-        self._cost = self._spent = 0.0  # seconds that the checks of the last round took, and those of this one so far
+        self._cost = self._spent = 0.0  # CPU time of the checks of the last round, and of this one so far
         self._revision: object = None  # of the rules, when they were read
         self._rules_at = self._rules_after = 0.0  # when they are read next at the latest, and at the earliest
 
@@ -66,11 +68,11 @@ class Audit:
         round_seconds = min(self._seconds, max(ROUND_SECONDS, COST * self._cost))  # in which everything is compared
         due = int((now - self._at) * len(all_of_it) / round_seconds)
         if due:
-            self._at = now
+            self._at, before = now, self._processor()
             for _ in range(min(due, len(all_of_it))):
                 self._waiting = self._waiting or all_of_it
                 found += self._waiting.pop()()
-            self._spent += self._clock() - now
+            self._spent += self._processor() - before
             if not self._waiting:
                 self._cost, self._spent = self._spent, 0.0
         return found
@@ -88,12 +90,14 @@ class Audit:
     def _changed_rules(self, now: float) -> list[str]:
         """Compares the rules when they have another revision, and once in the whole period."""
         known = self._kernel.tables.revision(JUMPS)
-        changed = known != self._revision and now >= self._rules_after
+        changed = known != self._revision and now >= self._rules_after - AUDIT_CREDIT
         if not changed and now < self._rules_at and now - self._at < self._seconds:
             return []
+        before = self._processor()
         found = [message for family in self._kernel.tables.families for message in self._rules(family)]
-        ended = self._clock()
-        self._revision, self._rules_at, self._rules_after = known, ended + self._seconds, ended + 10 * (ended - now)
+        ended, pause = self._clock(), AUDIT_SHARE * (self._processor() - before)
+        self._revision, self._rules_at = known, ended + self._seconds
+        self._rules_after = max(self._rules_after, ended) + pause
         return found
 
     def addresses(self) -> list[str]:

@@ -16,6 +16,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel.ipset import LIMIT, Ipsets
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs as VirtualServers
 from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
+from hybrid_proxy.dataplane.kernel.repairs import processor_seconds
 from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance, SyncResult
 from hybrid_proxy.dataplane.modes.ipvs import writer
 from hybrid_proxy.dataplane.modes.ipvs.audit import Audit
@@ -53,6 +54,7 @@ class Ipvs(NetfilterMode):
         wake: RequestMaintenance,
         kernel: writer.Kernel | None = None,
         clock: Callable[[], float] = time.monotonic,
+        spent: Callable[[], float] = processor_seconds,
     ) -> None:
         super().__init__(options, wake)
         self._unmet = Unmet(None, weighs=True, resets=False)
@@ -60,7 +62,7 @@ class Ipvs(NetfilterMode):
         self._clock = clock
         self.actual = Actual()
         self.needs = Needs(options.ipvs.default_scheduler, self.kernel.ipvs.schedules)
-        self.audit = Audit(self.kernel, self.actual, self._settings, options.sync_seconds, clock)
+        self.audit = Audit(self.kernel, self.actual, self._settings, options.sync_seconds, clock, spent)
         self.unset: dict[str, str] = {}  # settings of the kernel that could not be made
         self._slow_start = SlowStart()
         self._drain_at = 0.0

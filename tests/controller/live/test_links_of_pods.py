@@ -61,6 +61,7 @@ def test_changes_have_a_route_to_a_pod_that_is_gone(agent: Agent) -> None:
     finally:
         ip(lab, "route", "add", *route)
     until(lambda: f"routes by {pod.interface}: {one} → {both}" in remembered(agent), "so is that it is back")
+    assert f" I routes by {pod.interface}: {one} → {both}\n" in agent.log.read_text()
 
 
 def test_changes_say_what_is_gone_and_then_what_puts_it_back(agent: Agent) -> None:
@@ -70,3 +71,7 @@ def test_changes_say_what_is_gone_and_then_what_puts_it_back(agent: Agent) -> No
     command = "`ip address add 198.51.100.9/24 dev eth0`"
     what = f"address 198.51.100.9/24 dev eth0 is gone: {command} puts it back"
     until(lambda: what in remembered(agent), "it is written down")
+    assert f" W {what}\n" in agent.log.read_text()
+    ip(agent.lab, "address", "add", "198.51.100.9/24", "dev", "eth0")
+    came = "address 198.51.100.9/24 dev eth0 came"
+    until(lambda: remembered(agent).count(came) == 2, "the same is written down of what comes, and comes back")

@@ -60,6 +60,8 @@ class Node:
     woken: int = 0
     generation: int = 0
     time: float = 1000.0  # what the agent's clock shows
+    worked: float = 0.0  # seconds of a processor
+    sync_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         self.ipvs = FakeIpvs(self.journal)
@@ -83,7 +85,8 @@ class Node:
             lambda wanted: self.sysctls.update(wanted) or {}, self.sysctls.get,
             lambda: list(self.flows), self._entries_of, self._delete_entries, lambda _: self.translates_at_sockets,
         )  # fmt: skip
-        return Ipvs(Options(ipvs=IpvsOptions(**options)), self._wake, kernel, clock or (lambda: self.time))  # type: ignore[arg-type]
+        given = Options(ipvs=IpvsOptions(**options), sync_seconds=self.sync_seconds)  # type: ignore[arg-type]
+        return Ipvs(given, self._wake, kernel, clock or (lambda: self.time), lambda: self.worked)
 
     def _entries_of(self, flows: Iterable[Connection]) -> dict[Connection, bytes]:
         return {flow: str(self.flows.index(flow)).encode() for flow in flows if flow not in self.forgotten}

@@ -194,6 +194,41 @@ def test_what_a_new_table_puts_right_counts_as_a_repair(node: Node) -> None:
     assert agent.repaired.count == 1
 
 
+@pytest.mark.parametrize(
+    ("worked", "waits"),
+    [
+        pytest.param(0.0, False, id="it waited"),
+        pytest.param(0.5, False, id="it worked little"),
+        pytest.param(60.0, True, id="it worked"),
+    ],
+)
+def test_the_pause_after_a_comparison_of_rules_follows_what_it_worked(
+    node: Node, worked: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy node a comparison waits long for a processor: a repair that waits for as long again helps nobody."""
+    node.sync_seconds = 1e6
+    agent = node.start()
+    agent.sync(node.table(web(A)))
+    agent.maintain()
+    save, whole = node.tables.save, node.rules()
+
+    def slow(family: int, table: str) -> str:
+        node.time += 60
+        node.worked += worked
+        return save(family, table)
+
+    monkeypatch.setattr(node.tables, "save", slow)
+    node.tables.restore(4, "*filter\n-F HPV-FORWARD\nCOMMIT\n")
+    agent.maintain()
+    assert node.rules() == whole
+    node.tables.restore(4, "*nat\n-F HPV-POSTROUTING\nCOMMIT\n")
+    agent.maintain()
+    assert (node.rules() == whole) is not waits
+    node.time += 1e5
+    agent.maintain()
+    assert node.rules() == whole
+
+
 # What fails
 
 
