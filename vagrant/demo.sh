@@ -109,9 +109,9 @@ in_modes() {
     for mode; do
         for node in $NODES; do set_mode "$node" "$mode"; done
         echo "mode $mode ($(serving_mode) serves)"
-        echo "  pod  -> $address:80          $(from_pod "http://$address" | grep -v '^$' | tally)"
-        echo "  node -> $address:80          $(from_node "http://$address" | grep -v '^$' | tally)"
-        echo "  node -> $(hostname):30080    $(from_node "http://$(hostname):30080" | grep -v '^$' | tally)"
+        echo "  pod  -> $address:80          $(from_pod "http://$address" | tally)"
+        echo "  node -> $address:80          $(from_node "http://$address" | tally)"
+        echo "  node -> $(hostname):30080    $(from_node "http://$(hostname):30080" | tally)"
     done
 }
 

@@ -61,6 +61,7 @@ def demo(tmp_path: Path) -> Callable[[str], list[str]]:
         ("systemctl", ""),
         ("hybrid-proxy", """[ "$1" != status ] || echo '{"mode": {"effective": "nftables"}, "synced": true}'"""),
         ("kubectl", "case $* in *'exec client -- sh'*) printf 'web-a\\n\\nweb-b\\n' ;; esac"),
+        ("curl", f"mkdir {tmp_path}/asked 2>/dev/null || printf web-a"),  # the first request fails
         ("sudo", 'exec "$@"'),
         ("ssh", 'shift 5; exec sh -c "$*"'),  # two options and the machine's name; its shell gets one line
     ):
@@ -77,6 +78,13 @@ def demo(tmp_path: Path) -> Callable[[str], list[str]]:
         return [*called.read_text().splitlines(), *done.stdout.splitlines()]
 
     return run
+
+
+def test_the_demonstration_of_modes_counts_requests_without_an_answer(demo: Callable[[str], list[str]]) -> None:
+    pod, node, port = demo("REQUESTS=2; in_modes nftables")[-3:]
+    assert sorted(pod.partition(":80")[2].strip().split(", ")) == ["no answer 1", "web-a 1", "web-b 1"]
+    assert sorted(node.partition(":80")[2].strip().split(", ")) == ["no answer 1", "web-a 1"]
+    assert port.endswith(" web-a 2")
 
 
 @pytest.mark.parametrize("node", ["$(hostname)", "worker1"])
