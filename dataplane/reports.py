@@ -43,6 +43,9 @@ class TrafficRow(msgspec.Struct, frozen=True, gc=False):
     protocol: str | None = None
 
 
+LATELY_SECONDS: Final = 120.0
+
+
 class FailureHistory(msgspec.Struct, frozen=True):
     """The connections to a backend that failed: it refused them (a reset answered the SYN), or did not answer.
 
@@ -58,6 +61,10 @@ class FailureHistory(msgspec.Struct, frozen=True):
     def last_kind(self) -> str:
         """The kind of the last failure."""
         return "refused" if (self.last_refused or 0.0) >= (self.last_unanswered or 0.0) else "not answered"
+
+    def is_over(self, now: float) -> bool:
+        """Whether the last failure was long ago: only a success ends a row, and perhaps no client comes any more."""
+        return max(self.last_refused or 0.0, self.last_unanswered or 0.0) < now - LATELY_SECONDS
 
     def text(self, now: float) -> str:
         """The history for people: `3 x connection refused, last 2 min ago`; the latest kind of failure first."""

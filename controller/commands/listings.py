@@ -186,7 +186,8 @@ def service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
 
 def _backend_state(row: BackendRow) -> tuple[Cell, str]:
     """The state, and the reason for it."""
-    text, _, reason = (row.state or ("serving" if row.used else "not used")).partition(": ")
+    usual = "not used" if not row.used else "serving" if row.failures is not None else "used, not watched"
+    text, _, reason = (row.state or usual).partition(": ")
     if text != "serving":
         return Cell(text, Tone.BAD if reason else Tone.DIM), reason
     return Cell(text, Tone.WARN if row.failures else Tone.GOOD), ""

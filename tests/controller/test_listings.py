@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hybrid_proxy.controller.commands import listings
@@ -86,6 +87,13 @@ def test_a_listing_looks_as_its_screen(listing: str, size: str) -> None:
     shown = table(columns, rows, SIZES[size], wide=size == "wide")
     assert size == "wide" or max(map(len, shown)) <= (SIZES[size].width or 1000)
     assert "\n".join(shown) + "\n" == (SCREENS / f"{listing}-{size}.txt").read_text()
+
+
+def test_a_mode_that_watches_no_backend_does_not_say_that_it_serves() -> None:
+    watched = msgspec.structs.replace(BACKENDS[0], state=None, failures=0)
+    rows = [watched, msgspec.structs.replace(watched, failures=None)]
+    (state,) = [column for column in listings.backend_columns(rows) if column.header == "STATE"]
+    assert [cell.text for cell in map(state.value, rows)] == ["serving", "used, not watched"]
 
 
 def test_the_mode_is_a_column_where_there_are_several() -> None:

@@ -140,7 +140,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """Answer to `Status`: counters and limits.
 
     `agent` is the process id of the relay's agent (0: none). `files` are the descriptors in use and their limit.
-    `trouble` says what the relay lacks; empty: nothing.
+    `trouble` says what the relay lacks; empty: nothing. `failing` are service ports of which the last connection to
+    each backend failed lately, `failing_backends` the others' backends with name and number of failures in a row.
     """
 
     pid: int
@@ -152,6 +153,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     files: tuple[int, int]
     trouble: str
     counters: dict[str, int]
+    failing: tuple[str, ...] = ()
+    failing_backends: tuple[tuple[str, Pair, int], ...] = ()
 
 
 class Conversation(msgspec.Struct, frozen=True):

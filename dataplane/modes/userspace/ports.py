@@ -97,6 +97,14 @@ class Service:
         if backend in self.failures:
             self.failures[backend].consecutive = 0
 
+    def failing(self, now: float) -> dict[Pair, int]:
+        """Returns the backends whose last connection failed, lately, with the number of failures in a row."""
+        return {
+            backend: found.consecutive
+            for backend, found in self.failures.items()
+            if found.consecutive and not found.history().is_over(now)
+        }
+
     def route(self, number: int) -> tuple[tuple[str, int], ...]:
         """Returns a route's backends; none if the row lost it, until the next commit closes its port."""
         return self.row.routes[number] if number < len(self.row.routes) else ()

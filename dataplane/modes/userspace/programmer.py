@@ -37,9 +37,9 @@ from hybrid_proxy.dataplane.nftables import operations as op
 from hybrid_proxy.dataplane.nftables.expressions import FAMILIES
 from hybrid_proxy.dataplane.nftables.ruleset import describe
 from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
-from hybrid_proxy.dataplane.reports import Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
+from hybrid_proxy.dataplane.reports import Ejection, Fill, RelayStatus, Status, Unprogrammed, UserspaceStatus
 from hybrid_proxy.dataplane.stale import Place, Socket
-from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable
+from hybrid_proxy.dataplane.table import EMPTY, Entry, NodeNetwork, Protocol, ServiceTable, socket_text
 from hybrid_proxy.dataplane.unmet import Unmet
 
 log = logging.getLogger(__name__)
@@ -326,6 +326,11 @@ class Userspace(NetfilterMode):
             fill={"files": Fill(*report.files) if report else Fill(0, 0)},
             warnings=self.warnings() + [trouble] * bool(trouble),
             counters=report.counters if report else {},
+            failing=sorted(report.failing) if report else [],
+            failing_backends=[
+                Ejection(name, socket_text(*pair), False, None, f"{count} connections in a row failed")
+                for name, pair, count in (report.failing_backends if report else ())
+            ],
             userspace=UserspaceStatus(relay=relay, kept_addresses=[f"IPv{family}" for family in self._addresses.kept]),
         )
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -161,7 +162,9 @@ class Relay:
 
     def status(self) -> m.Report:
         """Returns counters and limits."""
-        state = self.state
+        state, now = self.state, time.time()
+        found = [(service.row, bad) for service in self.services.values() if (bad := service.failing(now))]
+        failing = {row.name for row, bad in found if all(pair in bad for route in row.routes for pair in route)}
         return m.Report(
             pid=os.getpid(),
             agent=self.agent_pid,
@@ -172,7 +175,13 @@ class Relay:
             files=(state.used, state.limit),
             trouble=state.trouble,
             counters=dict(state.counters),
-        )
+            failing=tuple(failing),
+            failing_backends=tuple(
+                (row.name, pair, count)
+                for row, bad in found if row.name not in failing
+                for pair, count in bad.items() if count > 1
+            ),
+        )  # fmt: skip
 
     def listing(self, limit: int) -> m.Listing:
         """Returns all service ports, and at most so many conversations."""

@@ -34,7 +34,6 @@ from hybrid_proxy.dataplane.reports import (
 )
 from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, socket_text
 
-LATELY_SECONDS: Final = 120.0
 CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
 
 Maps = Mapping[str, Map]
@@ -142,17 +141,14 @@ def _chosen(maps: Maps) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.boo
 
 
 def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str], list[Ejection]]:
-    """Returns the service ports whose backends all fail, and the other backends that failed twice in a row.
-
-    Only a success ends such a row, and perhaps no client comes any more: what failed LATELY_SECONDS ago is over.
-    """
+    """Returns the service ports whose backends all fail, and the other backends that failed twice in a row, lately."""
     table, ejected, chosen = _chosen(maps)
     failures = np.where(chosen, table["failures"], 0)
     if not (failures.any() or ejected.any()):
         return [], []
-    names, since = names_of(), time.time() - LATELY_SECONDS
+    names, now = names_of(), time.time()
     for number, row in histories(maps).items():
-        if max(row.last_refused or 0.0, row.last_unanswered or 0.0) < since:
+        if row.is_over(now):
             failures[number] = 0
     bad, good = (table["service"][those] for those in (ejected | (failures > 0), chosen & (failures == 0)))
     all_fail = {names[number] for number in np.setdiff1d(bad, good).tolist() if number in names}

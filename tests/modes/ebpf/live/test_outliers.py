@@ -27,6 +27,7 @@ from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejectio
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Subject
 from hybrid_proxy.dataplane.modes.ebpf.services.store import Store
 from hybrid_proxy.dataplane.modes.ebpf.views import listing
+from hybrid_proxy.dataplane.reports import LATELY_SECONDS
 from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 
 from ..readback import check, programmed, settle
@@ -347,7 +348,7 @@ def test_a_backend_that_comes_back_begins_without_failures(store: Store) -> None
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("ago", "told"), [(5.0, True), (listing.LATELY_SECONDS + 5, False)], ids=["now", "before"])
+@pytest.mark.parametrize(("ago", "told"), [(5.0, True), (LATELY_SECONDS + 5, False)], ids=["now", "before"])
 def test_backends_that_failed_lately_are_told(store: Store, ago: float, told: bool) -> None:
     """A success ends a row of failures, and perhaps no client comes any more after the mend."""
     web, lone, maps = entry(one, V1, 3), entry(one, V6, 1), store.maps.maps

@@ -277,3 +277,17 @@ def test_what_is_programmed_can_be_looked_at(node: Node) -> None:
         assert rows[0].client == socket_text(*client.getsockname())
         assert rows[0].frontend == socket_text(*VIP)
         assert rows[0].source == node.lab["pod1"].address4
+
+
+def test_status_names_the_services_all_of_whose_backends_fail(node: Node) -> None:
+    input_chain = "add chain inet deaf input { type filter hook input priority 0; }"
+    rule = "add rule inet deaf input tcp dport 8080 reject with tcp reset"
+    assert node.lab.run("pod2", ["nft", f"add table inet deaf; {input_chain}; {rule}"]).returncode == 0
+    try:
+        with pytest.raises(OSError):  # noqa: PT011 - a reset or the end
+            node.ask()
+        eventually(lambda: node.mode.status().failing == ["d/web:http"], "the failures are not in the status")
+    finally:
+        node.lab.run("pod2", ["nft", "delete table inet deaf"])
+    assert node.ask()[0] == "pod2"
+    assert node.mode.status().failing == []

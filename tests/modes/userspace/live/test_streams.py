@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_proxy.dataplane import reports
 from hybrid_proxy.dataplane.modes.userspace import streams
 from hybrid_proxy.dataplane.modes.userspace.sockets import RESET
 from hybrid_proxy.dataplane.modes.userspace.streams import CHUNK, PIPE
@@ -69,6 +70,25 @@ def test_how_connections_failed_is_remembered_for_each_backend(relay: Running, b
         assert all(began <= last <= time.time() for last in (refused.last_refused, unanswered.last_unanswered))
         relay.serve(nowhere, backend("a").address)
     assert {(row[1], row[2]) for row in relay.relay.listing(0).failures} == {nowhere}
+
+
+def test_backends_that_fail_are_reported_and_service_ports_where_all_do(
+    relay: Running, backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf, good = nobody(), backend("a")
+    relay.serve(deaf, good.address, key="some")
+    address = relay.serve(deaf, key="all")
+    for _ in range(2):
+        relay.relay.services["some"].note_failure(deaf, refused=True)
+        with pytest.raises(ConnectionResetError), connect(address) as client:
+            client.recv(1)
+    eventually(lambda: relay.relay.status().failing == ("all",), "not reported")
+    assert relay.relay.status().failing_backends == (("some", deaf, 2),)
+    with monkeypatch.context() as changed:
+        changed.setattr(reports, "LATELY_SECONDS", -1.0)
+        assert relay.relay.status().failing == (), "perhaps no client comes any more"
+    relay.relay.services["all"].note_success(deaf)
+    assert relay.relay.status().failing == ()
 
 
 def test_a_connection_that_succeeds_ends_the_row_of_failures(relay: Running, backend) -> None:
