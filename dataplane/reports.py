@@ -123,7 +123,7 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         frontends: The addresses with their port, or `node port 30080` where every address of the node serves it.
         protocol: TCP, UDP or SCTP.
         backends: How many backends pods are sent to.
-        local_backends: How many of them are on this node, with a Local traffic policy.
+        local_backends: How many are on this node; null: the mode does not tell.
         affinity: Whether a client stays with its backend (session affinity ClientIP).
         ejected: How many further backends are ejected.
         failing: How many failed at their last connection, ejected ones included.

@@ -71,7 +71,7 @@ class Programmed(View):
             chains = self._chains[found.family]
             row = rows.setdefault(
                 (found.name, found.protocol, found.family),
-                ServiceRow(name=found.name, frontends=[], protocol=found.protocol.name, backends=0, local_backends=0),
+                ServiceRow(name=found.name, frontends=[], protocol=found.protocol.name, backends=0),
             )
             row.frontends.append(frontend_text(found.address, found.port))
             for chain in _set_chains(chains, found.target):

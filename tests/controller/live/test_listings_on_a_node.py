@@ -108,6 +108,11 @@ def test_every_output_has_the_same_rows(node: Lab) -> None:
     assert sorted(line.split()[1] for line in lines) == sorted(row["address"] for row in rows)
 
 
+def test_backends_on_this_node_are_counted_also_without_a_local_policy(node: Lab) -> None:
+    rows = json.loads(run(node, "services default/web -o json").stdout)
+    assert {(row["backends"], row["local_backends"]) for row in rows} == {(3, 3)}
+
+
 def test_status_begins_with_a_verdict_and_names_the_agent(node: Lab) -> None:
     status = json.loads(run(node, "status -o json").stdout)
     first, *others = run(node, "status").stdout.splitlines()

@@ -105,8 +105,8 @@ def _services(maps: Maps, names: Names) -> list[ServiceRow]:
     table = maps["services"].view(layout.dtype_of("service"))
     bits, (backends, out, chosen) = layout.abi_constants(), _chosen(maps)
     drops, owners = bits["SERVICE_DROP_SET0"], backends["service"]
-    sets = [backends["flags"] & bits[name] != 0 for name in ("BACKEND_SET0", "BACKEND_SET1")]  # rings repeat
-    masks = (*sets, out, out | chosen & (backends["failures"] > 0))
+    first, here = (backends["flags"] & bits[name] != 0 for name in ("BACKEND_SET0", "BACKEND_LOCAL"))  # rings repeat
+    masks = (first, chosen & here, out, out | chosen & (backends["failures"] > 0))
     whole, local, ejected, failing = (np.bincount(owners[mask], minlength=len(table)) for mask in masks)
     counted, waited = traffic_of(maps), first_packets_of(maps)
     figures = None if counted is None else counted.of_services(owners)
