@@ -63,7 +63,7 @@ class FailureHistory(msgspec.Struct, frozen=True):
         return "refused" if (self.last_refused or 0.0) >= (self.last_unanswered or 0.0) else "not answered"
 
     def is_over(self, now: float) -> bool:
-        """Whether the last failure was long ago: only a success ends a row, and perhaps no client comes any more."""
+        """True if the last failure was long ago: only a success ends a row, and perhaps no client comes any more."""
         return max(self.last_refused or 0.0, self.last_unanswered or 0.0) < now - LATELY_SECONDS
 
     def text(self, now: float) -> str:
@@ -206,7 +206,8 @@ class FlowRow(msgspec.Struct, kw_only=True):
         frontend: The address and port that the client sent to.
         backend: The address and port of the backend; null while none is chosen.
         source: The client as the backend sees it.
-        state: `opening`, `established`, `half-closed` or `closed`; from the relay also `connecting` or `unanswered`.
+        state: `opening`, of datagrams `short` (none is answered after two seconds); `established`, `half-closed`,
+            `closed`; from the relay also `connecting`, `unanswered`.
         hairpin: Whether the backend is its own client.
         direct: Whether the backend's node answers the client directly (DSR).
         fast_path: Whether its packets bypass the host's network stack.

@@ -173,7 +173,8 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
     for warning in dataplane.warnings:
         yield f"note: {warning}"
     if wide and dataplane.fill:
-        fill = (f"{name} {row.used}/{row.limit}" for name, row in dataplane.fill.items())
+        named = {"flows": "flow entries (two a flow)"}
+        fill = (f"{named.get(name, name)} {row.used}/{row.limit}" for name, row in dataplane.fill.items())
         yield f"programmed: {', '.join(fill)}"
     if wide and ebpf:
         yield from _memory_lines(ebpf)

@@ -434,10 +434,10 @@ def _idle(entry: Entry, timeouts: Mapping[str, int]) -> int | None:
 
 
 def _state(entry: Entry) -> str:
-    """Returns the state as mode ebpf reports it: half-open connections and one-way datagrams are opening."""
+    """Returns the state as mode ebpf reports it."""
     known = fields(entry)
     if entry.protocol not in OPENING:
-        return "established" if _status(entry) & IPS_ASSURED else "opening"
+        return "established" if _status(entry) & IPS_ASSURED else "short"
     state = stage_of(entry.protocol, known)
     if state in OPENING[entry.protocol]:
         return "opening"

@@ -302,7 +302,13 @@ def test_idle_limits(flags: list[str], protocol: Protocol, seconds: int) -> None
     pytest.param(["FLOW_ESTABLISHED", "FLOW_RESET"],                          "closed",      id="reset"),
 ])  # fmt: skip
 def test_a_flow_is_called_what_its_flags_say(flags: list[str], state: str) -> None:
-    assert flow_state(sum(FLAGS[flag] for flag in flags)) == state
+    assert flow_state(sum(FLAGS[flag] for flag in flags), Protocol.TCP) == state
+
+
+def test_datagrams_have_no_handshake_that_could_be_opening() -> None:
+    """A question and its answer, as most of DNS, last less than two seconds."""
+    states = [flow_state(FLAGS[flag] if flag else 0, Protocol.UDP) for flag in ("", "FLOW_ESTABLISHED")]
+    assert states == ["short", "established"]
 
 
 def test_a_half_closed_connection_may_be_silent_for_long(bench: Bench, net: Net) -> None:

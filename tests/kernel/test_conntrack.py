@@ -235,7 +235,7 @@ class TestFlows:
         backend = socket_text(OLD[V4], TARGET)
         assert mine == FlowRow(
             service="a/dns:dns", protocol="UDP", client=mine.client, frontend=f"{VIP[V4]}:{PORT}",
-            backend=backend, source=mine.client, state="opening", fast_path=False, idle=mine.idle,
+            backend=backend, source=mine.client, state="short", fast_path=False, idle=mine.idle,
         )  # fmt: skip
         assert {row.frontend for row in rows} == {
             socket_text(VIP[V4], PORT), socket_text(VIP[V6], PORT),

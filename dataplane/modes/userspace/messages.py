@@ -141,7 +141,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
     `agent` is the process id of the relay's agent (0: none). `files` are the descriptors in use and their limit.
     `trouble` says what the relay lacks; empty: nothing. `failing` are service ports of which the last connection to
-    each backend failed lately, `failing_backends` the others' backends with name and number of failures in a row.
+    each backend failed lately; `failing_backends` are those of other service ports, and how often in a row they failed.
     """
 
     pid: int

@@ -267,14 +267,16 @@ def _clock(maps: Maps) -> int:
         return run_on_packet(loaded.program(CLOCK), bytes(64))[0]
 
 
-def flow_state(flags: int) -> str:
+def flow_state(flags: int, protocol: int) -> str:
     """Returns the name of a flow's state. A flow that only one end has closed may still carry data."""
     names = layout.abi_constants()
     if layout.is_over(np.array([flags])).any():
         return "closed"
     if flags & (names["FLOW_FIN"] | names["FLOW_PEER_FIN"]):
         return "half-closed"
-    return "established" if flags & names["FLOW_ESTABLISHED"] else "opening"
+    if flags & names["FLOW_ESTABLISHED"]:
+        return "established"
+    return "short" if protocol == Protocol.UDP else "opening"
 
 
 def _flow(key: Any, value: Any, family: int, names: Names) -> FlowRow:
@@ -285,7 +287,7 @@ def _flow(key: Any, value: Any, family: int, names: Names) -> FlowRow:
         return socket_text(text, int(layout.swap16([int(row[port])])[0]))
 
     flags = int(value["flags"])
-    state = flow_state(flags)
+    state = flow_state(flags, int(key["protocol"]))
     return FlowRow(
         service=names.get(int(value["service"])),
         protocol=_protocol(int(key["protocol"])),
