@@ -206,12 +206,12 @@ class FlowRow(msgspec.Struct, kw_only=True):
         frontend: The address and port that the client sent to.
         backend: The address and port of the backend; null while none is chosen.
         source: The client as the backend sees it.
-        state: `opening`, of datagrams `short` (none is answered after two seconds); `established`, `half-closed`,
-            `closed`; from the relay also `connecting`, `unanswered`.
+        state: `opening`, of datagrams `short` (unanswered after two seconds); `established`, `half-closed`, `closed`;
+            from the relay also `connecting`, `unanswered`.
         hairpin: Whether the backend is its own client.
         direct: Whether the backend's node answers the client directly (DSR).
         fast_path: Whether its packets bypass the host's network stack.
-        idle: Seconds since its last packet, rounded; for conntrack computed from the remaining timeout.
+        idle: Seconds since its last packet, rounded; for conntrack from the remaining timeout.
     """
 
     mode: str = ""
