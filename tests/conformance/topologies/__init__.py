@@ -119,7 +119,7 @@ class Kind:
     def row(self) -> str:
         """What its row of the table is called."""
         left_out = dict.fromkeys(self.without.values())
-        return "; ".join([self.words, *left_out]) + (" (`make test-long`)" if self.rare else "")
+        return "; ".join([self.words, *left_out]) + ("*" if self.rare else "")
 
 
 def nodes(text: str) -> dict[str, str]:
