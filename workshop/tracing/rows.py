@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from hybrid_proxy.workshop.tracing.targets import place_text
+from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, place_text
 from hybrid_proxy.workshop.tracing.text import DROP, SOCKET, label
 
 Histogram = Mapping[int, int]  # slot -> how many
@@ -14,6 +14,7 @@ Row = dict[str, Any]
 DIRECTIONS: Final = ("request", "reply")
 ASKED, ANSWERED, REFUSED, REPEATED = range(4)  # as in packets.c
 OF_SOCKET: Final = 255
+UNREPORTED: Final = "not reported by this kernel"
 
 
 def bounds(slot: int) -> tuple[int, int]:
@@ -148,17 +149,43 @@ def is_closed(flow: Iterable[Sequence[Event]]) -> bool:
     return len(ended) == 2 or any(way[0].protocol == 6 and way[0].flags & 4 for way in flow)
 
 
-def repeat_rows(counted: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[Row]:
-    """Returns the segments that clients and backends on this machine retransmitted, the most first."""
+def drop_rows(
+    counts: Mapping[tuple[Any, ...], int], names: Sequence[str], why: Mapping[int, str], symbol: Callable[[int], str]
+) -> list[Row]:
+    """Returns the packets that the kernel dropped, the most first.
+
+    Args:
+        counts: (service, way, reason, unused, location, address, port, protocol) -> how many.
+        names: of services.
+        why: the kernel's reasons for a drop.
+        symbol: returns the name of the function at a location.
+    """
+    protocols = {number: name for name, number in PROTOCOLS.items()}
     found = [
         {
-            "service": names[row["service"]],
-            "backend": row["backend"],
-            "sender": "client" if row["way"] == 0 else "backend",
-            "count": row["count"],
+            "service": names[service], "direction": DIRECTIONS[way], "protocol": protocols[protocol],
+            "to": place_text(address, port), "reason": why.get(reason, UNREPORTED), "function": symbol(location),
+            "count": count,
         }
-        for row in counted
-    ]
+        for (service, way, reason, _, location, address, port, protocol), count in counts.items()
+    ]  # fmt: skip
+    return sorted(found, key=lambda row: (-row["count"], row["service"]))
+
+
+def repeat_rows(counts: Mapping[tuple[Any, ...], int], names: Sequence[str]) -> list[Row]:
+    """Returns the segments that clients and backends on this machine retransmitted, the most first.
+
+    Args:
+        counts: (service, way, address, port, protocol) -> how many; of a backend that is not known, zeros.
+        names: of services.
+    """
+    found = [
+        {
+            "service": names[service], "backend": place_text(address, port) if any(address) else None,
+            "sender": "client" if way == 0 else "backend", "count": count,
+        }
+        for (service, way, address, port, _), count in counts.items()
+    ]  # fmt: skip
     return sorted(found, key=lambda row: (-row["count"], row["service"], row["backend"] or ""))
 
 
@@ -200,7 +227,7 @@ def flow_rows(
             }
             if event.point == DROP:
                 reason, location = event.more >> 48, event.more & 0xFFFFFFFFFFFF
-                row["reason"] = why.get(reason, "not reported by this kernel")
+                row["reason"] = why.get(reason, UNREPORTED)
                 row["function"] = place.get(location, "?")
             rows.append(row)
             before = event.ns

@@ -143,26 +143,13 @@ class Session:
             {key[:5]: value for key, value in self._items("answer_sums", _ANSWER, _SUM)},
         )
 
-    def drops(self) -> list[dict[str, Any]]:
-        """Returns service, way, reason, function (a name), to, protocol, count; numbers are those of the programs."""
-        return [
-            {
-                "service": service, "way": way, "reason": reason, "function": symbol(location),
-                "to": place_text(address, port), "protocol": protocol, "count": count,
-            }
-            for (service, way, reason, _, location, address, port, protocol), (count,)
-            in self._items("drops", _DROP, _COUNT)
-        ]  # fmt: skip
+    def drops(self) -> dict[tuple[Any, ...], int]:
+        """Returns the counts that `rows.drop_rows` takes."""
+        return {key: count for key, (count,) in self._items("drops", _DROP, _COUNT)}
 
-    def repeats(self) -> list[dict[str, Any]]:
-        """Returns service, way, backend (None: not known), count."""
-        return [
-            {
-                "service": service, "way": way, "count": count,
-                "backend": place_text(address, port) if any(address) else None,
-            }
-            for (service, way, address, port, _), (count,) in self._items("repeats", _REPEAT, _COUNT)
-        ]  # fmt: skip
+    def repeats(self) -> dict[tuple[Any, ...], int]:
+        """Returns the counts that `rows.repeat_rows` takes."""
+        return {key: count for key, (count,) in self._items("repeats", _REPEAT, _COUNT)}
 
 
 def _loaded(name: str, instructions: bytes) -> int:

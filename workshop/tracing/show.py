@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,7 +20,7 @@ from hybrid_proxy.controller.semantics.explain import packet_from_dict
 from hybrid_proxy.controller.serving.admin import UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
 from hybrid_proxy.dataplane.kernel.links import read_node
-from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow, Status
+from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.workshop.tracing import report, rows
 from hybrid_proxy.workshop.tracing.kernel_types import enum_names
 from hybrid_proxy.workshop.tracing.session import Plan, Session, symbol
@@ -158,7 +158,7 @@ def _answer(view: View, session: Session, targets: Targets, args: argparse.Names
         case View.LATENCY:
             return {"services": rows.answer_rows(*session.answers(), targets.names)}
         case View.DROPS:
-            return {"drops": _drops(session, targets)}
+            return {"drops": rows.drop_rows(session.drops(), targets.names, _reasons(), symbol)}
         case View.RETRANSMITS:
             return {"retransmits": rows.repeat_rows(session.repeats(), targets.names)}
         case View.FOLLOW:
@@ -174,35 +174,14 @@ def _reasons() -> dict[int, str]:
     return {number: name.removeprefix("SKB_DROP_REASON_") for number, name in names.items()}
 
 
-def _drops(session: Session, targets: Targets) -> list[Row]:
-    why = _reasons()
-    protocols = {number: name for name, number in PROTOCOLS.items()}
-    return sorted(
-        (
-            {
-                "service": targets.names[row["service"]], "direction": rows.DIRECTIONS[row["way"]],
-                "protocol": protocols[row["protocol"]], "to": row["to"],
-                "reason": why.get(row["reason"], "not reported by this kernel"), "function": row["function"],
-                "count": row["count"],
-            }
-            for row in session.drops()
-        ),
-        key=lambda row: (-row["count"], row["service"]),
-    )  # fmt: skip
-
-
-def _status(args: argparse.Namespace, here: _Here) -> Status | None:
-    try:
-        return ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane if here.answers else None
-    except UnansweredError:
-        return None
-
-
 def _counters(args: argparse.Namespace, here: _Here) -> dict[str, int]:
     """Returns what the programs of mode ebpf dropped and rejected so far."""
-    status = _status(args, here)
+    counters: dict[str, int] = {}
+    if here.answers:
+        with suppress(UnansweredError):
+            counters = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.counters
     kinds = ("drop_", "reject", "socket_refused", "backend_")
-    return {name: value for name, value in (status.counters if status else {}).items() if name.startswith(kinds)}
+    return {name: value for name, value in counters.items() if name.startswith(kinds)}
 
 
 def _more(before: dict[str, int], after: dict[str, int]) -> list[Row]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final, NamedTuple
 
-from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.dataplane.table import socket_text
 
@@ -59,34 +58,25 @@ def of_services(
     backends: Iterable[BackendRow],
     node: Sequence[str],
     *,
-    service: str | None = None,
     to: Place | None = None,
 ) -> Targets:
-    """Selects all services, one of them, or one destination.
+    """Selects all services, or one destination.
 
     Args:
         services: rows of `hybrid-proxy services`.
         backends: rows of `hybrid-proxy backends`.
         node: the node's addresses, for node ports.
-        service: `namespace/name`, or with the port's name.
         to: a destination, of a service or not.
-
-    Raises:
-        ConfigError: nothing is programmed under that name.
     """
     names: list[str] = []
     places: dict[Place, int] = {}
     for row in services:
         name = row.name or "?"
-        if service and name != service and not name.startswith(f"{service}:"):
-            continue
         if name not in names:
             names.append(name)
         for text in row.frontends:
             for place in _frontend(text, row.protocol, node):
                 places.setdefault(place, names.index(name))
-    if service and not places:
-        raise ConfigError(f"no service port of {service!r} is programmed here; `hybrid-proxy services` lists them")
     if to is not None:
         names = [names[places[to]] if to in places else place_text(to.address, to.port)]
         places = {to: 0}

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.workshop.tracing import rows
 from hybrid_proxy.workshop.tracing.rows import Event
@@ -156,10 +155,7 @@ def test_a_node_port_as_each_mode_writes_it(text: str) -> None:
     assert place == Place(mapped("192.168.77.2"), 30080, 6)
 
 
-def test_one_service_or_one_destination() -> None:
-    assert of_services(ROWS, BACKENDS, [], service="default/dns").names == ("default/dns:dns",)
-    with pytest.raises(ConfigError, match="default/nix"):
-        of_services(ROWS, BACKENDS, [], service="default/nix")
+def test_one_destination() -> None:
     named = of_services(ROWS, BACKENDS, [], to=Place(mapped("10.96.0.10"), 80, 6))
     assert (named.names, list(named.places.values())) == (("default/web:http",), [0])
     assert of_services(ROWS, BACKENDS, [], to=Place(mapped("10.0.0.1"), 80, 6)).names == ("10.0.0.1:80",)
