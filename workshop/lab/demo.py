@@ -12,11 +12,11 @@ import json
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from hybrid_proxy.workshop.lab import examples
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.namespace import PATIENCE
 from hybrid_proxy.workshop.lab.network import Lab, LabError, Place
-from hybrid_proxy.workshop.lab.traffic import TIMEOUT, Tally, ask_tcp, load
+from hybrid_proxy.workshop.lab.traffic import TIMEOUT, Tally, ask_tcp, load, meanwhile, target_of
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
 FAMILIES: Final = ((V4, "IPv4"), (V6, "IPv6"))
@@ -214,17 +214,12 @@ class _Demo:
             ("down to a single pod", self.serving[-1:]),
             ("back to the start", self.serving),
         ]
-        stop, tally = threading.Event(), Tally()
-        client = self.background("connections", "web", V4, self.client, tally, stop, rate=500)
-        slowest = 0.0
-        try:
-            with self.charts(f"HTTP from {self.client.name}, each moment", everyone, lambda: tally.backends) as chart:
-                chart.watch(1.0)
-                for what, pods in plans:
-                    slowest = max(slowest, self.follow(what, pods, tally, chart))
-        finally:
-            stop.set()
-            client.join()
+        slowest, tally, title = 0.0, Tally(), f"HTTP from {self.client.name}, each moment"
+        requests = self.load("connections", "web", V4, self.client, tally, rate=500)
+        with meanwhile([requests]), self.charts(title, everyone, lambda: tally.backends) as chart:
+            chart.watch(1.0)
+            for what, pods in plans:
+                slowest = max(slowest, self.follow(what, pods, tally, chart))
         self.requests += tally.answered
         self.check(not tally.failed, f"{tally.answered:,} requests meanwhile, {tally.failed} failed {_why(tally)}")
         self.summary.numbers["edit of a file to traffic that follows, slowest of 3"] = f"{slowest * 1000:.0f} ms"
@@ -258,7 +253,7 @@ class _Demo:
                     start = time.monotonic()
                     refused = "answered"
                     try:
-                        connection.connect(_target(self.addresses["empty"][family]))
+                        connection.connect(target_of(self.addresses["empty"][family])[1])
                     except ConnectionRefusedError:
                         refused = "refused"
                     except TimeoutError:
@@ -273,29 +268,24 @@ class _Demo:
             "kill -9 under load",
             "The programs stay in the kernel. The agent dies without a word, and later a new one takes over.",
         )
-        stop, tallies, clients = threading.Event(), {}, []
+        tallies, loads = {}, []
         for place in (self.client, self.lab["node"]):
             for kind, service, family in (("connections", "web", V4), ("streams", "web", V6), ("udp", "dns", V4)):
                 tally = tallies[f"{kind} from {place.name}"] = Tally()
-                clients.append(self.background(kind, service, family, place, tally, stop, rate=100))
+                loads.append(self.load(kind, service, family, place, tally, rate=100))
 
         def answered() -> Counter[str]:
             return Counter({name: tally.answered for name, tally in tallies.items()})
 
-        try:
-            with self.charts("answers, each moment", [*tallies], answered) as chart:
-                chart.watch(0.8)
-                self.agent.kill()
-                self.check(not self.agent.running(), "the agent is killed")
-                chart.watch(2.0)
-                start = time.monotonic()
-                self.agent.start()
-                took = time.monotonic() - start
-                chart.watch(0.8)
-        finally:
-            stop.set()
-            for client in clients:
-                client.join()
+        with meanwhile(loads), self.charts("answers, each moment", [*tallies], answered) as chart:
+            chart.watch(0.8)
+            self.agent.kill()
+            self.check(not self.agent.running(), "the agent is killed")
+            chart.watch(2.0)
+            start = time.monotonic()
+            self.agent.start()
+            took = time.monotonic() - start
+            chart.watch(0.8)
         status = self.agent.status()
         self.check(
             status is not None and status.dataplane.adopted is True,
@@ -363,51 +353,28 @@ class _Demo:
         place: str = "",
     ) -> Tally:
         """Runs a load to its end, and draws its spread meanwhile."""
-        tally, stop = Tally(), threading.Event()
+        tally, title = Tally(), f"{title}, {count} requests"
         source = self.lab[place] if place else self.client
-        client = self.background(kind, service, family, source, tally, stop, rate=rate, count=count)
+        requests = self.load(kind, service, family, source, tally, rate=rate, count=count)
         until = time.monotonic() + count / rate + LATER
-        with self.charts(
-            f"{title}, {count} requests", names, lambda: tally.backends, total=count // len(names)
-        ) as chart:
-            while client.is_alive() and time.monotonic() < until:
+        with meanwhile([requests]), self.charts(title, names, lambda: tally.backends, count // len(names)) as chart:
+            while tally.answered + tally.failed < count and time.monotonic() < until:
                 chart.watch(FRAME / 2)
-        stop.set()
-        client.join()
         self.requests += tally.answered
         return tally
 
-    def background(
-        self,
-        kind: str,
-        service: str,
-        family: int,
-        place: Place,
-        tally: Tally,
-        stop: threading.Event,
-        *,
-        rate: float,
-        count: int | None = None,
-    ) -> threading.Thread:
-        """Runs a load in the background."""
-        thread = threading.Thread(
-            target=load,
-            args=(kind, (family, _target(self.addresses[service][family]))),
-            kwargs={
-                "tally": tally, "stop": stop, "rate": rate, "count": count, "concurrency": 4,
-                "timeout": TIMEOUT * PATIENCE,
-                "open_socket": lambda family, kind: self.lab.socket(place.name, family, kind),
-            },
-            daemon=True,
+    def load(self, kind: str, service: str, family: int, place: Place, tally: Tally, **how: Any) -> partial[Tally]:
+        """Returns the load of a service from a place, to be run; `how` as of `traffic.load`."""
+        return partial(
+            load, kind, target_of(self.addresses[service][family]), tally=tally, timeout=TIMEOUT * PATIENCE,
+            open_socket=partial(self.lab.socket, place.name), **how,
         )  # fmt: skip
-        thread.start()
-        return thread
 
     @contextlib.contextmanager
     def connected(self, place: Place, service: str, family: int, timeout: float = 2.0) -> Iterator[socket.socket]:
         with self.lab.socket(place.name, family) as connection:
             connection.settimeout(timeout)
-            connection.connect(_target(self.addresses[service][family]))
+            connection.connect(target_of(self.addresses[service][family])[1])
             yield connection
 
     @contextlib.contextmanager
@@ -474,11 +441,6 @@ def _addresses(manifests: Path) -> dict[str, dict[int, str]]:
                 four, six = item["spec"]["clusterIPs"]
                 found[item["metadata"]["name"]] = {V4: f"{four}:{port}", V6: f"[{six}]:{port}"}
     return found
-
-
-def _target(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _why(tally: Tally) -> str:

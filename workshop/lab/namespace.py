@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from hybrid_proxy.dataplane.kernel.host_paths import cgroup_root
 from hybrid_proxy.dataplane.kernel.namespaces import CLONE_NEWNET, inside
 
 __all__ = ["CLONE_NEWNET", "DEADLINES", "FOLDER", "PATIENCE", "cgroup2_root", "command", "inside", "is_current"]
@@ -42,15 +43,14 @@ def command(namespace: Path, cgroup: Path | None, argv: Sequence[str]) -> list[s
     return ["sh", "-c", _JOIN, "sh", str(cgroup), str(namespace), *argv]
 
 
-def cgroup2_root(mountinfo: str | None = None) -> Path:
-    """Returns the mount point of cgroup v2, from the text of /proc/self/mountinfo (proc(5)).
+def cgroup2_root() -> Path:
+    """Returns the mount point of cgroup v2.
 
     Raises:
         FileNotFoundError: it is not mounted.
     """
-    text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
-    for line in text.splitlines():
-        mount, _, system = line.partition(" - ")
-        if system.split()[0] == "cgroup2":
-            return Path(mount.split()[4])
-    raise FileNotFoundError("cgroup v2 is not mounted: mount -t cgroup2 none /sys/fs/cgroup/unified, then try again")
+    if (root := cgroup_root()) is None:
+        raise FileNotFoundError(
+            "cgroup v2 is not mounted: mount -t cgroup2 none /sys/fs/cgroup/unified, then try again"
+        )
+    return root

@@ -33,7 +33,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from pyroute2 import IPRoute, config, netns
@@ -130,9 +129,7 @@ class Lab:
         self.up()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
     # Building and removing
@@ -359,10 +356,9 @@ class Lab:
         for name in _UPLINK:
             if name in self.places:
                 link = self.netlink(name)
-                for interface in ("eth0", "to-node", "to-node2"):
-                    if name == "client" or interface == "eth0":
-                        for index in link.link_lookup(ifname=interface):
-                            link.link("set", index=index, mtu=mtu)
+                for interface in ("eth0", "to-node", "to-node2"):  # those to nodes are the client's
+                    for index in link.link_lookup(ifname=interface):
+                        link.link("set", index=index, mtu=mtu)
 
     # The parts
 

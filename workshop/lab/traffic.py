@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -88,13 +89,13 @@ def failure(error: OSError) -> str:
     return errno.errorcode.get(error.errno, str(error.errno))
 
 
-def ask_tcp(connection: socket.socket, *, path: str = "/", body: bytes = b"", close: bool = False) -> Reply:
+def ask_tcp(connection: socket.socket, *, body: bytes = b"", close: bool = False) -> Reply:
     """One HTTP request on a connected socket.
 
     Raises:
         OSError: no whole answer; `ConnectionError` without a number when the server hung up.
     """
-    head = f"POST {path} HTTP/1.1\r\nHost: lab\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST / HTTP/1.1\r\nHost: lab\r\nContent-Length: {len(body)}\r\n"
     connection.sendall((head + ("Connection: close\r\n\r\n" if close else "\r\n")).encode() + body)
     return _reply(_read_body(connection))
 
@@ -256,12 +257,16 @@ def load(
     tally = tally or Tally()
     stop = stop or threading.Event()
     turns = _Turns(count, None if seconds is None else time.monotonic() + seconds, rate, stop)
-    client = {"connections": _connections, "streams": _streams, "udp": _datagrams}[kind]
+    clients: dict[str, Callable[[_Run], None]] = {
+        "connections": _connections,
+        "streams": partial(_connections, stay=True),
+        "udp": _datagrams,
+    }
     run = _Run(target[0], target[1], tally, turns, udp_socket, timeout, open_socket)
-    clients = [threading.Thread(target=client, args=(run,), daemon=True) for _ in range(concurrency)]
-    for thread in clients:
+    threads = [threading.Thread(target=clients[kind], args=(run,), daemon=True) for _ in range(concurrency)]
+    for thread in threads:
         thread.start()
-    for thread in clients:
+    for thread in threads:
         thread.join()
     return tally
 
@@ -322,25 +327,17 @@ class _Run:
         return made
 
 
-def _connections(run: _Run) -> None:
+def _connections(run: _Run, *, stay: bool = False) -> None:
     while run.turns.take():
         try:
             with run.socket(socket.SOCK_STREAM) as connection:
                 start = time.monotonic()  # a socket may have had to be fetched
                 connection.connect(run.address)
                 connected = time.monotonic() - start
-                run.tally.answer(ask_tcp(connection, close=True), connected)
-        except OSError as error:
-            run.tally.fail(error)
-
-
-def _streams(run: _Run) -> None:
-    while run.turns.take():
-        try:
-            with run.socket(socket.SOCK_STREAM) as connection:
-                start = time.monotonic()
-                connection.connect(run.address)
-                run.tally.connects.append(time.monotonic() - start)
+                if not stay:
+                    run.tally.answer(ask_tcp(connection, close=True), connected)
+                    continue
+                run.tally.connects.append(connected)
                 stream = Stream(connection, run.tally)
                 stream.ask()
                 while run.turns.take():
