@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import msgspec
 
 from hybrid_proxy.controller.serving.protocol import AgentStatus
@@ -38,12 +40,7 @@ def _ipvs(lab: Lab) -> int:
     from hybrid_proxy.dataplane.kernel.ipset import Ipsets
     from hybrid_proxy.dataplane.kernel.ipvs import Ipvs
 
-    with lab.inside("node"):
-        sets, servers = Ipsets(), Ipvs()
-    try:
+    with lab.inside("node"), closing(Ipsets()) as sets, closing(Ipvs()) as servers:
         elements = sum(len(sets.elements(name)) for name in sets.names(""))
         virtual = servers.servers()
         return elements + len(virtual) + sum(len(servers.destinations(server)) for server in virtual)
-    finally:
-        sets.close()
-        servers.close()

@@ -13,6 +13,7 @@ from hybrid_proxy.workshop.compare.findings import Row, shown
 from hybrid_proxy.workshop.compare.plan import METRICS, Metric, metric
 from hybrid_proxy.workshop.compare.report import Report
 from hybrid_proxy.workshop.compare.result import BINS, Cell, Run
+from hybrid_proxy.workshop.compare.tables import times
 from hybrid_proxy.workshop.measuring.stats import Estimate, estimate
 
 _FARTHEST: Final = 2.5  # what is farther from 1 is an arrow at the edge, so that small differences stay visible
@@ -167,8 +168,8 @@ def _mark(axis: Axis, row: Row, run: Run) -> Mark:
         mode=row.mode,
         label=row.mode,
         tip="; ".join(_tip(row, known, emulated=run.machine.emulated)),
-        value=_times(known.median),
-        interval=f"{_times(known.low)}-{_times(known.high)}" if known.count > 1 and row.points else "",
+        value=times(known.median),
+        interval=f"{times(known.low)}-{times(known.high)}" if known.count > 1 and row.points else "",
         absolute="" if run.machine.emulated else f"{shown(row.value.median)} {metric(row.metric).unit}",
         even=bool(row.points) and known.holds(1.0),
         at=place,
@@ -181,16 +182,12 @@ def _mark(axis: Axis, row: Row, run: Run) -> Mark:
 def _tip(row: Row, known: Estimate, *, emulated: bool) -> Iterator[str]:
     unit = metric(row.metric).unit
     if row.points:
-        yield f"{_times(known.median)} × ({_times(known.low)} to {_times(known.high)})"
+        yield f"{times(known.median)} × ({times(known.low)} to {times(known.high)})"
         yield f"{known.count} pairs, {100 * known.sure:.0f} % sure" if known.count > 1 else "one pair"
     if row.value is not None and not emulated:
         yield f"{shown(row.value.median)} {unit} ({shown(row.value.low)} to {shown(row.value.high)})"
     if row.control is not None and not emulated:
         yield f"without a proxy {shown(row.control.median)} {unit}"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
 # Curves

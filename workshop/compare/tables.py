@@ -83,11 +83,12 @@ def _interval(known: Estimate) -> str:
 
 def _times(ratio: Estimate) -> str:
     if ratio.count < 2:
-        return f"{_few(ratio.median)} ×"
-    return f"{_few(ratio.median)} × ({_few(ratio.low)} to {_few(ratio.high)})"
+        return f"{times(ratio.median)} ×"
+    return f"{times(ratio.median)} × ({times(ratio.low)} to {times(ratio.high)})"
 
 
-def _few(ratio: float) -> str:
+def times(ratio: float) -> str:
+    """Returns a ratio, how many times as much, as text."""
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
