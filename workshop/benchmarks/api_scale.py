@@ -16,7 +16,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -80,36 +80,38 @@ class Outcome:
 
 def measure(question: str = "faults") -> Result:
     """Measures changes alone (`changes`), or changes and faults."""
-    return _changes() if question == "changes" else _faults()
-
-
-def _changes() -> Result:
-    found = run(Load(seconds=CHANGES_SECONDS, fault_every=math.inf, idle=10.0))
-    p50, p99 = 1000 * quantile(found.delays, 0.5), 1000 * quantile(found.delays, 0.99)
+    alone = question == "changes"
+    load = Load(seconds=CHANGES_SECONDS, fault_every=math.inf, idle=10.0) if alone else Load()
+    found = run(load)
     most = max(size for _, size in found.memory)
-    return Result(
-        "changes", 100 * found.busy, "% of a core", "the same agent without changes, scraped as often",
-        100 * found.idle,
-        [
-            (Target("services that are not as the server has them", 0), len(found.wrong)),
-            (Target("% of a core at 1,000 changes/s", 40), 100 * found.busy),
-            (Target("median in ms", 10), p50),
-            (Target("p99 in ms", 20), p99),
-            (Target("resident MB", 150), most),
-            (Target("changes a second", 0.95 * RATE, at_least=True), found.changes / CHANGES_SECONDS),
-        ],
+    p50, p99 = 1000 * quantile(found.delays, 0.5), 1000 * quantile(found.delays, 0.99)
+    targets = [
+        (Target("services that are not as the server has them", 0), len(found.wrong)),
+        (Target("MB at most", 150), most),
+        (Target("changes a second", 0.95 * RATE, at_least=True), found.changes / load.seconds),
+    ]
+    report = Result(
+        "changes" if alone else "api-scale", 100 * found.busy, "% of a core",
+        "the same agent without changes, scraped as often", 100 * found.idle, targets,
         [f"changes: {found.changes:,} changes, {found.unseen} were superseded; {found.answers}"],
         {"p50": round(p50, 2), "p99": round(p99, 2), "memory": round(most, 1)},
     )  # fmt: skip
-
-
-def _faults() -> Result:
-    found = run(Load())
+    if alone:
+        targets += [
+            (Target("% of a core at 1,000 changes/s", 40), 100 * found.busy),
+            (Target("median in ms", 10), p50),
+            (Target("p99 in ms", 20), p99),
+        ]
+        return report
     grown = found.quarter(3) / found.quarter(1)
-    first, last, most = found.memory[0][1], found.memory[-1][1], max(size for _, size in found.memory)
+    first, last = found.memory[0][1], found.memory[-1][1]
     half = found.memory[len(found.memory) // 2 :]
     slope = float(np.polyfit([at / 60 for at, _ in half], [size for _, size in half], 1)[0])
-    p50, p99 = 1000 * quantile(found.delays, 0.5), 1000 * quantile(found.delays, 0.99)
+    targets += [
+        (Target("lines of the log that should not be there", 0), len(found.strange)),
+        (Target("memory, last quarter / second quarter", GROWTH), grown),
+        (Target("objects that waited at most", CAPACITY), found.waiting),
+    ]
     faults = ", ".join(f"{count} {name}" for name, count in sorted(found.faults.items()))
     memory = f"memory {first:.1f} MB at first, {most:.1f} at most, {last:.1f} in the end"
     delay = f"a change took {p50:.1f} ms (median), {p99:.0f} ms (p99), {max(found.delays):.1f} s at most"
@@ -121,24 +123,11 @@ def _faults() -> Result:
         *found.wrong[:5],
         *found.strange[:5],
     )
-    return Result(
-        "api-scale", 100 * found.busy, "% of a core", "the same agent without changes, scraped as often",
-        100 * found.idle,
-        [
-            (Target("services that are not as the server has them", 0), len(found.wrong)),
-            (Target("lines of the log that should not be there", 0), len(found.strange)),
-            (Target("MB at most", 150), most),
-            (Target("memory, last quarter / second quarter", GROWTH), grown),
-            (Target("objects that waited at most", CAPACITY), found.waiting),
-            (Target("changes a second", 0.95 * RATE, at_least=True), found.changes / SECONDS),
-        ],
-        [f"api-scale: {note}" for note in notes],
-        {
-            "p50": round(p50, 1), "p99": round(p99, 1), "max": round(1000 * max(found.delays)),
-            "memory": round(most, 1), "slope": round(slope, 2), "waiting": found.waiting,
-            "faults": found.faults.total(),
-        },
-    )  # fmt: skip
+    more = {
+        "max": round(1000 * max(found.delays)), "slope": round(slope, 2), "waiting": found.waiting,
+        "faults": found.faults.total(),
+    }  # fmt: skip
+    return replace(report, notes=[f"api-scale: {note}" for note in notes], extra=report.extra | more)
 
 
 def run(load: Load) -> Outcome:
@@ -161,7 +150,7 @@ def run(load: Load) -> Outcome:
             kernel = Kernel(made)
             with Scraper(made) as scraper:
                 time.sleep(2)
-                found.idle = _idle(agent, load.idle)
+                found.idle = agent.busy(load.idle)
                 watcher = Watcher(kernel)
                 _weather(load, api, agent, found)
                 writes = api.churned()
@@ -206,12 +195,6 @@ class Watcher:
             known = now
 
 
-def _idle(agent: ApiAgent, seconds: float) -> float:
-    start, used = time.monotonic(), agent.processor_seconds()
-    time.sleep(seconds)
-    return (agent.processor_seconds() - used) / (time.monotonic() - start)
-
-
 def _weather(load: Load, api: ApiProcess, agent: ApiAgent, found: Outcome) -> None:
     """Begins faults while the API server makes changes, and samples memory each second."""
     faults = itertools.cycle(FAULTS.items())
@@ -226,25 +209,17 @@ def _weather(load: Load, api: ApiProcess, agent: ApiAgent, found: Outcome) -> No
                 say(f"  {now:.0f} s: {found.memory[-1][1]:.1f} MB, {found.faults.total()} faults")
         if now >= next_fault:
             name, begin = next(faults)
-            _good_weather(api)
+            api.control("mend")
             begin(api, load, number)
             found.faults[name] += 1
             next_fault, number = next_fault + load.fault_every, number + 1
         time.sleep(0.05)
     found.busy = (agent.processor_seconds() - used) / (time.monotonic() - start)
     found.waiting = agent.running_status().waiting.most
-    _good_weather(api)
+    api.control("mend")
     for recent in range(max(0, number - 2 * len(FAULTS)), number):  # later changes repaired those before
         index = _broken(load, recent)
         api.control("put", **endpoint_slice(index, range(load.endpoints), load.endpoints))
-
-
-def _good_weather(api: ApiProcess) -> None:
-    for plural in ("services", "endpointslices", "nodes", "servicecidrs"):
-        api.control(
-            "fault", plural=plural, delay=0, silent=False, duplicate=False, reorder=False,
-            answers=[], gone_watches=0, cut_mid_line=0, cut_lists=0, bad_line=0,
-        )  # fmt: skip
 
 
 # Faults, by what they are called. Each ends when the next one begins.

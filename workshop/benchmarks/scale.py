@@ -2,8 +2,8 @@
 
 Each size has an API server of its own (TLS, pages of 500), each mode an empty node. A start runs from the fork of the
 agent to its log line "programmed". A change runs from the moment at which the API server writes the event until another
-process sees it in the kernel, or, where that cannot be seen quickly, until the agent reports it. Afterwards every
-service in the kernel is compared with the API's objects. The control is a change at 1,000 services of one endpoint.
+process sees it in the kernel. Afterwards every service in the kernel is compared with the API's objects. The control is
+a change at 1,000 services of one endpoint.
 
 HYBRID_PROXY_SCALE_SIZES=10x10,10000x10 measures these sizes, HYBRID_PROXY_SCALE_MODES=ebpf these modes, with
 HYBRID_PROXY_SCALE_PODS=30 on a node with so many pods. A mode ends when a start or a change takes longer than
@@ -26,7 +26,7 @@ from hybrid_proxy.workshop.benchmarks.kit import median, say
 from hybrid_proxy.workshop.benchmarks.views import EbpfView, IptablesView, NftablesView, View, check
 from hybrid_proxy.workshop.lab.network import Lab, LabError
 from hybrid_proxy.workshop.measuring.apidata import ApiProcess
-from hybrid_proxy.workshop.measuring.nodes import METRICS, ApiAgent, get, lab
+from hybrid_proxy.workshop.measuring.nodes import METRICS, get, lab
 from hybrid_proxy.workshop.measuring.results import Result, Target
 from hybrid_proxy.workshop.measuring.stats import quantile
 
@@ -181,19 +181,16 @@ def _point(view: View, size: Size, endpoints: list[int]) -> Point:
         start_cpu = agent.processor_seconds()
         agent.wait(lambda status: status.synced, BOUND, "at leisure")
         time.sleep(SETTLED)
-        idle, since = agent.processor_seconds(), time.monotonic()
-        time.sleep(IDLE)
-        idle = 100 * (agent.processor_seconds() - idle) / (time.monotonic() - since)
+        idle = 100 * agent.busy(IDLE)
         before = agent.processor_seconds()
         with view.lab.inside("node"), contextlib.closing(view):
             view.open()
-            changes = _changes(view, agent, size, endpoints)
+            changes = _changes(view, size, endpoints)
         change_cpu = (agent.processor_seconds() - before) / len(changes)
         memory, available = agent.memory(), _megabytes("MemAvailable")
         scrape = _milliseconds(lambda: get(view.lab, METRICS, "/metrics"))
-        asked = time.monotonic()
+        answered = _milliseconds(agent.running_status)
         status = agent.running_status()
-        answered = 1000 * (time.monotonic() - asked)
         if size.total <= CHECKED:
             check(view)
         agent.kill()
@@ -213,7 +210,7 @@ def _point(view: View, size: Size, endpoints: list[int]) -> Point:
     return Point(view.mode, *size, *(round(value, 3) for value in found))
 
 
-def _changes(view: View, agent: ApiAgent, size: Size, counts: list[int]) -> list[float]:
+def _changes(view: View, size: Size, counts: list[int]) -> list[float]:
     """Returns the seconds of each of so many changes; the first one is not counted. A service loses its last endpoint.
 
     `counts`: how many endpoints each service has; follows the changes.
@@ -224,30 +221,24 @@ def _changes(view: View, agent: ApiAgent, size: Size, counts: list[int]) -> list
     for number in range(CHANGES + 1):
         index = number * step % size.services
         counts[index] = counts[index] - 1 if counts[index] else size.endpoints
-        seconds.append(_timed_change(view, agent, index, counts[index]))
+        seconds.append(_timed_change(view, index, counts[index]))
         if time.monotonic() > end:
             break
         time.sleep(PAUSE)
     return seconds[1:] or seconds
 
 
-def _timed_change(view: View, agent: ApiAgent, index: int, wanted: int) -> float:
-    """Returns the seconds from the API server's write to the kernel, or to the agent's report."""
+def _timed_change(view: View, index: int, wanted: int) -> float:
+    """Returns the seconds from the API server's write to the kernel."""
     before = view.state(index)
-    done = _done(agent) if before is None else 0
     view.api.send_endpoints(index, list(range(wanted)))
     deadline = time.monotonic() + BOUND
-    while _done(agent) == done if before is None else view.state(index) == before:
-        if before is not None:
-            time.sleep(POLLS[view.mode])
+    while view.state(index) == before:
+        time.sleep(POLLS[view.mode])
         if time.monotonic() > deadline:
             view.api.sent_endpoints()  # the API server can be asked again
             raise TimeoutError(f"the change of service {index} is not in the kernel after {BOUND:g} s")
     return (time.monotonic_ns() - view.api.sent_endpoints()) / 1e9
-
-
-def _done(agent: ApiAgent) -> int:
-    return agent.running_status().change_seconds.count
 
 
 def _milliseconds(act: Callable[[], object]) -> float:

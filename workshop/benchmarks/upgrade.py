@@ -8,28 +8,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.dataplane.kernel.bpf import Map
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
-from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
-from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import open_pinned_maps
-from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of
 from hybrid_proxy.workshop.benchmarks.kit import ROOT, median, say
 from hybrid_proxy.workshop.benchmarks.versions import FIELD_MORE, WIDER_KEYS, agent_of, tree
-from hybrid_proxy.workshop.lab.agent import Agent
+from hybrid_proxy.workshop.lab.agent import Agent, resident
 from hybrid_proxy.workshop.lab.examples import folder
 from hybrid_proxy.workshop.lab.network import NODE_NAMES, Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 from hybrid_proxy.workshop.lab.traffic import Tally, load, meanwhile
-from hybrid_proxy.workshop.measuring.nodes import lab
+from hybrid_proxy.workshop.measuring.nodes import Kernel, lab
 from hybrid_proxy.workshop.measuring.results import Result, Target
 
 FLOWS = 100_000
@@ -95,15 +91,10 @@ def _manifests(made: Lab) -> Path:
     )
 
 
-def _maps(made: Lab) -> dict[str, Map]:
-    with made.inside("node"):
-        return open_pinned_maps(folder_of(Options()))
-
-
 def _fill(made: Lab) -> bytes:
     """Write pairs of entries for connections of clients that do not exist; the entries, sorted."""
-    maps = _maps(made)
-    row = maps["backends"].view(layout.dtype_of("backend"))
+    kernel = Kernel(made)
+    row = kernel.backends
     backend = int(np.flatnonzero(row["service"])[0])
     number = np.arange(FLOWS, dtype=np.uint32)
     client = (np.uint32(0x0A64_0000) + number // np.uint32(50_000)).byteswap()  # 10.100.0.0 and on
@@ -125,10 +116,9 @@ def _fill(made: Lab) -> bytes:
     values["tag"] = layout.flow_tags(keys, 4)
     values["seen"] = int((time.clock_gettime(time.CLOCK_MONOTONIC) - 300) * jiffies_per_second()) & 0xFFFFFFFF
     values["ack"] = np.arange(2 * FLOWS)
-    if maps["flows4"].update_batch(keys, values) < len(keys):
+    if kernel.maps["flows4"].update_batch(keys, values) < len(keys):
         raise ControllerError(f"map flows4 has no room for {len(keys)} entries")
-    for known in maps.values():
-        known.close()
+    kernel.close()
     return _sorted(keys, values)
 
 
@@ -140,11 +130,8 @@ def _sorted(keys: np.ndarray, values: np.ndarray) -> bytes:
 
 def _lost(made: Lab, known: bytes) -> int:
     """How many of the rows are not exactly there any more, two for each flow."""
-    maps = _maps(made)
-    keys, values = flow_arrays(maps["flows4"], 4)
-    found = _sorted(keys, values)
-    for each in maps.values():
-        each.close()
+    with closing(Kernel(made)) as kernel:
+        found = _sorted(*flow_arrays(kernel.maps["flows4"], 4))
     size = layout.dtype_of("flow4_key").itemsize + layout.dtype_of("flow").itemsize
     wanted, rows = ({text[i : i + size] for i in range(0, len(text), size)} for text in (known, found))
     return -(-len(wanted - rows) // 2)
@@ -173,8 +160,7 @@ def _replace(former: Agent, following: Agent, streams: Sequence[Tally]) -> dict[
     time.sleep(1)
     found = CARRIED.search(following.log.read_text())
     assert following.process is not None
-    text = Path(f"/proc/{following.process.pid}/status").read_text()
-    peak = next(int(line.split()[1]) * 1024 / 1e6 for line in text.splitlines() if line.startswith("VmHWM"))
+    peak = resident(following.process.pid)["VmHWM"]
     if found is not None and int(found[1]) < FLOWS:
         print(f"only {found[1]} flows were carried over", file=sys.stderr)
     return {

@@ -49,7 +49,7 @@ class View:
         """Closes it."""
 
     def state(self, index: int) -> object:
-        """Returns a value that changes when the kernel has a change of service `index`; None: there is none."""
+        """Returns a value that changes when the kernel has a change of service `index`."""
         raise NotImplementedError
 
     def backends(self) -> Backends:

@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -267,11 +267,7 @@ class ApiServer:
 
     def put(self, obj: Json) -> int:
         """Create or change an object; its resourceVersion is set here and returned."""
-        return self._store([obj])
-
-    def put_all(self, objects: Iterable[Json]) -> int:
-        """Create many; streams are woken once."""
-        return self._store(objects)
+        return self.put_all([obj])
 
     def delete(self, plural: str, key: str) -> int:
         """Delete `namespace/name` (or `name`). Unknown keys are a KeyError."""
@@ -319,7 +315,8 @@ class ApiServer:
         with self._lock:
             return {key: msgspec.json.decode(stored.raw) for key, stored in self._kinds[plural].objects.items()}
 
-    def _store(self, objects: Iterable[Json]) -> int:
+    def put_all(self, objects: Iterable[Json]) -> int:
+        """Create or change many; streams are woken once."""
         plurals = set()
         with self._lock:
             for obj in objects:
@@ -829,37 +826,39 @@ class ApiServer:
         answers whether that goes on, how many were `sent` and, at the end, service, `written_ns` and ns of each.
         `/control/recreate` {"service": 7}: delete it and its slice and make them again, in one batch.
         `/control/expire` {"plural"?}: forget history. `/control/table` {}: ClusterIPs and the sockets behind them.
-        `/control/put` {object}; `/control/cut` {"plural"?}; `/control/fault` {"plural", attribute of `Faults`: value}.
+        `/control/put` {object}; `/control/cut` {"plural"?}; `/control/fault` {"plural", attribute of `Faults`: value};
+        `/control/mend` {}: no faults any more.
         """
         app = web.Application()
 
-        def route(name: str, function: Callable[[Json], Json]) -> None:
+        def route(name: str, function: Callable[[Json], Json | Awaitable[Json] | None]) -> None:
             async def handle(request: web.Request) -> web.Response:
                 text = await request.read()
-                return web.json_response(function(msgspec.json.decode(text) if text else {}))
+                answer = function(msgspec.json.decode(text) if text else {})
+                return web.json_response((await answer if isinstance(answer, Awaitable) else answer) or {})
 
             app.router.add_post(f"/control/{name}", handle)
 
-        async def endpoints(request: web.Request) -> web.Response:
-            asked = msgspec.json.decode(await request.read())
+        async def endpoints(asked: Json) -> Json:
             version = self.set_endpoints(asked["service"], asked["endpoints"])
             written: int | None = None
             with contextlib.suppress(TimeoutError):
                 written = await self._wait_written(version, 2.0)
-            return web.json_response({"version": version, "written_ns": written})
+            return {"version": version, "written_ns": written}
 
-        def fault(asked: Json) -> Json:
+        def fault(asked: Json) -> None:
             faults = self._kinds[asked.pop("plural")].faults
             for name, value in asked.items():
                 if not hasattr(faults, name):
                     raise web.HTTPBadRequest(text=f"no fault named {name}")
                 setattr(faults, name, deque((code, dict(head)) for code, head in value) if name == "answers" else value)
-            return {}
 
-        async def churn(request: web.Request) -> web.Response:
-            asked = msgspec.json.decode(await request.read())
+        def mend(_: Json) -> None:
+            for faults in self.all_faults():
+                faults.clear()
+
+        def churn(asked: Json) -> None:
             self._churning = asyncio.get_running_loop().create_task(self.churn(asked["rate"], asked["seconds"]))
-            return web.json_response({})
 
         def churned(_: Json) -> Json:
             task = self._churning
@@ -870,18 +869,15 @@ class ApiServer:
             writes = [[index, self._written.get(version), made] for index, version, made in rows]
             return {"running": running, "sent": len(self.churned), "writes": writes}
 
-        def done(act: Callable[..., None], *arguments: Any) -> Json:
-            act(*arguments)
-            return {}
-
-        app.router.add_post("/control/endpoints", endpoints)
-        app.router.add_post("/control/churn", churn)
+        route("endpoints", endpoints)
+        route("churn", churn)
         route("churned", churned)
         route("put", lambda obj: {"version": self.put(obj)})
-        route("recreate", lambda asked: done(self.recreate, asked["service"]))
-        route("expire", lambda asked: done(self.expire, asked.get("plural")))
+        route("recreate", lambda asked: self.recreate(asked["service"]))
+        route("expire", lambda asked: self.expire(asked.get("plural")))
         route("table", lambda _: self.table())
         route("fault", fault)
+        route("mend", mend)
         route("cut", lambda asked: {"streams": self._cut(asked.get("plural"))})
         return app
 

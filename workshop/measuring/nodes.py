@@ -162,6 +162,12 @@ class ApiAgent(Agent):
             *self.flags,
         ]  # fmt: skip
 
+    def busy(self, seconds: float) -> float:
+        """Returns the part of a CPU that it uses in this time."""
+        start, used = time.monotonic(), self.processor_seconds()
+        time.sleep(seconds)
+        return (self.processor_seconds() - used) / (time.monotonic() - start)
+
     def memory(self) -> dict[str, float]:
         """Returns VmRSS, RssAnon and RssFile in MB (10^6 bytes)."""
         assert self.process is not None
