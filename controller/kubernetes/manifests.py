@@ -131,10 +131,7 @@ def _is_ours(kind: str, version: str) -> bool:
 def _document(kind: str, version: str, value: object, place: str, proxy_name: str | None) -> _Document:
     result: Object | Ignored | Refused
     try:
-        if isinstance(value, msgspec.Raw):
-            result = parse.decode(kind, value, proxy_name)
-        else:
-            result = parse.convert(kind, value, proxy_name)
+        result = parse.decode(kind, value, proxy_name)
         key = result.key if isinstance(result, Ignored) else key_of(result)
         group, versions = _VERSIONS[kind]
         known = [f"{group}/{version}" if group else version for version in versions]

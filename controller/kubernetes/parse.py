@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from sys import intern
-from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -790,60 +790,40 @@ def _service_cidr(wire: _ServiceCIDR) -> ServiceCIDR:
 # ------------------------------------------------------------------------------------------- the two doors
 
 
-class _Kind(NamedTuple):
-    decode: Callable[[Any], Any]  # from JSON
-    convert: Callable[[Any], Any]  # from plain values
-    build: Callable[[Any], Object | Ignored]
-
-
-_KINDS: Final = {
-    kind: _Kind(msgspec.json.Decoder(wire).decode, partial(msgspec.convert, type=wire), build)
-    for kind, wire, build in (
-        ("Service", _Service, _service),
-        ("EndpointSlice", _EndpointSlice, _slice),
-        ("Node", _Node, _node),
-        ("ServiceCIDR", _ServiceCIDR, _service_cidr),
-    )
+_KINDS: Final[dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Object | Ignored]]]] = {
+    "Service": (msgspec.json.Decoder(_Service), _service),
+    "EndpointSlice": (msgspec.json.Decoder(_EndpointSlice), _slice),
+    "Node": (msgspec.json.Decoder(_Node), _node),
+    "ServiceCIDR": (msgspec.json.Decoder(_ServiceCIDR), _service_cidr),
 }
 
 
-def decode(kind: str, raw: bytes | msgspec.Raw, proxy_name: str | None = None) -> Object | Ignored:
-    """Reads one object from its JSON.
+def decode(kind: str, given: object, proxy_name: str | None = None) -> Object | Ignored:
+    """Reads one object from its JSON, or from plain dicts and lists, as YAML gives it.
 
     Args:
         kind: one of `controller.kubernetes.model.KINDS`; the API leaves it out of the items of a list.
-        raw: the JSON of the object alone, UTF-8.
+        given: the JSON of the object alone, UTF-8; or the object.
         proxy_name: Services with another value of the label `PROXY_NAME` are ignored, None: those with any.
 
     Raises:
         Refused: it is malformed; names object, field and value.
     """
-    return _read(kind, _KINDS[kind].decode, raw, _leniently, proxy_name)
-
-
-def convert(kind: str, value: object, proxy_name: str | None = None) -> Object | Ignored:
-    """Reads one object from plain dicts and lists, as YAML gives it; arguments and errors as of `decode`."""
-    return _read(kind, _KINDS[kind].convert, value, lambda value: value, proxy_name)
-
-
-def _read(
-    kind: str, to_wire: Callable[[Any], Any], given: Any, document_of: Callable[[Any], object], proxy_name: str | None
-) -> Object | Ignored:
-    """Checks and reads one object; `document_of` is the object without any types, for messages."""
+    decoder, build = _KINDS[kind]
     try:
-        wire = to_wire(given)
+        wire = decoder.decode(given) if isinstance(given, bytes | msgspec.Raw) else msgspec.convert(given, decoder.type)
         other = _of_another_proxy(wire, proxy_name) if kind == "Service" else None
-        return _KINDS[kind].build(wire) if other is None else other
+        return build(wire) if other is None else other
     except _BadError as error:
-        raise Refused(kind, _key_of(kind, document_of(given)), error.field, error.problem) from None
+        raise Refused(kind, _key_of(kind, _untyped(given)), error.field, error.problem) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _refusal(kind, error, document_of(given)) from error
+        raise _refusal(kind, error, _untyped(given)) from error
 
 
-def _leniently(raw: bytes | msgspec.Raw) -> object:
-    """Returns the document without any types; UNSET when it is not JSON at all."""
+def _untyped(given: object) -> object:
+    """Returns the object without any types, for messages; UNSET when it is not JSON at all."""
     try:
-        return msgspec.json.decode(raw)
+        return msgspec.json.decode(given) if isinstance(given, bytes | msgspec.Raw) else given
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return UNSET
 

@@ -40,7 +40,7 @@ SERVICE_NAME = "kubernetes.io/service-name"
 def both(kind: str, value: object) -> Object | Ignored:
     """The object through both parsers, of JSON and of plain values, which must agree, also in what they refuse."""
     outcomes: list[Object | Ignored | Refused] = []
-    for parser in (parse.convert, lambda kind, value: parse.decode(kind, json.dumps(value).encode())):
+    for parser in (parse.decode, lambda kind, value: parse.decode(kind, json.dumps(value).encode())):
         try:
             outcomes.append(parser(kind, value))
         except Refused as error:
@@ -828,6 +828,6 @@ def test_whatever_comes_is_read_or_refused(kind: str, value: object) -> None:
 )  # fmt: skip
 def test_a_proxy_with_a_name_gets_the_services_that_name_it(labels: dict[str, str | None] | None, ours: bool) -> None:
     value = service_of({}, metadata={"labels": labels})
-    found = parse.convert("Service", value, "lab"), parse.decode("Service", json.dumps(value).encode(), "lab")
+    found = parse.decode("Service", value, "lab"), parse.decode("Service", json.dumps(value).encode(), "lab")
     assert [isinstance(one, Service) for one in found] == [ours] * 2
     assert [isinstance(one, Ignored) for one in found] == [not ours] * 2
