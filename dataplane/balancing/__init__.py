@@ -1,4 +1,4 @@
-"""PURE. Algorithms that choose backends: each file fills a ring of backends; the datapath only indexes it.
+"""PURE. Algorithms that choose backends: each fills a ring of backends; the datapath only indexes it.
 
 An algorithm is a list of places, each the position of a backend, and the way in which the datapath chooses a place
 (`Spread`). A new one that only fills a ring is one more file here and one more line in `ALGORITHMS`.
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hybrid_proxy.dataplane.balancing import at_random, least_connections, maglev, round_robin, source_hash, weighted
-from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread
+from hybrid_proxy.dataplane.balancing import maglev
+from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread, turns
 from hybrid_proxy.dataplane.table import Backend
 
 __all__ = ["ALGORITHMS", "ALIASES", "KNOWN", "Algorithm", "Spread", "canonical", "find", "ring_of"]
@@ -21,13 +21,21 @@ __all__ = ["ALGORITHMS", "ALIASES", "KNOWN", "Algorithm", "Spread", "canonical",
 ALGORITHMS: Final = {
     algorithm.name: algorithm
     for algorithm in (
-        at_random.RANDOM,
-        round_robin.ROUND_ROBIN,
-        weighted.WEIGHTED,
-        least_connections.LEAST_CONNECTIONS,
-        least_connections.WEIGHTED_LEAST_CONNECTIONS,
-        source_hash.SOURCE_HASH,
-        maglev.MAGLEV,
+        # The default, as in kube-proxy's modes.
+        Algorithm("random", "each connection goes to a random backend", Spread.RANDOM, turns),
+        # IPVS's `rr` knows no weights. Where all are the same there is no difference between these two.
+        Algorithm("rr", "connections go to one backend after the other", Spread.IN_TURN, turns),
+        Algorithm("wrr", "connections go to one backend after the other, by weight", Spread.IN_TURN, turns),
+        # Programs count the flows of each backend as they begin and end, and compare those of four slots for each new
+        # one. Every processor would find the best of all at the same moment, and flood it; the best of a few random
+        # ones is nearly as good (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). With
+        # equal counts the first of the four is taken, so weights fill the ring as for `random`.
+        Algorithm("lc", "of four backends the one with the fewest open flows", Spread.FEWEST, turns),
+        Algorithm("wlc", "of four backends the one with the fewest open flows for its weight", Spread.FEWEST, turns),
+        # IPVS has a table of 256 buckets that it redistributes when a backend is added or removed: most clients move.
+        # Here only the clients of a removed backend have to move.
+        Algorithm("sh", "the client's address decides, alike on every node", Spread.CLIENT, maglev.ring),
+        Algorithm("mh", "a hash of the connection decides, alike on every node", Spread.TUPLE, maglev.ring),
     )
 }
 ALIASES: Final = {

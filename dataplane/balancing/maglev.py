@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread, divide, in_turns
+from hybrid_proxy.dataplane.balancing.ring import divide, in_turns
 from hybrid_proxy.dataplane.table import Backend, socket_text
 
 SIZES: Final = (251, 509, 1021, 2039, 4093, 8191, 16381, 65521)  # primes; just below a power of two, as slots are dealt
@@ -76,6 +76,3 @@ def _permutations(names: Sequence[str], size: int) -> tuple[list[int], list[int]
         starts.append(int.from_bytes(digest[:8], "little") % size)
         steps.append(int.from_bytes(digest[8:], "little") % (size - 1) + 1)
     return starts, steps
-
-
-MAGLEV: Final = Algorithm("mh", "a hash of the connection decides, alike on every node", Spread.TUPLE, ring)
