@@ -56,7 +56,6 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.pins import folder_of, former_layout
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
 from hybrid_proxy.dataplane.modes.ebpf.services.audit import Audit
 from hybrid_proxy.dataplane.modes.ebpf.services.capacity import check_room
-from hybrid_proxy.dataplane.modes.ebpf.services.freeing import free
 from hybrid_proxy.dataplane.modes.ebpf.services.plan import Rings
 from hybrid_proxy.dataplane.modes.ebpf.services.store import ForeignEntries, Store
 from hybrid_proxy.dataplane.modes.ebpf.views import listing
@@ -92,29 +91,17 @@ class Input(Enum):
     ABANDONED = auto()  # the flows that are left are given up
 
 
+# What may happen in every state before the last one.
+_ENDS: Final = {Input.DRAINED: State.DRAINING, Input.ABANDONED: State.LEFT}
 TRANSITIONS: Final[dict[State, dict[Input, State]]] = {
     State.OPENED: {
-        Input.ADOPTED: State.LOADED, Input.REPLACED: State.REPLACING, Input.PROGRAMMED: State.ATTACHED,
-        Input.DRAINED: State.DRAINING, Input.ABANDONED: State.LEFT,
+        Input.ADOPTED: State.LOADED, Input.REPLACED: State.REPLACING, Input.PROGRAMMED: State.ATTACHED, **_ENDS,
     },
-    State.LOADED: {
-        Input.PROGRAMMED: State.ATTACHED, Input.DRAINED: State.DRAINING, Input.ABANDONED: State.LEFT,
-    },
-    State.REPLACING: {
-        Input.REPLACED: State.REPLACING, Input.PROGRAMMED: State.ATTACHED, Input.DRAINED: State.DRAINING,
-        Input.ABANDONED: State.LEFT,
-    },
-    State.ATTACHED: {
-        Input.PROGRAMMED: State.ATTACHED, Input.DRAINED: State.DRAINING, Input.ABANDONED: State.LEFT,
-    },
-    State.DRAINING: {
-        Input.REPLACED: State.DRAINING, Input.PROGRAMMED: State.DRAINING, Input.DRAINED: State.DRAINING,
-        Input.ABANDONED: State.LEFT,
-    },
-    State.LEFT: {
-        Input.REPLACED: State.LEFT, Input.PROGRAMMED: State.LEFT, Input.DRAINED: State.LEFT,
-        Input.ABANDONED: State.LEFT,
-    },
+    State.LOADED: {Input.PROGRAMMED: State.ATTACHED, **_ENDS},
+    State.REPLACING: {Input.REPLACED: State.REPLACING, Input.PROGRAMMED: State.ATTACHED, **_ENDS},
+    State.ATTACHED: {Input.PROGRAMMED: State.ATTACHED, **_ENDS},
+    State.DRAINING: {Input.REPLACED: State.DRAINING, Input.PROGRAMMED: State.DRAINING, **_ENDS},
+    State.LEFT: dict.fromkeys((Input.REPLACED, Input.PROGRAMMED, *_ENDS), State.LEFT),
 }  # fmt: skip
 
 
@@ -411,7 +398,7 @@ class Ebpf(Programmer):
         if self.attachments.serves:
             self.repairs.run()
             self.audit.advance()
-        free(self.store, self.gc, self.maps.view("node"))
+        self._free()
         if self._unprogrammed and not self._failed:
             self.sync(self.table)
         if self.state is not State.OPENED or self.maps.adopted:  # otherwise the first table may need larger maps
@@ -427,6 +414,20 @@ class Ebpf(Programmer):
         notices = self.failover.evaluate(self.store)
         self.gc.grace.want(self.store.plan.pools.stamp)
         return [*notices, *self.reports.nearly_full()]
+
+    def _free(self) -> None:
+        """Frees ids and slots that no program and no flow uses any more, and says what the next scan searches for."""
+        graced, scanned = self.gc.collect()
+        if self.gc.opening_flows is not None:
+            self.maps.view("node")["half_open"], self.gc.opening_flows = self.gc.opening_flows, None
+        self.store.graced(graced)
+        if scanned is not None:
+            self.store.scanned(*scanned)
+        plan = self.store.plan
+        self.gc.search_for(*plan.pools.candidates)
+        self.gc.recounts = bool(plan.counts_flows)
+        if plan.needs_recount():  # now, and not with the next scan
+            self.gc.scan_now()
 
     def names(self) -> Mapping[int, str]:
         return self.reports.names(self.table)

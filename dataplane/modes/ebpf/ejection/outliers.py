@@ -23,8 +23,8 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejection
 
-FIRST: Final = 10.0  # seconds
-LONGEST: Final = 300.0
+FIRST: Final = 10.0  # seconds of the first ejection
+LONGEST: Final = 300.0  # seconds at which that stops doubling
 INTERVAL: Final = 10.0  # in which failures are set against connections, as in Envoy
 LONGEST_INTERVAL: Final = 60.0  # where a backend has too few connections to be judged
 TIMES: Final = 2  # the share of the others
@@ -135,13 +135,10 @@ class OutlierDetector(Generic[Subject]):
 
     Args:
         limit: consecutive failures at which a backend is ejected; 0: only probes eject.
-        first: seconds of the first ejection.
-        longest: seconds at which the period stops doubling.
     """
 
-    def __init__(self, limit: int, first: float = FIRST, longest: float = LONGEST) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.first, self.longest = first, longest
         self._records: dict[Subject, _Record] = {}
         self.ejections: dict[Subject, Ejection] = {}
 
@@ -192,7 +189,7 @@ class OutlierDetector(Generic[Subject]):
         if (record.probe_failure and not probe_failure) or 0 < record.until <= now:
             record.until, record.readmitted = 0.0, now
         elif failure and not record.until and not probe_failure:
-            record.period = min(2 * record.period, self.longest) if record.period else self.first
+            record.period = min(2 * record.period, LONGEST) if record.period else FIRST
             record.until = now + record.period
             record.reason = failure
         record.probe_failure = probe_failure

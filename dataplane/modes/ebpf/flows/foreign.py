@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, UserDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from ipaddress import ip_address
@@ -48,27 +48,15 @@ def newly_receiving(old: ServiceTable, new: ServiceTable, names: Iterable[str]) 
     )
 
 
-class ListedLater(Mapping[Key, None]):
+class ListedLater(UserDict[Key, None]):
     """Frontends that are listed when one is asked for: often conntrack has no flows, and services are many."""
 
-    def __init__(self, make: Callable[[], Mapping[Key, None]]) -> None:
+    def __init__(self, make: Callable[[], dict[Key, None]]) -> None:
         self._make = make
 
     @cached_property
-    def _made(self) -> Mapping[Key, None]:
+    def data(self) -> dict[Key, None]:  # type: ignore[override]  # made when it is read
         return self._make()
-
-    def __getitem__(self, key: Key) -> None:
-        return self._made[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._made
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
 
 
 class ForeignFlows:

@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 ROUNDS, PAUSE = 3, 0.02  # resets of one client, seconds between two
 
-Read = Callable[[str, int], tuple[NDArray[Any], NDArray[Any]]]  # name of a table of flows, family -> keys, values
 Forget = Callable[[int, NDArray[Any]], None]  # family, keys
 
 
@@ -95,15 +94,12 @@ class Resets:
         """Resets the connections to the endpoints that were added; what fails is logged, and not tried again."""
         gone = {self._gone.popleft() for _ in range(len(self._gone))}
         try:
-            self.count += reset(self._maps, gone, self._read, self._forget)
+            self.count += reset(self._maps, gone, self._forget)
         except (DataplaneError, OSError) as error:
             log.warning("connections to endpoints that are gone could not be reset: %s", error)
 
-    def _read(self, table: str, family: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        return flow_arrays(self._maps[f"{table}{family}"], family)
 
-
-def reset(maps: Mapping[str, Map], gone: Collection[Endpoint], read: Read, forget: Forget) -> int:
+def reset(maps: Mapping[str, Map], gone: Collection[Endpoint], forget: Forget) -> int:
     """Reset the open connections to these endpoints. Returns how many there were.
 
     Raises:
@@ -116,7 +112,7 @@ def reset(maps: Mapping[str, Map], gone: Collection[Endpoint], read: Read, forge
         found = {}
         segments: list[Segment] = []
         for table, family in itertools.product(("flows", "half_open"), {each.family for each in gone}):
-            keys, values = read(table, family)
+            keys, values = flow_arrays(maps[f"{table}{family}"], family)
             chosen = _open_to(keys, values, [each for each in gone if each.family == family])
             found[table, family] = keys[chosen]
             segments += _resets(family, keys[chosen], values[chosen])

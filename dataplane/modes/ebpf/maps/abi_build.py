@@ -12,16 +12,13 @@ from pathlib import Path
 
 from cffi import FFI
 
-_TYPES = "".join(
-    f"typedef {name}_t {kernel};\n"
-    for name, kernel in (
-        ("uint8", "__u8"),
-        ("uint16", "__u16"),
-        ("uint32", "__u32"),
-        ("int32", "__s32"),
-        ("uint64", "__u64"),
-    )
-)
+_TYPES = """
+typedef uint8_t __u8;
+typedef uint16_t __u16;
+typedef uint32_t __u32;
+typedef int32_t __s32;
+typedef uint64_t __u64;
+"""
 
 
 def main(header: str, target: str, state: str) -> None:

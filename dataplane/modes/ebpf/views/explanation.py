@@ -5,6 +5,8 @@ The programs note each decision in the order in which it is made (`bpf/explainin
 
 from __future__ import annotations
 
+import socket
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +15,6 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.links import hardware_address
-from hybrid_proxy.dataplane.kernel.packets import first_packet
 from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
@@ -25,6 +26,7 @@ Verdict = Literal["dnat", "reject", "drop", "untouched"]
 VERDICTS: tuple[Verdict, ...] = ("untouched", "dnat", "reject", "drop")
 SERVED = frozenset({"new_flow", "dnat", "reply", "fast", "encap"})
 PASS = 0xFFFFFFFF
+ETHERNET, SOURCE_PORT, SYN = bytes(12), 40_000, 0x02  # of a packet that has none of its own
 HOPS = {0: "found", 7: "found, its neighbour is to be asked for", 8: "the packet does not fit"}  # BPF_FIB_LKUP_RET_*
 PROGRAMS = {"pod": "explain_pod", "external": "explain_uplink", "node": "explain_socket"}
 ARRIVES = {
@@ -214,6 +216,29 @@ def _methods() -> dict[int, str]:
     return {number: other.get(name, name) for number, name in names if name != "none"}
 
 
+def _first_packet(src: str, dst: str, port: int, protocol: int, source_port: int | None = None) -> bytes:
+    """Returns the first packet of a connection: a SYN for TCP, an empty datagram otherwise.
+
+    `protocol` is TCP, UDP or SCTP. The transport's checksum is 0. Without a `source_port` it is one of those that
+    clients get.
+    """
+    ports = struct.pack("!HH", source_port or SOURCE_PORT, port)
+    if protocol == socket.IPPROTO_TCP:
+        transport = ports + struct.pack("!IIBBHHH", 1, 0, 5 << 4, SYN, 65535, 0, 0)
+    else:
+        transport = ports + struct.pack("!HH", 8, 0) + bytes(8)
+    if ":" in dst:
+        addresses = socket.inet_pton(socket.AF_INET6, src) + socket.inet_pton(socket.AF_INET6, dst)
+        return (
+            ETHERNET + b"\x86\xdd" + struct.pack("!IHBB", 6 << 28, len(transport), protocol, 64) + addresses + transport
+        )
+    addresses = socket.inet_aton(src) + socket.inet_aton(dst)
+    header = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(transport), 0, 0, 64, protocol, 0)
+    total = sum(struct.unpack("!10H", header + addresses))  # RFC 1071
+    check = struct.pack("!H", 0xFFFF - (total % 0xFFFF or 0xFFFF))
+    return ETHERNET + b"\x08\x00" + header[:10] + check + addresses + transport
+
+
 def explain(
     programs: Object, question: ProbePacket, place: str, ifindex: int, around: ExplainContext, packet: bytes = b""
 ) -> ExplainAnswer:
@@ -221,7 +246,7 @@ def explain(
 
     `packet` is the question's first packet, unless another is given. Its frame is for the interface.
     """
-    packet = packet or first_packet(
+    packet = packet or _first_packet(
         question.src, question.dst, question.port, question.protocol, question.source_port or None
     )
     packet = hardware_address(ifindex) + packet[6:]
