@@ -170,8 +170,8 @@ def main_route(address: str) -> tuple[int, list[str]]:
     """Returns the interface to which the main table leads an address, 0: none; and the rules of `ip rule` about it."""
     family, to = AF[family_of(address)], ip_address(address)
     with Netlink(ROUTE) as wire:
-        routes = [each for each in _routes(wire, family) if each.table == MAIN_TABLE and to in each.network]
-        rules = [each for each in _routes(wire, family, GET_RULE) if each.length and to in each.network]
+        routes = [each for each in read_routes(wire, family) if each.table == MAIN_TABLE and to in each.network]
+        rules = [each for each in read_routes(wire, family, GET_RULE) if each.length and to in each.network]
     rules = [each for each in rules if each.table != MAIN_TABLE]
     best = max(routes, key=lambda each: each.length, default=None)
     named = [f"pref {_number(each.known.get(RTA_PRIORITY))} to {each.destination}/{each.length}" for each in rules]
@@ -190,7 +190,7 @@ def _route_to(wire: Netlink, address: str) -> dict[int, bytes]:
     return dict(attributes(found, _ROUTE.size)) if found else {}
 
 
-class _Route(msgspec.Struct):
+class Route(msgspec.Struct):
     """The fields of a route that are read."""
 
     family: int
@@ -209,7 +209,7 @@ class _Route(msgspec.Struct):
 
     @property
     def single(self) -> bool:
-        """Whether it leads to one address."""
+        """True if it leads to one address."""
         return self.length == (32 if self.family == socket.AF_INET else 128)
 
     @property
@@ -235,7 +235,7 @@ class _Route(msgspec.Struct):
 def read_node() -> Node:
     """Reads the present state, by one dump each of links, addresses and the routes of a family."""
     with Netlink(ROUTE) as wire:
-        routes = [route for family in AF.values() for route in _routes(wire, family)]
+        routes = [route for family in AF.values() for route in read_routes(wire, family)]
         body = _LINK.pack(0, 0, 0, 0, 0) + attribute(IFLA_EXT_MASK, WITHOUT_STATISTICS.to_bytes(4, sys.byteorder))
         links = [
             (kind, index, flags, dict(attributes(answer, _LINK.size)))
@@ -283,7 +283,7 @@ def read_node() -> Node:
     )
 
 
-def _command(route: _Route) -> tuple[int, str]:
+def _command(route: Route) -> tuple[int, str]:
     """Returns interface and command of a route of the main table; empty: it is to a single host, or the kernel's."""
     known = route.known
     if route.table != MAIN_TABLE or route.protocol == BY_KERNEL or route.single or RTA_VIA in known:
@@ -304,7 +304,7 @@ def _sources(wire: Netlink, interfaces: Iterable[Interface]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(is_usable, (*chosen, *(a for i in devices for a in i.addresses)))))
 
 
-def _networks(routes: Iterable[_Route]) -> tuple[str, ...]:
+def _networks(routes: Iterable[Route]) -> tuple[str, ...]:
     found = set()
     for route in routes:
         if route.table == MAIN_TABLE and route.length and not route.single and is_usable(route.destination):
@@ -314,13 +314,14 @@ def _networks(routes: Iterable[_Route]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _routes(wire: Netlink, family: int, what: int = GET_ROUTE) -> Iterator[_Route]:
+def read_routes(wire: Netlink, family: int, what: int = GET_ROUTE) -> Iterator[Route]:
+    """Yields the routes of a family, or its rules."""
     body = _ROUTE.pack(family, 0, 0, 0, 0, 0, 0, 0, 0)
     for answer in wire.dump(Message(what, body, NLM_F_DUMP, "reading the routes")):
         found, length, _, _, table, protocol, _, kind, flags = _ROUTE.unpack_from(answer)
         known = dict(attributes(answer, _ROUTE.size))
         if found == family:  # a kernel without that family answers with all
-            yield _Route(family, length, _number(known.get(RTA_TABLE)) or table, kind, known, protocol, flags)
+            yield Route(family, length, _number(known.get(RTA_TABLE)) or table, kind, known, protocol, flags)
 
 
 def _text(family: int, packed: bytes) -> str:

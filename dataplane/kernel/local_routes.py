@@ -12,21 +12,12 @@ import struct
 from collections.abc import Mapping
 from typing import Final
 
-from hybrid_proxy.dataplane.kernel.netlink import (
-    AF,
-    NLM_F_APPEND,
-    NLM_F_CREATE,
-    NLM_F_DUMP,
-    ROUTE,
-    Message,
-    Netlink,
-    attribute,
-    attributes,
-)
+from hybrid_proxy.dataplane.kernel.links import read_routes
+from hybrid_proxy.dataplane.kernel.netlink import AF, NLM_F_APPEND, NLM_F_CREATE, ROUTE, Message, Netlink, attribute
 from hybrid_proxy.dataplane.table import family_of
 
 # linux/rtnetlink.h
-NEW_ROUTE, DELETE_ROUTE, GET_ROUTE = 24, 25, 26
+NEW_ROUTE, DELETE_ROUTE = 24, 25
 DESTINATION, DEVICE, SOURCE = 1, 4, 7
 TABLE_LOCAL, SCOPE_HOST, TYPE_LOCAL = 255, 254, 2
 LOOPBACK: Final = struct.pack("=I", 1)  # a device whose last address goes loses its routes; this one keeps 127.0.0.1
@@ -48,13 +39,9 @@ class LocalRoutes:
         """Returns address -> source of each of our routes."""
         found = {}
         for family in AF.values():
-            body = _HEADER.pack(family, 0, 0, 0, TABLE_LOCAL, 0, 0, 0, 0)
-            for answer in self._netlink.dump(Message(GET_ROUTE, body, NLM_F_DUMP, "reading the local routes")):
-                if _HEADER.unpack_from(answer)[4:6] != (TABLE_LOCAL, PROTOCOL):
-                    continue
-                known = dict(attributes(answer, _HEADER.size))
-                if DESTINATION in known and SOURCE in known:
-                    found[socket.inet_ntop(family, known[DESTINATION])] = socket.inet_ntop(family, known[SOURCE])
+            for route in read_routes(self._netlink, family):
+                if (route.table, route.protocol) == (TABLE_LOCAL, PROTOCOL) and SOURCE in route.known:
+                    found[route.destination] = socket.inet_ntop(family, route.known[SOURCE])
         return found
 
     def hold(self, wanted: Mapping[str, str]) -> int:

@@ -8,7 +8,7 @@ are not part of nftables and are not reported.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, Events, attributes, messages
@@ -51,31 +51,25 @@ def watch_ruleset(
     with Events(NETFILTER, 1 << (NFNLGRP_NFTABLES - 1), RECEIVE_BUFFER) as monitor:
         if ready is not None:
             ready.set()
-        transactions = _Transactions()
-        for data in monitor.until(stop):
-            for touched in transactions.ended(data):
-                if touched is None or not wanted or touched & wanted:
-                    changed()
+        for touched in _transactions(monitor.until(stop)):
+            if touched is None or not wanted or touched & wanted:
+                changed()
 
 
-class _Transactions:
-    """Groups messages into transactions: those before a NEWGEN belong to it."""
-
-    def __init__(self) -> None:
-        self._tables: set[str] = set()
-
-    def ended(self, data: bytes | None) -> Iterator[frozenset[str] | None]:
-        """Returns the tables (`ip nat`) of each foreign transaction that ends here; None: reports were lost."""
+def _transactions(reports: Iterable[bytes | None]) -> Iterator[frozenset[str] | None]:
+    """Yields the tables (`ip nat`) of each foreign transaction, which ends with NEWGEN; None: reports were lost."""
+    tables: set[str] = set()
+    for data in reports:
         if data is None:
-            self._tables.clear()
+            tables.clear()
             yield None
-            return
+            continue
         for kind, _, _, port, body in messages(data):
             if port in OWN_PORTS:
                 continue
             if kind == _NEWGEN:
-                touched, self._tables = frozenset(self._tables), set()
+                touched, tables = frozenset(tables), set()
                 yield touched
             elif (name := dict(attributes(body, NFGEN.size)).get(_NAME)) is not None:
                 family = _FAMILIES.get(body[0], str(body[0]))
-                self._tables.add(f"{family} {name.rstrip(bytes(1)).decode(errors='replace')}")
+                tables.add(f"{family} {name.rstrip(bytes(1)).decode(errors='replace')}")

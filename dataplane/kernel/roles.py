@@ -15,7 +15,6 @@ from typing import Final
 
 from hybrid_proxy.dataplane.kernel.links import (
     DEVICE_KINDS,
-    GET_ROUTE,
     POD_KINDS,
     RTA_GATEWAY,
     RTA_OIF,
@@ -23,6 +22,7 @@ from hybrid_proxy.dataplane.kernel.links import (
     Interface,
     is_pod,
     is_uplink,
+    read_routes,
 )
 from hybrid_proxy.dataplane.kernel.netlink import AF, NLM_F_DUMP, ROUTE, Message, Netlink, attributes
 
@@ -32,7 +32,6 @@ NEVER_OUT: Final = POD_KINDS | {"dummy", "tun"}  # ports of a bridge that lead t
 GET_NEIGHBOUR, NDA_DST, NDA_LLADDR = 30, 1, 2  # linux/rtnetlink.h, linux/neighbour.h
 NUD_FAILED, NUD_PERMANENT = 0x20, 0x80
 _NEIGHBOUR: Final = struct.Struct("=BxxxiHBB")  # family, interface, state, flags, type
-_ROUTE_SIZE: Final = 12  # of struct rtmsg; its second byte is the length of the destination's prefix
 
 WaysOut = Callable[[int], Collection[int]]  # a bridge -> its ports behind which the default gateways are
 
@@ -53,10 +52,9 @@ def ports_of_gateways(bridge: int) -> frozenset[int]:
 
 
 def _gateways(wire: Netlink, family: int, interface: int) -> Iterator[bytes]:
-    for answer in wire.dump(Message(GET_ROUTE, bytes([family]) + bytes(_ROUTE_SIZE - 1), NLM_F_DUMP, "reading routes")):
-        known = dict(attributes(answer, _ROUTE_SIZE))
-        if answer[1] == 0 and int.from_bytes(known.get(RTA_OIF, b""), sys.byteorder) == interface:
-            yield known.get(RTA_GATEWAY) or known.get(RTA_VIA, b"")[2:]
+    for route in read_routes(wire, family):
+        if not route.length and int.from_bytes(route.known.get(RTA_OIF, b""), sys.byteorder) == interface:
+            yield route.known.get(RTA_GATEWAY) or route.known.get(RTA_VIA, b"")[2:]
 
 
 def neighbours() -> dict[tuple[int, str], tuple[bytes, int]]:
