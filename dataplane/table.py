@@ -25,6 +25,11 @@ class Protocol(IntEnum):
     UDP = 17
     SCTP = 132
 
+    @classmethod
+    def name_of(cls, number: int) -> str:
+        """Returns the name of a protocol; of one that no Service has, its number."""
+        return cls(number).name if number in set(cls) else str(number)
+
 
 class Kind(Enum):
     """The kind of address of a Service that a frontend is."""

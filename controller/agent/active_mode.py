@@ -211,10 +211,7 @@ class ActiveMode:
         """Remove everything of former modes; any thread."""
         for name, count in clean_others(self.choice.effective, names, self.config.options).items():
             log.info("removed %s that mode %s had left here", several(count, "thing"), name)
-        self._put(self._other_mode_stopped)
-
-    def _other_mode_stopped(self) -> None:
-        self.programmer.other_mode_stopped()
+        self._put(lambda: self.programmer.other_mode_stopped())  # noqa: PLW0108 (of the mode that is open by then)
 
     def maintain(self, table: ServiceTable) -> None:
         """Maintain former modes; called once a second."""

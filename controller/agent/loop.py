@@ -157,7 +157,7 @@ class Agent:
         self.syncer.started -= START.elapsed()  # the interpreter and its imports are a part of the start
         self.syncer.rest = max(config.min_sync_seconds, MIN_REST)
         self._links = _Signal(self.queue.put, self._links_changed)
-        self._drift = _Signal(self.queue.put, self._may_have_drifted)
+        self._drift = _Signal(self.queue.put, lambda: self.maintenance.request())  # noqa: PLW0108 (bound later)
         self.mode = ActiveMode(
             config, self._drift.send, self._mode_opened, put=self.queue.put,
             report=partial(self._report_of_node, "Normal", "SwitchMode"), names=lambda: self.notebook.names,
@@ -356,9 +356,6 @@ class Agent:
         START.close()
         if self._prints_timings:
             print(*start_lines(START.parts), f"{START.processor:.3f} s of a processor in all", sep="\n", flush=True)
-
-    def _may_have_drifted(self) -> None:
-        self.maintenance.request()
 
     def _links_changed(self) -> None:
         self._read_addresses()

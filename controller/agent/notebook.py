@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import msgspec
@@ -105,9 +104,7 @@ class Notebook:
             except OSError:
                 self._written = None  # somebody removed it
 
-    def leave(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
-    ) -> None:
+    def leave(self, _kind: object, error: BaseException | None, _where: object) -> None:
         """The last words; called while the mode is open, or before it was."""
         why = f"{type(error).__name__}: {error}" if error is not None else self.why
         blank = self._blank

@@ -33,7 +33,6 @@ class OtherProxiesWatcher:
         self,
         mode: str,
         report: Callable[[str], None],
-        seconds: float = SECONDS,
         *,
         former: Callable[[], Collection[str]] = frozenset,
         beside: bool = False,
@@ -44,7 +43,6 @@ class OtherProxiesWatcher:
         self._former = former
         self._beside = beside
         self._report = report
-        self._seconds = seconds
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -76,5 +74,5 @@ class OtherProxiesWatcher:
     def _run(self) -> None:
         while True:
             self.search()
-            if self._stop.wait(self._seconds):
+            if self._stop.wait(SECONDS):
                 return

@@ -58,7 +58,7 @@ class Programmed(View):
                 ServiceRow(
                     name=name or None,
                     frontends=sorted(socket_text(each.address, each.port) for each in servers if not each.mark),
-                    protocol=_protocol(protocol),
+                    protocol=Protocol.name_of(protocol),
                     backends=sum(1 for load in backends.values() if load),
                     local_backends=sum(1 for each, load in backends.items() if load and each in local),
                     when_empty="drop" if drops else "reject",
@@ -74,7 +74,7 @@ class Programmed(View):
             BackendRow(
                 service=name or None,
                 address=socket_text(each.address, each.port),
-                protocol=_protocol(protocol),
+                protocol=Protocol.name_of(protocol),
                 used=used,
             )
             for (name, _, protocol), servers in sorted(self._ports.items())
@@ -114,7 +114,3 @@ def _elements(sets: Ipsets, name: str) -> dict[Element, Value]:
         return sets.elements(name)
     except NetlinkFailed:
         return {}  # removed while we read
-
-
-def _protocol(number: int) -> str:
-    return Protocol(number).name if number in set(Protocol) else str(number)

@@ -100,7 +100,7 @@ def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> Pa
         reason=reason,
         message=WORDS.get(reason, ""),
         service=names.get(service),
-        protocol=Protocol(protocol).name if protocol in set(Protocol) else str(protocol),
+        protocol=Protocol.name_of(protocol),
         source=socket_text(source, sport),
         destination=socket_text(destination, dport),
         backend=_backend(backends, int(event["backend"]), service, family),

@@ -73,10 +73,6 @@ class Pinned(View):
             known.close()
 
 
-def _protocol(number: int) -> str:
-    return Protocol(number).name if number in set(Protocol) else str(number)
-
-
 def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
     """Returns address and protocol of the frontends of each service."""
     found: dict[int, list[tuple[str, str]]] = {}
@@ -86,7 +82,9 @@ def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
         for key, value in zip(layout.frontend_keys(keys, family), values.tolist(), strict=True):
             if not value >> 32 & (names["FRONTEND_ADDRESS"] | names["FRONTEND_NODE_PORTS"]):
                 _, address, port, protocol = key
-                found.setdefault(value & 0xFFFFFFFF, []).append((socket_text(address, port), _protocol(protocol)))
+                found.setdefault(value & 0xFFFFFFFF, []).append(
+                    (socket_text(address, port), Protocol.name_of(protocol))
+                )
     return found
 
 
@@ -186,7 +184,7 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRo
                 service_id=int(row["service"]),
                 id=number,
                 address=_address(row),
-                protocol=_protocol(int(row["kind"]) >> 8),
+                protocol=Protocol.name_of(int(row["kind"]) >> 8),
                 used=bool(flags & (limits["BACKEND_SET0"] | limits["BACKEND_SET1"])),
                 failures=int(row["failures"]),
                 history=known.get(number),
@@ -290,7 +288,7 @@ def _flow(key: Any, value: Any, family: int, names: Names) -> FlowRow:
     state = flow_state(flags, int(key["protocol"]))
     return FlowRow(
         service=names.get(int(value["service"])),
-        protocol=_protocol(int(key["protocol"])),
+        protocol=Protocol.name_of(int(key["protocol"])),
         client=end(key, "saddr", "sport"),
         frontend=end(key, "daddr", "dport"),
         backend=end(value, "daddr", "dport"),
