@@ -30,8 +30,9 @@ class Segment(NamedTuple):
     flags: int = RESET
 
 
-def _sum(data: bytes) -> int:
+def checksum(data: bytes) -> int:
     """Returns the Internet checksum (RFC 1071)."""
+    data += bytes(len(data) % 2)
     total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     total = (total & 0xFFFF) + (total >> 16)
     return ~(total + (total >> 16)) & 0xFFFF
@@ -45,7 +46,7 @@ def packed(segment: Segment) -> bytes:
         return _TCP4.pack(source, target, segment.sequence, 0, 5 << 4, segment.flags, 0, check, 0)
 
     ends = segment.source + segment.target
-    content = tcp(_sum(ends + struct.pack("!II", _TCP4.size, socket.IPPROTO_TCP) + tcp(0)))
+    content = tcp(checksum(ends + struct.pack("!II", _TCP4.size, socket.IPPROTO_TCP) + tcp(0)))
     if segment.family == 6:
         return struct.pack("!IHBB", 6 << 28, len(content), socket.IPPROTO_TCP, 64) + ends + content
     # The kernel fills in the length, the identification and the checksum of an IPv4 header.

@@ -12,6 +12,8 @@ import struct
 import time
 from typing import Final
 
+from hybrid_proxy.dataplane.kernel.tcp_segments import checksum
+
 _V4: Final = struct.Struct("!BBHHHBBH4s4s")
 _V6: Final = struct.Struct("!IHBB16s16s")
 _UDP: Final = struct.Struct("!HHHH")
@@ -75,11 +77,3 @@ def message(family: int, client: tuple[str, int], listener: tuple[str, int], dat
     head = head[:10] + struct.pack("!H", checksum(head)) + head[12:]
     body = head + udp
     return struct.pack("!BBHI", 3, 3, checksum(struct.pack("!BBHI", 3, 3, 0, 0) + body), 0) + body
-
-
-def checksum(data: bytes) -> int:
-    """Returns the internet checksum (RFC 1071)."""
-    data += b"\0" * (len(data) % 2)
-    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
-    total = (total & 0xFFFF) + (total >> 16)
-    return ~(total + (total >> 16)) & 0xFFFF

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hybrid_proxy.dataplane.kernel.bpf import Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.links import hardware_address
+from hybrid_proxy.dataplane.kernel.tcp_segments import checksum
 from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
@@ -234,8 +235,7 @@ def _first_packet(src: str, dst: str, port: int, protocol: int, source_port: int
         )
     addresses = socket.inet_aton(src) + socket.inet_aton(dst)
     header = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(transport), 0, 0, 64, protocol, 0)
-    total = sum(struct.unpack("!10H", header + addresses))  # RFC 1071
-    check = struct.pack("!H", 0xFFFF - (total % 0xFFFF or 0xFFFF))
+    check = struct.pack("!H", checksum(header + addresses))
     return ETHERNET + b"\x08\x00" + header[:10] + check + addresses + transport
 
 

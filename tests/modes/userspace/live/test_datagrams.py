@@ -9,8 +9,9 @@ from collections import Counter
 
 import pytest
 
+from hybrid_proxy.dataplane.kernel.tcp_segments import checksum
 from hybrid_proxy.dataplane.modes.userspace import messages as m
-from hybrid_proxy.dataplane.modes.userspace.icmp import PER_SECOND, IcmpErrors, checksum, message
+from hybrid_proxy.dataplane.modes.userspace.icmp import PER_SECOND, IcmpErrors, message
 from hybrid_proxy.dataplane.modes.userspace.streams import MOST_ATTEMPTS
 
 from ..kit import HOST, UDP, Running, eventually
