@@ -1,6 +1,7 @@
 /* Programs that the agent runs by BPF_PROG_TEST_RUN and that are attached nowhere. See also explain.bpf.c. */
 #include "abi.h"
 #include "config.h"
+#include "count.h"
 #include "flow.h"
 #include "packet.h"
 
@@ -21,12 +22,24 @@ INLINE void named_tuple(struct tuple *t, const struct flow6_key *key)
 	copy_address(t->daddr, key->daddr);
 }
 
+/* Did the client give up before its SYN, or a repeated one, had an answer? Of DSR no answer comes here. */
+INLINE bool is_unanswered(const struct tuple *t, const struct flow *f)
+{
+	const __u32 others = FLOW_REPLIED | FLOW_ESTABLISHED | FLOW_RESET | FLOW_DSR | FLOW_DIRECT | FLOW_OTHERS;
+
+	return t->protocol == IPPROTO_TCP && !(f->flags & others);
+}
+
+/* Whichever half comes first deletes both. */
 INLINE void sweep_flow(const struct tuple *t, __u32 idle, const bool v6)
 {
 	struct flow *f = flow_lookup(t, TABLE_FLOWS, v6);
 
-	if (f && now() - READ_ONCE(f->seen) >= idle)
-		delete_pair(t, f, TABLE_FLOWS, v6);
+	if (!f || now() - READ_ONCE(f->seen) < idle)
+		return;
+	if (is_unanswered(t, f))
+		count(COUNT_BACKEND_UNANSWERED);
+	delete_pair(t, f, TABLE_FLOWS, v6);
 }
 
 INLINE void leave_flow(const struct tuple *t, const bool v6)

@@ -255,6 +255,24 @@ def test_refusals_and_silence_are_remembered_apart_and_with_their_times(bench: B
     assert (bench.count("backend_refused"), bench.count("backend_unanswered")) == (3, 1)
 
 
+def test_a_syn_that_its_client_gives_up_is_counted_when_its_flow_goes(bench: Bench, net: Net) -> None:
+    """It is no sign against the backend, which may be well after a minute."""
+    bench.serve(web(net, 1))
+    bench.calm()
+    connect(bench, net, 40001)
+    answer(bench, net, connect(bench, net, 40002), "SA")
+    answer(bench, net, connect(bench, net, 40003), "RA")
+    bench.age_flows(net.family, 61 * HZ)
+    bench.gc.scan()
+    assert bench.flow_count(net.family)[0] == 0
+    assert (bench.count("backend_unanswered"), bench.count("backend_refused")) == (1, 1)
+    kept = history(bench)
+    assert kept
+    assert (kept.refused, kept.unanswered) == (1, 0)
+    bench.gc.scan()
+    assert bench.count("backend_unanswered") == 1
+
+
 def test_an_answer_ends_the_row_of_failures_and_not_the_memory_of_them(bench: Bench, net: Net) -> None:
     bench.serve(web(net, 1))
     answer(bench, net, connect(bench, net, 40001), "RA")
