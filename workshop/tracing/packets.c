@@ -43,6 +43,7 @@ struct walk {
 	u32 way;
 	u32 service;
 	u32 sign;
+	u32 acknowledged; /* all resets of SYNs have the sequence number 0 */
 	struct ends first;
 };
 
@@ -329,6 +330,7 @@ static __always_inline void begin(struct walk *w, const struct header *h, const 
 	w->way = k->way;
 	w->service = k->service;
 	w->sign = h->sign;
+	w->acknowledged = h->acknowledged;
 	w->first = h->ends;
 }
 
@@ -358,7 +360,7 @@ static __always_inline int is_anothers(const struct walk *w, const struct ends *
 /* Tells whether the sk_buff has another packet since it was seen last. */
 static __always_inline int is_stale(const struct walk *w, const struct header *h, u64 now)
 {
-	return w->sign != h->sign || now - w->left > STALE_NS;
+	return w->sign != h->sign || w->acknowledged != h->acknowledged || now - w->left > STALE_NS;
 }
 
 /* The histogram's slot: 0 to 3 for 0 to 3 ns, then four for each power of two. */
@@ -584,11 +586,14 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 		return;
 	w = walks.lookup(&skb);
 	if (kind & POINT_ENDS) {
-		if (!w)
-			return;
-		if (read_header(skb, 0, &h) && !is_stale(w, &h, now)) {
-			learn(w, &h);
-			went(w, &h);
+		if (read_header(skb, 0, &h)) {
+			if (w && !is_stale(w, &h, now)) {
+				learn(w, &h);
+				went(w, &h);
+			} else if (h.flags & RST && belongs(&h, &k)) { /* this node's own: it never came */
+				begin(&fresh, &h, &k);
+				came(&fresh, &h, now);
+			}
 		}
 		walks.delete(&skb);
 		return;

@@ -102,10 +102,10 @@ class Stage:
             timeout=5 * PATIENCE, **fields,
         )  # fmt: skip
 
-    def drop_in(self, place: str, rule: str, hook: str) -> None:
+    def drop_in(self, place: str, rule: str, hook: str, how: str = "drop") -> None:
         """A firewall's rule in one namespace of the lab; gone with `undrop`."""
         text = (
-            f"table inet lost {{\n chain lost {{\n type filter hook {hook} priority 10\n {rule} counter drop\n }}\n}}"
+            f"table inet lost {{\n chain lost {{\n type filter hook {hook} priority 10\n {rule} counter {how}\n }}\n}}"
         )
         added = self.lab.run(place, ["nft", text])
         assert added.returncode == 0, added.stderr

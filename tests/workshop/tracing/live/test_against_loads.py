@@ -126,6 +126,27 @@ def test_connections_without_an_answer_show(stage: Stage) -> None:
     assert (row["connections"], row["answered"], row["unanswered"]) == (5, 0, 5)
 
 
+@pytest.mark.parametrize("by", ["backend", "node"])
+def test_refused_connections_are_not_unanswered(stage: Stage, by: str) -> None:
+    """By a reset of each backend, or of the node, where a Service has no endpoint."""
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
+    service, address = ("default/web", "10.96.0.10") if by == "backend" else ("default/empty", "10.96.0.99")
+    for pod in ("pod1", "pod2", "pod3"):
+        stage.drop_in(pod, "tcp dport 8080", "input", how="reject with tcp reset")
+    try:
+        with stage.traced(service, "--latency") as report:
+            for _ in range(40):
+                with stage.lab.socket("pod4") as client:
+                    client.settimeout(30 * PATIENCE)
+                    assert client.connect_ex((address, 80)) == errno.ECONNREFUSED
+    finally:
+        for pod in ("pod1", "pod2", "pod3"):
+            stage.undrop(pod)
+    (row,) = report["services"]
+    assert (row["connections"], row["answered"], row["refused"], row["unanswered"]) == (40, 0, 40, 0), report
+
+
 @pytest.mark.parametrize("family", [4], ids=["v4"])
 def test_drops_have_the_kernels_reason_and_the_services_name(stage: Stage, family: int) -> None:
     if stage.mode == "userspace":
