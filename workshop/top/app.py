@@ -15,6 +15,7 @@ from textual.message import Message
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from hybrid_proxy.workshop.top import cells
+from hybrid_proxy.workshop.top.arguments import KEYS
 from hybrid_proxy.workshop.top.poller import NodeReader, Poller
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
@@ -162,6 +163,7 @@ class Top(App[None]):
     CSS = """
     #head { height: auto; padding: 0 1; background: $panel; }
     #trouble { height: auto; padding: 0 1; color: $text-warning; display: none; }
+    #keys { height: auto; background: $panel; display: none; }
     #services { height: 3fr; }
     #below { height: 2fr; }
     #below TabPane { padding: 0; }
@@ -179,6 +181,7 @@ class Top(App[None]):
         Binding("d", "below('reasons')", "drops"),
         Binding("m", "below('maps')", "maps"),
         Binding("p", "pause", "pause"),
+        Binding("question_mark,h", "keys", "keys", key_display="?"),
     ]
 
     def __init__(self, reader: NodeReader, seconds: float, wanted: str = "") -> None:
@@ -198,7 +201,8 @@ class Top(App[None]):
         yield Listing(cells.SERVICES, "conn/s", "services")
         with TabbedContent(id="below"):
             yield from self._panes()
-        yield Footer()
+        yield Static(KEYS, id="keys", markup=False)
+        yield Footer(compact=True)
 
     def _panes(self) -> ComposeResult:
         with TabPane("backends", id="tab-backends"):
@@ -295,6 +299,10 @@ class Top(App[None]):
         self._paused = not self._paused
         self._poller.pause(paused=self._paused)
         self._show()
+
+    def action_keys(self) -> None:
+        keys = self.query_one("#keys", Static)
+        keys.display = not keys.display
 
     def action_filter(self) -> None:
         field = self.query_one("#filter", Input)

@@ -14,15 +14,17 @@ from hybrid_proxy.controller.commands.command import (
     number_from,
 )
 
-_TOP: Final = """
+KEYS: Final = """\
+  arrows  move          /       filter          b  backends below
+  s       sort by next  r       turn the order  d  drops and events
+  tab     next table    escape  no filter       m  maps below
+  q       quit          p       pause           ?  keys"""
+_TOP: Final = f"""
 Shows services by connections per second, the backends of the selected service with their shares, drops by reason, and
 how full the maps are. It also works without an agent, from what is programmed in the kernel. See docs/top.md.
 
 keys:
-  arrows  move          /       filter          b  backends below
-  s       sort by next  r       turn the order  d  drops and events
-  tab     next table    escape  no filter       m  maps below
-  q       quit          p       pause
+{KEYS}
 
 examples:
   hybrid-proxy top

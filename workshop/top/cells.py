@@ -188,10 +188,10 @@ def _totals(shown: Snapshot) -> str:
         parts += [f"conn/s {rate(shown.all('connections'))}", f"packets/s {rate(shown.all('packets'))}"]
         parts += [f"in {size(shown.all('request_bytes'))}/s", f"out {size(shown.all('reply_bytes'))}/s"]
     if shown.sample.status is not None:
+        parts += [f"dropped/s {rate(shown.rate('drop'))}", f"refused/s {rate(shown.rate('refuse'))}"]
         flows = shown.sample.status.dataplane.fill.get("flows")
         parts += [f"flow entries {flows.used:,} of {flows.limit:,}"] if flows else []
-        parts += [f"dropped/s {rate(shown.rate('drop'))}", f"refused/s {rate(shown.rate('refuse'))}"]
-    return "   ".join(parts)
+    return "  ".join(parts)
 
 
 def trouble(shown: Snapshot) -> list[str]:

@@ -168,6 +168,11 @@ def test_nothing_is_cut_on_a_narrow_screen(lab: Lab, agent: Agent, width: int) -
         assert "no backends: rejects" in empty
         footer = screen.query_one(Footer)
         assert footer.virtual_size.width <= width
+        shown = []
+        for key in ("question_mark", "h"):
+            await pilot.press(key)
+            shown.append(screen.query_one("#keys", Static).display)
+        assert shown == [True, False]
 
     drive(lab, agent, keys, (width, 40))
 
