@@ -80,8 +80,9 @@ def _lines_without_agent(status: NoAgentStatus) -> Iterator[str]:
     for problem in status.problems:
         yield from _detail_lines("left out" if problem.in_use else "refused", [problem.text])
     for name, found in status.programmed.items():
-        ports = several(found.service_ports, "service port")
-        yield f"  mode {name} is in place and serves {ports} as last programmed ({found.place})"
+        what = f"{several(found.service_ports, 'service port')} as last programmed"
+        what = what if found.service_ports else "no new connection; open ones go on if it drains"
+        yield f"  mode {name} is in place and serves {what} ({found.place})"
     if not status.programmed:
         yield "  nothing is programmed in this network namespace"
 

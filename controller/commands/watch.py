@@ -33,10 +33,11 @@ from hybrid_proxy.controller.commands.views import checked_service, remembered_e
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import NO_EVENT, EventsAnswer, GetEvents, SetTrace, TraceAnswer
-from hybrid_proxy.dataplane.reports import PacketEvent
+from hybrid_proxy.dataplane.reports import PacketEvent, several
 
 POLL_SECONDS: Final = 0.5
 ALL: Final = -NO_EVENT  # those of agents before this one, too
+LAST: Final = 10  # events before those that come, as tail(1) shows lines
 LEASE_SECONDS: Final = 5.0  # a trace ends so long after nobody looks any more
 
 
@@ -129,7 +130,9 @@ def _events(args: argparse.Namespace, after: int) -> tuple[list[PacketEvent], in
 
 def _followed(args: argparse.Namespace, since: float | None) -> Iterator[PacketEvent]:
     rows, after = _events(args, 0 if since is None else ALL)
-    yield from _within(rows, since)
+    shown = rows[-LAST:] if since is None else _within(rows, since)
+    _say(f"the last {len(shown)} of {several(len(rows), 'event')}, then those that come:")
+    yield from shown
     while True:
         time.sleep(POLL_SECONDS)
         rows, after = _events(args, after)
@@ -193,7 +196,7 @@ verdicts:
 
 examples:
   hybrid-proxy drops                       what was dropped or rejected, which backends failed, and why
-  hybrid-proxy drops default/web -f        what is dropped from now on, until Ctrl-C
+  hybrid-proxy drops default/web -f        the last ten events, then those that come, until Ctrl-C
   hybrid-proxy drops --since 5m -o wide    in the last five minutes, with interfaces and counters
   hybrid-proxy drops -f -o json            one object per line
 """
@@ -217,7 +220,9 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _drops_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-f", "--follow", "-w", "--watch", action="store_true", help="continue until Ctrl-C")
+    parser.add_argument(
+        "-f", "--follow", "-w", "--watch", action="store_true", help="then those that come, until Ctrl-C"
+    )
     parser.add_argument("--since", metavar="DURATION", help="only events of the last 30s, 5m, 2h (default: all)")
     _common_arguments(parser)
 

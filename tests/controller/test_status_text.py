@@ -209,12 +209,15 @@ def test_the_verdict_follows_from_what_is_wrong(fields: dict[str, Any], expected
 
 
 def test_without_an_agent_what_serves_is_named() -> None:
-    left = NoAgentStatus(reason="no agent listens at /run/x.sock", programmed={"ebpf": LeftBehind("/sys/fs/bpf/x", 10)})
-    first, todo, second = lines_without_agent(left, Screen(), NOW)
+    found = {"ebpf": LeftBehind("/sys/fs/bpf/x", 10), "ipvs": LeftBehind("kube-ipvs0", 0)}
+    left = NoAgentStatus(reason="no agent listens at /run/x.sock", programmed=found)
+    first, todo, second, drained = lines_without_agent(left, Screen(), NOW)
     assert "hybrid-proxy doctor" in todo
     assert first == "NOT IN SYNC: no agent listens at /run/x.sock"
     assert "mode ebpf" in second
     assert "10 service ports" in second
+    assert "mode ipvs" in drained
+    assert "0 service ports" not in drained
 
 
 def test_the_verdict_is_coloured_on_a_terminal_alone() -> None:

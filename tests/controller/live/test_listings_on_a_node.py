@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import subprocess
@@ -111,6 +112,18 @@ def test_every_output_has_the_same_rows(node: Lab) -> None:
 def test_backends_on_this_node_are_counted_also_without_a_local_policy(node: Lab) -> None:
     rows = json.loads(run(node, "services default/web -o json").stdout)
     assert {(row["backends"], row["local_backends"]) for row in rows} == {(3, 3)}
+
+
+def test_following_drops_begins_with_the_last_ten(node: Lab) -> None:
+    for _ in range(12):
+        with node.socket("pod4") as client:
+            client.settimeout(60)
+            assert client.connect_ex(("10.96.0.99", 80)) == errno.ECONNREFUSED
+    until(lambda: len(json.loads(run(node, "drops default/empty -o json").stdout)) >= 12, "the events are there")
+    numbers = [row["number"] for row in json.loads(run(node, "drops default/empty -o json").stdout)]
+    done = run(node, "drops default/empty -f -o json --limit 10")
+    assert [json.loads(line)["number"] for line in done.stdout.splitlines()] == numbers[-10:]
+    assert f"the last 10 of {len(numbers)} events" in done.stderr
 
 
 def test_status_begins_with_a_verdict_and_names_the_agent(node: Lab) -> None:
