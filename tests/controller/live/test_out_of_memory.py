@@ -1,9 +1,10 @@
-"""The kernel kills the agent because its cgroup has no memory left, again and again; what was served goes on."""
+"""The agent is killed again and again, for lack of memory in its cgroup or as it starts; what was served goes on."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from hybrid_proxy.workshop.lab.traffic import Tally, load, meanwhile
 from tests.loads import goes_on
 from tests.memory import limited
 from tests.namespaces import new_lab
+from tests.waiting import bound, until
 
 pytestmark = [pytest.mark.root, pytest.mark.cold]
 
@@ -26,6 +28,8 @@ MIB = 1 << 20
 KILLS = 5  # as often as a kubelet restarts a container within some five minutes
 SERVICES, ENDPOINTS = 3000, 5  # they need 32 MB more
 WEB = (socket.AF_INET, ("10.96.0.10", 80))
+STARTS = 10
+OTHER_FLOWS = ("--max-flows", str(1 << 17))
 MANY_FLOWS = ("--max-flows", str(1 << 20))  # tables of 64 MiB, before the first flow
 
 
@@ -125,3 +129,34 @@ def test_there_is_no_memory_for_other_maps_at_a_start(lab: Lab) -> None:
         memory.limit(1 << 30)
         agent.start()
         assert "were carried over" in agent.log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", ["ebpf", "nftables"])
+def test_an_agent_that_is_killed_ten_times_while_it_starts(lab: Lab, mode: str) -> None:
+    """At moments spread over a start, every other time with tables of another size; then a start is as it was."""
+    folder = examples.serve(lab)
+    with ExitStack() as stack:
+        memory = stack.enter_context(limited(lab))
+        agent = Agent(lab, folder, mode, under=memory.under)
+        stack.enter_context(agent.serving())
+        tallies = stack.enter_context(traffic(lab))
+        agent.kill()
+        left = memory.used
+        seconds = agent.timed_start(60 * DEADLINES)
+        for number in range(STARTS):
+            agent.kill()
+            agent.flags = OTHER_FLOWS if number % 2 else ()
+            process = start(agent)
+            time.sleep(seconds * (number + 0.5) / STARTS)
+            assert process.poll() is None, agent.tail()
+            goes_on(tallies)
+        agent.kill()
+        agent.flags = ()
+        again = agent.timed_start(60 * DEADLINES)
+        assert again < bound(seconds), "the start after a crash loop is an ordinary one"
+        goes_on(tallies)
+        agent.kill()
+        until(lambda: memory.used < left + 2 * MIB, "what an agent leaves does not add up")
+        agent.start()

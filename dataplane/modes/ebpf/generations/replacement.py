@@ -162,8 +162,9 @@ class Succession:
             BpfError: there is no memory for them. The next start finds the former ones again.
         """
         try:
-            self._known, self._wanted = _understood(former), Generation(ours(), wanted_sizes(former, self._options))
-            self._reached = _reached(self.folder, former)
+            self._known, self._reached = _understood(former), _reached(self.folder, former)
+            wanted = wanted_sizes(former, self._options) if self._reached is None else written_sizes(self.folder)
+            self._wanted = Generation(ours(), wanted)  # maps that were made have the sizes wanted then
             self._plan(Generation(self._known, written_sizes(former), place=former.name))
             if Step.COPY in self._runner.left:
                 self._runner.run(Step.COPY)
@@ -410,6 +411,5 @@ def has_other_sizes(folder: Path, options: Options) -> bool:
     """Returns True if the maps in a directory serve, and their tables of flows should have other sizes."""
     if not (folder / SLOTS).exists() or (folder / MARK).exists() or former_folder(folder).exists():
         return False
-    known = written_sizes(folder)
-    wanted = wanted_sizes(folder, options)
+    known, wanted = written_sizes(folder), wanted_sizes(folder, options)
     return any(known.get(name) != wanted[name] for name in sizes.FLOWS)

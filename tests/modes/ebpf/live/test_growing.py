@@ -317,6 +317,26 @@ def test_an_agent_is_killed_after_a_step_of_its_start(lab: Lab, row: str, steps:
     child.end()
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("step", [6, *(pytest.param(step, marks=pytest.mark.long) for step in (2, 4, 8, 10, 12))])
+def test_the_next_agent_wants_tables_of_the_former_size_again(lab: Lab, step: int) -> None:
+    """One with other sizes was killed; what it had begun is finished as it began it, and no flow ends."""
+    former, other = SIZES
+    child = Child(lab, **former)
+    with traffic_of(lab) as traffic:
+        traffic.open_streams(3)
+        traffic.moves_on(3)
+        child.kill()
+        Child(lab, dies=step, **other)
+        traffic.moves_on(3)
+        child = Child(lab, **former)
+        status = child.do("status")
+        assert not (Path(status["ebpf"]["pins"]) / "carrying").exists()
+        traffic.moves_on(3)
+    assert status["counters"]["drop_unallocated"] == 0
+    child.end()
+
+
 def test_a_smaller_table_of_flows_keeps_all_that_are_open(lab: Lab) -> None:
     """It has room for twice as many as there are, whatever the setting says."""
     child = Child(lab, flows=1 << 13)
