@@ -1,4 +1,4 @@
-"""Help, messages, pages, docstrings and comments use the words of docs/glossary.md, and none that it retires."""
+"""Help, messages, pages, docstrings and comments use the words of docs/glossary.md, and none of words.yaml."""
 
 from __future__ import annotations
 
@@ -7,37 +7,31 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from hybrid_proxy.controller.cli import parser
 
 from .pages import PAGES, ROOT
 
-GLOSSARY = "docs/glossary.md"
-EXAMPLES = ("CHANGELOG.md", "CONTRIBUTING.md", GLOSSARY)  # these tell what not to write, and what was written
+UNUSED = "tests/docs/words.yaml"
+EXAMPLES = ("CHANGELOG.md", "CONTRIBUTING.md")  # these tell what not to write, and what was written
 PACKAGES = ("controller", "dataplane", "workshop")
 GENERATED = ("_abi.py", "_libbpf.py")
 
 
-def retired(section: str) -> tuple[str, ...]:
-    """The phrases in the first column of the table below a heading of the glossary."""
-    table = (ROOT / GLOSSARY).read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
-    return tuple(phrase for row in rows for phrase in re.findall(r"`(.+?)`", row))
-
-
-def pattern(phrases: tuple[str, ...]) -> re.Pattern[str]:
+def pattern(phrases: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"\b(?:{'|'.join(map(re.escape, phrases))})(?!\w)", re.IGNORECASE)
 
 
-RETIRED = retired("Words that are not used")
-DIALECT = retired("Words of a dialect")
-READ_BY_USERS = pattern(RETIRED)
-READ_BY_AUTHORS = pattern(RETIRED + DIALECT)
+WORDS = yaml.safe_load((ROOT / UNUSED).read_text())
+INSTEAD = {phrase.lower(): word for words in WORDS.values() for word, phrases in words.items() for phrase in phrases}
+READ_BY_USERS = pattern([phrase for phrases in WORDS["retired"].values() for phrase in phrases])
+READ_BY_AUTHORS = pattern(INSTEAD)
 # A docstring says what the thing is or does, with a subject or a verb in front: not "What a process left", "Of ours".
 FRAGMENT = re.compile(
     r"(?:PURE\. )?(?:What|Whose|Whom?|Whoever|Whether|Which|That|How|Where|When|Of|From|As|By|For|In|At|On|With|To|So"
@@ -127,14 +121,19 @@ def outside() -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(ROOT)), "\n".join(messages(path.read_text()))
 
 
+def advice(found: str) -> str:
+    return f"{found}, write {INSTEAD[found.lower()]}"
+
+
 def report(found: set[str]) -> None:
     if found:
-        pytest.fail(f"{GLOSSARY} has other words for these:\n" + "\n".join(sorted(found)))
+        pytest.fail(f"write other words ({UNUSED}):\n" + "\n".join(sorted(found)))
 
 
 def test_the_net_is_no_sieve() -> None:
-    assert len(RETIRED) > 10
-    assert len(DIALECT) > 20
+    assert len(WORDS["retired"]) > 6
+    assert len(INSTEAD) > 40
+    assert advice("Banned") == "Banned, write ejected"
     assert READ_BY_USERS.search("The backend is left out for 8 s")
     assert not READ_BY_USERS.search("A column is left out.")
     assert READ_BY_AUTHORS.search("Rules of others' tables")
@@ -147,11 +146,11 @@ def test_the_net_is_no_sieve() -> None:
 
 
 def test_retired_words_are_gone() -> None:
-    report({f"{place}: {match[0]}" for place, text in outside() for match in READ_BY_USERS.finditer(text)})
+    report({f"{place}: {advice(match[0])}" for place, text in outside() for match in READ_BY_USERS.finditer(text)})
 
 
 def test_docstrings_and_comments_use_no_dialect() -> None:
-    report({f"{text.place}: {match[0]}" for text in inside() for match in READ_BY_AUTHORS.finditer(text.text)})
+    report({f"{text.place}: {advice(match[0])}" for text in inside() for match in READ_BY_AUTHORS.finditer(text.text)})
 
 
 def test_docstrings_have_a_subject_or_a_verb() -> None:
