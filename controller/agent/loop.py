@@ -62,6 +62,7 @@ from hybrid_proxy.controller.serving.protocol import (
 from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack, sysctl
+from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.netfilter import refuse_full_conntrack
 from hybrid_proxy.dataplane.reports import FORWARDING, several, start_lines
 from hybrid_proxy.dataplane.timings import START
@@ -183,6 +184,7 @@ class Agent:
         self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._announcements = Announcements(self.events)
         self._pods: dict[str, str] = {}  # facts of their links
+        self._roles = Roles((), ())  # an uplink that is down is no pod's link
         self._relisted = False  # since memory was given back
         self._stop = threading.Event()
 
@@ -366,15 +368,16 @@ class Agent:
         self.mode.draining.links_changed()
 
     def _read_addresses(self) -> None:
-        from hybrid_proxy.dataplane.kernel.links import is_pod, read_node
+        from hybrid_proxy.dataplane.kernel.links import read_node
 
         node = read_node()
         addresses = self.config.hybrid.node_addresses or node.addresses
         self.syncer.set_addresses(addresses, Routes(node.sources, node.networks))
         self._pods.clear()
         others: dict[str, str] = {}
+        pods = {each.index for each in self._roles.look(node.interfaces, self.config.hybrid.node_addresses)[0]}
         for each in node.interfaces:
-            (self._pods if is_pod(each, (), (), ()) else others).update(each.facts)
+            (self._pods if each.index in pods else others).update(each.facts)
         down, now = self.answers.down, time.monotonic()
         names = (fact.removeprefix("link ") for fact, state in self._pods.items() if state == "down")
         self.answers.down = {name: down.get(name, now) for name in names}

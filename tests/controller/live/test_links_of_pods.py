@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from hybrid_proxy.controller.agent.answers import NEW_SECONDS
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
@@ -48,6 +50,22 @@ def test_a_link_that_is_new_is_no_trouble_until_it_stays_down(agent: Agent) -> N
     finally:
         ip(lab, "link", "del", "new")
     agent.wait(lambda status: not status.down)
+
+
+def test_an_uplink_that_is_down_is_not_the_link_of_a_pod(agent: Agent) -> None:
+    """Its default route, by which it was known, is gone with it."""
+    routes = agent.lab.run("node", ["ip", "route", "show", "dev", "eth0"]).stdout.splitlines()
+    ip(agent.lab, "link", "set", "eth0", "down")
+    try:
+        until(lambda: "link eth0: up → down" in remembered(agent), "it is seen")
+        time.sleep(NEW_SECONDS + 1)
+        assert agent.running_status().down == []
+        found = json.loads(agent.command("doctor", "--admin-socket", str(agent.socket), "-o", "json").stdout)
+        assert not [each for each in found["findings"] if each["cause"] == "link-down"], found
+    finally:
+        ip(agent.lab, "link", "set", "eth0", "up")
+        for line in routes:
+            ip(agent.lab, "route", "replace", *line.split(), "dev", "eth0")
 
 
 def test_changes_have_a_route_to_a_pod_that_is_gone(agent: Agent) -> None:
