@@ -60,6 +60,8 @@ REDIRECTING = "table ip somebody {{ {} }}".format(
 DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp dport 8080 drop ; } ; }"
 NO_ANSWERS = DEAF.replace("dport", "sport")
 LOSSY = DEAF.replace("drop", "numgen inc mod 2 0 drop")
+MUTE = DEAF.replace("input", "output").replace(" drop", " counter drop")
+GUARDING = "table inet somebody {{ chain c {{ type filter hook output priority 0 ; tcp dport 8080 {} ; }} ; }}"
 FIRST, MANY = "shop/a", "shop/many"
 SECOND = "10.77.1.114"  # of a pod that has another one
 ADDRESS = ("192.168.77.2/24", "dev", "eth0")
@@ -401,6 +403,47 @@ def no_default(pod: str) -> Provoke:
     return provoke
 
 
+@contextmanager
+def kept(clinic: Clinic, place: str, end: str = "eth0") -> Iterator[None]:
+    """Puts back what the kernel takes away with a link or an address of a pod: addresses, neighbours and routes."""
+    run = clinic.lab.run
+    before = {six: run(place, ["ip", six, "route", "show", "dev", end]).stdout for six in ("-4", "-6")}
+    neighbours = run(place, ["ip", "neigh", "show", "dev", end, "nud", "permanent"]).stdout.splitlines()
+    own = run(place, ["ip", "-o", "address", "show", "dev", end, "scope", "global"]).stdout.splitlines()
+    try:
+        yield
+    finally:
+        for address in (line.split()[3] for line in own):
+            clinic.run(place, "ip", "address", "replace", address, "dev", end, *["nodad"] * (":" in address))
+        for line in neighbours:
+            clinic.run(place, "ip", "neigh", "replace", *line.split()[:3], "dev", end, "nud", "permanent")
+        for six, text in before.items():
+            for line in sorted(text.splitlines()):  # the way to the gateway before the route by it
+                if "proto kernel" not in line:
+                    clinic.run(place, "ip", six, "route", "replace", *line.split(), "dev", end)
+
+
+@contextmanager
+def no_pod_address(clinic: Clinic) -> Iterator[None]:
+    """A pod's interface lost the address that the API has."""
+    with kept(clinic, "pod2"):
+        clinic.run("pod2", "ip", "address", "del", f"{clinic.lab['pod2'].address4}/32", "dev", "eth0")
+        yield
+
+
+def gateway(*change: str) -> Provoke:
+    """A pod has a wrong hardware address of its gateway, or none that anybody tells."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        entry = clinic.lab.run("pod2", ["ip", "-4", "neigh", "show", "dev", "eth0"]).stdout.split()[0]
+        with kept(clinic, "pod2"):
+            clinic.run("pod2", "ip", "neigh", change[0], entry, "dev", "eth0", *change[1:])
+            yield
+
+    return provoke
+
+
 def route(to: str, pod: str = "pod2") -> Provoke:
     """Where the node's route to a pod leads: to the link of another pod, or nowhere."""
 
@@ -472,24 +515,16 @@ def link_down(place: str) -> Provoke:
     @contextmanager
     def provoke(clinic: Clinic) -> Iterator[None]:
         link = clinic.lab["pod2"].interface
-        end, run = link if place == "node" else "eth0", clinic.lab.run
-        before = {six: run(place, ["ip", six, "route", "show", "dev", end]).stdout for six in ("-4", "-6")}
-        neighbours = run(place, ["ip", "neigh", "show", "dev", end, "nud", "permanent"]).stdout.splitlines()
-        own = run(place, ["ip", "-6", "-o", "address", "show", "dev", end, "scope", "global"]).stdout.splitlines()
-        clinic.run(place, "ip", "link", "set", end, "down")
+        end = link if place == "node" else "eth0"
         try:
-            clinic.agent.wait(lambda status: status.down == [link])
-            yield
+            with kept(clinic, place, end):
+                clinic.run(place, "ip", "link", "set", end, "down")
+                try:
+                    clinic.agent.wait(lambda status: status.down == [link])
+                    yield
+                finally:
+                    clinic.run(place, "ip", "link", "set", end, "up")
         finally:
-            clinic.run(place, "ip", "link", "set", end, "up")
-            for line in own:  # the kernel takes all this away
-                clinic.run(place, "ip", "address", "replace", line.split()[3], "dev", end, "nodad")
-            for line in neighbours:
-                clinic.run(place, "ip", "neigh", "replace", *line.split()[:3], "dev", end, "nud", "permanent")
-            for six, text in before.items():
-                for line in sorted(text.splitlines()):  # the way to the gateway before the route by it
-                    if "proto kernel" not in line:
-                        clinic.run(place, "ip", six, "route", "replace", *line.split(), "dev", end)
             clinic.agent.wait(lambda status: not status.down)
 
     return provoke
@@ -873,6 +908,54 @@ INCIDENTS = [
         "endpoint-route",
         said="02:00:00:00:00:77",
         certain=False,
+    ),
+    Incident(
+        "a pod loses its address", no_pod_address, (NAME,), "endpoint-route", alone=True, said="lost this address"
+    ),
+    Incident(
+        "a pod has its gateway's address wrong",
+        gateway("replace", "lladdr", "02:00:00:00:00:77", "nud", "permanent"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="in its pod the neighbour entry of 169.254.1.1",
+    ),
+    Incident(
+        "a pod finds no gateway",
+        gateway("del"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="in its pod the neighbour entry of 169.254.1.1",
+    ),
+    Incident(
+        "the firewall rejects in OUTPUT, and counts",
+        rules("node", GUARDING.format("counter reject with tcp reset")),
+        (NAME,),
+        "firewall",
+        said="the firewall rejects packets in OUTPUT",
+    ),
+    Incident(
+        "the firewall drops in OUTPUT, and does not count",
+        rules("node", GUARDING.format("drop")),
+        (NAME,),
+        "firewall",
+        certain=False,
+        said="the firewall probably drops packets in OUTPUT",
+    ),
+    Incident(
+        "the client's pod drops what it sends",
+        rules("pod4", MUTE),
+        (NAME,),
+        "client-pod",
+        said="in chain output of table inet pod",
+    ),
+    Incident(
+        "the client drops what it sends to the Service",
+        rules("pod4", MUTE.replace("8080", "80")),
+        (NAME,),
+        "client-pod",
+        said="in chain output of table inet pod",
     ),
     Incident("the client's pod gets no answers", rules("pod4", NO_ANSWERS), (NAME,), "client-pod", said="another pod"),
     Incident(

@@ -108,6 +108,16 @@ def rule(hook: str, text: str = "tcp dport 8080 drop", packets: int | None = Non
     return Rule("inet fw", "c", (hook,), text, packets)
 
 
+OWN_DROP = msgspec.structs.replace(rule("output", "counter drop"), pod=("10.0.0.9", "fd00::9"))
+SIX = TablePort(
+    "shop/web:http",
+    6,
+    "TCP",
+    (Frontend(Kind.CLUSTER_IP, "fd00:96::1", 80, 0, 0),),
+    (BackendSet((Backend("fd00::1", 8080),)),),
+)
+
+
 def after(seconds: float, connections: list[Tried]) -> list[Tried]:
     return [msgspec.structs.replace(each, seconds=seconds) for each in connections]
 
@@ -169,7 +179,7 @@ SERVICES = [
     pytest.param(facts(tried(A), tried(B), tried(VIP, pod="silent"), rules=(rule("forward"),)), "service-path", False, id="what backends got passed FORWARD"),
     pytest.param(facts(*SILENT, rules=(rule("postrouting"),), counted={rule("postrouting"): 4}), "firewall", True, id="a rule counted the node's packets and the pod's"),
     pytest.param(facts(*SILENT, rules=(rule("postrouting"),), counted={rule("postrouting"): 3}), "backend-silent", False, id="a rule counted fewer than failed"),
-    pytest.param(facts(tried(A, "silent"), tried(B, "silent"), tried(VIP), rules=(rule("output"),)), "backend-silent", False, id="a rule may drop what the node sends"),
+    pytest.param(facts(tried(A, "silent"), tried(B, "silent"), tried(VIP), rules=(rule("output"),)), "firewall", False, id="a rule may drop what the node sends"),
     pytest.param(facts(tried(A, "silent", None), tried(B)), "backend-silent", False, id="one attempt is not sure"),
     pytest.param(facts(tried(A, "silent", None), tried(B), repeated=syns(A, *["silent"] * 5)), "backend-silent", True, id="six attempts are"),
     pytest.param(facts(tried(A, "mute", None), tried(B), repeated=syns(A, *["accepted"] * 5)), "backend-never-answers", False, id="no SYN is lost"),
@@ -223,7 +233,7 @@ TWINS = [
 def test_what_is_tried_at_one_end_says_nothing_of_its_twin(
     connections: tuple[list[Tried], ...], cause: Cause, text: str
 ) -> None:
-    _, _, findings = service(facts(*connections))
+    _, _, findings = service(facts(*connections, ports=(port(A),)))
     found = [each.text for each in findings if each.mark == "problem" and each.cause == cause]
     assert found, findings
     assert not text or found == [text]
@@ -262,8 +272,8 @@ TEXTS = [
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not meant to be served"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "refused: no port"}), "shop/web is not served here: refused: no port", id="a Service that is refused"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), unready=("10.0.0.1", "fd00::1")), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
-    pytest.param(facts(tried(A, "refused", "refused"), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
-    pytest.param(facts(tried(A, "refused", "refused"), listening={(A, "TCP"): ("8080",)}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod, although it listens there: a firewall rejects", id="a firewall in the pod rejects"),
+    pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
+    pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("8080",)}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod, although it listens there: a firewall rejects", id="a firewall in the pod rejects"),
     pytest.param(facts(tried(A, "refused", None), tried(B, "refused", None), listening={(A, "TCP"): (), (B, "TCP"): ()}), "2 of 2 backends refuse targetPort 8080 from the node; nothing listens by TCP in pods 10.0.0.1, 10.0.0.2", id="nothing listens in the pods"),
     pytest.param(facts(tried(A, "refused", None), tried(B), listening={(A, "TCP"): ()}), "1 of 2 backends refuses targetPort 8080 from the node; nothing listens by TCP in pod 10.0.0.1", id="nothing listens in a pod"),
     pytest.param(facts(ports=(port(why="the service has no endpoints"),), selector=""), "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)", id="no selector"),
@@ -271,6 +281,10 @@ TEXTS = [
     pytest.param(facts(packet=PACKET, verdicts=(AWAY,), elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"}), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "shop/web is well: 6 of 6 connections were answered; 198.51.100.7 admits 10.1.0.0/16 alone (loadBalancerSourceRanges)", id="who is let in"),
     pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B))), "shop/web is well: 4 of 4 connections were answered, but backend 10.0.0.1:8080 answers after 2.0 s, the others after 3 ms", id="how slow a backend is"),
+    pytest.param(facts(*GOOD, ports=(port(A, B, "10.0.0.3:8080"),), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: there are very many", id="how many were not tried"),
+    pytest.param(facts(*GOOD, ports=(port(A, B), SIX), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: this node has no IPv6 address", id="why one was not tried"),
+    pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(OWN_DROP,)), "pod 10.0.0.9 does not reach 10.0.0.1:8080, 10.0.0.2:8080; another pod and the node do; its own firewall has `counter drop` in chain c of table inet fw, which may drop them", id="what the client's own firewall may do"),
+    pytest.param(facts(*LOST, rules=(OWN_DROP,), counted={OWN_DROP: 4}), "the firewall of pod 10.0.0.9 drops packets in OUTPUT: `counter drop` in chain c of table inet fw counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="the client's own firewall"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
 ]
 # fmt: on
@@ -332,6 +346,64 @@ def test_a_pod_that_is_cut_off_is_not_believed_about_others(
         )
     )
     assert [each.cause for each in findings if each.mark == "problem"] == [cause]
+
+
+def test_backends_behind_a_bad_way_count_among_all() -> None:
+    """That two of three answer is no reason to overlook the third."""
+    third = "10.0.0.3:8080"
+    found = facts(
+        *GOOD,
+        tried(third, "silent", "silent"),
+        ports=(port(A, B, third),),
+        astray={"10.0.0.3": ("no route leads there", "")},
+    )
+    assert "2 of 3 backends answer, from the node and from pod 10.0.0.9" in [each.text for each in service(found)[2]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"astray": {"10.0.0.1": ("no route leads there", "")}}, "endpoint-route"),
+        ({"links": (PodLink("veth1", ("10.0.0.1",), down="ip link set veth1 up"),)}, "link-down"),
+    ],
+    ids=["route", "link"],
+)  # fmt: skip
+def test_what_hits_the_whole_node_comes_before_what_hits_one_pod(one: dict[str, object], other: Cause) -> None:
+    found = facts(tried(A, "silent", "silent"), tried(B, pod="silent"), rules=(DROP,), counted={DROP: 4}, **one)
+    cause, _, findings = service(found)
+    assert cause == "firewall"
+    assert {each.cause for each in findings if each.mark == "problem"} == {cause, other}
+
+
+def test_of_a_node_what_hits_one_pod_comes_last() -> None:
+    link = Finding("problem", "links", "a link is down", cause="link-down")
+    ejected = Finding("problem", "backends", "a backend is ejected", cause="ejected")
+    assert diagnose("node", [ejected, link, *node_findings(WELL)]).cause == "no-agent"
+    assert diagnose("node", [ejected, link]).cause == "link-down"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "found", "cause", "certain"),
+    [
+        ("refused", rule("output", "counter reject", 0), "firewall", True),
+        ("refused", rule("output", "reject"), "firewall", False),
+        ("silent", rule("forward", "drop"), "backend-silent", True),
+    ],
+    ids=["it counted", "it has no counter", "the node's own packets do not meet it"],
+)
+def test_what_the_node_alone_does_not_reach_meets_its_own_rules(
+    outcome: Outcome, found: Rule, cause: Cause, certain: bool
+) -> None:
+    counted = {msgspec.structs.replace(found, packets=None): 4} if found.packets is not None else {}
+    both = facts(
+        tried(A, outcome),
+        tried(B, outcome),
+        tried(VIP),
+        rules=(found,),
+        counted=counted,
+        repeated=syns(A, *[outcome] * 5) + syns(B, *[outcome] * 5),
+    )
+    assert service(both)[:2] == (cause, certain)
 
 
 def test_a_client_alone_that_is_cut_off_is_named() -> None:

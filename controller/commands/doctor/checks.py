@@ -20,6 +20,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     Finding,
     Mark,
     NodeFacts,
+    Place,
     PodLink,
     Rule,
     ServiceFacts,
@@ -46,6 +47,8 @@ from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, so
 # The node's own facts say this, too, and more recently than the agent.
 LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "empty-services", "forwarding-off"})
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
+# What hits some Services or pods: of the node it comes last.
+OF_SOME: Final = {"not-programmed", "left-to-node", "link-down", "backends-fail", "refused-objects", "ejected"}
 # Hooks of netfilter that packets between pods pass on this node, and those of the node itself.
 FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
 OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
@@ -62,7 +65,6 @@ LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no serv
 SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
 AGAIN: Final = f"ask again in a second, then {READ_LOG}"
 AS_ROOT: Final = "run as root, on the node itself"
-UNTRIED: Final = "none was tried from"
 
 
 # How backends fail other than by refusals: words for one and for several, the cause, and what to do.
@@ -82,11 +84,12 @@ FAILURES: Final[dict[str, tuple[str, str, Cause, str]]] = {
 
 def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = (), seconds: float = 0.0) -> Diagnosis:
     """The verdict: the problem that explains most, else the first warning, else that all is well, as far as is seen."""
-    problems = sorted((f for f in findings if f.mark == "problem"), key=_rank)
+    bad = (f for f in findings if f.mark == "problem")
+    problems = sorted(bad, key=lambda f: (target == "node" and f.cause in OF_SOME, _rank(f)))
     warnings = sorted((f for f in findings if f.mark == "warning"), key=_rank)
     limits = [f for f in findings if f.cause == "restricted"]
     chosen = next(iter(problems or warnings or limits), None)
-    unseen = [f for f in findings if f.mark == "unknown" and (f.subject == "backends" or f.text.startswith(UNTRIED))]
+    unseen = [f for f in findings if f.mark == "unknown" and (f.subject == "backends" or f.cause == "untried")]
     said = [] if problems or warnings else [f.text for f in (*limits, *unseen)]
     meant = [f.text for f in limits if f.subject == "object"]  # it is not served, as it shall be
     return Diagnosis(
@@ -133,7 +136,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
         yield _without_agent(facts)
     else:
         yield from _agent_findings(agent, facts)
-        yield from map(_link_down, facts.down)
+        yield from (_link_down(link) for link in facts.down if link.interface in agent.down)
     if facts.other_proxies:
         for text in facts.other_proxies:
             yield Finding("problem", "other proxies", text, "see docs/migration.md", "other-proxy")
@@ -672,15 +675,18 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         if each.outcome == "failed":
             yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
     if facts.stranger and facts.tried:
-        text = f"{UNTRIED} {facts.stranger}: neither this node nor a pod of it has this address"
+        text = f"none was tried from {facts.stranger}: neither this node nor a pod of it has this address"
         todo = "for a pod, ask on its node; here the table was asked for this client"
-        yield Finding("unknown", "connections", text, todo)
+        yield Finding("unknown", "connections", text, todo, "untried")
     if facts.no_pod and facts.tried:
-        text = f"{UNTRIED} a pod, so nothing is known of forwarding: {facts.no_pod}"
+        text = f"none was tried from a pod, so nothing is known of forwarding: {facts.no_pod}"
         todo = "run doctor as root on the node itself; a pod of the agent needs deploy's component debug for it"
-        yield Finding("unknown", "connections", text, todo)
-    if facts.left_out:
-        yield Finding("unknown", "connections", f"{several(facts.left_out, 'backend')} more were not tried")
+        yield Finding("unknown", "connections", text, todo, "untried")
+    if left := (known := _known(facts, node)) - {each.end for each in facts.tried}:
+        lacking = {6 if target.startswith("[") else 4 for target, _ in left} - set(map(family_of, facts.own))
+        why = f"this node has no IPv{max(lacking)} address" if lacking else "there are very many"
+        text = f"{len(left)} of {several(len(known), 'backend')} {_verb([*left], 'was', 'were')} not tried: {why}"
+        yield Finding("unknown", "connections", text, cause="untried")
     lossy = {key: rows for key, rows in _lossy(facts).items() if blamed.isdisjoint((key[0], _host(rows[0])))}
     if lossy:
         yield _of_losses(facts, node, [row for rows in lossy.values() for row in rows])
@@ -695,6 +701,10 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         todo = "look at that pod: its routes, its firewall, its network policies"
         if any(is_good(each) for each in direct if each.source == sick[0].source):
             todo = "look at firewalls and network policies between these two, in both pods"
+        dropping = (rule for rule in (*facts.counted, *facts.rules) if rule.pod and rule.packets is None)
+        for rule in _rules_at(facts, node, [each for each in sick if each.source == sick[0].source], dropping)[:1]:
+            met = f"counted {several(facts.counted[rule], 'packet')}" if rule in facts.counted else "may drop them"
+            text, todo = f"{text}; its own firewall has {_rule(rule)}, which {met}", _accept(rule)
         yield Finding("problem", "client", text, todo, "client-pod")
         lost = [each for each in lost if each.source != sick[0].source]
         direct = [each for each in direct if each.source != sick[0].source]
@@ -702,14 +712,18 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     served = bool(through) and all(map(is_good, through))
     explained = {each.port for each in (*_failing(direct), *dead)}  # a service port cannot be better than its backends
     bad = [each for each in _failing(through) if each.port not in explained]
-    if lost or bad:
-        yield from _on_the_way(facts, node, lost or bad, lost=bool(lost), served=served)
     ends = {each.end for each in lost}
-    silent = [each for each in direct if each.outcome in LOST and each.end not in ends]
-    # A rule that counted fewer packets than failed may have met other ones.
-    for rule in [one for one in _rules_at(facts, node, silent, facts.counted) if facts.counted[one] >= len(silent)][:1]:
-        ends |= {each.end for each in silent}
-        yield _counting(facts, rule, f"connections to {_targets(silent)} failed {_from(silent)}")
+    for failed in filter(None, (lost or bad, lost_on_the_way(direct, "node"))):
+        yield from (found := list(_on_the_way(facts, node, failed, lost=failed is not bad, served=served)))
+        bad = [each for each in bad if each not in failed or not found]
+        ends |= {each.end for each in failed if found}
+    for outcomes in (LOST, ("refused",)):
+        failed = [each for each in direct if each.outcome in outcomes and each.end not in ends]
+        rules = _rules_at(facts, node, failed, facts.counted)
+        # A rule that counted fewer packets than failed may have met other ones.
+        for rule in [one for one in rules if facts.counted[one] >= len(failed)][:1]:
+            ends |= {each.end for each in failed}
+            yield _counting(facts, rule, f"connections to {_targets(failed)} failed {_from(failed)}")
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     yield from _slow(direct)
     if bad:
@@ -721,6 +735,13 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         many = len({each.end for each in through}) > 1
         words = f"{_targets(through)} {_good_words(through, many=many)}, {_places(through)}"
         yield Finding("ok", "service address", words)
+
+
+def _known(facts: ServiceFacts, node: NodeFacts) -> set[tuple[str, str]]:
+    """The ends of connections to the backends that are programmed."""
+    missed = {one.entry for one in node.agent.dataplane.unprogrammed} if node.agent else set()
+    ports = [port for port in facts.ports if port.name not in missed]
+    return {(socket_text(end.address, end.port), port.protocol) for port in ports for end in _ends(port)}
 
 
 def _lossy(facts: ServiceFacts) -> dict[tuple[str, str, str], list[Tried]]:
@@ -766,16 +787,18 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
         for each in failed
     ]
     common = frozenset.intersection(*hooks) if hooks else frozenset[str]()
+    sources = {each.source for each in failed}
+    here = (rule for rule in rules if not rule.away and (not rule.pod or sources <= {*rule.pod}))
     return sorted(
-        (rule for rule in rules if common.intersection(rule.hooks) and not rule.away),
-        key=lambda rule: _hook(rule) != "FORWARD",
+        (rule for rule in here if (OWN if rule.pod and failed else common).intersection(rule.hooks)),
+        key=lambda rule: _hook(rule) not in ("FORWARD", "OUTPUT"),
     )
 
 
 def _counting(facts: ServiceFacts, rule: Rule, seen: str, mark: Mark = "problem", ease: str = "") -> Finding:
-    text = f"the firewall {_does(rule)} packets in {_hook(rule)}: {_rule(rule)} counted "
+    text = f"{_firewall(rule)} {_does(rule)} packets in {_hook(rule)}: {_rule(rule)} counted "
     text += f"{several(facts.counted[rule], 'packet')} while {seen}{ease}"
-    return Finding(mark, "firewall", text, _accept(rule), "firewall")
+    return Finding(mark, "firewall", text, _accept(rule), "client-pod" if rule.pod else "firewall")
 
 
 def is_good(each: Tried) -> bool:
@@ -787,21 +810,23 @@ def _failing(tried: Iterable[Tried]) -> list[Tried]:
     return [each for each in tried if not is_good(each)]
 
 
-def lost_on_the_way(direct: Sequence[Tried]) -> list[Tried]:
+def lost_on_the_way(direct: Sequence[Tried], place: Place = "pod") -> list[Tried]:
     """Return connections from a pod that fail where the node's own do not: only forwarding makes the difference.
 
-    That nobody refused the node's datagram proves little once the host refused another one: it sends each of its peers
-    six ICMP errors at once, and then one a second (icmp_ratelimit), so the next closed port is silent.
+    Of the `place` node return those that fail where a pod's do not.
+
+    That nobody refused a datagram from there proves little once the host refused another one: it sends each peer six
+    ICMP errors at once, and then one a second (icmp_ratelimit), so the next closed port is silent.
     """
-    node = [each for each in direct if each.place == "node"]
-    reached = {each.end for each in node if each.outcome in REACHED or each.outcome == "sent"}
-    limited = {_host(each) for each in node if each.outcome == "refused" and each.protocol == "UDP"}
+    others = [each for each in direct if each.place != place]
+    reached = {each.end for each in others if each.outcome in REACHED or each.outcome == "sent"}
+    limited = {_host(each) for each in others if each.outcome == "refused" and each.protocol == "UDP"}
 
     def is_lost(each: Tried) -> bool:
         untold = each.protocol == "UDP" and _host(each) in limited
         return each.end in reached and (each.outcome in LOST or (each.outcome == "refused" and not untold))
 
-    return [each for each in direct if each.place == "pod" and is_lost(each)]
+    return [each for each in direct if each.place == place and is_lost(each)]
 
 
 def _on_the_way(
@@ -820,8 +845,9 @@ def _on_the_way(
         for rule in _rules_at(facts, node, failed, facts.rules)
         if rule.packets is None and (lost or not {"forward", "postrouting"}.issuperset(rule.hooks))
     ]
-    where = f"from a pod to {_targets(failed)}" if lost else f"to {_targets(failed)} {_from(failed)}"
-    seen = f"connections {where} fail, those from the node do not" if lost else f"connections {where} fail"
+    forwarded = failed[0].place == "pod"
+    seen = f"connections {_from(failed)} to {_targets(failed)} fail"
+    seen += f", those from {'the node' if forwarded else 'a pod'} do not" * lost
     # In other modes a connection that succeeded says nothing of the next one, which may be to another backend.
     harmless = served and bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
     mark: Mark = "warning" if harmless else "problem"
@@ -830,11 +856,12 @@ def _on_the_way(
         yield _counting(facts, counted[0], seen, mark, ease)
     elif suspects:
         named = some([_rule(rule) for rule in suspects], "; ")
-        text = f"the firewall probably {_does(suspects[0])} packets in {_hook(suspects[0])}: {seen}; on their way "
-        text += f"{_verb(suspects, 'is', 'are')} {named}{ease}"
+        text = f"{_firewall(suspects[0])} probably {_does(suspects[0])} packets in {_hook(suspects[0])}: {seen}; "
+        text += f"on their way {_verb(suspects, 'is', 'are')} {named}{ease}"
         todo = f"it has no counter: {_count_it(suspects[0])}, then ask doctor again, which names the rule that counts"
-        yield Finding(mark, "firewall", text, todo, "firewall", certain=False)
-    elif lost:
+        cause: Cause = "client-pod" if suspects[0].pod else "firewall"
+        yield Finding(mark, "firewall", text, todo, cause, certain=False)
+    elif lost and forwarded:
         more = f" ({facts.rules_unknown})" if facts.rules_unknown else ""
         text = f"this node loses forwarded packets: {seen}, and no rule that drops them was found{more}{ease}"
         todo = (
@@ -855,7 +882,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         kinds.setdefault((protocol, worst.outcome), []).append(worst)
     for (protocol, outcome), worsts in kinds.items():
         each, targets, ends = worsts[0], [_end(one) for one in worsts], {one.end for one in worsts}
-        total = sum(of == protocol for _, of in by_end)
+        total = sum(of == protocol for _, of in by_end.keys() | _known(facts, node))
         count = f"{len(targets)} of {several(total, 'backend')}"
         failing = _failing([one for one in direct if one.end in ends])
         where = f" {_from(failing)}" if failing else ""
@@ -898,8 +925,6 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                     todo, sure = f"{_accept(suspects[0])}; else {todo}", False
                 mark: Mark = "warning" if cause == "backend-closes" else "problem"
                 yield Finding(mark, "connections", f"{text}{stays}", todo, cause, sure or cause in AT_ONCE)
-    if not direct and not facts.tried:
-        yield Finding("unknown", "connections", "none could be tried")
 
 
 def _slow(direct: Sequence[Tried]) -> Iterator[Finding]:
@@ -963,6 +988,10 @@ def _hook(rule: Rule) -> str:
     return "FORWARD" if "forward" in rule.hooks else "/".join(hook.upper() for hook in rule.hooks)
 
 
+def _firewall(rule: Rule) -> str:
+    return f"the firewall of pod {rule.pod[0]}" if rule.pod else "the firewall"
+
+
 def _does(rule: Rule) -> str:
     return "rejects" if "reject" in rule.text.lower() else "drops"
 
@@ -973,7 +1002,7 @@ def _rule(rule: Rule) -> str:
 
 def _accept(rule: Rule) -> str:
     own = {"input", "output"}.issuperset(rule.hooks)  # packets of pods do not pass there
-    whose = "this node's own connections to pods" if own else "the pods' traffic"
+    whose = "its own connections" if rule.pod else "this node's own connections to pods" if own else "the pods' traffic"
     if rule.text.lower() != "policy drop":
         return f"accept {whose} before this rule"
     iptables = rule.chain == "FORWARD" and rule.table.startswith("ip")

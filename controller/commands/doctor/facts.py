@@ -26,7 +26,7 @@ class Rule(msgspec.Struct, frozen=True):
     """A rule of a foreign firewall that drops, rejects or redirects packets, or the policy of a base chain that drops.
 
     `hooks` are those of the kernel's that lead to it. `packets` is what its counter says; null: it has none. It sends
-    packets `away`, or drops them.
+    packets `away`, or drops them. `pod` has the addresses of the pod whose rule it is; none: it is the node's.
     """
 
     table: str
@@ -35,6 +35,7 @@ class Rule(msgspec.Struct, frozen=True):
     text: str
     packets: int | None = None
     away: bool = False
+    pod: tuple[str, ...] = ()
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -139,7 +140,6 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     elsewhere: dict[str, str] = {}  # addresses of endpoints that are ready on other nodes -> node
     selector: str | None = None  # of the Service; None: not known
     node_ports_at: tuple[str, ...] = ()  # addresses of this node that serve node ports
-    left_out: int = 0  # backends that were not tried, because there are very many
     stranger: str = ""  # the client that was named, if it is neither this node nor a pod of it
     no_pod: str = ""  # why no connection was tried from a pod
     rules: tuple[Rule, ...] = ()  # before the connections
@@ -149,17 +149,17 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
 
 
 # What explains most comes first: a missing Service makes every other question idle, and a backend that refuses does so
-# whether or not the agent runs.
+# whether or not the agent runs. What hits the whole node comes before what hits one pod.
 Cause = Literal[
     "",
     "no-such-service", "no-such-port", "not-a-service", "object-refused", "source-not-allowed", "not-programmed",
-    "left-to-node", "no-endpoint", "no-local-endpoint", "forwarding-off", "link-down", "address-lost", "mtu",
-    "endpoint-route", "client-pod", "foreign-nat", "lossy", "firewall", "forwarding-loses", "backend-refuses",
+    "left-to-node", "no-endpoint", "no-local-endpoint", "forwarding-off", "address-lost", "foreign-nat", "firewall",
+    "forwarding-loses", "link-down", "mtu", "endpoint-route", "client-pod", "lossy", "backend-refuses",
     "backend-silent", "backend-unreachable", "backend-never-answers", "backend-stalls", "backend-closes",
     "kernel-differs", "other-proxy", "no-agent", "not-in-sync", "api-unreachable", "map-full", "conntrack-full",
     "service-path", "not-served", "backend-slow", "flapping", "backends-fail", "node-faults", "refused-objects",
     "ejected", "configuration", "degraded", "draining", "empty-services", "reverse-path", "drops", "untold",
-    "restricted",
+    "untried", "restricted",
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

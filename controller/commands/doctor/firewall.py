@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from typing import Final
+
+import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import Rule
 from hybrid_proxy.controller.commands.doctor.rules import of_iptables, of_nft
 from hybrid_proxy.dataplane.kernel.foreign_rules import foreign_chains
+from hybrid_proxy.dataplane.kernel.namespaces import Pod, inside
 from hybrid_proxy.dataplane.kernel.tools import output
 from hybrid_proxy.dataplane.kernel.xtables import Xtables, XtablesError
 
@@ -16,8 +21,8 @@ FAMILIES: Final = {"ip": 4, "ip6": 6}
 TOOL_SECONDS: Final = 3.0
 
 
-def read_rules() -> tuple[tuple[Rule, ...], str]:
-    """Rules of other programs that drop or redirect, and why some could not be read (empty: all were)."""
+def read_rules(pods: Iterable[Pod] = ()) -> tuple[tuple[Rule, ...], str]:
+    """Rules of other programs that drop or redirect, here and in these pods, and why some of here could not be read."""
     rules: list[Rule] = []
     unknown = []
     filters = [chain for chain in foreign_chains() if chain.type != "route"]
@@ -33,4 +38,7 @@ def read_rules() -> tuple[tuple[Rule, ...], str]:
                 rules += of_iptables(legacy.save(number, table, counters=True), family)
             except XtablesError as error:
                 unknown.append(f"legacy rules cannot be read: {error}")
+    for pod in pods:
+        with contextlib.suppress(OSError), inside(pod.path):
+            rules += (msgspec.structs.replace(rule, pod=pod.addresses) for rule in read_rules()[0])
     return tuple(rules), "; ".join(unknown)

@@ -73,7 +73,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     pods, no_pod = _pods({each.name for each in behind_pods}, source)
     here = {*own, *(each for pod in pods for each in pod.addresses)}
     idle = {one.entry for one in node.facts.agent.dataplane.unprogrammed} if node.facts.agent else set()
-    plans: list[tuple[list[Attempt], int]] = []
+    plans: list[list[Attempt]] = []
     clients: dict[str, namespaces.Pod] = {}  # by the service that was asked about
     attempts: dict[Attempt, None] = {}
     for facts in services:
@@ -84,28 +84,28 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
             origins.append(chosen[0])
             clients[facts.asked] = ranked[0]
         ports = tuple(port for port in facts.ports if port.name not in idle)
-        mine, left_out = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins, chosen[1:])
+        mine = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins, chosen[1:])
         if len(attempts) >= MOST_ATTEMPTS:
-            left_out += len({(each.address, each.port, each.protocol) for each in mine if each.via == "backend"})
             mine = []
-        plans.append((mine, left_out))
+        plans.append(mine)
         attempts |= dict.fromkeys(mine)
     ends = {end for facts in services for end in _ends(facts)}
     taking_part = [pod for pod in pods if pod in clients.values() or not ends.isdisjoint(pod.addresses)]
     before = {pod: link_of(pod, own) for pod in taking_part if attempts}
     before_all = _events(args.admin_socket, NO_EVENT) if node.facts.agent and attempts else None
-    rules, rules_unknown = read_rules() if attempts else ((), "")
+    askers = set(clients.values())
+    rules, rules_unknown = read_rules(askers) if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
     syns = try_all(repeats(tried), REPEAT_SECONDS)
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients.values()]
     second = _by_another_pod(tried.values(), attempts, others)
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own).drops for pod in before}
-    counters = counted(rules, read_rules()[0]) if any(rule.packets is not None for rule in rules) else {}
+    counters = counted(rules, read_rules(askers)[0]) if any(rule.packets is not None for rule in rules) else {}
     since = _events(args.admin_socket, before_all.last) if before_all else None
     events = recent(since.events) if since else ()
     found = []
-    for facts, (mine, left_out) in zip(services, plans, strict=True):
+    for facts, mine in zip(services, plans, strict=True):
         rows = [tried[attempt] for attempt in mine]
         names = {port.name for port in facts.ports}
         rows += [again[each] for each in second if each.service_port in names]
@@ -124,7 +124,6 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 ),
                 astray=astray(backends, sources, pods, interfaces, uplinks, node.facts.missing),
                 listening=listening(rows, pods),
-                left_out=left_out,
                 stranger=source if pods and source not in here else "",
                 no_pod="" if any(pod.addresses for pod in pods) else no_pod,
                 rules=rules,
@@ -283,19 +282,16 @@ def _ranked(pods: Sequence[namespaces.Pod], facts: ServiceFacts, source: str) ->
 
 def _attempts(
     args: argparse.Namespace, facts: ServiceFacts, origins: Sequence[Origin], others: Sequence[Origin]
-) -> tuple[list[Attempt], int]:
+) -> list[Attempt]:
     """A connection to each backend and to each address of the service, from each origin that has the family.
 
     To a backend that is such an origin itself, another pod connects: its own packets would not cross the node.
     """
     attempts: dict[Attempt, None] = {}
-    left_out = 0
     for port in facts.ports:
         ends = sorted({(end.address, end.port) for each in port.backend_sets for end in each.backends})
         if len(attempts) >= MOST_ATTEMPTS:
-            left_out += len(ends)
-            continue
-        left_out += max(0, len(ends) - MOST_BACKENDS)
+            break
         service, _, port_name = port.name.partition(":")
         for origin in origins:
             mine = origin.address(port.family)
@@ -308,7 +304,7 @@ def _attempts(
                 itself = (via, origin.place) == ("backend", "pod") and address in origin.addresses
                 for by in others if itself else (origin,):
                     attempts[Attempt(by, via, address, number, port.protocol, speech, port.name)] = None
-    return list(attempts), left_out
+    return list(attempts)
 
 
 def _addresses(port: TablePort, facts: ServiceFacts, source: str, node: Origin) -> Iterator[tuple[str, int]]:

@@ -11,7 +11,7 @@ from hybrid_proxy.controller.commands.doctor.facts import PodLink, Tried
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import links, namespaces, roles
 from hybrid_proxy.dataplane.kernel.namespaces import Pod
-from hybrid_proxy.dataplane.kernel.roles import NUD_FAILED, NUD_PERMANENT
+from hybrid_proxy.dataplane.kernel.roles import NUD_FAILED, NUD_PERMANENT, UNANSWERED
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
 VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plugin writes itself, for good
@@ -55,9 +55,12 @@ def astray(
             link = next((each for each in here.interfaces if pod is not None and each.name == pod.interface), None)
             leads = f"the route leads to {name}" if to else "no route leads there"
             mac, state = near.get((to.index, via), (b"", 0)) if to else (b"", 0)
-            entry = f"the neighbour entry of {via} on {name} {'is' if mac else 'has'} {mac.hex(':') or 'failed'}"
+            entry = _entry(via, name, mac)
             again = f"`ip neigh del {via} dev {name}`"
-            asking = [each for each in clients if family_of(each) == family_of(address)]
+            family = family_of(address)
+            asking = [each for each in clients if family_of(each) == family]
+            ports = {each.name for each in here.interfaces if to and to.index in (each.index, each.master)}
+            bare = [each for each in pods if each.interface in ports and family not in map(family_of, each.addresses)]
             there: Collection[int] = {link.index, link.master} if link else inside if ends.get(address) else by_index
             wrong = to is None or to.index not in there
             main, rules = links.main_route(address) if wrong else (0, [])
@@ -65,16 +68,21 @@ def astray(
                 why = ": ".join(("the main table has the route, but a routing rule comes first", *rules[:1]))
                 found[address] = why, ", ".join(f"`ip rule del {each}`" for each in rules) or "`ip rule` lists them"
             elif pod and link:
+                upper = by_index.get(link.master, link)
                 with namespaces.inside(pod.path):
-                    own, cut = links.hardware_address(pod.peer), [each for each in asking if not links.next_hop(each)]
+                    own = links.hardware_address(pod.peer)
+                    back = _way_back(pod, asking, (upper.mac, link.mac), here.addresses if link.master else ())
                 if wrong:
-                    repair = f"`ip route replace {address} dev {by_index.get(link.master, link).name}`"
+                    repair = f"`ip route replace {address} dev {upper.name}`"
                     found[address] = f"its pod is behind {link.name}, and {leads}", f"{repair}; {todo}"
                 elif mac and mac != own:
                     found[address] = f"{entry}, and its pod has {own.hex(':')}", again
-                elif cut:
-                    look = f"`nsenter --net={pod.path} ip route` lists its routes: compare those of another pod"
-                    found[address] = f"its pod has no default route, nor one to {cut[0]}", f"{look}; {todo}"
+                elif back:
+                    found[address] = back
+            elif bare and ends.get(address):
+                has = f"{bare[0].interface} leads to a pod that has {' '.join(bare[0].addresses) or 'none'}"
+                why = f"its pod lost this address: the API has it for an endpoint on this node, and {has}"
+                found[address] = why, "delete the pod, so that another one is made; the CNI plugin's log may say why"
             elif ways := [network for network in lost if ip_address(address) in network]:
                 way = max(ways, key=lambda network: network.prefixlen)
                 found[address] = f"this node lost its route to {way}, and {leads}", f"`{lost[way]}`; {todo}"
@@ -84,6 +92,30 @@ def astray(
                 fixed = " and is fixed: is it right?" if mac else ": nobody answers there"
                 found[address] = f"{entry}{fixed}", f"{again} has the kernel ask again"
     return found
+
+
+def _entry(via: str, name: str | None, mac: bytes) -> str:
+    return f"the neighbour entry of {via} on {name} {'is' if mac else 'has'} {mac.hex(':') or 'failed'}"
+
+
+def _way_back(pod: Pod, clients: Iterable[str], macs: Sequence[str], known: Collection[str]) -> tuple[str, str] | None:
+    """Return what is wrong with a pod's way to these clients, from inside of it, and what to do.
+
+    The node's end of its link has these hardware addresses and, where it is at a bridge, the addresses `known`: other
+    gateways may be there, too.
+    """
+    near, enter = roles.neighbours(), f"nsenter --net={pod.path}"
+    for client in clients:
+        if (hop := links.next_hop(client)) is None:
+            look = f"`{enter} ip route` lists its routes: compare those of another pod"
+            return f"its pod has no default route, nor one to {client}", look
+        via, name = hop.gateway or client, links.interface_name(hop.index)
+        mac, state = near.get((hop.index, via), (b"", 0))
+        asked = hop.index == pod.peer and (not known or via in known) and (mac or state in UNANSWERED)
+        if asked and mac.hex(":") not in macs:
+            why = f"in its pod {_entry(via, name, mac)}, and the node's end of its link has {macs[0]}"
+            return why, f"`{enter} ip neigh replace {via} lladdr {macs[0]} dev {name} nud permanent`"
+    return None
 
 
 def listening(tried: Iterable[Tried], pods: Sequence[Pod]) -> dict[tuple[str, str], tuple[str, ...]]:
