@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -77,6 +75,7 @@ _COLUMNS: Final = "| field | default | flag | description | a change |\n|---|---
 
 
 def page() -> str:
+    """docs/configuration.md: every setting that has an effect, and the reasons why others have none."""
     parts = [
         _PAGE,
         f"\n## {KUBE_PROXY}\n\n`apiVersion: {KubeProxyConfiguration().api_version}`, as in Kubernetes 1.36.\n\n",
@@ -148,21 +147,6 @@ def _object(description: str | None = None) -> dict[str, Any]:
     return {**about, "type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _schema_text() -> str:
+def schema_text() -> str:
+    """docs/hybrid-proxy-configuration.schema.json."""
     return msgspec.json.format(msgspec.json.encode(schema()), indent=2).decode() + "\n"
-
-
-FILES: Final = {
-    "docs/configuration.md": page,
-    "docs/hybrid-proxy-configuration.schema.json": _schema_text,
-}
-
-
-def main(folder: Path) -> None:
-    """Write all of them below a folder."""
-    for name, make in FILES.items():
-        (folder / name).write_text(make())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -60,8 +59,3 @@ def _marked(path: Path, root: Path, pure: list[str]) -> str:
     name = "hybrid_proxy." + path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
     is_pure = any(fnmatch.fnmatch(name, pattern) or name.startswith(f"{pattern}.") for pattern in pure)
     return path.stem + "*" * is_pure
-
-
-if __name__ == "__main__":
-    top = Path(sys.argv[1])
-    (top / PAGE).write_text(written(top))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -20,8 +18,6 @@ from hybrid_proxy.controller.serving.protocol import AgentStatus, NoAgentStatus
 from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, FlowRow, PacketEvent, ServiceRow
 from hybrid_proxy.workshop.lab.commands import LabRow
 from hybrid_proxy.workshop.top.command import Look
-
-PAGE: Final = "docs/output.md"
 
 Schema = Mapping[str, Any]  # of a type, as JSON Schema has it
 
@@ -144,12 +140,3 @@ def _type(kind: Schema, key: str) -> str:
 
 def _link(name: str) -> str:
     return f"[{name}](#{name.lower()})"
-
-
-def main(folder: Path) -> None:
-    """Write the page below a folder."""
-    (folder / PAGE).write_text(page())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
