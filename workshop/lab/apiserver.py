@@ -326,7 +326,8 @@ class ApiServer:
                 meta = obj.setdefault("metadata", {})
                 meta["resourceVersion"] = str(self._version)
                 key = f"{meta['namespace']}/{meta['name']}" if KINDS[plural].namespaced else meta["name"]
-                stored = Stored(key, self._version, msgspec.json.encode(obj), labels_of(obj), fields_of(plural, obj))
+                labels = meta["labels"] if isinstance(meta.get("labels"), dict) else {}
+                stored = Stored(key, self._version, msgspec.json.encode(obj), labels, fields_of(plural, obj))
                 kept = self._kinds[plural]
                 kept.remember(Change(self._version, kept.objects.get(key), stored, stored.raw))
                 kept.objects[key] = stored
@@ -406,7 +407,7 @@ class ApiServer:
 
     def cut(self, plural: str | None = None) -> int:
         """Cut the connections of all streams (of one kind); how many there were."""
-        return int(self._call(lambda: self._cut(plural)))
+        return asyncio.run_coroutine_threadsafe(self._cut(plural), self._loop).result(10)
 
     def expire(self, plural: str | None = None) -> None:
         """Forget all history and snapshots: the next resumed watch and continued list get 410."""
@@ -440,7 +441,7 @@ class ApiServer:
         found = [request for name, many in self._streams.items() if plural in (None, name) for request in list(many)]
         return [request for request in found if alive(request)]
 
-    def _cut(self, plural: str | None) -> int:
+    async def _cut(self, plural: str | None) -> int:
         victims = self._alive(plural)
         for request in victims:
             abort(request)
@@ -513,7 +514,7 @@ class ApiServer:
             return
         self._started.set()
         self._loop.run_forever()
-        self._cut(None)
+        self._loop.run_until_complete(self._cut(None))
         for runner in runners:
             self._loop.run_until_complete(runner.cleanup())
         tasks = asyncio.all_tasks(self._loop)
@@ -539,12 +540,6 @@ class ApiServer:
                 self.control_port = port
             runners.append(runner)
         return runners
-
-    def _call(self, function: Callable[[], Any]) -> Any:
-        async def run() -> Any:
-            return function()
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
 
     def _wake(self, plural: str) -> None:
         def wake() -> None:
@@ -860,6 +855,9 @@ class ApiServer:
         def churn(asked: Json) -> None:
             self._churning = asyncio.get_running_loop().create_task(self.churn(asked["rate"], asked["seconds"]))
 
+        async def cut(asked: Json) -> Json:
+            return {"streams": await self._cut(asked.get("plural"))}
+
         def churned(_: Json) -> Json:
             task = self._churning
             if task is not None and task.done():
@@ -878,7 +876,7 @@ class ApiServer:
         route("table", lambda _: self.table())
         route("fault", fault)
         route("mend", mend)
-        route("cut", lambda asked: {"streams": self._cut(asked.get("plural"))})
+        route("cut", cut)
         return app
 
 
@@ -906,11 +904,6 @@ def line_for(change: Change, selection: Selection) -> bytes | None:
     if after:
         return event_line("MODIFIED" if before else "ADDED", change.last)
     return event_line("DELETED", change.last) if before else None
-
-
-def labels_of(obj: Json) -> Mapping[str, str]:
-    labels = obj.get("metadata", {}).get("labels")
-    return labels if isinstance(labels, dict) else {}
 
 
 def fields_of(plural: str, obj: Json) -> Mapping[str, str]:

@@ -37,6 +37,7 @@ from hybrid_proxy.workshop.lab.traffic import TIMEOUT, Tally, ask_tcp, load, mea
 V4, V6 = socket.AF_INET, socket.AF_INET6
 FAMILIES: Final = ((V4, "IPv4"), (V6, "IPv6"))
 FRAME: Final = 0.25  # seconds between two pictures
+RATE: Final = 600.0  # requests a second, of those that are watched
 LATER: Final = 4.0 * PATIENCE  # seconds that a load may take longer than planned
 FOLLOWED_WITHIN: Final = 5.0 * PATIENCE  # seconds in which traffic must follow an edited file
 
@@ -168,15 +169,13 @@ class _Demo:
             f"{self.client.name} asks the service web. No machine has that address; {', '.join(names)} answer in turn.",
         )
         for family, version in FAMILIES:
-            tally = self.watch(f"HTTP over {version}", names, "connections", "web", family, count=600, rate=600)
-            self.check_spread(f"HTTP over {version}", tally, names)
+            self.watch(f"HTTP over {version}", names, "connections", "web", family, count=600)
         with self.connected(self.client, "web", V4) as connection:
             peer = ask_tcp(connection).peer[0]
         self.check(peer == self.client.address4, f"the backend sees the client's own address, {peer}")
         asked = self.addresses["dns"]
         for family, version in FAMILIES:
-            tally = self.watch(f"UDP over {version}", names[:2], "udp", "dns", family, count=300, rate=600)
-            self.check_spread(f"UDP over {version}", tally, names[:2])
+            self.watch(f"UDP over {version}", names[:2], "udp", "dns", family, count=300)
         self.check(True, f"and every UDP answer came from the address that was asked, {asked[V4]} or {asked[V6]}")
 
     def from_the_node(self) -> None:
@@ -186,10 +185,8 @@ class _Demo:
         )
         names = [pod.name for pod in self.serving]
         for family, version in FAMILIES:
-            tally = self.watch(
-                f"HTTP over {version}", names, "connections", "web", family, count=300, rate=600, place="node"
-            )
-            self.check_spread(f"HTTP over {version} from the node", tally, names)
+            what = f"HTTP over {version} from the node"
+            self.watch(what, names, "connections", "web", family, count=300, place="node")
         with self.connected(self.lab["node"], "web", V4) as connection:
             ask_tcp(connection)
             shown = connection.getpeername()[0]
@@ -341,27 +338,18 @@ class _Demo:
             self.summary.numbers[f"connect, {what} (median, p99)"] = f"{times['p50']:.2f} ms, {times['p99']:.2f} ms"
 
     def watch(
-        self,
-        title: str,
-        names: Sequence[str],
-        kind: str,
-        service: str,
-        family: int,
-        *,
-        count: int,
-        rate: float,
-        place: str = "",
-    ) -> Tally:
-        """Runs a load to its end, and draws its spread meanwhile."""
-        tally, title = Tally(), f"{title}, {count} requests"
+        self, what: str, names: Sequence[str], kind: str, service: str, family: int, *, count: int, place: str = ""
+    ) -> None:
+        """Runs a load to its end, draws its spread meanwhile, and checks it."""
+        tally, title = Tally(), f"{what}, {count} requests"
         source = self.lab[place] if place else self.client
-        requests = self.load(kind, service, family, source, tally, rate=rate, count=count)
-        until = time.monotonic() + count / rate + LATER
+        requests = self.load(kind, service, family, source, tally, rate=RATE, count=count)
+        until = time.monotonic() + count / RATE + LATER
         with meanwhile([requests]), self.charts(title, names, lambda: tally.backends, count // len(names)) as chart:
             while tally.answered + tally.failed < count and time.monotonic() < until:
                 chart.watch(FRAME / 2)
         self.requests += tally.answered
-        return tally
+        self.check_spread(what, tally, names)
 
     def load(self, kind: str, service: str, family: int, place: Place, tally: Tally, **how: Any) -> partial[Tally]:
         """Returns the load of a service from a place, to be run; `how` as of `traffic.load`."""

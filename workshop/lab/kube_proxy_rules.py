@@ -13,6 +13,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -73,11 +74,6 @@ def _load(command: tuple[str, ...], lines: Iterable[str]) -> None:
     text = "".join(f"{line}\n" for line in lines)
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def _iptables(rows: Rows) -> Iterator[str]:
-    yield from _filter(rows.hooks)
-    yield from _nat(rows)
 
 
 def _filter(hooks: bool) -> Iterator[str]:
@@ -182,7 +178,7 @@ def _nftables(rows: Rows) -> Iterator[str]:
     )
     found = []
     for number, row in enumerate(rows.services):
-        name, (vip, port) = _chain_name(number, row), row.frontend
+        name, (vip, port) = f"service-{number:08d}-default/other/{row.protocol}/main", row.frontend
         yield from _chain(name, *_service_rules(rows.cidr, row))
         found.append(f"{vip} . {row.protocol} . {port} : goto {name}")
     yield from _map("map service-ips", f"{_FRONTENDS} : verdict", found)
@@ -194,10 +190,6 @@ def _nftables(rows: Rows) -> Iterator[str]:
     for name, (kind, hook, priority, rules) in _HOOKS.items():
         yield from _chain(name, f"type {kind} hook {hook} priority {priority};", *rules)
     yield "}"
-
-
-def _chain_name(number: int, row: Row) -> str:
-    return f"service-{number:08d}-default/other/{row.protocol}/main"
 
 
 def _service_rules(cidr: str, row: Row) -> tuple[str, str]:
@@ -338,7 +330,7 @@ def traces_of_ipvs() -> list[str]:
 
 # Mode -> its rules, and the command that loads a file of them.
 MODES: Final[dict[str, tuple[Callable[[Rows], Iterator[str]], tuple[str, ...]]]] = {
-    "iptables": (_iptables, ("iptables-restore", "--noflush")),
+    "iptables": (lambda rows: chain(_filter(rows.hooks), _nat(rows)), ("iptables-restore", "--noflush")),
     "nftables": (_nftables, ("nft", "-f", "-")),
     "ipvs": (_ipvs, ("iptables-restore", "--noflush")),
 }

@@ -160,7 +160,7 @@ class Lab:
             self._make(name)
         self._join_segment(second)
         for name in self._wanted:
-            self._add(name)
+            self._plug(self._make(name))
 
     def down(self) -> None:
         """Remove everything that has this lab's name: processes, interfaces, namespaces, cgroup, files."""
@@ -226,7 +226,9 @@ class Lab:
             raise LabError(
                 f"cannot add pod {name!r}: use podN, plainN, or remoteN where there is a second node, unused"
             )
-        return self._add(name)
+        place = self._make(name)
+        self._plug(place)
+        return place
 
     def remove_pod(self, name: str) -> None:
         """Deletes a pod's interface with its addresses, as when a pod is deleted; sockets in it go silent."""
@@ -440,14 +442,8 @@ class Lab:
         for cidr in SERVICE_CIDRS:
             _route(self.netlink("client"), cidr, self.places["node"])
 
-    def _add(self, name: str) -> Place:
-        """A pod: its namespace, its veth pair, the routes on both sides."""
-        place = self._make(name)
-        self._plug(place)
-        return place
-
     def _plug(self, place: Place) -> None:
-        """The pod's veth pair and what is on it."""
+        """The pod's veth pair, what is on it, and the routes on both sides."""
         name = place.name
         assert place.node is not None
         node, pod = self.netlink(place.node), self.netlink(name)

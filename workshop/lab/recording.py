@@ -61,7 +61,7 @@ class Recorder(Console):
         for at, printed in self.moments:
             now += min(at - before, LONGEST_PAUSE)
             before = at
-            frames.append((now, _offset(printed)))
+            frames.append((now, f"{(ROWS - printed) * LINE:.1f}"))  # so that the newest line is the lowest
         seconds = now + HELD
         steps = " ".join(f"{100 * at / seconds:.2f}% {{{{ transform: translateY({y}px) }}}}" for at, y in frames)
         window = ROWS * LINE
@@ -69,11 +69,6 @@ class Recorder(Console):
             end=frames[-1][1], seconds=seconds, frames=steps, window=f"{window:.1f}", height=f"{window + 32:.1f}"
         )
         return self.export_svg(code_format=template, unique_id="demo")
-
-
-def _offset(printed: int) -> str:
-    """Where all lines begin, so that the newest one is the lowest in the window."""
-    return f"{(ROWS - printed) * LINE:.1f}"
 
 
 def main(path: Path) -> int:
