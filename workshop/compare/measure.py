@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.workshop.compare.counts import programmed
@@ -35,13 +36,7 @@ def carry_out(step: Step, stand: Stand, control: Stand, lacking: Mapping[str, st
         return Cell(step, time.monotonic() - began, missing={"all": f"the agent did not start: {reason[-500:]}"})
     if step.kind == "change":
         return _changes(step, stand, began)
-    return traffic(
-        step,
-        lambda load: stand.load(load, stand.service(load)),
-        lambda load: control.load(load, control.server),
-        LOADS,
-        lacking,
-    )
+    return traffic(step, stand.load, partial(control.load, plain=True), LOADS, lacking)
 
 
 def traffic(step: Step, service: Once, plain: Once, loads: tuple[str, ...], lacking: Mapping[str, str]) -> Cell:

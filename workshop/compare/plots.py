@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from hybrid_proxy.workshop.compare.findings import Row, shown
 from hybrid_proxy.workshop.compare.plan import METRICS, Metric, metric
 from hybrid_proxy.workshop.compare.report import Report
-from hybrid_proxy.workshop.compare.result import BINS, Cell, Run
+from hybrid_proxy.workshop.compare.result import BINS, Run
 from hybrid_proxy.workshop.compare.tables import times
 from hybrid_proxy.workshop.measuring.stats import Estimate, estimate
 
@@ -241,9 +241,9 @@ def distributions(report: Report, size: int) -> list[Panel]:
 
 def _latency(report: Report, size: int) -> Panel | None:
     cells = [cell for cell in report.run.cells if cell.step.size == size]
-    counted = {"control": _sum(cell.control_latency for cell in cells)}
+    counted = {"control": sum((Counter(cell.control_latency) for cell in cells), Counter[int]())}
     for mode in report.run.works:
-        counted[mode] = _sum(cell.latency for cell in cells if cell.step.mode == mode)
+        counted[mode] = sum((Counter(cell.latency) for cell in cells if cell.step.mode == mode), Counter[int]())
     counted = {mode: bins for mode, bins in counted.items() if bins}
     if not counted:
         return None
@@ -256,13 +256,6 @@ def _latency(report: Report, size: int) -> Panel | None:
     marks = tuple(_histogram(axis, mode, bins, unit, name, most) for mode, bins in counted.items())
     hint = "the control's median is 1" if emulated else "ms"
     return Panel("Latency of single requests on open connections", hint, "", None, _ticks(axis), (Item("", marks),))
-
-
-def _sum(histograms: Iterator[Mapping[int, int]]) -> Counter[int]:
-    total: Counter[int] = Counter()
-    for histogram in histograms:
-        total.update(histogram)
-    return total
 
 
 def _edge(number: int) -> float:
@@ -300,7 +293,7 @@ def _histogram(axis: Axis, mode: str, bins: Counter[int], unit: float, name: str
 
 def _changes(report: Report, size: int) -> Panel | None:
     cells = [cell for cell in report.run.cells if cell.step.size == size and cell.each]
-    each = {mode: _each(cells, mode) for mode in report.run.works}
+    each = {mode: [ms for cell in cells if cell.step.mode == mode for ms in cell.each] for mode in report.run.works}
     each = {mode: values for mode, values in each.items() if values}
     if not each:
         return None
@@ -323,10 +316,6 @@ def _changes(report: Report, size: int) -> Panel | None:
         marks.append(Mark(mode, mode, tip, shown(known.median), at=axis.place(known.median), span=span, points=points))
     hint = f"{first}'s median is 1" if report.run.machine.emulated else "ms"
     return Panel("Time until each change took effect", hint, "", None, _ticks(axis), (Item("", tuple(marks)),))
-
-
-def _each(cells: Sequence[Cell], mode: str) -> list[float]:
-    return [value for cell in cells if cell.step.mode == mode for value in cell.each]
 
 
 def _ticks(axis: Axis) -> tuple[Tick, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import mean
 
 from hybrid_proxy.workshop.compare.plan import Step
@@ -25,7 +25,8 @@ class Progress:
         """Counts a finished step, and shows what it could not measure."""
         self.done.append(cell)
         self._left.remove(cell.step)
-        for message in _problems(cell):
+        missing = (f"not measured in mode {cell.step.mode}: {why}" for why in sorted(set(cell.missing.values())))
+        for message in (*missing, *cell.notes):
             print(f"         {message}", file=sys.stderr)
 
     def _eta(self) -> str:
@@ -43,9 +44,3 @@ def _describe(step: Step) -> str:
     what = {"start": "starts", "traffic": "traffic", "change": "changes", "live": "traffic"}[step.kind]
     number = f"{'turn' if what == 'traffic' else 'round'} {step.round + 1}"
     return f"{step.mode:<9} {step.size:>6,} services  {what}, {number}"
-
-
-def _problems(cell: Cell) -> Iterator[str]:
-    for reason in sorted(set(cell.missing.values())):
-        yield f"not measured in mode {cell.step.mode}: {reason}"
-    yield from cell.notes

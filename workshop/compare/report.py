@@ -68,19 +68,15 @@ def _alone(run: Run, found: Findings) -> Iterator[str]:
 
 def _ipvs(run: Run, found: Findings) -> str:
     first, size = run.settings.modes[0], run.size
-    if needs := _against_ipvs(found, size):
-        return f"IPVS: {first} needs {needs}."
+    if needs := _needs(found, ["ipvs"], size):
+        behind = _behind(found, "ipvs", size)
+        return f"IPVS: {first} needs {needs}{', and is behind in ' if behind else ''}{behind}."
     row = found.row("connections", "ipvs", size)
     if row is not None and "ipvs" in run.works:
         return f"IPVS has no figures: {row.missing}."
     missing = [known.missing.removeprefix("IPVS: ") for known in run.modes if known.mode == "ipvs"]
     why = f"does not work here: {missing[0]}" if missing else "was left out"
     return f"IPVS {why}. `make compare-vm` measures it in a virtual machine."
-
-
-def _against_ipvs(found: Findings, size: int) -> str:
-    needs, behind = _needs(found, ["ipvs"], size), _behind(found, "ipvs", size)
-    return f"{needs}, and is behind in {behind}" if needs and behind else needs
 
 
 def _needs(found: Findings, modes: Sequence[str], size: int) -> str:

@@ -175,13 +175,15 @@ class Stand:
 
     # Loads
 
-    def load(self, name: str, address: str) -> Found:
-        """Has the client make one load, to a service's address or the server's own.
+    def load(self, name: str, *, plain: bool = False) -> Found:
+        """Has the client make one load, to the service's address or, `plain`, to the server's own.
 
         Raises:
             LoadFailed: nothing was measured.
         """
-        port = objects.HTTP_PORT if name in ("connections", "requests") else objects.STREAM_PORT
+        http = name in ("connections", "requests")
+        service, port = (objects.HTTP, objects.HTTP_PORT) if http else (objects.STREAM, objects.STREAM_PORT)
+        address = self.server if plain else service
         command = argv(name, address, port, self.settings.seconds, SCRIPT)
         return measured(name, self.lab.command(_CLIENT, [*self.prefix, *command]), self.settings.seconds, self._used)
 
@@ -189,10 +191,6 @@ class Stand:
         """Returns the CPU seconds of this lab's processes: clients, servers, the agent and its relay."""
         fields = (self.lab.cgroup / "cpu.stat").read_text().split()
         return int(fields[fields.index("usage_usec") + 1]) / 1e6
-
-    def service(self, load: str) -> str:
-        """Returns the address of the service for this load."""
-        return objects.HTTP if load in ("connections", "requests") else objects.STREAM
 
     def change(self) -> float:
         """Moves the moving service; returns the milliseconds until a connection reaches its other backend.

@@ -42,8 +42,8 @@ def coverage(count: int, k: int) -> float:
     return max(0.0, 1 - below * math.ldexp(1.0, 1 - count))
 
 
-def estimate(values: Sequence[float], wanted: float = SURE) -> Estimate | None:
-    """Returns the median with the narrowest interval of probability `wanted`, else with the whole range.
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Returns the median with the narrowest interval of probability `SURE`, else with the whole range.
 
     Without a measurement, returns None.
     """
@@ -51,7 +51,7 @@ def estimate(values: Sequence[float], wanted: float = SURE) -> Estimate | None:
         return None
     ordered, count = sorted(values), len(values)
     k = 1
-    while 2 * (k + 1) <= count + 1 and coverage(count, k + 1) >= wanted:
+    while 2 * (k + 1) <= count + 1 and coverage(count, k + 1) >= SURE:
         k += 1
     return Estimate(statistics.median(ordered), ordered[k - 1], ordered[count - k], coverage(count, k), count)
 
