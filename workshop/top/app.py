@@ -65,12 +65,10 @@ class Listing(DataTable[Text]):
             self.add_column(Text(f"{column.title}{arrow}", justify="right" if column.right else "left"))
 
     def sort_next(self) -> None:
-        last = self._columns_of[self.sort_by]
-        shown = self._shown_columns
-        following = shown[(shown.index(last) + 1) % len(shown)] if last in shown else shown[0]
-        self.sort_at(self._columns_of.index(following))
+        last, shown = self._columns_of[self.sort_by], self._shown_columns
+        self.sort_at_shown((shown.index(last) + 1) % len(shown) if last in shown else 0)
 
-    def sort_at_title(self, position: int) -> None:
+    def sort_at_shown(self, position: int) -> None:
         self.sort_at(self._columns_of.index(self._shown_columns[position]))
 
     def sort_at(self, position: int) -> None:
@@ -79,9 +77,6 @@ class Listing(DataTable[Text]):
         self.falling = not self.falling if same else self._columns_of[position].falling
         self.sort_by = position
         self._redraw()
-
-    def turn(self) -> None:
-        self.sort_at(self.sort_by)
 
     def _redraw(self) -> None:
         at = self.chosen
@@ -278,7 +273,7 @@ class Top(App[None]):
     @on(DataTable.HeaderSelected)
     def _clicked(self, message: DataTable.HeaderSelected) -> None:
         if isinstance(message.data_table, Listing):
-            message.data_table.sort_at_title(message.column_index)
+            message.data_table.sort_at_shown(message.column_index)
 
     # Keys
 
@@ -290,7 +285,8 @@ class Top(App[None]):
         self._in_hand().sort_next()
 
     def action_turn(self) -> None:
-        self._in_hand().turn()
+        listing = self._in_hand()
+        listing.sort_at(listing.sort_by)
 
     def action_below(self, name: str) -> None:
         self.query_one("#below", TabbedContent).active = f"tab-{name}"

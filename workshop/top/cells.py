@@ -78,14 +78,6 @@ def _frontends(row: ServiceRates) -> str:
     return f"{first} +{len(others)}" if others else first
 
 
-def _before(text: str) -> str:
-    return text.partition(": ")[0]
-
-
-def _behind(text: str) -> str:
-    return text.partition(": ")[2]
-
-
 def _text(column: str, title: str, text: Callable[[Any], str] = str, leave: int = 0) -> Column:
     return Column(title, _of(column), _shown(column, text), falling=False, right=False, leave=leave)
 
@@ -114,10 +106,10 @@ BACKENDS: Final = (
     Column("conn/s", _of("connections"), _shown("connections", rate)),
     *_TRAFFIC,
     Column("failures", _of("failures"), _shown("failures", number), leave=2),
-    _text("state", "health", _before),
+    _text("state", "health", lambda state: state.partition(": ")[0]),
     _TOTAL,
     _text("protocol", "protocol", leave=8),
-    _text("state", "reason", _behind, leave=10),
+    _text("state", "reason", lambda state: state.partition(": ")[2], leave=10),
 )
 REASONS: Final = (
     _text("kind", "kind"),

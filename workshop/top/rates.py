@@ -247,33 +247,26 @@ def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRates, 
     grown = {
         (key := _backend_key(row)): _Rates(oldest.get(key), row.traffic, 1).growth("flows") for row in now.backends
     }  # a backend newer than `base` counts from the next base on
-    totals = {family: _sum(grown[_backend_key(row)] for row in of) for family, of in _by_family(now.backends).items()}
+    totals = {
+        family: _sum(grown[_backend_key(row)] for row in now.backends if _family([row.address]) == family)
+        for family in (4, 6)
+    }
     rows = []
     for row in now.backends:
         key = _backend_key(row)
         rates = _Rates(former.get(key), row.traffic, seconds)
         all_of, mine = totals[_family([row.address])], grown[key]
+        unreported = "serving" if row.used else "in no backend set"
         rows.append(
             BackendRates(
                 key, row.address, row.protocol,
-                ejected.get((row.service or "", row.address)) or row.state or _state(row),
+                ejected.get((row.service or "", row.address)) or row.state or unreported,
                 mine / all_of if mine is not None and all_of else None,
                 rates.of("flows"), rates.of("packets", "reply_packets"), rates.of("bytes"), rates.of("reply_bytes"),
                 rates.connect(), row.failures, row.traffic.flows if row.traffic else None,
             )
         )  # fmt: skip
     return tuple(rows)
-
-
-def _by_family(rows: Iterable[reports.BackendRow]) -> dict[int, list[reports.BackendRow]]:
-    found: dict[int, list[reports.BackendRow]] = {}
-    for row in rows:
-        found.setdefault(_family([row.address]), []).append(row)
-    return found
-
-
-def _state(row: reports.BackendRow) -> str:
-    return "serving" if row.used else "in no backend set"
 
 
 def _kind(reason: str) -> str:
