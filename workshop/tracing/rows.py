@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, place_text
-from hybrid_proxy.workshop.tracing.text import DROP, SOCKET, label
+from hybrid_proxy.workshop.tracing.text import DROP, LABELS, SOCKET
 
 Histogram = Mapping[int, int]  # slot -> how many
 Row = dict[str, Any]
@@ -216,7 +216,7 @@ def flow_rows(
                 "us": (event.ns - began) / 1000,
                 "step_us": (event.ns - before) / 1000,
                 "direction": DIRECTIONS[event.way],
-                "point": label(event.point),
+                "point": LABELS[event.point],
                 "where": "node" if event.netns == home else "another namespace",
                 "interface": event.device or None,
                 "source": event.source,

@@ -19,7 +19,7 @@ from hybrid_proxy.dataplane.kernel.bpf import LOG_SIZE, BpfError, Map, Ring, che
 from hybrid_proxy.workshop.tracing import kernel_types
 from hybrid_proxy.workshop.tracing.compiler import Programs, compiled
 from hybrid_proxy.workshop.tracing.rows import Event
-from hybrid_proxy.workshop.tracing.targets import Place, Targets, place_text
+from hybrid_proxy.workshop.tracing.targets import Targets, place_text
 from hybrid_proxy.workshop.tracing.text import FIELDS, Entry, View, entries, program
 
 _SOURCE: Final = Path(__file__).with_name("packets.c")
@@ -97,7 +97,7 @@ class Session:
             self._stack.callback(made.close)
             self._maps[name] = made
             for place, number in tables.get(name, {}).items():
-                made.update(_key(place), _NUMBER.pack(number))
+                made.update(_PLACE.pack(*place), _NUMBER.pack(number))
         client = self.plan.client
         settings = _SETTINGS.pack(client or bytes(16), client is not None, self.plan.home)
         self._maps["settings"].update(bytes(4), settings)
@@ -110,7 +110,8 @@ class Session:
         try:
             loaded = _loaded(entry.function, programs.code[entry.function].linked(descriptors))
             self._stack.callback(os.close, loaded)
-            self._stack.callback(os.close, _attached(entry.tracepoint, loaded))
+            link = library().bpf_raw_tracepoint_open(entry.tracepoint.encode(), loaded)
+            self._stack.callback(os.close, check(link, f"attaching to tracepoint {entry.tracepoint}"))
         except BpfError as error:
             if entry.needed:
                 raise ControllerError(f"this kernel does not let us observe {entry.tracepoint}: {error}") from error
@@ -165,15 +166,6 @@ def _loaded(name: str, instructions: bytes) -> int:
         _RAW_TRACEPOINT, name.encode()[:15], b"GPL", ffi.from_buffer(instructions), len(instructions) // 8, options
     )
     return check(code, f"loading program {name}", "" if code >= 0 else ffi.string(log).decode()[-2000:].strip())
-
-
-def _attached(name: str, program: int) -> int:
-    """Has a tracepoint call the program until the returned descriptor is closed."""
-    return check(library().bpf_raw_tracepoint_open(name.encode(), program), f"attaching to tracepoint {name}")
-
-
-def _key(place: Place) -> bytes:
-    return _PLACE.pack(place.address, place.port, place.protocol)
 
 
 def _event(record: bytes) -> Event:

@@ -35,7 +35,7 @@ TRACEPOINTS: Final = (
     Point(SOCKET, "tcp_probe", "at the socket", ENDS | EVERYWHERE),
     Point(TRANSMIT, "net_dev_start_xmit", "sent", ENDS),
 )
-_LABELS: Final = {point.number: point.description for point in TRACEPOINTS} | {DROP: "dropped"}
+LABELS: Final = {point.number: point.description for point in TRACEPOINTS} | {DROP: "dropped"}
 
 # Name in the text -> field of the running kernel whose byte offset it has.
 FIELDS: Final = {
@@ -69,11 +69,6 @@ class Entry(NamedTuple):
     needed: bool
 
 
-def label(number: int) -> str:
-    """Returns what happens at a point."""
-    return _LABELS[number]
-
-
 def program(view: View, fields: Mapping[str, int], source: str, *, reasons: bool = True) -> str:
     """Returns the whole text.
 
@@ -88,7 +83,11 @@ def program(view: View, fields: Mapping[str, int], source: str, *, reasons: bool
         "POINT_ANYWHERE": EVERYWHERE, "POINT_DROP": DROP, **fields,
     }  # fmt: skip
     lines = [f"#define {name} {number}" for name, number in numbers.items()]
-    return "\n".join([*lines, source, *map(_function, entries(view, reasons=reasons))])
+    functions = (
+        f"int {entry.function}(void *ctx)\n{{\n\tu64 *arguments = ctx;\n\n\t{entry.body}\n\treturn 0;\n}}"
+        for entry in entries(view, reasons=reasons)
+    )
+    return "\n".join([*lines, source, *functions])
 
 
 def entries(view: View, *, reasons: bool = True) -> list[Entry]:
@@ -113,7 +112,3 @@ def _of_view(view: View, reason: str) -> Iterable[Entry]:
     if view is View.LATENCY:
         body = "changed(arguments[0], arguments[1], arguments[2]);"
         yield Entry("changed_socket", "inet_sock_set_state", body, needed=False)
-
-
-def _function(entry: Entry) -> str:
-    return f"int {entry.function}(void *ctx)\n{{\n\tu64 *arguments = ctx;\n\n\t{entry.body}\n\treturn 0;\n}}"
