@@ -237,10 +237,6 @@ def _fault(**what: Any) -> Callable[[ApiProcess, Load, int], None]:
     return begin
 
 
-def _cut(api: ApiProcess, _load: Load, _number: int) -> None:
-    api.control("cut")
-
-
 def _expire(api: ApiProcess, _load: Load, _number: int) -> None:
     """Removes the history: the next watch gets 410, and everything is listed again."""
     api.control("expire")
@@ -263,7 +259,7 @@ def _recreate(api: ApiProcess, load: Load, number: int) -> None:
 
 
 FAULTS: dict[str, Callable[[ApiProcess, Load, int], None]] = {
-    "all streams cut": _cut,
+    "all streams cut": lambda api, *_: api.control("cut"),
     "cut in a line": _fault(cut_mid_line=1),
     "recreated in one batch": _recreate,
     "history gone": _expire,

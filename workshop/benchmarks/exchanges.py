@@ -20,6 +20,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from socket import inet_aton
 from typing import Final, NamedTuple
 
 from hybrid_proxy.dataplane.kernel import clsact
@@ -195,10 +196,8 @@ def _ran(process: subprocess.Popen[str]) -> float:
 
 def measure(question: str, arms: str = "", rounds: int = 0, trees: Sequence[str] = ()) -> Result:
     """Measures one of `BENCHES`, or these arms of it; each agent's once for each of these source trees."""
-    bench, named = (
-        BENCHES[question],
-        {f"{Path(tree).name}{number or ''}": Path(tree) for number, tree in enumerate(trees)},
-    )
+    bench = BENCHES[question]
+    named = {f"{Path(tree).name}{number or ''}": Path(tree) for number, tree in enumerate(trees)}
     wanted = arms_of(arms.split(",") if arms else bench.arms, list(named))
     rounds, remote = rounds or bench.load.rounds, any("remote" in WAYS[arm.way].control for arm in wanted)
     built(CLIENT)
@@ -235,22 +234,18 @@ def _floor(made: Lab, name: str) -> Iterator[None]:
             )
             macs = b"".join(bytes.fromhex(link.get_attr("IFLA_ADDRESS").replace(":", "")) for link in (inner, outer))
             with contextlib.closing(programs.map("pods")) as pods:
-                pods.update(_bytes(pod.address4), outer["index"].to_bytes(4, "little") + macs)
+                pods.update(inet_aton(pod.address4), outer["index"].to_bytes(4, "little") + macs)
             filters.append(clsact.Filter(outer["index"], "floor", programs.program(name), ingress=True))
             if name == "established":
                 filters.append(
                     clsact.Filter(outer["index"], "floor", programs.program(f"{name}_leaves"), ingress=False)
                 )
         with contextlib.closing(programs.map("services")) as services:
-            services.update(_bytes(VIP), _bytes(made["pod2"].address4))
+            services.update(inet_aton(VIP), inet_aton(made["pod2"].address4))
         with made.inside("node"):
             failed = clsact.attach(filters)
         assert not failed, failed
         yield
-
-
-def _bytes(address: str) -> bytes:
-    return bytes(map(int, address.split(".")))
 
 
 def _result(question: str, bench: Bench, found: Mapping[Arm, Row]) -> Result:

@@ -75,11 +75,8 @@ class Node:
 
     def arrived(self) -> int:
         """Packets that the other end of the wire has counted so far."""
-        counts = self.programs.map("arrived")
-        try:
+        with contextlib.closing(self.programs.map("arrived")) as counts:
             return int(counts.lookup_per_cpu(bytes(4), os.cpu_count() or 1).sum())
-        finally:
-            counts.close()
 
     def time(self, way: str) -> float:
         """Nanoseconds for a packet, the median of the rounds; the first warms up."""

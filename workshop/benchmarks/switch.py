@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import SwitchAnswer, SwitchMode
-from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.workshop.benchmarks.kit import say, working_modes
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.examples import folder
@@ -24,7 +23,6 @@ from hybrid_proxy.workshop.lab.objects import endpoint_slice, service
 from hybrid_proxy.workshop.measuring.nodes import lab
 from hybrid_proxy.workshop.measuring.results import Result, Target
 
-MODES: Final = tuple(available_modes())
 SECONDS: Final = 4.0  # of the loads before and after a switch, each
 TCP, UDP, BACKENDS = 8080, 5353, ("pod2", "pod3")
 WEB, DNS, WEB_NODE, DNS_NODE = "10.96.0.10", "10.96.0.11", 30_080, 30_053

@@ -54,7 +54,6 @@ SMALL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "stream": exchanges("stream", "default:far", "floor-always:service"),
     "switch": {
         "switch": {
-            "MODES": ("nftables", "iptables"),
             "PLACES": ("pod1",),
             "SECONDS": 1.0,
             "UDP_ENDS_SOON": ("--conntrack-udp-timeout", "2s", "--conntrack-udp-timeout-stream", "2s"),
