@@ -542,7 +542,9 @@ def test_what_is_not_known_is_not_called_well(changes: dict[str, object], subjec
 
 def test_an_agent_that_hangs_is_named_with_what_serves_without_it() -> None:
     hung = "the agent does not answer; its process 7 is stopped (state T)"
-    node = msgspec.structs.replace(WELL, hung=(hung, "`kill -CONT 7`"), unasked=True, programmed={"ebpf": 2})
+    node = msgspec.structs.replace(
+        WELL, hung=(hung, "`kill -CONT 7`"), unasked=True, programmed={"nftables": 0, "ebpf": 2}
+    )
     text, todo = next((each.text, each.todo) for each in node_findings(node) if each.cause == "no-agent")
     wanted = "mode ebpf serves 2 service ports as last programmed, and changes are not followed"
     assert (text, todo) == (f"{hung}: {wanted}", "`kill -CONT 7`")

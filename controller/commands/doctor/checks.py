@@ -163,9 +163,8 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def _without_agent(facts: NodeFacts) -> Finding:
-    ports = ", ".join(
-        f"mode {mode} serves {several(count, 'service port')}" for mode, count in facts.programmed.items()
-    )
+    serving = {mode: count for mode, count in facts.programmed.items() if count} or facts.programmed  # others drain
+    ports = ", ".join(f"mode {mode} serves {several(count, 'service port')}" for mode, count in serving.items())
     what = f"{ports} as last programmed, and changes are not followed" if ports else "nothing is programmed here"
     if facts.unread:
         what = f"what is programmed cannot be read: {facts.unread}"
