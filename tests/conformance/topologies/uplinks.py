@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from hybrid_proxy.dataplane.reports import XdpHooks
 
@@ -64,10 +65,14 @@ _BRIDGE = "link add br0 type bridge\nlink set eth0 master br0\n"
 _MACVLAN = "link add mv0 link eth0 type macvlan mode bridge\n"
 
 
-def _tc_serves(bench: Bench, _: Mapping[str, Service]) -> str:
-    ebpf = bench.agent.running_status().dataplane.ebpf
-    want = XdpHooks("native", [], {"eth1": "the driver has no native XDP"})
-    return "" if ebpf is None or ebpf.xdp == want else f"not as said: {ebpf.xdp}"
+def _left_to_tc(uplink: str, why: str) -> Callable[[Bench, Mapping[str, Service]], str]:
+    want = XdpHooks("native", [], {uplink: why})
+
+    def proves(bench: Bench, _: Mapping[str, Service]) -> str:
+        ebpf = bench.agent.running_status().dataplane.ebpf
+        return "" if ebpf is None or ebpf.xdp == want else f"not as said: {ebpf.xdp}"
+
+    return proves
 
 
 KINDS = {
@@ -117,6 +122,10 @@ KINDS = {
     "without_xdp": Kind(
         "an uplink without XDP, --xdp=native",
         {"node": f"link add eth1 link eth0 type macvlan mode private\n{moved('node', 'eth1')}"},
-        needs="macvlan", flags=("--xdp=native",), proves=_tc_serves, rare=True,
+        needs="macvlan", flags=("--xdp=native",), proves=_left_to_tc("eth1", "the driver has no native XDP"), rare=True,
     ),
 }  # fmt: skip
+KINDS["vrf_xdp"] = replace(
+    KINDS["vrf"], words="an uplink in a VRF, --xdp=native: tc serves it", flags=("--xdp=native",), rare=True,
+    proves=_left_to_tc("eth0", "a port of another interface, which gets its packets"),
+)  # fmt: skip
