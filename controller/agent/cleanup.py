@@ -48,7 +48,8 @@ def cleanup(config: Config, drain: float | None = None) -> int:
             drain = DRAIN_SECONDS if another else 0.0
         if drain > 0:
             end = "go on until they end" if drain == math.inf else f"get {drain:g} s to end"
-            print(f"new flows are left to others; open ones {end}", file=sys.stderr)
+            others = "others" if another else "others, and no kube-proxy was found"
+            print(f"new flows are left to {others}; open ones {end}", file=sys.stderr)
             memory = recall(memory_path(config.hybrid.admin_socket))
             options = replace(config.options, names=lambda: memory.names if memory else {})
             _drain_modes(options, drain, partial(print, file=sys.stderr, flush=True))

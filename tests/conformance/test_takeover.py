@@ -151,6 +151,10 @@ def there_and_back(node: Node) -> None:
                     time.sleep(4)  # longer than without --drain
                     wait_for_answers(opened, ANSWERS)
                     assert process.poll() is None, "it does not wait for open flows"
+                    if mode == "ebpf":  # an operator who interrupts it has to know that it serves nothing new
+                        asked = [sys.executable, "-m", "hybrid_proxy.controller", "status"]
+                        said = bench.lab.run("node", [*asked, "--admin-socket", str(bench.agent.socket)]).stdout
+                        assert "mode ebpf is in place and serves no new connection" in said
                 else:
                     ends(process)
                     wait_for_answers(opened, ANSWERS)

@@ -164,7 +164,8 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
 
 def _without_agent(facts: NodeFacts) -> Finding:
     serving = {mode: count for mode, count in facts.programmed.items() if count} or facts.programmed  # others drain
-    ports = ", ".join(f"mode {mode} serves {several(count, 'service port')}" for mode, count in serving.items())
+    counts = {mode: several(count, "service port") if count else "no new connection" for mode, count in serving.items()}
+    ports = ", ".join(f"mode {mode} serves {what}" for mode, what in counts.items())
     what = f"{ports} as last programmed, and changes are not followed" if ports else "nothing is programmed here"
     if facts.unread:
         what = f"what is programmed cannot be read: {facts.unread}"

@@ -47,7 +47,9 @@ class Pinned(View):
         self.place, self._maps, self._names = place, maps, names
 
     def services(self) -> list[ServiceRow]:
-        return _services(self._maps, self._names)
+        """None while no new flow may begin."""
+        draining = self._maps["node"].view(layout.dtype_of("node"))["draining"].any()
+        return [] if draining else _services(self._maps, self._names)
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
         return _backends(self._maps, self._names, of)
