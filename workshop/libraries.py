@@ -24,5 +24,5 @@ def needed(what: str, instead: str = "") -> Iterator[None]:
         library = (error.name or "").partition(".")[0]
         if library not in LIBRARIES:
             raise
-        install = "pip install '.[workshop]'` in a checkout, or `pip install 'WHEEL[workshop]'"
+        install = "`pip install '.[workshop]'` in a checkout, or `pip install 'WHEEL[workshop]'`"
         raise ControllerError(f"{what} needs {library}, which is not installed: {install}{instead}") from error
