@@ -35,7 +35,6 @@ FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS), *(f"base+{name}" 
 CLEANUPS = ("overlays/cleanup", "overlays/cleanup-drain")
 MIGRATION = ("overlays/census", "overlays/takeover", "overlays/rollback")
 AGENTS = tuple(folder for folder in FOLDERS if folder not in (*CLEANUPS, *MIGRATION))
-LABEL = "hybrid-proxy.io/kube-proxy"  # a node that has it keeps its kube-proxy
 DROP_INS = tuple(DEPLOY.glob("systemd/hybrid-proxy.service.d/*.conf"))
 KUBEADM = ROOT / "tests/controller/configurations/kubeadm.yaml"  # what kubeadm makes for kube-proxy
 UNKNOWN = {"ServiceMonitor"}  # the Prometheus operator's, no schema of Kubernetes
@@ -346,20 +345,20 @@ def test_open_flows_may_go_on_until_they_are_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "operator"),
+    ("folder", "labels"),
     [
-        *((folder, "NotIn") for folder in AGENTS if folder != "base+per-service"),
-        ("base+per-service", None),  # beside kube-proxy
-        *((folder, None) for folder in (*CLEANUPS, "overlays/census")),
-        ("overlays/takeover", "NotIn"),
-        ("overlays/rollback", "In"),
+        *((folder, {"kube-proxy": "NotIn"}) for folder in AGENTS if folder != "base+per-service"),
+        ("base+per-service", {}),  # beside kube-proxy
+        *((folder, {}) for folder in (*CLEANUPS, "overlays/census")),
+        ("overlays/takeover", {"kube-proxy": "NotIn"}),
+        ("overlays/rollback", {"kube-proxy": "In", "rollback": "In"}),
     ],
 )
-def test_the_label_of_a_node_decides_who_serves_there(folder: str, operator: str | None) -> None:
+def test_labels_of_a_node_decide_who_serves_there(folder: str, labels: dict[str, str]) -> None:
     pod = one(folder, "DaemonSet")["spec"]["template"]["spec"]
     terms = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
-    wanted = [{"matchExpressions": [{"key": LABEL, "operator": operator, "values": ["yes"]}]}] if operator else []
-    assert terms.get("nodeSelectorTerms", []) == wanted
+    wanted = [{"key": f"hybrid-proxy.io/{name}", "operator": each, "values": ["yes"]} for name, each in labels.items()]
+    assert terms.get("nodeSelectorTerms", []) == ([{"matchExpressions": wanted}] if wanted else [])
 
 
 def test_the_census_tries_modes_with_the_agents_rights() -> None:

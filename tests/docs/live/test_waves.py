@@ -124,7 +124,13 @@ class Walk:
         for line in typed(name):
             said = self.shell(change(line) if wave == 1 else change(line).replace("wave=1", f"wave={wave}"))
             self.look(line)
+            if " rollout status daemonset/hybrid-proxy-cleanup " in change(line):
+                assert self.pods("hybrid-proxy-cleanup") == self.nodes & self.labelled("wave", str(wave)), line
         return said
+
+    def labelled(self, name: str, value: str) -> set[str]:
+        nodes = self.cluster.objects["nodes"].items()
+        return {node for node, each in nodes if each["metadata"]["labels"].get(f"hybrid-proxy.io/{name}") == value}
 
     def look(self, line: str) -> None:
         wanted = {name: set(self.cluster.wanted(each)) for name, each in self.cluster.objects["daemonsets"].items()}
@@ -259,6 +265,7 @@ def test_wave_after_wave_with_an_abort(tmp_path: Path) -> None:
         walk.type("takeover")
     for wave in reversed(WAVES):
         walk.type("rollback", wave)
+    assert not walk.labelled("rollback", "yes")
     walk.type("back")
     assert (walk.pods("kube-proxy"), walk.pods("hybrid-proxy")) == (walk.nodes, set())
 
