@@ -102,6 +102,8 @@ def test_labels_select_the_pods() -> None:
     ("hybridProxyConfiguration.serveHealthz=false",  "serveHealthz: the kubelet asks there"),
     ("apiServer=,kubeProxyConfigMap=kube-proxy,mode=userspace", "or extraArgs: [--proxy-mode=userspace]"),
     ("apiServer=,kubeProxyConfigMap=kube-proxy,mode=nftables", "set it in ConfigMap kube-proxy\n"),
+    ("apiServer=,kubeProxyConfigMap=kube-proxy,mode=ipvs", "set apiServer in its place"),
+    ("mode=nftables,extraArgs={--proxy-mode=ebpf}", "extraArgs: --proxy-mode=ebpf: set the value mode, from which"),
     ("kubeProxyConfigMap=Kube_Proxy",               "at '/kubeProxyConfigMap': 'Kube_Proxy' does not match"),
     ("kubeProxyConfigMap=kube-proxy",               "apiServer: would be ignored, because kubeProxyConfigMap is set"),
     *((f"apiServer=,kubeProxyConfigMap=kube-proxy,{value}", f"{value.partition('=')[0].partition('.')[0]}: would be")
@@ -128,6 +130,11 @@ def test_labels_select_the_pods() -> None:
           ("hybridProxyConfiguration.serveMetrics=false", "with serveMetrics: false"),
       )),
     ("serviceMonitor.interval=30",                  "at '/serviceMonitor/interval': got number, want string"),
+    ("prometheusRule.runbookBase=git.example",      "at '/prometheusRule/runbookBase': 'git.example' does not match"),
+    ("extraArgs={--proxy-mode=ipvs}",               "extraArgs: --proxy-mode=ipvs: set the value mode, from which"),
+    ("extraArgs={-v=6,--proxy-mode=ipvs}",          "extraArgs: --proxy-mode=ipvs: set the value mode, from which"),
+    ("extraArgs={--proxy-mode,ipvs}",               "at '/extraArgs/1': 'ipvs' does not match"),
+    ("apiServer=,kubeProxyConfigMap=kube-proxy,extraArgs={--proxy-mode=ipvs}", "extraArgs: --proxy-mode=ipvs: "),
     ("prometheusRule.label.a=b",                    "at '/prometheusRule': additional properties 'label' not allowed"),
     ("dashboard.labels.a=1",                        "at '/dashboard/labels/a': got number, want string"),
     ("updateStrategy.type=Recreate",                "at '/updateStrategy/type': value must be one of"),
@@ -257,6 +264,17 @@ def test_alerts_and_dashboard_are_those_of_the_folder() -> None:
     dashboard = found["ConfigMap", "hybrid-proxy-dashboard"]
     assert dashboard["data"]["hybrid-proxy.json"] == (DEPLOY / "monitoring/dashboard.json").read_text()
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_alerts_link_to_the_pages_where_they_are_read() -> None:
+    base = "https://git.example/hybrid-proxy/blob/main"
+    urls = []
+    for given in ("", base, f"{base}/"):
+        objects = rendered("--set", f"prometheusRule.enabled=true,prometheusRule.runbookBase={given}")
+        (rules,) = (item["spec"]["groups"] for item in objects if item["kind"] == "PrometheusRule")
+        urls.append([rule["annotations"]["runbook_url"] for group in rules for rule in group["rules"]])
+    assert len(urls[0]) > 10
+    assert urls[1:] == [[f"{base}/{url}" for url in urls[0]]] * 2
 
 
 def test_a_node_that_keeps_kube_proxy_is_a_choice() -> None:
