@@ -24,36 +24,47 @@ CYCLONEDX: Final = (
     "-W", "ignore:The Component this BOM is describing:UserWarning", "-m", "cyclonedx_py", "requirements",
     "--pyproject", "pyproject.toml", "--mc-type", "application", "--output-reproducible", "-",
 )  # fmt: skip
-VERSIONS: Final = {
-    "controller/__init__.py": '__version__ = "{}"',
-    "deploy/helm/hybrid-proxy/Chart.yaml": "\nversion: {}",
-}
+CHART: Final = "deploy/helm/hybrid-proxy"
+VERSIONS: Final = (("controller/__init__.py", '__version__ = "{}"'), (f"{CHART}/Chart.yaml", "\nversion: {}"))
+TAGS: Final = (
+    (f"{CHART}/Chart.yaml", "\nappVersion: {}"),
+    (f"{CHART}/README.md", "image.tag={}"),
+    ("deploy/components/image/kustomization.yaml", "newTag: {}"),
+    ("deploy/README.md", "hybrid-proxy:{}"),
+)
 
 
 def stamp(tree: Path, commit: str, tags: Collection[str]) -> None:
     """Give this version another name in a tree of its sources, unless one of the commit's tags is `v` and the version.
 
-    The name sorts behind the version, and Python's tools and Helm's both read it.
+    The name sorts behind the version, and Python's tools and Helm's both read it. The image's tag can have no `+`.
     """
     if f"v{__version__}" not in tags:
-        for name, line in VERSIONS.items():
+        for name, line, plus in (*((*each, "+") for each in VERSIONS), *((*each, "-") for each in TAGS)):
             text = (tree / name).read_text()
-            new = text.replace(line.format(__version__), line.format(f"{__version__}+g{commit[:10]}"))
+            new = text.replace(line.format(__version__), line.format(f"{__version__}{plus}g{commit[:10]}"))
             if text == new:
                 raise ValueError(f"{name} has no version {__version__}")
             (tree / name).write_text(new)
 
 
-def section(changelog: str) -> tuple[str, str]:
-    """The date of this version, and what its section says; links become the names of pages and their sections.
+def section(changelog: str, version: str) -> tuple[str, str]:
+    """The date of a version, and what its section says; links become the names of pages and their sections.
+
+    A build behind a version also has what is not released yet.
 
     Raises:
         ValueError: the version has no section, or no date.
     """
-    version = __version__.partition("+")[0]
+    version, _, commit = version.partition("+")
+    unreleased = ""
     for part in changelog.split("\n## "):
-        if found := re.match(rf"{re.escape(version)} \((\d{{4}}-\d\d-\d\d)\)\n\n", part):
-            return found[1], re.sub(r"\[[^]]+\]\((?!https?:)([^)]+)\)", r"`\1`", part[found.end() :])
+        heading, _, text = part.partition("\n\n")
+        text = re.sub(r"\[[^]]+\]\((?!https?:)([^)]+)\)", r"`\1`", text)
+        if commit and heading == "Unreleased":
+            unreleased = f"## {heading}\n\n{text}\n## {version}\n\n"
+        if found := re.fullmatch(rf"{re.escape(version)} \((\d{{4}}-\d\d-\d\d)\)", heading):
+            return found[1], unreleased + text
     raise ValueError(f"CHANGELOG.md has no section with the heading `## {version} (DATE)`")
 
 
@@ -99,7 +110,7 @@ def main(folder: Path, commit: str, base: str) -> None:
     argv = [sys.executable, *CYCLONEDX]
     made = subprocess.run(argv, input=pinned, stdout=subprocess.PIPE, text=True, check=True).stdout
     (folder / "sbom.cdx.json").write_text(json.dumps(_complete(json.loads(made), wheels, tools), indent=1) + "\n")
-    date, changes = section(Path("CHANGELOG.md").read_text())
+    date, changes = section(Path("CHANGELOG.md").read_text(), __version__)
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     page = jinja2.Template(PAGE.read_text(), undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     given = {"date": date, "changes": changes, "commit": commit, "tools": tools, "base": base}

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from hybrid_proxy.controller import __version__
-from hybrid_proxy.workshop.release import section, stamp
+from hybrid_proxy.workshop.release import TAGS, VERSIONS, section, stamp
 from tests.docs.pages import anchors, blocks
 from tests.released import ROOT, git
 from tests.waiting import bound
@@ -58,6 +58,11 @@ def sums(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+def version_of(dist: Path) -> str:
+    (chart,) = dist.glob("*.tgz")
+    return chart.name.removeprefix("hybrid-proxy-").removesuffix(".tgz")
+
+
 def wheel_of(dist: Path, machine: str) -> Path:
     (wheel,) = dist.glob(f"hybrid_proxy-*-linux_{machine}.whl")
     return wheel
@@ -93,7 +98,7 @@ def test_a_release_is_whole(dist: Path) -> None:
     for name, anchor in named:
         assert name in members
         assert not anchor or anchor in anchors(ROOT / name), f"{name}#{anchor}"
-    assert section((ROOT / "CHANGELOG.md").read_text())[1] in page
+    assert section((ROOT / "CHANGELOG.md").read_text(), version_of(dist))[1] in page
     assert {known[name] for name in known if name != "RELEASE.md"} <= set(re.findall(r"`([0-9a-f]{64})`", page))
 
 
@@ -107,10 +112,17 @@ def test_the_image_is_built_from_the_release(dist: Path) -> None:
         line.split()[:-1] for line in re.findall(r"^COPY (?!--)(.+)$", (dist / made[2]).read_text(), re.MULTILINE)
     ]
     assert {f"{made[4]}/{source}" for sources in copied for source in sources} <= members
-    assert ("`image.tag`" in page) == ("+" in made[4]), "a build between two versions needs a tag of its own"
+    tag = version_of(dist).replace("+", "-")
+    assert made[3] == f"hybrid-proxy:{tag}", "a build between two versions has a tag of its own"
+    with tarfile.open(dist / made[1]) as archive:
+        for name in ("deploy/README.md", "deploy/components/image/kustomization.yaml"):
+            text = archive.extractfile(f"{made[4]}/{name}")
+            assert text
+            assert text.read().decode() == (ROOT / name).read_text().replace(__version__, tag)
     (chart,) = dist.glob("*.tgz")
     shown = subprocess.run([helm.program(), "show", "readme", str(chart)], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == (ROOT / "deploy/helm/hybrid-proxy/README.md").read_text().strip()
+    readme = (ROOT / "deploy/helm/hybrid-proxy/README.md").read_text()
+    assert shown.stdout.strip() == readme.strip().replace(__version__, tag)
     argv = [helm.program(), "template", "hybrid-proxy", str(chart), "--set", "apiServer=https://10.0.0.1:6443"]
     assert f"image: {made[3]}\n" in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
@@ -180,13 +192,28 @@ def test_a_commit_without_a_tag_is_no_release(dist: Path) -> None:
     ((), f"{__version__}+g0123456789"), ((f"v{__version__}1", __version__), f"{__version__}+g0123456789"),
 ])  # fmt: skip
 def test_a_tag_makes_a_commit_this_version(tags: tuple[str, ...], name: str, tmp_path: Path) -> None:
-    for file in ("controller/__init__.py", "deploy/helm/hybrid-proxy/Chart.yaml"):
-        (tmp_path / file).parent.mkdir(parents=True)
+    for file in {file for file, _ in (*VERSIONS, *TAGS)}:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     stamp(tmp_path, "0123456789abcdef", tags)
     assert f'__version__ = "{name}"\n' in (tmp_path / "controller/__init__.py").read_text()
     chart = yaml.safe_load((tmp_path / "deploy/helm/hybrid-proxy/Chart.yaml").read_text())
-    assert (chart["version"], chart["appVersion"]) == (name, __version__), "of the image: its tag has no +"
+    tag = name.replace("+", "-")
+    assert (chart["version"], chart["appVersion"]) == (name, tag)
+    for file, line in TAGS:
+        assert line.format(tag) in (tmp_path / file).read_text(), "kustomizations and pages name the same image"
+
+
+def test_a_build_between_versions_has_what_is_not_released_yet() -> None:
+    text = "#\n\n## Unreleased\n\n- New.\n\n## 0.2.0 (2026-12-01)\n\n- [Old](docs/old.md).\n\n## 0.1.0 (2026-11-28)"
+    assert section(text, "0.2.0") == ("2026-12-01", "- `docs/old.md`.\n")
+    assert section(text, "0.2.0+g0123456789") == (
+        "2026-12-01", "## Unreleased\n\n- New.\n\n## 0.2.0\n\n- `docs/old.md`.\n",
+    )  # fmt: skip
+    released = text.replace("## Unreleased\n\n- New.\n\n", "")
+    assert section(released, "0.2.0+g0123456789") == section(released, "0.2.0")
+    with pytest.raises(ValueError, match=r"## 0\.3\.0 \(DATE\)"):
+        section(text, "0.3.0")
 
 
 def test_the_chart_in_the_release_renders_as_the_folder_does(dist: Path) -> None:
@@ -198,7 +225,9 @@ def test_the_chart_in_the_release_renders_as_the_folder_does(dist: Path) -> None
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "+" not in "".join(re.findall(r"helm\.sh/chart: .*", done.stdout)), "no value of a label"
-        texts.append(re.sub(r"helm\.sh/chart: .*", "", done.stdout))
+        texts.append(
+            re.sub(r"helm\.sh/chart: .*", "", done.stdout.replace(version_of(dist).replace("+", "-"), __version__))
+        )
     assert texts[0] == texts[1]
 
 
