@@ -62,6 +62,8 @@ NO_ANSWERS = DEAF.replace("dport", "sport")
 LOSSY = DEAF.replace("drop", "numgen inc mod 2 0 drop")
 MUTE = DEAF.replace("input", "output").replace(" drop", " counter drop")
 GUARDING = "table inet somebody {{ chain c {{ type filter hook output priority 0 ; tcp dport 8080 {} ; }} ; }}"
+BLOCKING = GUARDING.format("counter drop")
+BLOCKING += "; " + BLOCKING.replace("somebody", "another").replace("output", "forward")
 FIRST, MANY = "shop/a", "shop/many"
 SECOND = "10.77.1.114"  # of a pod that has another one
 ADDRESS = ("192.168.77.2/24", "dev", "eth0")
@@ -1300,3 +1302,13 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret(clinic: Clinic) -> None:
     again = clinic.agent.command("bundle", str(file), "--admin-socket", str(clinic.agent.socket))
     assert again.returncode == 1, "what is there already is never overwritten"
     file.unlink()
+
+
+def test_a_node_that_blocks_a_backend_for_pods_and_for_itself(clinic: Clinic) -> None:
+    """The last test here: the backends count as failing for a while afterwards."""
+    with clinic.rules("node", BLOCKING):
+        _, found = clinic.doctor(NAME)
+    assert found.cause == "firewall", found
+    said = " ".join(each.text for each in found.findings if each.cause == "firewall")
+    assert "drops packets in FORWARD" in said
+    assert "drops packets in OUTPUT" in said

@@ -844,3 +844,23 @@ def test_other_problems_are_counted_once() -> None:
     bad = facts(tried(A, "refused", "refused"), tried(B, "silent", "silent"))
     verdict = diagnose("namespace shop", [in_short(bad, WELL), in_short(bad, WELL)]).verdict
     assert verdict.count("other problem") == 1
+
+
+def test_a_node_that_blocks_a_backend_for_pods_and_for_itself_is_named_by_both_rules() -> None:
+    host = A.rpartition(":")[0]
+    forward, own = (rule(hook, f"ip daddr {host} tcp dport 8080 drop", 4) for hook in ("forward", "output"))
+    silent = tried(A, "silent", "silent")
+    found = service(facts(silent, tried(B), rules=(forward, own), counted={forward: 4, own: 4}))
+    assert found[:2] == ("firewall", True)
+    hooks = [each.text.partition(":")[0] for each in found[2] if each.cause == "firewall"]
+    assert hooks == ["the firewall drops packets in FORWARD", "the firewall drops packets in OUTPUT"]
+    # One of them alone does not explain what both see.
+    assert service(facts(silent, tried(B), rules=(own,), counted={own: 4}))[0] == "backend-silent"
+
+
+def test_a_rule_about_another_backend_explains_nothing() -> None:
+    other = B.rpartition(":")[0]
+    drops = rule("prerouting", f"ip daddr {other} counter drop", 9)
+    assert service(facts(tried(A, "silent", "silent"), tried(B), rules=(drops,), counted={drops: 9}))[0] == (
+        "backend-silent"
+    )

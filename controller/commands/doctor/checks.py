@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from shlex import quote
@@ -52,6 +53,7 @@ OF_SOME: Final = {"not-programmed", "left-to-node", "link-down", "backends-fail"
 # Hooks of netfilter that packets between pods pass on this node, and those of the node itself.
 FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
 OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
+_ADDRESS: Final = re.compile(r"[0-9a-f:.]+")  # one, among other things
 AS_LEFT: Final = ", as the agent before this one left it"
 LOSSES: Final = {  # counters of conntrack
     "drop": "packets dropped because it was full",
@@ -719,11 +721,14 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         ends |= {each.end for each in failed if found}
     for outcomes in (LOST, ("refused",)):
         failed = [each for each in direct if each.outcome in outcomes and each.end not in ends]
-        rules = _rules_at(facts, node, failed, facts.counted)
-        # A rule that counted fewer packets than failed may have met other ones.
-        for rule in [one for one in rules if facts.counted[one] >= len(failed)][:1]:
-            ends |= {each.end for each in failed}
-            yield _counting(facts, rule, f"connections to {_targets(failed)} failed {_from(failed)}")
+        halves = [[each for each in failed if (each.place == "node") is own] for own in (False, True)]
+        # One rule for all that failed; else, where pods and node failed, one for the pods and one for the node.
+        for groups in [[failed], halves][: 2 if all(halves) else 1]:
+            found = [rule for group in groups for rule in _that_counted(facts, node, group)[:1]]
+            if len(set(found)) == len(groups) and ends.isdisjoint(each.end for each in failed):
+                ends |= {each.end for each in failed}
+                for rule, group in zip(found, groups, strict=True):
+                    yield _counting(facts, rule, f"connections to {_targets(group)} failed {_from(group)}")
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     yield from _slow(direct)
     if bad:
@@ -788,11 +793,22 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
     ]
     common = frozenset.intersection(*hooks) if hooks else frozenset[str]()
     sources = {each.source for each in failed}
-    here = (rule for rule in rules if not rule.away and (not rule.pod or sources <= {*rule.pod}))
+    met = sources | {_host(each) for each in failed}
+    others = {_host(each) for each in facts.tried} | {each.source for each in facts.tried}
+    here = (
+        rule for rule in rules
+        if not rule.away and (not rule.pod or sources <= {*rule.pod})
+        and (not (named := others.intersection(_ADDRESS.findall(rule.text))) or named & met)
+    )  # fmt: skip
     return sorted(
         (rule for rule in here if (OWN if rule.pod and failed else common).intersection(rule.hooks)),
         key=lambda rule: _hook(rule) not in ("FORWARD", "OUTPUT"),
     )
+
+
+def _that_counted(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[Rule]:
+    """Returns such rules that counted each of the connections; one that counted fewer may have met other packets."""
+    return [rule for rule in _rules_at(facts, node, failed, facts.counted) if facts.counted[rule] >= len(failed)]
 
 
 def _counting(facts: ServiceFacts, rule: Rule, seen: str, mark: Mark = "problem", ease: str = "") -> Finding:

@@ -47,7 +47,7 @@ class Pinned(View):
         self.place, self._maps, self._names = place, maps, names
 
     def services(self) -> list[ServiceRow]:
-        """None while no new flow may begin."""
+        """Return the service ports that get new flows: none while the mode drains."""
         draining = self._maps["node"].view(layout.dtype_of("node"))["draining"].any()
         return [] if draining else _services(self._maps, self._names)
 
