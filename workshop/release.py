@@ -24,14 +24,12 @@ CYCLONEDX: Final = (
     "-W", "ignore:The Component this BOM is describing:UserWarning", "-m", "cyclonedx_py", "requirements",
     "--pyproject", "pyproject.toml", "--mc-type", "application", "--output-reproducible", "-",
 )  # fmt: skip
-CHART: Final = "deploy/helm/hybrid-proxy"
-VERSIONS: Final = (("controller/__init__.py", '__version__ = "{}"'), (f"{CHART}/Chart.yaml", "\nversion: {}"))
+CHART: Final = "deploy/helm/hybrid-proxy/Chart.yaml"
+VERSIONS: Final = (("controller/__init__.py", '__version__ = "{}"'), (CHART, "\nversion: {}"))
 TAGS: Final = (
-    (f"{CHART}/Chart.yaml", "\nappVersion: {}"),
-    (f"{CHART}/README.md", "image.tag={}"),
-    ("deploy/components/image/kustomization.yaml", "newTag: {}"),
-    ("deploy/README.md", "hybrid-proxy:{}"),
-)
+    (CHART, "\nappVersion: {}"), ("deploy/helm/hybrid-proxy/README.md", "image.tag={}"),
+    ("deploy/components/image/kustomization.yaml", "newTag: {}"), ("deploy/README.md", "hybrid-proxy:{}"),
+)  # fmt: skip
 
 
 def stamp(tree: Path, commit: str, tags: Collection[str]) -> None:

@@ -45,7 +45,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow
-from hybrid_proxy.dataplane.table import Protocol, socket_text
+from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
 if TYPE_CHECKING:
     from hybrid_proxy.controller.commands.views import Programmed
@@ -212,6 +212,9 @@ def _say(note: str) -> None:
 
 def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     """Ask the loaded program, through the agent."""
+    for each in packets:
+        if family_of(each.src) != family_of(each.dst):
+            raise ControllerError(f"{each.src} and {each.dst} are of different address families")
     probes = [
         ProbePacket(p.src, p.dst, p.port, Protocol[p.protocol.upper()], p.source_class, args.source_port)
         for p in packets

@@ -724,10 +724,10 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         halves = [[each for each in failed if (each.place == "node") is own] for own in (False, True)]
         # One rule for all that failed; else, where pods and node failed, one for the pods and one for the node.
         for groups in [[failed], halves][: 2 if all(halves) else 1]:
-            found = [rule for group in groups for rule in _that_counted(facts, node, group)[:1]]
-            if len(set(found)) == len(groups) and ends.isdisjoint(each.end for each in failed):
+            named = [rule for group in groups for rule in _that_counted(facts, node, group)[:1]]
+            if len(set(named)) == len(groups) and ends.isdisjoint(each.end for each in failed):
                 ends |= {each.end for each in failed}
-                for rule, group in zip(found, groups, strict=True):
+                for rule, group in zip(named, groups, strict=True):
                     yield _counting(facts, rule, f"connections to {_targets(group)} failed {_from(group)}")
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     yield from _slow(direct)

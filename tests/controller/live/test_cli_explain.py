@@ -194,6 +194,8 @@ def test_usage(call: Call, arguments: list[str], message: str) -> None:
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     pytest.param(["--live", "--from", "10.0.0.1", "--to", "10.0.0.2/icmp"], 2, "--live: ", id="live, but no port"),
+    pytest.param(["--live", "--from", "fd00::1", "--to", "10.0.0.2:80"], 1, "are of different address families",
+                 id="live, and two families"),
     pytest.param(["--from", "10.0.0.1", "--to", "10.0.0.1:1"], 2, "--manifests ", id="no manifests"),
     pytest.param(["--manifests", "/nowhere", "--from", "10.0.0.1", "--to", "10.0.0.1:1"], 1, "manifests /nowhere: ",
                  id="manifests that are missing"),
