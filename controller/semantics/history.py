@@ -143,9 +143,10 @@ def change_of(
 
 def last_known(name: str, rows: Sequence[ChangeRow], now: float) -> str:
     """Tells what last became of a Service that is not there, after "no service ..."; empty: nothing is remembered."""
-    last = next((row for row in reversed(rows) if row.service == name), None)
-    if last is None:
+    known = [row for row in reversed(rows) if row.service == name]
+    if not known:
         return ""
+    last = next((row for row in known if row.by in ("Service", "EndpointSlice")), known[0])  # our own words come late
     deleted = (last.what, last.by) == (NOT_SERVED, "Service")
     since = ago(now - last.last)
     return f"; it was deleted {since}" if deleted else f"; its last change was {since}: {last.text}"

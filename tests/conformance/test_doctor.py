@@ -28,7 +28,7 @@ from hybrid_proxy.controller.commands.doctor.facts import Cause
 from hybrid_proxy.controller.commands.status import Verdict
 from hybrid_proxy.controller.commands.status import verdict as judged
 from hybrid_proxy.controller.commands.troubles import SEE_FAILURES
-from hybrid_proxy.controller.semantics.history import GONE, NOT_SERVED, folded
+from hybrid_proxy.controller.semantics.history import GONE, folded, last_known
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_path, read_changes, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
@@ -207,11 +207,7 @@ def deleted(clinic: Clinic) -> Iterator[None]:
     clinic.put("pod1", name=FIRST)
     clinic.remove(FIRST)
     path = changes_path(str(clinic.agent.socket))
-
-    def last() -> list[str]:
-        return [row.what for row in read_changes(path) if row.service == FIRST][-1:]
-
-    until(lambda: last() == [NOT_SERVED], "it is written down")
+    until(lambda: "it was deleted" in last_known(FIRST, read_changes(path), time.time()), "it is written down")
     yield
 
 

@@ -17,7 +17,16 @@ from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.views import why_unknown
 from hybrid_proxy.controller.kubernetes.model import Problem, Service, ServicePort, Upserted
 from hybrid_proxy.controller.semantics.cluster import Cluster
-from hybrid_proxy.controller.semantics.history import ADDRESSES, FLAPS, NAMED, NOT_SERVED, ChangeRow, change_of, folded
+from hybrid_proxy.controller.semantics.history import (
+    ADDRESSES,
+    FLAPS,
+    NAMED,
+    NOT_SERVED,
+    ChangeRow,
+    change_of,
+    folded,
+    last_known,
+)
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.reports import clock
@@ -380,3 +389,10 @@ def test_what_happened_does_not_repeat_the_column_of_the_service(service: str, t
     row = ChangeRow(first=NOW, last=NOW, kind="service", service=service, what=text)
     (column,) = (each for each in columns(NOW) if each.header == "WHAT")
     assert str(getattr(column.value(row), "text", "")) == shown
+
+
+def test_a_deletion_is_what_became_of_a_service_whatever_is_said_of_it_later() -> None:
+    gone = ChangeRow(first=100, last=100, kind="service", what=NOT_SERVED, by="Service", service="shop/a")
+    full = ChangeRow(first=101, last=101, kind="service", what="the map is full", by="hybrid-proxy", service="shop/a")
+    assert "it was deleted" in last_known("shop/a", [gone, full], 110.0)
+    assert "the map is full" in last_known("shop/a", [full], 110.0)

@@ -96,6 +96,10 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     askers = set(clients.values())
     rules, rules_unknown = read_rules(askers) if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
+    ways = []  # read before more is tried: the kernel forgets a neighbour entry that failed within seconds
+    for facts, mine in zip(services, plans, strict=True):
+        sources = dict.fromkeys(tried[attempt].source for attempt in mine)
+        ways.append(astray(_ends(facts), sources, pods, interfaces, uplinks, node.facts.missing))
     syns = try_all(repeats(tried), REPEAT_SECONDS)
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients.values()]
     second = _by_another_pod(tried.values(), attempts, others)
@@ -105,11 +109,11 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     since = _events(args.admin_socket, before_all.last) if before_all else None
     events = recent(since.events) if since else ()
     found = []
-    for facts, mine in zip(services, plans, strict=True):
+    for facts, mine, way in zip(services, plans, ways, strict=True):
         rows = [tried[attempt] for attempt in mine]
         names = {port.name for port in facts.ports}
         rows += [again[each] for each in second if each.service_port in names]
-        backends, sources = _ends(facts), dict.fromkeys(each.source for each in rows)
+        backends = _ends(facts)
         found.append(
             msgspec.structs.replace(
                 facts,
@@ -122,7 +126,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                     for pod, link in before.items()
                     if pod == clients.get(facts.asked) or not backends.keys().isdisjoint(pod.addresses)
                 ),
-                astray=astray(backends, sources, pods, interfaces, uplinks, node.facts.missing),
+                astray=way,
                 listening=listening(rows, pods),
                 stranger=source if pods and source not in here else "",
                 no_pod="" if any(pod.addresses for pod in pods) else no_pod,
