@@ -434,7 +434,8 @@ def gateway(*change: str) -> Provoke:
 
     @contextmanager
     def provoke(clinic: Clinic) -> Iterator[None]:
-        entry = clinic.lab.run("pod2", ["ip", "-4", "neigh", "show", "dev", "eth0"]).stdout.split()[0]
+        argv = ["ip", "-4", "neigh", "show", "dev", "eth0", "nud", "permanent"]  # others it may have learned
+        entry = clinic.lab.run("pod2", argv).stdout.split()[0]
         with kept(clinic, "pod2"):
             clinic.run("pod2", "ip", "neigh", change[0], entry, "dev", "eth0", *change[1:])
             yield
