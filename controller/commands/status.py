@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Final
 
+import msgspec
+
 from hybrid_proxy.controller.commands.columns import Screen, duration, painted
 from hybrid_proxy.controller.commands.troubles import SEE_FAILURES, Trouble, Verdict, missing, troubles
 from hybrid_proxy.controller.serving.protocol import (
@@ -55,7 +57,9 @@ def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, w
     known = "no service table yet" if status.starting else several(status.services, "service")
     yield from _source_lines(status.source, known, now)
     yield from _configuration_lines(status.configuration)
-    yield from _dataplane_lines(status.dataplane, wide=wide)
+    # Until the first table, a former agent's programs serve what this agent has not attached.
+    dataplane = msgspec.structs.replace(status.dataplane, ebpf=None) if status.starting else status.dataplane
+    yield from _dataplane_lines(dataplane, wide=wide)
     if wide and status.start_parts:
         used = status.start_processor_seconds
         yield "the start" + ("" if used is None else f" took {used:.2f} s of a processor") + ":"

@@ -99,7 +99,7 @@ def _drops(answer: Row, on: Screen) -> Iterator[str]:
         titles = ("service", "direction", "protocol", "to", "reason", "in", "packets")
         yield from _table(on, titles, (list(row.values()) for row in answer["drops"]))
     else:
-        yield "the kernel dropped no packet of a service"
+        yield "the kernel dropped no packet of a service on its way to pods; what pods drop themselves is not seen"
     if answer["programs"]:
         title = "dropped and refused by the programs of mode ebpf (docs/counters.md)"
         yield from ("", painted(title, Tone.HEAD, on))
