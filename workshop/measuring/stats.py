@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeVar
 import msgspec
 
 SURE: Final = 0.95
+LEAST: Final = 0.75  # of three measurements: below, nothing is significant
 
 Item = TypeVar("Item")
 Better = Literal["more", "less", "neither"]
@@ -62,14 +63,14 @@ def ratios(values: Sequence[float | None], controls: Sequence[float | None]) -> 
 
 
 def judge(ratio: Estimate | None, better: Better) -> Verdict:
-    """Judges the first of two modes by their ratio: ahead, behind, or even, when the interval holds 1.
+    """Judges the first of two modes by their ratio: ahead, behind, or even, if the interval holds 1 or is too unsure.
 
     The verdict is empty where neither direction is better, or nothing was measured. It does not say how few pairs there
     were; `Estimate.sure` does.
     """
     if ratio is None or better == "neither":
         return ""
-    if ratio.holds(1.0):
+    if ratio.holds(1.0) or ratio.sure < LEAST:
         return "even"
     return "ahead" if (ratio.low > 1) == (better == "more") else "behind"
 
