@@ -30,7 +30,8 @@ ON_ANOTHER: Final = frozenset({"vlan", "macvlan", "macvtap", "ipvlan", "ipvtap"}
 GROUPS: Final = frozenset({"bond", "team"})  # kinds whose ports all lead to the same place
 NEVER_OUT: Final = POD_KINDS | {"dummy", "tun"}  # ports of a bridge that lead to a pod, to nobody, or to a machine here
 GET_NEIGHBOUR, NDA_DST, NDA_LLADDR = 30, 1, 2  # linux/rtnetlink.h, linux/neighbour.h
-NUD_FAILED, NUD_PERMANENT, UNANSWERED = 0x20, 0x80, (0x01, 0x20)  # the last: NUD_INCOMPLETE, too
+NUD_INCOMPLETE, NUD_FAILED, NUD_PERMANENT = 0x01, 0x20, 0x80
+UNANSWERED: Final = (NUD_INCOMPLETE, NUD_FAILED)
 _NEIGHBOUR: Final = struct.Struct("=BxxxiHBB")  # family, interface, state, flags, type
 
 WaysOut = Callable[[int], Collection[int]]  # a bridge -> its ports behind which the default gateways are

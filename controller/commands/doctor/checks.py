@@ -190,7 +190,7 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     serves = any(facts.programmed.values())
     found = [each for each in troubles(agent, serves=serves) if each.cause not in looked_at]
     drains = "".join(f"; mode {left.mode} drains, {left.text}" for left in agent.draining)
-    missed = len({one.entry for one in agent.dataplane.unprogrammed})
+    missed = len(facts.unprogrammed)
     without = f", but for {several(missed, 'service port')}" if missed else ""
     well = {
         "mode": f"{agent.mode.effective} serves{drains}",
@@ -721,14 +721,14 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         ends |= {each.end for each in failed if found}
     for outcomes in (LOST, ("refused",)):
         failed = [each for each in direct if each.outcome in outcomes and each.end not in ends]
-        halves = [[each for each in failed if (each.place == "node") is own] for own in (False, True)]
-        # One rule for all that failed; else, where pods and node failed, one for the pods and one for the node.
-        for groups in [[failed], halves][: 2 if all(halves) else 1]:
-            named = [rule for group in groups for rule in _that_counted(facts, node, group)[:1]]
-            if len(set(named)) == len(groups) and ends.isdisjoint(each.end for each in failed):
-                ends |= {each.end for each in failed}
-                for rule, group in zip(named, groups, strict=True):
-                    yield _counting(facts, rule, f"connections to {_targets(group)} failed {_from(group)}")
+        named = [(rule, failed) for rule in _that_counted(facts, node, failed)[:1]]
+        if not named:  # not one rule for all: one for the pods and another for the node explain as much
+            halves = [[each for each in failed if (each.place == "node") is own] for own in (False, True)]
+            named = [(rule, half) for half in halves for rule in _that_counted(facts, node, half)[:1]]
+            named = named if len(dict(named)) == 2 else []
+        for rule, those in named:
+            ends |= {each.end for each in those}
+            yield _counting(facts, rule, f"connections to {_targets(those)} failed {_from(those)}")
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     yield from _slow(direct)
     if bad:
@@ -744,8 +744,8 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
 
 def _known(facts: ServiceFacts, node: NodeFacts) -> set[tuple[str, str]]:
     """The ends of connections to the backends that are programmed."""
-    missed = {one.entry for one in node.agent.dataplane.unprogrammed} if node.agent else set()
-    ports = [port for port in facts.ports if port.name not in missed]
+    idle = node.unprogrammed
+    ports = [port for port in facts.ports if port.name not in idle]
     return {(socket_text(end.address, end.port), port.protocol) for port in ports for end in _ends(port)}
 
 
@@ -793,17 +793,16 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
     ]
     common = frozenset.intersection(*hooks) if hooks else frozenset[str]()
     sources = {each.source for each in failed}
-    met = sources | {_host(each) for each in failed}
-    others = {_host(each) for each in facts.tried} | {each.source for each in facts.tried}
-    here = (
-        rule for rule in rules
-        if not rule.away and (not rule.pod or sources <= {*rule.pod})
-        and (not (named := others.intersection(_ADDRESS.findall(rule.text))) or named & met)
-    )  # fmt: skip
-    return sorted(
-        (rule for rule in here if (OWN if rule.pod and failed else common).intersection(rule.hooks)),
-        key=lambda rule: _hook(rule) not in ("FORWARD", "OUTPUT"),
-    )
+    ends, known = ({_host(each) for each in rows} | {each.source for each in rows} for rows in (failed, facts.tried))
+
+    def may_be_met(rule: Rule) -> bool:
+        if rule.away or (rule.pod and not sources <= {*rule.pod}):
+            return False
+        named = known.intersection(_ADDRESS.findall(rule.text))
+        hooked = (OWN if rule.pod and failed else common).intersection(rule.hooks)
+        return bool(hooked) and (not named or bool(named & ends))
+
+    return sorted(filter(may_be_met, rules), key=lambda rule: _hook(rule) not in ("FORWARD", "OUTPUT"))
 
 
 def _that_counted(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[Rule]:

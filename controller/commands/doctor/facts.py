@@ -112,6 +112,11 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     missing: tuple[str, ...] = ()  # commands for addresses and routes that it had in that hour
     events_unknown: str = ""  # why they could not be read
 
+    @property
+    def unprogrammed(self) -> frozenset[str]:
+        """Service ports that the mode cannot program; none without an agent."""
+        return frozenset(one.entry for one in self.agent.dataplane.unprogrammed) if self.agent else frozenset()
+
 
 class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     """The facts of the service or the packet that was asked about.

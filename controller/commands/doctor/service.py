@@ -72,7 +72,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     behind_pods, uplinks = Roles((), ()).look(interfaces.interfaces, ())
     pods, no_pod = _pods({each.name for each in behind_pods}, source)
     here = {*own, *(each for pod in pods for each in pod.addresses)}
-    idle = {one.entry for one in node.facts.agent.dataplane.unprogrammed} if node.facts.agent else set()
+    idle = node.facts.unprogrammed
     plans: list[list[Attempt]] = []
     clients: dict[str, namespaces.Pod] = {}  # by the service that was asked about
     attempts: dict[Attempt, None] = {}
@@ -89,7 +89,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
             mine = []
         plans.append(mine)
         attempts |= dict.fromkeys(mine)
-    ends = {end for facts in services for end in _ends(facts)}
+    backends = [_ends(facts) for facts in services]
+    ends = set().union(*backends)
     taking_part = [pod for pod in pods if pod in clients.values() or not ends.isdisjoint(pod.addresses)]
     before = {pod: link_of(pod, own) for pod in taking_part if attempts}
     before_all = _events(args.admin_socket, NO_EVENT) if node.facts.agent and attempts else None
@@ -97,9 +98,9 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     rules, rules_unknown = read_rules(askers) if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
     ways = []  # read before more is tried: the kernel forgets a neighbour entry that failed within seconds
-    for facts, mine in zip(services, plans, strict=True):
+    for ours, mine in zip(backends, plans, strict=True):
         sources = dict.fromkeys(tried[attempt].source for attempt in mine)
-        ways.append(astray(_ends(facts), sources, pods, interfaces, uplinks, node.facts.missing))
+        ways.append(astray(ours, sources, pods, interfaces, uplinks, node.facts.missing))
     syns = try_all(repeats(tried), REPEAT_SECONDS)
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients.values()]
     second = _by_another_pod(tried.values(), attempts, others)
@@ -109,11 +110,10 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     since = _events(args.admin_socket, before_all.last) if before_all else None
     events = recent(since.events) if since else ()
     found = []
-    for facts, mine, way in zip(services, plans, ways, strict=True):
+    for facts, ours, mine, way in zip(services, backends, plans, ways, strict=True):
         rows = [tried[attempt] for attempt in mine]
         names = {port.name for port in facts.ports}
         rows += [again[each] for each in second if each.service_port in names]
-        backends = _ends(facts)
         found.append(
             msgspec.structs.replace(
                 facts,
@@ -124,7 +124,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 links=tuple(
                     msgspec.structs.replace(link, drops=max(0, after[pod] - link.drops))
                     for pod, link in before.items()
-                    if pod == clients.get(facts.asked) or not backends.keys().isdisjoint(pod.addresses)
+                    if pod == clients.get(facts.asked) or not ours.keys().isdisjoint(pod.addresses)
                 ),
                 astray=way,
                 listening=listening(rows, pods),
