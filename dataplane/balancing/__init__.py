@@ -1,7 +1,7 @@
 """PURE. Algorithms that choose backends: each fills a ring of backends; the datapath only indexes it.
 
 An algorithm is a list of places, each the position of a backend, and the way in which the datapath chooses a place
-(`Spread`). A new one that only fills a ring is one more file here and one more line in `ALGORITHMS`.
+(`Spread`). A new one that only fills a ring is one more line in `ALGORITHMS`.
 
 Names are those of IPVS's schedulers where there is an equivalent, so that one annotation means the same in the modes
 ebpf and ipvs; `ALIASES` are what people call them.
