@@ -911,21 +911,19 @@ INCIDENTS = [
     Incident(
         "a pod loses its address", no_pod_address, (NAME,), "endpoint-route", alone=True, said="lost this address"
     ),
-    Incident(
-        "a pod has its gateway's address wrong",
-        gateway("replace", "lladdr", "02:00:00:00:00:77", "nud", "permanent"),
-        (NAME,),
-        "endpoint-route",
-        alone=True,
-        said="in its pod the neighbour entry of 169.254.1.1",
-    ),
-    Incident(
-        "a pod finds no gateway",
-        gateway("del"),
-        (NAME,),
-        "endpoint-route",
-        alone=True,
-        said="in its pod the neighbour entry of 169.254.1.1",
+    *(
+        Incident(
+            words,
+            gateway(*change),
+            (NAME,),
+            "endpoint-route",
+            alone=True,
+            said="in its pod the neighbour entry of 169.254.1.1",
+        )
+        for words, change in (
+            ("a pod has its gateway's address wrong", ("replace", "lladdr", "02:00:00:00:00:77", "nud", "permanent")),
+            ("a pod finds no gateway", ("del",)),
+        )
     ),
     Incident(
         "the firewall rejects in OUTPUT, and counts",

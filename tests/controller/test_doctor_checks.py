@@ -646,27 +646,27 @@ def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
     assert told == "1 change in the last hour, the last 10 s ago: not served now"
 
 
-@pytest.mark.parametrize(("stranger", "told"), [("8.8.8.8", True), ("", False)])
-def test_a_client_elsewhere_whose_packets_the_programs_drop_is_told(stranger: str, told: bool) -> None:
+@pytest.mark.parametrize(("stranger", "reported"), [("8.8.8.8", True), ("", False)])
+def test_a_client_elsewhere_whose_packets_the_programs_drop_is_reported(stranger: str, reported: bool) -> None:
     steps = [
         ExplainStep("", "the way back to 8.8.8.8 does not exist", internal=True),
         ExplainStep("", "It is dropped."),
     ]
     live = msgspec.structs.replace(LIVE, verdict="drop", reason="", steps=steps)
     cause, _, findings = service(facts(*GOOD, stranger=stranger, live=live))
-    assert (cause == "service-path") is told
+    assert (cause == "service-path") is reported
     (found,) = (each for each in findings if each.subject == "explain --live")
-    assert (found.mark, "the way back" in found.text) == ("problem" if told else "ok", True)
+    assert (found.mark, "the way back" in found.text) == ("problem" if reported else "ok", True)
 
 
-@pytest.mark.parametrize(("to", "told"), [("0.0.0.0/0", True), ("::/0", True), ("10.77.3.0/24", False)])
-def test_a_default_route_that_is_gone_is_told(to: str, told: bool) -> None:
+@pytest.mark.parametrize(("to", "reported"), [("0.0.0.0/0", True), ("::/0", True), ("10.77.3.0/24", False)])
+def test_a_default_route_that_is_gone_is_reported(to: str, reported: bool) -> None:
     """Another one may have gone with its node."""
     command = f"ip route add {to} via 192.0.2.1 dev eth0"
     found = [
         each for each in node_findings(msgspec.structs.replace(WELL, missing=(command,))) if each.mark == "warning"
     ]
-    assert [(each.cause, command in each.todo) for each in found] == [("address-lost", True)] * told
+    assert [(each.cause, command in each.todo) for each in found] == [("address-lost", True)] * reported
 
 
 def test_a_problem_makes_the_exit_code_and_a_warning_does_not() -> None:

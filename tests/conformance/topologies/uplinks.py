@@ -106,7 +106,7 @@ KINDS = {
         needs="VRF",
         settings={"node": dict.fromkeys((f"ipv4/{protocol}_l3mdev_accept" for protocol in ("tcp", "udp")), "1")},
         instead={
-            "ipvs": {"pod1-far-nodeport": "in the pod's VRF the node's address is nobody's, and reaches no INPUT"},
+            "ipvs": {"pod1-far-nodeport": "in the pod's VRF the node's address is not local, and reaches no INPUT"},
             "userspace": dict.fromkeys(
                 (f"{place}-{service}-{way}" for place, service, way in (
                     ("pod1", "far", "cluster"), ("pod1", "near", "cluster"), ("pod1", "far", "nodeport"),

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -18,7 +18,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.objects import endpoint_slice, manifest, service
 from hybrid_proxy.workshop.lab.traffic import Tally, load, meanwhile
 from tests.loads import goes_on
-from tests.memory import limited
+from tests.memory import Limited, limited
 from tests.namespaces import new_lab
 from tests.waiting import bound, until
 
@@ -58,6 +58,16 @@ def traffic(lab: Lab) -> Iterator[list[Tally]]:
     assert not any(tally.failures or tally.moved for tally in tallies), [tally.report() for tally in tallies]
 
 
+@contextmanager
+def serving(lab: Lab, mode: str = "ebpf") -> Iterator[tuple[Agent, Limited, list[Tally]]]:
+    """An agent in a cgroup whose memory can be limited, and traffic to what it serves."""
+    folder = examples.serve(lab)
+    with limited(lab) as memory:
+        agent = Agent(lab, folder, mode, under=memory.under)
+        with agent.serving(), traffic(lab) as tallies:
+            yield agent, memory, tallies
+
+
 def start(agent: Agent) -> subprocess.Popen[str]:
     """Starts it, and does not wait until it serves."""
     with agent.log.open("a") as log:
@@ -80,15 +90,10 @@ def more_services() -> str:
 @pytest.mark.parametrize("mode", ["ebpf", "nftables"])
 def test_an_agent_that_is_killed_again_and_again_leaves_what_it_served(lab: Lab, mode: str) -> None:
     """More services need more than the limit; with a higher one the next agent catches up."""
-    folder = examples.serve(lab)
-    with ExitStack() as stack:
-        memory = stack.enter_context(limited(lab))
-        agent = Agent(lab, folder, mode, under=memory.under)
-        stack.enter_context(agent.serving())
-        tallies = stack.enter_context(traffic(lab))
+    with serving(lab, mode) as (agent, memory, tallies):
         memory.limit(memory.used + 8 * MIB)
-        (folder / ".more").write_text(more_services())
-        (folder / ".more").rename(folder / "more.json")
+        (agent.manifests / ".more").write_text(more_services())
+        (agent.manifests / ".more").rename(agent.manifests / "more.json")
         left = []  # bytes that the kernel keeps for the agents that were killed
         for kills in range(1, KILLS + 1):
             assert agent.process is not None
@@ -111,12 +116,7 @@ def test_an_agent_that_is_killed_again_and_again_leaves_what_it_served(lab: Lab,
 @pytest.mark.long
 def test_there_is_no_memory_for_other_maps_at_a_start(lab: Lab) -> None:
     """The agent says so, and leaves the former maps with their flows; with memory the next one carries them over."""
-    folder = examples.serve(lab)
-    with ExitStack() as stack:
-        memory = stack.enter_context(limited(lab))
-        agent = Agent(lab, folder, under=memory.under)
-        stack.enter_context(agent.serving())
-        tallies = stack.enter_context(traffic(lab))
+    with serving(lab) as (agent, memory, tallies):
         agent.kill()
         agent.flags = MANY_FLOWS
         memory.limit(memory.used + 60 * MIB)
@@ -136,12 +136,7 @@ def test_there_is_no_memory_for_other_maps_at_a_start(lab: Lab) -> None:
 @pytest.mark.parametrize("mode", ["ebpf", "nftables"])
 def test_an_agent_that_is_killed_ten_times_while_it_starts(lab: Lab, mode: str) -> None:
     """At moments spread over a start, every other time with tables of another size; then a start is as it was."""
-    folder = examples.serve(lab)
-    with ExitStack() as stack:
-        memory = stack.enter_context(limited(lab))
-        agent = Agent(lab, folder, mode, under=memory.under)
-        stack.enter_context(agent.serving())
-        tallies = stack.enter_context(traffic(lab))
+    with serving(lab, mode) as (agent, memory, tallies):
         agent.kill()
         left = memory.used
         seconds = agent.timed_start(60 * DEADLINES)
