@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the number is kept
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
-STILL_SECONDS: Final = 2.0  # after which a process that wakes late has been stopped
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
 SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
@@ -150,11 +149,10 @@ class History:
         self.record("agent", f"no agent followed changes {span}; agent {former.pid}: {former.why}", "")
 
     def stood_still(self, seconds: float) -> None:
-        """Remember that this process did nothing for so long while it waited for work."""
-        if seconds > STILL_SECONDS:
-            span = f"from {clock(time.time() - seconds)} to {clock(time.time())}"
-            text = f"agent {os.getpid()} stood still for {seconds:.0f} s, {span}: it was stopped, or got no processor"
-            self.record("agent", text, "")
+        """Remember that this process did nothing for so long."""
+        span = f"from {clock(time.time() - seconds)} to {clock(time.time())}"
+        text = f"agent {os.getpid()} stood still for {seconds:.0f} s, {span}: it was stopped, or got no processor"
+        self.record("agent", text, "")
 
     def source(self, state: SourceState | None) -> None:
         """Remember when the objects cannot be read any more, and when they can again."""

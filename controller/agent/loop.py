@@ -73,6 +73,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+STILL_SECONDS = 2.0  # a process that wakes so late was stopped
+WAKE_SECONDS = 1.0  # how often it looks at that
 HTTP_SECONDS = 1.0  # after which health and metrics are served, if the first table is not programmed before
 
 Job = Callable[[], int | None]  # what another thread wants the loop to do; an exit code ends the agent
@@ -207,6 +209,7 @@ class Agent:
                 log.warning("%s", how_it_ended(self.notebook.path, former).text(time.time()))
             self._busy_with = f"it opens mode {self.config.mode}"
             self._serve_admin(stack)
+            self._start_thread("pauses", self._notice_pauses)
             serve = threading.Timer(HTTP_SECONDS, self.http.start)
             stack.callback(self.http.close)
             stack.callback(serve.cancel)
@@ -245,6 +248,14 @@ class Agent:
 
         watch(self._links.send, self._stop)
 
+    def _notice_pauses(self) -> None:
+        """Write down that this process was stopped, whatever the loop was doing: this thread sleeps, and wakes late."""
+        due = time.monotonic() + WAKE_SECONDS
+        while not self._stop.wait(WAKE_SECONDS):
+            late, due = time.monotonic() - due, time.monotonic() + WAKE_SECONDS
+            if late > STILL_SECONDS:
+                self.queue.put(partial(self.history.stood_still, late))
+
     def _serve_admin(self, stack: contextlib.ExitStack) -> None:
         from hybrid_proxy.controller.serving.admin import Server, socket_path
 
@@ -262,10 +273,8 @@ class Agent:
 
     def _loop(self) -> int:
         while True:
-            began = time.monotonic()
-            timeout = max(0.0, min(self.maintenance.due, self.syncer.due) - began)
+            timeout = max(0.0, min(self.maintenance.due, self.syncer.due) - time.monotonic())
             events, jobs = self.queue.take(timeout, messages_only=self.syncer.waits)
-            self.history.stood_still(time.monotonic() - began - timeout)
             for event, superseded in events:
                 self._relisted = self._relisted or isinstance(event, Replaced)
                 self.syncer.observe(event, superseded)

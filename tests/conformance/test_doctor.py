@@ -22,7 +22,7 @@ import msgspec
 import pytest
 from pyroute2 import NFCTSocket
 
-from hybrid_proxy.controller.agent.history import STILL_SECONDS
+from hybrid_proxy.controller.agent.loop import STILL_SECONDS
 from hybrid_proxy.controller.commands.bundle import Bundle
 from hybrid_proxy.controller.commands.doctor.facts import Cause
 from hybrid_proxy.controller.commands.status import Verdict
@@ -1228,7 +1228,7 @@ def test_changes_tell_when_the_agent_stood_still_and_when_it_was_killed(clinic: 
             lambda: (memory := recall(memory_path(str(clinic.agent.socket)))) and memory.pid == killed, "it remembers"
         )
     with stopped_agent(clinic):
-        time.sleep(STILL_SECONDS + 1)
+        time.sleep(STILL_SECONDS + 2)
     until(lambda: any("stood still" in row.what for row in read_changes(path)), "it is written down")
     clinic.agent.kill()
     clinic.agent.start()

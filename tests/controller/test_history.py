@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from hybrid_proxy.controller.agent.history import KEPT, LARGEST, MOST_ROWS, STILL_SECONDS, History
+from hybrid_proxy.controller.agent.history import KEPT, LARGEST, MOST_ROWS, History
 from hybrid_proxy.controller.commands.changes import columns
 from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.views import why_unknown
@@ -231,8 +231,7 @@ def test_an_agent_that_was_killed_or_stopped_leaves_a_gap_that_the_next_one_know
     path = tmp_path / "admin.changes"
     history = History(path)
     history.away(Gone(7, NOW - 60, NOW, exact=False, why="it was killed"))
-    history.stood_still(STILL_SECONDS)
-    history.stood_still(STILL_SECONDS + 5)
+    history.stood_still(7.0)
     history.flush()
     killed, stopped = (row.text for row in read_changes(path))
     assert clock(NOW) in killed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from hybrid_proxy.controller.agent.loop import STILL_SECONDS
+from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
+from tests import waiting
 from tests.served import Served
 
 pytestmark = pytest.mark.root
@@ -55,11 +59,18 @@ def test_status_says_which_part_of_the_start_an_agent_is_at(start: Callable[...,
     agent = start(wait=False)
     opening = until(agent, lambda status: bool(status["agent"] or status["starting"]))
     assert "opens mode fragile" in opening["starting"]
+    assert agent.process is not None
+    agent.process.send_signal(signal.SIGSTOP)
+    time.sleep(STILL_SECONDS + 2)
+    agent.process.send_signal(signal.SIGCONT)
     (fragile / "open").touch()
     until(agent, lambda status: not status["agent"] and "programs its first table" in status["starting"])
     (fragile / "sync").touch()
     ready = until(agent, lambda status: status["agent"] and status["synced"])
     assert ready["starting"] == ""
+    # A stop is noticed while the agent is busy, too.
+    path = changes_path(str(agent.socket))
+    waiting.until(lambda: any("stood still" in row.what for row in read_changes(path)), "it is written down")
 
 
 def test_the_start_is_told_by_its_parts(start: Callable[..., Served], fragile: Path) -> None:
