@@ -55,8 +55,10 @@ class _Version(argparse.Action):
 
 
 def entries() -> dict[str, Entry]:
-    """All commands by name, in the order of `--help`."""
-    return {entry.name: entry for registry in registries() for entry in registry.entries}
+    """All commands by name, group by group as in `--help`."""
+    known = {entry.name: entry for registry in registries() for entry in registry.entries}
+    groups = list(dict.fromkeys(entry.group for entry in known.values()))
+    return dict(sorted(known.items(), key=lambda item: groups.index(item[1].group)))
 
 
 def parser(typed: str | None = None) -> argparse.ArgumentParser:
@@ -67,10 +69,12 @@ def parser(typed: str | None = None) -> argparse.ArgumentParser:
         epilog=_MAIN + EXIT_CODES + ENVIRONMENT,
     )
     root.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
-    commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    known = entries()
+    commands = root.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    known, group = entries(), ""
     for name, entry in ((typed, known[typed]),) if typed in known else known.items():
         own = commands.add_parser(name, help=entry.help, description=f"{entry.help[0].upper()}{entry.help[1:]}.")
+        if entry.group != group:
+            commands._choices_actions[-1].heading = group = entry.group  # type: ignore[attr-defined] # noqa: SLF001
         if typed in (None, name):
             _fill(own, entry.load())
     return root

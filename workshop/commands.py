@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hybrid_proxy.controller.commands.command import Entry, Registry
+from hybrid_proxy.controller.commands.command import ASK, LOOK, OTHER, Entry, Registry
 
 HERE: Final = "hybrid_proxy.workshop"
 
@@ -18,14 +18,15 @@ def _pod_address(pod: str, family: int) -> str:
 
 REGISTRY: Final = Registry(
     (
-        Entry("top", "services, backends and drops, live in this terminal", f"{HERE}.top.arguments:TOP"),
-        Entry("trace", "what happens to packets while they pass", f"{HERE}.tracing.arguments:TRACE"),
+        Entry("top", "services, backends and drops, live in this terminal", f"{HERE}.top.arguments:TOP", LOOK),
+        Entry("trace", "what happens to packets while they pass", f"{HERE}.tracing.arguments:TRACE", ASK),
         Entry(
             "compare",
             "benchmark the modes against each other and a no-proxy baseline",
             f"{HERE}.compare.arguments:COMPARE",
+            OTHER,
         ),
-        Entry("lab", "a node, pods and a client as network namespaces", f"{HERE}.lab.arguments:LAB"),
+        Entry("lab", "a node, pods and a client as network namespaces", f"{HERE}.lab.arguments:LAB", OTHER),
     ),
     _pod_address,
 )

@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 
 
 STILL_SECONDS = 2.0  # a process that wakes so late was stopped
-WAKE_SECONDS = 1.0  # how often it looks at that
+WAKE_SECONDS = 1.0  # between two checks of that
 HTTP_SECONDS = 1.0  # after which health and metrics are served, if the first table is not programmed before
 
 Job = Callable[[], int | None]  # what another thread wants the loop to do; an exit code ends the agent

@@ -29,6 +29,7 @@ PodAddress = Callable[[str, int], str]  # name and family (4 or 6) of a pod -> i
 _EXPLAINED: Final = re.compile(r" +\S.*?  +(?=\S)")  # an example, and the blanks before its explanation
 _EXAMPLE: Final = re.compile(r" +(?:source <\()?hybrid-proxy ")
 REGISTRY: Final = "commands"  # the module of a package, or the package in it, whose `REGISTRY` adds commands
+SERVE, LOOK, ASK, OTHER = "serve", "look at the node", "find out why", "other"  # groups of commands
 
 
 class Command(NamedTuple):
@@ -41,11 +42,12 @@ class Command(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A row of the registry: the name of a command, one line about it, and `module:NAME` of its `Command`."""
+    """A row of the registry: a command's name, one line about it, `module:NAME` of its `Command`, and its group."""
 
     name: str
     help: str
     where: str
+    group: str
 
     def load(self) -> Command:
         """Import the command's module."""
@@ -91,6 +93,10 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - argparse has no public name for it
             self._action_max_length += self._indent_increment
+
+    def _format_action(self, action: argparse.Action) -> str:
+        heading = getattr(action, "heading", "")  # of a command that is the first of its group
+        return (heading and f"\n  {heading}:\n") + super()._format_action(action)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return _wrapped(" ".join(text.split()), width)

@@ -72,9 +72,11 @@ def _commands(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("columns", [70, 80, 120])
-def test_each_command_and_what_it_does_is_one_table(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_stand_in_groups_and_are_one_table(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    table = cli.parser().format_help().partition("COMMAND\n")[2].partition("\n\n")[0]
+    table = cli.parser().format_help().partition("COMMAND\n")[2].partition("\nstart here:")[0]
+    headings = re.findall(r"^  ([a-z ]+):$", table, re.MULTILINE)
+    assert headings == ["serve", "look at the node", "find out why", "other"]
     beside = re.findall(r"^( {4}([a-z]+) +)\S", table, re.MULTILINE)
     assert [name for _, name in beside] == list(cli.entries())
     assert len({len(first) for first, _ in beside}) == 1
