@@ -24,6 +24,7 @@ TAG = __version__.replace("+", "-")  # of the image
 SERVER = "https://control-plane.invalid:6443"  # what deploy/base has
 KUBE_PROXYS = {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration"}
 MODES = ("ebpf", "nftables", "iptables", "ipvs", "userspace")
+PHASES = ("census", "takeover", "rollback", "cleanup", "cleanup-drain")  # each in a release of its own
 
 # fmt: off
 SAME = {
@@ -35,6 +36,7 @@ SAME = {
     ),
     "base+on-delete":           ("--set", "updateStrategy.type=OnDelete,updateStrategy.rollingUpdate=null"),
     "base+servicemonitor":      ("--set", "serviceMonitor.enabled=true"),
+    **{f"overlays/{phase}":     ("--set", f"phase={phase}") for phase in PHASES},
 }
 # fmt: on
 
@@ -45,9 +47,9 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(*values: str) -> list[dict[str, Any]]:
-    done = helm(
-        "template", "hybrid-proxy", str(CHART), "--namespace", "kube-system", "--set", f"apiServer={SERVER}", *values
-    )
+    phase = re.search(r"\bphase=([\w-]+)", " ".join(values))
+    release = f"hybrid-proxy-{phase[1]}" if phase else "hybrid-proxy"
+    done = helm("template", release, str(CHART), "--namespace", "kube-system", "--set", f"apiServer={SERVER}", *values)
     assert done.returncode == 0, done.stderr
     return [item for item in yaml.safe_load_all(done.stdout) if item]
 
@@ -76,16 +78,47 @@ def test_the_chart_is_the_kustomization(folder: str) -> None:
     assert substance(rendered(*SAME[folder])) == substance(build(folder))
 
 
-def test_every_overlay_has_its_values_or_is_no_matter_of_the_chart() -> None:
-    others = {"census", "cleanup", "cleanup-drain", "rollback", "takeover"}
-    assert {name.removeprefix("overlays/").partition("+")[0] for name in SAME} | others >= set(OVERLAYS)
+def test_every_overlay_has_its_values() -> None:
+    assert {name.removeprefix("overlays/").partition("+")[0] for name in SAME} >= set(OVERLAYS)
 
 
-def test_labels_select_the_pods() -> None:
-    (daemonset,) = (item for item in rendered() if item["kind"] == "DaemonSet")
+@pytest.mark.parametrize("values", [(), *(("--set", f"phase={phase}") for phase in PHASES)], ids=str)
+def test_labels_select_the_pods(values: tuple[str, ...]) -> None:
+    (daemonset,) = (item for item in rendered(*values) if item["kind"] == "DaemonSet")
     labels = daemonset["spec"]["template"]["metadata"]["labels"]
     assert daemonset["spec"]["selector"]["matchLabels"] == labels
     assert labels.items() <= daemonset["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_phase_has_nothing_of_the_agents_and_the_values_of_the_pods(phase: str) -> None:
+    """As with the values that a cluster gave the agents."""
+    given = "serviceMonitor.enabled=true,prometheusRule.enabled=true,dashboard.enabled=true,seccompFolder=/kubelet"
+    (daemonset,) = rendered(
+        "--set", f"phase={phase},mode=nftables,affinity=null,{given}",
+        "--set", "image.repository=r.example/hp,image.tag=7,image.pullSecrets[0].name=secret,nodeSelector.pool=a",
+    )  # fmt: skip
+    pod = daemonset["spec"]["template"]["spec"]
+    assert {each["image"] for each in (*pod["initContainers"], *pod["containers"])} == {"r.example/hp:7"}
+    assert pod["imagePullSecrets"] == [{"name": "secret"}]
+    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "a"}
+    folders = [volume["hostPath"]["path"] for volume in pod["volumes"] if volume["name"] == "seccomp"]
+    assert folders == ["/kubelet"] * (phase != "takeover")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
+    release = f"hybrid-proxy-{phase}"
+    done = helm("install", "--dry-run=client", release, str(CHART), "-n", "kube-system", "--set", f"phase={phase}")
+    assert done.returncode == 0, done.stderr
+    objects, _, notes = done.stdout.partition("NOTES:")
+    daemonset = yaml.safe_load(objects.partition("MANIFEST:")[2])
+    assert f" rollout status daemonset/{daemonset['metadata']['name']} " in notes
+    ((label, container),) = re.findall(r" logs -l (\S+) -c (\S+) ", notes)
+    template = daemonset["spec"]["template"]
+    assert dict([label.split("=")]) == template["metadata"]["labels"]
+    assert container in {each["name"] for each in template["spec"]["initContainers"]}
+    assert f"helm uninstall {release} -n kube-system\n" in notes
 
 
 @pytest.mark.parametrize(("value", "said"), [
@@ -136,6 +169,8 @@ def test_labels_select_the_pods() -> None:
     ("extraArgs={-v=6,--proxy-mode=ipvs}",          "extraArgs: --proxy-mode=ipvs: set the value mode, from which"),
     ("extraArgs={--proxy-mode,ipvs}",               "at '/extraArgs/1': 'ipvs' does not match"),
     ("apiServer=,kubeProxyConfigMap=kube-proxy,extraArgs={--proxy-mode=ipvs}", "extraArgs: --proxy-mode=ipvs: "),
+    ("phase=rollback", "phase: in release hybrid-proxy it would remove the agents: give it one of its own"),
+    ("phase=takover",                               "at '/phase': value must be one of"),
     ("prometheusRule.label.a=b",                    "at '/prometheusRule': additional properties 'label' not allowed"),
     ("dashboard.labels.a=1",                        "at '/dashboard/labels/a': got number, want string"),
     ("updateStrategy.type=Recreate",                "at '/updateStrategy/type': value must be one of"),

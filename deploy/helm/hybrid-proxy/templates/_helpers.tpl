@@ -10,6 +10,61 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- with .Values.image.digest }}@{{ . }}{{ end }}
 {{- end }}
 
+{{- /* Folders of the node, for agents and for a phase, and the container that puts their system calls' profile there. */ -}}
+{{- define "hybrid-proxy.volumes" -}}
+- name: run
+  hostPath: {path: /run/hybrid-proxy, type: DirectoryOrCreate}
+- name: bpf
+  hostPath: {path: /sys/fs/bpf, type: Directory}
+- name: cgroup
+  hostPath: {path: /sys/fs/cgroup, type: Directory}
+- name: modules
+  hostPath: {path: /lib/modules, type: Directory}
+- name: xtables-lock
+  hostPath: {path: /run/xtables.lock, type: FileOrCreate}
+{{- if ne .Values.phase "takeover" }}
+- name: seccomp
+  hostPath: {path: {{ .Values.seccompFolder }}, type: DirectoryOrCreate}
+{{- end }}
+- name: tmp
+  emptyDir: {medium: Memory, sizeLimit: 16Mi}
+{{- end }}
+
+{{- define "hybrid-proxy.mounts" -}}
+- {name: run, mountPath: /run/hybrid-proxy}
+- {name: bpf, mountPath: /sys/fs/bpf}
+# Beside the container's own hierarchy: the agent takes the one that shows more. On a node that has version 1 too,
+# each hierarchy is a mount of its own below, which `readOnly` alone leaves writable.
+- name: cgroup
+  mountPath: /host/sys/fs/cgroup
+  readOnly: true
+  recursiveReadOnly: IfPossible
+- {name: modules, mountPath: /lib/modules, readOnly: true}
+- {name: xtables-lock, mountPath: /run/xtables.lock}
+- {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{- define "hybrid-proxy.profile" -}}
+- name: seccomp-profile
+  image: {{ include "hybrid-proxy.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  {{- if hasPrefix "cleanup" .Values.phase | or (eq .Values.phase "rollback") }}
+  command: [rm, -f, /host/seccomp/hybrid-proxy.json]
+  {{- else }}
+  command: [cp, /usr/share/hybrid-proxy/seccomp.json, /host/seccomp/hybrid-proxy.json]
+  {{- end }}
+  securityContext:
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities:
+      drop: [ALL]
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 64Mi}
+  volumeMounts:
+    - {name: seccomp, mountPath: /host/seccomp}
+{{- end }}
+
 {{- /* Where the configuration is: kube-proxy's names its own kubeconfig by this folder. */ -}}
 {{- define "hybrid-proxy.folder" -}}
 {{ if .Values.kubeProxyConfigMap }}/var/lib/kube-proxy{{ else }}/etc/hybrid-proxy{{ end }}
