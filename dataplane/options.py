@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from hybrid_proxy.dataplane.balancing import SCHEDULERS
 from hybrid_proxy.dataplane.settings import (
     BOOLEAN,
     CIDRS,
@@ -29,7 +30,6 @@ from hybrid_proxy.dataplane.settings import (
 )
 
 # The schedulers of net/netfilter/ipvs; if a kernel lacks one, mode ipvs reports it when it is used.
-SCHEDULERS: Final = ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "fo", "ovf", "mh", "twos")
 FIRST_SIZES: Final = {"services": 1 << 10, "backends": 1 << 13, "slots": 1 << 13}  # entries that maps begin with
 _NOT_IN_PODS: Final = (
     "pods' sockets are not served, because that is slower than translating their packets, and the pod would count as "

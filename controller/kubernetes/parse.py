@@ -38,6 +38,7 @@ from hybrid_proxy.controller.kubernetes.model import (
     ServicePort,
 )
 from hybrid_proxy.dataplane.addresses import canonical_address, canonical_cidr, shown, why_special
+from hybrid_proxy.dataplane.balancing import CHOICES
 from hybrid_proxy.dataplane.table import Probe, Protocol, family_of
 
 ALGORITHM: Final = "hybrid-proxy.io/algorithm"
@@ -446,7 +447,7 @@ def _service(wire: _Service) -> Service | Ignored:
 def _annotated(ours: _Annotations, said: _Complaints) -> dict[str, Any]:
     """Returns the fields that annotations decide."""
     return {
-        "algorithm": said.part("", _annotation, ours.algorithm, ALGORITHM),
+        "algorithm": said.part("", _algorithm, ours.algorithm),
         "weights": said.part((), _weights, ours.weights, said),
         "probe": said.part(None, _probe, ours.probe),
         "slow_start": said.part(0.0, _slow_start, ours.slow_start),
@@ -569,6 +570,13 @@ def _annotation(value: object, name: str) -> str:
     if not isinstance(value, str):
         _fail(f"metadata.annotations[{name}]", f"expected a text, got {shown(value)}")
     return value
+
+
+def _algorithm(value: object) -> str:
+    text = _annotation(value, ALGORITHM)
+    if text and text not in CHOICES:
+        _fail(f"metadata.annotations[{ALGORITHM}]", f"{shown(text)} is not one of {', '.join(CHOICES)}")
+    return text
 
 
 def _weights(value: object, said: _Complaints) -> tuple[tuple[str, int], ...]:

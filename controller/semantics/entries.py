@@ -72,8 +72,7 @@ class Settings(msgspec.Struct, frozen=True):
     `external_ips` is the gate AllowServiceExternalIPs (KEP-5707). Where `external_ip_cidrs` or `external_ip_namespaces`
     are given, an external IP is served only inside of one of these ranges, and of a Service in one of these namespaces.
     `reset_gone_backends` holds for services without the annotation `hybrid-proxy.io/reset-gone-backends`.
-    `algorithms` are the names that the annotation `hybrid-proxy.io/algorithm` may choose from, `algorithm` is what
-    services without it get; the table has the canonical ones (`dataplane.balancing`).
+    `algorithm` is for services without the annotation `hybrid-proxy.io/algorithm`; the table has the canonical name.
     """
 
     node_name: str = ""
@@ -90,7 +89,6 @@ class Settings(msgspec.Struct, frozen=True):
     reset_gone_backends: bool = False
     algorithm: str = "random"
     primary: tuple[str, ...] = ()
-    algorithms: frozenset[str] = frozenset({"random"})
     proxy_name: str = ""
 
 
@@ -218,7 +216,7 @@ def entries(
     """
     slices = list(slices)
     known = {backend.address: backend for entry in former for backend in entry.serving} if former else {}
-    algorithm = canonical(service.algorithm if service.algorithm in settings.algorithms else settings.algorithm)
+    algorithm = canonical(service.algorithm or settings.algorithm)
     resets = settings.reset_gone_backends if service.reset_gone is None else service.reset_gone
     zone = node.zone if node else ""
     result: list[Entry] = []

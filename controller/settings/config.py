@@ -18,7 +18,6 @@ import hybrid_proxy.dataplane.modes
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.semantics.entries import DetectLocalMode, Settings
 from hybrid_proxy.controller.settings.documents import (
-    CHOICES,
     HYBRID,
     KUBE_PROXY,
     KUBE_PROXYS_MODES,
@@ -143,7 +142,6 @@ def resolve(given: Given) -> Config:
             reset_gone_backends=ours.reset_gone_backends,
             primary=primary,
             algorithm=ours.algorithm,
-            algorithms=frozenset(CHOICES),
             proxy_name=ours.service_proxy_name,
         ),
         options=Options(

@@ -31,9 +31,8 @@ from hybrid_proxy.controller.settings.forms import (
     Endpoint,
     known,
 )
-from hybrid_proxy.dataplane.balancing import ALGORITHMS, ALIASES
+from hybrid_proxy.dataplane.balancing import CHOICES
 from hybrid_proxy.dataplane.options import (
-    SCHEDULERS,
     EbpfOptions,
     FlowTimeouts,
     IpvsOptions,
@@ -64,7 +63,6 @@ KUBE_PROXY: Final = "KubeProxyConfiguration"
 HYBRID: Final = "HybridProxyConfiguration"
 MODES: Final = ("ebpf", "nftables", "iptables", "ipvs", "userspace")  # best first
 KUBE_PROXYS_MODES: Final = ("iptables", "ipvs", "nftables")
-CHOICES: Final = tuple(dict.fromkeys((*ALGORITHMS, *ALIASES, *SCHEDULERS)))  # algorithms; random is first
 
 FILES: Final = Group("configuration files (docs/configuration.md)")
 SOURCES: Final = Group("where the objects come from (default: the cluster's API server)")

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from hybrid_proxy.dataplane.balancing import maglev
-from hybrid_proxy.dataplane.balancing.ring import Algorithm, Spread, turns
+from hybrid_proxy.dataplane.balancing.ring import Algorithm as Algorithm
+from hybrid_proxy.dataplane.balancing.ring import Spread as Spread
+from hybrid_proxy.dataplane.balancing.ring import turns
 from hybrid_proxy.dataplane.table import Backend
-
-__all__ = ["ALGORITHMS", "ALIASES", "KNOWN", "Algorithm", "Spread", "canonical", "find", "ring_of"]
 
 ALGORITHMS: Final = {
     algorithm.name: algorithm
@@ -45,7 +45,24 @@ ALIASES: Final = {
     "source-hash": "sh",
     "maglev": "mh",
 }
-# Schedulers of IPVS that do the same with other means: they compare connections and weights.
+SCHEDULERS: Final = (
+    "rr",
+    "wrr",
+    "lc",
+    "wlc",
+    "lblc",
+    "lblcr",
+    "dh",
+    "sh",
+    "sed",
+    "nq",
+    "fo",
+    "ovf",
+    "mh",
+    "twos",
+)  # IPVS's
+CHOICES: Final = tuple(dict.fromkeys((*ALGORITHMS, *ALIASES, *SCHEDULERS)))  # what users may name; random is first
+# Those that do the same with other means: they compare connections and weights.
 _EQUIVALENT: Final = {"sed": "wlc", "nq": "wlc", "twos": "wlc"}
 KNOWN: Final = frozenset({*ALGORITHMS, *_EQUIVALENT})  # what `find` finds
 

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_proxy.controller.settings.documents import CHOICES, SCHEDULERS
-from hybrid_proxy.dataplane.balancing import ALGORITHMS, ALIASES, KNOWN, Spread, canonical, find, ring_of
+from hybrid_proxy.dataplane.balancing import (
+    ALGORITHMS,
+    ALIASES,
+    CHOICES,
+    KNOWN,
+    SCHEDULERS,
+    Spread,
+    canonical,
+    find,
+    ring_of,
+)
 from hybrid_proxy.dataplane.balancing.ring import divide, in_turns, turns
 from hybrid_proxy.dataplane.table import Backend
 from tests.balancing.make import LIMIT, backends, counted, several, weights

@@ -481,6 +481,8 @@ BAD_ANNOTATIONS = [
     ("reset-gone-backends", "yes", "not true or false"),
     ("reset-gone-backends", "", "not true or false"),
     ("algorithm", 1, "got 1"),
+    ("algorithm", "magleev", "'magleev' is not one of random, rr,"),
+    ("algorithm", "Maglev", "'Maglev' is not one of"),
     ("slow-start", ["30s"], "got ['30s']"),
 ]
 # Kind, an object with a bad part, the same without it, and the complaint: its field, and what it says.

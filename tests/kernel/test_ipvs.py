@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybrid_proxy.controller.settings.documents import SCHEDULERS
+from hybrid_proxy.dataplane.balancing import SCHEDULERS
 from hybrid_proxy.dataplane.kernel.foreign_rules import PassingRules
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Destination, Server, Timeouts, Verb

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
-from make import ME, SETTINGS, away, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
+from make import ME, away, decide, endpoint_slice, ep, frontend, here, only, service, shown, table
 
 from hybrid_proxy.controller.semantics.entries import health_check
 from hybrid_proxy.controller.semantics.explain import Packet, explain
@@ -122,8 +121,7 @@ def test_without_the_annotation_routes_are_not_touched():
 
 def test_explain_names_the_algorithm_and_the_weights():
     svc = service(algorithm="mh", weights=weights(a=3))
-    settings = msgspec.structs.replace(SETTINGS, algorithms=frozenset({"mh", "dh"}))
-    made = table(svc, endpoint_slice(A, B), settings=settings)
+    made = table(svc, endpoint_slice(A, B))
     said = explain(made, Packet("", "10.1.7.7", "10.96.0.10", 80, "tcp")).reason
     assert "Algorithm mh: a hash of the connection decides, alike on every node." in said
     assert "Weights: 10.1.0.1:8080 3, 10.1.1.1:8080 1." in said
