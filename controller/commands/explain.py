@@ -107,8 +107,8 @@ def ends(source: str, destination: str, find: Find) -> Fields:
 
 
 def source_of(text: str, family: int) -> str:
-    """The address of `pod/NAME`, of that family (4 or 6); any other text unchanged."""
-    text = text.strip()
+    """The address of `pod/NAME`, of that family (4 or 6); any other text without brackets around it."""
+    text = text.strip().removeprefix("[").removesuffix("]")
     return pod_address(text.removeprefix("pod/"), family) if text.startswith("pod/") else text
 
 

@@ -456,7 +456,7 @@ def _unknown_name(facts: ServiceFacts, node: NodeFacts) -> Finding:
     service, _, port = facts.asked.partition(":")
     ports = [name for name in facts.services if name.startswith(f"{service}:")]
     if port and ports:
-        text = f"{service} has no port {port!r}; its ports are {some([p.partition(':')[2] for p in ports])}"
+        text = f"{service} has no port {port!r}; its ports are {some({p.partition(':')[2]: 1 for p in ports})}"
         return Finding("problem", "object", text, "name one of these", "no-such-port")
     if facts.ignored:
         text = str(NotServed(facts.ignored))

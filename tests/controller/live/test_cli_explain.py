@@ -277,6 +277,11 @@ def test_a_name_that_is_not_there_is_an_error(call: Call, target: str, says: lis
     assert all(part in done.stderr for part in says), done.stderr
 
 
+def test_a_source_may_have_the_brackets_of_a_destination(call: Call) -> None:
+    done = call(*examples("--from", "[fd77:1::12]", "--to", "[fd96::10]:80", "-o", "json"))
+    assert (done.returncode, json.loads(done.stdout)["service"]) == (0, "default/web:http"), done.stderr
+
+
 def test_a_pod_is_named_by_its_lab(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {("pod2", 4): "10.77.1.12", ("pod2", 6): "fd77:1::12"}
     monkeypatch.setattr("hybrid_proxy.workshop.lab.commands.address_of", lambda pod, family: known[pod, family])
