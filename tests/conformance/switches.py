@@ -14,6 +14,7 @@ __all__ = ["CANNOT_BE", "GOES_ON", "PROPERTY", "Switches"]
 
 PROPERTY: Final = "switch"  # of a report: (former mode, mode, cells by kind)
 GOES_ON, CANNOT_BE = "goes on", "-"
+NOTHING: Final = "nothing: all goes on"
 KINDS_BETWEEN: Final = "; "
 
 
@@ -35,12 +36,12 @@ class Switches(Grid):
         lines = [
             f"Kinds: {KINDS_BETWEEN.join(cls.columns(rows))}",
             "",
-            "| from | to | all goes on, but |",
+            "| from | to | does not go on as it was |",
             "|---|---|---|",
         ]
         for pair in cls.order(rows):
             but = [f"{kind}: {cell}" for kind, cell in rows[pair].items() if cell != GOES_ON]
-            lines.append(cls._line([*pair, "<br>".join(but)]))
+            lines.append(cls._line([*pair, "<br>".join(but) or NOTHING]))
         return "\n".join(lines)
 
     @classmethod
@@ -53,7 +54,7 @@ class Switches(Grid):
             if line.startswith("|") and not line.startswith(("| from |", "|---")):
                 former, mode, but = (cell.strip() for cell in line.strip().strip("|").split("|"))
                 cells = dict.fromkeys(kinds, GOES_ON)
-                for each in but.split("<br>") if but else ():
+                for each in () if but == NOTHING else but.split("<br>"):
                     kind, _, cell = each.partition(": ")
                     cells[kind] = cell
                 rows[former, mode] = cells

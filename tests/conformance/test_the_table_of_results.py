@@ -69,9 +69,9 @@ SWITCHES = f"""# Title
 
 Kinds: TCP; gone
 
-| from | to | all goes on, but |
+| from | to | does not go on as it was |
 |---|---|---|
-| ebpf | nftables |  |
+| ebpf | nftables | nothing: all goes on |
 | nftables | ebpf | TCP: ends: why<br>gone: - |
 
 {END}
@@ -83,9 +83,9 @@ def test_a_run_of_one_pair_changes_its_row_alone() -> None:
     text = Switches.merge(SWITCHES, {("nftables", "ebpf"): {"TCP": "goes on", "UDP": "-"}})
     assert [line for line in text.splitlines() if line.startswith(("|", "Kinds"))] == [
         "Kinds: TCP; UDP",
-        "| from | to | all goes on, but |",
+        "| from | to | does not go on as it was |",
         "|---|---|---|",
-        "| ebpf | nftables |  |",
+        "| ebpf | nftables | nothing: all goes on |",
         "| nftables | ebpf | UDP: - |",
     ]
     assert text.startswith("# Title")
