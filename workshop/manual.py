@@ -29,14 +29,8 @@ def _lines(root: argparse.ArgumentParser) -> Iterator[str]:
     yield _HEAD
     yield f'.TH HYBRID-PROXY 8 "" "hybrid-proxy {__version__}" "Kubernetes service proxy"'
     yield from (".SH NAME", _text("hybrid-proxy - a Kubernetes service proxy for one node"))
-    yield from (
-        ".SH SYNOPSIS",
-        ".B hybrid-proxy",
-        r"\fICOMMAND\fR [\fIflags\fR]",
-        ".br",
-        ".B hybrid-proxy",
-        r"\-\-version",
-    )
+    usages = (r"\fICOMMAND\fR [\fIflags\fR]", r"\-\-version")
+    yield from (".SH SYNOPSIS", ".B hybrid-proxy", usages[0], ".br", ".B hybrid-proxy", usages[1])
     yield from (".SH DESCRIPTION", _text(root.description or ""))
     yield from _paragraphs((root.epilog or "").replace(EXIT_CODES + ENVIRONMENT, ""))
     yield ".SH COMMANDS"

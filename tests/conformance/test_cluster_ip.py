@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from hybrid_proxy.workshop.lab.network import MTU, Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp, ask_udp, download
 from tests.waiting import slowness
 
@@ -271,11 +272,19 @@ both_answer.port = 20_000
 # ICMP errors through the translation
 
 
+def set_segment_mtu(lab: Lab, mtu: int) -> None:
+    for name in {"client", "node", "node2"} & lab.places.keys():
+        link = lab.netlink(name)
+        for interface in ("eth0", "to-node", "to-node2"):  # those to nodes are the client's
+            for index in link.link_lookup(ifname=interface):
+                link.link("set", index=index, mtu=mtu)
+
+
 @pytest.fixture
 def narrow(bench: Bench):
-    bench.lab.set_segment_mtu(1400)
+    set_segment_mtu(bench.lab, 1400)
     yield
-    bench.lab.set_segment_mtu(1500)
+    set_segment_mtu(bench.lab, MTU)
     forget_path_mtus(bench.lab)
 
 

@@ -172,7 +172,7 @@ def test_a_new_token_is_read(api, tmp_path):
     token.write_text(api.token)
     connection = Connection(str(api.kubeconfig(token_file=token)), None)
     connection.open()
-    api.set_token("another-token")
+    api.token = "another-token"
     token.write_text("another-token")
     recorder = Recorder(connection, ME, retry_seconds=0.02)
     recorder.start()

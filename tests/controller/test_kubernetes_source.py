@@ -599,7 +599,7 @@ def test_a_token_that_changes(
     watcher = watch(kubeconfig=str(kubeconfig) if kubeconfig else None)
     connected(api, watcher)
 
-    api.set_token("second-token")
+    api.token = "second-token"
     token.write_text("second-token\n")
     if kind == "kubeconfig":
         assert kubeconfig is not None
@@ -792,7 +792,7 @@ def test_credentials_that_are_refused_are_tried_by_one_for_all(
     assert {request.plural for request in api.requests} == {"services"}
     assert "read the API server's configuration" not in caplog.text, "they are the same"
     assert len([s for s in watcher.of(SourceState) if not s.healthy]) == 1, "reported once"
-    api.set_token("second")
+    api.token = "second"
     watcher.complete()
 
     assert watcher.state == expected(api)

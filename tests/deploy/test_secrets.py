@@ -63,7 +63,7 @@ def test_no_secret_is_logged_at_the_highest_verbosity(lab: Lab, tmp_path: Path) 
         agent.start()
         try:
             answers = [str(agent.status())]
-            api.set_token(TOKENS[1])
+            api.token = TOKENS[1]
             token.write_text(TOKENS[1])
             api.cut()
             logged("read the API server's configuration and credentials again", agent)

@@ -156,7 +156,7 @@ def test_a_watch_beyond_the_window_is_gone(api: ApiServer, reader: Reader) -> No
 
 
 def test_only_the_current_token_is_accepted(api: ApiServer, reader: Reader) -> None:
-    api.set_token("other")
+    api.token = "other"
 
     assert reader.get("/api/v1/nodes")[0] == 401
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -170,7 +170,7 @@ def _certainty(rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
     loud, worst = _loud(noise), max((known.spread for known in noise), default=0.0)
     if loud:
         of = len({known.metric for known in noise})
-        where = ", ".join(loud) if len(loud) <= _MANY else f"{len(loud)} of {of} rows"
+        where = ", ".join(loud) if len(loud) <= MANY else f"{len(loud)} of {of} rows"
         yield (
             f"The machine was not quiet: the control, always the same work, spread by more than {100 * NOISY:.0f} % "
             f"(up to {100 * worst:,.0f} %) in {where}. Trust ratios, not values."
@@ -204,19 +204,11 @@ _HEADLINES: Final[Mapping[Trust, str]] = {
     "limited": "Trust: limited. Read this first.",
     "poor": "Trust: poor. Repeat the run on a quiet machine before you decide by it.",
 }
-_MANY: Final = 3  # more rows than these are counted, not listed
+MANY: Final = 3  # more rows than these are counted, not listed
 _TITLES: Final = {known.name: known.title for known in METRICS}
-_STEPS: Final[Sequence[tuple[float, Callable[[float], str]]]] = (
-    (1000, lambda value: f"{value:,.0f}"),
-    (100, lambda value: f"{value:.0f}"),
-    (10, lambda value: f"{value:.1f}"),
-    (1, lambda value: f"{value:.2f}"),
-    (0, lambda value: f"{value:.3f}"),
-)
 
 
 def shown(value: float, whole: bool = False) -> str:
     """Formats a number with three digits or a little more; `whole` numbers have no decimals."""
-    if whole:
-        return f"{value:,.0f}"
-    return next(write for limit, write in _STEPS if abs(value) >= limit)(value)
+    decimals = 0 if whole else sum(abs(value) < limit for limit in (100, 10, 1))
+    return f"{value:,.{decimals}f}"

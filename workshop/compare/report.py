@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.workshop.compare.findings import Findings, Row, findings
+from hybrid_proxy.workshop.compare.findings import MANY, Findings, Row, findings
 from hybrid_proxy.workshop.compare.plan import metric
 from hybrid_proxy.workshop.compare.result import Run
 from hybrid_proxy.workshop.measuring.stats import SURE, Estimate
@@ -19,7 +19,6 @@ _CONNECTION: Final = {
 }
 _REQUEST: Final = {"request_cost": "CPU for a request", "request_cpu": "CPU of the machine for a request"}
 _LATENCY: Final = {"latency_p99": "time for a request at p99"}
-_MANY: Final = 3  # more rows than these are counted, not listed
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -93,7 +92,7 @@ def _behind(found: Findings, mode: str, size: int) -> str:
     """`time to start (70 % more)`: where the first mode is behind this one; "": nowhere."""
     judged = [row for row in found.rows if (row.mode, row.size) == (mode, size) and row.verdict]
     rows = [row for row in judged if row.verdict == "behind"]
-    if len(rows) > _MANY:
+    if len(rows) > MANY:
         return f"{len(rows)} of {len(judged)} rows"
     return _listed([f"{metric(row.metric).title} ({_difference(row)})" for row in rows])
 

@@ -223,7 +223,7 @@ class ApiServer:
     Args:
         window: how many changes of each kind a watch can go back.
         bookmark_every: seconds between bookmarks of a watch that allows them.
-        token: the bearer token that is accepted.
+        token: the bearer token that is accepted; another one ends no stream, as with a real server.
         watch_list: whether a watch may begin with all objects; without, it is refused as servers do that lack it.
     """
 
@@ -249,7 +249,7 @@ class ApiServer:
         self._wakers: dict[str, set[asyncio.Event]] = {plural: set() for plural in KINDS}
         self._streams: dict[str, list[web.Request]] = {plural: [] for plural in KINDS}
         self._written: dict[int, int] = {}  # version -> monotonic ns of the first write to a stream
-        self._written_event: asyncio.Event | None = None
+        self._written_event = asyncio.Event()
         self._bookmarked: dict[str, int] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="apiserver-")
         self._authority = trustme.CA()
@@ -429,10 +429,6 @@ class ApiServer:
         """The version of the newest bookmark sent, 0 if none was."""
         return self._bookmarked.get(plural, 0)
 
-    def set_token(self, token: str) -> None:
-        """Accepts only this token from now on; open streams go on, as with a real server."""
-        self.token = token
-
     def streams(self, plural: str | None = None) -> int:
         return len(self._alive(plural))
 
@@ -524,7 +520,6 @@ class ApiServer:
         self._loop.close()
 
     async def _listen(self) -> list[web.AppRunner]:
-        self._written_event = asyncio.Event()
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._authority.issue_cert("127.0.0.1", "localhost").configure_cert(context)
         runners = []
@@ -799,11 +794,9 @@ class ApiServer:
             self._written[version] = time.monotonic_ns()
             if len(self._written) > 100_000:
                 del self._written[next(iter(self._written))]
-            if self._written_event is not None:
-                self._written_event.set()
+            self._written_event.set()
 
     async def _wait_written(self, version: int, within: float) -> int:
-        assert self._written_event is not None
         deadline = time.monotonic() + within
         while version not in self._written:
             self._written_event.clear()

@@ -42,10 +42,6 @@ LATER: Final = 4.0 * PATIENCE  # seconds that a load may take longer than planne
 FOLLOWED_WITHIN: Final = 5.0 * PATIENCE  # seconds in which traffic must follow an edited file
 
 
-class _Failed(Exception):
-    """The demonstration cannot go on."""
-
-
 @dataclass
 class Summary:
     """The results, for the last lines and for `-o json`."""
@@ -80,7 +76,7 @@ def run(name: str, pods: int, *, as_json: bool = False, console: Console | None 
         demo = _Demo(lab, pods, console, summary)
         try:
             demo.show(built)
-        except (_Failed, LabError, OSError) as error:  # of the network: a step whose traffic did not even start
+        except (LabError, OSError) as error:  # of the network: a step whose traffic did not even start
             summary.checks.append((False, f"step {demo.number}: {error}"))
             console.print(Text(f"✘ {error}", "red"))
         finally:
@@ -123,7 +119,7 @@ class _Demo:
         return self.manifests / "web.yaml"
 
     def show(self, built: float) -> None:
-        """Every step. Raises `_Failed` when going on makes no sense."""
+        """Every step. Raises `LabError` when going on makes no sense."""
         self.the_lab(built)
         self.the_agent()
         self.from_a_pod()
@@ -235,7 +231,7 @@ class _Demo:
             if set(moment) - wanted or moment.total() > 60 * len(wanted):  # not yet: judge a new moment
                 before, since = Counter(tally.backends), time.monotonic()
             if time.monotonic() - start > FOLLOWED_WITHIN:
-                raise _Failed(f"{what}: {sorted(wanted)} should answer, {dict(moment)} do")
+                raise LabError(f"{what}: {sorted(wanted)} should answer, {dict(moment)} do")
         followed = since - start
         chart.watch(0.7)
         self.check(True, f"{what}: {', '.join(sorted(wanted))} {'answers' if len(wanted) == 1 else 'answer'}")

@@ -44,6 +44,8 @@ from hybrid_proxy.workshop.lab.sockets import Opener
 # A process of pyroute2 makes the namespace; on a busy machine it takes longer than usual, as everything does.
 config.default_communicate_timeout = 2 * namespace.DEADLINES
 
+Stream = IO[str] | int | None  # as for Popen
+
 CLUSTER_CIDRS: Final = ("10.77.0.0/16", "fd77:1::/48")
 SERVICE_CIDRS: Final = ("10.96.0.0/12", "fd96::/108")
 NODE_NAMES: Final = {"node": "lab-node", "node2": "lab-node2"}
@@ -283,21 +285,11 @@ class Lab:
         return namespace.command(place.namespace, place.cgroup, argv)
 
     def start(
-        self,
-        name: str,
-        argv: Sequence[str],
-        *,
-        output: IO[str] | int | None = None,
-        errors: IO[str] | int | None = None,
+        self, name: str, argv: Sequence[str], *, output: Stream = None, errors: Stream = None
     ) -> subprocess.Popen[str]:
-        """Start a process in that place; it ends with the lab at the latest. `output` and `errors` as for Popen."""
-        child = self.spawn(
-            name,
-            argv,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,  # Ctrl-C at a terminal is for the caller, who ends these in order
-        )
+        """Start a process in that place; it ends with the lab at the latest."""
+        # A session of its own: Ctrl-C at a terminal is for the caller, who ends these in order.
+        child = self.spawn(name, argv, stdout=output, stderr=errors, start_new_session=True)
         self._children.append(child)
         return child
 
@@ -352,15 +344,6 @@ class Lab:
         if not child.stdout.readline():
             raise LabError(f"the servers of {', '.join(names)} did not start: {log.read_text()[-500:]}")
         return child
-
-    def set_segment_mtu(self, mtu: int) -> None:
-        """Set the MTU of the whole segment between client and nodes; pods keep theirs."""
-        for name in _UPLINK:
-            if name in self.places:
-                link = self.netlink(name)
-                for interface in ("eth0", "to-node", "to-node2"):  # those to nodes are the client's
-                    for index in link.link_lookup(ifname=interface):
-                        link.link("set", index=index, mtu=mtu)
 
     # The parts
 
@@ -464,15 +447,9 @@ class Lab:
 
     def _veth(self, here: str, name: str, there: str, peer: str, address: str | None = None) -> None:
         with self._path(there).open() as target:
-            more: dict[str, Any] = {"address": address} if address else {}
-            self.netlink(here).link(
-                "add",
-                ifname=name,
-                kind="veth",
-                mtu=MTU,
-                peer={"ifname": peer, "mtu": MTU, "net_ns_fd": target.fileno()},
-                **more,
-            )
+            far = {"ifname": peer, "mtu": MTU, "net_ns_fd": target.fileno()}
+            near = {"ifname": name, "mtu": MTU} | ({"address": address} if address else {})
+            self.netlink(here).link("add", kind="veth", peer=far, **near)
 
 
 def _route(link: IPRoute, destination: str, through: Place) -> None:

@@ -8,19 +8,14 @@ a pod's own. No traffic passes the helper.
 
 from __future__ import annotations
 
-import array
 import json
-import os
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from hybrid_proxy.workshop.lab import namespace
-
-_ROOM = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 class Opener:
@@ -45,11 +40,11 @@ class Opener:
         """
         with self._lock:
             self._line.send(json.dumps([str(where), family, kind, protocol]).encode())
-            answer, ancillary, _, _ = self._line.recvmsg(4096, _ROOM)
-        if not ancillary:
+            answer, descriptors, _, _ = socket.recv_fds(self._line, 4096, 1)
+        if not descriptors:
             number, text = json.loads(answer) if answer else (0, "the helper that opens sockets is gone")
             raise OSError(number, text)
-        return socket.socket(fileno=array.array("i", ancillary[0][2])[0])
+        return socket.socket(fileno=descriptors[0])
 
     def close(self) -> None:
         """End the helper; sockets that it opened live on."""
@@ -60,20 +55,11 @@ class Opener:
 def _serve(line: socket.socket) -> None:
     while request := line.recv(4096):
         where, family, kind, protocol = json.loads(request)
-        answer, descriptors = _open(Path(where), family, kind, protocol)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        line.sendmsg([answer], rights)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _open(where: Path, family: int, kind: int, protocol: int) -> tuple[bytes, list[int]]:
-    try:
-        with namespace.inside(where):
-            return b"[]", [socket.socket(family, kind, protocol).detach()]
-    except OSError as error:
-        reason: list[Any] = [error.errno, str(error)]
-        return json.dumps(reason).encode(), []
+        try:
+            with namespace.inside(Path(where)), socket.socket(family, kind, protocol) as opened:
+                socket.send_fds(line, [b"[]"], [opened.fileno()])
+        except OSError as error:
+            line.send(json.dumps([error.errno, str(error)]).encode())
 
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ def test_nothing_that_an_agent_writes_has_a_secret(
         secrets = [api.token, *KEY_LINES, base64.b64encode(KEY.encode()).decode()[:60]]
         user = key_user(token=api.token, password=PASSWORD, username="root")
         if source != "keys and a token":
-            api.set_token(TOKEN)
+            api.token = TOKEN
             secrets = [PASSWORD, quote(PASSWORD, safe=""), PLUGIN, TOKEN]
             user = exec_user(failing(tmp_path, PLUGIN), {"VAULT_TOKEN": TOKEN})
             flags += ["--master", f"https://root:{quote(PASSWORD, safe='')}@127.0.0.1:{api.port}/"]
