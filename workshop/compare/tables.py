@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Final
 
 import msgspec
@@ -57,8 +58,8 @@ def _line(run: Run, found: Findings, metric: Metric, size: int) -> Line | None:
     if not any(rows):
         return None
     emulated = run.machine.emulated and metric.unit not in ("", "MB")
-    control = next((row.control for row in rows if row is not None and row.control), None)
-    plain = "" if emulated or control is None else shown(control.median)
+    controls = [row.control.median for row in rows if row is not None and row.control]
+    plain = "" if emulated or not controls else shown(median(controls))
     unit = f" ({metric.unit})" if metric.unit and not emulated else ""
     return Line(metric, metric.title + unit, plain, [_field(row, metric, hide=emulated) for row in rows])
 
