@@ -23,7 +23,7 @@ from typing import Final
 
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
-from hybrid_proxy.dataplane.kernel.attachment import Attachment, target_of
+from hybrid_proxy.dataplane.kernel.attachment import Attachment, pinned_ends
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, pinned_link
 from hybrid_proxy.dataplane.kernel.host_netns import teach_namespace, write_namespace
 from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node, pin_folder, pin_folders, remove_empty_folders
@@ -222,7 +222,7 @@ def collect(options: Options) -> int:
     removed = 0
     for folder in pin_folders("localhost-*"):
         with contextlib.suppress(BpfError, OSError):  # another process removes them, too
-            links = [target_of(path) for path in folder.glob("link_*")]
+            links = [pinned_ends(path)[1] for path in folder.glob("link_*")]
             if links and not any(links):  # an agent that starts makes its folder before its first link
                 removed += _remove(folder)
     return removed

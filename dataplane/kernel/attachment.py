@@ -12,17 +12,16 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hybrid_proxy.dataplane.kernel import bpf
-from hybrid_proxy.dataplane.kernel._libbpf import ffi
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, check, library
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, check, described, library, program_number
+from hybrid_proxy.dataplane.kernel.descriptors import opened_folder, scoped
 from hybrid_proxy.dataplane.kernel.links import interface_name
 
 log = logging.getLogger(__name__)
 
 CGROUP: Final = 3  # BPF_LINK_TYPE_CGROUP; a link at an interface reports an index instead of a cgroup's number
-INFO_SIZE: Final = ffi.sizeof("struct bpf_link_info")
 # How the kernel refuses to update a link whose interface or cgroup is gone.
 GONE: Final = frozenset({errno.ENOLINK, errno.ENODEV, errno.EINVAL})
 
@@ -33,44 +32,23 @@ def is_link(descriptor: int) -> bool:
     return label.partition(":")[2] in {"bpf_link", "bpf-link"}  # of bpf_link_prime and of bpf_link_new_fd
 
 
-def _described(link: int, info: Any) -> tuple[int, int]:
-    """The numbers of a link's program, and of its interface or cgroup, 0 for one that is detached.
-
-    The kernel writes to `info`, which is used again because links are read often.
-    """
-    size = ffi.new("uint32_t *", INFO_SIZE)
-    check(library().bpf_obj_get_info_by_fd(link, info, size), "describing a link")
+def _ends(link: int) -> tuple[int, int]:
+    """The numbers of a link's program, and of its interface or cgroup, 0 for one that is detached."""
+    info = described(link, "link", "a link")
     target = info.target[0] | info.target[1] << 32 if info.type == CGROUP else info.target[0]
     return info.prog_id, target
 
 
-def target_of(path: Path) -> int:
-    """The number of the interface or cgroup to which the link pinned at `path` is attached, 0 if that is gone.
+def pinned_ends(path: Path) -> tuple[int, int]:
+    """The numbers of the program that the link pinned at `path` runs, and of its interface or cgroup, 0 if it is gone.
 
     Raises:
         BpfError: something else is pinned there.
     """
-    return _described_pin(path)[1]
-
-
-def program_of(path: Path) -> int:
-    """The number of the program that the link pinned at `path` runs; raises as `target_of`."""
-    return _described_pin(path)[0]
-
-
-def _described_pin(path: Path) -> tuple[int, int]:
-    link = bpf.pinned_link(path)
-    try:
+    with scoped(bpf.pinned_link(path)) as link:
         if not is_link(link):
             raise BpfError(f"{path} is no link", errno.EINVAL)
-        return _described(link, ffi.new("struct bpf_link_info *"))
-    finally:
-        os.close(link)
-
-
-def program_number(program: int) -> int:
-    """The number of a loaded program."""
-    return int(bpf.program_info(program).id)
+        return _ends(link)
 
 
 class Attachment:
@@ -97,7 +75,6 @@ class Attachment:
         self._attach_type, self._flags = attach_type, flags
         self._called = program
         self._name = path.name
-        self._info = ffi.new("struct bpf_link_info *")
         self._link = -1
         self._descriptor = -1  # of the program
         self._program = self._inode = 0
@@ -128,11 +105,8 @@ class Attachment:
     def _create(self, program: int) -> int:
         if self._cgroup is None:
             return bpf.create_link(program, self._target, self._attach_type, self.where, self._flags)
-        cgroup = os.open(self._cgroup, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with opened_folder(self._cgroup) as cgroup:
             return bpf.create_link(program, cgroup, self._attach_type, self.where, self._flags)
-        finally:
-            os.close(cgroup)
 
     def damage(self, pins: Mapping[str, int]) -> Iterator[str]:
         """Yields a message if the link or its pin is not as it was made, and its target still exists.
@@ -146,7 +120,7 @@ class Attachment:
     def _damage(self, pins: Mapping[str, int]) -> str:
         if self._link < 0:
             return "is not attached"
-        program, target = _described(self._link, self._info)
+        program, target = _ends(self._link)
         if target != self._target:
             return "is detached"
         if program != self._program:
@@ -167,7 +141,7 @@ class Attachment:
     @property
     def attached(self) -> bool:
         """True if the link is still where it was made."""
-        return self._link >= 0 and _described(self._link, self._info)[1] == self._target
+        return self._link >= 0 and _ends(self._link)[1] == self._target
 
     def remove(self) -> None:
         """Detaches the link, also one that a previous process pinned, and removes its pin."""
@@ -191,7 +165,7 @@ class Attachment:
         except (BpfError, OSError):  # there is nothing, or a directory, or a symbolic link out of the file system
             return
         if is_link(found):
-            number, target = _described(found, self._info)
+            number, target = _ends(found)
             same = program is not None and bpf.program_name(number) == bpf.program_name(program_number(program))
             if same or target in (0, self._target):
                 self._link, self._inode = found, inode

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported, told
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
+from hybrid_proxy.dataplane.kernel.descriptors import scoped
 
 if TYPE_CHECKING:  # it takes 20 MB, of which modes without tables of flows have no use
     import numpy as np
@@ -81,17 +82,13 @@ def await_grace_period() -> None:
     """
     options = ffi.new("struct bpf_map_create_opts *")
     options.sz = ffi.sizeof("struct bpf_map_create_opts")
-    inner = check(library().bpf_map_create(ARRAY, b"hp_grace_inner", 4, 4, 1, options), "creating a map")
-    try:
+    made = library().bpf_map_create(ARRAY, b"hp_grace_inner", 4, 4, 1, options)
+    with scoped(check(made, "creating a map")) as inner:
         options.inner_map_fd = inner
-        outer = check(library().bpf_map_create(ARRAY_OF_MAPS, b"hp_grace", 4, 4, 1, options), "creating a map of maps")
-        try:
+        made = library().bpf_map_create(ARRAY_OF_MAPS, b"hp_grace", 4, 4, 1, options)
+        with scoped(check(made, "creating a map of maps")) as outer:
             value = inner.to_bytes(4, sys.byteorder)
             check(library().bpf_map_update_elem(outer, bytes(4), value, 0), "changing a map of maps")
-        finally:
-            os.close(outer)
-    finally:
-        os.close(inner)
 
 
 class Map:
@@ -100,9 +97,7 @@ class Map:
     def __init__(self, fd: int, name: str) -> None:
         self.fd = fd
         self.name = name
-        info = ffi.new("struct bpf_map_info *")
-        size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_map_info"))
-        check(library().bpf_obj_get_info_by_fd(fd, info, size), f"describing map {name}")
+        info = described(fd, "map", f"map {name}")
         self.key_size = int(info.key_size)
         self.value_size = int(info.value_size)
         self.entries = int(info.max_entries)
@@ -510,12 +505,17 @@ def with_programs(targets: Iterable[int], attach_types: Collection[int]) -> set[
     return found
 
 
-def program_info(program: int) -> Any:
-    """Returns a `struct bpf_prog_info` of a loaded program, by its descriptor."""
-    info = ffi.new("struct bpf_prog_info *")
-    size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_prog_info"))
-    check(library().bpf_obj_get_info_by_fd(program, info, size), "describing a program")
+def described(descriptor: int, kind: str, what: str) -> Any:
+    """Returns the `struct bpf_KIND_info` of a map, a program (`prog`) or a link; `what` is for messages."""
+    info = ffi.new(f"struct bpf_{kind}_info *")
+    size = ffi.new("uint32_t *", ffi.sizeof(info[0]))
+    check(library().bpf_obj_get_info_by_fd(descriptor, info, size), f"describing {what}")
     return info
+
+
+def program_number(program: int) -> int:
+    """Returns the number of a loaded program, by its descriptor."""
+    return int(described(program, "prog", "a program").id)
 
 
 def program_name(number: int) -> str:
@@ -523,10 +523,8 @@ def program_name(number: int) -> str:
     program = library().bpf_prog_get_fd_by_id(number)
     if program < 0:
         return str(number)
-    try:
-        return ffi.string(program_info(program).name).decode(errors="replace") or str(number)
-    finally:
-        os.close(program)
+    with scoped(program):
+        return ffi.string(described(program, "prog", "a program").name).decode(errors="replace") or str(number)
 
 
 @lru_cache

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from hybrid_proxy.dataplane.kernel.attachment import program_number
-from hybrid_proxy.dataplane.kernel.bpf import BpfError
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, program_number
 from hybrid_proxy.dataplane.kernel.netlink import (
     NLM_F_CREATE,
     NLM_F_DUMP,

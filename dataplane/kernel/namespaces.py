@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from hybrid_proxy.dataplane.kernel.descriptors import scoped
 from hybrid_proxy.dataplane.kernel.links import POD_KINDS, read_node
 from hybrid_proxy.dataplane.kernel.netlink import (
     ROUTE,
@@ -52,19 +53,13 @@ def inside(path: str | Path) -> Iterator[None]:
     Raises:
         OSError: there is no such namespace, or the right to enter it is missing (CAP_SYS_ADMIN).
     """
-    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    try:
-        wanted = os.open(path, os.O_RDONLY)
-        try:
+    with scoped(os.open("/proc/thread-self/ns/net", os.O_RDONLY)) as before:
+        with scoped(os.open(path, os.O_RDONLY)) as wanted:
             _enter(wanted, str(path))
-        finally:
-            os.close(wanted)
         try:
             yield
         finally:
             _enter(before, "the namespace before")
-    finally:
-        os.close(before)
 
 
 def pods() -> Iterator[Pod]:
@@ -151,11 +146,8 @@ def _candidates() -> Iterator[str]:
 
 def _number(wire: Netlink, path: str) -> int:
     """Returns the kernel's number for that namespace in this one; negative: it has none here."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with scoped(os.open(path, os.O_RDONLY)) as descriptor:
         body = bytes(4) + attribute(NETNSA_FD, _INT.pack(descriptor))
         answer = wire.get(Message(RTM_GETNSID, body, what="asking for the number of a namespace")) or b""
-    finally:
-        os.close(descriptor)
     number: int = _INT.unpack(dict(attributes(answer, 4)).get(NETNSA_NSID, _INT.pack(-1)))[0]
     return number

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, check, library
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, check, described, library
 from hybrid_proxy.dataplane.kernel.btf import spelled
+from hybrid_proxy.dataplane.kernel.descriptors import scoped
 
 DEVICE_MAPS = frozenset({14, 25})  # BPF_MAP_TYPE_DEVMAP and _HASH: the kernel sets the flag below by itself
 RDONLY_PROG = 1 << 7  # BPF_F_RDONLY_PROG
@@ -78,15 +79,10 @@ def pinned(path: Path) -> Shape | None:
     """Returns the shape of the map that is pinned at `path`; None: something else than a map is there."""
     if path.is_symlink() or path.is_dir():
         return None
-    descriptor = check(library().bpf_obj_get(str(path).encode()), f"opening what is pinned at {path}")
-    try:
+    with scoped(check(library().bpf_obj_get(str(path).encode()), f"opening what is pinned at {path}")) as descriptor:
         if not is_map(descriptor):
             return None
-        info = ffi.new("struct bpf_map_info *")
-        size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_map_info"))
-        check(library().bpf_obj_get_info_by_fd(descriptor, info, size), f"describing the map at {path}")
-    finally:
-        os.close(descriptor)
+        info = described(descriptor, "map", f"the map at {path}")
     name = ffi.string(info.name).decode(errors="replace")
     rows = None
     with contextlib.suppress(BpfError), _types_of_kernel(int(info.btf_id)) as types:

@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, Final
+from typing import IO, Final
 
 import msgspec
 
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.dataplane.kernel._libbpf import ffi
-from hybrid_proxy.dataplane.kernel.bpf import check, library
+from hybrid_proxy.dataplane.kernel.bpf import described
 
 PACKAGE: Final = "HYBRID_PROXY_BCC"  # names the folder of the package, where it is at an unusual place
 HEADERS: Final = "BCC_KERNEL_SOURCE"  # bcc's own variable
@@ -226,8 +226,6 @@ def _programs(functions: dict[str, bytes]) -> Programs:
 
 
 def _described(descriptor: int) -> tuple[str, MapSpec]:
-    info: Any = ffi.new("struct bpf_map_info *")
-    size = ffi.new("uint32_t *", ffi.sizeof("struct bpf_map_info"))
-    check(library().bpf_obj_get_info_by_fd(descriptor, info, size), "describing a map")
+    info = described(descriptor, "map", "a map")
     name = bytes(ffi.string(info.name)).decode()
     return name, MapSpec(info.type, info.key_size, info.value_size, info.max_entries)

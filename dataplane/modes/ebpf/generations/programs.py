@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from hybrid_proxy.dataplane.kernel.attachment import program_number
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, has_helper
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map, Object, has_helper, program_number
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import abi
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import Larger, share, traffic_cpus

@@ -12,6 +12,7 @@ from pathlib import Path
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.attachment import Attachment
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, create_link, program_name, programs_at
+from hybrid_proxy.dataplane.kernel.descriptors import opened_folder
 from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node
 from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.mode import Options
@@ -139,11 +140,8 @@ class Watch:
     def _attach(self, cgroup: str) -> int:
         assert self._program is not None
         try:
-            folder = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
-            try:
+            with opened_folder(cgroup) as folder:
                 return create_link(self._program.program("sockops_cb"), folder, SOCK_OPS, cgroup)
-            finally:
-                os.close(folder)
         except (BpfError, OSError) as error:
             log.warning("how connections of cgroup %s begin is not counted: %s", cgroup, error)
             return -1
@@ -160,10 +158,6 @@ def numbers_of_cgroups(root: Path) -> dict[int, str]:
 
 def _programs_at(cgroup: Path, name: str) -> list[int]:
     """The programs at a hook of the cgroup; none where that cannot be read."""
-    with contextlib.suppress(BpfError, OSError):
-        target = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            return programs_at(target, ALL_HOOKS[name])
-        finally:
-            os.close(target)
+    with contextlib.suppress(BpfError, OSError), opened_folder(cgroup) as target:
+        return programs_at(target, ALL_HOOKS[name])
     return []

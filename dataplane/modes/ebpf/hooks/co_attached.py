@@ -7,15 +7,15 @@ cgroup run in the order in which they were attached.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import clsact
-from hybrid_proxy.dataplane.kernel.attachment import program_of
+from hybrid_proxy.dataplane.kernel.attachment import pinned_ends
 from hybrid_proxy.dataplane.kernel.bpf import program_name, programs_at
+from hybrid_proxy.dataplane.kernel.descriptors import opened_folder
 from hybrid_proxy.dataplane.kernel.host_paths import cgroup_of_node
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.modes.ebpf.hooks.cgroup import SOCKET_HOOKS
@@ -43,19 +43,15 @@ def describe_order(folder: Path, cgroup: str | None) -> Iterator[str]:
             filters = [_Program(*one) for one in clsact.names(interface.index, ingress=ingress)]
             programs = _attached(interface.index, attach_type, ours) + filters
             yield from _described(f"{interface.name}, {direction}", programs)
-    with contextlib.suppress(DataplaneError, OSError):
-        target = os.open(cgroup_of_node(cgroup), os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            for name, attach_type in SOCKET_HOOKS.items():
-                yield from _described(f"the node's sockets, {name}", _attached(target, attach_type, ours))
-        finally:
-            os.close(target)
+    with contextlib.suppress(DataplaneError, OSError), opened_folder(cgroup_of_node(cgroup)) as target:
+        for name, attach_type in SOCKET_HOOKS.items():
+            yield from _described(f"the node's sockets, {name}", _attached(target, attach_type, ours))
 
 
 def _pinned_program(path: Path) -> int:
     """The number of the program of a pinned link, 0 if there is no link."""
     with contextlib.suppress(DataplaneError, OSError):
-        return program_of(path)
+        return pinned_ends(path)[0]
     return 0
 
 

@@ -23,8 +23,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from hybrid_proxy.dataplane.kernel import clsact
-from hybrid_proxy.dataplane.kernel.attachment import Attachment, program_number
-from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, program_name, programs_at, with_programs
+from hybrid_proxy.dataplane.kernel.attachment import Attachment
+from hybrid_proxy.dataplane.kernel.bpf import BpfError, Object, program_name, program_number, programs_at, with_programs
 from hybrid_proxy.dataplane.kernel.links import Interface, interface_name, read_node
 from hybrid_proxy.dataplane.kernel.repairs import Pins
 from hybrid_proxy.dataplane.modes.ebpf.maps.pins import is_link_pin, links_in, remove_pins

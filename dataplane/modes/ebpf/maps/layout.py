@@ -23,6 +23,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.abi import abi_constants as abi_cons
 from hybrid_proxy.dataplane.modes.ebpf.maps.abi import pack as pack  # noqa: PLC0414
 from hybrid_proxy.dataplane.modes.ebpf.maps.abi import stored_enums as stored_enums  # noqa: PLC0414
 from hybrid_proxy.dataplane.modes.ebpf.maps.abi import stored_numbers as stored_numbers  # noqa: PLC0414
+from hybrid_proxy.dataplane.table import socket_text
 
 Words = NDArray[np.uint32]
 _WORD = 0xFFFFFFFF
@@ -84,6 +85,18 @@ def words_of(address: str) -> tuple[int, int, int, int]:
 
 def address_text(words: bytes, family: int) -> str:
     return socket.inet_ntop(socket.AF_INET6, words[:16]) if family == 6 else socket.inet_ntoa(words[:4])
+
+
+def end_text(row: Any, family: int, address: str = "address", port: str = "port") -> str:
+    """Returns an address and a port of a row as text."""
+    return socket_text(address_text(row[address].tobytes(), family), socket.ntohs(int(row[port])))
+
+
+@lru_cache
+def named(prefix: str) -> dict[int, str]:
+    """Returns the header's enumerators with this prefix by number: without it, and in lower case."""
+    known = abi_constants().items()
+    return {number: name.removeprefix(prefix).lower() for name, number in known if name.startswith(prefix)}
 
 
 def swap16(ports: NDArray[Any] | list[int]) -> NDArray[np.uint16]:

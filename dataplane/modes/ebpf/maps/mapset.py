@@ -19,7 +19,7 @@ from hybrid_proxy.dataplane.kernel.repairs import PinnedMap, Pins
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.ebpf.maps import sizes as policy
 from hybrid_proxy.dataplane.modes.ebpf.maps.first_packets import FirstPackets
-from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, frontend_dtype
+from hybrid_proxy.dataplane.modes.ebpf.maps.layout import abi_constants, dtype_of, frontend_dtype, named
 from hybrid_proxy.dataplane.modes.ebpf.maps.making import (
     PRIVATE,
     Larger,
@@ -201,8 +201,7 @@ class MapSet:
 
     def counters(self) -> dict[str, int]:
         """Returns sums over all CPUs by name, `new_flow` for COUNT_NEW_FLOW."""
-        names = [name for name in abi_constants() if name.startswith("COUNT_")]
-        return {name.removeprefix("COUNT_").lower(): self.counted(name) for name in names}
+        return {name: self.counted(f"COUNT_{name.upper()}") for name in named("COUNT_").values()}
 
     def counted(self, name: str) -> int:
         """Returns one of these sums, with `name` as in enum counter."""

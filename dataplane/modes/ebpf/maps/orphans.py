@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Final
 from hybrid_proxy.dataplane import localhost
 from hybrid_proxy.dataplane.errors import Occupied, Unsupported
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, Map
+from hybrid_proxy.dataplane.kernel.descriptors import scoped
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folders
 from hybrid_proxy.dataplane.kernel.lock import hold
 from hybrid_proxy.dataplane.kernel.repairs import PinDirectory, PinnedMap
@@ -129,8 +129,5 @@ def _remove_if_gone(folder: Path) -> int:
     # First without the lock: an agent that is about to serve there must not find it taken.
     if not is_gone(folder):
         return 0
-    lock = hold(folder, _name(folder))
-    try:
+    with scoped(hold(folder, _name(folder))):
         return remove_pins(folder) if is_gone(folder) else 0
-    finally:
-        os.close(lock)

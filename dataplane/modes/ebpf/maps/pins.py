@@ -18,6 +18,7 @@ from typing import Final
 
 from hybrid_proxy.dataplane.kernel.attachment import is_link
 from hybrid_proxy.dataplane.kernel.bpf import Object, pinned_link
+from hybrid_proxy.dataplane.kernel.descriptors import scoped
 from hybrid_proxy.dataplane.kernel.host_paths import pin_folder, remove_empty_folders
 from hybrid_proxy.dataplane.kernel.shape import Shape, declared, is_pin, name_in_kernel, pinned
 from hybrid_proxy.dataplane.mode import Options
@@ -141,11 +142,8 @@ def is_link_pin(path: Path) -> bool:
     """True if a link is pinned at a path."""
     if not is_pin(path):
         return False
-    found = pinned_link(path)
-    try:
+    with scoped(pinned_link(path)) as found:
         return is_link(found)
-    finally:
-        os.close(found)
 
 
 def _is_ours(path: Path) -> bool:

@@ -17,15 +17,15 @@ from hybrid_proxy.dataplane.kernel.links import interface_name
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import PacketEvent, some
-from hybrid_proxy.dataplane.table import Protocol, socket_text
+from hybrid_proxy.dataplane.table import Protocol
 
 log = logging.getLogger(__name__)
 
 KEPT = 1000
 LOG_SECONDS, LONGEST_SECONDS = 1.0, 600.0  # between lines about drops: of new kinds, and of those that go on
 HOOKS = {
-    "HOOK_POD_INGRESS": "from a pod", "HOOK_POD_EGRESS": "to a pod", "HOOK_UPLINK_INGRESS": "from outside",
-    "HOOK_UPLINK_EGRESS": "to outside", "HOOK_SOCKET": "socket of this node", "HOOK_XDP": "from outside (XDP)",
+    "pod_ingress": "from a pod", "pod_egress": "to a pod", "uplink_ingress": "from outside",
+    "uplink_egress": "to outside", "socket": "socket of this node", "xdp": "from outside (XDP)",
 }  # fmt: skip
 
 TCP_FLAGS = ("FIN", "SYN", "RST", "PSH", "ACK", "URG", "ECE", "CWR")  # by their bits (RFC 9293)
@@ -89,9 +89,7 @@ def _service_at(event: Any, whose: Addresses) -> str | None:
 
 def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> PacketEvent:
     family = int(event["family"])
-    source, destination = (layout.address_text(event[end].tobytes(), family) for end in ("saddr", "daddr"))
-    sport, dport = layout.swap16([int(event["sport"]), int(event["dport"])]).tolist()
-    reason = _names("COUNT_")[int(event["reason"])].removeprefix("COUNT_").lower()
+    reason = layout.named("COUNT_")[int(event["reason"])]
     service, protocol, ifindex = int(event["service"]), int(event["protocol"]), int(event["ifindex"])
     return PacketEvent(
         number=number,
@@ -101,10 +99,10 @@ def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> Pa
         message=WORDS.get(reason, ""),
         service=names.get(service),
         protocol=Protocol.name_of(protocol),
-        source=socket_text(source, sport),
-        destination=socket_text(destination, dport),
+        source=layout.end_text(event, family, "saddr", "sport"),
+        destination=layout.end_text(event, family, "daddr", "dport"),
         backend=_backend(backends, int(event["backend"]), service, family),
-        where=HOOKS[_names("HOOK_")[int(event["hook"])]],
+        where=HOOKS[layout.named("HOOK_")[int(event["hook"])]],
         interface=interface_name(ifindex) if ifindex else None,
         flags=_flags(int(event["tcp_flags"])) if protocol == Protocol.TCP else None,
     )
@@ -114,14 +112,8 @@ def _flags(bits: int) -> str | None:
     return " ".join(name for bit, name in enumerate(TCP_FLAGS) if bits >> bit & 1) or None
 
 
-def _names(prefix: str) -> dict[int, str]:
-    return {number: name for name, number in layout.abi_constants().items() if name.startswith(prefix)}
-
-
 def _backend(backends: Any, number: int, service: int, family: int) -> str | None:
     """Returns the address of a backend, unless its id has been given to another one."""
     if not number or number >= len(backends) or int(backends[number]["service"]) != service:
         return None
-    row = backends[number]
-    address = layout.address_text(row["address"].tobytes(), family)
-    return socket_text(address, int(layout.swap16([int(row["port"])])[0]))
+    return layout.end_text(backends[number], family)

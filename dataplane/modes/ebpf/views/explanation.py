@@ -66,23 +66,21 @@ class _Notes:
         return self.around.names.get(service, f"service {service}")
 
     def address(self, backend: int) -> str:
-        row = self.around.backends[backend]
-        text = layout.address_text(row["address"].tobytes(), self.family)
-        return socket_text(text, int(layout.swap16([int(row["port"])])[0]))
+        return layout.end_text(self.around.backends[backend], self.family)
 
     def target(self) -> str:
         return f"{socket_text(self.question.dst, self.question.port)}/{Protocol(self.question.protocol).name}"
 
     # One method for each kind of note.
 
-    def may_be_service(self, _a: int, _b: int) -> None:
+    def note_may_be_service(self, _a: int, _b: int) -> None:
         self.step("prefilter", f"{self.target()} may belong to a Service: the prefilter matches.", internal=True)
 
-    def flow_owner(self, service: int, backend: int) -> None:
+    def note_flow_owner(self, service: int, backend: int) -> None:
         self.service, self.backend = service, backend
         self._flow = f"to backend {self.address(backend)} of {self.name(service)}" if backend else "to no service"
 
-    def flow(self, flags: int, age: int) -> None:
+    def note_flow(self, flags: int, age: int) -> None:
         constants = layout.abi_constants()
         states = {"ESTABLISHED": "established", "RESET": "reset", "FIN": "half-closed", "MASQUERADE": "masqueraded",
                   "HAIRPIN": "hairpin", "COLLISION": "in collision"}  # fmt: skip
@@ -93,15 +91,15 @@ class _Notes:
             "flow", f"A flow is known, {self._flow}: {', '.join(shown) or 'opening'}, last used {seconds:.1f} s ago."
         )
 
-    def renewal(self, _a: int, _b: int) -> None:
+    def note_renewal(self, _a: int, _b: int) -> None:
         self.step("renewal", "The packet does not follow it: a new flow takes its place.")
 
-    def frontend(self, service: int, flags: int) -> None:
+    def note_frontend(self, service: int, flags: int) -> None:
         self.service = service
         self.step("frontend", f"{self.target()} is an address of {self.name(service)}.")
         self._flags(flags)
 
-    def node_port(self, service: int, flags: int) -> None:
+    def note_node_port(self, service: int, flags: int) -> None:
         self.service = service
         port, text = self.question.port, f"{self.question.dst} serves node ports"
         if not service:
@@ -110,7 +108,7 @@ class _Notes:
         self.step("frontend", f"{text}, and {port} is one of {self.name(service)}.")
         self._flags(flags)
 
-    def closed_port(self, _a: int, _b: int) -> None:
+    def note_closed(self, _a: int, _b: int) -> None:
         self.closed = True
         self.step("frontend", f"{self.question.dst} is a service's address, which has no such port.")
 
@@ -132,14 +130,14 @@ class _Notes:
         if shown:
             self.step("flags", f"Its flags: {', '.join(shown)}.", internal=True)
 
-    def client(self, kind: int, _b: int) -> None:
+    def note_client(self, kind: int, _b: int) -> None:
         self.step("client", f"The source {self.question.src} is {CLIENTS[kind]}.")
 
-    def sources(self, allowed: int, _b: int) -> None:
+    def note_sources(self, allowed: int, _b: int) -> None:
         if allowed:  # otherwise the packet is dropped, and the reason says so
             self.step("sources", "The source is in loadBalancerSourceRanges.")
 
-    def route(self, number: int, masquerade: int) -> None:
+    def note_route(self, number: int, masquerade: int) -> None:
         self.masquerade = bool(masquerade) and self.place != "node"  # a socket has the node's address anyway
         word = int(self.around.services[self.service]["sets"][number])
         slots = layout.split_range_word(word)[1]
@@ -147,7 +145,7 @@ class _Notes:
         if self.masquerade:
             self.step("masquerade", "Its source is replaced by the node's address.")
 
-    def affinity(self, timeout: int, backend: int) -> None:
+    def note_affinity(self, timeout: int, backend: int) -> None:
         self.backend = backend
         seconds = timeout // self.around.hz
         if backend:
@@ -155,30 +153,30 @@ class _Notes:
         else:
             self.step("affinity", f"Affinity: it was at no backend of the set in the last {seconds} s.")
 
-    def load(self, backend: int, count: int) -> None:
+    def note_load(self, backend: int, count: int) -> None:
         self.step("load", f"Backend {self.address(backend)} has {several(count, 'open flow')}.", internal=True)
 
-    def slot(self, index: int, backend: int) -> None:
+    def note_slot(self, index: int, backend: int) -> None:
         self.backend = backend
         self.step("slot", f"Slot {index} was chosen.", internal=True)
         self.step("backend", f"Backend {self.address(backend)} was chosen. Another packet may get another.")
 
-    def empty(self, number: int, drops: int) -> None:
+    def note_empty(self, number: int, drops: int) -> None:
         action = "dropped" if drops else "rejected"
         self.step("empty", f"Backend set {number} is empty: the packet is {action}.", internal=True)
 
-    def path_back(self, ifindex: int, strict: int) -> None:
+    def note_path_back(self, ifindex: int, strict: int) -> None:
         way = f"is by {self.around.interface(ifindex)}" if ifindex else "does not exist"
         rule = "must be by the interface that it came in at" if strict else "must exist"
         self.step("path_back", f"The way back to {self.question.src} {way}; it {rule}.", internal=True)
 
-    def hop(self, ifindex: int, result: int) -> None:
+    def note_hop(self, ifindex: int, result: int) -> None:
         self.has_hop = result in {0, 7}
         way = HOPS.get(result, "none: the stack is to decide" if result in {4, 5, 6} else f"none ({result})")
         interface = f", by {self.around.interface(ifindex)}" if self.has_hop else ""
         self.step("hop", f"The next hop: {way}{interface}.", internal=True)
 
-    def foreign(self, origin: int, way: int) -> None:
+    def note_foreign(self, origin: int, way: int) -> None:
         self.step("origin", f"The flow's packets come in {self._place(origin)}; its sender lives {self._place(way)}.")
 
     def _place(self, number: int) -> str:
@@ -196,25 +194,10 @@ class _Notes:
         name = self.around.interface(number)
         return f"at {name}" if name else f"at interface {number}, which is gone"
 
-    def count(self, number: int, _b: int) -> None:
-        reason = _counters()[number]
+    def note_count(self, number: int, _b: int) -> None:
+        reason = layout.named("COUNT_")[number]
         self.counted.append(reason)
         self.step(reason, f"{WORDS[reason][0].upper()}{WORDS[reason][1:]}.", internal=kind_of(reason) == "note")
-
-
-def _counters() -> dict[int, str]:
-    constants = layout.abi_constants().items()
-    return {number: name.removeprefix("COUNT_").lower() for name, number in constants if name.startswith("COUNT_")}
-
-
-def _methods() -> dict[int, str]:
-    other = {"closed": "closed_port"}
-    names = (
-        (number, name.removeprefix("NOTE_").lower())
-        for name, number in layout.abi_constants().items()
-        if name.startswith("NOTE_")
-    )
-    return {number: other.get(name, name) for number, name in names if name != "none"}
 
 
 def _first_packet(src: str, dst: str, port: int, protocol: int, source_port: int | None = None) -> bytes:
@@ -255,9 +238,8 @@ def explain(
     notes = _Notes(question, around, place)
     interface = around.interface(ifindex) if ifindex else None
     notes.step("arrives", ARRIVES[place].format(interface=f", at {interface}" if interface else ""))
-    methods = _methods()
     for record in _read(programs):
-        getattr(notes, methods[int(record["what"])])(int(record["a"]), int(record["b"]))
+        getattr(notes, f"note_{layout.named('NOTE_')[int(record['what'])]}")(int(record["a"]), int(record["b"]))
     if len(notes.steps) == 1:
         notes.step(
             "prefilter", f"{notes.target()} is no service's, and neither end is a backend: nothing is looked up."

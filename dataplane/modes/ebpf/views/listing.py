@@ -199,8 +199,7 @@ def _backends(maps: Maps, names: Names, of: str | None = None) -> list[BackendRo
 
 def _address(row: Any) -> str:
     """Returns the address and port of a backend's row."""
-    address = layout.address_text(row["address"].tobytes(), int(row["kind"]) & 0xFF)
-    return socket_text(address, int(layout.swap16([int(row["port"])])[0]))
+    return layout.end_text(row, int(row["kind"]) & 0xFF)
 
 
 def _state(flags: int, failures: int, history: FailureHistory | None, now: float) -> str:
@@ -280,21 +279,15 @@ def flow_state(flags: int, protocol: int) -> str:
 
 
 def _flow(key: Any, value: Any, family: int, names: Names) -> FlowRow:
-    constants = layout.abi_constants()
-
-    def end(row: Any, address: str, port: str) -> str:
-        text = layout.address_text(row[address].tobytes(), family)
-        return socket_text(text, int(layout.swap16([int(row[port])])[0]))
-
-    flags = int(value["flags"])
+    constants, flags = layout.abi_constants(), int(value["flags"])
     state = flow_state(flags, int(key["protocol"]))
     return FlowRow(
         service=names.get(int(value["service"])),
         protocol=Protocol.name_of(int(key["protocol"])),
-        client=end(key, "saddr", "sport"),
-        frontend=end(key, "daddr", "dport"),
-        backend=end(value, "daddr", "dport"),
-        source=end(value, "saddr", "sport"),
+        client=layout.end_text(key, family, "saddr", "sport"),
+        frontend=layout.end_text(key, family, "daddr", "dport"),
+        backend=layout.end_text(value, family, "daddr", "dport"),
+        source=layout.end_text(value, family, "saddr", "sport"),
         state=state,
         hairpin=bool(flags & constants["FLOW_HAIRPIN"]),
         direct=bool(flags & constants["FLOW_DIRECT"]),
