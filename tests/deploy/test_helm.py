@@ -333,7 +333,8 @@ def test_the_page_of_a_migration_gives_the_chart_the_image_and_all_flags() -> No
     """The rows of its table, typed together as they stand there."""
     page = (DEPLOY.parent / "docs/migration.md").read_text()
     rows = re.findall(r"^\| .*\| `(helm upgrade [^`]*)`|^\| `components/.* \| `(--set [^`]*)`", page, re.MULTILINE)
-    command, *flags = (install or flag for install, flag in rows)
+    command, phases, *flags = (install or flag for install, flag in rows)
+    assert "--set phase=STEP " in phases  # tests/docs/live/test_waves.py types it
     image = re.search(r"--set image\.repository=(\S+)", command)
     assert image, "the chart does not read components/image"
     for flag in flags:

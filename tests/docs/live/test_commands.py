@@ -57,6 +57,7 @@ def test_every_target_of_make_is_there() -> None:
 def test_kubectl_and_helm_understand_it(page: str, line: str, tmp_path: Path) -> None:
     """The real ones do everything but talk to a server: they read flags, patches, kustomizations and charts first."""
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")  # files that a line writes do not land in the tree
+    (tmp_path / "workers.txt").write_text("".join(f"node/worker{n}\n" for n in range(60)))  # an earlier line wrote it
     for name, there in (
         ("helm", f'{helm.program()} "$@" --kube-apiserver={NOWHERE}'),
         ("kubectl", f'{manifests.kubectl()} --server={NOWHERE} --request-timeout=2s "$@"'),

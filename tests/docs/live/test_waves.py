@@ -70,6 +70,20 @@ def typed(name: str) -> list[str]:
     return found
 
 
+def with_the_chart(line: str) -> str:
+    """The page's own words for who has the chart; a release is what its objects are."""
+    for kustomization, cells in table(PAGE, "| kustomizations | chart |").items():
+        pattern = re.escape(kustomization.strip("`")).replace("STEP", r"(\w+)")
+        if found := re.fullmatch(pattern, line):
+            typed = cells["chart"].strip("`").replace("STEP", found[1] if found.groups() else "")
+            made = re.sub(r"^helm uninstall (\S+).*", r"cat \1 | kubectl delete -f -", typed)
+            template = rf"{helm.program()} template \1 | tee \1 | kubectl apply -f -"
+            made = re.sub(r"^helm upgrade --install ((\S+) .*)", template.replace(r"tee \1", r"tee \2"), made)
+            assert made != typed, line
+            return made
+    return line
+
+
 @contextmanager
 def answers(text: str) -> Iterator[str]:
     """An address that answers one request: 200 and what an agent exports, or 500."""
@@ -245,12 +259,15 @@ def test_the_gates_of_an_agent_that_serves(lab: Lab, tmp_path: Path) -> None:
     assert "Connection refused" in walk.shell(f"{gates} 1", 1)
 
 
-def test_wave_after_wave_with_an_abort(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [str, with_the_chart], ids=["kustomizations", "chart"])
+def test_wave_after_wave_with_an_abort(way: Callable[[str], str], tmp_path: Path) -> None:
     walk = Walk(tmp_path)
     walk.type("labels")
+    shown = walk.shell(next(line for line in typed("labels") if " -L " in line)).splitlines()
+    assert {line.split()[-1] for line in shown[1:]} == {str(wave) for wave in WAVES}
     waves = [node["metadata"]["labels"]["hybrid-proxy.io/wave"] for node in walk.cluster.objects["nodes"].values()]
     assert {wave: waves.count(str(wave)) for wave in WAVES} == WAVES
-    walk.type("start")
+    walk.type("start", change=way)
     for wave in WAVES:
         before = walk.pods("hybrid-proxy")
         assert not walk.type("wave", wave), "a kube-proxy still runs"
@@ -258,22 +275,35 @@ def test_wave_after_wave_with_an_abort(tmp_path: Path) -> None:
             ill = min(walk.pods("hybrid-proxy") - before)
             assert walk.failing({ill}) == GATES.keys()
             for _ in range(2):  # the second time after a timeout
-                walk.type("rollback", wave)
+                walk.type("rollback", wave, way)
             assert walk.pods("hybrid-proxy") == before
             walk.type("wave", wave)
         assert len(walk.pods("hybrid-proxy")) == sum(list(WAVES.values())[:wave]) - (wave >= 4)  # Windows
         assert not walk.failing(set())
-        walk.type("takeover")
+        walk.type("takeover", change=way)
     for wave in reversed(WAVES):
-        walk.type("rollback", wave)
+        walk.type("rollback", wave, way)
     assert not walk.labelled("rollback", "yes")
-    walk.type("back")
+    walk.type("back", change=way)
     assert (walk.pods("kube-proxy"), walk.pods("hybrid-proxy")) == (walk.nodes, set())
+
+
+def test_a_small_cluster_has_waves_without_nodes(tmp_path: Path) -> None:
+    walk = Walk(tmp_path)
+    for name in walk.nodes - {"worker1", "worker2"}:
+        del walk.cluster.objects["nodes"][name]
+    lines = [line for line in typed("labels") if re.search(r">workers.txt|wave=[123]", line)]
+    for line in lines[:-1]:
+        walk.shell(line)
+    said = walk.shell(lines[-1], 1)
+    (sign,) = re.findall(r"^- ✗ `(.*?)`: no lines are left", (ROOT / PAGE).read_text(), re.MULTILINE)
+    assert sign in said
+    assert [len(walk.labelled("wave", wave)) for wave in "123"] == [1, 1, 0]
 
 
 def test_no_kube_proxy_ends_while_a_node_has_no_label(tmp_path: Path) -> None:
     walk = Walk(tmp_path)
-    *labels, patch = typed("labels")
+    *labels, patch, _ = typed("labels")
     for line in labels:
         walk.shell(line)
     walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy-")
@@ -340,12 +370,3 @@ def test_a_node_that_is_not_ready_holds_up_no_wave(tmp_path: Path) -> None:
     walk.cluster.objects["nodes"][ill]["status"] = {"conditions": [NOT_READY]}
     walk.type("wave", 2)
     walk.type("rollback", 2, lambda line: line if " wait " in line or " label " in line else "true")
-
-
-def test_the_chart_gives_way_to_the_same_label(tmp_path: Path) -> None:
-    walk = Walk(tmp_path)
-    walk.type("labels")
-    chart = next(line for block in blocks("deploy/README.md", "sh") for line in block.lines if "ConfigMap=" in line)
-    walk.shell(chart.replace("helm upgrade --install", f"{helm.program()} template") + " | kubectl apply -f -")
-    walk.type("wave")
-    walk.type("wave", 2)
