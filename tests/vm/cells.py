@@ -26,7 +26,7 @@ class Cell:
     had a result (empty: it did not).
     """
 
-    core: bool = False  # the cases marked so alone
+    core: bool = False  # the cases marked so alone, as usual here
     passed: int = 0
     expected: int = 0  # known gaps: failures that the suite names and expects
     failed: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Cell:
         words += [f"{n} skipped: {why}" for why, n in sorted(self.skipped.items()) if not why.startswith(_OTHER_MODE)]
         words += [f"{other} of other modes"] if other else []
         words += [f"**not finished**: {self.unfinished}"] if self.unfinished else []
-        return ", ".join(words).replace("\n", " ").replace("|", "/") + (" (core)" if self.core else "")
+        return ", ".join(words).replace("\n", " ").replace("|", "/") + ("" if self.core else " (whole suite)")
 
 
 def count(reports: Iterable[Mapping[str, Any]], *, core: bool = False) -> Cell:

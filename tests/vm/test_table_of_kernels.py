@@ -44,20 +44,20 @@ def test_each_test_counts_once_with_its_worst_outcome() -> None:
 def test_a_cell_says_what_passed_what_failed_and_why_something_was_skipped() -> None:
     skipped = {"TCX link": 3, "mode ebpf has a way of its own": 4, "mode ebpf: no": 1}
     found = Cell(core=True, passed=40, expected=2, skipped=skipped)
-    assert found.text == "40 passed, 2 not yet, 3 skipped: TCX link, 5 of other modes (core)"
+    assert found.text == "40 passed, 2 not yet, 3 skipped: TCX link, 5 of other modes"
     stopped = Cell(passed=1, failed=["t.py::one[ebpf-v4]", "t.py::one[ebpf-v6]"], unfinished="the guest\nstopped")
-    assert stopped.text == "1 passed, **2 failed**: `one` (2), **not finished**: the guest stopped"
+    assert stopped.text == "1 passed, **2 failed**: `one` (2), **not finished**: the guest stopped (whole suite)"
 
 
 TABLE = """\
 | mode | 5.10 (5.10.0-1-amd64) | 6.1 (6.1.0-1-amd64) |
 |---|---|---|
 | ebpf | 1 passed | 2 passed |
-| ipvs |  | 7 passed (core) |"""
+| ipvs |  | 7 passed |"""
 
 
 @pytest.mark.parametrize(("mode", "head", "before", "after"), [
-    pytest.param("ipvs", "6.1 (6.1.0-1-amd64)", "7 passed (core)", "8 passed", id="its own cell alone"),
+    pytest.param("ipvs", "6.1 (6.1.0-1-amd64)", "7 passed", "8 passed (whole suite)", id="its own cell alone"),
     pytest.param("ebpf", "6.1 (6.1.0-2-amd64)", "6.1 (6.1.0-1-amd64)", "6.1 (6.1.0-2-amd64)", id="a newer release"),
 ])  # fmt: skip
 def test_a_run_changes(mode: str, head: str, before: str, after: str) -> None:
