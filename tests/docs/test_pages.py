@@ -35,9 +35,11 @@ def test_the_files_that_outlive_an_agent_are_those_of_the_page() -> None:
     assert {name.strip("`") for name in table("docs/operations.md", "| file | content |")} == made
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert [page for page in PAGES if page.startswith("docs/") and page not in text] == [], "add them to README.md"
+def test_an_index_leads_to_every_page() -> None:
+    assert "(docs/README.md)" in (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/README.md").read_text()
+    pages = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/") and page != "docs/README.md"]
+    assert [page for page in pages if f"({page})" not in text] == [], "add them to docs/README.md"
 
 
 def test_the_readme_is_one_sitting() -> None:
