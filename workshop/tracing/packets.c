@@ -306,6 +306,22 @@ static __always_inline int belongs(const struct header *h, struct known *k)
 	return 1;
 }
 
+/* Tells whether a packet belongs to a wanted flow, also one in a pod's namespace, which begins no flow that this node has
+ * not seen: another host of the same machine (a lab) may have the same addresses.
+ */
+static __always_inline int is_wanted(u32 netns, const struct header *h, struct known *k)
+{
+	struct ends e = h->ends;
+	struct known *old;
+
+	if (is_home(netns))
+		return belongs(h, k);
+	old = flows.lookup(&e);
+	if (old)
+		__builtin_memcpy(k, old, sizeof(*k));
+	return old != 0;
+}
+
 /* Remembers the ends with which a request leaves: the replies have them in reverse. */
 static __always_inline void learn(const struct walk *w, const struct header *h)
 {
@@ -319,6 +335,10 @@ static __always_inline void learn(const struct walk *w, const struct header *h)
 	k.backend.port = h->ends.destination_port;
 	k.backend.protocol = h->ends.protocol;
 	flows.update(&first, &k);
+#ifdef DROPS
+	first = h->ends; /* as which a pod's own rules see it */
+	flows.update(&first, &k);
+#endif
 	k.way = REPLY;
 	turned(&back, &h->ends);
 	flows.update(&back, &k);
@@ -614,42 +634,46 @@ static __always_inline void step(u64 skb, const u32 point, const u32 kind)
 }
 #endif
 
-#ifdef DROPS
+#if defined(DROPS) || defined(RETRANSMITS)
 struct drop {
 	u32 service;
 	u32 way;
 	u32 reason;
-	u32 unused;
+	u32 netns; /* `rows.drop_rows` selects this node and its pods */
 	u64 location;
 	struct place to;
 };
 
 BPF_HASH(drops, struct drop, u64, 8192);
 
+/* Counts a packet that is dropped here or in a pod. One that bypassed the stack shows its backend nowhere else. */
 static __always_inline void freed(u64 skb, u64 location, u32 reason)
 {
-	struct walk *w;
+	u64 now = bpf_ktime_get_ns(), zero = 0;
+	struct walk *w = walks.lookup(&skb);
+	struct drop key = {.reason = reason, .location = location, .netns = netns_of_packet(skb)};
 	struct header h;
 	struct known k;
-	struct drop key = {.reason = reason, .location = location};
-	u64 zero = 0;
+	u32 *service;
 
-	if (!location || !is_home(netns_of_packet(skb)))
+	if (!location)
 		return;
-	w = walks.lookup(&skb);
 	if (!read_header(skb, 0, &h)) {
-		if (w)
-			walks.delete(&skb);
+		walks.delete(&skb);
 		return;
 	}
-	if (w && w->sign == h.sign) {
+	if (w && w->sign == h.sign && (is_home(key.netns) || !(is_stale(w, &h, now) || is_anothers(w, &h.ends)))) {
+		learn(w, &h);
 		key.service = w->service;
 		key.way = w->way;
-	} else if (belongs(&h, &k)) {
+	} else if (is_wanted(key.netns, &h, &k)) {
 		key.service = k.service;
 		key.way = k.way;
-	} else {
-		return;
+	} else { /* a client's own rules dropped it before it came here */
+		service = asked_for(&h.ends);
+		if (!service)
+			return;
+		key.service = *service;
 	}
 	__builtin_memcpy(key.to.address, h.ends.destination, 16);
 	key.to.port = key.way == REQUEST ? h.ends.destination_port : 0; /* a client's port would be a row for each */
@@ -692,20 +716,13 @@ BPF_HASH(repeats, struct again, u64, 16384);
 static __always_inline void repeated(u64 sk)
 {
 	struct header h = {};
-	struct known k = {}, *old;
+	struct known k = {};
 	struct again key = {};
 	u64 zero = 0;
 
 	ends_of_socket(sk, &h.ends);
-	if (is_home(netns_of(word(sk + SOCK_NET)))) {
-		if (!belongs(&h, &k))
-			return;
-	} else {
-		old = flows.lookup(&h.ends);
-		if (!old)
-			return;
-		__builtin_memcpy(&k, old, sizeof(k));
-	}
+	if (!is_wanted(netns_of(word(sk + SOCK_NET)), &h, &k))
+		return;
 	key.service = k.service;
 	key.way = k.way;
 	key.backend = k.backend;

@@ -10,10 +10,15 @@ from hybrid_proxy.controller.commands.columns import Column, Screen, Tone, paint
 from hybrid_proxy.controller.commands.terminal import print_value, screen
 
 Row = Mapping[str, Any]
+WORDS: Final = {
+    "NETFILTER_DROP": "a firewall's rule", "NO_SOCKET": "nothing listens", "TC_INGRESS": "by a program",
+    "TCP_OLD_DATA": "it came twice", "QUEUE_PURGE": "no loss: the socket closed", "SOCKET_RCVBUFF": "a slow reader",
+    "NEIGH_FAILED": "the next hop is silent", "TCP_CLOSE": "the socket is closed", "IP_RPFILTER": "rp_filter",
+}  # fmt: skip
 # Columns that a narrow screen may lack, the largest first; the others identify or judge.
 _LEAVE: Final = {
     "p50": 8, "mean": 7, "seen by": 6, "max": 5, "direction": 4, "protocol": 3, "SYNs repeated": 2,
-    "connections": 1, "in": 1, "repeated by": 1,
+    "connections": 1, "where": 1, "in": 1, "repeated by": 1,
 }  # fmt: skip
 _WRAPPED: Final = frozenset({"reason"})
 
@@ -96,14 +101,21 @@ def _latency(answer: Row, on: Screen) -> Iterator[str]:
 
 def _drops(answer: Row, on: Screen) -> Iterator[str]:
     if answer["drops"]:
-        titles = ("service", "direction", "protocol", "to", "reason", "in", "packets")
-        yield from _table(on, titles, (list(row.values()) for row in answer["drops"]))
+        titles = ("service", "direction", "protocol", "to", "where", "reason", "in", "packets")
+        yield from _table(on, titles, (list((row | {"reason": _why(row)}).values()) for row in answer["drops"]))
     else:
-        yield "the kernel dropped no packet of a service on its way to pods; what pods drop themselves is not seen"
+        yield "the kernel dropped no packet of a service, here or in a pod"
     if answer["programs"]:
         title = "dropped and refused by the programs of mode ebpf (docs/counters.md)"
         yield from ("", painted(title, Tone.HEAD, on))
         yield from _table(on, ("reason", "count"), (list(row.values()) for row in answer["programs"]))
+
+
+def _why(row: Row) -> str:
+    """The kernel's reason, and what it means."""
+    reason = row["reason"]
+    known = "the pod's own rules" if reason == "NETFILTER_DROP" and row["where"] != "node" else WORDS.get(reason)
+    return f"{reason} ({known})" if known else reason
 
 
 def _retransmits(answer: Row, on: Screen) -> Iterator[str]:
@@ -115,7 +127,7 @@ def _retransmits(answer: Row, on: Screen) -> Iterator[str]:
 
 
 def _follow(answer: Row, on: Screen) -> Iterator[str]:
-    """A line for each point; where the packet's ends do not fit behind it, they stand below."""
+    """A line for each point; the reason for a drop and the packet's ends stand below where they do not fit."""
     points = answer["points"]
     if not points:
         yield "no such packet passed"
@@ -131,11 +143,12 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
             yield painted(title, Tone.HEAD, on)
         now = f"{row['source']} -> {row['destination']}"
         where = f"{row['where']} {row['interface'] or ''}".strip()
-        why = f" {row['reason']} in {row['function']}" if "reason" in row else ""
-        text = f"  {row['us']:>10.1f} us {'+' + format(row['step_us'], '.1f'):>8}  {row['point'] + why:<28} {where:<24}"
-        shown = now if now != ends else ""
-        if on.width is None or len(f"{text} {shown}".rstrip()) <= on.width:
-            yield f"{text} {shown}".rstrip()
+        more = [_why(row), f"in {row['function']}"] if "reason" in row else []
+        text = f"  {row['us']:>10.1f} us {'+' + format(row['step_us'], '.1f'):>8}  {row['point']:<28} {where:<24}"
+        more += [now] * (now != ends)
+        whole = " ".join((text, *more)).rstrip()
+        if on.width is None or len(whole) <= on.width:
+            yield whole
         else:
-            yield from (text.rstrip(), *([f"{'':25}{shown}"] if shown else []))
+            yield from (text.rstrip(), *(f"{'':25}{part}" for part in more))
         ends = now

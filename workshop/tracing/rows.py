@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, place_text
+from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, place_text, unmapped
 from hybrid_proxy.workshop.tracing.text import DROP, LABELS, SOCKET
 
 Histogram = Mapping[int, int]  # slot -> how many
@@ -15,6 +15,20 @@ DIRECTIONS: Final = ("request", "reply")
 ASKED, ANSWERED, REFUSED, REPEATED = range(4)  # as in packets.c
 OF_SOCKET: Final = 255
 UNREPORTED: Final = "not reported by this kernel"
+NO_LOSS: Final = frozenset({"QUEUE_PURGE"})  # what a socket still has when its process closes it
+
+
+class Places(NamedTuple):
+    """The network namespaces of this node: its own number, and those of its pods with their addresses."""
+
+    home: int
+    pods: Mapping[int, Sequence[str]]
+
+    def named(self, netns: int, *seen: str) -> str | None:
+        """Returns `node` or a pod by its address, which the packet has if it can; None: it is not this node's."""
+        addresses = self.pods.get(netns, ())
+        pod = next((each for each in addresses if each in seen), addresses[0] if addresses else None)
+        return "node" if netns == self.home else f"pod {pod}" if pod else None
 
 
 def bounds(slot: int) -> tuple[int, int]:
@@ -150,13 +164,18 @@ def is_closed(flow: Iterable[Sequence[Event]]) -> bool:
 
 
 def drop_rows(
-    counts: Mapping[tuple[Any, ...], int], names: Sequence[str], why: Mapping[int, str], symbol: Callable[[int], str]
+    counts: Mapping[tuple[Any, ...], int],
+    names: Sequence[str],
+    places: Places,
+    why: Mapping[int, str],
+    symbol: Callable[[int], str],
 ) -> list[Row]:
     """Returns the packets that the kernel dropped, the most first.
 
     Args:
-        counts: (service, way, reason, unused, location, address, port, protocol) -> how many.
+        counts: (service, way, reason, netns, location, address, port, protocol) -> how many.
         names: of services.
+        places: of this node; other hosts of the same machine (a lab) drop packets, too.
         why: the kernel's reasons for a drop.
         symbol: returns the name of the function at a location.
     """
@@ -164,10 +183,11 @@ def drop_rows(
     found = [
         {
             "service": names[service], "direction": DIRECTIONS[way], "protocol": protocols[protocol],
-            "to": place_text(address, port), "reason": why.get(reason, UNREPORTED), "function": symbol(location),
-            "count": count,
+            "to": place_text(address, port), "where": where, "reason": why.get(reason, UNREPORTED),
+            "function": symbol(location), "count": count,
         }
-        for (service, way, reason, _, location, address, port, protocol), count in counts.items()
+        for (service, way, reason, netns, location, address, port, protocol), count in counts.items()
+        if (where := places.named(netns, unmapped(address))) and why.get(reason) not in NO_LOSS
     ]  # fmt: skip
     return sorted(found, key=lambda row: (-row["count"], row["service"]))
 
@@ -191,7 +211,7 @@ def repeat_rows(counts: Mapping[tuple[Any, ...], int], names: Sequence[str]) -> 
 
 def flow_rows(
     flow: Iterable[Sequence[Event]],
-    home: int,
+    places: Places,
     names: Sequence[str],
     why: Mapping[int, str],
     place: Mapping[int, str],
@@ -200,7 +220,7 @@ def flow_rows(
 
     Args:
         flow: as of `one_flow`.
-        home: number of the node's network namespace.
+        places: of this node.
         names: of services.
         why: the kernel's reasons for a drop.
         place: names of functions that drop, by address.
@@ -217,7 +237,7 @@ def flow_rows(
                 "step_us": (event.ns - before) / 1000,
                 "direction": DIRECTIONS[event.way],
                 "point": LABELS[event.point],
-                "where": "node" if event.netns == home else "another namespace",
+                "where": places.named(event.netns, *_addresses(event)) or "another namespace",
                 "interface": event.device or None,
                 "source": event.source,
                 "destination": event.destination,
@@ -232,6 +252,10 @@ def flow_rows(
             rows.append(row)
             before = event.ns
     return rows
+
+
+def _addresses(event: Event) -> list[str]:
+    return [end.rpartition(":")[0].strip("[]") for end in (event.source, event.destination)]
 
 
 def _flags(event: Event) -> str:

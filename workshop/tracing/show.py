@@ -19,7 +19,10 @@ from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.semantics.explain import packet_from_dict
 from hybrid_proxy.controller.serving.admin import UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
+from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel import namespaces
 from hybrid_proxy.dataplane.kernel.links import read_node
+from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.workshop.tracing import report, rows
 from hybrid_proxy.workshop.tracing.kernel_types import enum_names
@@ -154,19 +157,30 @@ def _closed(session: Session) -> bool:
 
 
 def _answer(view: View, session: Session, targets: Targets, args: argparse.Namespace) -> Row:
+    places = rows.Places(session.plan.home, _pods())
     match view:
         case View.LATENCY:
             return {"services": rows.answer_rows(*session.answers(), targets.names)}
         case View.DROPS:
-            return {"drops": rows.drop_rows(session.drops(), targets.names, _reasons(), symbol)}
+            return {"drops": rows.drop_rows(session.drops(), targets.names, places, _reasons(), symbol)}
         case View.RETRANSMITS:
             return {"retransmits": rows.repeat_rows(session.repeats(), targets.names)}
         case View.FOLLOW:
             session.poll(POLL_SECONDS)
             flow = rows.one_flow(rows.ours(session.events(), session.plan.home))[: args.limit]
-            places = {event.more & 0xFFFFFFFFFFFF for way in flow for event in way if event.more}
-            symbols = {place: symbol(place) for place in places}
-            return {"points": rows.flow_rows(flow, session.plan.home, targets.names, _reasons(), symbols)}
+            symbols = {at: symbol(at) for way in flow for event in way if (at := event.more & 0xFFFFFFFFFFFF)}
+            return {"points": rows.flow_rows(flow, places, targets.names, _reasons(), symbols)}
+
+
+def _pods() -> dict[int, tuple[str, ...]]:
+    """Returns the addresses of this node's pods by the numbers of their network namespaces."""
+    behind = {each.name for each in Roles((), ()).look(read_node().interfaces, ())[0]}
+    found = {}
+    with suppress(OSError, DataplaneError):
+        for pod in namespaces.pods():
+            if pod.interface in behind:
+                found[Path(pod.path).stat().st_ino] = pod.addresses
+    return found
 
 
 def _reasons() -> dict[int, str]:

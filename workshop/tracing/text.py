@@ -103,7 +103,7 @@ def _of_points() -> Iterable[Entry]:
 
 
 def _of_view(view: View, reason: str) -> Iterable[Entry]:
-    if view in (View.DROPS, View.FOLLOW):
+    if view is not View.LATENCY:
         yield Entry("freed_packet", "kfree_skb", f"freed(arguments[0], arguments[1], {reason});", needed=True)
     if view is View.FOLLOW:
         yield Entry("used_packet", "consume_skb", "freed(arguments[0], 0, 0);", needed=False)

@@ -30,7 +30,7 @@ def point(number: int, at: float, name: str, source: str, destination: str, **mo
     return {
         "packet": number, "direction": "request", "flags": "SYN", "bytes": 74, "source": source,
         "destination": destination, "service": "default/web:http", "us": at, "step_us": 1.5, "point": name,
-        "where": "another namespace", "interface": "eth0", **more,
+        "where": "pod fd77:1::14", "interface": "eth0", **more,
     }  # fmt: skip
 
 
@@ -48,8 +48,8 @@ ANSWERS = {
         drops=[
             {
                 "service": "kube-system/kube-dns:dns-tcp", "direction": "request", "protocol": "TCP",
-                "to": "192.168.177.140:5353", "reason": "NETFILTER_DROP", "function": "nf_hook_slow",
-                "count": 1200,
+                "to": "192.168.177.140:5353", "where": "pod 192.168.177.140", "reason": "NETFILTER_DROP",
+                "function": "nf_hook_slow", "count": 1200,
             }
         ],
         programs=[{"reason": "drop_source_ranges", "count": 3}],
@@ -64,6 +64,7 @@ ANSWERS = {
             point(1, 0.0, "sent", CLIENT, FRONTEND),
             point(1, 83.2, "received", CLIENT, FRONTEND, where="node", interface="veth4"),
             point(1, 85.7, "sent", CLIENT, BACKEND, where="node", interface="veth1"),
+            point(1, 99.1, "dropped", CLIENT, BACKEND, reason="QUEUE_PURGE", function="sk_stream_kill_queues"),
         ],
         missing={"tcp_probe": "this kernel does not have it\nnor another"},
     ),

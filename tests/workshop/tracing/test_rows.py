@@ -58,6 +58,7 @@ def event(ns: int, packet: int, point: int, netns: int, ends: tuple[str, str], s
     )  # fmt: skip
 
 
+NODE = rows.Places(HOME, {AWAY: ("10.77.1.11", "fd77:1::11")})
 SERVICE, BACKEND = ("c:1", "vip:80"), ("c:1", "pod:8080")
 ANSWER = ("pod:8080", "c:1")
 
@@ -102,9 +103,27 @@ def test_a_drop_has_its_reason_and_function() -> None:
         event(1000, 1, RECEIVE, HOME, SERVICE),
         event(3500, 1, DROP, HOME, BACKEND, more=8 << 48 | 0xABC),
     ]
-    points = rows.flow_rows([way], HOME, ["default/web:http"], {8: "NETFILTER_DROP"}, {0xABC: "nf_hook_slow"})
+    points = rows.flow_rows([way], NODE, ["default/web:http"], {8: "NETFILTER_DROP"}, {0xABC: "nf_hook_slow"})
     assert (points[1]["us"], points[1]["reason"], points[1]["function"]) == (2.5, "NETFILTER_DROP", "nf_hook_slow")
     assert points[0]["flags"] == "SYN"
+
+
+@pytest.mark.parametrize(
+    ("netns", "seen", "name"),
+    [
+        (HOME, "10.77.1.11", "node"), (AWAY, "10.77.1.11", "pod 10.77.1.11"), (AWAY, "fd77:1::11", "pod fd77:1::11"),
+        (AWAY, "127.0.0.1", "pod 10.77.1.11"), (OTHER, "10.77.1.11", None),
+    ],
+)  # fmt: skip
+def test_a_namespace_has_the_name_of_its_pod(netns: int, seen: str, name: str | None) -> None:
+    assert NODE.named(netns, "192.0.2.1", seen) == name
+
+
+def test_drops_of_other_hosts_and_what_is_no_loss_have_no_row() -> None:
+    to = 1, mapped("10.77.1.11"), 8080, 6  # function, address, port and protocol
+    counts = {(0, 0, reason, netns, *to): 10 * reason + netns for reason in (2, 5) for netns in (HOME, AWAY, OTHER)}
+    found = rows.drop_rows(counts, ["a/b"], NODE, {2: "NETFILTER_DROP", 5: "QUEUE_PURGE"}, hex)
+    assert [(row["where"], row["count"]) for row in found] == [("pod 10.77.1.11", 22), ("node", 21)]
 
 
 def test_answers_by_service_and_backend() -> None:

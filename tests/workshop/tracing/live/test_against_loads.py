@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -170,6 +170,54 @@ def test_drops_have_the_kernels_reason_and_the_services_name(stage: Stage, famil
     assert {row["reason"] for row in rows} <= {"NETFILTER_DROP", "not reported by this kernel"}
 
 
+def test_what_pods_drop_by_their_own_rules_has_their_names(stage: Stage) -> None:
+    """And another host of this machine, which drops the answers that it gets, is none of this node's."""
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace answers SYNs itself: its relay listens on the node")
+    pods = [stage.lab[name] for name in ("pod1", "pod2", "pod3")]
+    for place, rule in (*((pod.name, "tcp dport 8080") for pod in pods), ("client", "udp sport 53")):
+        stage.drop_in(place, rule, "input")
+    stage.drop_in("pod4", "udp dport 53", "output")
+    try:
+        with stage.traced("--drops") as report, ExitStack() as stack:
+            for _ in range(9):
+                client = stack.enter_context(stage.lab.socket("pod4"))
+                client.setblocking(False)
+                client.connect_ex(("10.96.0.10", 80))
+            for place in ("client", "client", "client", "pod4"):
+                client = stack.enter_context(stage.lab.socket(place, socket.AF_INET, socket.SOCK_DGRAM))
+                with suppress(PermissionError):  # by rules of OUTPUT
+                    client.sendto(b"lost", ("10.96.0.53", 53))
+            time.sleep(0.3)
+    finally:
+        lost = {place: stage.undrop(place) for place in ("pod1", "pod2", "pod3", "pod4", "client")}
+    assert lost["client"] == 3, "the rule itself"
+    of_rules = {"NETFILTER_DROP", "not reported by this kernel"}
+    seen = {(row["where"], row["service"]): row["count"] for row in report["drops"] if row["reason"] in of_rules}
+    web = {(f"pod {pod.address4}", "default/web:http"): lost[pod.name] for pod in pods if lost[pod.name]}
+    assert seen == {**web, (f"pod {stage.lab['pod4'].address4}", "default/dns:dns"): 1}, report
+    assert all(row["to"] == f"{row['where'].removeprefix('pod ')}:8080" for row in report["drops"] if row["count"] > 1)
+
+
+def test_a_syn_that_its_backend_drops_is_repeated_to_a_known_backend(stage: Stage) -> None:
+    if stage.mode == "userspace":
+        pytest.skip("mode userspace: the connection to the backend is the node's own, to no service")
+    if stage.mode == "ebpf":
+        stage.agent.wait(lambda status: status.dataplane.ebpf.fast_path == "always", what="past the stack from the SYN")
+    stage.load("connections", WEB[4], count=30)  # from now on, connections to these backends begin past the stack
+    for pod in ("pod1", "pod2", "pod3"):
+        stage.drop_in(pod, "tcp dport 8080", "input")
+    try:
+        with stage.lab.socket("pod4") as client, stage.traced("--retransmits") as report:
+            client.setblocking(False)
+            client.connect_ex(("10.96.0.10", 80))
+            eventually(lambda: repeated_by(client) > 0, 10, "nothing is sent again")
+    finally:
+        for pod in ("pod1", "pod2", "pod3"):
+            stage.undrop(pod)
+    assert [row["backend"] is not None for row in report["retransmits"] if row["sender"] == "client"] == [True], report
+
+
 def test_refusals_are_reported_by_the_layer_that_refuses(stage: Stage) -> None:
     """A service without endpoints: netfilter drops the SYN when it answers, programs of mode ebpf count it."""
     if stage.mode == "userspace":
@@ -241,6 +289,7 @@ def test_a_flow_is_followed_in_order(stage: Stage, family: int) -> None:
     assert syn[0]["flags"] == "SYN"
     assert [row["us"] for row in syn] == sorted(row["us"] for row in syn)
     assert {row["service"] for row in points} == {"default/web:http"}
+    assert syn[0]["where"] == f"pod {source}"
     at_node = [row for row in syn if row["where"] == "node"]
     assert at_node[0]["point"] == "received"
     assert at_node[0]["destination"] == target
