@@ -203,7 +203,7 @@ class Top(App[None]):
         with TabPane("backends", id="tab-backends"):
             yield Listing(cells.BACKENDS, "share", "backends")
         with TabPane("drops and events", id="tab-reasons"):
-            yield Listing(cells.REASONS, "kind", "reasons")
+            yield Listing(cells.REASONS, "verdict", "reasons")
         with TabPane("maps", id="tab-maps"):
             yield Listing(cells.MAPS, "full", "maps")
 

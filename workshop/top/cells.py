@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.controller.commands.columns import duration
+from hybrid_proxy.controller.commands.packet_columns import VERDICTS
+from hybrid_proxy.controller.commands.troubles import troubles
 from hybrid_proxy.controller.serving.protocol import described
-from hybrid_proxy.dataplane.reports import some
-from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS
+from hybrid_proxy.workshop.top.rates import KINDS, BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
 UNKNOWN: Final = "-"
 UNITS: Final = ("", "k", "M", "G", "T")
@@ -112,10 +114,11 @@ BACKENDS: Final = (
     _text("state", "reason", lambda state: state.partition(": ")[2], leave=10),
 )
 REASONS: Final = (
-    _text("kind", "kind"),
-    _text("key", "reason"),
+    _text("kind", "verdict", lambda kind: VERDICTS[kind].text)._replace(value=lambda row: KINDS.index(row.kind)),
     Column("each second", _of("rate"), _shown("rate", rate)),
     Column("total", _of("total"), _shown("total", number)),
+    _text("key", "reason", lambda key: WORDS.get(key.partition(" ")[0], key)),
+    _text("key", "counter", leave=1),
 )
 MAPS: Final = (
     _text("key", "map"),
@@ -192,18 +195,7 @@ def trouble(shown: Snapshot) -> list[str]:
     if status is None:
         serves = "; what is programmed serves on, and changes are not followed" if sample.mode else ""
         return [f"{sample.trouble}{serves}"] if sample.trouble else []  # else it is asked just now
-    messages = [f"the last sync failed: {status.error}"] * bool(status.error)
-    mode = status.mode
-    messages += [f"{mode.requested} was asked for: {mode.reason}"] * bool(mode.reason)
+    messages = [text for each in troubles(status) if each.reason for text in each.said or [each.reason]]
     if sample.services and not shown.counts:
         messages.append(f"mode {sample.mode} does not count what each service carries; mode ebpf does")
-    ebpf = status.dataplane.ebpf
-    ejected = sum(row.ejected for row in ebpf.ejections) if ebpf else 0
-    if failing := status.dataplane.failing:
-        messages.append(f"all backends fail of {some(failing)}")
-    messages += [f"{ejected} {'backend is' if ejected == 1 else 'backends are'} ejected"] * bool(ejected)
-    unprogrammed = len(status.dataplane.unprogrammed)
-    why = "`hybrid-proxy status` says why"
-    what = "service port is" if unprogrammed == 1 else "service ports are"
-    messages += [f"{unprogrammed} {what} not programmed; {why}"] * bool(unprogrammed)
-    return [*messages, *status.other_proxies]
+    return messages

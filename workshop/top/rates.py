@@ -17,16 +17,15 @@ from hybrid_proxy.controller.commands.listings import service_state
 from hybrid_proxy.controller.serving.protocol import AgentStatus
 from hybrid_proxy.dataplane import reports
 from hybrid_proxy.dataplane.first_packets import quantile
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import kind_of
 from hybrid_proxy.dataplane.reports import TrafficCounts
 
 SHARE_SECONDS: Final = 30.0  # shares count the connections of this time, or up to twice as long
 SHORTEST: Final = 0.5  # seconds of the shortest rate
-KINDS: Final = {"drop": 0, "refuse": 1, "note": 2}
-# Names of counters that do not begin with `drop_`, of all modes.
+KINDS: Final = ("drop", "refuse", "fail", "note")
+# Names of counters of modes other than ebpf.
 DROPS: Final = frozenset({"discarded", "source-not-allowed", "unallocated", "no-slot", "invalid"})
-REFUSALS: Final = frozenset({
-    "reject", "reject_no_port", "socket_refused", "socket_refused_no_port", "refused", "unknown-port",
-})  # fmt: skip
+REFUSALS: Final = frozenset({"refused", "unknown-port"})
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -92,7 +91,7 @@ class ReasonRow(msgspec.Struct, frozen=True):
     """A counter of the dataplane."""
 
     key: str
-    kind: str  # drop, refuse or note
+    kind: str  # one of KINDS
     rate: float | None
     total: int
 
@@ -270,9 +269,7 @@ def _backends(base: Sample, before: Sample, now: Sample) -> tuple[BackendRates, 
 
 
 def _kind(reason: str) -> str:
-    if reason.startswith("drop_") or reason in DROPS:
-        return "drop"
-    return "refuse" if reason in REFUSALS else "note"
+    return "drop" if reason in DROPS else "refuse" if reason in REFUSALS else kind_of(reason)
 
 
 def _reasons(before: Sample, now: Sample) -> tuple[ReasonRow, ...]:
@@ -284,7 +281,7 @@ def _reasons(before: Sample, now: Sample) -> tuple[ReasonRow, ...]:
         known = former.get(name)
         rate = None if known is None or total < known or seconds <= 0 else (total - known) / seconds
         rows.append(ReasonRow(name, _kind(name.partition(" ")[0]), rate, total))
-    return tuple(sorted(rows, key=lambda row: (KINDS[row.kind], row.key)))
+    return tuple(sorted(rows, key=lambda row: (KINDS.index(row.kind), row.key)))
 
 
 def _counters(sample: Sample) -> dict[str, int]:

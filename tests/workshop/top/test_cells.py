@@ -140,7 +140,7 @@ def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
     plain = service("ns/a", 0, traffic=None)
     now = sample(0, plain, status=status, mode="nftables")
     said = cells.trouble(snapshot(now, now, now))
-    assert said[:2] == ["the last sync failed: boom", "ebpf was asked for: no BTF"]
+    assert said[:2] == ["the last sync failed: boom", "mode nftables serves instead of ebpf: no BTF"]
     assert "mode nftables does not count" in said[2]
     gone = sample(0, service("ns/a", 1), status=None, trouble="agent 7 is gone since 10:33:44 UTC, 2 min ago: SIGTERM")
     (message,) = cells.trouble(snapshot(gone, gone, gone))
@@ -159,7 +159,21 @@ def test_until_the_agent_answers_it_shows_what_the_kernel_has() -> None:
 
 def test_services_whose_backends_all_fail_are_named() -> None:
     now = sample(0, status=agent_status(dataplane=dataplane(failing=["a/a:x", "a/b:x", "a/c:x", "a/d:x"])))
-    assert "all backends fail of a/a:x, a/b:x, a/c:x and 1 more" in cells.trouble(snapshot(now, now, now))
+    assert "all backends of a/a:x, a/b:x, a/c:x and 1 more fail" in cells.trouble(snapshot(now, now, now))
+
+
+def test_reasons_have_the_words_of_drops_and_what_fails_comes_first() -> None:
+    counts = {"new_flow": 9, "reject": 1, "backend_refused": 2, "drop_empty": 3, "refused": 4}
+    now = sample(0, status=agent_status(dataplane=dataplane(counters=counts)))
+    verdict, _, _, reason, counter = cells.REASONS
+    shown = cells.arranged(snapshot(now, now, now).reasons, verdict, falling=verdict.falling)
+    assert [(verdict.text(row), reason.text(row), counter.text(row)) for row in shown] == [
+        ("DROPPED", "no backend on this node, and the Service's traffic policy is Local", "drop_empty"),
+        ("REJECTED", "refused", "refused"),
+        ("REJECTED", "rejected: no ready endpoints", "reject"),
+        ("FAILED", "a backend refused a connection: it answered a SYN with a reset", "backend_refused"),
+        ("NOTED", "a flow to a backend was created", "new_flow"),
+    ]
 
 
 @pytest.mark.parametrize("columns", [cells.SERVICES, cells.BACKENDS], ids=["services", "backends"])

@@ -97,11 +97,12 @@ def test_what_the_agent_says_of_a_backend_counts() -> None:
 
 
 def test_drops_come_first_and_are_summed() -> None:
-    before = sample(0, status=status(new_flow=5, drop_empty=1, reject=0, drop_source_ranges=0))
-    now = sample(2, status=status(new_flow=9, drop_empty=3, reject=6, drop_source_ranges=4))
+    before = sample(0, status=status(new_flow=5, drop_empty=1, reject=0, drop_source_ranges=0, backend_refused=0))
+    now = sample(2, status=status(new_flow=9, drop_empty=3, reject=6, drop_source_ranges=4, backend_refused=2))
     shown = snapshot(before, before, now)
     assert [(row.kind, row.key, row.rate) for row in shown.reasons] == [
-        ("drop", "drop_empty", 1), ("drop", "drop_source_ranges", 2), ("refuse", "reject", 3), ("note", "new_flow", 2),
+        ("drop", "drop_empty", 1), ("drop", "drop_source_ranges", 2), ("refuse", "reject", 3),
+        ("fail", "backend_refused", 1), ("note", "new_flow", 2),
     ]  # fmt: skip
     assert (shown.rate("drop"), shown.rate("refuse")) == (3, 3)
 

@@ -202,8 +202,8 @@ def test_refusals_and_maps_are_shown_below(lab: Lab, agent: Agent) -> None:
         assert screen.query_one("#below", TabbedContent).active == "tab-reasons"
 
         def refused() -> bool:
-            rows = {row[1]: row for row in lines(screen, "reasons")}
-            return "reject" in rows and rows["reject"][0] == "refuse" and rows["reject"][2] not in {"-", "0"}
+            first = lines(screen, "reasons")[:1]  # notes come behind it
+            return any(row[0] == "REJECTED" and row[1] not in "-0" and "no ready endpoints" in row[3] for row in first)
 
         await until(refused, "rejections are not shown")
         assert re.search(r"refused/s [1-9]", text(screen, "head"))
