@@ -102,7 +102,7 @@ vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
 bpf: $(BUILT) ## compile the BPF programs (clang)
 
-docs: setup ## write what is generated from definitions: docs/configuration.md, its JSON schema, docs/output.md, docs/hybrid-proxy.8, the tree in docs/architecture.md
+docs: setup ## write what is generated from definitions: docs/configuration.md, its JSON schema, that of the chart, docs/output.md, docs/hybrid-proxy.8, the tree in docs/architecture.md
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.pages
 
 pictures: setup ## make the moving picture of the demo and that of `top` anew, on a machine with nothing else to do (root)

@@ -1,7 +1,10 @@
-"""docs/configuration.md and the JSON schema, from `controller.settings.documents`: `make docs`."""
+"""docs/configuration.md and the JSON schemas, from `controller.settings.documents`: `make docs`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -9,6 +12,7 @@ import msgspec
 from hybrid_proxy.controller.settings.documents import (
     HYBRID,
     KUBE_PROXY,
+    KUBE_PROXYS_MODES,
     HybridProxyConfiguration,
     KubeProxyConfiguration,
     Row,
@@ -125,26 +129,59 @@ def _default(row: Row) -> str:
 
 def schema() -> dict[str, Any]:
     """The JSON schema of HybridProxyConfiguration (draft 2020-12)."""
-    made = _object(HybridProxyConfiguration.__doc__)
-    for name, value in (("apiVersion", HybridProxyConfiguration().api_version), ("kind", HYBRID)):
-        made["properties"][name] = {"const": value}
-    made["required"] = ["apiVersion", "kind"]
-    for row in (row for row in rows() if row.document == HYBRID):
-        *parents, last = row.path.split(".")
-        place = made
-        for parent in parents:
-            place = place["properties"].setdefault(parent, _object())
-        form = row.setting.form
-        place["properties"][last] = {
-            **msgspec.json.schema(form.raw), **form.schema,
-            "description": row.setting.text, "default": row.written_default,
-        }  # fmt: skip
+    made = {"description": HybridProxyConfiguration.__doc__, **fields(HYBRID)}
+    heads = {"apiVersion": {"const": HybridProxyConfiguration().api_version}, "kind": {"const": HYBRID}}
+    made["properties"] = heads | made["properties"]
+    made["required"] = list(heads)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": HYBRID, **made}
 
 
-def _object(description: str | None = None) -> dict[str, Any]:
-    about = {"description": description} if description else {}
-    return {**about, "type": "object", "properties": {}, "additionalProperties": False}
+def fields(document: str) -> dict[str, Any]:
+    """The JSON schema of a document without apiVersion and kind.
+
+    Of kube-proxy's, the agent also takes fields that it does not know, null and empty texts in place of defaults, and
+    bad values of a mode that it is not in.
+    """
+    lenient = document == KUBE_PROXY
+    made = _object(lenient)
+    for row in (row for row in rows() if row.document == document):
+        *parents, last = row.path.split(".")
+        place = made
+        for parent in parents:
+            place = place["properties"].setdefault(parent, _object(lenient))
+        setting, form = row.setting, row.setting.form
+        of_mode = lenient and setting.mode in KUBE_PROXYS_MODES
+        value = {**msgspec.json.schema(form.raw), **({} if of_mode else form.schema)}
+        if lenient:
+            value = _or_nothing(value, empty=setting.zero or form.blank)
+        place["properties"][last] = {**value, "description": setting.text, "default": row.written_default}
+    return made
+
+
+def _object(lenient: bool) -> dict[str, Any]:
+    more = {"type": ["object", "null"]} if lenient else {"additionalProperties": False}
+    return {"type": "object", "properties": {}, **more}
+
+
+def _or_nothing(value: dict[str, Any], *, empty: bool) -> dict[str, Any]:
+    """The schema of a value that may also be null or, where that stands for the default, empty."""
+    wider: dict[str, Callable[[Any], Any]] = {
+        "type": lambda name: [name, "null"],
+        "anyOf": lambda forms: [*forms, {"type": "null"}],
+        "enum": lambda words: list(dict.fromkeys([*words, *[""] * empty, None])),
+        "pattern": lambda pattern: f"^$|{pattern}" if empty else pattern,
+    }
+    return {name: wider[name](given) if name in wider else given for name, given in value.items()}
+
+
+def values_text(chart: Path) -> str:
+    """The schema of the chart's values: what the file has, with the two documents as they are now."""
+    made = json.loads((chart / "values.schema.json").read_text())
+    made["properties"] |= {
+        "kubeProxyConfiguration": fields(KUBE_PROXY) | {"type": "object"},
+        "hybridProxyConfiguration": fields(HYBRID),
+    }
+    return json.dumps(made, indent=1) + "\n"
 
 
 def schema_text() -> str:

@@ -13,6 +13,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "docs/configuration.md": configuration.page,
     "docs/hybrid-proxy-configuration.schema.json": configuration.schema_text,
+    "deploy/helm/hybrid-proxy/values.schema.json": partial(
+        configuration.values_text, ROOT / "deploy/helm/hybrid-proxy"
+    ),
     "docs/output.md": output.page,
     "docs/hybrid-proxy.8": manual.page,
     "docs/architecture.md": partial(house.written, ROOT),

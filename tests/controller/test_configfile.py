@@ -29,6 +29,7 @@ from hybrid_proxy.controller.settings.documents import (
     DOCUMENTS,
     HYBRID,
     KUBE_PROXY,
+    KUBE_PROXYS_MODES,
     Conntrack,
     KubeProxyConfiguration,
     Row,
@@ -567,19 +568,20 @@ BAD_FLAGS = [
 # fmt: on
 
 
+def wrong_values(row: Row) -> Iterator[Any]:
+    yield from ({"of another": "kind"}, [["of another kind"]])
+    schema = row.setting.form.schema
+    if "minimum" in schema:
+        yield from (schema["minimum"] - 1, schema.get("maximum", 10**20) + 1)
+    if "pattern" in schema:
+        yield from ("30x", "-1s")
+    if "enum" in schema:
+        yield "no such"
+
+
 class TestErrors:
     def test_each_field_refuses_what_it_cannot_be(self):
         """Values of another type, and those just outside of what the JSON schema says."""
-
-        def wrong_values(row: Row) -> Iterator[Any]:
-            yield from ({"of another": "kind"}, [["of another kind"]])
-            schema = row.setting.form.schema
-            if "minimum" in schema:
-                yield from (schema["minimum"] - 1, schema.get("maximum", 10**20) + 1)
-            if "pattern" in schema:
-                yield from ("30x", "-1s")
-            if "enum" in schema:
-                yield "no such"
 
         def check(row: Row, value: object) -> None:
             (problem,) = problems(lambda: of_field(row.document, row.path, value))
@@ -940,6 +942,36 @@ class TestReference:
             assert list(judge.iter_errors(document)), document
             with pytest.raises(ConfigError):
                 loaded(yaml.safe_dump(document))
+
+    def test_the_schema_of_kube_proxys_fields_refuses_what_we_refuse(self):
+        """Each field: its default, null, an empty text, another type, and what is just outside of its bounds."""
+        made = configuration.fields(KUBE_PROXY)
+        jsonschema.Draft202012Validator.check_schema(made)
+        judge = jsonschema.Draft202012Validator(made)
+
+        def check(row: Row, value: object) -> None:
+            document: Any = value
+            for name in reversed(row.path.split(".")):
+                document = {name: document}
+            refused = ""
+            try:
+                of_field(K, row.path, value)
+            except ConfigError as error:
+                refused = str(error)
+            # No JSON schema knows what fields need of each other, nor that the kernel counts in 32 bits.
+            said = any(judge.iter_errors(document))
+            assert said <= bool(refused), "we take it"
+            plain = row.setting.form is not ANYTHING and value not in (None, "", row.written_default, 10**20 + 1)
+            ours = row.setting.mode in KUBE_PROXYS_MODES and not isinstance(value, (dict, list))
+            assert said or not plain or ours, refused
+
+        checked = [row for row in rows() if row.document == KUBE_PROXY]
+        each(((row, value) for row in checked for value in (row.written_default, None, "", *wrong_values(row))), check)
+        assert not list(judge.iter_errors({"conntrack": None, "ofALaterVersion": 1, "iptables": {"another": 1}}))
+        for file in FOLDER.glob("*.yaml"):
+            for document in yaml.safe_load_all(file.read_text()):
+                if document["kind"] == KUBE_PROXY:
+                    assert not list(judge.iter_errors(document)), file
 
 
 # ------------------------------------------------------------------------------------- the node's settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -130,6 +129,10 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("strictMode=maybe",                            "at '/strictMode': got string, want null or boolean"),
     ("clusterCIDR=10.244.0.0",                      "at '/clusterCIDR': '10.244.0.0' does not match"),
     ("hybridProxyConfiguration.ebpf.maxServices=7", "at '/hybridProxyConfiguration/ebpf': additional properties"),
+    ("kubeProxyConfiguration.conntrack.min=many",   "at '/kubeProxyConfiguration/conntrack/min': got string, want"),
+    ("kubeProxyConfiguration.iptables.masqueradeBit=32", "/masqueradeBit': maximum: got 32, want 31"),
+    ("kubeProxyConfiguration.detectLocalMode=Bridge", "/detectLocalMode': value must be one of 'ClusterCIDR'"),
+    ("kubeProxyConfiguration.iptables.syncPeriod=soon", "/syncPeriod': 'soon' does not match pattern"),
     ("hybridProxyConfiguration.mode=bpf",           "at '/hybridProxyConfiguration/mode': value must be one of"),
     ("hybridProxyConfiguration.mode=ipvs",           "set the value mode, from which the pod has its rights"),
     ("kubeProxyConfiguration.mode=ipvs",             "set the value mode, from which the pod has its rights"),
@@ -274,12 +277,18 @@ def test_values_reach_the_documents_and_the_pod() -> None:
     assert pod["containers"][0]["args"][-1] == "-v=6"
 
 
-def test_its_schema_has_the_fields_of_our_document() -> None:
-    ours = json.loads((CHART / "values.schema.json").read_text())["properties"]["hybridProxyConfiguration"]
-    written = json.loads((DEPLOY.parent / "docs/hybrid-proxy-configuration.schema.json").read_text())["properties"]
-    expected = {name: field for name, field in written.items() if name not in ("apiVersion", "kind")}
-    assert ours["properties"] == expected, "copy docs/hybrid-proxy-configuration.schema.json to values.schema.json"
-    assert ours["additionalProperties"] is False
+def test_kube_proxys_own_document_is_a_value(tmp_path: Path) -> None:
+    """The one that kubeadm writes, whole, with nulls and large numbers, and fields of a later version."""
+    document = yaml.safe_load((DEPLOY.parent / "tests/controller/configurations/kubeadm.yaml").read_text())
+    document |= {"ofALaterVersion": {"a": 1}, "conntrack": document["conntrack"] | {"min": 3_000_000}}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump({"kubeProxyConfiguration": document}))
+    (config,) = (item for item in rendered("-f", str(tmp_path / "values.yaml")) if item["kind"] == "ConfigMap")
+    (tmp_path / "config.conf").write_text(config["data"]["config.conf"])
+    loaded = configfile.load(tmp_path / "config.conf", {}).config
+    assert loaded.kube_proxy.conntrack.min == 3_000_000
+    assert [warning.partition(": ")[2].split()[0] for warning in loaded.warnings] == [
+        "KubeProxyConfiguration.ofALaterVersion"
+    ]
 
 
 def test_alerts_and_dashboard_are_those_of_the_folder() -> None:
