@@ -170,6 +170,8 @@ def _place(column: Column[Any], rows: Iterable[Any], screen: Screen) -> _Place |
     values = [column.value(row) for row in rows]
     if values and all(value is None or value == "" for value in values):
         return None
+    if screen.width is None:
+        column = replace(column, cut=False, wrap=False)
     texts = [part.text for value in values for part in _cells(value, screen)]
     width = max(len(column.header), column.least, *map(len, texts), 0)
     least = width

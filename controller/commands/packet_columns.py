@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from datetime import datetime
-from typing import Final
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+from msgspec.structs import astuple, replace
 
 from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, duration, fits
 from hybrid_proxy.dataplane.reports import PacketEvent, clock, several
@@ -25,20 +27,42 @@ REASON: Final = 20  # characters of a line
 EVENT: Final = 52
 
 
-def event_columns(screen: Screen, rows: Sequence[PacketEvent], now: float | None) -> list[Column[PacketEvent]]:
-    """Return columns for events of the past, with their ages; `now` None: for those to come, with milliseconds.
+class Group(NamedTuple):
+    """Events of one kind: the last one, how many there are, and when the first one was."""
+
+    last: PacketEvent
+    times: int
+    since: float
+
+
+def grouped(rows: Iterable[PacketEvent]) -> list[Group]:
+    """Group what differs by its time and its client's port alone, which is left out; in the order of the last ones."""
+    groups: dict[tuple[object, ...], Group] = {}
+    for row in rows:
+        client = "destination" if _is_answer(row) else "source"
+        address = replace(row, number=0, time=0.0, **{client: getattr(row, client).rpartition(":")[0]})
+        known = groups.pop(key := astuple(address), None)
+        last = replace(address, number=row.number, time=row.time) if known else row
+        groups[key] = Group(last, known.times + 1, known.since) if known else Group(last, 1, row.time)
+    return list(groups.values())
+
+
+def event_columns(
+    screen: Screen, rows: Sequence[PacketEvent], now: float, groups: Iterable[Group] = (), *, stream: bool = False
+) -> list[Column[PacketEvent]]:
+    """Return columns for events of the past, with their ages, or for a `stream` from now on, with milliseconds.
 
     Where the screen is too narrow for such rows, the packet is in a line of its own.
     """
+    many = {id(each.last): each for each in groups if each.times > 1}
 
     def when(row: PacketEvent) -> Value:
-        if now is not None:
-            return clock(row.time, now)
-        return datetime.fromtimestamp(row.time).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        moment = datetime.fromtimestamp(row.time, UTC)
+        return f"{moment:%H:%M:%S.%f}"[:-3] if stream else clock(row.time, now)
 
     begin: list[Column[PacketEvent]] = [
-        Column("TIME", when),
-        *([Column[PacketEvent]("AGE", lambda row: duration(max(0.0, now - row.time)), leave=4)] if now else []),
+        Column("TIME (UTC)" if stream else "TIME", when),
+        *([Column[PacketEvent]("AGE", lambda row: duration(max(0.0, now - row.time)), leave=4)] * (not stream)),
         Column("VERDICT", _verdict, least=max(len(cell.text) for cell in VERDICTS.values())),
     ]
     rest: list[Column[PacketEvent]] = [
@@ -46,6 +70,8 @@ def event_columns(screen: Screen, rows: Sequence[PacketEvent], now: float | None
         Column("INTERFACE", lambda row: row.interface, leave=3, wide=True),
         Column("COUNTER", lambda row: row.reason, wide=True),
         Column("MODE", lambda row: row.mode or None, wide=True),
+        Column("TIMES", lambda row: f"{many[id(row)].times} x" if id(row) in many else "", right=True),
+        Column("SINCE", lambda row: clock(many[id(row)].since, now) if id(row) in many else "", leave=1),
     ]
     line: list[Column[PacketEvent]] = [
         *begin,
@@ -100,11 +126,16 @@ def _reason(row: PacketEvent) -> str:
 def _packet(row: PacketEvent) -> str:
     """From the client to the backend, whose refusal is a packet the other way; the reply of a backend as it went."""
     ends = [row.source, row.destination]
-    if row.what == "fail" and row.source == row.backend:
+    if row.what == "fail" and _is_answer(row):
         ends.reverse()
     if row.backend and row.backend not in ends:
         ends.insert(0 if row.reason.endswith("reply") else len(ends), row.backend)
     return f"{row.protocol} {' -> '.join(ends)}"
+
+
+def _is_answer(row: PacketEvent) -> bool:
+    """Whether the client is the destination."""
+    return row.source == row.backend or row.reason.endswith("reply")
 
 
 def _event(row: PacketEvent) -> str:

@@ -7,13 +7,11 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from ipaddress import ip_address
-from itertools import groupby, islice
+from itertools import chain, islice
 from typing import Final
-
-from msgspec.structs import replace
 
 from hybrid_proxy.controller.commands.columns import Column, Screen
 from hybrid_proxy.controller.commands.command import (
@@ -27,13 +25,13 @@ from hybrid_proxy.controller.commands.command import (
 )
 from hybrid_proxy.controller.commands.explain import source_of
 from hybrid_proxy.controller.commands.names import Asked, asked_for, checked
-from hybrid_proxy.controller.commands.packet_columns import advice, event_columns, kind
+from hybrid_proxy.controller.commands.packet_columns import Group, advice, event_columns, grouped, kind
 from hybrid_proxy.controller.commands.terminal import print_rows, print_stream, say, screen
 from hybrid_proxy.controller.commands.views import checked_service, remembered_events
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import NO_EVENT, EventsAnswer, GetEvents, SetTrace, TraceAnswer
-from hybrid_proxy.dataplane.reports import PacketEvent, several
+from hybrid_proxy.dataplane.reports import PacketEvent, clock, several
 
 POLL_SECONDS: Final = 0.5
 ALL: Final = -NO_EVENT  # those of agents before this one, too
@@ -63,7 +61,7 @@ def _show(command: str, args: argparse.Namespace) -> int:
     if command == "trace":
         return _show_trace(args)
     if args.follow:
-        _stream(args, _followed(args, since))
+        _follow(args, since)
         return 0
     _print(args, _events(args, ALL)[0])
     return 0
@@ -72,12 +70,10 @@ def _show(command: str, args: argparse.Namespace) -> int:
 def _print(args: argparse.Namespace, rows: list[PacketEvent]) -> None:
     rows = _within(rows, started(args.since))
     shown = rows[-args.limit :]
-    people = args.output in ("text", "wide")
-    runs = [[*run] for _, run in groupby(shown, lambda row: replace(row, number=0, time=0.0) if people else id(row))]
-    times = {id(run[-1]): f"{len(run)} x" for run in runs if len(run) > 1}
-    if shown or not people:
-        columns = [*_columns(args, shown, time.time()), Column("TIMES", lambda row: times.get(id(row), ""))]
-        print_rows(args, columns, [run[-1] for run in runs])
+    groups = grouped(shown) if args.output in ("text", "wide") else [Group(row, 1, row.time) for row in shown]
+    lasts = [each.last for each in groups]
+    if shown or args.output in ("json", "yaml"):
+        print_rows(args, _columns(args, lasts, groups), lasts)
     if len(shown) < len(rows):
         _say(f"{len(shown)} of {len(rows)} events; --limit shows more")
     if not rows:
@@ -86,8 +82,10 @@ def _print(args: argparse.Namespace, rows: list[PacketEvent]) -> None:
         _say(f"no packet{whose} was dropped or rejected{when}, and no backend failed, as far as events are kept")
 
 
-def _columns(args: argparse.Namespace, rows: list[PacketEvent], now: float | None) -> list[Column[PacketEvent]]:
-    return event_columns(Screen() if args.output == "wide" else screen(), rows, now)
+def _columns(
+    args: argparse.Namespace, rows: list[PacketEvent], groups: Sequence[Group] = (), *, stream: bool = False
+) -> list[Column[PacketEvent]]:
+    return event_columns(Screen() if args.output == "wide" else screen(), rows, time.time(), groups, stream=stream)
 
 
 def _show_trace(args: argparse.Namespace) -> int:
@@ -101,8 +99,8 @@ def _show_trace(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stream(args: argparse.Namespace, rows: Iterator[PacketEvent]) -> Counter[str]:
-    """Print events as they come; how many there were of each kind."""
+def _stream(args: argparse.Namespace, rows: Iterable[PacketEvent], known: Sequence[PacketEvent] = ()) -> Counter[str]:
+    """Print events as they come, of which some are `known`; how many there were of each kind."""
     shown = Counter[str]()
 
     def counted() -> Iterator[PacketEvent]:
@@ -111,7 +109,8 @@ def _stream(args: argparse.Namespace, rows: Iterator[PacketEvent]) -> Counter[st
             yield row
 
     with contextlib.suppress(KeyboardInterrupt):
-        print_stream(args, _columns(args, LIKELY, None), counted(), LIKELY)
+        likely = [*LIKELY, *known]
+        print_stream(args, _columns(args, likely, stream=True), counted(), likely)
     return shown
 
 
@@ -128,11 +127,15 @@ def _events(args: argparse.Namespace, after: int) -> tuple[list[PacketEvent], in
     return [row for row in rows if asked.has(row.service)], answer.last
 
 
-def _followed(args: argparse.Namespace, since: float | None) -> Iterator[PacketEvent]:
-    rows, after = _events(args, 0 if since is None else ALL)
+def _follow(args: argparse.Namespace, since: float | None) -> None:
+    rows, after = _events(args, ALL)
     shown = rows[-LAST:] if since is None else _within(rows, since)
-    _say(f"the last {len(shown)} of {several(len(rows), 'event')}, then those that come:")
-    yield from shown
+    began = f", since {clock(shown[0].time, time.time())}" if shown else ""
+    _say(f"the last {len(shown)} of {several(len(rows), 'event')}{began}, then those that come:")
+    _stream(args, chain(shown, _coming(args, after)), shown)
+
+
+def _coming(args: argparse.Namespace, after: int) -> Iterator[PacketEvent]:
     while True:
         time.sleep(POLL_SECONDS)
         rows, after = _events(args, after)
@@ -175,7 +178,7 @@ LIKELY: Final = [
     PacketEvent(
         number=0, time=0.0, what="drop", reason="new_flow", message="the client is not in loadBalancerSourceRanges",
         service="kube-system/kube-dns:dns-tcp", protocol="TCP", source="255.255.255.255:65535",
-        destination="255.255.255.255:65535", backend="255.255.255.255:65535", where="from outside", interface=None,
+        destination="255.255.255.254:65535", backend="255.255.255.253:65535", where="from outside", interface=None,
         flags="PSH ACK",
     )
 ]  # fmt: skip
@@ -184,9 +187,9 @@ LIKELY: Final = [
 # The command line
 
 _DROPS: Final = """
-The programs report up to 100 packets per second and CPU to the agent, which keeps the last 1,000 events. `status` and
-the metric hybrid_proxy_events_total count all of them. docs/counters.md explains the reasons. Without an agent, the
-command shows what the last one wrote down, and what the programs have reported since.
+The programs report up to 100 packets per second and CPU to the agent, which keeps the last 1,000 events, also of what
+doctor tries. `status` and the metric hybrid_proxy_events_total count all. docs/counters.md explains the reasons.
+Without an agent, the command shows what the last one wrote down, and what the programs have reported since.
 
 verdicts:
   DROPPED   without an answer
