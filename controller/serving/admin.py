@@ -12,7 +12,6 @@ import os
 import select
 import socket
 import socketserver
-import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +33,7 @@ from hybrid_proxy.controller.serving.protocol import (
 )
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
 from hybrid_proxy.dataplane.errors import told
+from hybrid_proxy.dataplane.kernel.descriptors import peer_of
 from hybrid_proxy.dataplane.kernel.host_paths import in_initial_netns, netns_number
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def ask(asked: str, request: Request, expected: type[A], seconds: float | None =
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(answer_seconds(request) if seconds is None else seconds)
             connection.connect(str(path))
-            pid = _peer(connection)
+            pid, _ = peer_of(connection)
             if stat_of(pid)[:1] == ["T"]:
                 raise TimeoutError("it was not asked")
             connection.sendall(msgspec.json.encode(request) + b"\n")
@@ -142,13 +142,7 @@ def listener(asked: str) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1)
         connection.connect(str(socket_path(asked)))
-        return _peer(connection)
-
-
-def _peer(connection: socket.socket) -> int:
-    credentials = struct.Struct("3i")
-    pid: int = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[0]
-    return pid
+        return peer_of(connection)[0]
 
 
 class _Handler(socketserver.StreamRequestHandler):

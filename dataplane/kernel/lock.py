@@ -8,11 +8,11 @@ import fcntl
 import logging
 import os
 import socket
-import struct
 from pathlib import Path
 from typing import Final
 
 from hybrid_proxy.dataplane.errors import Occupied
+from hybrid_proxy.dataplane.kernel.descriptors import peer_of
 
 NETNS_NAME: Final = "\0hybrid-proxy"
 BACKLOG: Final = 4096  # nobody accepts: each process that asked for the holder uses a place
@@ -63,15 +63,13 @@ def hold_netns(what: str) -> socket.socket:
 
 def _listener() -> tuple[int, int]:
     """Returns the process (0: not visible from here) and the user that listen at the name; root if unknown."""
-    credentials = struct.Struct("3i")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(NETNS_NAME)
         except OSError:  # so many have asked that there is no room, or it has just begun, or ended
             return 0, 0
-        found = credentials.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
-    return found[0], found[1]
+        return peer_of(probe)
 
 
 def _occupied(what: str, holder: str) -> Occupied:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +13,7 @@ from hybrid_proxy.controller.commands.views import programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving.admin import ask, socket_path
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
+from hybrid_proxy.dataplane.kernel.descriptors import peer_of
 from hybrid_proxy.dataplane.table import family_of
 from hybrid_proxy.workshop.compare.measure import traffic
 from hybrid_proxy.workshop.compare.plan import Settings, Step
@@ -83,7 +83,7 @@ def _refuse_elsewhere(admin_socket: str) -> None:
     """Refuses agents of other network namespaces, whose rules packets of this process would not meet."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(socket_path(admin_socket)))
-        pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, _ = peer_of(connection)
     theirs, ours = Path(f"/proc/{pid}/ns/net"), Path("/proc/thread-self/ns/net")
     if pid and theirs.exists() and theirs.stat().st_ino != ours.stat().st_ino:
         raise ControllerError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from hybrid_proxy.dataplane.modes.userspace.icmp import IcmpErrors
+from hybrid_proxy.dataplane.modes.userspace.messages import Conversation
 from hybrid_proxy.dataplane.modes.userspace.ports import Port
 from hybrid_proxy.dataplane.modes.userspace.sockets import State, toward
 from hybrid_proxy.dataplane.modes.userspace.streams import MOST_ATTEMPTS
@@ -55,6 +56,10 @@ class Session:
         self.began = self.used = sessions.state.loop.time()
         self.answered = False
         self.lasting = False
+
+    def describe(self) -> Conversation:
+        """Returns the session as a row of a listing."""
+        return self.port.flow_row(self.client, self.backend, "established" if self.answered else "unanswered")
 
     def send(self, data: bytes) -> None:
         """Sends a datagram to the backend. It is not lost when an ICMP error about an earlier one shows here."""
@@ -134,7 +139,7 @@ class Session:
             sock.close()
             return False
         self.sock, self.backend = sock, backend
-        state.opened(1)
+        state.used += 1
         state.loop.add_reader(sock, self.readable)
         return True
 
@@ -145,7 +150,7 @@ class Session:
             state.loop.remove_reader(self.sock)
             self.sock.close()
             self.sock = None
-            state.closed(1)
+            state.used -= 1
 
 
 class Sessions:

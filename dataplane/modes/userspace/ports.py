@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from msgspec.structs import replace
+
 from hybrid_proxy.dataplane.modes.userspace import messages
 from hybrid_proxy.dataplane.modes.userspace.choice import Chooser
 from hybrid_proxy.dataplane.modes.userspace.messages import Conversation, Keep, Network, Pair, Row
@@ -43,28 +45,24 @@ class Clients:
 
 
 class Failures:
-    """Counts how connections to one backend failed. Times are seconds since 1970."""
+    """Counts how connections to one backend failed."""
 
-    __slots__ = ("consecutive", "last_refused", "last_unanswered", "refused", "unanswered")
+    __slots__ = ("consecutive", "history")
 
     def __init__(self) -> None:
-        self.consecutive = self.refused = self.unanswered = 0
-        self.last_refused: float | None = None
-        self.last_unanswered: float | None = None
+        self.consecutive = 0
+        self.history = FailureHistory(0, None, 0, None)
 
     def note(self, *, refused: bool, now: float) -> None:
         """Counts one more failure."""
         self.consecutive += 1
+        known = self.history
         if refused:
-            self.refused = 1 + self.refused * (now - (self.last_refused or 0.0) <= SERIES_SECONDS)
-            self.last_refused = now
+            count = 1 + known.refused * (now - (known.last_refused or 0.0) <= SERIES_SECONDS)
+            self.history = replace(known, refused=count, last_refused=now)
         else:
-            self.unanswered = 1 + self.unanswered * (now - (self.last_unanswered or 0.0) <= SERIES_SECONDS)
-            self.last_unanswered = now
-
-    def history(self) -> FailureHistory:
-        """Returns the counts for a listing."""
-        return FailureHistory(self.refused, self.last_refused, self.unanswered, self.last_unanswered)
+            count = 1 + known.unanswered * (now - (known.last_unanswered or 0.0) <= SERIES_SECONDS)
+            self.history = replace(known, unanswered=count, last_unanswered=now)
 
 
 class Service:
@@ -102,7 +100,7 @@ class Service:
         return {
             backend: found.consecutive
             for backend, found in self.failures.items()
-            if found.consecutive and not found.history().is_over(now)
+            if found.consecutive and not found.history.is_over(now)
         }
 
     def route(self, number: int) -> tuple[tuple[str, int], ...]:
@@ -137,7 +135,7 @@ class Port:
         self.draining = False
         self.sessions = 0
         self.accepts = False
-        state.opened(1)
+        state.used += 1
         self.listen()
 
     def source_for(self, client: str, backend: str) -> str | None:
@@ -180,7 +178,7 @@ class Port:
         self.stop()
         self.state.stop_waiting(self.listen)
         self.sock.close()
-        self.state.closed(1)
+        self.state.used -= 1
 
     def flow_row(self, client: Pair, backend: Pair | None, state: str) -> Conversation:
         """Returns a conversation at this port as a row of a listing."""

@@ -13,19 +13,20 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from hybrid_proxy.dataplane.kernel.descriptors import peer_of
 from hybrid_proxy.dataplane.modes.userspace import messages as m
-from hybrid_proxy.dataplane.modes.userspace.datagrams import Sessions
+from hybrid_proxy.dataplane.modes.userspace.datagrams import Session, Sessions
 from hybrid_proxy.dataplane.modes.userspace.ports import Clients, Port, Service
 from hybrid_proxy.dataplane.modes.userspace.sockets import State, open_files
-from hybrid_proxy.dataplane.modes.userspace.streams import Flows
+from hybrid_proxy.dataplane.modes.userspace.streams import Flow, Flows
 
 BATCH: Final = 50  # rows that are applied before connections get their turn
 ENTRIES_SHOWN: Final = 100_000
@@ -185,45 +186,26 @@ class Relay:
 
     def listing(self, limit: int) -> m.Listing:
         """Returns all service ports, and at most so many conversations."""
-        flows: list[m.Conversation] = []
-        for flow in self.flows.all:
-            if len(flows) >= limit:
-                break
-            flows.append(flow.describe())
-        for session in self.sessions.by_client.values():
-            if len(flows) >= limit:
-                break
-            status = "established" if session.answered else "unanswered"
-            flows.append(session.port.flow_row(session.client, session.backend, status))
+        everything: list[Flow | Session] = [*self.flows.all, *self.sessions.by_client.values()]
+        found = [(each.port.service.row.key, *each.backend) for each in everything if each.backend is not None]
         return m.Listing(
             pid=os.getpid(),
             rows=tuple(service.row for service in self.services.values()),
-            used=self._used(),
-            flows=tuple(flows),
-            flow_count=len(self.flows.all) + len(self.sessions.by_client),
+            used=tuple((*backend, count) for backend, count in Counter(found).items()),
+            flows=tuple(each.describe() for each in everything[:limit]),
+            flow_count=len(everything),
             failures=tuple(
-                (key, *backend, found.consecutive, found.history())
+                (key, *backend, found.consecutive, found.history)
                 for key, service in self.services.items()
                 for backend, found in service.failures.items()
             ),
         )
 
-    def _used(self) -> tuple[tuple[str, str, int, int], ...]:
-        """Counts conversations by service port and backend."""
-        found: dict[tuple[str, str, int], int] = {}
-        pairs = [(flow.port, flow.backend) for flow in self.flows.all]
-        pairs += [(session.port, session.backend) for session in self.sessions.by_client.values()]
-        for port, backend in pairs:
-            if backend is not None:
-                key = (port.service.row.key, *backend)
-                found[key] = found.get(key, 0) + 1
-        return tuple((*key, count) for key, count in found.items())
-
     # Agents
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers one agent or reader until it hangs up."""
-        self.state.opened(1)
+        self.state.used += 1
         try:
             pid, allowed = _peer(writer)
             agent = False
@@ -248,7 +230,7 @@ class Relay:
             if self.agent is writer:
                 self.agent, self.agent_pid = None, 0
             writer.close()
-            self.state.closed(1)
+            self.state.used -= 1
 
     def _hello(self, request: m.Hello, writer: asyncio.StreamWriter, pid: int) -> m.Answer:
         if request.agent:
@@ -289,8 +271,7 @@ class Relay:
 
 def _peer(writer: asyncio.StreamWriter) -> tuple[int, bool]:
     """Returns the id of the process at the other end, and whether it may use the relay."""
-    line = writer.get_extra_info("socket")
-    pid, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, uid = peer_of(writer.get_extra_info("socket"))
     return pid, uid in {0, os.geteuid()}
 
 

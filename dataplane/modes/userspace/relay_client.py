@@ -8,7 +8,6 @@ import os
 import re
 import select
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import msgspec
 
 import hybrid_proxy
 from hybrid_proxy.dataplane.errors import DataplaneError, Occupied
+from hybrid_proxy.dataplane.kernel.descriptors import peer_of
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def connect(*, agent: bool, address: str = "") -> RelayClient | None:
 
 def _check_owner(sock: socket.socket, address: str) -> None:
     """Refuses a process of another user: anybody may bind a name in the abstract namespace."""
-    uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    _, uid = peer_of(sock)
     if uid not in {0, os.geteuid()}:
         raise DataplaneError(f"user {uid} listens at the address of the relay, @{address[1:]}: end that process")
 

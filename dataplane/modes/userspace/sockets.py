@@ -20,8 +20,8 @@ from hybrid_proxy.dataplane.modes.userspace.messages import KEEPING, PLAIN
 
 log = logging.getLogger(__name__)
 
-# linux/in.h, linux/in6.h
-IP_TRANSPARENT, IPV6_TRANSPARENT = 19, 75
+# Level and option by family: IP_TRANSPARENT and IPV6_TRANSPARENT, linux/in.h and linux/in6.h.
+TRANSPARENT: Final = {4: (socket.IPPROTO_IP, 19), 6: (socket.IPPROTO_IPV6, 75)}
 SCTP_NODELAY = 3
 
 # Source ports for a client's address: outside of the range from which clients choose (32768-60999 by default), because
@@ -99,8 +99,7 @@ def toward(family: int, protocol: int, client: str | None) -> socket.socket:
 
 
 def _bind_as(made: socket.socket, family: int, client: str, *, datagrams: bool) -> None:
-    level, option = (socket.IPPROTO_IP, IP_TRANSPARENT) if family == 4 else (socket.IPPROTO_IPV6, IPV6_TRANSPARENT)
-    made.setsockopt(level, option, 1)
+    made.setsockopt(*TRANSPARENT[family], 1)
     if not datagrams:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one port for several backends
     for port in _ports_to_try():
@@ -128,10 +127,9 @@ def resetting(sock: socket.socket) -> None:
 
 def transparent_works(family: int) -> bool:
     """Tells whether this process may use addresses that are not the node's; it needs CAP_NET_ADMIN."""
-    level, option = (socket.IPPROTO_IP, IP_TRANSPARENT) if family == 4 else (socket.IPPROTO_IPV6, IPV6_TRANSPARENT)
     try:
         with socket.socket(family_of(family), socket.SOCK_DGRAM) as probe:
-            probe.setsockopt(level, option, 1)
+            probe.setsockopt(*TRANSPARENT[family], 1)
     except OSError:
         return False
     return True
@@ -147,6 +145,9 @@ class State:
 
     Descriptors are counted, so that asking for what is left costs nothing. Proxy ports that found none left register a
     callback with `wait`, which is called when some are free again.
+
+    Attributes:
+        used: descriptors that are open; whoever opens or closes one counts it here.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit: int | None = None) -> None:
@@ -162,14 +163,6 @@ class State:
     def may_open(self, count: int) -> bool:
         """Tells whether so many more descriptors are within the limit."""
         return self.used + count + RESERVE <= self.limit
-
-    def opened(self, count: int) -> None:
-        """Counts descriptors that were opened."""
-        self.used += count
-
-    def closed(self, count: int) -> None:
-        """Counts descriptors that were closed."""
-        self.used -= count
 
     def note_exhaustion(self, error: OSError) -> bool:
         """Tells whether an error means that descriptors or memory ran out, and reports that."""

@@ -132,7 +132,7 @@ class Way:
             self.pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return
-        self.flow.state.opened(2)
+        self.flow.state.used += 2
         self.flow.state.counters["spliced_ways"] += 1
         with contextlib.suppress(OSError):  # beyond the user's limit for pipes, the default size is kept
             fcntl.fcntl(self.pipe[1], fcntl.F_SETPIPE_SZ, PIPE)
@@ -171,7 +171,7 @@ class Way:
         if self.pipe is not None:
             for descriptor in self.pipe:
                 os.close(descriptor)
-            self.flow.state.closed(2)
+            self.flow.state.used -= 2
             self.pipe = None
         self.pending, self.held = b"", 0
 
@@ -199,7 +199,7 @@ class Flow:
         self.forth: Way | None = None
         self.back: Way | None = None
         flows.all.add(self)
-        state.opened(1)
+        state.used += 1
         state.counters["connections"] += 1
         service = port.service
         self._dial(service.chooser.first(port.number, port.route, client_address[0], state.loop.time()))
@@ -233,7 +233,7 @@ class Flow:
             state.note_exhaustion(failure)
             return failure.errno or errno.EIO
         self.upstream = upstream
-        state.opened(1)
+        state.used += 1
         error = upstream.connect_ex(backend)
         if error not in {0, errno.EINPROGRESS}:
             self._drop_upstream()
@@ -296,7 +296,7 @@ class Flow:
             self.state.loop.remove_reader(self.upstream)
             self.upstream.close()
             self.upstream = None
-            self.state.closed(1)
+            self.state.used -= 1
 
     # The end
 
@@ -330,7 +330,7 @@ class Flow:
                 resetting(sock)
             else:
                 sock.close()
-            state.closed(1)
+            state.used -= 1
         self.upstream = None
         state.resume()
 
