@@ -27,7 +27,7 @@ from hybrid_proxy.dataplane.nftables.ruleset import add, describe
 from hybrid_proxy.dataplane.nftables.schema import Key, Value
 from hybrid_proxy.dataplane.nftables.wire import Kernel, missing, remove_tables
 from hybrid_proxy.dataplane.reports import NftablesStatus, Status
-from hybrid_proxy.dataplane.stale import FrontendKey, Judge, Place
+from hybrid_proxy.dataplane.stale import FrontendKey
 from hybrid_proxy.dataplane.table import Entry, Masquerade, NodeNetwork, ServiceTable
 from hybrid_proxy.dataplane.unmet import Unmet
 
@@ -47,24 +47,14 @@ class Nftables(TranslatingMode):
     name = "nftables"
     writes = "the nftables tables"
 
-    def __init__(
-        self,
-        options: Options,
-        request_maintenance: RequestMaintenance,
-        kernel: Kernel | None = None,
-    ) -> None:
-        if kernel is None:
-            reason = probe(options)
-            if reason:
-                raise Unsupported("nftables", reason)
+    def __init__(self, options: Options, request_maintenance: RequestMaintenance) -> None:
+        if reason := probe(options):
+            raise Unsupported("nftables", reason)
         super().__init__(options, request_maintenance)
-        if kernel is not None:  # one in memory has no sockets
-            self._localhost = None
         self._unmet = Unmet({"random"}, "random")
         self.adopted = False
-        self._kernel: Kernel = kernel or Kernel(TABLE, AllSets(), chain_named)
-        self._real = kernel is None
-        self._drop_invalid = not (self._real and is_liberal())
+        self._kernel = Kernel(TABLE, AllSets(), chain_named)
+        self._drop_invalid = not is_liberal()
         self._plans: dict[int, Plan] = {}
         self._generation = 0
         self._check_at = 0.0
@@ -108,15 +98,13 @@ class Nftables(TranslatingMode):
 
     def _written(self) -> None:
         """Subscribe to reports after the first fill: a hundred thousand reports of our own elements are useless."""
-        if self._real:
-            self._watch_rules([f"{family.name} {TABLE}" for family in FAMILIES.values()])
-
-    def _delete_stale(self, judge: Judge, openings: Collection[Place]) -> None:
-        if self._real:  # a kernel in memory has no flows
-            super()._delete_stale(judge, openings)
+        self._watch_rules([f"{family.name} {TABLE}" for family in FAMILIES.values()])
 
     def _why_unsupported(self, entry: Entry) -> str:
-        return why_unsupported(entry)
+        sets = len(entry.backend_sets)
+        if entry.affinity_seconds and sets > len(MEMBERS):
+            return f"{sets} distinct backend sets with session affinity, there is room for {len(MEMBERS)}"
+        return ""
 
     def _differences(self, family: Family, table: ServiceTable) -> tuple[Plan, Iterable[op.Operation]]:
         """Returns a new plan, and the operations that make the kernel's table equal to it."""
@@ -257,14 +245,6 @@ class Nftables(TranslatingMode):
     def close(self) -> None:
         super().close()
         self._kernel.close()
-
-
-def why_unsupported(entry: Entry) -> str:
-    """Says why a service port cannot be programmed; empty: it can."""
-    sets = len(entry.backend_sets)
-    if entry.affinity_seconds and sets > len(MEMBERS):
-        return f"{sets} distinct backend sets with session affinity, there is room for {len(MEMBERS)}"
-    return ""
 
 
 def _frontend(key: Key) -> FrontendKey:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
 from tests.fakes.nftables import FakeNftables
-from tests.modes.nftables.make import NODE
+from tests.modes.nftables.make import NODE, nftables_in
 
 
 @pytest.fixture
@@ -17,4 +16,4 @@ def fake() -> FakeNftables:
 
 @pytest.fixture
 def mode(fake: FakeNftables) -> Nftables:
-    return Nftables(Options(), lambda: None, fake)
+    return nftables_in(fake)

@@ -1,7 +1,15 @@
-"""Short builders for tables of the nftables tests."""
+"""Short builders for the nftables tests: of tables, and of the mode over a kernel in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from hybrid_proxy.dataplane.mode import Options
+from hybrid_proxy.dataplane.modes.nftables import programmer
+from hybrid_proxy.dataplane.stale import Judge, Place
 from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
@@ -13,6 +21,7 @@ from hybrid_proxy.dataplane.table import (
     ServiceTable,
     WhenEmpty,
 )
+from tests.fakes.nftables import FakeNftables
 from tests.tables import Front
 
 NODE = NodeNetwork(
@@ -42,3 +51,24 @@ def table(*entries: Entry, node: NodeNetwork = NODE, generation: int = 1) -> Ser
         service = one.name.rpartition(":")[0]
         services[service] = (*services.get(service, ()), one)
     return ServiceTable(services, node, generation)
+
+
+class _InMemory(programmer.Nftables):
+    """The mode over a kernel that has no flows and no sockets, and reports nothing."""
+
+    needs_sources = False
+
+    def _watch_rules(self, tables: Collection[str]) -> None:
+        pass
+
+    def _delete_stale(self, judge: Judge, openings: Collection[Place]) -> None:
+        pass
+
+
+def nftables_in(fake: FakeNftables, **options: Any) -> programmer.Nftables:
+    """The mode over a kernel in memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programmer, "Kernel", lambda *_: fake)
+        patch.setattr(programmer, "probe", lambda _: None)
+        patch.setattr(programmer, "is_liberal", lambda: False)
+        return _InMemory(Options(**options), lambda: None)

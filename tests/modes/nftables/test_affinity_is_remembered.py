@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
 from hybrid_proxy.dataplane.table import Entry, Kind, Masquerade, WhenEmpty
 from tests.fakes.nftables import FakeNftables, Packet
 from tests.modes.make import entry
-from tests.modes.nftables.make import cluster_ip, route, table
+from tests.modes.nftables.make import cluster_ip, nftables_in, route, table
 from tests.tables import Front
 
 PODS = ("10.1.0.5", "10.1.0.6", "10.1.0.7")
@@ -70,7 +69,7 @@ def test_a_client_moves_when_its_backend_goes_and_does_not_come_back(fake: FakeN
 def test_a_restart_keeps_clients_where_they_are(fake: FakeNftables, mode: Nftables) -> None:
     mode.sync(table(sticky(*PODS)))
     assert ask(fake, last) == "10.1.0.7"
-    Nftables(Options(), lambda: None, fake).sync(table(sticky(*PODS, "10.1.0.8")))
+    nftables_in(fake).sync(table(sticky(*PODS, "10.1.0.8")))
     assert ask(fake, first) == "10.1.0.7"
 
 

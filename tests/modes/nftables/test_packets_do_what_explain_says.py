@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from hybrid_proxy.controller.semantics.explain import Packet as Asked
 from hybrid_proxy.controller.semantics.explain import explain
-from hybrid_proxy.dataplane.mode import Options
-from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
 from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
@@ -25,7 +23,7 @@ from hybrid_proxy.dataplane.table import (
     socket_text,
 )
 from tests.fakes.nftables import FakeNftables, Packet
-from tests.modes.nftables.make import NODE
+from tests.modes.nftables.make import NODE, nftables_in
 from tests.properties import examples
 from tests.tables import Front, entry_of
 
@@ -83,7 +81,7 @@ def tables(draw: st.DrawFn) -> ServiceTable:
 @given(tables())
 def test_every_packet_meets_the_verdict_of_explain(table: ServiceTable) -> None:
     fake = FakeNftables(local=table.node.addresses)
-    Nftables(Options(), lambda: None, fake).sync(table)
+    nftables_in(fake).sync(table)
     for family in (4, 6):
         targets = (*ADDRESSES[family], NODE_IPS[family], *ELSEWHERE[family])
         for dst, port, protocol in itertools.product(targets, PORTS, (Protocol.TCP, Protocol.UDP)):

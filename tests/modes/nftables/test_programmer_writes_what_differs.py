@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError
-from hybrid_proxy.dataplane.mode import Options, ProbePacket
+from hybrid_proxy.dataplane.mode import ProbePacket
 from hybrid_proxy.dataplane.modes.nftables.listing import Tables
 from hybrid_proxy.dataplane.modes.nftables.programmer import Nftables
 from hybrid_proxy.dataplane.nftables import operations as op
@@ -15,7 +15,7 @@ from hybrid_proxy.dataplane.nftables.schema import ADDRESS, Element, Set
 from hybrid_proxy.dataplane.table import Kind, Masquerade, NodeNetwork, ServiceTable
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
-from tests.modes.nftables.make import NODE, cluster_ip, route, table
+from tests.modes.nftables.make import NODE, cluster_ip, nftables_in, route, table
 from tests.tables import Front
 
 
@@ -41,7 +41,7 @@ def state(fake: FakeNftables) -> object:
 def fresh(wanted: ServiceTable) -> object:
     """What a node that never had anything else looks like."""
     other = FakeNftables(local=NODE.addresses)
-    mode = Nftables(Options(), lambda: None, other)
+    mode = nftables_in(other)
     mode.sync(wanted)
     return state(other)
 
@@ -130,7 +130,7 @@ def test_a_table_of_another_kind_refuses_nothing_and_is_then_replaced_in_one_tra
 ) -> None:
     mode.sync(many(3))
     fake.tables[4].sets["internal-slots"] = Set("internal-slots", (ADDRESS,))
-    Nftables(Options(), lambda: None, fake).sync(many(3))
+    nftables_in(fake).sync(many(3))
     assert len(fake.transactions) == 3
     assert fake.transactions[1] == [op.FlushChain("elsewhere")]
     assert state(fake) == fresh(many(3))
@@ -157,7 +157,7 @@ def test_a_refused_transaction_is_an_error_and_the_next_sync_is_complete(fake: F
 
 
 def test_without_reports_the_structure_is_compared_in_time(fake: FakeNftables) -> None:
-    mode = Nftables(Options(sync_seconds=0), lambda: None, fake)
+    mode = nftables_in(fake, sync_seconds=0)
     mode.sync(many(5))
     fake.tables[4].rules["from-internal"].pop()
     mode.maintain()

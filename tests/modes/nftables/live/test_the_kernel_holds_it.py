@@ -22,7 +22,7 @@ from hybrid_proxy.dataplane.nftables.wire import Kernel
 from hybrid_proxy.dataplane.table import Entry, Kind, Masquerade, NodeNetwork, PodMatch, ServiceTable, WhenEmpty
 from tests.fakes.nftables import FakeNftables
 from tests.modes.make import entry
-from tests.modes.nftables.make import cluster_ip, route, table
+from tests.modes.nftables.make import cluster_ip, nftables_in, route, table
 from tests.nft import chains, nft
 from tests.tables import Front
 
@@ -70,7 +70,7 @@ def test_nft_lists_every_rule_as_it_was_meant(mode: Nftables, family: Family) ->
 def test_what_is_read_back_is_what_was_written(mode: Nftables) -> None:
     mode.sync(everything())
     fake = FakeNftables()
-    Nftables(Options(), lambda: None, fake).sync(everything())
+    nftables_in(fake).sync(everything())
     kernel = Kernel(TABLE, SETS, chain_named)
     for version, family in FAMILIES.items():
         for name in SETS:
