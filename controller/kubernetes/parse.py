@@ -268,14 +268,12 @@ class _Complaints(list[str]):
             self.add(error.field, error.problem)
             return instead
 
-    def each(
-        self, read: Callable[[Any, str], _Read], items: Iterable[Any] | None, field: str, most: int = _MAX_ADDRESSES
-    ) -> list[_Read]:
+    def each(self, read: Callable[[Any, str], _Read], items: Iterable[Any] | None, field: str) -> list[_Read]:
         """Reads the items that can be used, each once; nulls and empty texts are absent, as for kube-proxy."""
         if not items:
             return []
         found: dict[_Read, None] = {}
-        for index, item in enumerate(self.few(list(items), field, most)):
+        for index, item in enumerate(self.few(list(items), field, _MAX_ADDRESSES)):
             if item:
                 try:
                     found[read(item, f"{field}[{index}]")] = None

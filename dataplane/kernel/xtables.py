@@ -125,26 +125,21 @@ class Xtables:
         return refused
 
 
-def find(needs: Needs | None = None, *, variant: str | None = None) -> Xtables:
+def find(needs: Needs = lambda _: {"nat": (), "filter": ()}) -> Xtables:
     """The variant that this node uses, tried out.
 
     Args:
         needs: family -> table -> rules without `-A CHAIN`, which must be possible for that family to count as working;
             by default it is enough that the tables nat and filter are there.
-        variant: `nft` or `legacy`, to use instead of the one that is found.
 
     Raises:
         Unsupported: no family works; the message says what is missing.
     """
-    chosen, why = (variant, "as configured") if variant else _choose()
-    missing: dict[int, str] = {}
-    for family in _NAMES:
-        reason = _lacks(Xtables(chosen), family, needs(family) if needs else {"nat": (), "filter": ()})
-        if reason is not None:
-            missing[family] = reason
-    found = Xtables(chosen, missing, why)
+    chosen, why = _choose()
+    reasons = {family: _lacks(Xtables(chosen), family, needs(family)) for family in _NAMES}
+    found = Xtables(chosen, {family: reason for family, reason in reasons.items() if reason}, why)
     if not found.families:
-        raise Unsupported(f"iptables ({chosen})", missing[4])
+        raise Unsupported(f"iptables ({chosen})", found.missing[4])
     return found
 
 
