@@ -124,7 +124,7 @@ def settle(bench: Bench) -> None:
 def reuse_at_once(bench: Bench) -> None:
     """The fault: nobody waits for the programs that still look."""
     bench.store.graced(bench.store.plan.pools.stamp)
-    bench.store.scanned(*bench.store.plan.pools.candidates, frozenset(), frozenset())
+    bench.store.scanned(*bench.store.plan.pools.candidates)
 
 
 @pytest.mark.parametrize("vanish", [False, True], ids=["changing", "coming-and-going"])

@@ -189,4 +189,4 @@ def check_prefilters(store: Store, entries: list[Entry]) -> None:
 def settle(store: Store) -> None:
     """A grace period and a scan that finds no flow."""
     store.graced(store.plan.pools.stamp)
-    store.scanned(*store.plan.pools.candidates, [], [])
+    store.scanned(*store.plan.pools.candidates)

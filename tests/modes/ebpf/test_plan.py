@@ -52,7 +52,7 @@ def entry_at(number: int) -> Entry:
 def free(plan: Plan) -> None:
     """No program and no flow uses what is gone."""
     plan.pools.graced(plan.pools.stamp)
-    plan.pools.scanned(*plan.pools.candidates, [], [])
+    plan.pools.scanned(*plan.pools.candidates)
 
 
 def key(vip: str = V1, number: int = 80) -> tuple[int, str, int, int]:
@@ -306,5 +306,5 @@ def test_a_port_that_loses_its_frontends_keeps_its_rows_and_its_bits_as_long_as_
     change(plan, bare)
     change(plan)
     plan.pools.graced(plan.pools.stamp)
-    freed = plan.pools.scanned(*plan.pools.candidates, [], [])
+    freed = plan.pools.scanned(*plan.pools.candidates)
     assert sorted(freed.frontends) == sorted([key(), key(number=0)] * 2)

@@ -150,10 +150,10 @@ def test_slices_return_after_the_grace_period_and_ids_after_a_scan() -> None:
     assert slots.in_use == 0
     assert services.left == 6
     assert pools.candidates == ({service}, {first, second})
-    assert pools.scanned([service], [first, second], [service], [second]) == Freed([], [first])
+    assert pools.scanned([], [first]) == Freed([], [first])
     assert (services.left, backends.left) == (6, 6)
     assert pools.candidates == ({service}, {second})
-    assert pools.scanned([service], [second], [], []) == Freed([service], [second])
+    assert pools.scanned([service], [second]) == Freed([service], [second])
     assert (services.left, backends.left, len(pools)) == (7, 7, 0)
 
 
@@ -166,7 +166,7 @@ def test_a_scan_frees_only_what_it_looked_for() -> None:
     asked = pools.candidates
     pools.defer(Removed(backends=[late]))
     pools.graced(2)
-    assert pools.scanned(*asked, [], []) == Freed([], [early])
+    assert pools.scanned(*asked) == Freed([], [early])
     assert pools.candidates == (frozenset(), {late})
     assert services.left == 7
 
@@ -180,13 +180,13 @@ def test_everything_that_is_released_comes_back_once(steps: list[tuple[int, bool
             numbers, piece = backends.take(count), slots.take(count)
         except FullError:
             pools.graced(pools.stamp)
-            pools.scanned(*pools.candidates, [], [])
+            pools.scanned(*pools.candidates)
             continue
         pools.defer(Removed(backends=numbers, ranges=[piece]))
         if named:
             pools.graced(pools.stamp)
-            pools.scanned(*pools.candidates, [], numbers)
+            pools.scanned([], pools.candidates[1].difference(numbers))
     pools.graced(pools.stamp)
-    pools.scanned(*pools.candidates, [], [])
+    pools.scanned(*pools.candidates)
     if len(pools) == 0:
         assert (services.left, slots.in_use) == (7, 0)

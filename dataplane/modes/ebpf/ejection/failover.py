@@ -87,8 +87,7 @@ class Failover:
             self._let_start(store, now)
             return []
         known = _Numbers(store)
-        changes = self._detector.evaluate(now, failures, probe_failures, known, shares)
-        for subject in changes.readmitted:
+        for subject in self._detector.evaluate(now, failures, probe_failures, known, shares):
             store.readmit(known.of(subject), self._detector.readmission_failures)
             if subject in self._ejected:
                 self.slow_start.begin(now, *subject)
@@ -167,13 +166,13 @@ class Failover:
     def rows(self) -> list[Ejection]:
         """Returns every backend that keeps failing, ejected or not, with the reason, for `status`."""
         rows = []
-        for (key, (address, port)), ejection in self._detector.ejections.items():
-            subject = (key, (address, port))
+        for subject, ejection in self._detector.ejections.items():
+            (service, _, _), end = subject
             ejected = subject in self._ejected
             rows.append(
                 Ejection(
-                    service=key[0],
-                    address=socket_text(address, port),
+                    service=service,
+                    address=socket_text(*end),
                     ejected=ejected,
                     seconds=None if ejection.until is None else max(0.0, ejection.until - time.monotonic()),
                     state=f"ejected {self._duration(subject)}"

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Counts, Ejection
 
@@ -123,13 +123,6 @@ class FailureShares(Generic[Group, Subject]):
         ]
 
 
-class Changes(NamedTuple, Generic[Subject]):
-    """The backends that one evaluation ejected and readmitted."""
-
-    ejected: list[Subject]
-    readmitted: list[Subject]  # the caller sets their count of failures to `OutlierDetector.readmission_failures`
-
-
 class OutlierDetector(Generic[Subject]):
     """Turns counts of failures, and time, into ejections.
 
@@ -155,7 +148,7 @@ class OutlierDetector(Generic[Subject]):
     def evaluate(
         self, now: float, failures: Mapping[Subject, int], probe_failures: Mapping[Subject, str],
         known: Container[Subject], shares: Mapping[Subject, str] = MappingProxyType({}),
-    ) -> Changes[Subject]:  # fmt: skip
+    ) -> list[Subject]:  # fmt: skip
         """Update the ejections.
 
         Args:
@@ -164,6 +157,9 @@ class OutlierDetector(Generic[Subject]):
             probe_failures: why the probes of a backend fail, of every backend whose probes do.
             known: every backend that exists; others are forgotten.
             shares: why backends fail too large a share of their connections, of those that do.
+
+        Returns:
+            The backends that are readmitted; the caller sets their count of failures to `readmission_failures`.
         """
         before = self.ejections
         failing = {
@@ -179,10 +175,7 @@ class OutlierDetector(Generic[Subject]):
             if subject not in known or (quiet and now - record.readmitted >= record.period):
                 del self._records[subject]
         self.ejections = {s: ejection for s, record in self._records.items() if (ejection := record.ejection)}
-        return Changes(
-            [subject for subject in self.ejections if subject not in before],
-            [subject for subject in before if subject not in self.ejections and subject in known],
-        )
+        return [subject for subject in before if subject not in self.ejections and subject in known]
 
     def _update(self, record: _Record, now: float, failure: str, probe_failure: str) -> None:
         was_ejected = record.ejection is not None

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ from hybrid_proxy.dataplane.reports import several
 from hybrid_proxy.dataplane.table import Protocol
 
 log = logging.getLogger(__name__)
+
+Ids = tuple[frozenset[int], frozenset[int]]  # of services, and of backends
 
 SCAN_SECONDS = 5.0
 # Idle times in seconds, as nf_conntrack's; those that kube-proxy sets, too, are in the options.
@@ -116,15 +118,6 @@ class GracePeriods:
             self.over = wanted
 
 
-class Scanned(NamedTuple):
-    """The ids of deferred frees that a scan searched for, and those that a flow still names."""
-
-    services: frozenset[int]
-    backends: frozenset[int]
-    named_services: frozenset[int]
-    named_backends: frozenset[int]
-
-
 class FlowGC:
     """A thread that waits for grace periods, resets connections and scans flows, in this order whenever it wakes.
 
@@ -158,8 +151,8 @@ class FlowGC:
         self.recounts = False
         self._maps, self._options, self._also = maps, options, also
         self._sweep, self._clock = sweep, clock
-        self._candidates: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
-        self._result: Scanned | None = None
+        self._candidates: Ids = (frozenset(), frozenset())
+        self._result: Ids | None = None
         self._lock = threading.Lock()  # of these two
         self._scan_now = False
         self._thread = threading.Thread(target=self._run, name="gc", daemon=True)
@@ -176,7 +169,7 @@ class FlowGC:
         self._thread.start()
 
     def search_for(self, services: frozenset[int], backends: frozenset[int]) -> None:
-        """Has the next scan find which of these ids flows still name."""
+        """Has the next scan find which of these ids no flow names any more."""
         with self._lock:
             if self._result is None:
                 self._candidates = (services, backends)
@@ -186,7 +179,7 @@ class FlowGC:
         self._scan_now = True
         self._wake.set()
 
-    def collect(self) -> tuple[int, Scanned | None]:
+    def collect(self) -> tuple[int, Ids | None]:
         """Returns the number of the last grace period that is over, and the result of a scan since the last call."""
         with self._lock:
             result, self._result = self._result, None
@@ -224,9 +217,7 @@ class FlowGC:
     def scan(self) -> None:
         """Reads all flows once: deletes idle ones, and searches for ids of deferred frees."""
         with self._lock:
-            services, backends = self._candidates
-        found_services: set[int] = set()
-        found_backends: set[int] = set()
+            services, backends = wanted = self._candidates
         opening = 0
         recount = Recount(self._maps) if self.recounts else None
         young = abi_constants()["FLOW_ESTABLISHED"] | abi_constants()["FLOW_REPLY"]
@@ -236,8 +227,8 @@ class FlowGC:
             self.used[name] = len(keys)
             opening += int(np.count_nonzero(values["flags"] & young == 0))
             if len(keys):
-                found_services |= services.intersection(np.unique(values["service"]).tolist())
-                found_backends |= backends.intersection(np.unique(values["backend"]).tolist())
+                services = services.difference(np.unique(values["service"]).tolist())
+                backends = backends.difference(np.unique(values["backend"]).tolist())
                 if recount is not None:
                     recount.add(values)
                 self.forget_idle(family, keys, values)
@@ -245,8 +236,8 @@ class FlowGC:
         if recount is not None and (wrong := recount.finish()):
             log.info("counts of open flows are corrected for %s", several(wrong, "backend"))
         with self._lock:
-            if services or backends:
-                self._result = Scanned(services, backends, frozenset(found_services), frozenset(found_backends))
+            if any(wanted):
+                self._result = services, backends
             self._candidates = (frozenset(), frozenset())
 
     def clock(self) -> int:

@@ -282,16 +282,11 @@ class Pools:
         """The service and backend ids that wait only for flows: the next scan looks for them."""
         return frozenset(self._unnamed_services), frozenset(self._unnamed_backends)
 
-    def scanned(
-        self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
-        named_backends: Collection[int],
-    ) -> Freed:  # fmt: skip
+    def scanned(self, services: Collection[int], backends: Collection[int]) -> Freed:
         """Free the ids that a scan looked for and found in no flow. Returns them."""
-        free_services = self._unnamed_services & set(services) - set(named_services)
-        free_backends = self._unnamed_backends & set(backends) - set(named_backends)
-        self._unnamed_services -= free_services
-        self._unnamed_backends -= free_backends
-        freed = Freed(sorted(free_services), sorted(free_backends))
+        freed = Freed(sorted(self._unnamed_services & {*services}), sorted(self._unnamed_backends & {*backends}))
+        self._unnamed_services.difference_update(freed.services)
+        self._unnamed_backends.difference_update(freed.backends)
         self.services.give(freed.services)
         self.backends.give(freed.backends)
         for service in freed.services:

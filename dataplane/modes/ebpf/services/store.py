@@ -207,12 +207,9 @@ class Store:
             self.writer.only()
             self._exact_after = 0
 
-    def scanned(
-        self, services: Collection[int], backends: Collection[int], named_services: Collection[int],
-        named_backends: Collection[int],
-    ) -> None:  # fmt: skip
+    def scanned(self, services: Collection[int], backends: Collection[int]) -> None:
         """Free the ids that were looked for in the flows and not found."""
-        freed = self.plan.pools.scanned(services, backends, named_services, named_backends)
+        freed = self.plan.pools.scanned(services, backends)
         self.writer.clear_frontends(freed.frontends)
         ids = np.array(freed.backends, dtype=np.int64)
         self.traffic.give_back(freed.services, ids, self.backends["service"][ids])

@@ -54,13 +54,12 @@ def test_times_double_up_to_the_longest_and_begin_anew_when_all_was_fine() -> No
     detector = OutlierDetector[str](3)
     now, periods = 0.0, []
     for _ in range(8):
-        changes = detector.evaluate(now, {A: 3}, {}, ALL)
-        assert changes.ejected == [A]
+        assert evaluate_at(detector, now, {A: 3}) == {A}
         until = detector.ejections[A].until
         assert until is not None
         periods.append(until - now)
         assert evaluate_at(detector, until - 0.001, {A: 5}) == {A}
-        assert detector.evaluate(until, {A: 5}, {}, ALL).readmitted == [A]
+        assert detector.evaluate(until, {A: 5}, {}, ALL) == [A]
         now = until + 1
     assert periods == [10, 20, 40, 80, 160, 300, 300, 300]
     assert detector.readmission_failures == 2
@@ -86,7 +85,7 @@ def test_what_probes_say_holds_until_they_succeed() -> None:
     assert detector.ejections[A] == Ejection(None, "no answer", 0.0)
     assert evaluate_at(detector, 10_000.0, {A: 9}, {A: "status 500"}) == {A}
     assert detector.ejections[A].reason == "status 500"
-    assert detector.evaluate(10_001.0, {A: 9}, {}, ALL).readmitted == [A], "what was counted in that time is forgiven"
+    assert detector.evaluate(10_001.0, {A: 9}, {}, ALL) == [A], "what was counted in that time is forgiven"
     assert not detector.has_records or evaluate_at(detector, 10_002.0, {}) == set()
 
 
@@ -172,9 +171,9 @@ def test_counts_that_begin_anew_and_ports_that_go() -> None:
 
 def test_a_share_ejects_as_consecutive_failures_do() -> None:
     detector = OutlierDetector[str](3)
-    assert detector.evaluate(0.0, {A: 1}, {}, ALL, {A: "6 of 20"}).ejected == [A]
+    detector.evaluate(0.0, {A: 1}, {}, ALL, {A: "6 of 20"})
     assert detector.ejections[A] == Ejection(FIRST, "6 of 20", 0.0)
-    assert detector.evaluate(FIRST, {}, {}, ALL).readmitted == [A]
+    assert detector.evaluate(FIRST, {}, {}, ALL) == [A]
     detector.evaluate(FIRST + 1, {}, {}, ALL, {A: "7 of 20"})
     assert detector.ejections[A].until == FIRST + 1 + 2 * FIRST, "for longer"
 
@@ -213,11 +212,10 @@ def test_any_history(history: list[tuple[float, dict[str, int], dict[str, str], 
     for step, failures, down, known in history:
         now += step
         before = dict(detector.ejections)
-        changes = detector.evaluate(now, failures, down, known)
+        readmitted = detector.evaluate(now, failures, down, known)
         current = set(detector.ejections)
         assert current <= known
-        assert set(changes.ejected) == current - out
-        assert set(changes.readmitted) == (out - current) & known
+        assert set(readmitted) == (out - current) & known
         for name in current:
             ejection = detector.ejections[name]
             assert (ejection.until is None) == (name in down)
@@ -227,7 +225,7 @@ def test_any_history(history: list[tuple[float, dict[str, int], dict[str, str], 
             assert ejection.since == since[name]
             if ejection.until is not None:
                 assert now < ejection.until <= now + LONGEST
-        for name in set(changes.readmitted):
+        for name in readmitted:
             assert before[name].until is None or before[name].until <= now
         for name in down.keys() & known:
             assert name in current
