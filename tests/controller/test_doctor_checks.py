@@ -109,6 +109,8 @@ def rule(hook: str, text: str = "tcp dport 8080 drop", packets: int | None = Non
 
 
 OWN_DROP = msgspec.structs.replace(rule("output", "counter drop"), pod=("10.0.0.9", "fd00::9"))
+AT_A = msgspec.structs.replace(rule("input"), pod=("10.0.0.1",))
+NAT_AT_A = msgspec.structs.replace(rule("prerouting", "ip daddr 10.0.0.1 counter dnat to 192.0.2.9"), away=True)
 SIX = TablePort(
     "shop/web:http",
     6,
@@ -178,7 +180,7 @@ SERVICES = [
     pytest.param(facts(tried(A), tried(B), tried(VIP, pod="silent"), rules=(rule("prerouting"),)), "firewall", False, id="a rule may drop what is not translated yet"),
     pytest.param(facts(tried(A), tried(B), tried(VIP, pod="silent"), rules=(rule("forward"),)), "service-path", False, id="what backends got passed FORWARD"),
     pytest.param(facts(*SILENT, rules=(rule("postrouting"),), counted={rule("postrouting"): 4}), "firewall", True, id="a rule counted the node's packets and the pod's"),
-    pytest.param(facts(*SILENT, rules=(rule("postrouting"),), counted={rule("postrouting"): 3}), "backend-silent", False, id="a rule counted fewer than failed"),
+    pytest.param(facts(*SILENT, rules=(rule("postrouting", packets=1),), counted={rule("postrouting"): 3}), "backend-silent", True, id="a rule counted fewer than failed"),
     pytest.param(facts(tried(A, "silent"), tried(B, "silent"), tried(VIP), rules=(rule("output"),)), "firewall", False, id="a rule may drop what the node sends"),
     pytest.param(facts(tried(A, "silent", None), tried(B)), "backend-silent", False, id="one attempt is not sure"),
     pytest.param(facts(tried(A, "silent", None), tried(B), repeated=syns(A, *["silent"] * 5)), "backend-silent", True, id="six attempts are"),
@@ -196,7 +198,15 @@ SERVICES = [
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), astray={"10.0.0.1": ("no route leads there", "")}), "endpoint-route", True, id="no route leads to the pod"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), links=(PodLink("veth1", ("10.0.0.1",), 1500, 0, down="ip link set veth1 up"),)), "link-down", True, id="the link of the pod is down"),
     pytest.param(facts(*GOOD, astray={"10.0.0.1": ("the route leads to eth0", "")}), "", True, id="a route that does no harm"),
-    pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(DROP,)), "client-pod", True, id="another pod reaches what the first one does not"),
+    pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(msgspec.structs.replace(DROP, packets=7),)), "client-pod", True, id="another pod reaches what the first one does not"),
+    pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(rule("forward"),)), "client-pod", False, id="a rule that is about both pods dropped nothing of the other one"),
+    pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(rule("forward", "ip saddr 10.0.0.9 drop"),)), "firewall", False, id="a rule about the pod that does not reach them"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), rules=(AT_A,)), "firewall", False, id="the pod's own rule takes them, as it reads"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), rules=(msgspec.structs.replace(AT_A, text="tcp dport 9 drop"),)), "backend-silent", False, id="the pod's own rule is about another port"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B, "mute", "mute"), rules=(AT_A,), counted={AT_A: 2}), "firewall", True, id="the pod's own rule counted, and another pod hangs"),
+    pytest.param(facts(tried(A, "refused", "refused"), tried(B), rules=(AT_A,), counted={AT_A: 2}), "firewall", True, id="the pod's own rule rejects"),
+    pytest.param(facts(*SILENT, rules=(rule("forward"), rule("output"))), "firewall", False, id="one rule reads as if it took the pods' packets, and one the node's"),
+    pytest.param(facts(tried(A, pod="silent"), tried(B), rules=(NAT_AT_A,), counted={NAT_AT_A: 2}), "foreign-nat", True, id="another program's NAT takes a backend's address"),
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A, pod="silent"), *tried(B, pod="silent"))), "forwarding-loses", False, id="no pod reaches it"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "restricted", True, id="ranges restrict who is let in"),
     pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B)), after(0.003, tried(VIP))), "backend-slow", True, id="a backend is slow"),
@@ -283,7 +293,7 @@ TEXTS = [
     pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B))), "shop/web is well: 4 of 4 connections were answered, but backend 10.0.0.1:8080 answers after 2.0 s, the others after 3 ms", id="how slow a backend is"),
     pytest.param(facts(*GOOD, ports=(port(A, B, "10.0.0.3:8080"),), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: there are very many", id="how many were not tried"),
     pytest.param(facts(*GOOD, ports=(port(A, B), SIX), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: this node has no IPv6 address", id="why one was not tried"),
-    pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(OWN_DROP,)), "pod 10.0.0.9 does not reach 10.0.0.1:8080, 10.0.0.2:8080; another pod and the node do; its own firewall has `counter drop` in chain c of table inet fw, which may drop them", id="what the client's own firewall may do"),
+    pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(OWN_DROP,)), "pod 10.0.0.9 does not reach 10.0.0.1:8080, 10.0.0.2:8080; another pod and the node do; the firewall of pod 10.0.0.9 has `counter drop` in chain c of table inet fw, which may drop them", id="what the client's own firewall may do"),
     pytest.param(facts(*LOST, rules=(OWN_DROP,), counted={OWN_DROP: 4}), "the firewall of pod 10.0.0.9 drops packets in OUTPUT: `counter drop` in chain c of table inet fw counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="the client's own firewall"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_proxy.controller.commands.doctor.facts import Rule
-from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft, taken
+from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft, taken, takes
 from hybrid_proxy.dataplane.base_chains import BaseChain
 
 NFT = """
@@ -133,3 +133,30 @@ COMMIT
 """
     ((name, address, rule),) = taken(of_iptables(text, "ip"), WEB)
     assert (name, address, rule.packets, rule.table) == ("shop/web", "10.96.0.9", 5, "ip nat (legacy)")
+
+
+PACKET = {"saddr": "10.0.0.9", "daddr": "10.0.0.1", "sport": "", "dport": "8080", "l4proto": "tcp"}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("tcp dport 8080 drop", True),
+        ("tcp dport { 80, 8000-8100 } reject with tcp reset", True),
+        ('ip saddr 10.0.0.0/24 ip daddr { 10.0.0.1, 10.0.0.2 } drop comment "not by tcp dport 9"', True),
+        ("meta l4proto tcp ip daddr 10.0.0.1 drop", True),
+        ("udp dport 8080 drop", False),
+        ("tcp dport 8081 drop", False),
+        ("tcp sport 8080 drop", False),
+        ("ip saddr 10.0.0.1 drop", False),
+        ("ip6 daddr fd00::1 drop", False),
+        # What is not understood may be what lets the packet pass.
+        ("tcp dport != 8080 drop", False),
+        ("ip daddr @blocked drop", False),
+        ("tcp dport 8080 ct state new drop", False),
+        ("policy drop", False),
+        ("drop", False),
+    ],
+)
+def test_a_rule_takes_a_packet_by_what_it_says(text: str, wanted: bool) -> None:
+    assert takes(text, PACKET) is wanted

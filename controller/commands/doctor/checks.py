@@ -27,6 +27,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     ServiceFacts,
     Tried,
 )
+from hybrid_proxy.controller.commands.doctor.rules import FIELDS, takes
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
 from hybrid_proxy.controller.commands.troubles import (
     READ_LOG,
@@ -65,6 +66,7 @@ FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows it for sure
 LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
 SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
+NO_NAT: Final = "delete this rule, or take the address out of it; its table and its comment tell whose it is"
 AGAIN: Final = f"ask again in a second, then {READ_LOG}"
 AS_ROOT: Final = "run as root, on the node itself"
 
@@ -244,14 +246,13 @@ def _closed(facts: NodeFacts) -> Iterator[Finding]:
 
 def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Finding]:
     """NAT of other programs for addresses of Services, or of this one: its counter tells whether it was before ours."""
-    todo = "delete this rule, or take the address out of it; its table and its comment tell whose it is"
     for service, address, rule in node.taken:
         text = f"another program's NAT sends packets to {address} ({service}) elsewhere"
         if facts is None:
-            yield _counted("NAT", text, rule, rule.packets, todo)
+            yield _counted("NAT", text, rule, rule.packets, NO_NAT)
         elif belongs(facts.name, service):
             own = msgspec.structs.replace(rule, packets=None)
-            yield _counted("NAT", text, rule, facts.counted.get(own, rule.packets and 0), todo, "problem")
+            yield _counted("NAT", text, rule, facts.counted.get(own, rule.packets and 0), NO_NAT, "problem")
 
 
 def _counted(subject: str, text: str, rule: Rule, packets: int | None, todo: str, bad: Mark = "warning") -> Finding:
@@ -699,15 +700,17 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     lost = lost_on_the_way(direct)
     reached = {each.end for each in direct if each.place == "pod" and (is_good(each) or each.outcome in REACHED)}
     if sick := [each for each in lost if each.end in reached]:  # from another pod they succeed
-        text = f"pod {sick[0].source} does not reach {_targets(sick)}; another pod and the node do"
+        mine = [each for each in sick if each.source == sick[0].source]
+        text = f"pod {sick[0].source} does not reach {_targets(mine)}; another pod and the node do"
         todo = "look at that pod: its routes, its firewall, its network policies"
         if any(is_good(each) for each in direct if each.source == sick[0].source):
             todo = "look at firewalls and network policies between these two, in both pods"
-        dropping = (rule for rule in (*facts.counted, *facts.rules) if rule.pod and rule.packets is None)
-        for rule in _rules_at(facts, node, [each for each in sick if each.source == sick[0].source], dropping)[:1]:
-            met = f"counted {several(facts.counted[rule], 'packet')}" if rule in facts.counted else "may drop them"
-            text, todo = f"{text}; its own firewall has {_rule(rule)}, which {met}", _accept(rule)
-        yield Finding("problem", "client", text, todo, "client-pod")
+        if explaining := _explaining(facts, node, mine):
+            yield _blamed(facts, explaining[0], mine, text)
+        else:
+            may = _without_counter(facts, node, mine)[:1]
+            text += "".join(f"; {_firewall(rule)} has {_rule(rule)}, which may drop them" for rule in may)
+            yield Finding("problem", "client", text, "; else ".join([*map(_accept, may), todo]), "client-pod", not may)
         lost = [each for each in lost if each.source != sick[0].source]
         direct = [each for each in direct if each.source != sick[0].source]
         through = [each for each in through if each.source != sick[0].source]
@@ -721,14 +724,17 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         ends |= {each.end for each in failed if found}
     for outcomes in (LOST, ("refused",)):
         failed = [each for each in direct if each.outcome in outcomes and each.end not in ends]
-        named = [(rule, failed) for rule in _that_counted(facts, node, failed)[:1]]
-        if not named:  # not one rule for all: one for the pods and another for the node explain as much
-            halves = [[each for each in failed if (each.place == "node") is own] for own in (False, True)]
-            named = [(rule, half) for half in halves for rule in _that_counted(facts, node, half)[:1]]
-            named = named if len(dict(named)) == 2 else []
+        # Best is one rule for all; one for the pods and another for the node explain as much; else backends' pods' own.
+        halves = [[each for each in failed if (each.place == "node") is own] for own in (False, True)]
+        hosts = [[each for each in failed if _host(each) == host] for host in dict.fromkeys(map(_host, failed))]
+        named: list[tuple[Rule, list[Tried]]] = []
+        for groups, least in ((hosts, 1), (halves, 2), ([failed], 1)):
+            pairs = [(rule, those) for those in groups for rule in _explaining(facts, node, those)[:1]]
+            pairs = [pair for pair in pairs if pair[0].pod or groups is not hosts]
+            named = pairs if len(dict(pairs)) >= least else named
         for rule, those in named:
             ends |= {each.end for each in those}
-            yield _counting(facts, rule, f"connections to {_targets(those)} failed {_from(those)}")
+            yield _blamed(facts, rule, those, f"connections to {_targets(those)} failed {_from(those)}")
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     yield from _slow(direct)
     if bad:
@@ -793,27 +799,54 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
     ]
     common = frozenset.intersection(*hooks) if hooks else frozenset[str]()
     sources = {each.source for each in failed}
+    hosts = {_host(each) for each in failed}
     ends, known = ({_host(each) for each in rows} | {each.source for each in rows} for rows in (failed, facts.tried))
 
     def may_be_met(rule: Rule) -> bool:
-        if rule.away or (rule.pod and not sources <= {*rule.pod}):
+        if rule.pod and not any(each <= {*rule.pod} for each in (sources, hosts)):
             return False
         named = known.intersection(_ADDRESS.findall(rule.text))
+        if rule.away and (not named & hosts or any(each.via == "service" for each in failed)):  # see `_away`
+            return False
         hooked = (OWN if rule.pod and failed else common).intersection(rule.hooks)
         return bool(hooked) and (not named or bool(named & ends))
 
     return sorted(filter(may_be_met, rules), key=lambda rule: _hook(rule) not in ("FORWARD", "OUTPUT"))
 
 
-def _that_counted(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[Rule]:
-    """Returns such rules that counted each of the connections; one that counted fewer may have met other packets."""
-    return [rule for rule in _rules_at(facts, node, failed, facts.counted) if facts.counted[rule] >= len(failed)]
+def _explaining(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[Rule]:
+    """Returns such rules that counted each of the connections; one that counted fewer may have met other packets.
+
+    Where there is none, those without a counter that take each of them, as they read, and none that succeeded.
+    """
+    counted = [rule for rule in _rules_at(facts, node, failed, facts.counted) if facts.counted[rule] >= len(failed)]
+    read = [rule for rule in _without_counter(facts, node, failed) if all(_is_about(rule, each) for each in failed)]
+    good = [each for each in facts.tried if is_good(each)]
+    met = {rule for each in good for rule in _rules_at(facts, node, [each], read) if _is_about(rule, each)}
+    return counted or [rule for rule in read if rule not in met]
 
 
-def _counting(facts: ServiceFacts, rule: Rule, seen: str, mark: Mark = "problem", ease: str = "") -> Finding:
-    text = f"{_firewall(rule)} {_does(rule)} packets in {_hook(rule)}: {_rule(rule)} counted "
-    text += f"{several(facts.counted[rule], 'packet')} while {seen}{ease}"
-    return Finding(mark, "firewall", text, _accept(rule), "client-pod" if rule.pod else "firewall")
+def _without_counter(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -> list[Rule]:
+    return [rule for rule in _rules_at(facts, node, failed, facts.rules) if rule.packets is None]
+
+
+def _is_about(rule: Rule, each: Tried) -> bool:
+    """Return whether a rule takes the packets of a connection, or the answers, by what it says."""
+    ends, protocol = ((each.source, ""), (_host(each), each.target.rpartition(":")[2])), each.protocol.lower()
+    packets = (zip(FIELDS, (*start, *end, protocol), strict=True) for start, end in (ends, ends[::-1]))
+    return any(takes(rule.text, dict(packet)) for packet in packets)
+
+
+def _blamed(
+    facts: ServiceFacts, rule: Rule, failed: Sequence[Tried], seen: str, mark: Mark = "problem", ease: str = ""
+) -> Finding:
+    sure = rule in facts.counted
+    counted = f"counted {several(facts.counted[rule], 'packet')}" if sure else "is about these packets"
+    text = f"{_firewall(rule)} {'probably ' * (not sure)}{_does(rule)} packets in {_hook(rule)}: "
+    text += f"{_rule(rule)} {counted} while {seen}{ease}"
+    own = rule.pod and {each.source for each in failed} <= {*rule.pod}
+    cause: Cause = "foreign-nat" if rule.away else "client-pod" if own else "firewall"
+    return Finding(mark, "firewall", text, _accept(rule), cause, sure)
 
 
 def is_good(each: Tried) -> bool:
@@ -853,12 +886,12 @@ def _on_the_way(
     """
     if not any(node.forwarding.get(6 if each.target.startswith("[") else 4, True) for each in failed):
         return  # the node's own finding says so
-    counted = _rules_at(facts, node, failed, facts.counted)
+    blamed = _rules_at(facts, node, failed, facts.counted) or _explaining(facts, node, failed)
     # A rule whose counter stood still has dropped none of them. Connections to backends met those of FORWARD, too.
     suspects = [
         rule
-        for rule in _rules_at(facts, node, failed, facts.rules)
-        if rule.packets is None and (lost or not {"forward", "postrouting"}.issuperset(rule.hooks))
+        for rule in _without_counter(facts, node, failed)
+        if lost or not {"forward", "postrouting"}.issuperset(rule.hooks)
     ]
     forwarded = failed[0].place == "pod"
     seen = f"connections {_from(failed)} to {_targets(failed)} fail"
@@ -867,15 +900,14 @@ def _on_the_way(
     harmless = served and bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
     mark: Mark = "warning" if harmless else "problem"
     ease = "; the service is served all the same, because this mode does not forward its packets" if harmless else ""
-    if counted:
-        yield _counting(facts, counted[0], seen, mark, ease)
+    if blamed:
+        yield _blamed(facts, blamed[0], failed, seen, mark, ease)
     elif suspects:
         named = some([_rule(rule) for rule in suspects], "; ")
         text = f"{_firewall(suspects[0])} probably {_does(suspects[0])} packets in {_hook(suspects[0])}: {seen}; "
         text += f"on their way {_verb(suspects, 'is', 'are')} {named}{ease}"
         todo = f"it has no counter: {_count_it(suspects[0])}, then ask doctor again, which names the rule that counts"
-        cause: Cause = "client-pod" if suspects[0].pod else "firewall"
-        yield Finding(mark, "firewall", text, todo, cause, certain=False)
+        yield Finding(mark, "firewall", text, todo, "client-pod" if suspects[0].pod else "firewall", certain=False)
     elif lost and forwarded:
         more = f" ({facts.rules_unknown})" if facts.rules_unknown else ""
         text = f"this node loses forwarded packets: {seen}, and no rule that drops them was found{more}{ease}"
@@ -934,9 +966,9 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 one, many, cause, todo = FAILURES[outcome]
                 text = f"{count} {_verb(targets, one, many)}{where if outcome in LOST else ''}: {some(targets)}"
                 text += f": {each.detail}" if each.detail else ""
-                suspects = [one for one in _rules_at(facts, node, failing, facts.rules) if one.packets is None]
+                suspects = _without_counter(facts, node, failing)
                 if suspects and outcome == "silent":
-                    text += f"; or {_rule(suspects[0])} {_does(suspects[0])} it"
+                    text += f"; or {_firewall(suspects[0])} {_does(suspects[0])} it: {_rule(suspects[0])}"
                     todo, sure = f"{_accept(suspects[0])}; else {todo}", False
                 mark: Mark = "warning" if cause == "backend-closes" else "problem"
                 yield Finding(mark, "connections", f"{text}{stays}", todo, cause, sure or cause in AT_ONCE)
@@ -1008,7 +1040,7 @@ def _firewall(rule: Rule) -> str:
 
 
 def _does(rule: Rule) -> str:
-    return "rejects" if "reject" in rule.text.lower() else "drops"
+    return "redirects" if rule.away else "rejects" if "reject" in rule.text.lower() else "drops"
 
 
 def _rule(rule: Rule) -> str:
@@ -1016,8 +1048,12 @@ def _rule(rule: Rule) -> str:
 
 
 def _accept(rule: Rule) -> str:
+    if rule.away:
+        return NO_NAT
     own = {"input", "output"}.issuperset(rule.hooks)  # packets of pods do not pass there
-    whose = "its own connections" if rule.pod else "this node's own connections to pods" if own else "the pods' traffic"
+    whose = (
+        "this pod's connections" if rule.pod else "this node's own connections to pods" if own else "the pods' traffic"
+    )
     if rule.text.lower() != "policy drop":
         return f"accept {whose} before this rule"
     iptables = rule.chain == "FORWARD" and rule.table.startswith("ip")

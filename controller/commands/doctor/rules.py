@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from ipaddress import ip_address, ip_network
 from typing import Final
 
 import msgspec
@@ -24,6 +26,9 @@ _ALL: Final = re.compile(r"counter packets (\d+) bytes \d+(?: comment .*)?")  # 
 _JUMP: Final = re.compile(r"\b(?:jump|goto) (\S+)")
 _SAVED: Final = re.compile(r"(?:\[(\d+):\d+\] )?-A (\S+)(.*)")
 _POLICY: Final = re.compile(r":(\S+) (\w+)(?: \[(\d+):\d+\])?")
+_SET: Final = re.compile(r"\{ (.*?) \}")
+FIELDS: Final = ("saddr", "sport", "daddr", "dport", "l4proto")  # of packets, as rules name them
+_IDLE: Final = frozenset({"ip", "ip6", "th", "meta"})
 
 
 class _Chain(msgspec.Struct):
@@ -83,6 +88,30 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
                 chain.ends.append((found[3].strip(), int(found[1]) if found[1] else None, to.lower() in _AWAY))
             chain.leads_to.add(to)
     return tuple(_rules(chains.values()))
+
+
+def takes(text: str, packet: Mapping[str, str]) -> bool:
+    """Return whether a rule without a counter, thus of nft, takes a packet by what it says: all of it is understood."""
+    words = _SET.sub(lambda found: found[1].replace(", ", ","), _ENDS.split(text)[0]).split()
+    named = False
+    while words:
+        word = words.pop(0)
+        if word in packet and words:
+            named = True
+            if not any(_covers(value, packet[word]) for value in words.pop(0).split(",")):
+                return False
+        elif word not in _IDLE and word != packet["l4proto"]:
+            return False
+    return named
+
+
+def _covers(value: str, actual: str) -> bool:
+    low, _, high = value.partition("-")
+    if actual.isdigit() and low.isdigit():
+        return int(low) <= int(actual) <= int(high or low)
+    with contextlib.suppress(ValueError):
+        return ip_address(actual) in ip_network(value)
+    return value == actual
 
 
 def _read_nft(chain: _Chain, line: str) -> None:

@@ -94,8 +94,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     taking_part = [pod for pod in pods if pod in clients.values() or not ends.isdisjoint(pod.addresses)]
     before = {pod: link_of(pod, own) for pod in taking_part if attempts}
     before_all = _events(args.admin_socket, NO_EVENT) if node.facts.agent and attempts else None
-    askers = set(clients.values())
-    rules, rules_unknown = read_rules(askers) if attempts else ((), "")
+    guarded = list(dict.fromkeys((*clients.values(), *taking_part)))[:MOST_BACKENDS]
+    rules, rules_unknown = read_rules(guarded) if attempts else ((), "")
     tried = try_all(list(attempts), args.timeout) if attempts else {}
     ways = []  # read before more is tried: the kernel forgets a neighbour entry that failed within seconds
     for ours, mine in zip(backends, plans, strict=True):
@@ -106,7 +106,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     second = _by_another_pod(tried.values(), attempts, others)
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own).drops for pod in before}
-    counters = counted(rules, read_rules(askers)[0]) if any(rule.packets is not None for rule in rules) else {}
+    counters = counted(rules, read_rules(guarded)[0]) if any(rule.packets is not None for rule in rules) else {}
     since = _events(args.admin_socket, before_all.last) if before_all else None
     events = recent(since.events) if since else ()
     found = []
