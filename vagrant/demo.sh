@@ -1,8 +1,11 @@
 #!/bin/sh
-# On a machine of the lab: `demo migrate` goes from kube-proxy to hybrid-proxy on all nodes, under load, and `demo back` goes
-# back. In between, `demo` shows a service balanced in each mode; `demo nftables ebpf` in these.
+# On a machine of the lab: `demo check` says whether the Service answers, from everywhere, and who serves.
+# `demo waves` types the blocks of docs/migration.md, with pods: node after node, one rolled back in between, under load, and
+# `demo unwind` goes back. `demo migrate` and `demo back` do that with services of systemd; in between, `demo` shows a service
+# balanced in each mode; `demo nftables ebpf` in these.
 # `demo compare` measures the modes beside each other, in namespaces of this machine; more flags are those of the command.
 set -eu
+: "${SOURCE:=/hybrid-proxy}" "${WAVES:=1 2 5}" "${GATES:=30}"
 : "${REQUESTS:=60}" "${NODES:=control worker1 worker2}" "${ROOT_COMMAND:=sudo}" "${CONFIG:=/etc/hybrid-proxy/config.conf}"
 : "${REPORT:=/var/tmp/compare/report.html}"
 
@@ -70,7 +73,7 @@ under_load() {
     rm "$answers"
 }
 
-# The steps of docs/migration.md. A node with the label keeps its kube-proxy; none has it.
+# The steps of docs/migration.md without pods, on all nodes. A node with the label keeps its kube-proxy; none has it.
 OFF='{"spec":{"template":{"spec":{"nodeSelector":{"hybrid-proxy.io/kube-proxy":"yes"}}}}}'
 ON='[{"op":"remove","path":"/spec/template/spec/nodeSelector/hybrid-proxy.io~1kube-proxy"}]'
 migrate() {
@@ -90,6 +93,67 @@ back() {
     kubectl -n kube-system patch daemonset kube-proxy --type json -p "$ON"
     kubectl -n kube-system rollout status daemonset/kube-proxy --timeout 180s
     for node in $NODES; do on "$node" hybrid-proxy cleanup; done
+}
+
+empty= # whether waves may be without nodes
+# block NAME [WAVE [MORE]]: the commands of a block of the page, typed one after the other; MORE is an argument of each.
+block() {
+    awk -v first="\`\`\`sh cluster $1" '$0 == first { on = 1; next } /^```/ { on = 0 } on' "$SOURCE/docs/migration.md" |
+        sed "s/wave=1/wave=${2:-1}/g; s/\$/${3:+ $3}/" >typed
+    [ -s typed ] || { echo "demo: docs/migration.md has no block $1" >&2; return 1; }
+    while IFS= read -r line <&3; do
+        echo "\$ $line"
+        sh -c "$line" 3<&- || [ -n "$empty" ] || return 1
+    done 3<typed
+}
+
+# in_folder COMMAND ...: in a folder with `deploy`, where the blocks leave their lists.
+in_folder() {
+    folder=$(mktemp -d)
+    ln -s "$SOURCE/deploy" "$folder/deploy"
+    (cd "$folder" && "$@")
+    rm -r "$folder"
+}
+
+# Here wave 1 and 2 are a worker each, and 5 is the control plane; 3 and 4 have no nodes, which the page allows.
+waves() {
+    block census
+    block labels
+    block "labels list"
+    empty=waves
+    block "labels waves"
+    empty=
+    block "labels selector"
+    block start
+    for wave in $WAVES; do
+        block wave "$wave"
+        block gates "$wave" "$GATES"
+        if [ "$wave" = 2 ]; then
+            echo "wave 2 goes back, on purpose, and comes again"
+            block rollback 2
+            block wave 2
+            block gates 2 "$GATES"
+        fi
+        block takeover
+    done
+}
+unwind() {
+    for wave in $(for each in $WAVES; do echo "$each"; done | sort -r); do block rollback "$wave"; done
+    block back
+}
+
+# Whether every request is answered, and who serves.
+check() {
+    kubectl get nodes
+    kubectl -n kube-system get pods -o wide | grep -E '^NAME|proxy' || true
+    answers=$(mktemp)
+    for url in "http://$address" "http://$(hostname):30080"; do
+        from_pod "$url" >>"$answers"
+        from_node "$url" >>"$answers"
+    done
+    echo "from a pod and from $(hostname), to $address:80 and to the node port: $(tally <"$answers")"
+    if grep -qx '' "$answers"; then rm "$answers"; return 1; fi
+    rm "$answers"
 }
 
 # load_generators: installed when one is missing. Of nginx the program is wanted, not a server at port 80.
@@ -124,12 +188,12 @@ main() {
     kubectl rollout status deployment/web --timeout 180s
     kubectl wait pod/client --for condition=Ready --timeout 180s
     address=$(kubectl get service web -o 'jsonpath={.spec.clusterIP}')
-    case "${1:-}" in migrate | back)
-        under_load "$1"
-        return
-        ;;
+    case "${1:-}" in
+        check) REQUESTS=10; check; return ;;
+        migrate | back) under_load "$1"; return ;;
+        waves | unwind) under_load in_folder "$1"; return ;;
     esac
-    on "$(hostname)" systemctl is-active -q hybrid-proxy || { echo "demo: kube-proxy serves here: demo migrate" >&2; return 1; }
+    on "$(hostname)" systemctl is-active -q hybrid-proxy || { echo "demo: no agent of systemd serves here: demo migrate" >&2; return 1; }
     [ $# -gt 0 ] || set -- ebpf nftables iptables ipvs userspace
     in_modes "$@"
 }

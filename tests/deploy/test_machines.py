@@ -21,7 +21,7 @@ from tests.fakes.cluster import Cluster
 from tests.waiting import until
 
 from .machine import Machine
-from .manifests import ROOT
+from .manifests import ROOT, one
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes namespaces")]
 
@@ -58,7 +58,12 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
     assert {plural: set(items) for plural, items in cluster.objects.items()} == before
 
 
-TRIED = ("kubernetes", "control-plane", "worker")  # system.sh changes the kernel, hybrid-proxy.sh needs a registry
+TRIED = (
+    "kubernetes",
+    "image",
+    "control-plane",
+    "worker",
+)  # system.sh changes the kernel, hybrid-proxy.sh needs a registry
 # What Vagrant reads in its file: a machine's name, its address, and its steps with what is in their environment.
 READER = """require "json"
 MADE = []
@@ -101,6 +106,11 @@ unit=/etc/systemd/system/$4.service
 env "$(sed -n s/^Environment=//p "$unit")" "$(sed -n s/^ExecStart=//p "$unit")" </dev/null >/tmp/$4.log 2>&1 &""",
     "systemd-run": """while :; do case $1 in --unit | --property) shift 2 ;; -*) shift ;; *) break ;; esac; done
 "$@" </dev/null >/dev/null 2>&1 &""",
+    "buildah": """case "$1" in
+    bud) echo "$*" >/root/built ;;
+    push) name=${3#docker-archive:*:}; file=${3#docker-archive:}; echo "$name" >"${file%":$name"}" ;;
+esac""",
+    "ctr": 'echo "$* $(cat "$5")" >>/root/imported',
     "kubeadm": """case "$1 $2" in
     "kubeconfig user") echo 'server: https://10.0.2.15:6443' ;;
     "token create") echo kubeadm join 192.168.56.10:6443 ;;
@@ -194,6 +204,9 @@ def test_three_machines_become_a_cluster(machines: dict[str, Machine]) -> None:
         assert plugins[0]["ipam"]["subnet"] == f"{range_}.0/24"
         if name != "control":
             assert machine.run("cat /home/vagrant/.ssh/authorized_keys").count(key) == 1
+        image = "docker.io/library/" + one("base", "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["image"]
+        imported = machine.run("cat /root/imported").splitlines()
+        assert set(imported) == {f"-n k8s.io images import /root/join/image.tar {image}"}
         machine.run(f"ip addr add {range_}.2/32 dev lo")
     for machine in machines.values():
         machine.run(f"python3 -c '{ANSWER}' </dev/null >/dev/null 2>&1 &")

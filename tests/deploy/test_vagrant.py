@@ -127,6 +127,24 @@ def test_the_demonstration_migrates_in_the_order_of_the_page(
     assert all(f"-p '{patch}'" in page for patch in patches), "docs/migration.md has the same patch"
 
 
+@pytest.mark.parametrize("answered", [True, False])
+def test_one_command_says_whether_all_is_answered(
+    answered: bool, demo: Callable[[str], list[str]], tmp_path: Path
+) -> None:
+    """From a pod and from a node, at both addresses."""
+    (
+        tmp_path / "asked"
+    ).mkdir()  # so each request of the node is answered, and in the stand-in every second one of the pod
+    if answered:
+        said = demo("REQUESTS=2; from_pod() { echo web-c; }; check")
+        assert sorted(re.findall(r"web-\w \d", said[-1])) == ["web-a 4", "web-c 2"]
+        assert "kubectl get nodes" in said
+        return
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        demo("REQUESTS=2; check")
+    assert "no answer 2" in failed.value.stdout
+
+
 def test_the_load_ends_with_a_command_that_fails(demo: Callable[[str], list[str]]) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         demo("under_load false")

@@ -24,6 +24,7 @@ from hybrid_proxy.workshop.lab.traffic import ask_tcp
 from tests.deploy import helm, manifests
 from tests.deploy.promtool import answered
 from tests.fakes.cluster import NOT_READY, READY, Cluster, Execute
+from tests.waiting import bound
 
 from ..kit import start_agent
 from ..pages import ROOT, blocks, table
@@ -123,9 +124,9 @@ class Walk:
         program.write_text(f'#!/bin/sh\n{unchecked}\nexec {manifests.kubectl()} --server={self.cluster.url} "$@"\n')
         program.chmod(0o755)
 
-    def shell(self, line: str, code: int = 0) -> str:
-        environment = os.environ | {"PATH": f"{self.folder}:{os.environ['PATH']}"}
-        done = subprocess.run(["sh", "-c", line], cwd=self.folder, env=environment, text=True, timeout=60,
+    def shell(self, line: str, code: int = 0, **variables: str) -> str:
+        environment = os.environ | {"PATH": f"{self.folder}:{os.environ['PATH']}"} | variables
+        done = subprocess.run(["sh", "-c", line], cwd=self.folder, env=environment, text=True, timeout=bound(60),
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
         assert done.returncode == code, f"{line}: {done.stdout}"
         return done.stdout
@@ -286,6 +287,42 @@ def test_wave_after_wave_with_an_abort(way: Callable[[str], str], tmp_path: Path
     assert not walk.labelled("rollback", "yes")
     walk.type("back", change=way)
     assert (walk.pods("kube-proxy"), walk.pods("hybrid-proxy")) == (walk.nodes, set())
+
+
+def test_the_machines_of_vagrant_rehearse_the_page(tmp_path: Path) -> None:
+    """Its own demo.sh, on three nodes: it types what the page has, and the second worker goes back in between."""
+    looks: Counter[str] = Counter()
+
+    def execute(node: str, argv: list[str]) -> subprocess.CompletedProcess[bytes]:
+        looks[node] += 1
+        return subprocess.CompletedProcess(argv, 0, exported("-", 10 + 5 * looks[node]).encode(), b"")
+
+    walk = Walk(tmp_path, execute)
+    for name in (walk.nodes - {"cp", "worker1", "worker2"}) | {"windows"}:
+        del walk.cluster.objects["nodes"][name]
+    walk.nodes = {"cp", "worker1", "worker2"}
+    demo = f"set -e; . {ROOT}/vagrant/demo.sh; in_folder"
+    settings = {"DEMO_SOURCED": "yes", "SOURCE": str(ROOT), "GATES": "1"}
+
+    def rehearsed(way: str, *steps: tuple[str, int]) -> str:
+        said = walk.shell(f"{demo} {way}", **settings)
+        expected = [
+            line.replace("wave=1", f"wave={wave}") + " 1" * (name == "gates") if name != "labels" else line
+            for name, wave in steps
+            for line in typed(name)
+        ]
+        assert re.findall(r"^\$ (.*)$", said, re.MULTILINE) == expected
+        return said
+
+    one = ("wave", "gates")
+    said = rehearsed(
+        "waves", ("census", 1), ("labels", 1), ("start", 1), *((name, 1) for name in (*one, "takeover")),
+        *((name, 2) for name in (*one, "rollback", *one, "takeover")), *((name, 5) for name in (*one, "takeover")),
+    )  # fmt: skip
+    assert re.findall(r"^PASS (\w+),", said, re.MULTILINE) == ["worker1", "worker2", "worker2", "cp"]
+    assert (walk.pods("hybrid-proxy"), walk.pods("kube-proxy")) == (walk.nodes, set())
+    rehearsed("unwind", ("rollback", 5), ("rollback", 2), ("rollback", 1), ("back", 1))
+    assert (walk.pods("hybrid-proxy"), walk.pods("kube-proxy")) == (set(), walk.nodes)
 
 
 def test_a_small_cluster_has_waves_without_nodes(tmp_path: Path) -> None:
