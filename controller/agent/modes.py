@@ -7,7 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
@@ -32,13 +32,6 @@ FALLBACK: Final = {
     "ipvs": ("ipvs", "iptables", "nftables", "ebpf"),
     "userspace": ("userspace", "nftables", "iptables", "ebpf"),
 }
-
-
-class Opened(NamedTuple):
-    """A mode at work."""
-
-    programmer: Programmer
-    choice: ModeStatus
 
 
 @contextlib.contextmanager
@@ -75,34 +68,26 @@ def open_mode(name: str) -> Mode:
     return mode
 
 
-class Trial(NamedTuple):
-    """A mode, and what it lacks here, as a message; empty: it works."""
-
-    mode: str
-    missing: str
-
-
-def probe_all(options: Options) -> list[Trial]:
-    """Every mode of this installation, and whether it works here.
+def probe_all(options: Options) -> dict[str, str]:
+    """Every mode of this installation, and what it lacks here, as a message; empty: it works.
 
     Each is tried for what it needs; nothing of what is tried stays; iptables-nft leaves its tables, empty.
     """
-    rows = []
+    missing = {}
     for name in available_modes():
         try:
-            missing = open_mode(name).probe(options) or ""
+            missing[name] = open_mode(name).probe(options) or ""
         except Unsupported as error:
-            missing = error.missing
+            missing[name] = error.missing
         except (DataplaneError, OSError) as error:
-            missing = f"it cannot be tried: {error}"
-        rows.append(Trial(name, missing))
-    return rows
+            missing[name] = f"it cannot be tried: {error}"
+    return missing
 
 
 def open_first(
     requested: str, options: Options, wake: RequestMaintenance, *, strict: bool,
     failed: Mapping[str, str] | None = None, release: Callable[[str], object] = str,
-) -> Opened:  # fmt: skip
+) -> tuple[Programmer, ModeStatus]:  # fmt: skip
     """Open the mode that was asked for, or the first of its fallbacks that this machine can run.
 
     Args:
@@ -129,7 +114,7 @@ def open_first(
             if strict and requested != "auto":
                 raise Unsupported(f"mode {name}", f"{error}; --strict-mode forbids another mode") from error
             continue
-        return Opened(programmer, ModeStatus(requested, name, "; ".join(missing)))
+        return programmer, ModeStatus(requested, name, "; ".join(missing))
     raise Unsupported("every possible mode", "; ".join(missing))
 
 

@@ -153,8 +153,8 @@ def _show_modes(args: argparse.Namespace) -> int:
         note = ""
     except UnansweredError as error:
         running, note = None, str(error)
-    trials = probe_all(Options(ebpf=EbpfOptions(pin_root=args.pin_root or "")))
-    rows = [ModeRow(trial.mode, not trial.missing, trial.mode == running, trial.missing) for trial in trials]
+    missing = probe_all(Options(ebpf=EbpfOptions(pin_root=args.pin_root or "")))
+    rows = [ModeRow(mode, not lacks, mode == running, lacks) for mode, lacks in missing.items()]
     print_rows(args, listings.mode_columns(), rows)
     if note:
         _say(note)

@@ -49,7 +49,8 @@ def _fill(names: tuple[str, ...], shares: tuple[int, ...], size: int) -> list[in
     """Fills the table. Sequential by nature: 0.2 ms for 10 backends and 1,021 places, 6 ms for 100 and 16,381."""
     following, steps = _permutations(names, size)
     places = [-1] * size
-    for who in in_turns(divide(shares, size)) if len(set(shares)) > 1 else _equal_turns(len(names), size):
+    equal = (list(range(len(names))) * (size // len(names) + 1))[:size]
+    for who in in_turns(divide(shares, size)) if len(set(shares)) > 1 else equal:
         place = following[who]
         if places[place] >= 0:
             step = steps[who]
@@ -60,10 +61,6 @@ def _fill(names: tuple[str, ...], shares: tuple[int, ...], size: int) -> list[in
         places[place] = who
         following[who] = place
     return places
-
-
-def _equal_turns(count: int, size: int) -> list[int]:
-    return (list(range(count)) * (size // count + 1))[:size]
 
 
 def _permutations(names: Sequence[str], size: int) -> tuple[list[int], list[int]]:

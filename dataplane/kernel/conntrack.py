@@ -35,7 +35,7 @@ from hybrid_proxy.dataplane.kernel.netlink import (
     nested,
 )
 from hybrid_proxy.dataplane.reports import Fill, FlowRow
-from hybrid_proxy.dataplane.stale import FrontendKey, Judge, Place
+from hybrid_proxy.dataplane.stale import FrontendKey, Judge, Place, Socket
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 from hybrid_proxy.dataplane.virtual_servers import Connection
 
@@ -386,9 +386,13 @@ def _packed(places: Iterable[Place]) -> set[tuple[bytes, bytes, int]]:
     }
 
 
+def unpacked(family: int, address: bytes, port: bytes) -> Socket:
+    """Returns an address and a port in network order as others know them."""
+    return socket.inet_ntop(AF[family], address), int.from_bytes(port, "big")
+
+
 def _service_of(entry: Entry, family: int, services: Mapping[Key, str | None]) -> tuple[bool, str | None]:
-    address = socket.inet_ntop(AF[family], entry.destination)
-    port = int.from_bytes(entry.destination_port, "big")
+    address, port = unpacked(family, entry.destination, entry.destination_port)
     for key in ((address, port, entry.protocol), (None, port, entry.protocol)):
         if key in services:
             return True, services[key]
@@ -397,7 +401,7 @@ def _service_of(entry: Entry, family: int, services: Mapping[Key, str | None]) -
 
 def _row(entry: Entry, family: int, service: str | None, timeouts: Mapping[str, int]) -> FlowRow:
     def text(address: bytes, port: bytes) -> str:
-        return socket_text(socket.inet_ntop(AF[family], address), int.from_bytes(port, "big"))
+        return socket_text(*unpacked(family, address, port))
 
     return FlowRow(
         service=service,
@@ -470,12 +474,10 @@ def fields(entry: Entry) -> dict[int, bytes]:
 
 
 def _stale(family: int, wanted: set[bytes], judge: Judge) -> Iterator[bytes]:
-    kind = AF[family]
     for entry in dump(family, socket.IPPROTO_UDP):
         if entry.protocol == socket.IPPROTO_UDP and entry.destination + entry.destination_port in wanted:
-            destination = socket.inet_ntop(kind, entry.destination), int.from_bytes(entry.destination_port, "big")
-            answerer = socket.inet_ntop(kind, entry.answerer), int.from_bytes(entry.answerer_port, "big")
-            if judge.stale(destination, answerer):
+            destination = unpacked(family, entry.destination, entry.destination_port)
+            if judge.stale(destination, unpacked(family, entry.answerer, entry.answerer_port)):
                 yield entry.body
 
 
@@ -484,8 +486,7 @@ def _unanswered(family: int, protocol: int, places: Collection[Place]) -> Iterat
     for entry in dump(family, protocol, status=NOT_ANSWERED):
         if entry.protocol != protocol or _is_translated(entry) or _status(entry) & IPS_SEEN_REPLY:
             continue
-        place = socket.inet_ntop(AF[family], entry.destination), int.from_bytes(entry.destination_port, "big"), protocol
-        if place in places:
+        if (*unpacked(family, entry.destination, entry.destination_port), protocol) in places:
             yield entry.body
 
 

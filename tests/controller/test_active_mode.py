@@ -11,7 +11,6 @@ import pytest
 
 from hybrid_proxy.controller.agent import active_mode
 from hybrid_proxy.controller.agent.active_mode import TRANSITIONS, ActiveMode, Input, Phase
-from hybrid_proxy.controller.agent.modes import Opened
 from hybrid_proxy.controller.serving.protocol import ModeStatus
 from hybrid_proxy.controller.settings.config import Config
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
@@ -57,12 +56,12 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     def open_first(
         requested: str, *_: object, failed: dict[str, str], strict: bool, release: Callable[[str], None]
-    ) -> Opened:
+    ) -> tuple[Programmer, ModeStatus]:
         del strict
         for name in (requested, "fallback"):
             release(name)
             if name not in names and name not in failed:
-                return Opened(Fake(name), ModeStatus(requested, name))
+                return Fake(name), ModeStatus(requested, name)
         raise Unsupported("every mode", "broken")
 
     monkeypatch.setattr(active_mode, "open_first", open_first)

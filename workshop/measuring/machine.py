@@ -14,8 +14,7 @@ from typing import Final
 import msgspec
 
 from hybrid_proxy.controller import __version__
-from hybrid_proxy.controller.agent.modes import open_mode
-from hybrid_proxy.controller.settings.config import available_modes
+from hybrid_proxy.controller.agent.modes import probe_all
 from hybrid_proxy.dataplane.mode import Options
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.workshop.lab.network import Lab
@@ -85,7 +84,7 @@ def missing_of_modes(made: Lab) -> dict[str, str]:
     """Returns, by mode, what it lacks on the node of a lab; empty: it works there."""
     options = Options(ebpf=EbpfOptions(cgroup=str(made.cgroup)))
     with made.inside("node"):
-        return {mode: open_mode(mode).probe(options) or "" for mode in available_modes()}
+        return probe_all(options)
 
 
 def missing_tools(wanted: Iterable[str] = TOOLS) -> dict[str, str]:

@@ -11,10 +11,11 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final
 
+from hybrid_proxy.dataplane.kernel.conntrack import unpacked
 from hybrid_proxy.dataplane.kernel.netlink import AF
 from hybrid_proxy.dataplane.modes.ipvs.plan import Actual
 from hybrid_proxy.dataplane.modes.ipvs.writer import Kernel
-from hybrid_proxy.dataplane.stale import Judge, Socket
+from hybrid_proxy.dataplane.stale import Judge
 from hybrid_proxy.dataplane.table import NodeNetwork, Protocol, family_of
 from hybrid_proxy.dataplane.virtual_servers import Connection, Server
 
@@ -82,7 +83,7 @@ class Flows:
             for each in self.read()
             if each.protocol == Protocol.UDP
             and judge.stale(
-                _socket(each.family, each.address, each.port), _socket(each.family, each.backend, each.backend_port)
+                unpacked(each.family, each.address, each.port), unpacked(each.family, each.backend, each.backend_port)
             )
         )
 
@@ -107,7 +108,3 @@ def _packed(server: Server) -> tuple[int, int, bytes, bytes]:
     """As a connection has it."""
     address = socket.inet_pton(AF[server.family], server.address)
     return server.family, server.protocol, address, server.port.to_bytes(2, "big")
-
-
-def _socket(family: int, address: bytes, port: bytes) -> Socket:
-    return socket.inet_ntop(AF[family], address), int.from_bytes(port, "big")

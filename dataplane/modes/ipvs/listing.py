@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Final
 
-from hybrid_proxy.dataplane.kernel.conntrack import flows
+from hybrid_proxy.dataplane.kernel.conntrack import flows, unpacked
 from hybrid_proxy.dataplane.kernel.ipset import Ipsets
 from hybrid_proxy.dataplane.kernel.ipvs import Ipvs, connections
-from hybrid_proxy.dataplane.kernel.netlink import AF, NetlinkFailed
+from hybrid_proxy.dataplane.kernel.netlink import NetlinkFailed
 from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.ipvs.lower import PREFIX, set_name
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
@@ -92,7 +91,7 @@ class Programmed(View):
         }
         known = {
             (each.protocol, *(
-                socket_text(socket.inet_ntop(AF[each.family], address), int.from_bytes(port, "big"))
+                socket_text(*unpacked(each.family, address, port))
                 for address, port in ((each.client, each.client_port), (each.address, each.port))
             ))
             for each in connections()

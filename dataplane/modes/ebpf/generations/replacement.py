@@ -171,9 +171,10 @@ class Succession:
         except (UnknownMeaningError, ValueError, BpfError) as error:
             if isinstance(error, BpfError) and error.code == errno.ENOMEM:
                 raise
+            flows = sum(_entries_in(former / name) for name in FLOWS) // 2
             log.warning(
                 "the maps at %s are of another layout, and %s there cannot be carried over: %s. New maps are "
-                "made, which end them", former, several(_flows_in(former), "flow"), error,
+                "made, which end them", former, several(flows, "flow"), error,
             )  # fmt: skip
             self.former = self._reached = None
             return False
@@ -375,12 +376,8 @@ def _state_in(folder: Path) -> Mark:
         return Mark(int(row["state"][0]))
 
 
-def _flows_in(folder: Path) -> int:
-    """Returns how many pairs of entries the tables of flows have, in any layout."""
-    return sum(_entries_in(folder / name) for name in FLOWS) // 2
-
-
 def _entries_in(path: Path) -> int:
+    """Returns how many entries a table has, in any layout."""
     if not path.exists():
         return 0
     with contextlib.suppress(BpfError), contextlib.closing(Map.pinned(path)) as known:

@@ -110,17 +110,15 @@ class InterfacePrograms:
     def _attach(self, interfaces: Iterable[Interface]) -> None:
         filtered: list[Interface] = []
         for interface in interfaces:
+            index = interface.index
             if not (interface.ethernet or (interface.bare and self.kind == "uplink")):
                 self._note_failure(interface, "its packets have a header that the programs do not know")
-            elif not (self._needs_links(interface.index) and self._attach_links(interface)):
+            elif not ((self._has_link(index) or _foreign_tcx(index)) and self._attach_links(interface)):
                 filtered.append(interface)
         if self._starts and len(filtered) <= MOST_LINKS:
             filtered = [one for one in filtered if _has_filter(one.index) or not self._attach_links(one)]
         if filtered:
             self._attach_filters(filtered)
-
-    def _needs_links(self, index: int) -> bool:
-        return self._has_link(index) or bool(_foreign_tcx(index))
 
     def _attach_filters(self, interfaces: Collection[Interface]) -> None:
         """Attaches filters to all of these at once; links where a foreign qdisc or filter excludes them."""

@@ -60,26 +60,20 @@ def own_directory(options: Options, replaced: Callable[[Path], bool] = lambda _:
         except FileExistsError as error:
             raise Unsupported("eBPF", f"{folder} is no directory: remove it") from error
         directory = PinDirectory(folder, hold(folder, _name(folder)), _name(folder))
-        try:
-            if not is_gone(folder):
-                _refuse_foreign(folder)
-                if not replaced(folder):
+        with contextlib.ExitStack() as stack:
+            stack.callback(directory.close)
+            try:
+                if is_gone(folder):
+                    remove_pins(folder)  # those of another namespace, which had the same number
+                elif foreign := foreign_pins(folder):
+                    raise Unsupported("eBPF", f"{folder} has {describe_foreign(foreign)}: remove them")
+                elif replaced(folder):
+                    folder.rename(former_folder(folder))
+                else:
+                    stack.pop_all()
                     return directory
-                folder.rename(former_folder(folder))
-            else:
-                remove_pins(folder)  # those of another namespace, which had the same number
-        except BpfError as error:
-            directory.close()
-            raise Unsupported("eBPF", str(error)) from error
-        except Unsupported:
-            directory.close()
-            raise
-        directory.close()
-
-
-def _refuse_foreign(folder: Path) -> None:
-    if foreign := foreign_pins(folder):
-        raise Unsupported("eBPF", f"{folder} has {describe_foreign(foreign)}: remove them")
+            except BpfError as error:
+                raise Unsupported("eBPF", str(error)) from error
 
 
 def _name(folder: Path) -> str:
