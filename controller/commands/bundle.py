@@ -36,6 +36,7 @@ from hybrid_proxy.controller.semantics.history import folded
 from hybrid_proxy.controller.serving.admin import listener
 from hybrid_proxy.controller.serving.memory import changes_path, memory_path, read_changes, recall
 from hybrid_proxy.dataplane.errors import DataplaneError, told
+from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.tools import output
 
 ALL_SECONDS: Final = 20.0
@@ -298,14 +299,9 @@ def _flows(agent: Agent) -> str:
 
 def _settings() -> str:
     root = Path("/proc/sys/net")
-    lines = []
-    for pattern in SETTINGS:
-        for path in sorted(root.glob(pattern)):
-            try:
-                lines.append(f"net.{'.'.join(path.relative_to(root).parts)} = {path.read_text().strip()}")
-            except OSError:
-                continue  # not every setting can be read
-    return "\n".join(lines) + "\n"
+    paths = (path for pattern in SETTINGS for path in sorted(root.glob(pattern)))
+    found = {path.relative_to(root): sysctl.read(str(path)) for path in paths}
+    return "".join(f"net.{'.'.join(name.parts)} = {value}\n" for name, value in found.items() if value is not None)
 
 
 def _legacy(family: str) -> str:

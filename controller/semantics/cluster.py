@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -148,7 +148,7 @@ class Cluster:
         return bool(new)
 
     def slices_of(self, service: str) -> Collection[EndpointSlice]:
-        return self._of_service.get(service, _NO_SLICES).values()
+        return self._of_service.get(service, {}).values()
 
     @property
     def node(self) -> Node | None:
@@ -171,10 +171,7 @@ class Cluster:
 
     def has(self, kind: str, key: str) -> bool:
         """Return whether an object is in use."""
-        known: Mapping[str, Mapping[str, object]] = {
-            "Service": self._services, "EndpointSlice": self._slices, "Node": self._nodes, "ServiceCIDR": self._cidrs,
-        }  # fmt: skip
-        return key in known.get(kind, ())
+        return key in self.held(kind)
 
     @property
     def problems(self) -> Mapping[tuple[str, str], Problem]:
@@ -230,11 +227,7 @@ class Cluster:
         if old is not None and old.service != one.service:
             changed = self._unlink(key, old)
         self._slices[key] = one
-        siblings = self._of_service.get(one.service)
-        if siblings is None:
-            self._of_service[one.service] = {key: one}
-        else:
-            siblings[key] = one
+        self._of_service.setdefault(one.service, {})[key] = one
         return self._mark_dirty(one.service) or changed
 
     def _complain(self, kind: str, key: str, complaints: Collection[str] = ()) -> None:
@@ -332,9 +325,6 @@ class Cluster:
             "Service": self._services, "EndpointSlice": self._slices, "Node": self._nodes, "ServiceCIDR": self._cidrs,
         }  # fmt: skip
         return held.get(kind, {})
-
-
-_NO_SLICES: Final[dict[str, EndpointSlice]] = {}
 
 
 def _with_former_facts(node: Node, former: Node | None) -> Node:

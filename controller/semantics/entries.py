@@ -313,11 +313,9 @@ class _Vips:
 
 def _index_in(sets: list[BackendSet], wanted: BackendSet) -> int:
     """Returns the index of a backend set in the list; appends it if no equal one is there."""
-    for index, known in enumerate(sets):
-        if known is wanted or known == wanted:
-            return index
-    sets.append(wanted)
-    return len(sets) - 1
+    if wanted not in sets:
+        sets.append(wanted)
+    return sets.index(wanted)
 
 
 _NODE_OR_EXTERNAL: Final = Masquerade.NODE | Masquerade.EXTERNAL
@@ -333,9 +331,7 @@ def _external(service: Service, cluster_ip: str, family: int, external: Iterable
 
     An address that is both is a load-balancer IP: the source ranges must guard it.
     """
-    found: dict[str, Kind] = {}
-    for address in service.load_balancer_ips:
-        found.setdefault(address, Kind.LOAD_BALANCER)
+    found = dict.fromkeys(service.load_balancer_ips, Kind.LOAD_BALANCER)
     for address in external:
         found.setdefault(address, Kind.EXTERNAL_IP)
     found.pop(cluster_ip, None)

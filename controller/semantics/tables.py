@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -315,12 +315,9 @@ def _for_old_flows(entries: Entries) -> Entries:
     return tuple([_with_frontends(entry, []) for entry in entries if entry.serving])
 
 
-_FAMILY: Final = {4: "IPv4", 6: "IPv6"}
-
-
 def _claim_text(entry: Entry, frontend: Frontend) -> str:
     if frontend.address is None:
-        where = f"{frontend.port} on {_FAMILY[entry.family]}"
+        where = f"{frontend.port} on IPv{entry.family}"
     else:
         where = socket_text(frontend.address, frontend.port)
     return f"{frontend.kind.value} {where} {entry.protocol.name} of {entry.name}"

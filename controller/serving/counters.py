@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from hybrid_proxy.controller.kubernetes.model import (
@@ -16,9 +16,9 @@ from hybrid_proxy.controller.kubernetes.model import (
     Event,
     Removed,
     Replaced,
-    Service,
     Superseded,
     Upserted,
+    kind_of,
 )
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Kind, ServiceTable, WhenEmpty
 
@@ -167,14 +167,11 @@ class Counters:
         self.last_synced = wall
 
 
-_KINDS: Final[Mapping[type, str]] = {Service: "Service", EndpointSlice: "EndpointSlice"}
-
-
 def _about(event: Event) -> tuple[str, int]:
     """Returns the kind that an event is about and how many objects."""
     match event:
         case Upserted():
-            return _KINDS.get(type(event.object), ""), 1
+            return kind_of(event.object), 1
         case Removed():
             return event.kind, 1
         case Replaced():

@@ -15,7 +15,6 @@ import concurrent.futures
 import contextlib
 import email.utils
 import errno
-import http
 import logging
 import os
 import resource
@@ -23,6 +22,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from http import HTTPStatus
 from typing import Final
 
 import h11
@@ -273,18 +273,11 @@ def _encoded(http: h11.Connection, answer: Answer, *, bodiless: bool = False, cl
         *answer.headers,
         *([("Connection", "close")] if close else []),
     ]
-    head = http.send(h11.Response(status_code=answer.code, reason=_reason(answer.code), headers=headers)) or b""
+    phrase = HTTPStatus(answer.code).phrase  # optional, and looked for by tests of Kubernetes
+    head = http.send(h11.Response(status_code=answer.code, reason=phrase, headers=headers)) or b""
     body = b"" if bodiless else http.send(h11.Data(data=answer.body)) or b""
     http.send(h11.EndOfMessage())
     return head + body
-
-
-def _reason(code: int) -> str:
-    """The reason phrase of a status (RFC 9112, section 4): optional, and looked for by tests of Kubernetes."""
-    try:
-        return http.HTTPStatus(code).phrase
-    except ValueError:
-        return ""
 
 
 def _listen(address: str, port: int) -> socket.socket:
