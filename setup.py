@@ -52,6 +52,7 @@ for room in ROOMS:
     PACKAGES += [f"hybrid_proxy.{room}", *(f"hybrid_proxy.{room}.{package}" for package in inner)]
 setup(
     packages=PACKAGES,
+    data_files=[("share/man/man8", ["docs/hybrid-proxy.8"])],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},  # cffi's C file asks for no more
     cmdclass={"build_py": BuildWithBpf},
     cffi_modules=["dataplane/kernel/publish_build.py:builder", "dataplane/kernel/libbpf_build.py:builder"],

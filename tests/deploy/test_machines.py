@@ -43,9 +43,9 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
     before = {plural: set(items) for plural, items in cluster.objects.items()}
     look = "find /etc /opt /usr/local -newer /proc/1/cmdline -path '*hybrid*' | sort"
     with Machine("node", tmp_path, cluster.url, {"systemctl": "", "kubeadm": KUBECONFIG}) as node:
-        link = re.search(r"^ln -s /opt/.*$", release.PAGE.read_text(), re.MULTILINE)
-        assert link
-        node.run(f"mkdir -p /opt/hybrid-proxy/bin\n{link[0]}\n")
+        links = re.findall(r"^(?:mkdir -p /usr|ln -s /opt)/.*$", release.PAGE.read_text(), re.MULTILINE)
+        assert len(links) == 3
+        node.run("\n".join(["mkdir -p /opt/hybrid-proxy/bin", *links]))
         node.run(lines("docs/operations.md", "service"))
         node.run(
             "install -D -m 644 -t /etc/systemd/system/hybrid-proxy.service.d deploy/systemd/hybrid-proxy.service.d/*"

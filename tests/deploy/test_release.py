@@ -83,6 +83,9 @@ def test_a_release_is_whole(dist: Path) -> None:
     (source,) = dist.glob("*.tar.gz")
     names = set(zipfile.ZipFile(wheel_of(dist, "x86_64")).namelist())
     assert {OBJECT, "hybrid_proxy/workshop/lab/demo.py", "hybrid_proxy/workshop/lab/manifests/web.yaml"} <= names
+    (manual,) = (name for name in names if name.endswith(".data/data/share/man/man8/hybrid-proxy.8"))
+    with zipfile.ZipFile(wheel_of(dist, "x86_64")) as archive:
+        assert archive.read(manual) == (ROOT / "docs/hybrid-proxy.8").read_bytes()
     assert [name for name in names if any(f"workshop/{part}" in name for part in CHECKOUT_ALONE)] == []
     with tarfile.open(source) as archive:
         members = {name.partition("/")[2] for name in archive.getnames()}

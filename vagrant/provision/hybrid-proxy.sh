@@ -18,7 +18,7 @@ apt-get install -q -y --no-install-recommends libbpf1 iptables python3-venv $com
 # Built from a copy: the source may be read-only, and other machines build from it, too.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-for part in pyproject.toml setup.py README.md Makefile bpf hybrid_proxy controller dataplane workshop examples deploy; do
+for part in pyproject.toml setup.py README.md Makefile bpf hybrid_proxy controller dataplane workshop docs examples deploy; do
     cp -a "$SOURCE/$part" "$work/"
 done
 rm -rf "$work/dataplane/modes/ebpf/objects"
