@@ -106,6 +106,7 @@ class NetfilterMode(Programmer):
         self._judges = True  # conntrack entries
         self._former: Collection[Key] = ()  # frontends that were programmed when this process began
         self._watched = False  # the rules are, by a thread
+        self._changed_by = ""  # a program that changed them last, maybe a child of ours
         self._touched, self._stop = threading.Event(), threading.Event()
         self._localhost = Localhost(options, self.name, self.repaired) if self.needs_sources else None
 
@@ -219,8 +220,9 @@ class NetfilterMode(Programmer):
 
         threading.Thread(target=watch, name=f"{self.name}-drift", daemon=True).start()
 
-    def ruleset_changed(self) -> None:
+    def ruleset_changed(self, program: str) -> None:
         """Note that another process changed our tables; called from any thread."""
+        self._changed_by = program
         self._touched.set()
         self._request_maintenance()
 

@@ -35,7 +35,7 @@ from hybrid_proxy.controller.serving.memory import read_changes
 from hybrid_proxy.controller.serving.protocol import Gone
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import told
-from hybrid_proxy.dataplane.reports import clock, several, some
+from hybrid_proxy.dataplane.reports import clock, several, shortened, some
 from hybrid_proxy.dataplane.table import EMPTY, ServiceTable
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the n
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
+SOMETHING: Final = "Something"  # that changed what is ours, where the kernel does not tell which program it was
 SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
 WORSE: Final = ("down", "none", "0", "full")  # values of facts that the log warns of
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
@@ -75,13 +76,16 @@ class History:
         """Remember something that is not in a table."""
         if service and len(self._reported) >= MOST_ROWS:
             return  # what is about the node has room
-        now, what = time.time(), redact(what)[:LONGEST]
+        now, what = time.time(), shortened(redact(what), LONGEST)
         self._reported.append(ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by))
 
     def event(self, reason: str, service: str, note: str) -> None:
         """Remember an event for the cluster."""
         if reason not in SILENT:
-            by = "another program" if reason == "Repaired" else "hybrid-proxy"
+            by = "hybrid-proxy"
+            if reason == "Repaired":  # the name of the program begins it, or says that there is none
+                by, _, note = note.partition(" changed or removed ")
+                by, note = by.replace(SOMETHING, "unknown program"), note.partition("; ")[2]
             self.record(KINDS.get(reason, "service" if service else "node"), note, by, service)
 
     def facts(self, of: str, now: Mapping[str, str]) -> None:

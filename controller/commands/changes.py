@@ -28,16 +28,16 @@ def run(args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.commands.views import checked_service
 
     asked, now, path = asked_for(args.service, args.namespace), time.time(), changes_path(args.admin_socket)
-    since = started(args.since) or 0.0
+    since, wide = started(args.since) or 0.0, args.output == "wide"
     known = _read(path)
     rows = [row for row in folded(known) if _is_meant(row, asked) and row.last >= since][-args.limit :]
     if not rows and any(asked):
         checked_service(args)  # a wrong name has no changes either
     if args.watch:
         with contextlib.suppress(KeyboardInterrupt):
-            print_stream(args, columns(now), _followed(path, rows, known, asked), rows or [LIKELY])
+            print_stream(args, columns(now, wide=wide), _followed(path, rows, known, asked), rows or [LIKELY])
     elif rows or args.output in ("json", "yaml"):
-        print_rows(args, columns(now), rows)
+        print_rows(args, columns(now, wide=wide), rows)
     else:
         began = min((row.first for row in known), default=None)
         when = f"; changes are known since {clock(began, now)}" if began else ": no agent has written any down"
@@ -66,24 +66,24 @@ def _followed(path: Path, rows: list[ChangeRow], known: list[ChangeRow], asked: 
         yield from (row for row in known if (row.key, row.first, row.last) not in before and _is_meant(row, asked))
 
 
-def columns(now: float) -> tuple[Column[ChangeRow], ...]:
-    """Return the columns of a table of changes."""
+def columns(now: float, *, wide: bool = False) -> tuple[Column[ChangeRow], ...]:
+    """Return the columns of a table of changes; where it is `wide`, what happened is whole."""
     return (
         Column("WHEN", lambda row: clock(row.last, now)),
         Column("AGO", lambda row: ago(now - row.last), leave=4),
         Column("SERVICE", lambda row: row.service or None),
         Column("KIND", lambda row: row.kind, leave=2),
         Column("CHANGES", lambda row: row.often, leave=1, right=True),
-        Column("WHAT", _what, wrap=True),
+        Column("WHAT", lambda row: _what(row, wide=wide), wrap=True),
         Column("BY", lambda row: row.by, leave=3),
     )
 
 
-def _what(row: ChangeRow) -> Cell:
+def _what(row: ChangeRow, *, wide: bool) -> Cell:
     """What happened, without the Service, which has a column of its own."""
     text = row.text.removeprefix("Service ")
     text = text.removeprefix(row.service).lstrip(": ") if row.service and text.startswith(row.service) else row.text
-    return Cell(shortened(text), Tone.WARN if row.flapping or row.kind == "repair" else Tone.PLAIN)
+    return Cell(text if wide else shortened(text), Tone.WARN if row.flapping or row.kind == "repair" else Tone.PLAIN)
 
 
 LIKELY: Final = ChangeRow(

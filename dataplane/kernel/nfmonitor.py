@@ -1,8 +1,8 @@
 """Reports when another process changes the nftables ruleset of this network namespace.
 
 The kernel sends every transaction to the group NFNLGRP_NFTABLES: one message for each object, with the netlink port of
-the writer, and NFT_MSG_NEWGEN at the end. Rules of iptables-nft are reported like all others; those of iptables-legacy
-are not part of nftables and are not reported.
+the writer, and at the end NFT_MSG_NEWGEN with its name. Rules of iptables-nft are reported like all others; those of
+iptables-legacy are not part of nftables and are not reported.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ NFNL_SUBSYS_NFTABLES: Final = 10
 RECEIVE_BUFFER: Final = 8 << 20
 _NEWGEN: Final = NFNL_SUBSYS_NFTABLES << 8 | 15
 _NAME: Final = 1  # the attribute that names the table is number 1 in messages of every kind
+_PROC_NAME: Final = 3  # NFTA_GEN_PROC_NAME
 _FAMILIES: Final = {1: "inet", 2: "ip", 3: "arp", 5: "netdev", 7: "bridge", 10: "ip6"}
 
 OWN_PORTS: Final[set[int]] = set()
@@ -28,7 +29,7 @@ An open `Nfnetlink` adds its port.
 
 
 def watch_ruleset(
-    changed: Callable[[], None],
+    changed: Callable[[str], None],
     stop: threading.Event,
     tables: Collection[str] = (),
     ready: threading.Event | None = None,
@@ -39,7 +40,7 @@ def watch_ruleset(
     after a burst that the socket could not hold.
 
     Args:
-        changed: called in this thread; must be quick.
+        changed: called in this thread, with the name of the program if it is known; must be quick.
         stop: ends it within seconds.
         tables: tables that matter, as `ip nat`; empty: all.
         ready: set when changes are reported from now on.
@@ -51,25 +52,29 @@ def watch_ruleset(
     with Events(NETFILTER, 1 << (NFNLGRP_NFTABLES - 1), RECEIVE_BUFFER) as monitor:
         if ready is not None:
             ready.set()
-        for touched in _transactions(monitor.until(stop)):
+        for touched, program in _transactions(monitor.until(stop)):
             if touched is None or not wanted or touched & wanted:
-                changed()
+                changed(program)
 
 
-def _transactions(reports: Iterable[bytes | None]) -> Iterator[frozenset[str] | None]:
-    """Yields the tables (`ip nat`) of each foreign transaction, which ends with NEWGEN; None: reports were lost."""
+def _transactions(reports: Iterable[bytes | None]) -> Iterator[tuple[frozenset[str] | None, str]]:
+    """Yields the tables (`ip nat`) of each foreign transaction, and whose it is; None: reports were lost."""
     tables: set[str] = set()
     for data in reports:
         if data is None:
             tables.clear()
-            yield None
+            yield None, ""
             continue
         for kind, _, _, port, body in messages(data):
             if port in OWN_PORTS:
                 continue
+            known = dict(attributes(body, NFGEN.size))
             if kind == _NEWGEN:
                 touched, tables = frozenset(tables), set()
-                yield touched
-            elif (name := dict(attributes(body, NFGEN.size)).get(_NAME)) is not None:
-                family = _FAMILIES.get(body[0], str(body[0]))
-                tables.add(f"{family} {name.rstrip(bytes(1)).decode(errors='replace')}")
+                yield touched, _text(known.get(_PROC_NAME, b""))
+            elif _NAME in known:
+                tables.add(f"{_FAMILIES.get(body[0], str(body[0]))} {_text(known[_NAME])}")
+
+
+def _text(value: bytes) -> str:
+    return value.rstrip(bytes(1)).decode(errors="replace")

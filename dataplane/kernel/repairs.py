@@ -39,17 +39,19 @@ def processor_seconds() -> float:
 
 
 class RepairLog:
-    """The repairs of one mode; `count` is how many objects were repaired."""
+    """The repairs of one mode; `count` is how many objects were repaired, `by` the program that changed any."""
 
     def __init__(self) -> None:
+        self.by = ""
         self.count = self._taken = 0
         self._last = deque[str](maxlen=SHOWN)
 
-    def add(self, damage: Sequence[str], repaired: int = 0) -> None:
+    def add(self, damage: Sequence[str], repaired: int = 0, by: str = "") -> None:
         """Logs what another program changed, and counts what is `repaired` by now."""
         more = f"; and {len(damage) - SHOWN} more" if len(damage) > SHOWN else ""
         shown, what = damage[:SHOWN], several(len(damage), "object")
-        log.warning("repairing %s that another program changed: %s%s", what, shortened("; ".join(shown)), more)
+        self.by, changed = by, shortened("; ".join(shown))
+        log.warning("repairing %s that %s changed: %s%s", what, by or "another program", changed, more)
         self._last.extend(shown)
         self.count += repaired
 

@@ -120,6 +120,8 @@ def test_what_others_did_is_two_lines_of_a_terminal_at_most_and_whole_for_progra
     assert isinstance(cell, Cell)
     assert cell.text == shortened(row.what)
     assert len(cell.text) == 160
+    (what,) = (column for column in changes.columns(NOW, wide=True) if column.header == "WHAT")
+    assert getattr(what.value(row), "text", "") == row.what
     assert msgspec.to_builtins(row)["what"] == row.what
 
 

@@ -33,11 +33,11 @@ def _namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def watching(*tables: str) -> Iterator[list[float]]:
-    """When `changed` was called."""
-    called: list[float] = []
+def watching(*tables: str) -> Iterator[list[str]]:
+    """Which programs `changed` was called with."""
+    called: list[str] = []
     stop, ready = threading.Event(), threading.Event()
-    arguments = (lambda: called.append(time.monotonic()), stop, tables, ready)
+    arguments = (called.append, stop, tables, ready)
     watcher = threading.Thread(target=watch_ruleset, args=arguments, daemon=True)
     watcher.start()
     assert ready.wait(60)
@@ -49,7 +49,7 @@ def watching(*tables: str) -> Iterator[list[float]]:
         assert not watcher.is_alive()
 
 
-def settled(called: list[float], count: int) -> bool:
+def settled(called: list[str], count: int) -> bool:
     deadline = time.monotonic() + 60
     while len(called) < count and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -70,6 +70,7 @@ def test_others_are_reported_and_this_process_is_not(kernel: Kernel) -> None:
         assert settled(called, 0)
         nft("add chain ip mine c")
         assert settled(called, 1)
+        assert called == ["nft"]
 
 
 def test_others_are_reported_to_a_process_with_a_thousand_open_files() -> None:

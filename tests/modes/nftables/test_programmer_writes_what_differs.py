@@ -87,7 +87,7 @@ def test_chains_that_are_unused_are_no_damage_when_others_change_the_tables(fake
     mode.sync(many(3, s2=("10.1.1.2",)))
     mode.sync(many(3, 2))
     assert "internal-1-ne" in fake.tables[4].chains
-    mode.ruleset_changed()
+    mode.ruleset_changed("nft")
     mode.maintain()
     assert mode.repaired.count == 0
     assert state(fake) == fresh(many(3, 2))
@@ -164,8 +164,17 @@ def test_without_reports_the_structure_is_compared_in_time(fake: FakeNftables) -
     assert mode.repaired.count == 0, "the generation did not change: nobody wrote anything"
     fake.number += 1
     mode.maintain()
-    assert mode.repaired.count == 1
+    assert (mode.repaired.count, mode.repaired.by) == (1, "")
     assert state(fake) == fresh(many(5))
+
+
+def test_the_program_that_the_kernel_named_is_kept_with_the_repair(fake: FakeNftables, mode: Nftables) -> None:
+    for number, program in enumerate(("firewalld", ""), 1):
+        mode.sync(many(5))
+        fake.tables[4].rules["from-internal"].pop()
+        mode.ruleset_changed(program)
+        mode.maintain()
+        assert (mode.repaired.count, mode.repaired.by) == (number, program)
 
 
 def test_an_entry_with_too_many_routes_is_refused_alone(fake: FakeNftables, mode: Nftables) -> None:
