@@ -42,7 +42,9 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
     cluster.put("configmaps", config | {"data": {"ClusterConfiguration": "kind: ClusterConfiguration"}})
     before = {plural: set(items) for plural, items in cluster.objects.items()}
     look = "find /etc /opt /usr/local -newer /proc/1/cmdline -path '*hybrid*' | sort"
-    with Machine("node", tmp_path, cluster.url, {"systemctl": "", "kubeadm": KUBECONFIG}) as node:
+    ssh = '[ "$3" = root@node-1 ] || exit 255\nshift 3; exec sh -c "$*"'
+    tools = {"systemctl": "", "kubeadm": KUBECONFIG, "ssh": ssh}
+    with Machine("node", tmp_path, cluster.url, tools) as node:
         links = re.findall(r"^(?:mkdir -p /usr|ln -s /opt)/.*$", release.PAGE.read_text(), re.MULTILINE)
         assert len(links) == 3
         node.run("\n".join(["mkdir -p /opt/hybrid-proxy/bin", *links]))
@@ -52,6 +54,13 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
         )
         there = node.run(look).split()
         assert {"/etc/hybrid-proxy/kubeconfig.conf", "/etc/systemd/system/hybrid-proxy.service"} <= set(there)
+        node.run(lines("docs/operations.md", "service", "renewal"))
+        node.run("echo old >/etc/hybrid-proxy/kubeconfig.conf")
+        renewal = ". /etc/hybrid-proxy/nodes; export NODES; $(sed -n s/^ExecStart=//p {})"
+        unit = renewal.format("/etc/systemd/system/hybrid-proxy-kubeconfig.service")
+        assert "node-2 has no new credentials" in node.run(f"{unit} && exit 1; true")
+        made = node.run("stat -c %a /etc/hybrid-proxy/kubeconfig.conf; cat /etc/hybrid-proxy/kubeconfig.conf")
+        assert made.split(maxsplit=1) == ["600", "server: https://10.0.2.15:6443\n"]
         assert {"hybrid-proxy", "hybrid-proxy-nodes"} == set(cluster.objects["clusterrolebindings"])
         node.run(lines("docs/operations.md", "service", "removal"))
         assert node.run(look) == ""

@@ -574,6 +574,21 @@ def test_systemd_understands_the_unit(drop_ins: tuple[Path, ...], tmp_path: Path
     assert graded.returncode == 0, graded.stdout[-300:]
 
 
+def test_systemd_understands_the_renewal_of_credentials(tmp_path: Path) -> None:
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is missing (apt-get install systemd)")
+    program = DEPLOY / "systemd/hybrid-proxy-kubeconfig"
+    for name in ("service", "timer"):
+        source = program.with_suffix(f".{name}").read_text()
+        (tmp_path / f"{program.name}.{name}").write_text(
+            source.replace(f"/usr/local/sbin/{program.name}", str(program))
+        )
+    verified = _analyze("verify", "--man=no", *(str(path) for path in sorted(tmp_path.iterdir())))
+    assert (verified.returncode, verified.stderr) == (0, "")
+    (when,) = re.findall(r"^OnCalendar=(.*)$", program.with_suffix(".timer").read_text(), re.MULTILINE)
+    assert _analyze("calendar", when).returncode == 0
+
+
 def test_the_drop_in_for_mode_ipvs_lets_it_load_modules_and_set_sysctls(tmp_path: Path) -> None:
     forbidden = []
     for name, drop_ins in (("alone", ()), ("ipvs", DROP_INS)):

@@ -22,7 +22,9 @@ DROP_INS = "deploy/systemd/hybrid-proxy.service.d"
 SCRIPTS = tuple(sorted(VAGRANT.rglob("*.sh")))
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *DEPLOY.rglob("*.sh")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, *DEPLOY.rglob("*.sh"), DEPLOY / "systemd/hybrid-proxy-kubeconfig"], ids=lambda path: path.name
+)
 def test_shellcheck_has_nothing_to_say(script: Path) -> None:
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is missing: `make setup` installs it")
