@@ -85,7 +85,9 @@ class Localhost:
     def _begin(self) -> None:
         node, former, self.reason = self._table.node, self.reason, ""
         try:
-            self._load()
+            self._words, self._programs = {}, Object(OBJECT)
+            self._programs.load()
+            self._maps = {name: self._programs.map(name) for name in self._programs.map_names}
             self._write_sources(node)
             self._write_ports(self._ports)
             self._attach()
@@ -96,12 +98,6 @@ class Localhost:
             self._retry_at = time.monotonic() + self._options.sync_seconds
             if self.reason != former:
                 log.warning("%s", self.reason)
-
-    def _load(self) -> None:
-        self._words = {}
-        self._programs = Object(OBJECT)
-        self._programs.load()
-        self._maps = {name: self._programs.map(name) for name in self._programs.map_names}
 
     def _write_sources(self, node: NodeNetwork) -> None:
         found = {4: b"", 6: b""}

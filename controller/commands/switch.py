@@ -16,21 +16,8 @@ from hybrid_proxy.controller.commands.command import Command, add_admin, add_out
 from hybrid_proxy.controller.commands.terminal import print_value, say
 from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
+from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import BusyError, ask
-from hybrid_proxy.controller.serving.protocol import (
-    OPEN,
-    AgentStatus,
-    DrainAnswer,
-    DrainingMode,
-    DrainNode,
-    GetNames,
-    GetStatus,
-    NamesAnswer,
-    StatusAnswer,
-    SwitchAnswer,
-    SwitchMode,
-    described,
-)
 from hybrid_proxy.dataplane.reports import FlowRow
 
 SERVE_SECONDS: Final = 60.0  # until another mode has programmed its first table
@@ -72,12 +59,12 @@ def _switch(args: argparse.Namespace) -> int:
     if bool(args.mode) == args.back:
         raise ConfigError("give a mode, or --back")
     # This reports an agent that hangs before the timeout of a switch.
-    if ask(args.admin_socket, GetNames(), NamesAnswer).mode == args.mode:
+    if ask(args.admin_socket, p.GetNames(), p.NamesAnswer).mode == args.mode:
         _print(args, Switched(args.mode, args.mode, False, "", {}), f"mode {args.mode} serves already")
         return 0
     if args.dry_run:
         return _would_switch(args)
-    answer = ask(args.admin_socket, SwitchMode(args.mode or None), SwitchAnswer)
+    answer = ask(args.admin_socket, p.SwitchMode(args.mode or None), p.SwitchAnswer)
     status = _served(args.admin_socket, answer)
     if args.wait:
         status = _waited(args.admin_socket, answer)
@@ -91,16 +78,16 @@ def _switch(args: argparse.Namespace) -> int:
 def _would_switch(args: argparse.Namespace) -> int:
     if args.back:
         raise ConfigError("--dry-run needs the name of a mode")
-    answer = ask(args.admin_socket, SwitchMode(args.mode, dry_run=True), SwitchAnswer)
+    answer = ask(args.admin_socket, p.SwitchMode(args.mode, dry_run=True), p.SwitchAnswer)
     before, missing = answer.before, answer.missing
     flows = dict(_open_flows(args, lambda row: row.mode == before))
-    stay = f"{described(flows, 'stays', 'stay')} with mode {before} to the end"
+    stay = f"{p.described(flows, 'stays', 'stay')} with mode {before} to the end"
     text = f"mode {args.mode} would not serve: {missing}" if missing else f"mode {args.mode} would serve; {stay}"
     _print(args, Switched(before, args.mode, False, missing, flows), text)
     return 1 if missing else 0
 
 
-def _served(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
+def _served(admin_socket: str, answer: p.SwitchAnswer) -> p.AgentStatus:
     """The first status in which the mode serves.
 
     Raises:
@@ -119,7 +106,7 @@ def _served(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
         time.sleep(POLL_SECONDS)
 
 
-def _waited(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
+def _waited(admin_socket: str, answer: p.SwitchAnswer) -> p.AgentStatus:
     """The status after the last flow of the mode before; prints how many are left whenever that changes."""
     shown = ""
     while True:
@@ -134,7 +121,7 @@ def _waited(admin_socket: str, answer: SwitchAnswer) -> AgentStatus:
 
 
 def _drain(args: argparse.Namespace) -> int:
-    answer = ask(args.admin_socket, DrainNode(not args.off), DrainAnswer)
+    answer = ask(args.admin_socket, p.DrainNode(not args.off), p.DrainAnswer)
     if args.off:
         _print(args, Left(leaving=False, flows={}), "load balancers are told that this node takes connections")
         return 0
@@ -145,11 +132,11 @@ def _drain(args: argparse.Namespace) -> int:
         late = until is not None and time.monotonic() >= until
         if not any(flows.values()) or late:
             break
-        if described(flows, *OPEN) != shown:
-            shown = described(flows, *OPEN)
+        if p.described(flows, *p.OPEN) != shown:
+            shown = p.described(flows, *p.OPEN)
             say(f"{shown}, from outside", to=sys.stderr)
         time.sleep(COUNT_SECONDS)
-    _print(args, Left(leaving=True, flows=flows), f"{described(flows, *OPEN)}, from outside")
+    _print(args, Left(leaving=True, flows=flows), f"{p.described(flows, *p.OPEN)}, from outside")
     return 1 if any(flows.values()) else 0
 
 
@@ -163,7 +150,7 @@ def _open_flows(args: argparse.Namespace, counts: Callable[[FlowRow], bool]) -> 
     return found
 
 
-def _status(admin_socket: str) -> AgentStatus:
+def _status(admin_socket: str) -> p.AgentStatus:
     """The status, as soon as the loop has time for it: while it programs another mode's first table, it has none.
 
     Raises:
@@ -172,13 +159,13 @@ def _status(admin_socket: str) -> AgentStatus:
     until = time.monotonic() + SERVE_SECONDS
     while True:
         try:
-            return ask(admin_socket, GetStatus(), StatusAnswer).status
+            return ask(admin_socket, p.GetStatus(), p.StatusAnswer).status
         except BusyError:
             if time.monotonic() > until:
                 raise
 
 
-def _of(mode: str, status: AgentStatus) -> DrainingMode | None:
+def _of(mode: str, status: p.AgentStatus) -> p.DrainingMode | None:
     return next((left for left in status.draining if left.mode == mode), None)
 
 

@@ -16,6 +16,7 @@ from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded, last_known
 from hybrid_proxy.controller.semantics.lacks import Lack
+from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import (
     FIRST_SECONDS,
     BusyError,
@@ -25,19 +26,6 @@ from hybrid_proxy.controller.serving.admin import (
     ask,
 )
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, how_it_ended, memory_path, read_changes, recall
-from hybrid_proxy.controller.serving.protocol import (
-    AgentStatus,
-    EventsAnswer,
-    FindIgnored,
-    GetEvents,
-    GetNames,
-    GetStatus,
-    IgnoredAnswer,
-    LeftBehind,
-    NamesAnswer,
-    NoAgentStatus,
-    StatusAnswer,
-)
 from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack
@@ -59,7 +47,7 @@ class Programmed(NamedTuple):
     """
 
     views: list[tuple[str, View]]
-    agent: NamesAnswer | None
+    agent: p.NamesAnswer | None
     note: str = ""
     without_backend: Sequence[Lack] = ()
 
@@ -139,10 +127,10 @@ class Agent(NamedTuple):
 
     admin_socket: str
     pin_root: str | None
-    status: AgentStatus | None
+    status: p.AgentStatus | None
     error: ControllerError | None
 
-    def known(self) -> AgentStatus | NoAgentStatus:
+    def known(self) -> p.AgentStatus | p.NoAgentStatus:
         """The status, or what is known while no agent answers.
 
         Raises:
@@ -174,13 +162,13 @@ class Agent(NamedTuple):
             return remembered_events(self.admin_socket, self.error)[1]
         if self.error is not None:
             raise self.error
-        return ask(self.admin_socket, GetEvents(0), EventsAnswer).events
+        return ask(self.admin_socket, p.GetEvents(0), p.EventsAnswer).events
 
 
 def agent_at(admin_socket: str, pin_root: str | None) -> Agent:
     """Ask the agent for its status, to which the repairs of the last hour are added; never raises."""
     try:
-        status = ask(admin_socket, GetStatus(), StatusAnswer, FIRST_SECONDS).status
+        status = ask(admin_socket, p.GetStatus(), p.StatusAnswer, FIRST_SECONDS).status
     except ControllerError as error:
         return Agent(admin_socket, pin_root, None, error)
     repairs = [row for row in last_changes(admin_socket, time.time()) if row.kind == "repair"]
@@ -238,7 +226,7 @@ def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool
         DataplaneError: it cannot be read.
     """
     try:
-        agent = ask(admin_socket, GetNames(), NamesAnswer, FIRST_SECONDS)
+        agent = ask(admin_socket, p.GetNames(), p.NamesAnswer, FIRST_SECONDS)
     except UnansweredError as error:
         here = as_left(admin_socket, pin_root, error)
     else:
@@ -258,12 +246,12 @@ def why_unknown(admin_socket: str, unknown: UnknownName) -> ControllerError:
     if unknown.what != "service" or ("/" not in name and unknown.suggestions):
         return unknown
     try:
-        status = ask(admin_socket, GetStatus(), StatusAnswer).status
+        status = ask(admin_socket, p.GetStatus(), p.StatusAnswer).status
         if status.starting:
             return ControllerError(f"{unknown}, in what the agent before this one left; {status.starting}")
         reasons = {one.entry: one.reason for one in status.dataplane.unprogrammed if belongs(one.entry, name)}
         reasons |= {loser: "; ".join(lost) for loser, lost in status.conflicts.items() if belongs(name, loser)}
-        reasons = reasons or ask(admin_socket, FindIgnored(name.partition(":")[0]), IgnoredAnswer).services
+        reasons = reasons or ask(admin_socket, p.FindIgnored(name.partition(":")[0]), p.IgnoredAnswer).services
     except ControllerError:
         reasons = {}
     now = time.time()
@@ -304,16 +292,16 @@ def left_here(pin_root: str | None, memory: Memory | None = None) -> Iterator[tu
     return views_of(available_modes(), pin_root, names, passed_over=(Unsupported,))
 
 
-def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredError) -> NoAgentStatus:
+def without_agent(admin_socket: str, pin_root: str | None, error: UnansweredError) -> p.NoAgentStatus:
     """Collect what is known while no agent answers: what is programmed, and what the last agent wrote down."""
     path = memory_path(admin_socket)
     memory = recall(path)
     left = {}
     for name, view in left_here(pin_root, memory):
         with contextlib.closing(view):
-            left[name] = LeftBehind(view.place, len(view.services()))
+            left[name] = p.LeftBehind(view.place, len(view.services()))
     starting = error.part if isinstance(error, StartingError) else ""
-    found = NoAgentStatus(reason=str(error), programmed=left, starting=starting)
+    found = p.NoAgentStatus(reason=str(error), programmed=left, starting=starting)
     if memory is None:
         return found
     return msgspec.structs.replace(

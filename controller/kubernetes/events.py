@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from hybrid_proxy.controller.errors import SourceError
-from hybrid_proxy.controller.kubernetes.connection import Connection
+from hybrid_proxy.controller.kubernetes.connection import Connection, StatusError, message_of
 from hybrid_proxy.controller.redact import redact
 from hybrid_proxy.controller.text import printable
 
@@ -200,8 +200,6 @@ class Recorder:
 
     def _write(self, writer: Connection, path: str, body: dict[str, Any]) -> bool:
         """Whether the server took it. One that does not answer is asked again for two minutes, as client-go does."""
-        from hybrid_proxy.controller.kubernetes.connection import StatusError, message_of
-
         for attempt in range(TRIES):
             try:
                 writer.create(path, msgspec.json.encode(body))
@@ -232,12 +230,7 @@ def _digest(occurrence: _Occurrence) -> str:
 
 
 def _reference(regarding: Regarding) -> dict[str, str]:
-    reference = {"kind": regarding.kind, "name": regarding.name, "apiVersion": "v1"}
-    if regarding.uid:
-        reference["uid"] = regarding.uid
-    if regarding.namespace:
-        reference["namespace"] = regarding.namespace
-    return reference
+    return {name: text for name, text in {**regarding._asdict(), "apiVersion": "v1"}.items() if text}
 
 
 def _shortened(note: str) -> str:

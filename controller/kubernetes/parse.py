@@ -65,13 +65,6 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DEFAULT_AFFINITY: Final = 10_800  # seconds, the API's default for sessionAffinity: ClientIP
 _MAX_AFFINITY: Final = 86_400
 
-_PROTOCOLS: Final = {
-    "TCP": Protocol.TCP,
-    "UDP": Protocol.UDP,
-    "SCTP": Protocol.SCTP,
-    "": Protocol.TCP,
-    None: Protocol.TCP,
-}
 PROXY_NAME: Final = "service.kubernetes.io/service-proxy-name"
 _SERVICE_TYPES: Final = frozenset({"ClusterIP", "NodePort", "LoadBalancer", "ExternalName"})
 _POLICIES: Final = {"Local": True, "Cluster": False, "": False, None: False}
@@ -320,7 +313,7 @@ def _optional_port(number: int | None, field: str) -> int:
 
 
 def _protocol(text: str | None, field: str) -> Protocol:
-    protocol = _PROTOCOLS.get(text)
+    protocol = Protocol.__members__.get(text or "TCP")
     if protocol is None:
         _fail(field, f"{shown(text)} is not TCP, UDP or SCTP")
     return protocol

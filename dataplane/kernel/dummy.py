@@ -18,21 +18,11 @@ from typing import Final
 
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
-from pyroute2.netlink.rtnl import (
-    RTM_DELADDR,
-    RTM_DELLINK,
-    RTM_GETADDR,
-    RTM_NEWADDR,
-    RTMGRP_IPV4_IFADDR,
-    RTMGRP_IPV6_IFADDR,
-    RTMGRP_LINK,
-    rt_scope,
-)
-from pyroute2.netlink.rtnl.ifaddrmsg import IFA_F_NODAD, IFA_F_NOPREFIXROUTE
 
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.ipvs import load_module
+from hybrid_proxy.dataplane.kernel.links import SCOPE_HOST, SCOPE_LINK
 from hybrid_proxy.dataplane.kernel.netlink import (
     NLM_F_CREATE,
     NLM_F_DUMP,
@@ -46,9 +36,12 @@ from hybrid_proxy.dataplane.kernel.netlink import (
 )
 
 ALIAS: Final = "hybrid-proxy"  # on devices that we made
-IFA_ADDRESS, IFA_LOCAL, IFA_CACHEINFO, IFA_FLAGS = 1, 2, 6, 8  # linux/if_addr.h
+# linux/rtnetlink.h, linux/if_addr.h
+RTM_DELLINK, RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR = 17, 20, 21, 22
+GROUPS: Final = 1 | 0x10 | 0x100  # RTMGRP_LINK, _IPV4_IFADDR and _IPV6_IFADDR
+IFA_ADDRESS, IFA_LOCAL, IFA_CACHEINFO, IFA_FLAGS = 1, 2, 6, 8
+IFA_F_NODAD, IFA_F_NOPREFIXROUTE = 0x02, 0x200
 FOREVER: Final = 0xFFFFFFFF
-GROUPS: Final = RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR
 _IFADDR: Final = struct.Struct("=BBBBI")
 _IFINFO_INDEX: Final = struct.Struct("=BBHi")
 _CACHEINFO: Final = struct.Struct("=IIII")
@@ -71,24 +64,20 @@ class Dummy:
             self.index = next(iter(ip.link_lookup(ifname=self.name)), 0)
         return bool(self.index)
 
-    def ensure(self) -> bool:
-        """Create it if it does not exist, and set it up. Returns whether it was created.
+    def ensure(self) -> None:
+        """Create it if it does not exist, and set it up.
 
         Raises:
             Unsupported: the kernel has no dummy device, or this process may not make one.
         """
-        made = False
         with IPRoute() as ip:
-            self.index = next(iter(ip.link_lookup(ifname=self.name)), 0)
-            if not self.index:
+            if not self.find():
                 self._make(ip)
                 self.index = ip.link_lookup(ifname=self.name)[0]
-                made = True
                 ip.link("set", index=self.index, ifalias=ALIAS)
                 # The kernel gives it no link-local address: nothing may use it as a source.
                 sysctl.write(f"net/ipv6/conf/{self.name}/addr_gen_mode", "1")
             ip.link("set", index=self.index, state="up")
-        return made
 
     def _make(self, ip: IPRoute) -> None:
         for attempt in range(2):
@@ -130,7 +119,7 @@ class Dummy:
     def _message(self, kind: int, text: str) -> Message:
         family = socket.AF_INET6 if ":" in text else socket.AF_INET
         packed = socket.inet_pton(family, text)
-        body = _IFADDR.pack(family, 8 * len(packed), 0, rt_scope["host"] if family == socket.AF_INET else 0, self.index)
+        body = _IFADDR.pack(family, 8 * len(packed), 0, SCOPE_HOST if family == socket.AF_INET else 0, self.index)
         body += attribute(IFA_LOCAL, packed)
         if kind == RTM_DELADDR:
             return Message(kind, body, what=f"removing address {text} at {self.name}")
@@ -182,7 +171,7 @@ class Dummy:
 def _address(message: bytes, index: int) -> str:
     """Returns the address in a message of rtnetlink; empty: of another device, or link-local."""
     family, _, _, scope, of = _IFADDR.unpack_from(message)
-    if of != index or scope == rt_scope["link"]:
+    if of != index or scope == SCOPE_LINK:
         return ""
     known = dict(attributes(message, _IFADDR.size))
     packed = known.get(IFA_LOCAL) or known.get(IFA_ADDRESS)

@@ -191,9 +191,8 @@ class FakeDevice:
     def find(self) -> bool:
         return self.there
 
-    def ensure(self) -> bool:
-        made, self.there = not self.there, True
-        return made
+    def ensure(self) -> None:
+        self.there = True
 
     def addresses(self) -> set[str]:
         return set(self.bound)

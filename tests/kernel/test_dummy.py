@@ -25,8 +25,8 @@ def device() -> Iterator[Dummy]:
 
 @pytest.mark.core
 def test_hundreds_of_addresses_are_nobodys_source(device: Dummy) -> None:
-    assert device.ensure()
-    assert not device.ensure()
+    device.ensure()
+    device.ensure()
     four = {f"10.96.{n // 250}.{n % 250 + 1}" for n in range(500)}
     six = {f"fd96::{n:x}" for n in range(1, 500)}
     device.change(four | six, ())

@@ -391,14 +391,13 @@ def drain(options: Options) -> bool:
         Occupied: an agent in this mode runs.
     """
     del options
-    found = False
-    for relay in relays(agent=False):
-        found = True
+    here = list(relays(agent=False))
+    for relay in here:
         if agent := relay.ask(m.Status(), m.Report).agent:
             raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
-    if found:
+    if here:
         _stop_redirecting()
-    return found
+    return bool(here)
 
 
 def _stop_redirecting() -> None:
