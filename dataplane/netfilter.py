@@ -19,17 +19,7 @@ import msgspec
 
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.errors import DataplaneError, SyncError, Unsupported
-from hybrid_proxy.dataplane.kernel import tcp_segments
-from hybrid_proxy.dataplane.kernel.conntrack import (
-    FlowKey,
-    Key,
-    delete_stale,
-    delete_translated,
-    fill,
-    forget_connections,
-    open_flows,
-    open_renumbered,
-)
+from hybrid_proxy.dataplane.kernel import conntrack, tcp_segments
 from hybrid_proxy.dataplane.kernel.nfmonitor import watch_ruleset
 from hybrid_proxy.dataplane.kernel.other_proxies import may_have_left
 from hybrid_proxy.dataplane.kernel.tcp_segments import Segment
@@ -78,7 +68,7 @@ def refuse_full_conntrack() -> None:
     Raises:
         Unsupported: it is so full that the kernel would drop packets of flows that it does not know yet.
     """
-    found = fill()
+    found = conntrack.fill()
     if found is not None and found.used > found.limit * NEARLY_FULL:
         has = f"it has {found.used} entries of at most {found.limit}"
         raise Unsupported("room in conntrack", f"{has}: raise net.netfilter.nf_conntrack_max")
@@ -104,7 +94,7 @@ class NetfilterMode(Programmer):
         self._programmed = False
         self._unprogrammed: dict[EntryKey, Unprogrammed] = {}
         self._judges = True  # conntrack entries
-        self._former: Collection[Key] = ()  # frontends that were programmed when this process began
+        self._former: Collection[conntrack.Key] = ()  # frontends that were programmed when this process began
         self._watched = False  # the rules are, by a thread
         self._changed_by = ""  # a program that changed them last, maybe a child of ours
         self._touched, self._stop = threading.Event(), threading.Event()
@@ -193,7 +183,7 @@ class NetfilterMode(Programmer):
         self._delete_stale(judge, new_places(EMPTY if repaired else before, self.table, names))
 
     def _delete_stale(self, judge: Judge, openings: Collection[Place]) -> None:
-        self.stale_deleted.update(delete_stale(judge, openings))
+        self.stale_deleted.update(conntrack.delete_stale(judge, openings))
 
     def _relays(self) -> Collection[Socket]:
         """Returns the proxy ports of this node at which our relay receives datagrams."""
@@ -258,7 +248,7 @@ class NetfilterMode(Programmer):
             self._localhost.close()
 
 
-def _challenge(ends: Iterable[FlowKey]) -> None:
+def _challenge(ends: Iterable[conntrack.FlowKey]) -> None:
     """Make these clients send a segment (`tcp_segments`)."""
     tcp_segments.send(
         Segment(end.family, end.daddr, end.dport, end.saddr, end.sport, flags=tcp_segments.SYN_ACK) for end in ends
@@ -271,7 +261,7 @@ class TranslatingMode(NetfilterMode):
     def __init__(self, options: Options, request_maintenance: RequestMaintenance) -> None:
         super().__init__(options, request_maintenance)
         # When clients are challenged again, and how long after the time before.
-        self._challenged: list[tuple[float, float, list[FlowKey]]] = []
+        self._challenged: list[tuple[float, float, list[conntrack.FlowKey]]] = []
 
     def drain(self, table: ServiceTable) -> None:
         """Remove all rules that lead to services. The kernel translates as long as a chain of type nat exists.
@@ -292,7 +282,7 @@ class TranslatingMode(NetfilterMode):
         services = frontends(self.table, (Protocol.TCP,), names)
         places = {(one.address, one.port, int(Protocol.TCP)) for one in gone}
         try:
-            ends = forget_connections(services, places)
+            ends = conntrack.forget_connections(services, places)
             _challenge(ends)
         except (DataplaneError, OSError) as error:
             log.warning("connections to endpoints that are gone could not be reset: %s", error)
@@ -312,16 +302,16 @@ class TranslatingMode(NetfilterMode):
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         """Count open flows, and those of the node's sockets to backends that would lose a port given by conntrack."""
         backends = ((at.address, at.port, int(entry.protocol)) for entry in table.entries() for at in entry.serving)
-        return open_flows(frontends(table)) + open_renumbered(backends)
+        return conntrack.open_flows(frontends(table)) + conntrack.open_renumbered(backends)
 
     def abandon(self, table: ServiceTable) -> None:
         """Give up the remaining datagrams. TCP is unchanged: it goes on if another table of type nat exists."""
-        delete_translated({key: None for key in frontends(table) if key[2] != Protocol.TCP})
+        conntrack.delete_translated({key: None for key in frontends(table) if key[2] != Protocol.TCP})
 
 
 def frontends(
     table: ServiceTable, protocols: Collection[Protocol] = tuple(Protocol), names: Iterable[str] | None = None
-) -> dict[Key, None]:
+) -> dict[conntrack.Key, None]:
     """Returns address, port and protocol of every frontend of these services, or of those with these protocols."""
     return {
         (frontend.address, frontend.port, int(entry.protocol)): None

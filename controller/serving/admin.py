@@ -21,16 +21,7 @@ import msgspec
 
 from hybrid_proxy.controller.errors import LOGS, ControllerError
 from hybrid_proxy.controller.redact import redact
-from hybrid_proxy.controller.serving.protocol import (
-    ANSWERS,
-    REQUESTS,
-    Answer,
-    BusyAnswer,
-    FailedAnswer,
-    Request,
-    StartingAnswer,
-    answer_seconds,
-)
+from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
 from hybrid_proxy.dataplane.errors import told
 from hybrid_proxy.dataplane.kernel.descriptors import peer_of
@@ -45,7 +36,7 @@ STATES = {  # proc_pid_stat(5)
 }  # fmt: skip
 REST_SECONDS = 0.1  # without accepting, when descriptors or memory have run out
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=p.Answer)
 
 
 class UnansweredError(ControllerError):
@@ -71,7 +62,7 @@ class NoAgentError(UnansweredError):
 class StartingError(NoAgentError):
     """An agent listens at the admin socket and cannot answer yet; `part` is its present work, and for how long."""
 
-    def __init__(self, answer: StartingAnswer) -> None:
+    def __init__(self, answer: p.StartingAnswer) -> None:
         self.part = f"{answer.part}, for {answer.seconds:.0f} s"
         super().__init__(f"agent {answer.pid} is starting: {self.part}")
 
@@ -91,7 +82,7 @@ def socket_path(asked: str) -> Path:
     return Path(ADMIN_SOCKET).with_name(f"netns-{netns_number()}.sock")
 
 
-def ask(asked: str, request: Request, expected: type[A], seconds: float | None = None) -> A:
+def ask(asked: str, request: p.Request, expected: type[A], seconds: float | None = None) -> A:
     """Send one request to the running agent. Returns its answer.
 
     Raises:
@@ -102,7 +93,7 @@ def ask(asked: str, request: Request, expected: type[A], seconds: float | None =
     path, pid = socket_path(asked), 0
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(answer_seconds(request) if seconds is None else seconds)
+            connection.settimeout(p.answer_seconds(request) if seconds is None else seconds)
             connection.connect(str(path))
             pid, _ = peer_of(connection)
             if stat_of(pid)[:1] == ["T"]:
@@ -118,15 +109,15 @@ def ask(asked: str, request: Request, expected: type[A], seconds: float | None =
     if not line:
         raise ControllerError(f"{path}: the agent closed the connection without an answer")
     try:
-        answer = ANSWERS.decode(line)
+        answer = p.ANSWERS.decode(line)
     except msgspec.MsgspecError as error:
         other = f"the agent is of another version than this command, whose answers it does not give ({error})"
         raise ControllerError(f"{path}: {other}") from error
-    if isinstance(answer, BusyAnswer):
+    if isinstance(answer, p.BusyAnswer):
         raise BusyError(path, pid, answer.text)
-    if isinstance(answer, FailedAnswer):
+    if isinstance(answer, p.FailedAnswer):
         raise ControllerError(answer.failed)
-    if isinstance(answer, StartingAnswer):
+    if isinstance(answer, p.StartingAnswer):
         raise StartingError(answer)
     if not isinstance(answer, expected):
         raise ControllerError(f"{path}: the agent gave another answer than was asked for")
@@ -156,11 +147,11 @@ class _Handler(socketserver.StreamRequestHandler):
             line = self.rfile.readline(1 << 20)
             if self._asker_left():
                 return
-            reply = self.server.answer(REQUESTS.decode(line))
+            reply = self.server.answer(p.REQUESTS.decode(line))
         except msgspec.MsgspecError as error:
-            reply = FailedAnswer(f"the request is not understood, is this command of another version? ({error})")
+            reply = p.FailedAnswer(f"the request is not understood, is this command of another version? ({error})")
         except TimeoutError as error:
-            reply = FailedAnswer(str(error) or "no request in time")
+            reply = p.FailedAnswer(str(error) or "no request in time")
         with contextlib.suppress(OSError):  # the asker left
             self.wfile.write(redact(msgspec.json.encode(reply).decode()).encode() + b"\n")
 
@@ -180,7 +171,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     daemon_threads = True
 
-    def __init__(self, path: Path, answer: Callable[[Request], Answer]) -> None:
+    def __init__(self, path: Path, answer: Callable[[p.Request], p.Answer]) -> None:
         self.answer = answer
         self.path = path
         self._stopping = threading.Event()

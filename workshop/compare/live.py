@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -11,9 +10,8 @@ import msgspec
 
 from hybrid_proxy.controller.commands.views import programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
-from hybrid_proxy.controller.serving.admin import ask, socket_path
+from hybrid_proxy.controller.serving.admin import ask, listener
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
-from hybrid_proxy.dataplane.kernel.descriptors import peer_of
 from hybrid_proxy.dataplane.table import family_of
 from hybrid_proxy.workshop.compare.measure import traffic
 from hybrid_proxy.workshop.compare.plan import Settings, Step
@@ -81,9 +79,7 @@ def _parted(text: str) -> tuple[str, int]:
 
 def _refuse_elsewhere(admin_socket: str) -> None:
     """Refuses agents of other network namespaces, whose rules packets of this process would not meet."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(socket_path(admin_socket)))
-        pid, _ = peer_of(connection)
+    pid = listener(admin_socket)
     theirs, ours = Path(f"/proc/{pid}/ns/net"), Path("/proc/thread-self/ns/net")
     if pid and theirs.exists() and theirs.stat().st_ino != ours.stat().st_ino:
         raise ControllerError(

@@ -20,7 +20,7 @@ SECOND = "10.96.0.2"
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(netfilter, "delete_stale", lambda *_: {4: 0, 6: 0})
+    monkeypatch.setattr(netfilter.conntrack, "delete_stale", lambda *_: {4: 0, 6: 0})
     return Node()
 
 

@@ -20,7 +20,9 @@ from .kit import NETWORK, TCP, UDP, A, B, C, Node, cluster_ip, destination, rout
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(netfilter, "delete_stale", lambda *_: {4: 0, 6: 0})  # its own tests are in tests/kernel
+    monkeypatch.setattr(
+        netfilter.conntrack, "delete_stale", lambda *_: {4: 0, 6: 0}
+    )  # its own tests are in tests/kernel
     return Node()
 
 

@@ -493,7 +493,7 @@ def test_a_new_agent_moves_the_flows_that_a_killed_one_had_no_time_for(
         client.sendto(b"first", vip)
         assert old.recv(100) == b"first"
         with monkeypatch.context() as patch:
-            patch.setattr(netfilter, "delete_stale", die)
+            patch.setattr(netfilter.conntrack, "delete_stale", die)
             with pytest.raises(Killed):
                 place.agent.sync(serving(ends[1]))  # type: ignore[union-attr]
         client.sendto(b"late", vip)
