@@ -1,9 +1,12 @@
-"""Service tables for tests of modes, with defaults for what a test does not care about."""
+"""Service tables for tests of modes, with defaults for what a test does not care about; and iptables of a variant."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from hybrid_proxy.dataplane.kernel import xtables
 from hybrid_proxy.dataplane.table import (
     Backend,
     BackendSet,
@@ -27,6 +30,13 @@ NETWORK = NodeNetwork(
     service_cidrs=("10.96.0.0/16", "fd96::/112"),
 )
 NOT_PODS = Masquerade.NODE | Masquerade.EXTERNAL
+
+
+def find_tables(variant: str, needs: xtables.Needs) -> xtables.Xtables:
+    """Tries iptables of this variant, as on a node that uses it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xtables, "_choose", lambda: (variant, "as configured"))
+        return xtables.find(needs)
 
 
 def entry(*frontends: Frontend, **fields: Any) -> Entry:

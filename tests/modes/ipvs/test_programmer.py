@@ -20,9 +20,8 @@ from .kit import NETWORK, TCP, UDP, A, B, C, Node, cluster_ip, destination, rout
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(
-        netfilter.conntrack, "delete_stale", lambda *_: {4: 0, 6: 0}
-    )  # its own tests are in tests/kernel
+    # Its own tests are in tests/kernel.
+    monkeypatch.setattr(netfilter.conntrack, "delete_stale", lambda *_: {4: 0, 6: 0})
     return Node()
 
 

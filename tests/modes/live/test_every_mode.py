@@ -37,7 +37,7 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Kind, Protocol, Se
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Edit, Server, Verb
 from tests import namespaces
 from tests.modes.ipvs.kit import DAMAGE, REPORTED, SERVER, Node
-from tests.modes.make import NETWORK, table
+from tests.modes.make import NETWORK, find_tables, table
 from tests.nft import nft
 from tests.tables import Front, entry_of
 
@@ -157,7 +157,7 @@ class WithIptables(Place):
         self.tables = Xtables(variant)
 
     def start(self) -> Programmer:
-        found = find(iptables.needs, variant=self.tables.variant)
+        found = find_tables(self.tables.variant, iptables.needs)
         return iptables.Iptables(Options(), lambda: None, found, self.clock)
 
     def state(self) -> object:

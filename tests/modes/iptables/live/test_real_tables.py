@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hybrid_proxy.dataplane.kernel.xtables import Xtables, find
+from hybrid_proxy.dataplane.kernel.xtables import Xtables
 from hybrid_proxy.dataplane.mode import Options, SyncResult
 from hybrid_proxy.dataplane.modes.iptables.programmer import Iptables, clean, look, needs
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.dataplane.saved_rules import parse
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, ServiceTable
-from tests.modes.make import NETWORK, service, table
+from tests.modes.make import NETWORK, find_tables, service, table
 from tests.tables import fronts_of, with_fronts
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespace")]
@@ -44,7 +44,7 @@ def clock() -> Clock:
 def opened(
     variant: str, wake: Callable[[], None] = lambda: None, clock: Clock | None = None, **options: float
 ) -> Iterator[Iptables]:
-    xtables = find(needs, variant=variant)
+    xtables = find_tables(variant, needs)
     clock = clock or Clock()
     made = Iptables(Options(**options), wake, xtables, clock, lambda: clock.worked)  # type: ignore[arg-type]
     try:
@@ -282,7 +282,7 @@ def test_a_look_makes_no_table() -> None:
 
 
 def test_a_family_that_is_missing_does_not_stop_the_other(variant: str) -> None:
-    found = find(lambda family: {"nat": ("-j MISSING",) if family == 6 else ()}, variant=variant)
+    found = find_tables(variant, lambda family: {"nat": ("-j MISSING",) if family == 6 else ()})
     programmer = Iptables(Options(), lambda: None, found)
     result = programmer.sync(table(1, 2))
     programmer.close()
