@@ -42,6 +42,7 @@ from hybrid_proxy.controller.serving.protocol import (
     StatusAnswer,
 )  # fmt: skip
 from hybrid_proxy.dataplane.errors import DataplaneError
+from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow
@@ -50,6 +51,7 @@ from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 if TYPE_CHECKING:
     from hybrid_proxy.controller.commands.views import Programmed
 
+RELAY: Final = "relay of mode userspace"
 SHOWN_FLOWS: Final = 3  # of a mode that drains
 MOST_FLOWS: Final = 10_000  # of which these are looked for
 TRIES: Final = "`hybrid-proxy doctor NAMESPACE/NAME` tries one to each"
@@ -115,7 +117,20 @@ def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
     rows = [row for row in rows if asked.has(row.service)]
     total = len(rows) if any(asked) else total
     notes = [f"{args.limit} of {total} flows; --limit shows more"] if total > args.limit else []
-    return _Found(rows[: args.limit], listings.flow_columns(rows), notes)
+    if closed := sum(row.state == "closed" for row in rows):
+        notes.append(f"{closed} of these {'is' if closed == 1 else 'are'} over, and listed last until forgotten")
+    rows = sorted(rows, key=lambda row: row.state == "closed")[: args.limit]
+    _name_relay(here, rows)
+    return _Found(rows, listings.flow_columns(rows), notes)
+
+
+def _name_relay(here: Programmed, rows: Sequence[FlowRow]) -> None:
+    """Say so where a flow leads to the relay of mode userspace, which served before and knew the backend alone."""
+    own = {"127.0.0.1", "::1", *read_node().addresses}
+    at_node = [row for row in rows if row.backend and row.backend.rpartition(":")[0].strip("[]") in own]
+    known = {row.address for row in here.backends()} if at_node else set()
+    for row in at_node:
+        row.backend = row.backend if row.backend in known else RELAY
 
 
 def _watch(args: argparse.Namespace, read: _Read) -> int:

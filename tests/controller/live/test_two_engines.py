@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from hybrid_proxy.controller.commands.inspect import RELAY
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import GetTraffic, TrafficAnswer
 from hybrid_proxy.workshop.lab.agent import Agent
@@ -84,10 +85,16 @@ def engines(request: pytest.FixtureRequest, lab: Lab) -> Iterator[Engines]:
         new.ask()
         agent.wait(lambda status: [sum(left.flows.values()) for left in status.draining] == [2], what="draining")
         yield Engines(bench, drains, serves, web, old, outside, new)
+        clients = set(map(Engines.client, (old, outside)))
         for stream in (old, outside):
             stream.ask()
             stream.connection.close()
         eventually(lambda: f"mode {drains} drained" in agent.tail(80), 30, lambda: agent.tail(80))
+        over = Engines(bench, drains, serves, web, old, outside, new).json("flows")
+        relayed = {row["client"] for row in over if row["backend"] == RELAY}
+        assert clients <= relayed if drains == "userspace" else not relayed, over
+        states = [row["state"] == "closed" for row in over]
+        assert states == sorted(states), "what is over comes last"
         print(f"--- log of the agent\n{agent.tail(80)}")
     for path in (*manifests.iterdir(), agent.log):
         path.unlink(missing_ok=True)
