@@ -19,6 +19,7 @@ from hybrid_proxy.controller.serving.protocol import (
     SourceStatus,
 )
 from hybrid_proxy.controller.text import printable
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import EbpfStatus, Status, clock, several, start_lines
 
 LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
@@ -141,7 +142,7 @@ def _draining_lines(left: DrainingMode, now: float) -> Iterator[str]:
         idle = "" if row.idle is None else f"idle for {row.idle} s: "
         yield f"  {idle}{row.protocol} {row.client} -> {row.frontend}, backend {row.backend}, of {row.service or '-'}"
     if any(left.counters.values()):
-        yield f"  events: {_counters_text(left.counters)}"
+        yield from (f"  {line}" for line in _event_lines(left.counters))
 
 
 def _source_lines(source: SourceStatus, known: str, now: float) -> Iterator[str]:
@@ -174,7 +175,7 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
         yield "backends: not watched in this mode; `hybrid-proxy doctor -n NAMESPACE` asks them"
     if dataplane.slow_starts:
         yield f"slow start: {several(dataplane.slow_starts, 'backend')} without the whole share of new connections yet"
-    yield f"events: {_counters_text(dataplane.counters)}"
+    yield from _event_lines(dataplane.counters)
     for warning in dataplane.warnings:
         yield f"note: {warning}"
     if wide and dataplane.fill:
@@ -185,8 +186,13 @@ def _dataplane_lines(dataplane: Status, *, wide: bool) -> Iterator[str]:
         yield from _memory_lines(ebpf)
 
 
-def _counters_text(counters: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in counters.items() if value) or "none yet"
+def _event_lines(counters: Mapping[str, int]) -> Iterator[str]:
+    """The counters by their names, then in words those of packets and connections that failed."""
+    shown = {name: value for name, value in counters.items() if value}
+    worded = [name for name in shown if kind_of(name) != "note" and name in WORDS]
+    named = ", ".join(f"{name} {value}" for name, value in shown.items() if name not in worded)
+    yield f"events: {named or 'none yet' * (not worded)}".rstrip()
+    yield from (f"  {shown[name]} x {WORDS[name]} ({name})" for name in worded)
 
 
 def _hook_lines(ebpf: EbpfStatus) -> Iterator[str]:

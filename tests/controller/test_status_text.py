@@ -56,7 +56,7 @@ WELL = agent_status(
     source=SourceStatus(SERVER, True, "", KINDS), services=12, ready_seconds=0.81,
     change_seconds=ChangeLatency(40, 0.0031, 0.0087, 0.002),
     configuration=ConfigurationStatus("/etc/hybrid-proxy.yaml", ["fooBar: there is no such field"], ["ebpf.xdp"], ""),
-    dataplane=dataplane(ebpf=attached(), counters={"new_flow": 1204, "drop_source": 3}),
+    dataplane=dataplane(ebpf=attached(), counters={"new_flow": 1204, "drop_source_ranges": 3}),
 )  # fmt: skip
 SICK = Ejection("default/web:http", "10.77.1.12:8080", ejected=True, seconds=8.0, state="ejected for 8 s: 3 refused")
 DEGRADED = agent_status(
