@@ -96,7 +96,7 @@ class NetfilterMode(Programmer):
         self._judges = True  # conntrack entries
         self._former: Collection[conntrack.Key] = ()  # frontends that were programmed when this process began
         self._watched = False  # the rules are, by a thread
-        self._changed_by = ""  # a program that changed them last, maybe a child of ours
+        self._changed_by = ""  # the program that changed them last; it may be one that this process ran
         self._touched, self._stop = threading.Event(), threading.Event()
         self._localhost = Localhost(options, self.name, self.repaired) if self.needs_sources else None
 
