@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from hybrid_proxy.controller.commands.columns import Column, Screen, Tone, painted, table
 from hybrid_proxy.controller.commands.terminal import print_value, screen
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS as REASONS
 
 Row = Mapping[str, Any]
 WORDS: Final = {
@@ -106,9 +107,10 @@ def _drops(answer: Row, on: Screen) -> Iterator[str]:
     else:
         yield "the kernel dropped no packet of a service, here or in a pod"
     if answer["programs"]:
-        title = "dropped and refused by the programs of mode ebpf (docs/counters.md)"
+        title = "dropped, refused or seen to fail by the programs of mode ebpf (docs/counters.md)"
         yield from ("", painted(title, Tone.HEAD, on))
-        yield from _table(on, ("reason", "count"), (list(row.values()) for row in answer["programs"]))
+        counts = ([row["reason"], REASONS.get(row["reason"]), row["count"]] for row in answer["programs"])
+        yield from _table(on, ("counter", "reason", "count"), counts)
 
 
 def _why(row: Row) -> str:

@@ -29,14 +29,13 @@ _SETTINGS: Final = struct.Struct("=16sII")
 _EVENT: Final = struct.Struct("=QQ16s16sHHBxxx8IQ16s")
 _ANSWER: Final = struct.Struct("=II16sHBxI")
 _SUM: Final = struct.Struct("=QQ")
-_DROP: Final = struct.Struct("=IIII Q 16sHBx 4x")
-_REPEAT: Final = struct.Struct("=II16sHBx")
+_KEYS: Final = {
+    "answers": _ANSWER, "drops": struct.Struct("=IIII Q 16sHBx 4x"), "repeats": struct.Struct("=II16sHBx"),
+}  # fmt: skip
 _COUNT: Final = struct.Struct("=Q")
 _NUMBER: Final = struct.Struct("=I")
 _RAW_TRACEPOINT: Final = 17  # BPF_PROG_TYPE_
 _SYMBOLS: Final = Path("/proc/kallsyms")
-
-Backend = tuple[int, int, bytes, int, int]
 
 
 class Plan(NamedTuple):
@@ -137,20 +136,13 @@ class Session:
         for one, other in zip(keys, values, strict=True):
             yield key.unpack(one.tobytes()), value.unpack(other.tobytes())
 
-    def answers(self) -> tuple[dict[tuple[int, int, bytes, int, int, int], int], dict[Backend, tuple[int, int]]]:
-        """Returns the counts and sums that `rows.answer_rows` takes."""
-        return (
-            {key: count for key, (count,) in self._items("answers", _ANSWER, _COUNT)},
-            {key[:5]: value for key, value in self._items("answer_sums", _ANSWER, _SUM)},
-        )
+    def counts(self, name: str) -> dict[tuple[Any, ...], int]:
+        """Returns what one of _KEYS has counted, as the functions of `rows` take it."""
+        return {key: count for key, (count,) in self._items(name, _KEYS[name], _COUNT)}
 
-    def drops(self) -> dict[tuple[Any, ...], int]:
-        """Returns the counts that `rows.drop_rows` takes."""
-        return {key: count for key, (count,) in self._items("drops", _DROP, _COUNT)}
-
-    def repeats(self) -> dict[tuple[Any, ...], int]:
-        """Returns the counts that `rows.repeat_rows` takes."""
-        return {key: count for key, (count,) in self._items("repeats", _REPEAT, _COUNT)}
+    def sums(self) -> dict[tuple[Any, ...], tuple[int, int]]:
+        """Returns the sums that `rows.answer_rows` takes."""
+        return {key[:5]: value for key, value in self._items("answer_sums", _ANSWER, _SUM)}
 
 
 def _loaded(name: str, instructions: bytes) -> int:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -23,6 +24,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import namespaces
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.roles import Roles
+from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import kind_of
 from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.workshop.tracing import report, rows
 from hybrid_proxy.workshop.tracing.kernel_types import enum_names
@@ -66,7 +68,7 @@ def show(view: View, args: argparse.Namespace) -> int:
     if not targets.places:
         raise ControllerError("no service port is programmed here, so there is nothing to measure; --to names a target")
     home = Path("/proc/thread-self/ns/net").stat().st_ino  # what the kernel has in `net.ns.inum`
-    before = _counters(args, here) if view is View.DROPS else {}
+    before = _counters(args, here) if view is View.DROPS else Counter[str]()
     print("loading the probes (some seconds where they are compiled first) ...", file=sys.stderr, flush=True)
     began = time.monotonic()
     with Session(Plan(view, home, client), targets) as session, _until_asked() as asked:
@@ -77,7 +79,8 @@ def show(view: View, args: argparse.Namespace) -> int:
         seconds = round(time.monotonic() - start, 3)
         answer = _answer(view, session, targets, args)
     if view is View.DROPS:
-        answer["programs"] = _more(before, _counters(args, here))
+        more = _counters(args, here) - before
+        answer["programs"] = [{"reason": name, "count": count} for name, count in more.items()]
     summary = {"view": view.value.lower(), "mode": here.mode, "seconds": seconds}
     report.show(summary | answer | {"missing": session.missing}, args.output)
     return 0
@@ -160,11 +163,11 @@ def _answer(view: View, session: Session, targets: Targets, args: argparse.Names
     places = rows.Places(session.plan.home, _pods())
     match view:
         case View.LATENCY:
-            return {"services": rows.answer_rows(*session.answers(), targets.names)}
+            return {"services": rows.answer_rows(session.counts("answers"), session.sums(), targets.names)}
         case View.DROPS:
-            return {"drops": rows.drop_rows(session.drops(), targets.names, places, _reasons(), symbol)}
+            return {"drops": rows.drop_rows(session.counts("drops"), targets.names, places, _reasons(), symbol)}
         case View.RETRANSMITS:
-            return {"retransmits": rows.repeat_rows(session.repeats(), targets.names)}
+            return {"retransmits": rows.repeat_rows(session.counts("repeats"), targets.names)}
         case View.FOLLOW:
             session.poll(POLL_SECONDS)
             flow = rows.one_flow(rows.ours(session.events(), session.plan.home))[: args.limit]
@@ -188,16 +191,10 @@ def _reasons() -> dict[int, str]:
     return {number: name.removeprefix("SKB_DROP_REASON_") for number, name in names.items()}
 
 
-def _counters(args: argparse.Namespace, here: _Here) -> dict[str, int]:
+def _counters(args: argparse.Namespace, here: _Here) -> Counter[str]:
     """Returns what the programs of mode ebpf dropped and rejected so far."""
     counters: dict[str, int] = {}
     if here.answers:
         with suppress(UnansweredError):
             counters = ask(args.admin_socket, GetStatus(), StatusAnswer).status.dataplane.counters
-    kinds = ("drop_", "reject", "socket_refused", "backend_")
-    return {name: value for name, value in counters.items() if name.startswith(kinds)}
-
-
-def _more(before: dict[str, int], after: dict[str, int]) -> list[Row]:
-    more = {name: value - before.get(name, 0) for name, value in after.items()}
-    return [{"reason": name, "count": count} for name, count in more.items() if count > 0]
+    return Counter({name: value for name, value in counters.items() if kind_of(name) != "note"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -92,23 +92,18 @@ def program(view: View, fields: Mapping[str, int], source: str, *, reasons: bool
 
 def entries(view: View, *, reasons: bool = True) -> list[Entry]:
     """Returns the functions of a view, in the order in which packets meet them."""
-    return [*_of_points(), *_of_view(view, "arguments[2]" if reasons else "0")]
-
-
-def _of_points() -> Iterable[Entry]:
+    found = []
     for point in TRACEPOINTS:
-        socket = point.name == "tcp_probe"  # its first argument is the socket
+        socket = point.number == SOCKET  # which is its first argument
         body = f"step(arguments[{int(socket)}], {point.number}, {point.kind});"
-        yield Entry(f"at_{point.name}", point.name, body, needed=not socket)
-
-
-def _of_view(view: View, reason: str) -> Iterable[Entry]:
-    if view is not View.LATENCY:
-        yield Entry("freed_packet", "kfree_skb", f"freed(arguments[0], arguments[1], {reason});", needed=True)
-    if view is View.FOLLOW:
-        yield Entry("used_packet", "consume_skb", "freed(arguments[0], 0, 0);", needed=False)
-    if view is View.RETRANSMITS:
-        yield Entry("repeated_packet", "tcp_retransmit_skb", "repeated(arguments[0]);", needed=True)
+        found.append(Entry(f"at_{point.name}", point.name, body, needed=not socket))
     if view is View.LATENCY:
         body = "changed(arguments[0], arguments[1], arguments[2]);"
-        yield Entry("changed_socket", "inet_sock_set_state", body, needed=False)
+        return [*found, Entry("changed_socket", "inet_sock_set_state", body, needed=False)]
+    body = f"freed(arguments[0], arguments[1], {'arguments[2]' if reasons else '0'});"
+    found.append(Entry("freed_packet", "kfree_skb", body, needed=True))
+    if view is View.FOLLOW:
+        found.append(Entry("used_packet", "consume_skb", "freed(arguments[0], 0, 0);", needed=False))
+    if view is View.RETRANSMITS:
+        found.append(Entry("repeated_packet", "tcp_retransmit_skb", "repeated(arguments[0]);", needed=True))
+    return found
