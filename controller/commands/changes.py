@@ -72,10 +72,10 @@ def columns(now: float, *, wide: bool = False) -> tuple[Column[ChangeRow], ...]:
         Column("WHEN", lambda row: clock(row.last, now)),
         Column("AGO", lambda row: ago(now - row.last), leave=4),
         Column("SERVICE", lambda row: row.service or None),
-        Column("KIND", lambda row: row.kind, leave=2),
+        Column("KIND", lambda row: row.kind, leave=3),
         Column("CHANGES", lambda row: row.often, leave=1, right=True),
-        Column("WHAT", lambda row: _what(row, wide=wide), wrap=True),
-        Column("BY", lambda row: row.by, leave=3),
+        Column("WHAT", lambda row: _what(row, wide=wide), wrap=True, least=30),
+        Column("BY", lambda row: row.by, leave=2),
     )
 
 

@@ -125,6 +125,12 @@ def test_what_others_did_is_two_lines_of_a_terminal_at_most_and_whole_for_progra
     assert msgspec.to_builtins(row)["what"] == row.what
 
 
+def test_what_happened_has_room_on_a_narrow_terminal() -> None:
+    what = "mode ebpf serves 4 Services, in place of nftables"
+    row = ChangeRow(first=NOW, last=NOW, kind="mode", what=what, by="`hybrid-proxy switch`")
+    assert len(table(changes.columns(NOW), [row], Screen(80))) == 1 + 2
+
+
 @pytest.mark.parametrize(("count", "text"), [(0, "no flows"), (1, "1 TCP flow ends"), (3, "3 TCP flows end")])
 def test_one_is_no_plural(count: int, text: str) -> None:
     assert described({"TCP": count}, "ends", "end" if count else "") == text
