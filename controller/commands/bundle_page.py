@@ -17,7 +17,7 @@ from hybrid_proxy.controller.commands import changes, listings, status
 from hybrid_proxy.controller.commands.columns import Screen, table
 from hybrid_proxy.controller.commands.doctor.command import WHOLE, lines
 from hybrid_proxy.controller.commands.doctor.facts import Diagnosis
-from hybrid_proxy.controller.commands.packet_columns import event_columns
+from hybrid_proxy.controller.commands.packet_columns import event_columns, grouped
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import AgentStatus, NoAgentStatus
 from hybrid_proxy.controller.text import printable
@@ -91,10 +91,11 @@ def _busiest(content: bytes) -> Iterator[str]:
 
 def _changes(content: bytes, now: float) -> Iterator[str]:
     rows = msgspec.json.decode(content, type=list[ChangeRow])[-MOST:]
-    yield from table(changes.columns(now), rows, Screen(), wide=True) if rows else ["none"]
+    yield from table(changes.columns(now, wide=True), rows, Screen(), wide=True) if rows else ["none"]
 
 
 def _drops(content: bytes, now: float) -> Iterator[str]:
     rows: list[Any] = msgspec.json.decode(content, type=dict[str, list[PacketEvent]])["events"]
-    shown = sorted(rows, key=attrgetter("number"))[-MOST:]
-    yield from table(event_columns(Screen(), shown, now), shown, Screen(), wide=True) if shown else ["none"]
+    groups = grouped(sorted(rows, key=attrgetter("number")))[-MOST:]
+    shown = [each.last for each in groups]
+    yield from table(event_columns(Screen(), shown, now, groups), shown, Screen(), wide=True) if shown else ["none"]

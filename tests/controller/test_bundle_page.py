@@ -12,7 +12,7 @@ from hybrid_proxy.controller.commands.doctor.checks import diagnose
 from hybrid_proxy.controller.commands.doctor.facts import Finding
 from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.serving.protocol import NoAgentStatus
-from hybrid_proxy.dataplane.reports import ServiceRow
+from hybrid_proxy.dataplane.reports import PacketEvent, ServiceRow
 
 HOSTILE = "</pre><script src=//x>alert('1')</script><img src=x onerror=\"y\">&lt;\x1b[31m"
 OURS = {"html", "meta", "title", "style", "h1", "p", "details", "summary", "pre", "ul", "li"}
@@ -68,3 +68,22 @@ def test_only_the_first_of_many_services_are_in_it() -> None:
     text = Elements(page({"dataplane/services.json": rows("a/b:c", MOST + 1)}, {}, "n", 0).decode()).text
     assert text.count("a/b:c") == MOST
     assert f"{MOST} of {MOST + 1}" in text
+
+
+def test_equal_drops_are_one_row_and_a_repair_is_whole() -> None:
+    drops = [
+        PacketEvent(
+            number=number, time=1.8e9, what="refuse", reason="reject", message="rejected: no ready endpoints",
+            service="a/b:c", protocol="TCP", source=f"10.77.1.11:{number}", destination="10.96.0.99:80", backend=None,
+            where="from a pod", interface=None,
+        )
+        for number in range(1, 40)
+    ]  # fmt: skip
+    repair = ChangeRow(first=1.8e9, last=1.8e9, kind="repair", what="x" * 400 + "end")
+    parts = {"agent/drops.json": {"events": drops}, "agent/changes.json": [repair]}
+    text = Elements(
+        page({name: msgspec.json.encode(part) for name, part in parts.items()}, {}, "n", 1.8e9).decode()
+    ).text
+    assert text.count("a/b:c") == 1
+    assert "39 x" in text
+    assert "xend" in text
