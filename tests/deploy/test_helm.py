@@ -105,6 +105,15 @@ def test_a_phase_has_nothing_of_the_agents_and_the_values_of_the_pods(phase: str
     assert folders == ["/kubelet"] * (phase != "takeover")
 
 
+def test_a_rollback_reads_metrics_where_kube_proxy_has_them() -> None:
+    usual, moved = (
+        rendered("--set", f"phase=rollback{more}")[0]["spec"]["template"]["spec"]["initContainers"][0]["command"]
+        for more in ("", ",kubeProxyMetrics=10.0.0.1:1234")
+    )
+    assert moved == [word.replace("127.0.0.1:10249", "10.0.0.1:1234") for word in usual]
+    assert moved != usual
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     release = f"hybrid-proxy-{phase}"
@@ -173,6 +182,7 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("extraArgs={--proxy-mode,ipvs}",               "at '/extraArgs/1': 'ipvs' does not match"),
     ("apiServer=,kubeProxyConfigMap=kube-proxy,extraArgs={--proxy-mode=ipvs}", "extraArgs: --proxy-mode=ipvs: "),
     ("phase=rollback", "phase: in release hybrid-proxy it would remove the agents: give it one of its own"),
+    ("kubeProxyMetrics=127.0.0.1",                  "at '/kubeProxyMetrics': '127.0.0.1' does not match"),
     ("phase=takover",                               "at '/phase': value must be one of"),
     ("prometheusRule.label.a=b",                    "at '/prometheusRule': additional properties 'label' not allowed"),
     ("dashboard.labels.a=1",                        "at '/dashboard/labels/a': got number, want string"),

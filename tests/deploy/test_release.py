@@ -91,6 +91,11 @@ def test_a_release_is_whole(dist: Path) -> None:
         members = {name.partition("/")[2] for name in archive.getnames()}
     assert {"bpf/abi.h", "Makefile", "docs/operations.md", "tests/deploy/test_release.py"} <= members
     assert [name for name in members if name.endswith((".bpf.o", ".so", ".pyc", "_libbpf.py", "_abi.py"))] == []
+    (chart,) = dist.glob("*.tgz")
+    with tarfile.open(chart) as archive:
+        gates = archive.extractfile("hybrid-proxy/files/gates.sh")
+        assert gates
+        assert gates.read() == (ROOT / "deploy/monitoring/gates.sh").read_bytes()
     known = sums(dist)
     del known["SHA256SUMS"]
     listed = dict(reversed(line.split("  ")) for line in (dist / "SHA256SUMS").read_text().splitlines())
