@@ -62,22 +62,11 @@ class Input(Enum):
     PROGRAMMED = auto()
 
 
+_ALWAYS: Final = {Input.REPLACED: Phase.REPLACING, Input.PROGRAMMED: Phase.SERVING}  # possible in every phase
 TRANSITIONS: Final[dict[Phase, dict[Input, Phase]]] = {
-    Phase.STARTING: {
-        Input.REPLACED: Phase.REPLACING,
-        Input.UNUSABLE: Phase.STARTING,
-        Input.PROGRAMMED: Phase.SERVING,
-    },
-    Phase.REPLACING: {
-        Input.REPLACED: Phase.REPLACING,
-        Input.UNUSABLE: Phase.REPLACING,
-        Input.EXHAUSTED: Phase.STARTING,
-        Input.PROGRAMMED: Phase.SERVING,
-    },
-    Phase.SERVING: {
-        Input.REPLACED: Phase.REPLACING,
-        Input.PROGRAMMED: Phase.SERVING,
-    },
+    Phase.STARTING: {Input.UNUSABLE: Phase.STARTING, **_ALWAYS},
+    Phase.REPLACING: {Input.UNUSABLE: Phase.REPLACING, Input.EXHAUSTED: Phase.STARTING, **_ALWAYS},
+    Phase.SERVING: _ALWAYS,
 }
 
 

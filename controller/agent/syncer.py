@@ -75,28 +75,12 @@ class Input(Enum):
     FAILED = auto()  # to program it
 
 
+_ENDS: Final = {Input.PROGRAMMED: State.SYNCED, Input.FAILED: State.RETRYING}  # of a sync
 TRANSITIONS: Final[dict[State, dict[Input, State]]] = {
-    State.LISTING: {
-        Input.LISTED: State.PENDING,
-        Input.CHANGED: State.LISTING,
-        Input.REOPENED: State.LISTING,
-    },
-    State.PENDING: {
-        Input.CHANGED: State.PENDING,
-        Input.REOPENED: State.PENDING,
-        Input.PROGRAMMED: State.SYNCED,
-        Input.FAILED: State.RETRYING,
-    },
-    State.RETRYING: {
-        Input.CHANGED: State.RETRYING,
-        Input.REOPENED: State.PENDING,
-        Input.PROGRAMMED: State.SYNCED,
-        Input.FAILED: State.RETRYING,
-    },
-    State.SYNCED: {
-        Input.CHANGED: State.PENDING,
-        Input.REOPENED: State.PENDING,
-    },
+    State.LISTING: {Input.LISTED: State.PENDING, Input.CHANGED: State.LISTING, Input.REOPENED: State.LISTING},
+    State.PENDING: {Input.CHANGED: State.PENDING, Input.REOPENED: State.PENDING, **_ENDS},
+    State.RETRYING: {Input.CHANGED: State.RETRYING, Input.REOPENED: State.PENDING, **_ENDS},
+    State.SYNCED: {Input.CHANGED: State.PENDING, Input.REOPENED: State.PENDING},
 }
 
 

@@ -112,15 +112,10 @@ def read_changes(path: Path) -> list[ChangeRow]:
     return rows
 
 
-def forget(asked: str) -> bool:
-    """Remove the files. Returns whether there was a memory."""
-    kept_path(asked).unlink(missing_ok=True)
-    changes_path(asked).unlink(missing_ok=True)
-    try:
-        memory_path(asked).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+def forget(asked: str) -> None:
+    """Remove the files."""
+    for path in (kept_path(asked), changes_path(asked), memory_path(asked)):
+        path.unlink(missing_ok=True)
 
 
 def recall(path: Path) -> Memory | None:

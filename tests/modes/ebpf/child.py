@@ -108,7 +108,7 @@ class Commands:
             case ["status"]:
                 return msgspec.to_builtins(self.mode.status())
             case ["begin"]:
-                self.mode.datapath.grow({n: 2 * e for n, e in self.entries().items()})
+                self.mode.datapath.begin({n: 2 * e for n, e in self.entries().items()}, serves=True)
             case ["grow"]:
                 return self.mode.datapath.make_room(TINY, self.mode.store.plan.pools.used())
             case ["traffic"]:

@@ -100,7 +100,7 @@ class Datapath:
         if self._runner is not None and self._larger_than_now(need):
             self._give_up()
         if self._runner is None:
-            self._begin(self._larger_than_now(need), serves=False)
+            self.begin(self._larger_than_now(need), serves=False)
 
     def load(self) -> None:
         """Waits until the first generation is loaded, and uses it.
@@ -120,7 +120,7 @@ class Datapath:
             self.load()
             sizes = grown(full, self.entries, need, self.upper)
             if sizes and self.entries == before:
-                self.grow(sizes)
+                self.begin(sizes, serves=True)
                 self._finish()
         except (DataplaneError, OSError) as error:
             self._failed(error)
@@ -135,13 +135,9 @@ class Datapath:
             elif time.monotonic() >= self.retry_at:
                 sizes = grown(crowded(self.entries, used), self.entries, used, self.upper)
                 if sizes:
-                    self.grow(sizes)
+                    self.begin(sizes, serves=True)
         except (DataplaneError, OSError) as error:
             self._failed(error)
-
-    def grow(self, sizes: Sizes) -> None:
-        """Loads a generation on maps of these sizes in a thread; `step` or `make_room` puts it to use."""
-        self._begin(sizes, serves=True)
 
     def nearly_full(self, used: Sizes) -> dict[str, str]:
         """Returns a message for each map that is nearly full and has reached its bound."""
@@ -157,7 +153,8 @@ class Datapath:
         fit = {name: fitting(name, count, self.upper) for name, count in need.items()}
         return {name: size for name, size in fit.items() if size > entries[name]}
 
-    def _begin(self, sizes: Sizes, *, serves: bool) -> None:
+    def begin(self, sizes: Sizes, *, serves: bool) -> None:
+        """Loads a generation on maps of these sizes in a thread; `load`, `step` or `make_room` puts it to use."""
         now = self.entries
         plan = plan_replacement(Generation(ours(), now, serves), Generation(ours(), now | dict(sizes)))
         self._runner = Runner(plan.steps, {
