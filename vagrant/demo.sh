@@ -146,6 +146,7 @@ unwind() {
 check() {
     kubectl get nodes
     kubectl -n kube-system get pods -o wide | grep -E '^NAME|proxy' || true
+    for node in $NODES; do echo "agent of systemd on $node: $(on "$node" systemctl is-active hybrid-proxy)"; done
     answers=$(mktemp)
     for url in "http://$address" "http://$(hostname):30080"; do
         from_pod "$url" >>"$answers"

@@ -16,7 +16,8 @@ file=/root/join/image.tar
 if [ "$NODE_ADDRESS" = "$CONTROL_ADDRESS" ]; then
     export DEBIAN_FRONTEND=noninteractive
     apt-get install -q -y --no-install-recommends buildah
-    buildah bud -f "$SOURCE/deploy/image/Dockerfile" -t "$full" "$SOURCE"
+    # With the registry: not every Debian knows short names.
+    buildah bud --build-arg BASE=docker.io/library/debian:12-slim -f "$SOURCE/deploy/image/Dockerfile" -t "$full" "$SOURCE"
     rm -f "$file.new"
     buildah push "$full" "docker-archive:$file.new:$full"
     mv "$file.new" "$file"
