@@ -92,8 +92,8 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
         said = [f"{', '.join(known.waiting)} wait for the next start: restart the agent"]
         found.append(Trouble("configuration", "configuration", verdict=Verdict.OK, mark="warning", said=said))
     if empty := sorted({lack.service.partition(":")[0] for lack in status.without_backend if lack.clients == "all"}):
-        found.append(_note("endpoints", [f"{several(len(empty), 'service')} without a backend: {some(empty)}"],
-                           "empty-services"))  # fmt: skip
+        text = f"{several(len(empty), 'service')} without a backend: {some(empty)} (`{_ask_doctor(empty[0])}`)"
+        found.append(_note("endpoints", [text], "empty-services")._replace(label="warning"))
     if status.repairs:
         details = [f"{clock(row.last)}, {row.count} x: {shortened(row.what)}" for row in status.repairs[-REPAIRS:]]
         found.append(_note("drift", details)._replace(label="repaired"))
