@@ -20,7 +20,6 @@ from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.semantics.explain import packet_from_dict
 from hybrid_proxy.controller.serving.admin import UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
-from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import namespaces
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.kernel.roles import Roles
@@ -160,30 +159,30 @@ def _closed(session: Session) -> bool:
 
 
 def _answer(view: View, session: Session, targets: Targets, args: argparse.Namespace) -> Row:
-    places = rows.Places(session.plan.home, _pods())
+    home = session.plan.home
     match view:
         case View.LATENCY:
             return {"services": rows.answer_rows(session.counts("answers"), session.sums(), targets.names)}
         case View.DROPS:
-            return {"drops": rows.drop_rows(session.counts("drops"), targets.names, places, _reasons(), symbol)}
+            return {"drops": rows.drop_rows(session.counts("drops"), targets.names, _places(home), _reasons(), symbol)}
         case View.RETRANSMITS:
             return {"retransmits": rows.repeat_rows(session.counts("repeats"), targets.names)}
         case View.FOLLOW:
             session.poll(POLL_SECONDS)
-            flow = rows.one_flow(rows.ours(session.events(), session.plan.home))[: args.limit]
+            flow = rows.one_flow(rows.ours(session.events(), home))[: args.limit]
             symbols = {at: symbol(at) for way in flow for event in way if (at := event.more & 0xFFFFFFFFFFFF)}
-            return {"points": rows.flow_rows(flow, places, targets.names, _reasons(), symbols)}
+            return {"points": rows.flow_rows(flow, _places(home), targets.names, _reasons(), symbols)}
 
 
-def _pods() -> dict[int, tuple[str, ...]]:
-    """Returns the addresses of this node's pods by the numbers of their network namespaces."""
+def _places(home: int) -> rows.Places:
+    """Reads which network namespaces are those of this node's pods."""
     behind = {each.name for each in Roles((), ()).look(read_node().interfaces, ())[0]}
     found = {}
-    with suppress(OSError, DataplaneError):
-        for pod in namespaces.pods():
+    for pod in namespaces.pods():
+        with suppress(FileNotFoundError):  # it has just gone
             if pod.interface in behind:
                 found[Path(pod.path).stat().st_ino] = pod.addresses
-    return found
+    return rows.Places(home, found)
 
 
 def _reasons() -> dict[int, str]:
