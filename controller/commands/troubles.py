@@ -17,6 +17,7 @@ from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogramme
 
 NEARLY_FULL: Final = 0.9
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
+EMPTY: Final[Mark] = "warning"  # no endpoint of a Service is ready: this node does nothing wrong
 REPAIRS: Final = 3  # the last ones
 LOOK: Final = "the route to it, its address, and the agent's credentials"
 READ_LOG: Final = f"read the agent's log ({LOGS})"
@@ -93,7 +94,7 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
         found.append(Trouble("configuration", "configuration", verdict=Verdict.OK, mark="warning", said=said))
     if empty := sorted({lack.service.partition(":")[0] for lack in status.without_backend if lack.clients == "all"}):
         text = f"{several(len(empty), 'service')} without a backend: {some(empty)} (`{_ask_doctor(empty[0])}`)"
-        found.append(_note("endpoints", [text], "empty-services")._replace(label="warning"))
+        found.append(_note("endpoints", [text], "empty-services")._replace(label=EMPTY, mark=EMPTY))
     if status.repairs:
         details = [f"{clock(row.last)}, {row.count} x: {shortened(row.what)}" for row in status.repairs[-REPAIRS:]]
         found.append(_note("drift", details)._replace(label="repaired"))
@@ -139,13 +140,12 @@ def _unread(status: AgentStatus, *, serves: bool) -> tuple[str, str]:
     """Why objects are not read, what serves meanwhile, and what to do about it."""
     source = status.source
     late = (f"{row.kind}s cannot be read: {row.why}" for row in source.kinds if row.state == "waiting" and row.why)
-    why = source.message or "; ".join(late)
+    why = source.message.partition(": ")[2].rpartition("; ")[0] or "; ".join(late)  # what stays is said here
     stays = "what was read last stays in use"
     if status.starting:
         stays = "what the agent before this one left serves" if serves else "nothing is served"
-    text = f"{source.description} {'cannot be read' if why else 'has not answered yet'}, and {stays}"
     look = "the path and who may read it" if status.source.description.startswith("manifests") else LOOK
-    return text, f"check {look}" + (f" ({why})" if why else "")
+    return f"{source.description}: {why or 'it has not answered yet'}; {stays}", f"check {look}"
 
 
 def _source_details(source: SourceStatus) -> list[str]:
@@ -250,9 +250,16 @@ def fill_trouble(subject: str, cause: Cause, name: str, row: Fill, todo: str) ->
 def forwarding_trouble(family: int) -> Trouble:
     """Say what it means that the kernel forwards no packets of an address family, 4 or 6."""
     name = FORWARDING[family]
-    text, todo = f"{name} is 0: this node forwards no IPv{family} packets", f"sysctl -w {name}=1"
-    return Trouble("forwarding", "forwarding-off", f"{name} is 0", "forwarding", [f"{text} (`{todo}`)"], todo=todo,
-                   said=[text])  # fmt: skip
+    reason, text = f"{name} is 0", f"this node forwards no IPv{family} packets"
+    return Trouble("forwarding", "forwarding-off", reason, "forwarding", [text], todo=f"`sysctl -w {name}=1`",
+                   said=[f"{reason}: {text}"])  # fmt: skip
+
+
+def forwarding_off(names: Sequence[str]) -> tuple[str, str]:
+    """Say what it means that this node forwards nothing that comes in at these interfaces, and what to do."""
+    settings = [f"net.ipv4.conf.{name.replace('.', '/')}.forwarding" for name in names]  # as sysctl wants it
+    text = f"{some(settings)} {'is' if len(names) == 1 else 'are'} 0, so this node forwards nothing that comes in there"
+    return text, some([f"`sysctl -w {each}=1`" for each in settings])
 
 
 def _ask_doctor(port: str) -> str:

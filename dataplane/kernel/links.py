@@ -56,7 +56,8 @@ WITHOUT_STATISTICS = 1 << 3  # RTEXT_FILTER_SKIP_STATS: statistics are most of a
 UP, RUNNING = 0x01, 0x40  # IFF_: set by the administrator, and both ends are up; linux/if.h
 OPERATION_DOWN = (2, 3)  # IF_OPER_DOWN, IF_OPER_LOWERLAYERDOWN: the other end of a veth is
 IFA_ADDRESS, IFA_LOCAL = 1, 2
-RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_MULTIPATH, RTA_TABLE, RTA_VIA = 1, 4, 5, 6, 7, 9, 15, 18
+RTA_DST, RTA_SRC, RTA_IIF, RTA_OIF, RTA_GATEWAY, RTA_PRIORITY, RTA_PREFSRC, RTA_MULTIPATH = 1, 2, 3, 4, 5, 6, 7, 9
+RTA_TABLE, RTA_VIA = 15, 18
 UNICAST, LOCAL, BROADCAST, BLACKHOLE, MAIN_TABLE, SCOPE_LINK, SCOPE_HOST = 1, 2, 3, 6, 254, 253, 254
 BY_KERNEL, ON_LINK = 2, 4  # RTPROT_KERNEL: a route that comes with an address; RTNH_F_ONLINK
 GROUPS = sum(
@@ -156,33 +157,37 @@ def _hardware_address(known: Mapping[int, bytes]) -> bytes:
     return mac if len(mac) == 6 else bytes(6)  # tunnels have addresses of other lengths
 
 
-def next_hop(address: str) -> Hop | None:
-    """Returns where this node's packets to an address go; None: nowhere."""
+def next_hop(address: str, source: str = "", index: int = 0) -> Hop | None:
+    """Returns where packets to an address go, from this source, that come in at this interface; None: nowhere."""
     with Netlink(ROUTE) as wire:
-        known = _route_to(wire, address)
+        known = _route_to(wire, address, source, index)
     gateway = known.get(RTA_GATEWAY)
     return (
         Hop(_number(known.get(RTA_OIF)), _text(AF[family_of(address)], gateway) if gateway else "") if known else None
     )
 
 
-def main_route(address: str) -> tuple[int, list[str]]:
-    """Returns the interface to which the main table leads an address, 0: none; and the rules of `ip rule` about it."""
+def main_route(address: str) -> tuple[int, list[str], list[str]]:
+    """Returns the interface to which the main table leads an address, 0: none; and the rules to it, and from it."""
     family, to = AF[family_of(address)], ip_address(address)
     with Netlink(ROUTE) as wire:
         routes = [each for each in read_routes(wire, family) if each.table == MAIN_TABLE and to in each.network]
-        rules = [each for each in read_routes(wire, family, GET_RULE) if each.length and to in each.network]
-    rules = [each for each in rules if each.table != MAIN_TABLE]
+        rules = [each for each in read_routes(wire, family, GET_RULE) if each.table != MAIN_TABLE]
     best = max(routes, key=lambda each: each.length, default=None)
-    named = [f"pref {_number(each.known.get(RTA_PRIORITY))} to {each.destination}/{each.length}" for each in rules]
-    return _number(best.known.get(RTA_OIF)) if best and best.kind == UNICAST else 0, named
+    named = [(f"pref {_number(each.known.get(RTA_PRIORITY))}", each) for each in rules]
+    there = [f"{pref} to {each.network}" for pref, each in named if each.length and to in each.network]
+    back = [f"{pref} from {address}" for pref, each in named if each.known.get(RTA_SRC) == to.packed]
+    return _number(best.known.get(RTA_OIF)) if best and best.kind == UNICAST else 0, there, back
 
 
-def _route_to(wire: Netlink, address: str) -> dict[int, bytes]:
+def _route_to(wire: Netlink, address: str, source: str = "", index: int = 0) -> dict[int, bytes]:
     """Returns the route to an address, empty: there is none."""
     family = AF[family_of(address)]
     packed = socket.inet_pton(family, address)
-    body = _ROUTE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0) + attribute(RTA_DST, packed)
+    bits = 8 * len(packed)
+    body = _ROUTE.pack(family, bits, bits * bool(source), 0, 0, 0, 0, 0, 0) + attribute(RTA_DST, packed)
+    body += attribute(RTA_SRC, socket.inet_pton(family, source)) if source else b""
+    body += attribute(RTA_IIF, index.to_bytes(4, sys.byteorder)) if index else b""
     try:
         found = wire.get(Message(GET_ROUTE, body, what=f"reading the route to {address}"))
     except NetlinkFailed:

@@ -376,14 +376,18 @@ def small_mtu(clinic: Clinic) -> Iterator[None]:
                 set_feature("eth0", what, on=True)
 
 
-@contextmanager
-def rule(clinic: Clinic) -> Iterator[None]:
-    """A routing rule drops what goes to pod2; the main table still has the route."""
-    clinic.run("node", "ip", "rule", "add", "to", clinic.lab["pod2"].address4, "blackhole")
-    try:
-        yield
-    finally:
-        clinic.lab.run("node", ["ip", "rule", "del", "to", clinic.lab["pod2"].address4])
+def rule(way: str, pod: str = "pod2", place: str = "node") -> Provoke:
+    """A routing rule drops what goes to a pod, or comes from it; the main table still has the route."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        clinic.run(place, "ip", "rule", "add", way, clinic.lab[pod].address4, "blackhole")
+        try:
+            yield
+        finally:
+            clinic.lab.run(place, ["ip", "rule", "del", way, clinic.lab[pod].address4])
+
+    return provoke
 
 
 def no_default(pod: str) -> Provoke:
@@ -843,12 +847,20 @@ INCIDENTS = [
     ),
     Incident(
         "a routing rule overrides a route",
-        rule,
+        rule("to"),
         (NAME,),
         "endpoint-route",
         alone=True,
         said="a routing rule comes first",
         repaired=True,
+    ),
+    Incident(
+        "a routing rule in a pod drops what it sends",
+        rule("from", place="pod2"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="or one that refuses",
     ),
     Incident(
         "a pod loses its default route",
@@ -933,7 +945,12 @@ INCIDENTS = [
         certain=False,
     ),
     Incident(
-        "a pod loses its address", no_pod_address, (NAME,), "endpoint-route", alone=True, said="lost this address"
+        "a pod loses its address",
+        no_pod_address,
+        (NAME,),
+        "endpoint-route",
+        certain=False,
+        said="no interface of the pod behind veth2 has it",
     ),
     *(
         Incident(
@@ -1010,6 +1027,31 @@ INCIDENTS = [
     Incident("the Service was deleted", deleted, (FIRST,), "no-such-service", said="it was deleted"),
     Incident("the name is mistyped", lambda _: nullcontext(), ("shop/wbe",), "no-such-service"),
     Incident("the port is mistyped", lambda _: nullcontext(), (f"{NAME}:https",), "no-such-port"),
+    *(
+        Incident(
+            f"forwarding is off at {words}",
+            lambda clinic, link=link: clinic.setting(f"ipv4/conf/{link}/forwarding", "0"),
+            asked,
+            "endpoint-route",
+            alone=bool(asked),
+            said=f"net.ipv4.conf.{link}.forwarding is 0",
+            advised=f"sysctl -w net.ipv4.conf.{link}.forwarding=1",
+        )
+        for words, link, asked in (
+            ("an endpoint's link", "veth1", (NAME,)),
+            ("the client's link", "veth4", (NAME,)),
+            ("a link, and the node is asked", "veth4", ()),
+        )
+    ),
+    Incident(
+        "a routing rule drops what a pod sends",
+        rule("from", "pod2"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="refuses what it sends: pref",
+        repaired=True,
+    ),
     Incident("forwarding is off", lambda clinic: clinic.setting("ipv4/ip_forward", "0"), (NAME,), "forwarding-off"),
     Incident("the API server is unreachable", no_api, (), "api-unreachable"),
     Incident("the agent is new, and the API server is unreachable", waiting, (), "api-unreachable"),
@@ -1211,7 +1253,7 @@ class TestAnAgentThatHasNoTableYet:
         assert (done.returncode, "waits for" in done.stderr) == (1, True), done.stderr
         code, found = new.doctor(NAME)
         assert (code, found.cause) == (1, "api-unreachable")
-        assert "and nothing is served" in found.verdict
+        assert "nothing is served" in found.verdict
 
 
 def test_a_client_that_is_a_backend_is_asked_by_another_pod(clinic: Clinic) -> None:

@@ -26,9 +26,11 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 from hybrid_proxy.controller.commands.doctor.service import is_about
 from hybrid_proxy.controller.commands.status import Verdict as Judged
 from hybrid_proxy.controller.commands.status import verdict as judged
+from hybrid_proxy.controller.commands.troubles import troubles
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import NOT_SERVED, ChangeRow
+from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.protocol import SourceStatus, TablePort
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
@@ -291,8 +293,8 @@ TEXTS = [
     pytest.param(facts(packet=PACKET, verdicts=(AWAY,), elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"}), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
     pytest.param(facts(*GOOD, ports=(port(A, B, ranges=("10.1.0.0/16",)),)), "shop/web is well: 6 of 6 connections were answered; 198.51.100.7 admits 10.1.0.0/16 alone (loadBalancerSourceRanges)", id="who is let in"),
     pytest.param(facts(after(2.0, tried(A)), after(0.003, tried(B))), "shop/web is well: 4 of 4 connections were answered, but backend 10.0.0.1:8080 answers after 2.0 s, the others after 3 ms", id="how slow a backend is"),
-    pytest.param(facts(*GOOD, ports=(port(A, B, "10.0.0.3:8080"),), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: there are very many", id="how many were not tried"),
-    pytest.param(facts(*GOOD, ports=(port(A, B), SIX), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: this node has no IPv6 address", id="why one was not tried"),
+    pytest.param(facts(*GOOD, ports=(port(A, B, "10.0.0.3:8080"),), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: doctor tries no more at once", id="how many were not tried"),
+    pytest.param(facts(*GOOD, ports=(port(A, B), SIX), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: this node has no IPv6 address to try it from", id="why one was not tried"),
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(OWN_DROP,)), "pod 10.0.0.9 does not reach 10.0.0.1:8080, 10.0.0.2:8080; another pod and the node do; the firewall of pod 10.0.0.9 has `counter drop` in chain c of table inet fw, which may drop them", id="what the client's own firewall may do"),
     pytest.param(facts(*LOST, rules=(OWN_DROP,), counted={OWN_DROP: 4}), "the firewall of pod 10.0.0.9 drops packets in OUTPUT: `counter drop` in chain c of table inet fw counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="the client's own firewall"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
@@ -588,8 +590,8 @@ LISTS = KindState("Service", "waiting", 1.0)
 @pytest.mark.parametrize(
     ("kind", "cause", "text"),
     [
-        (WAITS, "api-unreachable", "the API cannot be read, and what the agent before this one left serves"),
-        (LISTS, "api-unreachable", "the API has not answered yet, and what the agent before this one left serves"),
+        (WAITS, "api-unreachable", "the API: Services cannot be read: Connection refused; what the agent before this one left serves"),
+        (LISTS, "api-unreachable", "the API: it has not answered yet; what the agent before this one left serves"),
         (KindState("Service", "read", 1.0), "not-in-sync", ""),
     ],
     ids=["it waits for the API server", "it lists", "it is about to program"],
@@ -874,3 +876,31 @@ def test_a_rule_about_another_backend_explains_nothing() -> None:
     assert service(facts(tried(A, "silent", "silent"), tried(B), rules=(drops,), counted={drops: 9}))[0] == (
         "backend-silent"
     )
+
+
+def test_a_service_without_a_ready_endpoint_is_as_bad_wherever_it_is_told() -> None:
+    """Nothing that this node does is wrong, so commands that compare exit codes go on."""
+    empty = facts(ports=(port(why="the service has no endpoints"),), rows=())
+    text = "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)"
+    findings = list(service_findings(empty, WELL))
+    found, short = diagnose("shop/web", findings), in_short(empty, WELL)
+    node = next(
+        each
+        for each in node_findings(
+            msgspec.structs.replace(WELL, empty=("shop/web:http",), programmed={"ebpf": 1}, no_agent="")
+        )
+        if each.cause == "empty-services"
+    )
+    status = msgspec.structs.replace(
+        agent_status(), without_backend=[Lack("shop/web:http", 4, "all", "the service has no endpoints")]
+    )
+    marks = {each.mark for each in (*findings, node, short) if "without" in each.text or text in each.text}
+    marks |= {each.mark for each in troubles(status) if each.cause == "empty-services"}
+    assert marks == {"warning"}
+    assert (found.cause, found.verdict, found.well) == ("no-endpoint", text, True)
+    assert short.text == f"shop/web: {text}"
+
+
+def test_backends_that_answer_are_not_well_while_others_fail() -> None:
+    _, _, findings = service(facts(tried(A, "silent", "silent"), tried(B), tried(VIP)))
+    assert [each.mark for each in findings if each.text.startswith("1 of 2 backends answers")] == ["warning"]

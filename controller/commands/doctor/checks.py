@@ -30,10 +30,12 @@ from hybrid_proxy.controller.commands.doctor.facts import (
 from hybrid_proxy.controller.commands.doctor.rules import FIELDS, takes
 from hybrid_proxy.controller.commands.names import Asked, NotServed, UnknownName, checked
 from hybrid_proxy.controller.commands.troubles import (
+    EMPTY,
     READ_LOG,
     SEE_FAILURES,
     SHOW_ADDRESS,
     fill_trouble,
+    forwarding_off,
     forwarding_trouble,
     raise_it,
     troubles,
@@ -50,7 +52,9 @@ from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, so
 LOOKED_AT: Final = frozenset({"other-proxy", "conntrack-full", "empty-services", "forwarding-off"})
 WITHOUT_FORWARD: Final = frozenset({"userspace", "ipvs"})  # modes whose packets do not pass FORWARD
 # What hits some Services or pods: of the node it comes last.
-OF_SOME: Final = {"not-programmed", "left-to-node", "link-down", "backends-fail", "refused-objects", "ejected"}
+OF_SOME: Final = frozenset(
+    {"not-programmed", "endpoint-route", "left-to-node", "link-down", "backends-fail", "refused-objects", "ejected"}
+)
 # Hooks of netfilter that packets between pods pass on this node, and those of the node itself.
 FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
 OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
@@ -109,11 +113,11 @@ def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = 
 
 
 def _rank(finding: Finding) -> int:
-    return CAUSES.index(finding.cause)
+    return CAUSES.index(finding.cause) or len(CAUSES)
 
 
 def _verdict(target: str, problems: list[Finding], warnings: list[Finding], tried: Sequence[Tried]) -> str:
-    if problems or (target == "node" and warnings):
+    if problems or (warnings and (target == "node" or not tried)):
         first, *rest = problems or warnings
         more = f" (and {several(len(rest), f'other {first.mark}')})" if rest else ""
         return f"{first.text}{more}"
@@ -235,6 +239,8 @@ def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
         else:
             off = forwarding_trouble(family)
             yield Finding(off.mark, off.subject, off.said[0], off.todo, off.cause)
+    if facts.stopped and facts.forwarding.get(4):
+        yield Finding("problem", "links", *forwarding_off(facts.stopped), "endpoint-route")
 
 
 def _closed(facts: NodeFacts) -> Iterator[Finding]:
@@ -320,7 +326,7 @@ def _empty(facts: NodeFacts) -> Finding:
     text = f"{several(len(empty), 'service port')} without a backend: {some(empty)}"
     first = empty[0].partition(":")[0]  # what changed last is why somebody asks
     todo = f"hybrid-proxy doctor {first if first in last or len(empty) == 1 else '-n ' + first.partition('/')[0]}"
-    return Finding("warning", "endpoints", text, todo, "empty-services")
+    return Finding(EMPTY, "endpoints", text, todo, "empty-services")
 
 
 def _recent_drops(facts: NodeFacts) -> Finding:
@@ -377,7 +383,7 @@ def _remembered(findings: Iterable[Finding], node: NodeFacts) -> Iterator[Findin
     """Before the first table all this is as another agent knew it, and may be over: why it is not known comes first."""
     starts = node.agent is not None and bool(node.agent.starting)
     for each in findings:
-        old = starts and each.mark == "problem"
+        old = starts and each.mark in ("problem", EMPTY)
         yield msgspec.structs.replace(each, mark="warning", text=f"{each.text}{AS_LEFT}") if old else each
 
 
@@ -390,7 +396,7 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
     mark: Mark = "warning" if found.well else "problem"
     # Without "(and 1 other problem)": the verdict on all services counts them.
     worst = min((each for each in findings if each.mark == mark), key=_rank)
-    text = found.verdict if found.well else f"{facts.asked}: {worst.text}"
+    text = found.verdict if found.well and facts.tried else f"{facts.asked}: {worst.text}"
     return Finding(mark, "service", text, worst.todo, found.cause, found.certain)
 
 
@@ -520,7 +526,7 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
             text, todo = _policy(why, facts, port.family, f"packets to {port.name}")
             yield Finding("problem", "table", text, todo, "no-local-endpoint")
         else:
-            yield Finding("problem", "table", text, _selected(facts), "no-endpoint")
+            yield Finding(EMPTY, "table", text, _selected(facts), "no-endpoint")
         return
     ends = _ends(port)
     why = cluster[0].why if cluster else ""
@@ -687,7 +693,9 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         yield Finding("unknown", "connections", text, todo, "untried")
     if left := (known := _known(facts, node)) - {each.end for each in facts.tried}:
         lacking = {6 if target.startswith("[") else 4 for target, _ in left} - set(map(family_of, facts.own))
-        why = f"this node has no IPv{max(lacking)} address" if lacking else "there are very many"
+        why = (
+            f"this node has no IPv{max(lacking)} address to try it from" if lacking else "doctor tries no more at once"
+        )
         text = f"{len(left)} of {several(len(known), 'backend')} {_verb([*left], 'was', 'were')} not tried: {why}"
         yield Finding("unknown", "connections", text, cause="untried")
     lossy = {key: rows for key, rows in _lossy(facts).items() if blamed.isdisjoint((key[0], _host(rows[0])))}
@@ -706,7 +714,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         if any(is_good(each) for each in direct if each.source == sick[0].source):
             todo = "look at firewalls and network policies between these two, in both pods"
         if explaining := _explaining(facts, node, mine):
-            yield _blamed(facts, explaining[0], mine, text)
+            yield _blamed(facts, explaining, mine, text)
         else:
             may = _without_counter(facts, node, mine)[:1]
             text += "".join(f"; {_firewall(rule)} has {_rule(rule)}, which may drop them" for rule in may)
@@ -734,7 +742,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             named = pairs if len(dict(pairs)) >= least else named
         for rule, those in named:
             ends |= {each.end for each in those}
-            yield _blamed(facts, rule, those, f"connections to {_targets(those)} failed {_from(those)}")
+            yield _blamed(facts, [rule], those, f"connections to {_targets(those)} failed {_from(those)}")
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     yield from _slow(direct)
     if bad:
@@ -838,15 +846,19 @@ def _is_about(rule: Rule, each: Tried) -> bool:
 
 
 def _blamed(
-    facts: ServiceFacts, rule: Rule, failed: Sequence[Tried], seen: str, mark: Mark = "problem", ease: str = ""
+    facts: ServiceFacts, rules: Sequence[Rule], failed: Sequence[Tried], seen: str, mark: Mark = "problem"
 ) -> Finding:
-    sure = rule in facts.counted
-    counted = f"counted {several(facts.counted[rule], 'packet')}" if sure else "is about these packets"
+    """The first of these rules that counted, or those that are on the way."""
+    rule, sure = rules[0], rules[0] in facts.counted
     text = f"{_firewall(rule)} {'probably ' * (not sure)}{_does(rule)} packets in {_hook(rule)}: "
-    text += f"{_rule(rule)} {counted} while {seen}{ease}"
+    if sure:
+        text, todo = f"{text}{_rule(rule)} counted {several(facts.counted[rule], 'packet')} while {seen}", _accept(rule)
+    else:
+        text += f"{seen}; on their way {_verb(rules, 'is', 'are')} {some(list(map(_rule, rules)), '; ')}"
+        todo = f"it has no counter: {_count_it(rule)}, then ask doctor again, which names the rule that counts"
     own = rule.pod and {each.source for each in failed} <= {*rule.pod}
     cause: Cause = "foreign-nat" if rule.away else "client-pod" if own else "firewall"
-    return Finding(mark, "firewall", text, _accept(rule), cause, sure)
+    return Finding(mark, "firewall", text, todo, cause, sure)
 
 
 def is_good(each: Tried) -> bool:
@@ -886,9 +898,9 @@ def _on_the_way(
     """
     if not any(node.forwarding.get(6 if each.target.startswith("[") else 4, True) for each in failed):
         return  # the node's own finding says so
-    blamed = _rules_at(facts, node, failed, facts.counted) or _explaining(facts, node, failed)
     # A rule whose counter stood still has dropped none of them. Connections to backends met those of FORWARD, too.
-    suspects = [
+    blamed = _rules_at(facts, node, failed, facts.counted) or _explaining(facts, node, failed)
+    blamed = blamed or [
         rule
         for rule in _without_counter(facts, node, failed)
         if lost or not {"forward", "postrouting"}.issuperset(rule.hooks)
@@ -899,18 +911,12 @@ def _on_the_way(
     # In other modes a connection that succeeded says nothing of the next one, which may be to another backend.
     harmless = served and bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
     mark: Mark = "warning" if harmless else "problem"
-    ease = "; the service is served all the same, because this mode does not forward its packets" if harmless else ""
+    seen += "; the service is served all the same, because this mode does not forward its packets" * harmless
     if blamed:
-        yield _blamed(facts, blamed[0], failed, seen, mark, ease)
-    elif suspects:
-        named = some([_rule(rule) for rule in suspects], "; ")
-        text = f"{_firewall(suspects[0])} probably {_does(suspects[0])} packets in {_hook(suspects[0])}: {seen}; "
-        text += f"on their way {_verb(suspects, 'is', 'are')} {named}{ease}"
-        todo = f"it has no counter: {_count_it(suspects[0])}, then ask doctor again, which names the rule that counts"
-        yield Finding(mark, "firewall", text, todo, "client-pod" if suspects[0].pod else "firewall", certain=False)
+        yield _blamed(facts, blamed, failed, seen, mark)
     elif lost and forwarded:
         more = f" ({facts.rules_unknown})" if facts.rules_unknown else ""
-        text = f"this node loses forwarded packets: {seen}, and no rule that drops them was found{more}{ease}"
+        text = f"this node loses forwarded packets: {seen}, and no rule that drops them was found{more}"
         todo = (
             "`hybrid-proxy trace --drops` says for which reason the kernel drops them, though not by which rule; check "
             "network policies and routes"
@@ -923,6 +929,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
     by_end: dict[tuple[str, str], list[Tried]] = {}
     for each in direct:
         by_end.setdefault(each.end, []).append(each)
+    failed = _failing(facts.tried)
     kinds: dict[tuple[str, str], list[Tried]] = {}  # by protocol and outcome: one of each backend
     for (_, protocol), tried in by_end.items():
         worst = next(iter(_failing(tried)), tried[0])
@@ -935,6 +942,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
         where = f" {_from(failing)}" if failing else ""
         stays = _sticky(each, facts, node) if failing else ""
         sure = _is_sure(worsts, facts)
+        well: Mark = "warning" if len(targets) < total and any(one.via == "backend" for one in failed) else "ok"
         match outcome:
             case "refused":
                 numbers = sorted({target.rpartition(":")[2] for target in targets})
@@ -954,11 +962,11 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                     text += f"; nothing listens by {protocol} in {_verb(dead, 'pod', 'pods')} {some(dead)}"
                 yield Finding("problem", "connections", f"{text}{stays}", todo, "backend-refuses")
             case "answered":
-                yield Finding("ok", "connections", f"{count} {_verb(targets, 'answers', 'answer')}, {_places(direct)}")
+                yield Finding(well, "connections", f"{count} {_verb(targets, 'answers', 'answer')}, {_places(direct)}")
             case "accepted":
                 text = f"{count} {_verb(targets, 'accepts', 'accept')}, {_places(direct)}; "
                 text += "without their protocol, nobody can tell whether they answer"
-                yield Finding("ok", "connections", text, "--path PATH asks by HTTP")
+                yield Finding(well, "connections", text, "--path PATH asks by HTTP")
             case "sent":
                 text = f"{count} took a datagram; whether they answer cannot be told without their protocol"
                 yield Finding("unknown", "connections", text, cause="untold")

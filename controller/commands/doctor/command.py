@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if node.here is not None:
         node.here.close()
     findings = list(node_findings(node.facts))
-    # Of the node only what can have to do with these services.
-    about = [each for each in findings if each.mark == "problem" and each.cause not in OTHERS]
+    # Of the node only what can have to do with these services: links are read with their pods.
+    own_to_node = (each for each in findings if each.mark == "problem" and each.subject != "links")
+    about = [each for each in own_to_node if each.cause not in OTHERS]
     seconds = time.monotonic() - began
     name, own = "node", findings
     if several:

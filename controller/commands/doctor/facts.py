@@ -96,6 +96,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     programmed: dict[str, int] = {}  # mode -> service ports, as its view tells
     other_proxies: tuple[str, ...] = ()
     forwarding: dict[int, bool] = {}  # family -> whether the kernel forwards
+    stopped: tuple[str, ...] = ()  # interfaces of pods, and those of default routes, from which it forwards nothing
     closed: tuple[Rule, ...] = ()  # policies of FORWARD that drop
     taken: tuple[tuple[str, str, Rule], ...] = ()  # service, its address, and what redirects packets to that
     reverse_path: dict[str, int] = {}  # interface -> rp_filter

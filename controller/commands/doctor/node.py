@@ -67,6 +67,13 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
         other_proxies=_other_proxies(agent, here),
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
+        stopped=tuple(
+            each.name
+            for each in interfaces.interfaces
+            if (each.peer_elsewhere or each.default_route)
+            and not each.master
+            and sysctl.read(f"net/ipv4/conf/{each.name}/forwarding") == "0"
+        ),
         closed=tuple(rule for rule in rules if rule.hooks == ("forward",) and rule.text.lower() == "policy drop"),
         taken=tuple(taken(rules, services)),
         reverse_path=_read(_reverse_path)[0] or {},

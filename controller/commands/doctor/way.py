@@ -8,12 +8,15 @@ from ipaddress import ip_address, ip_network
 from typing import Final
 
 from hybrid_proxy.controller.commands.doctor.facts import PodLink, Tried
+from hybrid_proxy.controller.commands.troubles import forwarding_off
 from hybrid_proxy.dataplane.errors import DataplaneError
-from hybrid_proxy.dataplane.kernel import links, namespaces, roles
+from hybrid_proxy.dataplane.kernel import links, namespaces, roles, sysctl
 from hybrid_proxy.dataplane.kernel.namespaces import Pod
 from hybrid_proxy.dataplane.kernel.roles import NUD_FAILED, NUD_PERMANENT, UNANSWERED
+from hybrid_proxy.dataplane.reports import some
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
+PEERS: Final = 3  # to which a packet of an endpoint shall be forwarded
 VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plugin writes itself, for good
 
 
@@ -47,7 +50,8 @@ def astray(
     inside = by_index.keys() - {each.index for each in uplinks}
     lost = {ip_network(each.split()[3]): each for each in missing if each.startswith("ip route")}
     found, near, todo = {}, roles.neighbours(), "the CNI plugin makes this route: see its log"
-    for address in sorted({*ends, *(behind.keys() & clients)} - down - set(here.addresses)):
+    all_of_them = {*ends, *(behind.keys() & clients)} - down - set(here.addresses)
+    for address in sorted(all_of_them, key=lambda one: (one not in ends, one)):
         with contextlib.suppress(OSError, DataplaneError):
             hop = links.next_hop(address)
             to = by_index.get(hop.index) if hop else None
@@ -63,7 +67,7 @@ def astray(
             bare = [each for each in pods if each.interface in ports and family not in map(family_of, each.addresses)]
             there: Collection[int] = {link.index, link.master} if link else inside if ends.get(address) else by_index
             wrong = to is None or to.index not in there
-            main, rules = links.main_route(address) if wrong else (0, [])
+            main, rules, _ = links.main_route(address) if wrong else (0, [], [])
             if main and main in there:
                 why = ": ".join(("the main table has the route, but a routing rule comes first", *rules[:1]))
                 found[address] = why, ", ".join(f"`ip rule del {each}`" for each in rules) or "`ip rule` lists them"
@@ -80,9 +84,9 @@ def astray(
                 elif back:
                     found[address] = back
             elif bare and ends.get(address):
-                has = f"{bare[0].interface} leads to a pod that has {' '.join(bare[0].addresses) or 'none'}"
-                why = f"its pod lost this address: the API has it for an endpoint on this node, and {has}"
-                found[address] = why, "delete the pod, so that another one is made; the CNI plugin's log may say why"
+                has = f"no interface of the pod behind {bare[0].interface} has it ({some(bare[0].addresses) or 'none'})"
+                why = f"the API has it for an endpoint on this node, and {has}: is it lost?"  # gVisor keeps it inside
+                found[address] = why, "if so, delete the pod, so that another one is made; see the CNI plugin's log"
             elif ways := [network for network in lost if ip_address(address) in network]:
                 way = max(ways, key=lambda network: network.prefixlen)
                 found[address] = f"this node lost its route to {way}, and {leads}", f"`{lost[way]}`; {todo}"
@@ -91,7 +95,24 @@ def astray(
             elif state == NUD_FAILED or (state == NUD_PERMANENT and to.kind not in VIRTUAL):
                 fixed = " and is fixed: is it right?" if mac else ": nobody answers there"
                 found[address] = f"{entry}{fixed}", f"{again} has the kernel ask again"
+            asked = [each for each in (clients if address in ends else ends) if each not in found]
+            peers = [each for each in asked if each != address and family_of(each) == family][:PEERS]
+            if to and not wrong and address not in found and (refused := _not_forwarded(address, to, peers)):
+                found[address] = refused
     return found
+
+
+def _not_forwarded(address: str, to: links.Interface, peers: Iterable[str]) -> tuple[str, str] | None:
+    """Return why the node does not forward what an address sends, which comes in there, and what to do."""
+    if all(links.next_hop(each, address, to.index) or not links.next_hop(each) for each in peers):
+        return None
+    if sysctl.read(sysctl.FORWARDING[family_of(address)]) == "0":
+        return None  # the node's own finding says so
+    if sysctl.read(f"net/ipv4/conf/{to.name}/forwarding") == "0":
+        return forwarding_off([to.name])
+    rules = links.main_route(address)[2]
+    todo = ", ".join(f"`ip rule del {each}`" for each in rules) or f"`ip rule`; `sysctl net.ipv4.conf.{to.name}`"
+    return ": ".join(("this node's routing refuses what it sends", *rules[:1])), todo
 
 
 def _entry(via: str, name: str | None, mac: bytes) -> str:
@@ -106,9 +127,10 @@ def _way_back(pod: Pod, clients: Iterable[str], macs: Sequence[str], known: Coll
     """
     near, enter = roles.neighbours(), f"nsenter --net={pod.path}"
     for client in clients:
-        if (hop := links.next_hop(client)) is None:
-            look = f"`{enter} ip route` lists its routes: compare those of another pod"
-            return f"its pod has no default route, nor one to {client}", look
+        own = next((each for each in pod.addresses if family_of(each) == family_of(client)), "")
+        if (hop := links.next_hop(client, own)) is None:
+            look = f"`{enter} ip route` lists its routes, `ip rule` its rules: compare those of another pod"
+            return f"its pod has no default route, nor one to {client}, or one that refuses", look
         via, name = hop.gateway or client, links.interface_name(hop.index)
         mac, state = near.get((hop.index, via), (b"", 0))
         asked = hop.index == pod.peer and (not known or via in known) and (mac or state in UNANSWERED)
