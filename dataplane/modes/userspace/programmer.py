@@ -391,13 +391,14 @@ def drain(options: Options) -> bool:
         Occupied: an agent in this mode runs.
     """
     del options
-    here = list(relays(agent=False))
-    for relay in here:
+    found = False
+    for relay in relays(agent=False):  # each is connected until the next one
+        found = True
         if agent := relay.ask(m.Status(), m.Report).agent:
             raise Occupied(f"the relay of this network namespace is in use by process {agent}: stop that first")
-    if here:
+    if found:
         _stop_redirecting()
-    return bool(here)
+    return found
 
 
 def _stop_redirecting() -> None:
