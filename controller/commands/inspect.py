@@ -119,9 +119,8 @@ def _flows(here: Programmed, args: argparse.Namespace) -> _Found:
     notes = [f"{args.limit} of {total} flows; --limit shows more"] if total > args.limit else []
     if closed := sum(row.state == "closed" for row in rows):
         notes.append(f"{closed} of these {'is' if closed == 1 else 'are'} over, and listed last until forgotten")
-    rows = sorted(rows, key=lambda row: row.state == "closed")[: args.limit]
-    _name_relay(here, rows)
-    return _Found(rows, listings.flow_columns(rows), notes)
+    _name_relay(here, rows[: args.limit])
+    return _Found(rows[: args.limit], listings.flow_columns(rows), notes)
 
 
 def _name_relay(here: Programmed, rows: Sequence[FlowRow]) -> None:

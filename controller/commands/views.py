@@ -105,7 +105,7 @@ class Programmed(NamedTuple):
                 for row in own:
                     row.mode = name
                 total += count - len(found) + len(own)
-                rows += sorted(own, key=lambda row: row.idle or 0, reverse=True)[:limit]
+                rows += sorted(own, key=_idle, reverse=True)[:limit]
             if of == name:
                 break
         return rows, total
@@ -192,6 +192,11 @@ def _of_mode(found: Iterable[tuple[str, list[Row]]]) -> list[Row]:
             row.mode = name
         rows += own
     return rows
+
+
+def _idle(row: FlowRow) -> int:
+    """Seconds; of a flow that is over less than of any other."""
+    return -1 if row.state == "closed" else row.idle or 0
 
 
 def _ends(row: FlowRow) -> tuple[str, str, str]:

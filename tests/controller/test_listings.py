@@ -11,6 +11,8 @@ import pytest
 from hybrid_proxy.controller.commands import listings
 from hybrid_proxy.controller.commands.columns import Column, Screen, table
 from hybrid_proxy.controller.commands.listings import Change, ModeRow
+from hybrid_proxy.controller.commands.views import Programmed
+from hybrid_proxy.dataplane.mode import View
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow
 from tests.workshop.top.samples import backend, service
 
@@ -151,3 +153,24 @@ def test_a_service_whose_backends_fail_does_not_serve(fields: dict[str, Any], st
     (column,) = (column for column in listings.service_columns([row]) if column.header == "STATE")
     cell = column.value(row)
     assert getattr(cell, "text", cell) == state
+
+
+class _Two(View):
+    """Two flows of a mode, of which one is over and the other one is busy."""
+
+    place = "here"
+
+    def services(self) -> list[ServiceRow]:
+        return []
+
+    def backends(self, of: str | None = None) -> list[BackendRow]:
+        return []
+
+    def flows(self, limit: int) -> tuple[list[FlowRow], int]:
+        over = flow("10.77.1.11:1", "10.96.0.10:80", "10.77.1.12:8080", "closed")
+        return [over, msgspec.structs.replace(over, client="10.77.1.11:2", state="established", idle=0)], 2
+
+
+def test_flows_that_are_over_are_listed_after_those_that_are_not() -> None:
+    rows, total = Programmed([("userspace", _Two())], None).flows(1)
+    assert ([row.state for row in rows], total) == (["established"], 2)

@@ -167,18 +167,23 @@ def test_events_that_differ_by_the_clients_port_are_one_row(reason: str, ends: t
 
 
 def test_a_stream_in_a_pipe_has_one_line_for_each_event(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three ends of IPv4 have room from the start."""
     long = event(0, "drop_martian", "[fd77:1::ffff:11]:40228", "[fd96::10]:80")
+    full = event(0, "backend_unanswered", "255.255.255.255:65535", "255.255.255.254:65535", backend="10.77.11.11:65535")
     columns = event_columns(Screen(), watch.LIKELY, NOW, stream=True)
-    print_stream(argparse.Namespace(output="text"), columns, [TRACED[0], long, TRACED[0]], watch.LIKELY)
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 3
+    print_stream(argparse.Namespace(output="text"), columns, [TRACED[0], full, long], watch.LIKELY)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert [line.index("from a pod") for line in lines[:2]] == [header.index("WHERE")] * 2
 
 
 def test_rows_that_a_stream_begins_with_are_aligned_with_those_that_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three ends of IPv4 are foreseen, and what is known already: also what a former agent kept."""
+    """What is known already has room from the start: also what a former agent kept."""
     known = event(9, "backend_unanswered", CLIENT, FRONTEND, backend=BACKEND, number=-4)
-    wide = event(8, "backend_unanswered", "[fd77:1::ffff:11]:40232", "[fd96::10]:80", backend="[fd77:2::12]:8080")
+    ends = "[fd77:1:ffff:ffff::ffff:11]:40232", "[fd96::ffff:ffff]:8080"
+    wide = event(8, "backend_unanswered", *ends, backend="[fd77:2:ffff:ffff::12]:8080")
     comes = event(1, "backend_unanswered", "255.255.255.255:65535", FRONTEND, backend="10.77.1.12:65535")
     answers = {watch.ALL: [known, wide], watch.NO_EVENT: [], 0: [wide], 7: [comes]}
 

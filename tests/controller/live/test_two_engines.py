@@ -93,8 +93,6 @@ def engines(request: pytest.FixtureRequest, lab: Lab) -> Iterator[Engines]:
         over = Engines(bench, drains, serves, web, old, outside, new).json("flows")
         relayed = {row["client"] for row in over if row["backend"] == RELAY}
         assert clients <= relayed if drains == "userspace" else not relayed, over
-        states = [row["state"] == "closed" for row in over]
-        assert states == sorted(states), "what is over comes last"
         print(f"--- log of the agent\n{agent.tail(80)}")
     for path in (*manifests.iterdir(), agent.log):
         path.unlink(missing_ok=True)
