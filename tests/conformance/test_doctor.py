@@ -425,6 +425,21 @@ def kept(clinic: Clinic, place: str, end: str = "eth0") -> Iterator[None]:
                     clinic.run(place, "ip", six, "route", "replace", *line.split(), "dev", end)
 
 
+def address_of(place: str, pod: str) -> Provoke:
+    """A pod's address is in another place, too."""
+
+    @contextmanager
+    def provoke(clinic: Clinic) -> Iterator[None]:
+        address = [f"{clinic.lab[pod].address4}/32", "dev", "lo"]
+        clinic.run(place, "ip", "address", "add", *address)
+        try:
+            yield
+        finally:
+            clinic.lab.run(place, ["ip", "address", "del", *address])
+
+    return provoke
+
+
 @contextmanager
 def no_pod_address(clinic: Clinic) -> Iterator[None]:
     """A pod's interface lost the address that the API has."""
@@ -1042,6 +1057,23 @@ INCIDENTS = [
             ("the client's link", "veth4", (NAME,)),
             ("a link, and the node is asked", "veth4", ()),
         )
+    ),
+    Incident(
+        "the node has an endpoint's address",
+        address_of("node", "pod2"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="this node has this address itself",
+        repaired=True,
+    ),
+    Incident(
+        "a pod has the client's address, too",
+        address_of("pod2", "pod4"),
+        (NAME,),
+        "endpoint-route",
+        alone=True,
+        said="have this address",
     ),
     Incident(
         "a routing rule drops what a pod sends",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Final
@@ -23,7 +24,8 @@ VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plug
 def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
     """Read the MTUs of a pod's link, and how many packets both ends have dropped; `own` are the node's addresses."""
     address, sends, drops, down = next(iter(pod.addresses), ""), 0, 0, ""
-    node = next((each for each in own if address and family_of(each) == family_of(address)), None)
+    others = [each for each in own if each not in pod.addresses]
+    node = next((each for each in others if address and family_of(each) == family_of(address)), None)
     with contextlib.suppress(OSError):
         drops = namespaces.device_drops().get(pod.interface, 0)
         with namespaces.inside(pod.path):
@@ -49,8 +51,17 @@ def astray(
     down = {address for pod in pods if pod.down for address in pod.addresses}  # the kernel takes its routes away
     inside = by_index.keys() - {each.index for each in uplinks}
     lost = {ip_network(each.split()[3]): each for each in missing if each.startswith("ip route")}
-    found, near, todo = {}, roles.neighbours(), "the CNI plugin makes this route: see its log"
-    all_of_them = {*ends, *(behind.keys() & clients)} - down - set(here.addresses)
+    found: dict[str, tuple[str, str]] = {}
+    near, todo = roles.neighbours(), "the CNI plugin makes this route: see its log"
+    for command in here.held:
+        address = command.split()[3].partition("/")[0]
+        if command.startswith("ip address ") and address in behind and address in ends:
+            found[address] = "this node has this address itself", f"`{command.replace(' add ', ' del ')}`"
+    counts = Counter(address for pod in pods for address in pod.addresses)
+    for address in (each for each, count in counts.items() if count > 1):
+        links_of_both = [pod.interface for pod in pods if address in pod.addresses]
+        found[address] = f"pods behind {some(links_of_both)} have this address", "the API tells whose it is"
+    all_of_them = {*ends, *(behind.keys() & clients)} - down - set(here.addresses) - found.keys()
     for address in sorted(all_of_them, key=lambda one: (one not in ends, one)):
         with contextlib.suppress(OSError, DataplaneError):
             hop = links.next_hop(address)
