@@ -688,7 +688,7 @@ INCIDENTS = [
         noted="things were repaired",
     ),
     Incident(
-        "there are `loadBalancerSourceRanges`, and no client is named",
+        "`loadBalancerSourceRanges`, and no client is named",
         put(*PODS, **GUARDED),
         (NAME,),
         "restricted",
@@ -722,7 +722,7 @@ INCIDENTS = [
         alone=True,
     ),
     Incident(
-        "a pod drops its answers, and counts",
+        "a pod drops its answers, counted",
         rules("pod1", MUTE.replace("dport", "sport")),
         (NAME,),
         "firewall",
@@ -730,7 +730,7 @@ INCIDENTS = [
         alone=True,
     ),
     Incident(
-        "a pod rejects what comes in, and counts",
+        "a pod rejects what comes in, counted",
         rules("pod1", DEAF.replace(" drop", " counter reject")),
         (NAME,),
         "firewall",
@@ -740,9 +740,9 @@ INCIDENTS = [
     Incident("the processes in the pods hang", hanging, (NAME,), "backend-never-answers"),
     Incident("the processes stall in an answer", stalling, (NAME,), "backend-stalls"),
     Incident("one process of three is slow", slow, (NAME,), "backend-slow", said="the others after"),
-    Incident("the backend of a UDP client is removed", backend_of_a_client_goes, (NAME,), ""),
-    Incident("the firewall drops in FORWARD, and counts", firewall(COUNTING), (NAME,), "firewall"),
-    Incident("the policy of FORWARD is drop", firewall(CLOSED), (NAME,), "firewall", certain=False, own=True),
+    Incident("a UDP client's backend goes", backend_of_a_client_goes, (NAME,), ""),
+    Incident("the firewall drops in FORWARD, counted", firewall(COUNTING), (NAME,), "firewall"),
+    Incident("FORWARD's policy is drop", firewall(CLOSED), (NAME,), "firewall", certain=False, own=True),
     Incident("the client is not in `loadBalancerSourceRanges`", put(*PODS, **GUARDED), OUTSIDER, "source-not-allowed"),
     Incident(
         "policy `Local`, and no endpoint on this node",
@@ -756,7 +756,7 @@ INCIDENTS = [
     Incident("kube-proxy left its rules", rules("node", "table ip kube-proxy { }"), (), "other-proxy", own=True),
     Incident("no endpoint of three is ready", put(*PODS, ready=False), (NAME,), "no-endpoint", said="0 of 3"),
     Incident("the slice's port has another name", put(*PODS, named="web"), (NAME,), "no-endpoint", said="'http'"),
-    Incident("the firewall drops, and does not count", firewall(UNCOUNTED), (NAME,), "firewall", certain=False),
+    Incident("the firewall drops, uncounted", firewall(UNCOUNTED), (NAME,), "firewall", certain=False),
     Incident(
         "policy `Local`, no endpoint here, and a client outside",
         put("remote1", **LOCAL),
@@ -815,7 +815,7 @@ INCIDENTS = [
     ),
     Incident("a pod loses every other packet", rules("pod1", LOSSY), (NAME,), "lossy", said="SYNs"),
     Incident(
-        "the firewall drops before the route, and does not count",
+        "the firewall drops before the route, uncounted",
         firewall(AT_HOOK.format("prerouting", "")),
         (NAME,),
         "firewall",
@@ -824,16 +824,14 @@ INCIDENTS = [
         own=True,
     ),
     Incident(
-        "the firewall drops after the route, and counts",
+        "the firewall drops after the route, counted",
         firewall(AT_HOOK.format("postrouting", "counter")),
         (NAME,),
         "firewall",
         said="POSTROUTING",
     ),
-    Incident(
-        "a link of a pod takes less than the pod sends", small_mtu, LARGE, "mtu", alone=True, said="veth2", own=True
-    ),
-    Incident("the link of a pod is down", link_down("node"), (NAME,), "link-down", said="the node's end", alone=True),
+    Incident("a pod's link takes less than it sends", small_mtu, LARGE, "mtu", alone=True, said="veth2", own=True),
+    Incident("a pod's link is down", link_down("node"), (NAME,), "link-down", said="the node's end", alone=True),
     Incident(
         "a pod's end of its link is down",
         link_down("pod2"),
@@ -844,7 +842,7 @@ INCIDENTS = [
         own=True,
     ),
     Incident(
-        "the link of a pod is down, and the node is asked",
+        "a pod's link is down, and the node is asked",
         link_down("pod2"),
         (),
         "link-down",
@@ -870,7 +868,7 @@ INCIDENTS = [
         repaired=True,
     ),
     Incident(
-        "a routing rule in a pod drops what it sends",
+        "a pod's routing rule drops",
         rule("from", place="pod2"),
         (NAME,),
         "endpoint-route",
@@ -982,14 +980,14 @@ INCIDENTS = [
         )
     ),
     Incident(
-        "the firewall rejects in OUTPUT, and counts",
+        "the firewall rejects in OUTPUT, counted",
         rules("node", GUARDING.format("counter reject with tcp reset")),
         (NAME,),
         "firewall",
         said="the firewall rejects packets in OUTPUT",
     ),
     Incident(
-        "the firewall drops in OUTPUT, and does not count",
+        "the firewall drops in OUTPUT, uncounted",
         rules("node", GUARDING.format("drop")),
         (NAME,),
         "firewall",
@@ -1044,7 +1042,7 @@ INCIDENTS = [
     Incident("the port is mistyped", lambda _: nullcontext(), (f"{NAME}:https",), "no-such-port"),
     *(
         Incident(
-            f"forwarding is off at {words}",
+            f"{words} forwards nothing",
             lambda clinic, link=link: clinic.setting(f"ipv4/conf/{link}/forwarding", "0"),
             asked,
             "endpoint-route",
@@ -1055,7 +1053,7 @@ INCIDENTS = [
         for words, link, asked in (
             ("an endpoint's link", "veth1", (NAME,)),
             ("the client's link", "veth4", (NAME,)),
-            ("a link, and the node is asked", "veth4", ()),
+            ("a link", "veth4", ()),
         )
     ),
     Incident(
@@ -1076,7 +1074,7 @@ INCIDENTS = [
         said="have this address",
     ),
     Incident(
-        "a routing rule drops what a pod sends",
+        "a routing rule drops a pod's packets",
         rule("from", "pod2"),
         (NAME,),
         "endpoint-route",
@@ -1086,7 +1084,7 @@ INCIDENTS = [
     ),
     Incident("forwarding is off", lambda clinic: clinic.setting("ipv4/ip_forward", "0"), (NAME,), "forwarding-off"),
     Incident("the API server is unreachable", no_api, (), "api-unreachable"),
-    Incident("the agent is new, and the API server is unreachable", waiting, (), "api-unreachable"),
+    Incident("a new agent finds no API server", waiting, (), "api-unreachable"),
     Incident(
         "conntrack is full",
         full_conntrack,
@@ -1098,9 +1096,7 @@ INCIDENTS = [
     ),
     Incident("the folder of the objects is gone", from_files(shutil.rmtree), (), "api-unreachable"),
     Incident("a file of objects is no YAML", from_files(spoil), (), "refused-objects"),
-    Incident(
-        "a file is no YAML, and a service is asked about", from_files(spoil), (FIRST,), "object-refused", certain=False
-    ),
+    Incident("a file is no YAML, asked about a service", from_files(spoil), (FIRST,), "object-refused", certain=False),
     Incident(
         "the Service's file becomes no YAML",
         from_files(spoil_its_own, served=True),
@@ -1125,7 +1121,7 @@ INCIDENTS = [
     ),
     Incident("an endpoint flaps", flapping, (NAME,), "flapping", own=True),
     Incident("the agent is dead", no_agent, (), "no-agent", advised="journalctl -u hybrid-proxy"),
-    Incident("the agent is dead, and a service is asked about", no_agent, (NAME,), "no-agent", own=True),
+    Incident("the agent is dead, asked about a service", no_agent, (NAME,), "no-agent", own=True),
 ]
 
 
