@@ -508,6 +508,19 @@ def taken(what: str, *argument: str, pod: str = "pod2") -> Provoke:
 
 
 @contextmanager
+def uplink_down(clinic: Clinic) -> Iterator[None]:
+    path = changes_path(str(clinic.agent.socket))
+    with kept(clinic, "node"):
+        clinic.run("node", "ip", "link", "set", "eth0", "down")
+        try:
+            until(lambda: any(row.what.endswith(GONE) for row in read_changes(path)), "it is written down")
+            yield
+        finally:
+            clinic.run("node", "ip", "link", "set", "eth0", "up")
+    clinic.agent.wait(lambda status: status.synced and not lacks_address(status))
+
+
+@contextmanager
 def address_and_node_ports(clinic: Clinic) -> Iterator[None]:
     with no_address_for_node_ports(clinic), taken("address", *ADDRESS)(clinic):
         yield
@@ -918,6 +931,7 @@ INCIDENTS = [
         repaired=True,
         own=True,
     ),
+    Incident("an uplink is down", uplink_down, (), "address-lost", said="eth0 is down"),
     Incident(
         "the node loses its address, and `nodePortAddresses` match none",
         address_and_node_ports,

@@ -434,6 +434,8 @@ NODES = [
     pytest.param({"conntrack": Fill(5, 100), "lost": {"drop": (9, 2)}}, "conntrack-full", "warning", id="conntrack drops just now"),
     pytest.param({"conntrack": Fill(5, 100), "lost": {"early_drop": (9, 2)}}, "conntrack-full", "warning", id="conntrack forgets flows just now"),
     pytest.param({"agent": agent_status(dataplane=dataplane(unprogrammed=[Unprogrammed("a/b:c", "map services (--max-services) is full (9)")]))}, "map-full", "problem", id="a map is full"),
+    pytest.param({"cut": ("eth0",)}, "address-lost", "problem", id="an uplink is down"),
+    pytest.param({"stopped": ("veth1",)}, "endpoint-route", "problem", id="nothing that comes in by a link is forwarded"),
     pytest.param({"empty": ("shop/a:http",)}, "empty-services", "warning", id="a service without endpoints"),
     pytest.param({"events": (EVENT,)}, "drops", "warning", id="recent drops"),
     pytest.param({"lost": {"rp_filter": (9, 3)}}, "reverse-path", "warning", id="rp_filter drops"),

@@ -139,6 +139,9 @@ def _verdict(target: str, problems: list[Finding], warnings: list[Finding], trie
 
 def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     """Every check of the node, whatever its result."""
+    for name in facts.cut:
+        todo = f"`ip link set {name} up`; where its cable or its other end is at fault, `ip link` says NO-CARRIER"
+        yield Finding("problem", "node", f"{name} is down, and what led by it is gone", todo, "address-lost")
     agent = facts.agent
     if agent is None:
         yield _without_agent(facts)

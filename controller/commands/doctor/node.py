@@ -54,6 +54,8 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     services = {key[0]: (name or "-").partition(":")[0] for key, name in frontends(rows).items() if key[0]}
     gone = dict.fromkeys(row.what.split("`")[1] for row in changes if row.what.endswith(GONE))
     there = {tuple(each.split()[:4]) for each in interfaces.held}
+    missing = tuple(each for each in gone if tuple(each.split()[:4]) not in there)
+    lost_by = {each.split()[-1] for each in missing}
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
     facts = NodeFacts(
         now=time.time(),
@@ -89,7 +91,8 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         beside=_read(lambda: _beside(here, cgroup or (ebpf.sockets.cgroup if ebpf else None)))[0] or (),
         changes=tuple(changes),
         held=interfaces.held,
-        missing=tuple(each for each in gone if tuple(each.split()[:4]) not in there),
+        missing=missing,
+        cut=tuple(each.name for each in interfaces.interfaces if not each.up and each.name in lost_by),
         events=recent(events or ()),
         events_unknown=events_unknown,
     )
