@@ -169,8 +169,7 @@ def _limits(run: Run, rows: Sequence[Row]) -> Iterator[str]:
 def _certainty(rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:
     loud, worst = _loud(noise), max((known.spread for known in noise), default=0.0)
     if loud:
-        of = len({known.metric for known in noise})
-        where = ", ".join(loud) if len(loud) <= MANY else f"{len(loud)} of {of} rows"
+        where = ", ".join(loud) if len(loud) <= MANY else f"{len(loud)} of {len({one.metric for one in noise})} rows"
         yield (
             f"The machine was not quiet: the control, always the same work, spread by more than {100 * NOISY:.0f} % "
             f"(up to {100 * worst:,.0f} %) in {where}. Trust ratios, not values."

@@ -68,7 +68,7 @@ class Mark(msgspec.Struct, frozen=True):
     value: str = ""  # the median
     interval: str = ""  # of the median
     absolute: str = ""  # the median in the metric's unit
-    even: bool = False  # the interval holds 1
+    even: bool = False  # no significant difference
     at: float = 0.0  # place of the median
     off: Literal["", "low", "high"] = ""  # the end of the axis beyond which the median lies
     span: tuple[float, float] = (0.0, 0.0)  # places of the interval's ends
@@ -171,7 +171,7 @@ def _mark(axis: Axis, row: Row, run: Run) -> Mark:
         value=times(known.median),
         interval=f"{times(known.low)}-{times(known.high)}" if known.count > 1 and row.points else "",
         absolute="" if run.machine.emulated else f"{shown(row.value.median)} {metric(row.metric).unit}",
-        even=bool(row.points) and known.holds(1.0),
+        even=bool(row.points) and not known.differs,
         at=place,
         off="low" if place < 0 else "high" if place > 100 else "",
         span=(axis.within(known.low), axis.within(known.high)),

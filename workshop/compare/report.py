@@ -10,7 +10,7 @@ import msgspec
 from hybrid_proxy.workshop.compare.findings import MANY, Findings, Row, findings
 from hybrid_proxy.workshop.compare.plan import metric
 from hybrid_proxy.workshop.compare.result import Run
-from hybrid_proxy.workshop.measuring.stats import SURE, Estimate
+from hybrid_proxy.workshop.measuring.stats import LEAST, SURE, Estimate
 
 # The metrics of the sentences, of each line the first that was measured: what a mode needs of it.
 _CONNECTION: Final = {
@@ -44,11 +44,12 @@ def _summary(run: Run, found: Findings) -> Iterator[str]:
         yield from _alone(run, found)
         return
     here = [mode for mode in others if mode != "ipvs"]
-    needs = _needs(found, here, size)
-    if needs:
-        yield f"With {size:,} services, {first} needs {needs}."
-        behind = [f"{mode} in {rows}" for mode in here if (rows := _behind(found, mode, size))]
-        yield f"It is behind {'; '.join(behind)}." if behind else "It is behind them in nothing that was measured."
+    if needs := _needs(found, here, size):
+        few = any(row.lead.sure < LEAST for row in found.rows if row.lead and row.verdict)
+        yield f"With {size:,} services, {first} {'may need' if few else 'needs'} {needs}."
+        behind = "; ".join(f"{mode} in {rows}" for mode in here if (rows := _behind(found, mode, size)))
+        nowhere = "Too few rounds to say where it is behind." if few else "It is significantly behind them in nothing."
+        yield f"It is behind {behind}." if behind else nowhere
     if first != "ipvs":
         yield _ipvs(run, found)
 
@@ -81,8 +82,7 @@ def _ipvs(run: Run, found: Findings) -> str:
 def _needs(found: Findings, modes: Sequence[str], size: int) -> str:
     """`14 % less CPU for a connection than nftables (3-17 %), and ...`; "": nothing was compared."""
     for name, what in _CONNECTION.items():
-        rows = [row for mode in modes if (row := found.row(name, mode, size))]
-        leads = [(row.mode, row.lead) for row in rows if row.lead]
+        leads = [(mode, row.lead) for mode in modes if (row := found.row(name, mode, size)) and row.lead]
         if leads:
             return _listed([_amount(lead, what if n == 0 else "", mode) for n, (mode, lead) in enumerate(leads)])
     return ""
@@ -99,9 +99,8 @@ def _behind(found: Findings, mode: str, size: int) -> str:
 
 def _difference(row: Row) -> str:
     assert row.lead is not None
-    if row.lead.median >= 2:
-        return f"{row.lead.median:.1f} times"
-    return f"{_percent(row.lead.median)} % {'more' if row.lead.median > 1 else 'less'}"
+    times = row.lead.median
+    return f"{times:.1f} times" if times >= 2 else f"{_percent(times)} % {'more' if times > 1 else 'less'}"
 
 
 def _amount(ratio: Estimate, what: str, other: str) -> str:

@@ -36,6 +36,11 @@ class Estimate(msgspec.Struct, frozen=True):
         """Tells whether the interval holds this value."""
         return self.low <= value <= self.high
 
+    @property
+    def differs(self) -> bool:
+        """Tells whether this ratio is significant: its interval holds no 1, and is sure enough."""
+        return self.sure >= LEAST and not self.holds(1.0)
+
 
 def coverage(count: int, k: int) -> float:
     """Returns the probability that the median lies between the k-th smallest and largest of `count` measurements."""
@@ -63,14 +68,14 @@ def ratios(values: Sequence[float | None], controls: Sequence[float | None]) -> 
 
 
 def judge(ratio: Estimate | None, better: Better) -> Verdict:
-    """Judges the first of two modes by their ratio: ahead, behind, or even, if the interval holds 1 or is too unsure.
+    """Judges the first of two modes by their ratio: ahead, behind, or even, if it does not differ.
 
     The verdict is empty where neither direction is better, or nothing was measured. It does not say how few pairs there
     were; `Estimate.sure` does.
     """
     if ratio is None or better == "neither":
         return ""
-    if ratio.holds(1.0) or ratio.sure < LEAST:
+    if not ratio.differs:
         return "even"
     return "ahead" if (ratio.low > 1) == (better == "more") else "behind"
 
