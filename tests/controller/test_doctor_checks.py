@@ -880,8 +880,8 @@ def test_a_rule_about_another_backend_explains_nothing() -> None:
     )
 
 
-def test_a_service_without_a_ready_endpoint_is_as_bad_wherever_it_is_told() -> None:
-    """Nothing that this node does is wrong, so commands that compare exit codes go on."""
+def test_a_service_without_a_ready_endpoint_is_a_problem_to_who_asks_for_it() -> None:
+    """Its clients are refused. Of the node it is a warning, because nothing that it does is wrong."""
     empty = facts(ports=(port(why="the service has no endpoints"),), rows=())
     text = "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)"
     findings = list(service_findings(empty, WELL))
@@ -896,10 +896,9 @@ def test_a_service_without_a_ready_endpoint_is_as_bad_wherever_it_is_told() -> N
     status = msgspec.structs.replace(
         agent_status(), without_backend=[Lack("shop/web:http", 4, "all", "the service has no endpoints")]
     )
-    marks = {each.mark for each in (*findings, node, short) if "without" in each.text or text in each.text}
-    marks |= {each.mark for each in troubles(status) if each.cause == "empty-services"}
-    assert marks == {"warning"}
-    assert (found.cause, found.verdict, found.well) == ("no-endpoint", text, True)
+    assert {each.mark for each in (*findings, short) if text in each.text} == {"problem"}
+    assert {each.mark for each in (node, *troubles(status)) if each.cause == "empty-services"} == {"warning"}
+    assert (found.cause, found.verdict, found.well) == ("no-endpoint", text, False)
     assert short.text == f"shop/web: {text}"
 
 

@@ -529,7 +529,7 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
             text, todo = _policy(why, facts, port.family, f"packets to {port.name}")
             yield Finding("problem", "table", text, todo, "no-local-endpoint")
         else:
-            yield Finding(EMPTY, "table", text, _selected(facts), "no-endpoint")
+            yield Finding("problem", "table", text, _selected(facts), "no-endpoint")  # who asks cannot use it
         return
     ends = _ends(port)
     why = cluster[0].why if cluster else ""

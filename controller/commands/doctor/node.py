@@ -133,10 +133,10 @@ def recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:
 def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[str, ...]:
     """Warnings of this moment: the agent searches once a minute."""
     modes = [agent.mode.effective] if agent else []
-    if here and (agent is None or agent.starting):
-        modes = [name for name, _ in here.views]
+    drains = [left.mode for left in agent.draining] if agent else []
+    if here and (agent is None or agent.starting):  # which modes it follows nobody says yet
+        modes, drains = [name for name, _ in here.views], [name for name, _ in here.views]
     modes = modes or [""]
-    drains = [left.mode for left in agent.draining] if agent else modes[1:]
     found = find_other_proxies(modes[0], drains)
     if len(found.agents) < 2:  # the one is that of this node
         found = msgspec.structs.replace(found, agents=())
