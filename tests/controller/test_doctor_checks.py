@@ -461,6 +461,14 @@ def test_doctor_is_as_happy_as_the_status(fields: dict[str, object], expected: J
     assert found.verdict.startswith("the node is well") is (expected is Judged.OK and not found.cause), found
 
 
+def test_drops_by_rp_filter_are_as_old_as_they_are() -> None:
+    event = msgspec.structs.replace(EVENT, reason="drop_reverse_path", time=WELL.now - 170)
+    for lost, said in (({}, "(1, the last 2 min ago)"), ({"rp_filter": (9, 3)}, "(4, just now)")):
+        facts = msgspec.structs.replace(WELL, events=(event,), lost=lost)
+        (found,) = (each for each in node_findings(facts) if each.cause == "reverse-path")
+        assert said in found.text
+
+
 SICK = Ejection("shop/web:http", A, ejected=True, seconds=8.0, state="ejected for 8 s: 3 refused")
 
 

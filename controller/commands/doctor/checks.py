@@ -273,9 +273,11 @@ def _counted(subject: str, text: str, rule: Rule, packets: int | None, todo: str
 
 def _reverse_path(facts: NodeFacts) -> Finding:
     strict = sorted(name for name, value in facts.reverse_path.items() if value == 1)
-    counted = sum(row.reason == "drop_reverse_path" for row in facts.events) + facts.lost.get("rp_filter", (0, 0))[1]
-    if counted:
-        text = f"rp_filter drops packets ({counted} just now): the route back is by another interface"
+    times = [row.time for row in facts.events if row.reason == "drop_reverse_path"]
+    now = facts.lost.get("rp_filter", (0, 0))[1]
+    if times or now:
+        when = "just now" if now else f"the last {ago(facts.now - max(times))}"
+        text = f"rp_filter drops packets ({len(times) + now}, {when}): the route back is by another interface"
         todo = "correct the route, or set net.ipv4.conf.*.rp_filter to 2 where two ways are meant"
         return Finding("warning", "rp_filter", text, todo, "reverse-path")
     return Finding("ok", "rp_filter", f"strict at {some(strict)}, and drops nothing" if strict else "nowhere strict")
