@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -54,10 +54,11 @@ class Trouble(NamedTuple):
     said: Sequence[str] = ()
 
 
-def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
+def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[str] = ()) -> list[Trouble]:
     """List what is wrong, the worst first, and at the end what is only remarkable.
 
-    `serves`: something is programmed, be it by a former agent.
+    `serves`: something is programmed, be it by a former agent. `answered`: service ports and backends (`ADDRESS of
+    PORT`) that answer doctor now; the agent learns that from clients alone.
     """
     found = [*_sync_troubles(status, serves=serves)]
     if status.leaving:
@@ -78,7 +79,8 @@ def troubles(status: AgentStatus, *, serves: bool = False) -> list[Trouble]:
         text = f"{_many(down, 'link of a pod', 'links of pods')} down"
         found.append(Trouble("links", "link-down", text, "link", down, todo=todo))
     found += map(forwarding_trouble, status.not_forwarding)
-    found += [*_plane_troubles(plane), *_object_troubles(status), *_backend_troubles(plane), *_full(status)]
+    found += [*_plane_troubles(plane, answered), *_object_troubles(status)]
+    found += [*_backend_troubles(plane, answered), *_full(status)]
     if pages := [*status.health_checks.listeners.values(), *status.health_checks.failed.values()]:
         text = f"{_many(pages, 'health check or page', 'health checks or pages')} not served"
         said = [f"not served: {page}" for page in pages]
@@ -158,10 +160,10 @@ def missing(row: KindState) -> str:
     return f"{row.kind}s: {row.state} since {clock(row.since)}{': ' + row.why if row.why else ''}{stays}"
 
 
-def _plane_troubles(plane: Status) -> Iterator[Trouble]:
-    if plane.failing:
-        details = [f"{name}: each backend refused its last connection, or did not answer" for name in plane.failing]
-        text, todo = f"all backends of {some(plane.failing)} fail", _ask_doctor(plane.failing[0])
+def _plane_troubles(plane: Status, answered: Collection[str]) -> Iterator[Trouble]:
+    if failing := [name for name in plane.failing if name not in answered]:
+        details = [f"{name}: each backend refused its last connection, or did not answer" for name in failing]
+        text, todo = f"all backends of {some(failing)} fail", _ask_doctor(failing[0])
         yield Trouble("backends", "backends-fail", text, "failing", details, todo=todo, said=[text])
     if plane.unprogrammed:
         details = [f"{one.entry}: {one.reason}" for one in plane.unprogrammed]
@@ -209,14 +211,20 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
     yield _note("objects", notes)
 
 
-def _backend_troubles(plane: Status) -> Iterator[Trouble]:
+def _backend_troubles(plane: Status, answered: Collection[str]) -> Iterator[Trouble]:
     rows = [*plane.failing_backends, *(plane.ebpf.ejections if plane.ebpf else ())]
-    known = {(row.service, row.address): row for row in rows}  # who wants to eject it knows more
+    known = {f"{row.address} of {row.service}": row for row in rows}  # who wants to eject it knows more
+    well = {name: row for name, row in known.items() if name in answered and not row.ejected}
+    over = [f"all backends of {name} failed" for name in plane.failing if name in answered]
+    if over := [*over, *(f"{name}: {row.state}" for name, row in well.items() if row.service not in plane.failing)]:
+        said = [f"{some(over, '; ')} before, and doctor's own are answered now: nobody has connected since"]
+        yield Trouble("backends", "ejected", verdict=Verdict.OK, mark="warning", said=said)
     for ejected, reason in ((True, "ejected"), (False, "failing, but not ejected")):
-        own = [row for row in known.values() if row.ejected is ejected]
-        if details := [f"{row.address} of {row.service}: {row.state}" for row in own]:
+        own = {name: row for name, row in known.items() if row.ejected is ejected and name not in well}
+        if details := [f"{name}: {row.state}" for name, row in own.items()]:
             text, said = f"{_many(details, 'backend')} {reason}", [some(details, "; ")]
-            yield Trouble("backends", "ejected", text, "backend", details, todo=_ask_doctor(own[0].service), said=said)
+            todo = _ask_doctor(next(iter(own.values())).service)
+            yield Trouble("backends", "ejected", text, "backend", details, todo=todo, said=said)
     if plane.ebpf and plane.ebpf.pods.failed:
         details = [f"{name}: {problem}" for name, problem in plane.ebpf.pods.failed.items()]
         text, todo = f"{_many(details, 'interface')} without our programs", f"no pod behind it is served: {READ_LOG}"

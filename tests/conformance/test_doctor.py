@@ -1218,6 +1218,28 @@ def test_a_node_with_a_failing_backend_is_not_well(clinic: Clinic) -> None:
     assert first.startswith("✗"), first
 
 
+@only_in("ebpf", "userspace")
+def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clinic: Clinic) -> None:
+    clinic.put("pod1")
+    with clinic.rules("pod1", DEAF.replace("drop", "reject with tcp reset")):
+
+        def is_told(status: AgentStatus) -> bool:
+            with clinic.lab.socket("pod4") as client, suppress(OSError):
+                client.settimeout(1)
+                client.connect((ADDRESSES[NAME], 80))
+            return f"{NAME}:http" in status.dataplane.failing
+
+        clinic.agent.wait(is_told)
+        assert clinic.doctor()[0] == 1
+    code, found = clinic.doctor()
+    of_service = clinic.doctor(NAME)[1]
+    clinic.put(*PODS)
+    assert of_service.cause == "", of_service
+    assert any("this node saw failures" in each.text for each in of_service.findings), of_service
+    assert (code, found.well, found.cause) == (0, True, "ejected"), found
+    assert "doctor's own are answered now" in found.verdict, found
+
+
 @pytest.fixture(scope="class")
 def new(clinic: Clinic) -> Iterator[Clinic]:
     """With an agent that never saw the API server, and one more Service, without endpoints."""

@@ -37,6 +37,7 @@ from hybrid_proxy.dataplane.reports import (
     Ejection,
     ExplainAnswer,
     ExplainStep,
+    FailureHistory,
     Fill,
     PacketEvent,
     ServiceRow,
@@ -470,6 +471,50 @@ def test_drops_by_rp_filter_are_as_old_as_they_are() -> None:
 
 
 SICK = Ejection("shop/web:http", A, ejected=True, seconds=8.0, state="ejected for 8 s: 3 refused")
+
+
+@pytest.mark.parametrize(
+    ("plane", "text"),
+    [
+        ({"failing": ["shop/web:http"]}, "all backends of shop/web:http failed before"),
+        ({"failing_backends": [msgspec.structs.replace(SICK, ejected=False, state="2 in a row failed")]},
+         f"{A} of shop/web:http: 2 in a row failed before"),
+    ],
+    ids=["all", "one"],
+)  # fmt: skip
+def test_what_failed_before_and_answers_doctor_is_no_problem(plane: dict[str, object], text: str) -> None:
+    node = msgspec.structs.replace(WELL, agent=agent_status(dataplane=dataplane(**plane)), programmed={"ebpf": 1})
+    for outcome, well in (("answered", True), ("refused", False)):
+        now = msgspec.structs.replace(node, tried=tuple(tried(A, pod=outcome)))
+        found = diagnose("node", list(node_findings(now)))
+        assert (found.well, found.verdict.startswith(text)) == (well, well), found
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "mark"),
+    [
+        pytest.param("answered", "serving", "ok", id="over"),
+        pytest.param("answered", "ejected: 3 refused", "warning", id="ejected"),
+        pytest.param("sent", "serving", "warning", id="who knows"),
+    ],
+)
+def test_failures_before_doctor_came_are_a_note_where_all_is_answered(outcome: Outcome, state: str, mark: str) -> None:
+    rows = (
+        BackendRow(
+            service="shop/web:http",
+            address=A,
+            protocol="TCP",
+            used=True,
+            state=state,
+            history=FailureHistory(3, 990.0, 0, None),
+        ),
+    )
+    found = facts(tried(A, outcome, None), tried(B), tried(VIP), backends=(*rows, facts().backends[1]))
+    findings = list(service_findings(found, WELL))
+    (told,) = (each for each in findings if "saw failures: 10.0.0.1:8080: 3 x connection refused" in each.text)
+    verdict = diagnose("shop/web", findings, found.tried)
+    assert (told.mark, told.text.startswith("before")) == (mark, mark == "ok")
+    assert ("saw failures" in verdict.verdict, verdict.well) == (mark == "warning", True)
 
 
 def test_what_is_true_now_comes_before_drops_of_the_last_minutes() -> None:

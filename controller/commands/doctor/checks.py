@@ -13,6 +13,7 @@ import msgspec
 
 from hybrid_proxy.controller.commands.columns import duration
 from hybrid_proxy.controller.commands.doctor.facts import (
+    ANSWERED,
     CAUSES,
     LOST,
     REACHED,
@@ -121,7 +122,7 @@ def _verdict(target: str, problems: list[Finding], warnings: list[Finding], trie
         first, *rest = problems or warnings
         more = f" (and {several(len(rest), f'other {first.mark}')})" if rest else ""
         return f"{first.text}{more}"
-    asked = [each for each in tried if each.outcome in ("answered", "accepted")]
+    asked = [each for each in tried if each.outcome in ANSWERED]
     well = "the node is well" if target == "node" else f"{target} is well"
     if asked:
         answered = sum(each.outcome == "answered" for each in asked)
@@ -197,7 +198,11 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     yield Finding("ok", "agent", f"it runs on node {agent.node}, up {duration(agent.uptime_seconds)}")
     looked_at = LOOKED_AT | ({"link-down"} if facts.down else set())
     serves = any(facts.programmed.values())
-    found = [each for each in troubles(agent, serves=serves) if each.cause not in looked_at]
+    names = [(each, (each.port, f"{each.target} of {each.port}")) for each in facts.tried]
+    bad = {name for each, both in names if each.outcome not in ANSWERED for name in both}
+    answered = {name for _, both in names for name in both} - bad
+    known = troubles(agent, serves=serves, answered=answered)
+    found = [each for each in known if each.cause not in looked_at]
     drains = "".join(f"; mode {left.mode} drains, {left.text}" for left in agent.draining)
     missed = len(facts.unprogrammed)
     without = f", but for {several(missed, 'service port')}" if missed else ""
@@ -644,9 +649,12 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     failed = {row.address: row.history.text(node.now) for row in facts.backends if row.history is not None}
     failed |= {row.address: row.state for row in node.ejections if row.service in names}
     if failed:
-        text = f"this node saw failures: {some([f'{end}: {how}' for end, how in sorted(failed.items())], '; ')}"
+        out = any(how.startswith("ejected") for how in (*failed.values(), *(str(row.state) for row in facts.backends)))
+        over = bool(facts.tried) and not out and all(each.outcome in ANSWERED for each in facts.tried)
+        text = "before these connections, all of which were answered, " * over
+        text += f"this node saw failures: {some([f'{end}: {how}' for end, how in sorted(failed.items())], '; ')}"
         todo = "an ejected one gets connections again by itself; the connections below say how it is now"
-        yield Finding("warning", "kernel", text, todo, "ejected")
+        yield Finding("ok", "kernel", text) if over else Finding("warning", "kernel", text, todo, "ejected")
     if facts.live is not None:
         wanted = facts.verdicts[0].verdict if facts.packet is not None and facts.verdicts else None
         steps = facts.live.reason or " ".join(step.text for step in facts.live.steps[-2:])

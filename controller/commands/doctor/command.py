@@ -31,7 +31,7 @@ WHOLE: Final = 1 << 20  # the width of what is no terminal: no line of it is wra
 def run(args: argparse.Namespace) -> int:
     """Diagnose; the exit code: 0 all is well, 1 there is a problem."""
     from hybrid_proxy.controller.commands.doctor.node import at_node, losses
-    from hybrid_proxy.controller.commands.doctor.service import at_namespace, at_service
+    from hybrid_proxy.controller.commands.doctor.service import at_namespace, at_service, try_failing
     from hybrid_proxy.controller.commands.views import agent_at
 
     began = time.monotonic()
@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
         services = at_namespace(args, node)
     elif args.service or packet is not None:
         services = [at_service(args, packet, node)]
+    elif (agent := node.facts.agent) is not None:
+        again = try_failing(args, agent.dataplane, node)
+        node = node._replace(facts=msgspec.structs.replace(node.facts, tried=again))
     lost = {name: (count, count - before.get(name, 0)) for name, count in losses().items()}
     node = node._replace(facts=msgspec.structs.replace(node.facts, lost=lost))
     if node.here is not None:

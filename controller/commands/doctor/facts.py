@@ -17,6 +17,7 @@ Outcome = Literal[
     "answered", "accepted", "mute", "stalled", "closed", "reset", "refused", "unreachable", "silent", "sent", "failed"
 ]
 
+ANSWERED: tuple[Outcome, ...] = ("answered", "accepted")
 # A connection was accepted.
 REACHED: tuple[Outcome, ...] = ("answered", "accepted", "mute", "stalled", "closed", "reset")
 LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
@@ -105,6 +106,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     conntrack_user: str = ""  # whose flows have most entries, where it is nearly full
     empty: tuple[str, ...] = ()  # service ports that have no backend
     ejections: tuple[Ejection, ...] = ()
+    tried: tuple[Tried, ...] = ()  # connections to backends that fail by what the agent knows
     down: tuple[PodLink, ...] = ()
     beside: tuple[str, ...] = ()  # hooks where foreign programs run before or after ours
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes

@@ -38,7 +38,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import links, namespaces
 from hybrid_proxy.dataplane.kernel.roles import Roles
 from hybrid_proxy.dataplane.mode import ProbePacket, belongs
-from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.reports import BackendRow, ExplainAnswer, PacketEvent, ServiceRow, Status
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Protocol, family_of, socket_text
 
 MOST_BACKENDS: Final = 32  # of each service port: more connections at once would be a load of their own
@@ -60,8 +60,23 @@ def at_namespace(args: argparse.Namespace, node: Node) -> list[ServiceFacts]:
     names = [row.name for row in node.rows if row.name]
     asked = checked(Asked(None, args.namespace), names)
     services = sorted({name.partition(":")[0] for name in names if asked.has(name)})
+    return _with_connections(args, _named(args, services, node), node)
+
+
+def try_failing(args: argparse.Namespace, plane: Status, node: Node) -> tuple[Tried, ...]:
+    """Connect to the backends that fail by what the agent knows, past their services: that may eject nobody."""
+    rows = [*plane.failing_backends, *(plane.ebpf.ejections if plane.ebpf else ())]
+    names = sorted({*plane.failing, *(row.service for row in rows if not row.ejected)})
+    asked = [
+        msgspec.structs.replace(facts, ports=tuple(msgspec.structs.replace(port, frontends=()) for port in facts.ports))
+        for facts in _named(args, names, node)
+    ]
+    return tuple(each for facts in _with_connections(args, asked, node) for each in facts.tried) if asked else ()
+
+
+def _named(args: argparse.Namespace, services: Iterable[str], node: Node) -> list[ServiceFacts]:
     each = [argparse.Namespace(**{**vars(args), "service": service}) for service in services]
-    return _with_connections(args, [_objects(one, None, node) for one in each], node)
+    return [_objects(one, None, node) for one in each]
 
 
 def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts], node: Node) -> list[ServiceFacts]:

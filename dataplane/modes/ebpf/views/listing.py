@@ -146,15 +146,16 @@ def failing_ports(maps: Maps, names_of: Callable[[], Names]) -> tuple[list[str],
     failures = np.where(chosen, table["failures"], 0)
     if not (failures.any() or ejected.any()):
         return [], []
-    names, now = names_of(), time.time()
-    for number, row in histories(maps).items():
+    names, now, known = names_of(), time.time(), histories(maps)
+    for number, row in known.items():
         if row.is_over(now):
             failures[number] = 0
     bad, good = (table["service"][those] for those in (ejected | (failures > 0), chosen & (failures == 0)))
     all_fail = {names[number] for number in np.setdiff1d(bad, good).tolist() if number in names}
     few = [(number, names.get(int(table["service"][number]))) for number in np.flatnonzero(failures > 1).tolist()]
     return sorted(all_fail), [
-        Ejection(name, _address(table[number]), False, None, f"{failures[number]} connections in a row failed")
+        Ejection(name, _address(table[number]), False, None, f"{failures[number]} connections in a row failed"
+                 + (f" ({known[number].text(now)})" if number in known else ""))
         for number, name in few if name is not None and name not in all_fail
     ]  # fmt: skip
 
