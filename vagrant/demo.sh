@@ -122,6 +122,7 @@ waves() {
     block "labels list"
     empty=waves
     block "labels waves"
+    block "labels rest"
     empty=
     block "labels selector"
     block start

@@ -93,9 +93,10 @@ def test_a_release_is_whole(dist: Path) -> None:
     assert [name for name in members if name.endswith((".bpf.o", ".so", ".pyc", "_libbpf.py", "_abi.py"))] == []
     (chart,) = dist.glob("*.tgz")
     with tarfile.open(chart) as archive:
-        gates = archive.extractfile("hybrid-proxy/files/gates.sh")
-        assert gates
-        assert gates.read() == (ROOT / "deploy/monitoring/gates.sh").read_bytes()
+        for name in ("gates.sh", "wait.sh"):
+            script = archive.extractfile(f"hybrid-proxy/files/{name}")
+            assert script
+            assert script.read() == (ROOT / "deploy/monitoring" / name).read_bytes()
     known = sums(dist)
     del known["SHA256SUMS"]
     listed = dict(reversed(line.split("  ")) for line in (dist / "SHA256SUMS").read_text().splitlines())

@@ -38,6 +38,7 @@ KINDS = {
         "services": "Service",
         "serviceaccounts": "ServiceAccount",
     },
+    "monitoring.coreos.com/v1": {"prometheusrules": "PrometheusRule"},
     "apps/v1": {"daemonsets": "DaemonSet", "deployments": "Deployment"},
     "rbac.authorization.k8s.io/v1": {"clusterroles": "ClusterRole", "clusterrolebindings": "ClusterRoleBinding"},
 }
@@ -86,7 +87,7 @@ class Cluster:
         self.execute = execute
         self.log, self.waiting = "", set[str]()  # of every init container, except of pods whose image has not come yet
         self.objects: dict[str, dict[str, Json]] = {plural: {} for kinds in KINDS.values() for plural in kinds}
-        self.version, self.watched = 1, 0  # of now, and when the last watch began
+        self.version, self.watched, self.polled = 1, 0, 0  # of now, of the last watch and list of pods
         self.lock = threading.RLock()
         methods = {f"do_{verb}": lambda request: self.answer(request) for verb in VERBS}  # noqa: PLW0108
         quiet = {"log_message": lambda *_: None}
@@ -133,6 +134,15 @@ class Cluster:
         self.put("daemonsets", daemonset | {"status": status})
         return True
 
+    def steps(self) -> bool:
+        """A step of each controller. False: none has anything to do."""
+        return sum(map(self.step, list(self.objects["daemonsets"].values()))) > 0
+
+    def conditions(self, pod: Json) -> list[Json]:
+        """A pod is as ready as its node, unless its image has not come yet."""
+        waits = pod["metadata"]["name"] in self.waiting
+        return [NOT_READY] if waits else self.objects["nodes"][pod["spec"]["nodeName"]]["status"]["conditions"]
+
     # The API
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
@@ -166,6 +176,10 @@ class Cluster:
         if not name:
             version, kind = next((v, kinds[plural]) for v, kinds in KINDS.items() if plural in kinds)
             listed = {"kind": f"{kind}List", "apiVersion": version, "items": self.selected(plural, query)}
+            if plural == "pods" and self.polled != self.version:  # who polls sees the past, then all that follows
+                while self.steps():
+                    pass
+                self.polled = self.version
             return 200, listed | {"metadata": {"resourceVersion": str(self.version)}}
         if name not in known:
             return 404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
@@ -204,14 +218,17 @@ class Cluster:
     def selected(self, plural: str, query: dict[str, str]) -> list[Json]:
         labels, fields = (parse_selector(query.get(f"{by}Selector", "")) for by in ("label", "field"))
         found = (item for _, item in sorted(self.objects[plural].items()) if labels(item["metadata"].get("labels", {})))
-        return [item for item in found if fields({"metadata.name": item["metadata"]["name"]})]
+        found = (item for item in found if fields({"metadata.name": item["metadata"]["name"]}))
+        if plural != "pods":
+            return list(found)
+        return [pod | {"status": pod["status"] | {"conditions": self.conditions(pod)}} for pod in found]
 
     def watch(self, request: BaseHTTPRequestHandler, plural: str, query: dict[str, str]) -> None:
         """Each step of the controllers, until they have nothing to do, or the client has seen enough."""
         moved, self.watched = self.watched == self.version, self.version
         while moved:
             with self.lock:
-                moved = sum(map(self.step, list(self.objects["daemonsets"].values()))) > 0
+                moved = self.steps()
                 events = [{"type": "MODIFIED", "object": item} for item in self.selected(plural, query)]
             try:
                 request.wfile.write(b"".join(json.dumps(event).encode() + b"\n" for event in events))

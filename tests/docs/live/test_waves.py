@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ KUBE_PROXY = """
     metadata: {labels: {k8s-app: kube-proxy}},
     spec: {nodeSelector: {kubernetes.io/os: linux}, tolerations: [{operator: Exists}], containers: []}}}}
 """
+WAITS = r"sh deploy/monitoring/wait.sh \S+={} hybrid-proxy.io/wave=(\d)"
 # What an agent exports, all well and all ill.
 AGENT = {
     "hybrid_proxy_synced{": ("1", "0"),
@@ -66,7 +68,7 @@ FAILS = {
 
 def typed(name: str) -> list[str]:
     """The commands of a block of the page."""
-    found = [line for block in blocks(PAGE, "sh", "cluster", name) for line in block.lines]
+    found = [line for block in blocks(PAGE, "sh", "cluster", *name.split()) for line in block.lines]
     assert found, name
     return found
 
@@ -137,8 +139,9 @@ class Walk:
     def type(self, name: str, wave: int = 1, change: Callable[[str], str] = str) -> str:
         said = ""
         for line in typed(name):
-            said = self.shell(change(line) if wave == 1 else change(line).replace("wave=1", f"wave={wave}"))
-            self.look(line)
+            made = change(line) if wave == 1 else change(line).replace("wave=1", f"wave={wave}")
+            said = self.shell(made)
+            self.look(made)
             if " rollout status daemonset/hybrid-proxy-cleanup " in change(line):
                 assert self.pods("hybrid-proxy-cleanup") == self.nodes & self.labelled("wave", str(wave)), line
         return said
@@ -153,8 +156,10 @@ class Walk:
         assert not ours & theirs, f"{line}: two proxies"
         assert ours | theirs == self.nodes, f"{line}: no proxy"
         for name, nodes in wanted.items():
-            if re.search(rf" (wait|rollout status) daemonset/{name}\b(?!-)", line):
+            if re.search(rf" rollout status daemonset/{name}\b(?!-)", line):
                 assert self.pods(name) == nodes, f"{line}: it does not wait"
+            if found := re.match(WAITS.format(name), line):
+                assert self.pods(name) >= nodes & self.labelled("wave", found[1]), f"{line}: it does not wait"
         assert self.pods("hybrid-proxy-takeover") <= self.pods("hybrid-proxy"), line
         assert self.pods("hybrid-proxy-cleanup") <= self.pods("kube-proxy"), line
 
@@ -325,6 +330,46 @@ def test_the_machines_of_vagrant_rehearse_the_page(tmp_path: Path) -> None:
     assert (walk.pods("hybrid-proxy"), walk.pods("kube-proxy")) == (set(), walk.nodes)
 
 
+def test_the_operator_gets_the_alerts(tmp_path: Path) -> None:
+    walk = Walk(tmp_path)
+    walk.type("alerts")
+    (rule,) = walk.cluster.objects["prometheusrules"].values()
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/monitoring/alerts.yaml").read_text())
+    monitor = yaml.safe_load_all((ROOT / "deploy/components/servicemonitor/servicemonitor.yaml").read_text())
+    assert rule["metadata"]["labels"].items() <= list(monitor)[-1]["metadata"]["labels"].items()
+
+
+def test_the_first_gate_sees_that_nothing_is_scraped(tmp_path: Path) -> None:
+    queries = {title: FAILS[must].format(query=query, n=3) for title, (query, must) in GATES.items()}
+    assert answered(tmp_path, queries, []) == {next(iter(GATES))}
+
+
+def test_nodes_that_join_later_get_a_wave(tmp_path: Path) -> None:
+    walk = Walk(tmp_path)
+    walk.type("labels")
+    for name in ("worker3", "cp"):
+        walk.shell(f"kubectl label node {name} hybrid-proxy.io/wave-")
+    listed, *labels = typed("labels rest")
+    assert re.findall(r"^(cp|worker\d+)", walk.shell(listed), re.MULTILINE) == ["cp", "worker3"]
+    for line in labels:
+        walk.shell(line)
+    assert "worker3" in walk.labelled("wave", "4")
+    assert walk.labelled("wave", "5") == {"cp"}
+
+
+def test_back_undoes_the_strategy(tmp_path: Path) -> None:
+    walk = Walk(tmp_path)
+    (proposed,) = re.findall(r'`("updateStrategy":.*?)` to the patch', (ROOT / PAGE).read_text())
+    walk.shell(f"kubectl -n kube-system patch daemonset kube-proxy --type merge -p '{{\"spec\":{{{proposed}}}}}'")
+
+    def strategy() -> object:
+        return walk.cluster.objects["daemonsets"]["kube-proxy"]["spec"]["updateStrategy"]["rollingUpdate"]
+
+    assert strategy() == {"maxUnavailable": "10%"}
+    walk.type("strategy")
+    assert strategy() == {"maxUnavailable": 1}
+
+
 def test_a_small_cluster_has_waves_without_nodes(tmp_path: Path) -> None:
     walk = Walk(tmp_path)
     for name in walk.nodes - {"worker1", "worker2"}:
@@ -340,7 +385,7 @@ def test_a_small_cluster_has_waves_without_nodes(tmp_path: Path) -> None:
 
 def test_no_kube_proxy_ends_while_a_node_has_no_label(tmp_path: Path) -> None:
     walk = Walk(tmp_path)
-    *labels, patch, _ = typed("labels")
+    *labels, patch = typed("labels")
     for line in labels:
         walk.shell(line)
     walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy-")
@@ -348,8 +393,12 @@ def test_no_kube_proxy_ends_while_a_node_has_no_label(tmp_path: Path) -> None:
     assert walk.pods("kube-proxy") <= walk.nodes
     assert "hybrid-proxy.io/kube-proxy" not in str(walk.cluster.objects["daemonsets"]["kube-proxy"])
     walk.shell("kubectl label node worker7 hybrid-proxy.io/kube-proxy=yes")
-    walk.shell(f"""kubectl() {{ [ "$1" != get ] && command kubectl "$@"; }}; {patch}""", 1)  # the API does not answer
-    walk.shell(patch)
+    for verb in ("get", "patch"):  # the API does not answer; it refuses the patch
+        said = walk.shell(
+            f"""kubectl() {{ case "$*" in *{verb}*) false ;; *) command kubectl "$@" ;; esac; }}; {patch}""", 1
+        )
+        assert not said, "neither STOP nor a rollout"
+    assert "successfully rolled out" in walk.shell(patch)
 
 
 def test_a_wave_names_the_nodes_whose_kube_proxy_still_runs(tmp_path: Path) -> None:
@@ -360,7 +409,6 @@ def test_a_wave_names_the_nodes_whose_kube_proxy_still_runs(tmp_path: Path) -> N
     walk.shell(next(line for line in typed("back") if " patch " in line))
     walk.shell(next(line for line in typed("back") if " rollout status " in line))
     label, wait, check = typed("wave")
-    assert not walk.shell(check)
     walk.shell(label)
     walk.shell(wait)
     assert walk.shell(check) == "worker1\n"
@@ -390,20 +438,36 @@ def test_a_bundle_comes_out_of_a_pod(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", ["wave", "rollback"])
 def test_rollout_status_would_return_before_a_wave_is_done(block: str, tmp_path: Path) -> None:
-    """Why the page waits for a number: the walk sees a wait that ends too early."""
+    """Why the page waits for pods: the walk sees a wait that ends too early."""
     walk = Walk(tmp_path)
     for name in ("labels", "start", "wave"):
         walk.type(name)
+    wait, early = r"^sh deploy/monitoring/wait.sh \S+?=(\S+) .*", r"kubectl -n kube-system rollout status daemonset/\1"
     with pytest.raises(AssertionError, match="it does not wait"):
-        walk.type(block, 1 + (block == "wave"), lambda line: re.sub(r" wait (\S+) .*", r" rollout status \1", line))
+        walk.type(block, 1 + (block == "wave"), lambda line: re.sub(wait, early, line))
 
 
 def test_a_node_that_is_not_ready_holds_up_no_wave(tmp_path: Path) -> None:
+    """One of another wave, one that is not Ready, one that loses its kubelet meanwhile, and one that is removed."""
     walk = Walk(tmp_path)
     for name in ("labels", "start", "wave"):
         walk.type(name)
-    waves = ((name, node["metadata"]["labels"]) for name, node in sorted(walk.cluster.objects["nodes"].items()))
-    ill = next(name for name, labels in waves if labels["hybrid-proxy.io/wave"] == "2")
-    walk.cluster.objects["nodes"][ill]["status"] = {"conditions": [NOT_READY]}
-    walk.type("wave", 2)
-    walk.type("rollback", 2, lambda line: line if " wait " in line or " label " in line else "true")
+    nodes = walk.cluster.objects["nodes"]
+    other, (absent, lost, removed, *well) = min(walk.labelled("wave", "1")), sorted(walk.labelled("wave", "2"))
+    nodes[other]["status"] = nodes[absent]["status"] = {"conditions": [NOT_READY]}
+    walk.cluster.waiting = {f"hybrid-proxy-{each}" for each in (lost, removed)}
+    label, wait, check = (line.replace("wave=1", "wave=2") for line in typed("wave"))
+    walk.shell(label)
+    said = walk.shell(f"{wait} 3", 1).splitlines()
+    assert [line.split(" on: ")[1].split() for line in said[:-1]] == [sorted([lost, removed, *well]), [lost, removed]]
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(walk.shell, wait)
+        time.sleep(1.5)
+        assert not waiting.done()
+        nodes[lost]["status"] = {"conditions": [NOT_READY]}
+        walk.nodes.remove(removed)
+        with walk.cluster.lock:
+            del nodes[removed], walk.cluster.objects["pods"][f"hybrid-proxy-{removed}"]
+    assert removed in waiting.result()
+    walk.shell(check)
+    walk.type("rollback", 2, lambda line: line if " wait" in line or " label " in line or "wait.sh" in line else "true")
