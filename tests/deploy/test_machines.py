@@ -45,7 +45,7 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
     ssh = '[ "$3" = root@node-1 ] || exit 255\nshift 3; exec sh -c "$*"'
     tools = {"systemctl": "", "kubeadm": KUBECONFIG, "ssh": ssh}
     with Machine("node", tmp_path, cluster.url, tools) as node:
-        links = re.findall(r"^(?:mkdir -p /usr|ln -s /opt)/.*$", release.PAGE.read_text(), re.MULTILINE)
+        links = re.findall(r"^(?:mkdir -p /usr|ln -sf /opt)/.*$", release.PAGE.read_text(), re.MULTILINE)
         assert len(links) == 3
         node.run("\n".join(["mkdir -p /opt/hybrid-proxy/bin", *links]))
         node.run(lines("docs/operations.md", "service"))
