@@ -549,6 +549,12 @@ def test_the_unit_grants_what_the_daemonset_grants() -> None:
     assert granted == set(capabilities("ebpf"))
 
 
+def test_the_unit_comes_before_the_kubelet_and_waits_for_no_answer() -> None:
+    """On a control plane the kubelet starts the API server, so the agent must count as started without it."""
+    assert unit()["Before"] == ["kubelet.service"]
+    assert unit()["Type"] == ["exec"]
+
+
 def installed(folder: Path, *drop_ins: Path) -> str:
     """The unit with drop-ins, as systemd would find them, and with a program that is there."""
     if not shutil.which("systemd-analyze"):
