@@ -177,10 +177,9 @@ class Draining:
             left.flows = left.programmer.open_flows(left.table)
             if left.first is None:
                 left.first = left.flows
-                self._announce(
-                    "Draining",
-                    f"mode {name} drains: {described(left.flows, 'goes on until it is', 'go on until they are')} over",
-                )
+                text = described(left.flows, "goes on until it is over", "go on until they are over")
+                text = text if any(left.flows.values()) else "it has no flows"
+                self._announce("Draining", f"mode {name} drains: {text}")
             late = bool(self.timeout) and time.monotonic() - left.since >= self.timeout
             if late and any(left.flows.values()):
                 log.warning(

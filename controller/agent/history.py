@@ -28,6 +28,7 @@ from hybrid_proxy.controller.semantics.history import (
     Kind,
     change_of,
     change_of_node,
+    differences,
     folded,
     joined,
 )
@@ -94,8 +95,10 @@ class History:
         if now == before:  # a node may have hundreds of interfaces
             return
         changed = [name for name in sorted(now.keys() & before.keys()) if now[name] != before[name]]
-        worse = any(now[name] in WORSE for name in changed)
-        self._of_kernel([f"{name}: {before[name]} → {now[name]}" for name in changed], worse=worse)
+        whats = [
+            each for name in changed for each in differences(*(_each(name, those[name]) for those in (before, now)))
+        ]
+        self._of_kernel(whats, worse=any(now[name] in WORSE for name in changed) or any(one[0] == "-" for one in whats))
 
     def held(self, now: frozenset[str]) -> None:
         """Remember which of this node's addresses and routes, as commands that add them, went or came."""
@@ -203,6 +206,12 @@ class History:
         each = ([row for row in rows if (row.kind in COMMON) is common][-KEPT:] for common in (True, False))
         kept = sorted(chain.from_iterable(each), key=lambda row: row.last)
         write(self._path, _lines(kept)[-LARGEST // 2 :])
+
+
+def _each(name: str, value: str) -> dict[str, str]:
+    """A fact, or several where it is a list: routes by an interface."""
+    _, is_list, link = name.partition("routes by ")
+    return {f"route {host} by {link}": "" for host in value.split()} if is_list else {name: value}
 
 
 def _lines(rows: Iterable[ChangeRow]) -> bytes:

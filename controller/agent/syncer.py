@@ -209,7 +209,7 @@ class Syncer:
         Raises:
             Unsupported: with `first`, this machine cannot do what the table asks of this mode.
         """
-        start = self._clock()
+        start, before = self._clock(), self.builder.table
         if first:
             programmer.prewarm(*self.cluster.extent)
         with START.part("table"):
@@ -226,6 +226,8 @@ class Syncer:
             self._failed(programmer.name, error)
             return None
         self._programmed(start)
+        self._log.empty = {lack.service for lack in self.builder.lacks if lack.clients == "all"}
+        self._log.told |= {name for name in self._log.empty if not before.services.get(name.partition(":")[0])}
         if not first:
             self._log.add(result, self.sync_seconds, table.changed)
         return result
@@ -274,6 +276,8 @@ class _SyncLog:
     next_at: float = 0.0
     syncs: list[tuple[SyncResult, float]] = field(default_factory=list)
     services: dict[str, None] = field(default_factory=dict)  # that differ
+    empty: set[str] = field(default_factory=set)  # service ports without a backend
+    told: set[str] = field(default_factory=set)  # those that the log knows, or that were new
     known: frozenset[tuple[str, str]] = frozenset()  # conflicts that were logged: the service that lost, and a message
 
     def conflicts(self, found: Mapping[str, Iterable[str]]) -> None:
@@ -302,7 +306,11 @@ class _SyncLog:
             "%s changed, %d removed, in %.1f ms%s: %s", several(changed, "service port"), removed,
             1000 * sum(seconds for _, seconds in self.syncs), times, some(self.services),
         )  # fmt: skip
-        self.next_at = now + LOG_SECONDS
+        if lost := self.empty - self.told:
+            log.warning("without a backend: %s", some(sorted(lost)))
+        if over := self.told - self.empty:
+            log.info("no longer without a backend: %s", some(sorted(over)))
+        self.told, self.next_at = self.empty, now + LOG_SECONDS
         self.syncs.clear()
         self.services.clear()
 

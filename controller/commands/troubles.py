@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
+from textwrap import shorten
 from typing import Final, NamedTuple
 
 from hybrid_proxy.controller.commands.columns import Tone
@@ -13,7 +14,7 @@ from hybrid_proxy.controller.errors import LOGS
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
-from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, shortened, some
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, some
 
 NEARLY_FULL: Final = 0.9
 SEE_FAILURES: Final = frozenset({"ebpf", "userspace"})  # modes that know how connections to backends end
@@ -98,7 +99,7 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
         text = f"{several(len(empty), 'service')} without a backend: {some(empty)} (`{_ask_doctor(empty[0])}`)"
         found.append(_note("endpoints", [text], "empty-services")._replace(label=EMPTY, mark=EMPTY))
     if status.repairs:
-        details = [f"{clock(row.last)}, {row.count} x: {shortened(row.what)}" for row in status.repairs[-REPAIRS:]]
+        details = [f"{clock(row.last)}, {row.count} x: {shorten(row.what, 160)}" for row in status.repairs[-REPAIRS:]]
         found.append(_note("drift", details)._replace(label="repaired"))
     return found
 

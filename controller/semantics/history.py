@@ -19,6 +19,7 @@ NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
 ADDRESSES: Final = "its addresses and routes"  # of this node
 NOT_SERVED: Final = "not served now"
+LEFT_OUT: Final = "serving, but no new connections from here"  # by a policy, or because they end
 GONE: Final = " puts it back"  # after the command that adds what is gone
 
 Kind = Literal["agent", "endpoints", "service", "mode", "repair", "configuration", "ejection", "node", "source"]
@@ -69,10 +70,9 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def description(self) -> str:
         """Describes what happened."""
-        parts = [self.what] * bool(self.what) + [
-            f"{word}: {_counted(those)}" for word, those in (("ready", self.ready), ("no longer", self.gone)) if those
-        ]
-        return "; ".join(parts)
+        those = self.ready or self.gone
+        word = self.what or ("ready" if self.ready else "no longer")
+        return f"{word}: {_counted(those)}" if those else self.what
 
 
 def _counted(those: Mapping[str, int]) -> str:
@@ -131,13 +131,16 @@ def change_of(
         said = differences(_spec(old), _spec(new)) if old and new else []
         said = said or differences(_served(before), _served(after))
     rows = [row(what, "Service") for what in said]
-    was, now = _endpoints(before), _endpoints(after)
-    if was != now and by != ADDRESSES:  # an address that is not served any more had endpoints
+    (was, had), (now, has) = _endpoints(before), _endpoints(after)
+    if (was, had) != (now, has) and by != ADDRESSES:  # an address that is not served any more had endpoints
         rows += [row(what, "EndpointSlice") for what in _moved(before, after)]
-        rows += [row("", "EndpointSlice", gone=was - now)] * bool(was - now)
+        rows += [row("", "EndpointSlice", gone=had - has)] * bool(had - has)
+        rows += [row(LEFT_OUT, "EndpointSlice", gone=was & has - now)] * bool(was & has - now)
+        rows += [row(LEFT_OUT, "EndpointSlice", ready=has - had - now)] * bool(has - had - now)
         rows += [row("", "EndpointSlice", ready=now - was)] * bool(now - was)
     elif before and after and before != after and not rows:
-        rows = [row(what, "EndpointSlice") for what in _moved(before, after) or ["their ports or conditions"]]
+        said = _moved(before, after) or differences(_conditions(before), _conditions(after))
+        rows = [row(what, "EndpointSlice") for what in said or ["conditions of its endpoints changed"]]
     return [*rows, row(NOT_SERVED, "Service")] if before and not after else rows
 
 
@@ -179,8 +182,18 @@ def _each(kind: str, those: Iterable[object]) -> dict[str, str]:
     return {f"{kind} {each}": "" for each in those}
 
 
-def _endpoints(entries: tuple[Entry, ...]) -> set[str]:
-    return {each.address for entry in entries for those in entry.backend_sets for each in those.backends}
+def _endpoints(entries: tuple[Entry, ...]) -> tuple[set[str], set[str]]:
+    """Those that get new connections, and with them those that serve the ones that they have."""
+    used = {each.address for entry in entries for those in entry.backend_sets for each in those.backends}
+    return used, used | {each.address for entry in entries for each in entry.serving}
+
+
+def _conditions(entries: tuple[Entry, ...]) -> dict[str, str]:
+    """What a table says of each endpoint, by name."""
+    return {
+        f"{each.address} of {entry.name}": f"port {each.port}, on {'this' if each.local else 'another'} node"
+        for entry in entries for each in entry.serving
+    }  # fmt: skip
 
 
 def _moved(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> list[str]:

@@ -103,7 +103,7 @@ class Interface(msgspec.Struct, frozen=True):
     def facts(self) -> dict[str, str]:
         """Returns the facts that may change while it stays: of pods' links, also to which addresses they lead."""
         found = {f"link {self.name}": "up" if self.up else "down", f"MTU of {self.name}": str(self.mtu)}
-        return found | ({f"routes by {self.name}": ", ".join(self.hosts) or "none"} if self.peer_elsewhere else {})
+        return found | ({f"routes by {self.name}": " ".join(self.hosts)} if self.peer_elsewhere else {})
 
 
 class Hop(msgspec.Struct, frozen=True):

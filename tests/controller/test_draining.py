@@ -115,6 +115,13 @@ def test_it_ends_once_with_its_last_flow_or_its_time(
     assert ("1 UDP flow ends" in note) == cut
 
 
+def test_a_mode_without_flows_is_said_to_have_none(modes: Draining, left: Mode, told: list[tuple[str, str]]) -> None:
+    left.flows = {"TCP": 0}
+    modes.start("left", TABLE)
+    until(lambda: told, "its begin is reported")
+    assert told[0] == ("Draining", "mode left drains: it has no flows")
+
+
 def test_since_when_it_drains_does_not_change_with_the_next_switch(modes: Draining, left: Mode) -> None:
     modes.start("left", TABLE)
     until(lambda: modes.rows()[0].seconds >= 0.3, "time passes")

@@ -20,6 +20,7 @@ from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.history import (
     ADDRESSES,
     FLAPS,
+    LEFT_OUT,
     NAMED,
     NOT_SERVED,
     ChangeRow,
@@ -45,6 +46,7 @@ from hybrid_proxy.dataplane.table import (
 NAME, NOW = "shop/web", 1_800_000_000.0
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 FLUSHES = 3 * LARGEST // 20_000
+HERE, THERE = (f"port 8080, on {node} node" for node in ("this", "another"))
 NODE_PORT = Frontend(Kind.NODE_PORT, None, 30080, 0, 0)
 
 
@@ -56,6 +58,11 @@ def entries(
     return (
         Entry(f"{name}:http", 4, Protocol.TCP, (front, *fronts), (BackendSet(those),), those, **fields),  # type: ignore[arg-type]
     )
+
+
+def moved(*, local: bool) -> tuple[Entry, ...]:
+    """An endpoint of a Service whose policy is Local, on this node or another one."""
+    return (replace(entries(*[A] * local)[0], serving=(Backend(A, 8080, local=local),)),)
 
 
 # fmt: off
@@ -71,7 +78,14 @@ DIFFERENCES = [
     pytest.param(entries(A), entries(A, algorithm="maglev"),
                  [("service", 1, "algorithm: random → maglev")], id="the default algorithm"),
     pytest.param(entries(A), entries(A, present=((A, 8080),)),
-                 [("endpoints", 1, "their ports or conditions")], id="rest"),
+                 [("endpoints", 1, "conditions of its endpoints changed")], id="rest"),
+    pytest.param(moved(local=True), moved(local=False),
+                 [("endpoints", 1, f"{LEFT_OUT}: {A}")], id="left out by a policy, on another node"),
+    pytest.param((), moved(local=False),
+                 [("service", 1, "came"), ("endpoints", 1, f"{LEFT_OUT}: {A}")], id="new there"),
+    pytest.param(moved(local=False), entries(), [("endpoints", 1, f"no longer: {A}")], id="gone there"),
+    pytest.param(entries(A), (replace(entries(A)[0], serving=(Backend(A, 8080, local=True),)),),
+                 [("endpoints", 1, f"{A} of {NAME}:http: {THERE} → {HERE}")], id="moved"),
     pytest.param(entries(A, B), entries(A, B, port=8081),
                  [("endpoints", 1, "targetPort 8080 → 8081")], id="another port"),
     pytest.param(entries(A), entries(B, port=8081),
@@ -209,6 +223,19 @@ def test_facts_of_the_node_that_changed_are_told_and_those_that_come_or_go_are_n
         ("INFO", "MTU of eth0: 1500 → 1400"),
         ("INFO", "table of conntrack: full → has room"),
     ]
+
+
+def test_routes_of_pods_are_compared_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    history = History(tmp_path / "changes")
+    for hosts in ("10.0.0.1 fd00::1", "fd00::1", "10.0.0.1 fd00::1"):
+        history.facts("node", {"routes by veth2": hosts})
+    history.flush()
+    lines = ["- route 10.0.0.1 by veth2", "+ route 10.0.0.1 by veth2"]
+    assert [row.text for row in read_changes(tmp_path / "changes")] == lines
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == list(
+        zip(("WARNING", "INFO"), lines, strict=True)
+    )
 
 
 def test_addresses_that_went_and_came_are_told_each_and_the_log_has_a_line_for_many(

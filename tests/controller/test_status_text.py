@@ -11,6 +11,7 @@ import pytest
 from hybrid_proxy.controller.commands.columns import Screen
 from hybrid_proxy.controller.commands.status import Verdict, lines, lines_without_agent, verdict
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
+from hybrid_proxy.controller.semantics.history import ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
@@ -166,6 +167,11 @@ def test_wide_adds_the_maps_and_pins() -> None:
     shown = text(WELL, wide=True)
     assert shown == (SCREENS / "status-wide.txt").read_text()
     assert shown.startswith(text(WELL))
+
+
+def test_a_long_repair_ends_with_a_whole_word() -> None:
+    row = ChangeRow(first=NOW, last=NOW, kind="repair", what=f"{'x' * 150} unallocated")
+    assert f"{'x' * 150} [...]" in "\n".join(lines(msgspec.structs.replace(WELL, repairs=[row]), Screen(), NOW))
 
 
 def test_flows_that_were_not_counted_yet_are_not_none() -> None:

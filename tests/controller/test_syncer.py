@@ -260,6 +260,24 @@ def _logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:
     return [record.args for record in caplog.records if record.args]  # type: ignore[misc]
 
 
+def test_the_log_warns_of_a_service_that_lost_its_last_backend(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hybrid_proxy.controller.agent.syncer")
+    world.change()
+    world.sync(first=True)
+    for ends in ((), ("10.1.0.1",), (), ("10.1.0.1",)):
+        ports = (EndpointPort("http", Protocol.TCP, 80),)
+        slices = EndpointSlice("d", "web-1-a", "d/web-1", 4, ports, tuple(Endpoint(end) for end in ends))
+        world.syncer.observe(Upserted(slices))
+        world.now += 1.0
+        world.sync()
+    assert [
+        (record.levelname, record.getMessage()) for record in caplog.records if "without" in record.getMessage()
+    ] == [
+        ("INFO", "no longer without a backend: d/web-1:http"), ("WARNING", "without a backend: d/web-1:http"),
+        ("INFO", "no longer without a backend: d/web-1:http"),
+    ]  # fmt: skip
+
+
 def test_a_service_that_moved_is_ceded_when_a_kube_proxy_has_had_time_to_serve_it() -> None:
     world = World()
     world.syncer.cluster = Cluster("me", ("Service", "Node"), shares=True)

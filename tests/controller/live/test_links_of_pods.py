@@ -73,13 +73,14 @@ def test_changes_have_a_route_to_a_pod_that_is_gone(agent: Agent) -> None:
     route = [f"{pod.address4}/32", "dev", pod.interface]
     time.sleep(2)  # it is remembered as it is
     ip(lab, "route", "del", *route)
-    both, one = f"{pod.address4}, {pod.address6}", pod.address6
+    route_of = f"route {pod.address4} by {pod.interface}"
     try:
-        until(lambda: f"routes by {pod.interface}: {both} → {one}" in remembered(agent), "it is written down")
+        until(lambda: f"- {route_of}" in remembered(agent), "it is written down")
     finally:
         ip(lab, "route", "add", *route)
-    until(lambda: f"routes by {pod.interface}: {one} → {both}" in remembered(agent), "so is that it is back")
-    assert f" I routes by {pod.interface}: {one} → {both}\n" in agent.log.read_text()
+    until(lambda: f"+ {route_of}" in remembered(agent), "so is that it is back")
+    assert f" W - {route_of}\n" in agent.log.read_text()
+    assert f" I + {route_of}\n" in agent.log.read_text()
 
 
 def test_changes_say_what_is_gone_and_then_what_puts_it_back(agent: Agent) -> None:
