@@ -1218,8 +1218,19 @@ def test_a_node_with_a_failing_backend_is_not_well(clinic: Clinic) -> None:
     assert first.startswith("✗"), first
 
 
+@only_in("nftables", "iptables")
+def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clinic) -> None:
+    recovered(clinic)
+    with clinic.rules("node", REDIRECTING.replace(" counter", "")):
+        code, found = clinic.doctor(NAME)
+    bad = [each for each in found.findings if each.mark != "ok"]
+    assert (code, found.cause, found.certain, len(bad)) == (1, "foreign-nat", False, 1), found
+    assert "192.0.2.9" in found.verdict, found
+
+
 @only_in("ebpf", "userspace")
 def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clinic: Clinic) -> None:
+    recovered(clinic)
     clinic.put("pod1")
     with clinic.rules("pod1", DEAF.replace("drop", "reject with tcp reset")):
 

@@ -490,6 +490,21 @@ def test_what_failed_before_and_answers_doctor_is_no_problem(plane: dict[str, ob
         assert (found.well, found.verdict.startswith(text)) == (well, well), found
 
 
+def test_nat_without_a_counter_that_takes_what_fails_is_likely_once() -> None:
+    rules = [
+        msgspec.structs.replace(rule(hook, "ip daddr 10.96.0.1 tcp dport 80 dnat to 192.0.2.9"), away=True)
+        for hook in ("prerouting", "output")
+    ]
+    node = msgspec.structs.replace(WELL, taken=tuple(("shop/web", "10.96.0.1", each) for each in rules))
+    cause, certain, findings = service(
+        facts(tried(A), tried(B), tried(VIP, "silent", "silent"), rules=tuple(rules)), node
+    )
+    (told,) = (each for each in findings if each.mark != "ok")
+    assert (cause, certain, told.text.count("dnat to")) == ("foreign-nat", False, 1), findings
+    cause, _, findings = service(facts(*GOOD, rules=tuple(rules)), node)
+    assert (cause, [each.mark for each in findings if each.subject == "NAT"]) == ("", ["unknown"] * 2)
+
+
 @pytest.mark.parametrize(
     ("outcome", "state", "mark"),
     [

@@ -264,6 +264,8 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
         text = f"another program's NAT sends packets to {address} ({service}) elsewhere"
         if facts is None:
             yield _counted("NAT", text, rule, rule.packets, NO_NAT)
+        elif rule.packets is None and any(_is_about(rule, each) for each in _failing(facts.tried)):
+            continue  # the finding about what fails names it
         elif belongs(facts.name, service):
             own = msgspec.structs.replace(rule, packets=None)
             yield _counted("NAT", text, rule, facts.counted.get(own, rule.packets and 0), NO_NAT, "problem")
@@ -827,7 +829,8 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
         if rule.pod and not any(each <= {*rule.pod} for each in (sources, hosts)):
             return False
         named = known.intersection(_ADDRESS.findall(rule.text))
-        if rule.away and (not named & hosts or any(each.via == "service" for each in failed)):  # see `_away`
+        own = rule in facts.counted and any(each.via == "service" for each in failed)  # see `_away`
+        if rule.away and (own or not named & hosts):
             return False
         hooked = (OWN if rule.pod and failed else common).intersection(rule.hooks)
         return bool(hooked) and (not named or bool(named & ends))

@@ -139,9 +139,9 @@ _COLUMNS: Final[tuple[Column[Finding], ...]] = (
 # The command line
 
 _DOCTOR: Final = """
-Without arguments the command looks at the node. With a service or a packet, it goes the packet's way: the object, the
-service table, the kernel, a real connection to each backend (from the node, and from a pod of it), drops. It changes
-nothing, and takes some seconds at most. It also works without an agent.
+Without arguments the command looks at the node, and tries backends that fail. With a service or a packet, it goes the
+packet's way: the object, the service table, the kernel, a real connection to each backend (from the node, and from a
+pod of it), drops. It changes nothing, and takes some seconds at most. It also works without an agent.
 
 Connections are those of a client: a TCP connection, then one request where the port's name or number tells the
 protocol (http, https, grpc, dns and so on). They are closed at once. Those to the

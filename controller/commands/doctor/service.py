@@ -60,23 +60,22 @@ def at_namespace(args: argparse.Namespace, node: Node) -> list[ServiceFacts]:
     names = [row.name for row in node.rows if row.name]
     asked = checked(Asked(None, args.namespace), names)
     services = sorted({name.partition(":")[0] for name in names if asked.has(name)})
-    return _with_connections(args, _named(args, services, node), node)
+    return _with_connections(args, [_objects(_about(args, service), None, node) for service in services], node)
 
 
 def try_failing(args: argparse.Namespace, plane: Status, node: Node) -> tuple[Tried, ...]:
     """Connect to the backends that fail by what the agent knows, past their services: that may eject nobody."""
     rows = [*plane.failing_backends, *(plane.ebpf.ejections if plane.ebpf else ())]
     names = sorted({*plane.failing, *(row.service for row in rows if not row.ejected)})
-    asked = [
-        msgspec.structs.replace(facts, ports=tuple(msgspec.structs.replace(port, frontends=()) for port in facts.ports))
-        for facts in _named(args, names, node)
-    ]
+    asked = []
+    for facts in (_objects(_about(args, name), None, node) for name in names):
+        ports = tuple(msgspec.structs.replace(port, frontends=()) for port in facts.ports)
+        asked.append(msgspec.structs.replace(facts, ports=ports))
     return tuple(each for facts in _with_connections(args, asked, node) for each in facts.tried) if asked else ()
 
 
-def _named(args: argparse.Namespace, services: Iterable[str], node: Node) -> list[ServiceFacts]:
-    each = [argparse.Namespace(**{**vars(args), "service": service}) for service in services]
-    return [_objects(one, None, node) for one in each]
+def _about(args: argparse.Namespace, service: str) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(args), "service": service})
 
 
 def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts], node: Node) -> list[ServiceFacts]:
