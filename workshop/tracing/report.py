@@ -134,23 +134,23 @@ def _follow(answer: Row, on: Screen) -> Iterator[str]:
     if not points:
         yield "no such packet passed"
         return
-    first = points[0]
-    yield f"{first['source']} -> {first['destination']}, {first['service']}"
-    packet, ends = 0, ""
+    yield "{source} -> {destination}, {service}".format(**points[0])
+    packet, ends, began = 0, "", []
     for row in points:
+        at = [row["point"], row["where"], row["interface"]]
         if row["packet"] != packet:
-            packet, ends = row["packet"], ""
+            packet, ends, began = row["packet"], "", at
             flags = f", {row['flags']}" if row["flags"] else ""
             title = f"packet {packet}: {row['direction']}{flags}, {row['bytes']} bytes"
             yield painted(title, Tone.HEAD, on)
+        elif at == began:
+            yield painted(f"packet {packet}, sent again", Tone.HEAD, on)
         now = f"{row['source']} -> {row['destination']}"
-        where = f"{row['where']} {row['interface'] or ''}".strip()
+        where = " ".join(filter(None, at[1:]))
         more = [_why(row), f"in {row['function']}"] if "reason" in row else []
         text = f"  {row['us']:>10.1f} us {'+' + format(row['step_us'], '.1f'):>8}  {row['point']:<28} {where:<24}"
         more += [now] * (now != ends)
         whole = " ".join((text, *more)).rstrip()
-        if on.width is None or len(whole) <= on.width:
-            yield whole
-        else:
-            yield from (text.rstrip(), *(f"{'':25}{part}" for part in more))
+        fits = on.width is None or len(whole) <= on.width
+        yield from (whole,) if fits else (text.rstrip(), *(f"{'':25}{part}" for part in more))
         ends = now

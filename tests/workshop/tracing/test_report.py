@@ -92,3 +92,10 @@ def test_no_name_and_no_address_is_cut(view: str, width: int | None) -> None:
 
 def test_a_terminal_with_colours_shows_titles_in_bold() -> None:
     assert "\x1b[1mpacket 1: request, SYN, 74 bytes\x1b[0m" in list(lines(ANSWERS["follow"], Screen(80, colours=True)))
+
+
+def test_a_packet_that_is_sent_again_is_marked() -> None:
+    ways = [("sent", FRONTEND), ("received", BACKEND)]
+    points = [point(1, float(at), name, CLIENT, end) for at in (0, 1000) for name, end in ways]
+    shown = list(lines(answer("follow", points=points), Screen()))
+    assert [number for number, line in enumerate(shown) if line == "packet 1, sent again"] == [4]
