@@ -231,13 +231,14 @@ def flow_rows(
         began = way[0].ns if began is None else began
         before = way[0].ns
         for event in way:
+            at = event.netns or next((pod for pod, those in places.pods.items() if _addresses(event)[1] in those), 0)
             row: Row = {
                 "packet": number,
                 "us": (event.ns - began) / 1000,
                 "step_us": (event.ns - before) / 1000,
                 "direction": DIRECTIONS[event.way],
                 "point": LABELS[event.point],
-                "where": places.named(event.netns, *_addresses(event)) or "another namespace",
+                "where": places.named(at, *_addresses(event)) or "another namespace",
                 "interface": event.device or None,
                 "source": event.source,
                 "destination": event.destination,
@@ -246,9 +247,8 @@ def flow_rows(
                 "bytes": event.length,
             }
             if event.point == DROP:
-                reason, location = event.more >> 48, event.more & 0xFFFFFFFFFFFF
-                row["reason"] = why.get(reason, UNREPORTED)
-                row["function"] = place.get(location, "?")
+                row["reason"] = why.get(event.more >> 48, UNREPORTED)
+                row["function"] = place.get(event.more & 0xFFFFFFFFFFFF, "?")
             rows.append(row)
             before = event.ns
     return rows

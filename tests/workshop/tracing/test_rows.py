@@ -108,6 +108,12 @@ def test_a_drop_has_its_reason_and_function() -> None:
     assert points[0]["flags"] == "SYN"
 
 
+def test_a_socket_without_a_namespace_is_that_of_the_pod_with_the_destination() -> None:
+    ends = {"10.77.1.11:8080": "pod 10.77.1.11", "192.0.2.7:80": "another namespace"}
+    ways = [[event(1000, 1, SOCKET, 0, ("192.0.2.1:1", end))] for end in ends]
+    assert [row["where"] for row in rows.flow_rows(ways, NODE, ["a/b"], {}, {})] == list(ends.values())
+
+
 @pytest.mark.parametrize(
     ("netns", "seen", "name"),
     [
