@@ -1179,24 +1179,6 @@ def test_doctor_names_the_incident(
 
 
 @only_in("ebpf")
-def test_a_mode_that_drained_before_is_no_other_proxy_to_a_new_agent(clinic: Clinic, mode: str) -> None:
-    """An agent without a table has not taken it over yet: who follows advice to remove it removes what serves."""
-    other = "iptables" if mode == "nftables" else "nftables"
-    with clinic.lab.socket("pod4") as client:
-        client.settimeout(bound(5))
-        client.connect((ADDRESSES[NAME], 80))
-        assert clinic.agent.command("switch", other).returncode == 0
-        try:
-            with no_api(clinic):
-                clinic.agent.kill()
-                clinic.begin(other)
-                code, found = clinic.doctor()
-        finally:
-            assert clinic.agent.command("switch", mode).returncode == 0
-    assert (code, found.cause) == (1, "api-unreachable"), found
-    assert "other-proxy" not in {each.cause for each in found.findings}, found
-
-
 def test_a_node_with_a_failing_backend_is_not_well(clinic: Clinic) -> None:
     recovered(clinic)
     end = f"{clinic.lab['pod1'].address4}:{HTTP}"
@@ -1487,3 +1469,22 @@ def test_a_node_that_blocks_a_backend_for_pods_and_for_itself(clinic: Clinic, co
     said = " ".join(each.text for each in found.findings if each.cause == "firewall")
     assert f"{likely}drops packets in FORWARD" in said
     assert f"{likely}drops packets in OUTPUT" in said
+
+
+@only_in("ebpf")
+def test_a_mode_that_drained_before_is_no_other_proxy_to_a_new_agent(clinic: Clinic, mode: str) -> None:
+    """An agent without a table has not taken it over yet: who follows advice to remove it removes what serves."""
+    other = "iptables" if mode == "nftables" else "nftables"
+    with clinic.lab.socket("pod4") as client:
+        client.settimeout(bound(5))
+        client.connect((ADDRESSES[NAME], 80))
+        assert clinic.agent.command("switch", other).returncode == 0
+        try:
+            with no_api(clinic):
+                clinic.agent.kill()
+                clinic.begin(other)
+                code, found = clinic.doctor()
+        finally:
+            assert clinic.agent.command("switch", mode).returncode == 0
+    assert (code, found.cause) == (1, "api-unreachable"), found
+    assert "other-proxy" not in {each.cause for each in found.findings}, found
