@@ -56,7 +56,7 @@ class _Version(argparse.Action):
 
 def entries() -> dict[str, Entry]:
     """All commands by name, group by group as in `--help`."""
-    known = {entry.name: entry for registry in registries() for entry in registry.entries}
+    known = {one.name: one._replace(where=f"{r.package}.{one.where}") for r in registries() for one in r.entries}
     groups = list(dict.fromkeys(entry.group for entry in known.values()))
     return dict(sorted(known.items(), key=lambda item: groups.index(item[1].group)))
 

@@ -6,8 +6,6 @@ from typing import Final
 
 from hybrid_proxy.controller.commands.command import ASK, LOOK, OTHER, Entry, Registry
 
-HERE: Final = "hybrid_proxy.workshop"
-
 
 def _pod_address(pod: str, family: int) -> str:
     """The address of a pod of the lab around this process, or of the only one that is up."""
@@ -17,16 +15,17 @@ def _pod_address(pod: str, family: int) -> str:
 
 
 REGISTRY: Final = Registry(
+    "hybrid_proxy.workshop",
     (
-        Entry("top", "services, backends and drops, live in this terminal", f"{HERE}.top.arguments:TOP", LOOK),
-        Entry("trace", "what happens to packets while they pass", f"{HERE}.tracing.arguments:TRACE", ASK),
+        Entry("top", "services, backends and drops, live in this terminal", "top.arguments:TOP", LOOK),
+        Entry("trace", "what happens to packets while they pass", "tracing.arguments:TRACE", ASK),
         Entry(
             "compare",
             "benchmark the modes against each other and a no-proxy baseline",
-            f"{HERE}.compare.arguments:COMPARE",
+            "compare.arguments:COMPARE",
             OTHER,
         ),
-        Entry("lab", "a node, pods and a client as network namespaces", f"{HERE}.lab.arguments:LAB", OTHER),
+        Entry("lab", "a node, pods and a client as network namespaces", "lab.arguments:LAB", OTHER),
     ),
     _pod_address,
 )

@@ -42,7 +42,7 @@ class Command(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A row of the registry: a command's name, one line about it, `module:NAME` of its `Command`, and its group."""
+    """A row of the registry: a command's name, a line about it, `module:NAME` of its `Command`, and its group."""
 
     name: str
     help: str
@@ -58,6 +58,7 @@ class Entry(NamedTuple):
 class Registry(NamedTuple):
     """Commands that a package adds to the command line. An entry of a later package replaces one with the same name."""
 
+    package: str  # where their modules are
     entries: Sequence[Entry]
     pod_address: PodAddress | None = None  # resolves `--from pod/NAME`
 
