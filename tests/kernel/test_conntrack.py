@@ -135,7 +135,7 @@ class TestStale:
     def test_nobody_serves_so_all_go(self, after):
         rules(OLD)
         all_ways()
-        assert went(after, ["a/dns"], table(OLD)) == 4
+        assert went(after, ["a/dns"], table(OLD)) == 4, destinations()
         assert [row[2] for row in destinations()] == [9, 9]
 
     @pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.SCTP])
