@@ -61,7 +61,8 @@ DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp d
 ENDPOINT_TAKEN = "ip daddr 10.77.1.12 tcp dport 8080 counter dnat to 192.0.2.9"
 NO_ANSWERS = DEAF.replace("dport", "sport")
 UNREAD = DEAF.replace(" drop", " ct state new drop")  # for doctor, which understands addresses and ports alone
-LOSSY = DEAF.replace("drop", "numgen inc mod 2 0 drop")
+# Of SYNs alone: what else passes in between would decide which of them are lost.
+LOSSY = DEAF.replace("drop", "tcp flags syn numgen inc mod 2 0 drop")
 MUTE = DEAF.replace("input", "output").replace(" drop", " counter drop")
 GUARDING = "table inet somebody {{ chain c {{ type filter hook output priority 0 ; tcp dport 8080 {} ; }} ; }}"
 FIRST, MANY = "shop/a", "shop/many"
@@ -826,7 +827,7 @@ INCIDENTS = [
         advised=f"ip address del {ADDRESSES[NAME]}/32 dev lo",
         own=True,
     ),
-    Incident("a pod loses every other packet", rules("pod1", LOSSY), (NAME,), "lossy", said="SYNs"),
+    Incident("a pod loses every other SYN", rules("pod1", LOSSY), (NAME,), "lossy", said="SYNs"),
     Incident(
         "the firewall drops before the route, uncounted",
         firewall(AT_HOOK.format("prerouting", "")),
