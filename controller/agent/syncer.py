@@ -35,6 +35,7 @@ from hybrid_proxy.controller.kubernetes.model import (
 )
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.entries import Settings
+from hybrid_proxy.controller.semantics.lacks import lacks
 from hybrid_proxy.controller.semantics.node import NO_ROUTES, Routes
 from hybrid_proxy.controller.semantics.tables import Builder
 from hybrid_proxy.controller.serving.counters import Counters
@@ -42,11 +43,12 @@ from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import SyncError, Unsupported
 from hybrid_proxy.dataplane.mode import SyncResult
 from hybrid_proxy.dataplane.reports import several, some
+from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
 if TYPE_CHECKING:
     from hybrid_proxy.dataplane.mode import Programmer
-    from hybrid_proxy.dataplane.table import Remembered, ServiceTable
+    from hybrid_proxy.dataplane.table import Remembered
 
 log = logging.getLogger(__name__)
 
@@ -215,6 +217,7 @@ class Syncer:
         with START.part("table"):
             table = self.builder.build(self.cluster, *self._surroundings)
         self._log.conflicts(self.builder.conflicts)
+        self._log.compare(before, table)
         if first and self.state is not State.RETRYING:  # to serve matters more than to remember
             table = msgspec.structs.replace(table, clients=tuple(clients(table)))
         try:
@@ -226,8 +229,6 @@ class Syncer:
             self._failed(programmer.name, error)
             return None
         self._programmed(start)
-        self._log.empty = {lack.service for lack in self.builder.lacks if lack.clients == "all"}
-        self._log.told |= {name for name in self._log.empty if not before.services.get(name.partition(":")[0])}
         if not first:
             self._log.add(result, self.sync_seconds, table.changed)
         return result
@@ -276,8 +277,8 @@ class _SyncLog:
     next_at: float = 0.0
     syncs: list[tuple[SyncResult, float]] = field(default_factory=list)
     services: dict[str, None] = field(default_factory=dict)  # that differ
-    empty: set[str] = field(default_factory=set)  # service ports without a backend
-    told: set[str] = field(default_factory=set)  # those that the log knows, or that were new
+    before: dict[str, tuple[Entry, ...]] = field(default_factory=dict)  # what differs, as the log knows it; (): is new
+    table: ServiceTable = EMPTY
     known: frozenset[tuple[str, str]] = frozenset()  # conflicts that were logged: the service that lost, and a message
 
     def conflicts(self, found: Mapping[str, Iterable[str]]) -> None:
@@ -288,6 +289,13 @@ class _SyncLog:
         for conflict in sorted(self.known - claimed):
             log.info("conflict is over: %s: %s", *conflict)
         self.known = claimed
+
+    def compare(self, before: ServiceTable, table: ServiceTable) -> None:
+        """Keep the former state of what differs; nothing is reported of the first table."""
+        if before is not EMPTY:
+            for name in table.changed:
+                self.before.setdefault(name, before.services.get(name, ()))
+        self.table = table
 
     def add(self, result: SyncResult, seconds: float, services: Iterable[str]) -> None:
         """Count one sync; if it changed nothing, it counts as none."""
@@ -306,13 +314,21 @@ class _SyncLog:
             "%s changed, %d removed, in %.1f ms%s: %s", several(changed, "service port"), removed,
             1000 * sum(seconds for _, seconds in self.syncs), times, some(self.services),
         )  # fmt: skip
-        if lost := self.empty - self.told:
+        former = _empty(self.before.values())
+        empty = _empty(self.table.services.get(name) for name, entries in self.before.items() if entries)
+        if lost := empty - former:
             log.warning("without a backend: %s", some(sorted(lost)))
-        if over := self.told - self.empty:
+        if over := former - empty:
             log.info("no longer without a backend: %s", some(sorted(over)))
-        self.told, self.next_at = self.empty, now + LOG_SECONDS
+        self.next_at = now + LOG_SECONDS
+        self.before.clear()
         self.syncs.clear()
         self.services.clear()
+
+
+def _empty(services: Iterable[Iterable[Entry] | None]) -> set[str]:
+    """Service ports without a backend, whoever the client is."""
+    return {lack.service for entries in services for lack in lacks(entries or ()) if lack.clients == "all"}
 
 
 def _family_of(event: Event) -> int | None:

@@ -278,6 +278,18 @@ def test_the_log_warns_of_a_service_that_lost_its_last_backend(world: World, cap
     ]  # fmt: skip
 
 
+def test_the_log_does_not_warn_of_a_new_service_without_endpoints(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hybrid_proxy.controller.agent.syncer")
+    world.change(1)
+    world.sync(first=True)
+    world.change(2)
+    world.now += 1.0
+    world.sync()
+    assert [record.getMessage() for record in caplog.records if "without" in record.getMessage()] == []
+
+
 def test_a_service_that_moved_is_ceded_when_a_kube_proxy_has_had_time_to_serve_it() -> None:
     world = World()
     world.syncer.cluster = Cluster("me", ("Service", "Node"), shares=True)
