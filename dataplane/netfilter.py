@@ -296,8 +296,12 @@ class TranslatingMode(NetfilterMode):
         due = [one for one in self._challenged if one[0] <= now]
         self._challenged = [one for one in self._challenged if one[0] > now]
         self._challenged += [(now + 2 * s, 2 * s, ends) for _, s, ends in due if s < CHALLENGE_MOST_SECONDS]
-        with contextlib.suppress(OSError):
-            _challenge(end for _, _, ends in due for end in ends)
+        again = {end for _, _, ends in due for end in ends}
+        with contextlib.suppress(DataplaneError, OSError):
+            # The backend may have an ended connection from the port that masquerading chose, and answers that by no
+            # reset (RFC 9293, 3.10.7.8: TIME-WAIT). The next reply gets another port.
+            conntrack.forget_resumed(again)
+            _challenge(again)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
         """Count open flows, and those of the node's sockets to backends that would lose a port given by conntrack."""

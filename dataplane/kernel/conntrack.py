@@ -56,7 +56,8 @@ CTA_PROTO_NUM, CTA_PROTO_SRC_PORT, CTA_PROTO_DST_PORT = 1, 2, 3
 CTA_FILTER_ORIG_FLAGS: Final = 1
 FILTER_PROTO_NUM: Final = 1 << 3  # CTA_FILTER_F_CTA_PROTO_NUM, net/netfilter/nf_internals.h (Linux 5.8)
 PROTOINFO_KINDS: Final = {socket.IPPROTO_TCP: 1, socket.IPPROTO_SCTP: 3}
-PROTOINFO_STATE: Final = 1
+PROTOINFO_STATE, PROTOINFO_TCP_FLAGS = 1, 4  # the latter: of the original direction
+TCP_BE_LIBERAL: Final = 1 << 3  # linux/netfilter/nf_conntrack_tcp.h
 IPS_SEEN_REPLY, IPS_ASSURED, IPS_SRC_NAT, IPS_DST_NAT, IPS_OFFLOAD = 1 << 1, 1 << 2, 1 << 4, 1 << 5, 1 << 14
 NOT_ASSURED, MASQUERADED = (0, IPS_ASSURED), (IPS_SRC_NAT, IPS_SRC_NAT)  # value and mask of a status: `dump`
 NOT_ANSWERED: Final = (0, IPS_SEEN_REPLY)
@@ -271,6 +272,25 @@ def forget_connections(services: Mapping[Key, str | None], at: Collection[Place]
     return [_key(family, entry) for family, entry in found]
 
 
+def forget_resumed(keys: Collection[FlowKey]) -> None:
+    """Delete the entries of these TCP connections that another segment than a SYN began, and that are not over.
+
+    Raises:
+        OSError, NetlinkFailed: conntrack cannot be read or written.
+    """
+    for family in {key.family for key in keys}:
+        delete(
+            family,
+            [
+                entry.body
+                for entry in dump(family, Protocol.TCP)
+                if _key(family, entry) in keys
+                and _state(entry) != "closed"
+                and _protocol_info(entry.protocol, fields(entry)).get(PROTOINFO_TCP_FLAGS, b"\0")[0] & TCP_BE_LIBERAL
+            ],
+        )
+
+
 class FlowKey(NamedTuple):
     """A client's side of a flow; addresses and ports are in network order."""
 
@@ -461,8 +481,12 @@ def stage_of(protocol: int, known: Mapping[int, bytes]) -> int:
     """
     if protocol == socket.IPPROTO_TCP and CTA_PROTOINFO not in known:
         return TCP_ESTABLISHED if int.from_bytes(known.get(CTA_STATUS, b""), "big") & IPS_OFFLOAD else 0
+    return _protocol_info(protocol, known).get(PROTOINFO_STATE, b"\0")[0]
+
+
+def _protocol_info(protocol: int, known: Mapping[int, bytes]) -> dict[int, bytes]:
     info = dict(attributes(known.get(CTA_PROTOINFO, b"")))
-    return dict(attributes(info.get(PROTOINFO_KINDS[protocol], b""))).get(PROTOINFO_STATE, b"\0")[0]
+    return dict(attributes(info.get(PROTOINFO_KINDS[protocol], b"")))
 
 
 def fields(entry: Entry) -> dict[int, bytes]:

@@ -304,9 +304,10 @@ def said(bench: Bench, *arguments: str, code: int = 0) -> Any:
 
 
 @contextmanager
-def rule(lab: Lab, text: str, place: str = "node", hook: str = "forward") -> Iterator[None]:
-    """A firewall with that rule at a hook of this place."""
+def rule(lab: Lab, text: str, place: str = "node", hook: str = "forward", tried: str = "") -> Iterator[None]:
+    """A firewall with that rule at a hook of this place, and with a set `tried`, if given, of that kind."""
     chain = f"add chain inet wall {hook} {{ type filter hook {hook} priority 0; }}"
+    chain += f"; add set inet wall tried {{ {tried} }}" if tried else ""
     done = lab.run(place, ["nft", f"add table inet wall; {chain}; add rule inet wall {hook} {text}"])
     assert done.returncode == 0, done.stderr
     try:

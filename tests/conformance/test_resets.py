@@ -125,3 +125,18 @@ def test_resets_that_are_lost_are_asked_for_again(bench: Bench, mode: str) -> No
             service.write(bench.lab["pod3"])
             eventually(lambda: packets_counted(bench, "pod3") == lost, 10, "two resets of each client are lost")
             are_reset(bench, clients)
+
+
+@only_in("nftables", "iptables")
+def test_a_port_that_the_backend_does_not_reset(bench: Bench, mode: str, family: int) -> None:
+    """It had a connection from there a moment ago, for example. Here it resets neither of the first two ports."""
+    service = bench.service("pod2", outside=True, annotations=ASKS)
+    node = f"{'ip' if family == socket.AF_INET else 'ip6'} daddr {bench.lab['node'].address(family)}"
+    first = f"tcp flags rst {node} add @tried {{ tcp dport }} counter drop"
+    with (
+        talking(bench, service, family) as clients,
+        rule(bench.lab, first, "pod3", "output", tried="type inet_service; size 2; flags dynamic;"),
+    ):
+        service.write(bench.lab["pod3"])
+        are_reset(bench, clients)
+        assert packets_counted(bench, "pod3") == 2
