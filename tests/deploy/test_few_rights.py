@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hybrid_proxy.controller.serving.admin import ask
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
@@ -28,11 +29,12 @@ from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.waiting import until
 
-from . import manifests
+from . import helm, manifests
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
 
 HERE = Path(__file__).parent
+CHART = manifests.DEPLOY / "helm/hybrid-proxy"
 MODES = ("ebpf", "nftables", "iptables", "userspace")  # mode ipvs runs privileged: /proc/sys is not writable otherwise
 BITS = {"NET_BIND_SERVICE": 10, "NET_ADMIN": 12, "NET_RAW": 13, "SYS_RESOURCE": 24, "PERFMON": 38, "BPF": 39}
 COMPLAINTS = ("not permitted", "ermission denied", "ead-only file", "No usable temporary", "Traceback")
@@ -226,6 +228,35 @@ def test_doctor_connects_from_pods_in_the_debug_component(lab: Lab, folder: str,
     places = {each["place"] for each in found["connections"]}
     assert places == ({"node", "pod"} if tries else {"node"}), found["verdict"]
     assert ("none was tried from a pod" in found["verdict"]) == (not tries)
+
+
+@pytest.mark.parametrize(("mode", "port", "killed", "said"), [
+    ("nftables", "80", False, ""), ("nftables", "81", False, "Service kubernetes does not answer"),
+    ("nftables", "80", True, "NOT IN SYNC: "), ("ebpf", "80", True, "NOT IN SYNC: "),
+])  # fmt: skip
+def test_the_charts_test_fails_without_an_agent_or_a_service(
+    lab: Lab, mode: str, port: str, killed: bool, said: str
+) -> None:
+    """`helm test`, in a container with the rights and the folder of its pod, and processes of its own."""
+    argv = [helm.program(), "template", "hp", str(CHART), "--set", "apiServer=https://a"]
+    made = subprocess.run([*argv, "-s", "templates/tests/serves.yaml"], capture_output=True, text=True, check=True)
+    (container,) = yaml.safe_load(made.stdout)["spec"]["containers"]
+    rights = container["securityContext"]["capabilities"]
+    assert rights["drop"] == ["ALL"]
+    (mount,) = container["volumeMounts"]
+    assert (mount["mountPath"], mount["readOnly"]) == ("/run/hybrid-proxy", True)
+    image = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
+    pod = ["unshare", "--pid", "--fork", *confined(lab, rights.get("add", ()), None)]
+    pod.remove("/run/hybrid-proxy")
+    service = ["KUBERNETES_SERVICE_HOST=10.96.0.10", f"KUBERNETES_SERVICE_PORT={port}"]
+    examples.scale(lab.folder / "manifests/web.yaml", lab.pods())
+    with running(lab, mode) as agent:
+        if killed:
+            agent.kill()
+        done = lab.run("node", [*pod, "env", image, *service, *container["command"]])
+    assert bool(done.returncode) == bool(said), done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+    assert ("Service kubernetes answers" in done.stdout) == (port == "80"), "also of a node whose agent is gone"
 
 
 def test_only_root_may_ask_it(lab: Lab) -> None:

@@ -48,7 +48,17 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 def rendered(*values: str) -> list[dict[str, Any]]:
     phase = re.search(r"\bphase=([\w-]+)", " ".join(values))
     release = f"hybrid-proxy-{phase[1]}" if phase else "hybrid-proxy"
-    done = helm("template", release, str(CHART), "--namespace", "kube-system", "--set", f"apiServer={SERVER}", *values)
+    done = helm(
+        "template",
+        release,
+        str(CHART),
+        "--skip-tests",
+        "--namespace",
+        "kube-system",
+        "--set",
+        f"apiServer={SERVER}",
+        *values,
+    )
     assert done.returncode == 0, done.stderr
     return [item for item in yaml.safe_load_all(done.stdout) if item]
 
@@ -184,6 +194,11 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("phase=rollback", "phase: in release hybrid-proxy it would remove the agents: give it one of its own"),
     ("kubeProxyMetrics=127.0.0.1",                  "at '/kubeProxyMetrics': '127.0.0.1' does not match"),
     ("phase=takover",                               "at '/phase': value must be one of"),
+    ("prometheusRule.enabled=true,prometheusRule.disabled.Drops=true", "prometheusRule: no alert Drops: choose of"),
+    ("prometheusRule.enabled=true,prometheusRule.customRules.A.for=1h", "prometheusRule: no alert A: choose of Hybrid"),
+    ("prometheusRule.customRules.HybridProxyDrops.severity=info", "additional properties 'severity' not allowed"),
+    ("prometheusRule.customRules.HybridProxyDrops.for=soon", "for': 'soon' does not match"),
+    ("prometheusRule.disabled.HybridProxyDrops=1",  "at '/prometheusRule/disabled/HybridProxyDrops': got number, want"),
     ("prometheusRule.label.a=b",                    "at '/prometheusRule': additional properties 'label' not allowed"),
     ("dashboard.labels.a=1",                        "at '/dashboard/labels/a': got number, want string"),
     ("updateStrategy.type=Recreate",                "at '/updateStrategy/type': value must be one of"),
@@ -330,6 +345,47 @@ def test_alerts_link_to_the_pages_where_they_are_read() -> None:
         urls.append([rule["annotations"]["runbook_url"] for group in rules for rule in group["rules"]])
     assert len(urls[0]) > 10
     assert urls[1:] == [[f"{base}/{url}" for url in urls[0]]] * 2
+
+
+def rules(*values: str) -> dict[str, dict[str, Any]]:
+    """The alerts of the chart by name."""
+    objects = rendered("--set", ",".join(("prometheusRule.enabled=true", *values)))
+    (groups,) = (item["spec"]["groups"] for item in objects if item["kind"] == "PrometheusRule")
+    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+
+
+def test_single_alerts_are_left_out_changed_and_labelled() -> None:
+    usual = rules()
+    tuned = rules(
+        "prometheusRule.disabled.HybridProxyDrops=true", "prometheusRule.disabled.HybridProxyDown=false",
+        "prometheusRule.additionalRuleLabels.team=net", "prometheusRule.customRules.HybridProxyMemory.for=1h",
+        "prometheusRule.customRules.HybridProxyMemory.expr=process_resident_memory_bytes > 1",
+        "prometheusRule.customRules.HybridProxyMemory.labels.severity=info",
+    )  # fmt: skip
+    expected = {
+        name: rule | {"labels": rule["labels"] | {"team": "net"}}
+        for name, rule in usual.items()
+        if name != "HybridProxyDrops"
+    }
+    expected["HybridProxyMemory"] |= {
+        "for": "1h", "expr": "process_resident_memory_bytes > 1", "labels": {"severity": "info", "team": "net"},
+    }  # fmt: skip
+    assert tuned == expected
+
+
+def test_the_test_is_a_pod_where_agents_are_and_none_of_theirs() -> None:
+    """The Service of the metrics and the DaemonSet select by the label that it must not have."""
+    values = f"apiServer={SERVER},image.repository=r.example/hp,image.pullSecrets[0].name=secret,nodeSelector.pool=a"
+    done = helm("template", "hybrid-proxy", str(CHART), "--set", values)
+    objects = [item for item in yaml.safe_load_all(done.stdout) if item]
+    (pod,) = (item for item in objects if item["kind"] == "Pod")
+    (daemonset,) = (item for item in objects if item["kind"] == "DaemonSet")
+    agents = daemonset["spec"]["template"]["spec"]
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == "hybrid-proxy-test"
+    for field in ("hostNetwork", "nodeSelector", "affinity", "tolerations", "imagePullSecrets"):
+        assert pod["spec"][field] == agents[field], field
+    assert pod["spec"]["containers"][0]["image"] == f"r.example/hp:{TAG}"
 
 
 def test_a_node_that_keeps_kube_proxy_is_a_choice() -> None:
