@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from . import helm
 CHECKOUT_ALONE = ("benchmarks", "lab/apiserver", "measuring/nodes", "manual", "house", "release")
 OBJECT = "hybrid_proxy/dataplane/modes/ebpf/objects/tc_datapath.bpf.o"
 LIBRARY = "hybrid_proxy/dataplane/kernel/_publish.abi3.so"
+TAG = __version__.replace("+", "-")
 MACHINES = {"x86_64": 62, "aarch64": 183}  # EM_X86_64, EM_AARCH64 of elf.h
 
 
@@ -182,6 +184,44 @@ def test_the_sbom_names_what_is_pinned_and_what_is_compiled(dist: Path) -> None:
             for name, told in ((OBJECT, OBJECT), (LIBRARY, f"{LIBRARY} ({machine})")):
                 assert listed.count((told, hashlib.sha256(archive.read(name)).hexdigest())) == 1, told
         assert (wheel.name, sums(dist)[wheel.name]) in listed
+
+
+def test_the_image_lists_its_packages_debians_too(tmp_path: Path) -> None:
+    """By the Dockerfile's own line, on this machine and in this environment, beside what dpkg's file says."""
+    pytest.importorskip("cyclonedx")
+    if not Path("/var/lib/dpkg/status").exists():
+        pytest.skip("this is no Debian: dpkg is missing")
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    stage = (ROOT / "deploy/image/Dockerfile").read_text().rpartition("\nFROM ")[2]
+    before, (line, place) = (
+        stage.partition(" -B ")[0],
+        re.findall(r"^RUN (\S+ -B \S+) > (\S+)$", stage, re.MULTILINE)[0],
+    )
+    assert before.index("apt-get install") < before.index("COPY --from=build"), "all packages are there by then"
+    assert f"`docker run --rm --entrypoint cat hybrid-proxy:{TAG} {place}`" in (ROOT / "deploy/README.md").read_text()
+    interpreter, script = line.split(" -B ")
+    assert interpreter.startswith("/opt/hybrid-proxy/")
+    argv = [sys.executable, "-B", str(ROOT / "deploy/image" / Path(script).name)]
+    text, again = (subprocess.run(argv, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert text == again
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    components = json.loads(text)["components"]
+    debian = {
+        (each["name"], each["version"]): each["purl"] for each in components if "pkg:deb/" in each.get("purl", "")
+    }
+    installed = {
+        (fields["Package"], fields["Version"])
+        for each in Path("/var/lib/dpkg/status").read_text().split("\n\n")
+        if (fields := dict(re.findall(r"^(Package|Version|Status): (.*)$", each, re.MULTILINE)))
+        and fields["Status"].endswith(" installed")
+    }
+    assert len(installed) > 50
+    assert debian.keys() == installed
+    libc = next(purl for (name, _), purl in debian.items() if name == "libc6")
+    assert re.fullmatch(r"pkg:deb/\w+/libc6@[\w.%~-]+\?arch=\w+&distro=[\w.-]+&upstream=glibc", libc)
+    assert f"pkg:pypi/numpy@{metadata.version('numpy')}" in {each.get("purl") for each in components}
 
 
 def test_a_commit_without_a_tag_is_no_release(dist: Path) -> None:
