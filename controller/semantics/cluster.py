@@ -211,7 +211,7 @@ class Cluster:
             return False
         if known is not None:
             self._former.setdefault(key, known)
-        self._complain("Service", key, service.complaints)
+        self._complain("Service", key, service.complaints, in_use=bool(service.ports))
         self._services[key] = service
         self._forget_moved(key)
         self._mark_dirty(key)
@@ -230,11 +230,12 @@ class Cluster:
         self._of_service.setdefault(one.service, {})[key] = one
         return self._mark_dirty(one.service) or changed
 
-    def _complain(self, kind: str, key: str, complaints: Collection[str] = ()) -> None:
+    def _complain(self, kind: str, key: str, complaints: Collection[str] = (), *, in_use: bool = True) -> None:
         """Note complaints about parts of an object, or clear them."""
         if complaints:
-            message = f"{kind} {key}: {'; '.join(complaints)}; what is wrong is left out"
-            self._complaints[kind, key] = Problem(kind, key, message, in_use=True)
+            rest = "what is wrong is left out" if in_use else "nothing of it is served"
+            message = f"{kind} {key}: {'; '.join(complaints)}; {rest}"
+            self._complaints[kind, key] = Problem(kind, key, message, in_use=in_use)
         elif self._complaints:
             self._complaints.pop((kind, key), None)
 

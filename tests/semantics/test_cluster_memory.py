@@ -208,6 +208,13 @@ def test_an_object_with_a_complaint_is_in_use_and_a_problem_until_it_is_correcte
     assert not state.problems
 
 
+def test_a_service_without_a_port_that_is_right_is_not_in_use():
+    state = cluster(replace(WEB, ports=(), complaints=("spec.ports[0].port: 0 is not a port",)))
+    (problem,) = state.problems.values()
+    assert problem.report.startswith("refused: Service default/web: ")
+    assert problem.report.endswith("; nothing of it is served")
+
+
 def test_a_refused_object_keeps_its_last_good_version():
     state = cluster(WEB)
     state.apply(BAD)

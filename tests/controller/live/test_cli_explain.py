@@ -210,7 +210,8 @@ def test_malformed_objects_are_reported_and_the_rest_works(call: Call, tmp_path:
     (tmp_path / "a.yaml").write_text(
         "kind: Service\nmetadata: {name: bad}\nspec: {clusterIP: 10.96.0.1, ports: [{port: http}]}\n---\n"
         "kind: Service\nmetadata: {name: good}\n"
-        "spec: {clusterIP: 10.96.0.2, ports: [{name: http, port: 80}, {name: x, port: 0}]}\n"
+        "spec: {clusterIP: 10.96.0.2, ports: [{name: http, port: 80}, {name: x, port: 0}]}\n---\n"
+        "kind: Service\nmetadata: {name: empty}\nspec: {clusterIP: 10.96.0.3, ports: [{name: x, port: 0}]}\n"
     )
     (tmp_path / "b.yaml").write_text("kind: [")
     done = call("--manifests", str(tmp_path), "--from", "10.0.0.1", "--to", "10.96.0.2:80", "-o", "json")
@@ -219,6 +220,8 @@ def test_malformed_objects_are_reported_and_the_rest_works(call: Call, tmp_path:
     assert "refused: Service default/bad: spec.ports[0].port: expected a whole number, got 'http'" in done.stderr
     assert "Service default/good: spec.ports[1].port: 0 is not a port" in done.stderr
     assert "what is wrong is left out" in done.stderr
+    assert "Service default/empty: spec.ports[0].port: 0 is not a port" in done.stderr
+    assert "; nothing of it is served" in done.stderr
     assert str(tmp_path / "a.yaml") + ":1" in done.stderr
     assert str(tmp_path / "b.yaml") in done.stderr
 
