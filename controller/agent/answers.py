@@ -173,8 +173,12 @@ class Answers:
                 return p.DrainAnswer(_outer_addresses(self.syncer.builder.table))
 
     def _explained(self, programmer: Programmer, packet: ProbePacket) -> ExplainAnswer:
-        """Returns what the loaded programs say, and where they leave a ClusterIP to this node, why."""
+        """Returns what the loaded programs say, and of an address of a Service what they do not know of it."""
         answer = programmer.explain(packet)
+        if answer.verdict == "reject" and answer.service is None:  # an address and a port that is none of its Service
+            asked = Packet("", packet.src, packet.dst, packet.port, Protocol(packet.protocol).name)
+            answer.reason = _of_table(self.syncer.builder.table, None, [asked]).verdicts[0].reason
+            answer.steps.append(ExplainStep("table", answer.reason))
         if owner := self.syncer.builder.table.left_to_node.get(packet.dst):
             answer.reason = left_text(packet.dst, owner)
             answer.steps.append(ExplainStep("left", f"{answer.reason}."))

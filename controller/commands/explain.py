@@ -20,7 +20,7 @@ from hybrid_proxy.controller.settings.documents import SERVICES
 from hybrid_proxy.controller.settings.given import add_flags
 
 if TYPE_CHECKING:
-    from hybrid_proxy.controller.semantics.explain import Destination
+    from hybrid_proxy.controller.semantics.explain import Destination, Verdict
     from hybrid_proxy.controller.serving.protocol import FoundAnswer
     from hybrid_proxy.dataplane.table import Protocol, ServiceTable
 
@@ -223,8 +223,13 @@ def _answer(manifests: Path, config: Config, args: argparse.Namespace) -> int:
         print_value("json", rows if args.flows else rows[0])
         return 0
     for number, (packet, verdict) in enumerate(zip(packets, verdicts, strict=True)):
-        say(*[""] * bool(number), *lines(packet, verdict, re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)))
+        say(*[""] * bool(number), *lines(packet, verdict, sentences(verdict)))
     return 0
+
+
+def sentences(verdict: Verdict) -> list[str]:
+    """Why, one reason each."""
+    return re.split(r"(?<=\.) (?=[A-Z])", verdict.reason)
 
 
 def lines(packet: Any, verdict: Any, reasons: Iterable[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,22 +23,22 @@ from hybrid_proxy.controller.commands.command import (
     mode_name,
     number_from,
 )
-from hybrid_proxy.controller.commands.explain import lines
+from hybrid_proxy.controller.commands.explain import lines, sentences
 from hybrid_proxy.controller.commands.listings import Change, ModeRow, changes
 from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.terminal import print_lines, print_rows, print_stream, print_value, say, screen
 from hybrid_proxy.controller.errors import ControllerError
-from hybrid_proxy.controller.semantics.explain import Packet, left_text
-from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, StartingError, UnansweredError, ask
+from hybrid_proxy.controller.semantics.explain import Packet, Verdict, left_text
+from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, NoAgentError, StartingError, UnansweredError, ask
 from hybrid_proxy.controller.serving.protocol import (
     AgentStatus,
     ExplainAnswers,
     GetNames,
-    GetStatus,
+    GetTable,
     NamesAnswer,
     RunExplain,
     StartingAnswer,
-    StatusAnswer,
+    TableAnswer,
 )  # fmt: skip
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.links import read_node
@@ -159,16 +158,25 @@ def _watch(args: argparse.Namespace, read: _Read) -> int:
 
 
 def _show_modes(args: argparse.Namespace) -> int:
-    """Which modes work here, and which one runs."""
+    """Which modes work here, and what each does."""
     from hybrid_proxy.controller.agent.modes import probe_all
+    from hybrid_proxy.controller.commands.views import without_agent
 
+    note = ""
     try:
-        running = ask(args.admin_socket, GetNames(), NamesAnswer, FIRST_SECONDS).mode
-        note = ""
+        agent = ask(args.admin_socket, GetNames(), NamesAnswer, FIRST_SECONDS)
+        does = {**dict.fromkeys(agent.draining, "drains"), agent.mode: "serves"}
     except UnansweredError as error:
-        running, note = None, str(error)
+        note = str(error)
+        how = "serves without an agent" if isinstance(error, NoAgentError) else "serves as last programmed"
+        left = without_agent(args.admin_socket, args.pin_root, error).programmed
+        does = {mode: how if found.service_ports else "drains" for mode, found in left.items()}
     missing = probe_all(Options(ebpf=EbpfOptions(pin_root=args.pin_root or "")))
-    rows = [ModeRow(mode, not lacks, mode == running, lacks) for mode, lacks in missing.items()]
+    states = {mode: does.get(mode) or ("cannot work" if lacks else "works") for mode, lacks in missing.items()}
+    rows = [
+        ModeRow(mode, not lacks, states[mode].startswith("serves"), lacks, states[mode])
+        for mode, lacks in missing.items()
+    ]
     print_rows(args, listings.mode_columns(), rows)
     if note:
         _say(note)
@@ -245,7 +253,9 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     except UnansweredError:
         raise
     except ControllerError as error:
-        raise ControllerError(f"{error}; its rules can:\n{_by_rules(args)}") from error
+        _say(f"{error}: the agent's service table answers")
+        rest = [packet for packet in packets if packet not in known]
+        answers = map(_by_table, ask(args.admin_socket, GetTable(None, rest), TableAnswer).verdicts)
     rows = [_as_drained(known[packet], agent) if packet in known else next(answers) for packet in packets]
     for packet, row in zip(packets, rows, strict=True):
         row.name, row.mode = packet.name, row.mode or agent.mode
@@ -261,15 +271,10 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
     return 0
 
 
-def _by_rules(args: argparse.Namespace) -> str:
-    """The command that asks the rules for the same packets, with the agent's objects, name and configuration file."""
-    agent = ask(args.admin_socket, GetStatus(), StatusAnswer).status
-    _, ours, rest = agent.source.description.partition("manifests in ")
-    flags = {"manifests": rest.partition(":")[0] if ours else "objects.yaml", "config": agent.configuration.file,
-             "hostname-override": agent.node, "from": args.source, "to": args.target,
-             "source-class": args.source_class, "flows": args.flows}  # fmt: skip
-    command = shlex.join(["hybrid-proxy", "explain", *(f"--{flag}={word}" for flag, word in flags.items() if word)])
-    return command if ours else f"kubectl get nodes,services,endpointslices -A -o yaml > objects.yaml && {command}"
+def _by_table(verdict: Verdict) -> ExplainAnswer:
+    steps = [ExplainStep("table", text) for text in sentences(verdict)]
+    facts = {name: getattr(verdict, name) for name in ("verdict", "masquerade", "service", "reason")}
+    return ExplainAnswer(backends=list(verdict.backends), steps=steps, **facts)
 
 
 def _flows_of_drained(args: argparse.Namespace, packets: list[Packet], agent: NamesAnswer) -> dict[Packet, FlowRow]:

@@ -14,12 +14,13 @@ from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, Servic
 
 
 class ModeRow(msgspec.Struct, frozen=True):
-    """A mode of this installation: whether it works here, whether it serves, and what is missing (empty: nothing)."""
+    """A mode: whether it works here and serves, what it does, and what is missing (empty: nothing)."""
 
     mode: str
     works: bool
     runs: bool
     missing: str
+    state: str
 
 
 Listed = ServiceRow | BackendRow | FlowRow
@@ -96,7 +97,7 @@ def mode_columns() -> tuple[Column[ModeRow], ...]:
     """Columns of modes."""
     return (
         Column("MODE", lambda row: row.mode),
-        Column("STATE", _mode_state),
+        Column("STATE", lambda row: Cell(row.state, Tone.GOOD if row.runs else Tone.PLAIN if row.works else Tone.DIM)),
         Column("MISSING", lambda row: row.missing, wrap=True),
     )
 
@@ -191,12 +192,6 @@ def _backend_state(row: BackendRow) -> tuple[Cell, str]:
     if text != "serving":
         return Cell(text, Tone.BAD if reason else Tone.DIM), reason
     return Cell(text, Tone.WARN if row.failures else Tone.GOOD), ""
-
-
-def _mode_state(row: ModeRow) -> Cell:
-    if row.runs:
-        return Cell("serves", Tone.GOOD)
-    return Cell("works") if row.works else Cell("cannot work", Tone.DIM)
 
 
 def _number(value: int | None) -> str | None:

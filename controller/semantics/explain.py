@@ -250,7 +250,10 @@ class Explainer:
         owner = self._owner.get(text)
         if owner is not None:
             nothing = "the service has no such port" if protocol else "only its ports are served"
-            return Verdict(packet.name, "reject", f"{what}: {dst} is the ClusterIP of {owner}, and {nothing}.")
+            ends = [(f, e.protocol.name) for e in self.table.services[owner] for f in e.frontends]
+            ports = ", ".join(sorted({f"{f.port}/{name}" for f, name in ends if f.address == text}))
+            reason = f"{what}: {dst} is the ClusterIP of {owner}, and {nothing}; it has {ports}."
+            return Verdict(packet.name, "reject", reason)
         for cidr in self._service_cidrs:
             if dst in cidr and text not in self._own:
                 reason = f"{what}: {dst} is in the service range {cidr}, but it is no service's ClusterIP."

@@ -61,13 +61,14 @@ FLOWS = [
 ]
 
 MODES = [
-    ModeRow("ebpf", works=True, runs=True, missing=""),
-    ModeRow("nftables", works=True, runs=False, missing=""),
+    ModeRow("ebpf", works=True, runs=True, missing="", state="serves"),
+    ModeRow("nftables", works=True, runs=False, missing="", state="works"),
     ModeRow(
         "ipvs",
         works=False,
         runs=False,
         missing="the kernel has no IPVS (CONFIG_IP_VS): load ip_vs or choose another mode",
+        state="cannot work",
     ),
 ]
 

@@ -331,3 +331,23 @@ def test_tab_completes_in_a_terminal(node: Lab, program: str) -> None:
             until(lambda whole=whole: shows(whole), f"{whole} in {program}", 30)
     finally:
         tmux("kill-server")
+
+
+def test_a_mode_without_programs_answers_by_the_table_and_one_that_drains_is_said_to(node: Lab) -> None:
+    asked = "explain --live --from pod/pod1 --to"
+    closed = run(node, f"{asked} 10.96.0.10:81").stdout
+    assert "the ClusterIP of default/web, and the service has no such port; it has 80/TCP" in closed
+    with node.socket("pod4") as client:
+        client.connect(("10.96.0.10", 80))
+        assert run(node, "switch nftables").returncode == 0
+        try:
+            states = {row["mode"]: row["state"] for row in json.loads(run(node, "modes -o json").stdout)}
+            assert (states["nftables"], states["ebpf"]) == ("serves", "drains")
+            done = run(node, f"{asked} default/web:http -o json")
+            answer = json.loads(done.stdout)
+            assert (answer["mode"], answer["verdict"], answer["service"]) == ("nftables", "dnat", "default/web:http")
+            assert len(answer["backends"]) == 3
+            assert "mode nftables cannot be asked about a packet: the agent's service table answers" in done.stderr
+            assert "it has 80/TCP" in run(node, f"{asked} 10.96.0.10:81").stdout
+        finally:
+            assert run(node, "switch --back").returncode == 0

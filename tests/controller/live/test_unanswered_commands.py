@@ -107,6 +107,10 @@ class TestAHungAgent:
         assert "does not answer" in done.stderr
         assert time.monotonic() - began < answer_seconds(SwitchMode("ebpf"))
 
+    def test_modes_say_which_one_serves_all_the_same(self, hung: Agent) -> None:
+        states = {row["mode"]: row["state"] for row in json.loads(hung.command("modes", "-o", "json").stdout)}
+        assert (states["ebpf"], states["nftables"]) == ("serves as last programmed", "works")
+
     def test_trace_says_what_to_do(self, hung: Agent) -> None:
         done = hung.command("trace", "--seconds", "1")
         assert done.returncode == 1
@@ -121,6 +125,10 @@ class TestADeadAgent:
         assert done.returncode == 1
         for part in ("no agent listens", "is gone since", "killed, or crashed", "start it again"):
             assert part in done.stderr
+
+    def test_modes_say_which_one_serves(self, dead: Agent) -> None:
+        states = {row["mode"]: row["state"] for row in json.loads(dead.command("modes", "-o", "json").stdout)}
+        assert (states["ebpf"], states["nftables"]) == ("serves without an agent", "works")
 
     def test_a_bundle_has_its_command_line_and_the_end_of_its_log(self, dead: Agent) -> None:
         found = parts(dead, "dead.tar.gz")
