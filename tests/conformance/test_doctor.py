@@ -1211,6 +1211,30 @@ def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clin
     assert "192.0.2.9" in found.verdict, found
 
 
+@only_in("ebpf")
+@pytest.mark.parametrize(("address", "said"), [(SHARED, f"belongs to {FIRST}"), ("10.96.0.300", "clusterIPs[0]")])
+def test_a_cluster_ip_that_is_not_served_is_an_outage_of_its_family(clinic: Clinic, address: str, said: str) -> None:
+    recovered(clinic)
+    dual = clinic.made(NAME, [("TCP", 80)], clusterIP=address, clusterIPs=[address, "fd96::10"])
+    six = endpoint_slice(NAME, [clinic.lab["pod1"].address6], [("TCP", HTTP)], NODE_NAMES["node"], 6)
+    six |= {"addressType": "IPv6", "ports": [{"name": "http", "protocol": "TCP", "port": HTTP}]}
+    clinic.put("pod1", name=FIRST)
+    try:
+        clinic.api.put_all([six, dual])
+        clinic.agent.wait(lambda status: status.synced and (status.conflicts or status.problems))
+        code, found = clinic.doctor(NAME)
+    finally:
+        clinic.api.delete("endpointslices", f"{NAME}-6")
+        clinic.remove(FIRST)
+        clinic.put(*PODS)
+    assert (code, found.cause, found.certain) == (1, "object-refused", True), found
+    assert address in found.verdict
+    assert said in found.verdict
+    assert "an outage for clients that use IPv4" in found.verdict
+    assert {each.target for each in found.connections} >= {"[fd96::10]:80"}, found
+    assert [each.cause for each in found.findings if each.mark == "problem"].count("object-refused") == 1, found
+
+
 @only_in("ebpf", "userspace")
 def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clinic: Clinic) -> None:
     recovered(clinic)

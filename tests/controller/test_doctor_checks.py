@@ -834,14 +834,36 @@ def test_a_cluster_ip_of_the_node_where_nothing_listens_comes_first(ports: tuple
         assert todo.startswith("`ip address del 10.96.0.1/32 dev lo`")
 
 
-@pytest.mark.parametrize(("ports", "mark"), [((), "problem"), ((port(A),), "warning")])
-def test_an_address_that_another_service_has_is_named(ports: tuple[TablePort, ...], mark: str) -> None:
+def test_an_address_that_another_service_has_is_named() -> None:
     message = "ClusterIP 10.96.0.1:80 TCP of shop/web:http belongs to shop/old"
     node = msgspec.structs.replace(
         WELL, agent=agent_status(conflicts={"shop/web": {message: "shop/old"}, "shop/x": {"other": "shop/y"}})
     )
-    found = next(each for each in service(facts(ports=ports), node)[2] if each.subject == "object")
-    assert (found.mark, found.cause, found.text) == (mark, "object-refused", f"shop/web: {message}")
+    found = next(each for each in service(facts(ports=()), node)[2] if each.subject == "object")
+    assert (found.mark, found.cause, found.text) == ("problem", "object-refused", f"shop/web: {message}")
+
+
+@pytest.mark.parametrize(("kind", "mark"), [("ClusterIP", "problem"), ("externalIP", "warning")])
+@pytest.mark.parametrize(("address", "family", "left"), [("10.96.0.1", 4, SIX), ("[fd00:96::1]", 6, port(A, B))])
+def test_a_cluster_ip_that_another_service_has_is_an_outage_of_its_family(
+    kind: str, mark: str, address: str, family: int, left: TablePort
+) -> None:
+    message = f"{kind} {address}:80 TCP of shop/web:http belongs to shop/old"
+    node = msgspec.structs.replace(WELL, agent=agent_status(conflicts={"shop/web": {message: "shop/old"}}))
+    findings = service(facts(ports=(left,)), node)[2]
+    found = next(each for each in findings if each.subject == "object")
+    outage = f": an outage for clients that use IPv{family}" if kind == "ClusterIP" else ""
+    assert (found.cause, found.mark, found.text) == ("object-refused", mark, f"shop/web: {message}{outage}")
+    assert any(each.subject == "table" for each in findings), "the other family is looked at"
+
+
+@pytest.mark.parametrize(("family", "left"), [(4, (SIX,)), (6, (port(A, B),)), (0, (SIX, port(A, B)))])
+def test_a_cluster_ip_that_cannot_be_read_is_an_outage_of_its_family(family: int, left: tuple[TablePort, ...]) -> None:
+    problem = Problem("Service", "shop/web", "spec.clusterIPs[0]: 'x' is not an IP address", in_use=True)
+    node = msgspec.structs.replace(WELL, agent=agent_status(problems=[problem]))
+    found = next(each for each in service(facts(ports=left), node)[2] if each.cause == "object-refused")
+    assert found.mark == ("problem" if family else "warning")
+    assert found.text == problem.message + (f": an outage for clients that use IPv{family}" if family else "")
 
 
 @pytest.mark.parametrize("in_use", [True, False])

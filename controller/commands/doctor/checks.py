@@ -59,6 +59,8 @@ OF_SOME: Final = frozenset(
 # Hooks of netfilter that packets between pods pass on this node, and those of the node itself.
 FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
 OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
+# A ClusterIP that another service has (see `semantics.tables`), or that is none (see `kubernetes.parse`).
+_LOST_CLUSTER_IP: Final = re.compile(r"ClusterIP (\S+):\d+ |spec\.clusterIPs\[\d+\]: ")
 _ADDRESS: Final = re.compile(r"[0-9a-f:.]+")  # one, among other things
 AS_LEFT: Final = ", as the agent before this one left it"
 LOSSES: Final = {  # counters of conntrack
@@ -366,7 +368,10 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     found = _object(facts, node)
     yield from _remembered(found, node)
     yield from _history(facts, node)
-    if any(each.mark == "problem" and each.cause != "left-to-node" for each in found) or not facts.ports:
+    if not facts.ports or (
+        any(each.mark == "problem" and each.cause != "left-to-node" for each in found)
+        and not any(port.frontends for port in facts.ports)
+    ):
         return
     yield from _remembered(_table(facts), node)
     yield from _restrictions(facts, node)
@@ -419,8 +424,10 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     for problem in agent.problems if agent else ():
         if problem.service and facts.name and belongs(facts.name, problem.service):
             stays = STAYS if facts.ports and not problem.in_use else ""
-            mark: Mark = "warning" if facts.ports else "problem"
-            left_out.append(Finding(mark, "object", f"{problem.report}{stays}", "correct the object", "object-refused"))
+            outage = _outage(problem.report, facts) if problem.in_use else ""
+            mark: Mark = "warning" if facts.ports and not outage else "problem"
+            text = f"{problem.report}{stays}{outage}"
+            left_out.append(Finding(mark, "object", text, "correct the object", "object-refused"))
     if facts.ports and facts.ignored:
         text = f"{'; '.join(facts.ignored.values())}{STAYS}"
         left_out.append(Finding("warning", "object", text, "correct the file", "object-refused"))
@@ -437,12 +444,13 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         return left or _destination(facts, node)
     lost = [
         Finding(
-            "warning" if any(port.frontends for port in facts.ports) else "problem", "object",
-            f"{service}: {'; '.join(messages)}",
-            "give one of both another address", "object-refused",
+            "warning" if any(port.frontends for port in facts.ports) and not outage else "problem", "object",
+            f"{text}{outage}", "give one of both another address", "object-refused",
         )
         for service, messages in (agent.conflicts.items() if agent else ())
         if facts.name and belongs(facts.name, service)
+        for text in (f"{service}: {'; '.join(messages)}",)
+        for outage in (_outage(text, facts),)
     ]  # fmt: skip
     if lost:
         return lost
@@ -469,6 +477,14 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         text = f"{unknown.text}, or it is in a file that cannot be read: {some(files, '; ')}"
         return [Finding("problem", "object", text, "correct the file", "object-refused", certain=False)]
     return left_out or [unknown]
+
+
+def _outage(text: str, facts: ServiceFacts) -> str:
+    """Whom it hits that a ClusterIP is not served, by what is said of the object; empty: all are."""
+    lost = _LOST_CLUSTER_IP.search(text)
+    others = {port.family for port in facts.ports if port.frontends} if lost else set()
+    missing = {family_of(lost[1].strip("[]"))} if lost and lost[1] else {4, 6} - others
+    return f": an outage for clients that use IPv{min(missing)}" if others and missing else ""
 
 
 def _unknown_name(facts: ServiceFacts, node: NodeFacts) -> Finding:
