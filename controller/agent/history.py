@@ -45,7 +45,6 @@ MOST_ROWS: Final = 100  # keys in one write; of what comes beyond it, only the n
 LARGEST: Final = 512 << 10  # bytes of the file, beyond which it is folded
 LONGEST: Final = 500  # characters of a text
 KEPT: Final = 400  # rows that are left then, of endpoints and Services; and as many of everything else
-SOMETHING: Final = "Something"  # that changed what is ours, where the kernel does not tell which program it was
 SILENT: Final = ("Starting", "ExternalIPsServed", "LeftOut")  # events of every start, and what `problems` remembers
 WORSE: Final = ("down", "none", "0", "full")  # values of facts that the log warns of
 COMMON: Final = ("endpoints", "service")  # kinds that a herd of changes would fill the file with
@@ -80,14 +79,10 @@ class History:
         now, what = time.time(), shortened(redact(what), LONGEST)
         self._reported.append(ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by))
 
-    def event(self, reason: str, service: str, note: str) -> None:
+    def event(self, reason: str, service: str, note: str, by: str) -> None:
         """Remember an event for the cluster."""
         if reason not in SILENT:
-            by = "hybrid-proxy"
-            if reason == "Repaired":  # the name of the program begins it, or says that there is none
-                by, _, note = note.partition(" changed or removed ")
-                by, note = by.replace(SOMETHING, "unknown program"), note.partition("; ")[2]
-            self.record(KINDS.get(reason, "service" if service else "node"), note, by, service)
+            self.record(KINDS.get(reason, "service" if service else "node"), note, by or "hybrid-proxy", service)
 
     def facts(self, of: str, now: Mapping[str, str]) -> None:
         """Remember which facts about some part of the node, by name, are others than at the last call."""

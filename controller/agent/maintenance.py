@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Final
 
 from hybrid_proxy.controller.agent.active_mode import ActiveMode
-from hybrid_proxy.controller.agent.history import SOMETHING
 from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import DataplaneError
@@ -71,9 +70,6 @@ class Maintenance:
         """Report repairs to the cluster; the mode has logged the details."""
         repairs, last = programmer.repaired.take()
         if repairs:
-            whose = f"what mode {self._mode.choice.effective} had programmed"
-            self._events.of_node(
-                "Warning", "Repaired", "RepairDataplane",
-                f"{programmer.repaired.by or SOMETHING} changed or removed {whose}; "
-                f"{several(repairs, 'thing was', 'things were')} repaired" + "".join(f"; {each}" for each in last),
-            )  # fmt: skip
+            note = f"{several(repairs, 'thing was', 'things were')} repaired in mode {self._mode.choice.effective}"
+            note, by = "; ".join((note, *last)), programmer.repaired.by or "unknown program"
+            self._events.of_node("Warning", "Repaired", "RepairDataplane", note, by=by)

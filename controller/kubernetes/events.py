@@ -88,7 +88,7 @@ class Recorder:
     """Writes events in a thread of its own; without an API server there is nothing to write to.
 
     Without a `writer` events are dropped: the log has what they say. `instance` is the name of this node. `remember`
-    is called with the reason, the Service (empty: the node) and the note of each event, by whoever reports it.
+    is called with the reason, the Service (empty: the node), note and author of each event, by whoever reports it.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Recorder:
         writer: Connection | None,
         instance: str,
         *,
-        remember: Callable[[str, str, str], None] = lambda *_: None,
+        remember: Callable[[str, str, str, str], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
@@ -127,16 +127,17 @@ class Recorder:
         return self._queue.qsize()
 
     def event(
-        self, regarding: Regarding, kind: str, reason: str, action: str, note: str, *, once: bool = False
+        self, regarding: Regarding, kind: str, reason: str, action: str, note: str, *, once: bool = False, by: str = ""
     ) -> None:
         """Tell what happened; never blocks and never raises.
 
         `kind` is `Normal` or `Warning`. `reason` and `action` are one word each, `reason` in upper camel case.
         `once`: other nodes find the same, and the first of them writes it, under a name that all of them give it. So
-        thousands of nodes make one event of it, which they do not repeat.
+        thousands of nodes make one event of it, which they do not repeat. `by` is another program that interfered.
         """
         of_service = regarding.kind == "Service"
-        self._remember(reason, f"{regarding.namespace}/{regarding.name}" if of_service else "", note)
+        self._remember(reason, f"{regarding.namespace}/{regarding.name}" if of_service else "", note, by)
+        note = f"{by} changed what hybrid-proxy had programmed; {note}" if by else note
         if self._writer is None:
             return
         try:
@@ -146,9 +147,9 @@ class Recorder:
                 log.warning("events for the cluster are dropped until the API server takes the %d before them", QUEUE)
             self._dropping = True
 
-    def of_node(self, kind: str, reason: str, action: str, note: str) -> None:
+    def of_node(self, kind: str, reason: str, action: str, note: str, *, by: str = "") -> None:
         """Report an event about this node. See `event`."""
-        self.event(node(self._instance), kind, reason, action, note)
+        self.event(node(self._instance), kind, reason, action, note, by=by)
 
     def of_service(self, entry: str, kind: str, reason: str, action: str, note: str, *, once: bool = False) -> None:
         """Report an event about the Service of a service port, or a Service. See `event`."""

@@ -298,10 +298,10 @@ def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> No
     history.flush()
     assert not path.exists()  # what an agent finds when it starts is no change
     history.programmed(table(2, first.replaced({NAME: entries(A, B)}), frozenset({NAME}), addresses=("192.0.2.1",)))
-    did = "changed or removed what mode x had programmed; 2 things were repaired; token=abcdefghijkl"
-    for program in ("Something", "nft"):
-        history.event("Repaired", "", f"{program} {did}")
-    history.event("ExternalIPsServed", NAME, "as at every start")
+    programs = ("unknown program", "nft; x changed or removed y")
+    for program in programs:
+        history.event("Repaired", "", "2 things were repaired in mode x; token=abcdefghijkl", program)
+    history.event("ExternalIPsServed", NAME, "as at every start", "")
     history.flush()
     rows = read_changes(path)
     found = {(row.kind, row.service, row.text, row.by) for row in rows if row.kind != "repair"}
@@ -309,8 +309,8 @@ def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> No
         ("endpoints", NAME, "ready: 10.0.0.2", "EndpointSlice"),
         ("node", "", "+ address 192.0.2.1", "its addresses and routes"),
     }
-    assert [row.by for row in rows if row.kind == "repair"] == ["unknown program", "nft"]
-    assert all(row.what.startswith("2 things were repaired; token=") for row in rows if row.kind == "repair")
+    assert [row.by for row in rows if row.kind == "repair"] == [*programs]
+    assert all(row.what.startswith("2 things were repaired in mode x; token=") for row in rows if row.kind == "repair")
     assert "abcdefghijkl" not in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600
 
