@@ -689,6 +689,15 @@ def test_what_is_only_remembered_is_never_the_cause(
     )
 
 
+@pytest.mark.parametrize(("ports", "mark"), [((port(A, B),), "warning"), ((), "problem")])
+def test_what_a_new_agent_reads_itself_is_not_said_to_be_the_former_ones(
+    ports: tuple[TablePort, ...], mark: str
+) -> None:
+    status = agent_status(synced=False, starting="it waits", ready_seconds=None, problems=[REFUSED])
+    found = service(facts(ports=ports), msgspec.structs.replace(WELL, agent=status))[2]
+    assert [(each.mark, each.text) for each in found if each.cause == "object-refused"] == [(mark, REFUSED.text)]
+
+
 @pytest.mark.parametrize("packet", [None, PACKET])
 def test_without_rights_no_service_is_said_to_be_missing(packet: Packet | None) -> None:
     node = msgspec.structs.replace(WELL, denied=True, unread="permission denied")

@@ -62,6 +62,10 @@ OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
 # A ClusterIP that another service has (see `semantics.tables`), or that is none (see `kubernetes.parse`).
 _LOST_CLUSTER_IP: Final = re.compile(r"ClusterIP (\S+):\d+ |spec\.clusterIPs\[\d+\]: ")
 _ADDRESS: Final = re.compile(r"[0-9a-f:.]+")  # one, among other things
+# What names and what is programmed tell, and not objects: both are the former agent's before the first table.
+FROM_THE_FORMER: Final = frozenset(
+    {"no-such-service", "no-such-port", "not-a-service", "no-endpoint", "no-local-endpoint"}
+)
 AS_LEFT: Final = ", as the agent before this one left it"
 LOSSES: Final = {  # counters of conntrack
     "drop": "packets dropped because it was full",
@@ -400,7 +404,7 @@ def _remembered(findings: Iterable[Finding], node: NodeFacts) -> Iterator[Findin
     """Before the first table all this is as another agent knew it, and may be over: why it is not known comes first."""
     starts = node.agent is not None and bool(node.agent.starting)
     for each in findings:
-        old = starts and each.mark in ("problem", EMPTY)
+        old = starts and each.cause in FROM_THE_FORMER
         yield msgspec.structs.replace(each, mark="warning", text=f"{each.text}{AS_LEFT}") if old else each
 
 
