@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from textwrap import shorten
 from typing import Final, NamedTuple
@@ -269,6 +269,11 @@ def forwarding_off(names: Sequence[str]) -> tuple[str, str]:
     settings = [f"net.ipv4.conf.{name.replace('.', '/')}.forwarding" for name in names]  # as sysctl wants it
     text = f"{some(settings)} {'is' if len(names) == 1 else 'are'} 0, so this node forwards nothing that comes in there"
     return text, some([f"`sysctl -w {each}=1`" for each in settings])
+
+
+def take_off(address: str, held: Iterable[str]) -> str:
+    """Return the command that takes an address away; `held` are those that add what there is. Empty: none does."""
+    return next((each.replace(" add ", " del ") for each in held if each.startswith(f"ip address add {address}/")), "")
 
 
 def _ask_doctor(port: str) -> str:

@@ -1235,6 +1235,49 @@ def test_a_cluster_ip_that_is_not_served_is_an_outage_of_its_family(clinic: Clin
     assert [each.cause for each in found.findings if each.mark == "problem"].count("object-refused") == 1, found
 
 
+@only_in("ebpf")
+@pytest.mark.parametrize("end", ["lo", "eth0"])
+def test_a_pod_that_has_the_nodes_address_is_named_first_with_the_command(clinic: Clinic, end: str) -> None:
+    recovered(clinic)
+    address = clinic.lab["node"].address4
+    clinic.run("pod1", "ip", "address", "add", f"{address}/32", "dev", end)
+    try:
+        code, found = clinic.doctor(NAME)
+        todo = next(each.todo for each in found.findings if each.mark == "problem")
+        assert (code, found.cause, found.certain) == (1, "endpoint-route", True), found
+        assert f"its pod has this node's {address} itself" in found.verdict, found
+        command = re.fullmatch(rf"`(nsenter --net=\S+ ip address del {address}/32 dev {end})`", todo)
+        assert command, todo
+        clinic.run("node", *command[1].split())
+        until(lambda: clinic.doctor(NAME)[1].well, "it is repaired")
+    finally:
+        clinic.lab.run("pod1", ["ip", "address", "del", f"{address}/32", "dev", end])
+
+
+@only_in("ebpf")
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_cluster_ip_on_an_interface_is_told_with_the_interface_and_the_command(clinic: Clinic, heard: bool) -> None:
+    recovered(clinic)
+    address = f"{ADDRESSES[NAME]}/32"
+    clinic.run("node", "ip", "link", "add", "br7", "type", "bridge")
+    with clinic.lab.socket("node") as listener:
+        listener.bind(("0.0.0.0", 80 if heard else 0))
+        listener.listen()
+        clinic.run("node", "ip", "address", "add", address, "dev", "br7")
+        try:
+            clinic.agent.wait(
+                lambda status: status.synced and status.left_to_node and bool(status.unheard) is not heard
+            )
+            code, found = clinic.doctor(NAME)
+        finally:
+            clinic.run("node", "ip", "link", "del", "br7")
+            clinic.agent.wait(lambda status: status.synced and not status.left_to_node)
+    (left,) = (each for each in found.findings if each.cause == "left-to-node")
+    assert (code, found.cause, left.mark) == (0 if heard else 1, "left-to-node", "warning" if heard else "problem")
+    assert f"{ADDRESSES[NAME]}, the ClusterIP of {NAME}, is on br7 of this node" in found.verdict
+    assert f"`ip address del {address} dev br7`" in left.todo
+
+
 @only_in("ebpf", "userspace")
 def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clinic: Clinic) -> None:
     recovered(clinic)

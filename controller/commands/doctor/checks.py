@@ -39,6 +39,7 @@ from hybrid_proxy.controller.commands.troubles import (
     forwarding_off,
     forwarding_trouble,
     raise_it,
+    take_off,
     troubles,
     unprogrammed,
 )
@@ -225,14 +226,15 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
             yield Finding("ok", subject, text)
     for each in found:
         for text in each.said or each.details:
-            todo = _without_address(text.partition(",")[0], facts) if each.cause == "left-to-node" else each.todo
-            yield _lost_address(text, facts) or Finding(each.mark, each.subject, text, todo, each.cause)
+            words = _left(text, facts) if each.cause == "left-to-node" else (text, each.todo)
+            yield _lost_address(text, facts) or Finding(each.mark, each.subject, *words, each.cause)
 
 
-def _without_address(address: str, facts: NodeFacts) -> str:
-    """How to take a ClusterIP off this node, where nothing listens at it."""
-    held = (each.split(" ", 3)[3] for each in facts.held if each.startswith(f"ip address add {address}/"))
-    return next((f"`ip address del {each}`, unless something shall listen there" for each in held), SHOW_ADDRESS)
+def _left(text: str, facts: NodeFacts) -> tuple[str, str]:
+    """Words about a ClusterIP that is on this node, which begin with it, and how to take it off."""
+    command = take_off(text.partition(",")[0], facts.held)
+    todo = f"`{command}`, unless something shall listen there (`ss -ltun`)" if command else SHOW_ADDRESS
+    return text.replace("an interface", command.split()[-1] if command else "an interface"), todo
 
 
 def _lost_address(fault: str, facts: NodeFacts) -> Finding | None:
@@ -438,8 +440,8 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     unheard = agent.unheard if agent else []
     left = [
         Finding(
-            "problem" if address in unheard else "warning", "object", left_text(address, service, unheard),
-            _without_address(address, node) if address in unheard else SHOW_ADDRESS, "left-to-node",
+            "problem" if address in unheard else "warning", "object",
+            *_left(left_text(address, service, unheard), node), "left-to-node",
         )
         for address, service in (agent.left_to_node.items() if agent else ())
         if (facts.packet.dst == address if facts.packet else facts.name and belongs(facts.name, service))

@@ -9,7 +9,7 @@ from ipaddress import ip_address, ip_network
 from typing import Final
 
 from hybrid_proxy.controller.commands.doctor.facts import PodLink, Tried
-from hybrid_proxy.controller.commands.troubles import forwarding_off
+from hybrid_proxy.controller.commands.troubles import forwarding_off, take_off
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import links, namespaces, roles, sysctl
 from hybrid_proxy.dataplane.kernel.namespaces import Pod
@@ -55,8 +55,12 @@ def astray(
     near, todo = roles.neighbours(), "the CNI plugin makes this route: see its log"
     for command in here.held:
         address = command.split()[3].partition("/")[0]
-        if command.startswith("ip address ") and address in behind and address in ends:
-            found[address] = "this node has this address itself", f"`{command.replace(' add ', ' del ')}`"
+        pod = behind.get(address) if command.startswith("ip address ") else None
+        others = {each for each in (pod.addresses if pod else ()) if family_of(each) == family_of(address)} - {address}
+        if pod and others:
+            found |= dict.fromkeys(others, (f"its pod has this node's {address} itself", _taken_off(pod, address)))
+        elif pod and address in ends:
+            found[address] = "this node has this address itself", f"`{take_off(address, here.held)}`"
     counts = Counter(address for pod in pods for address in pod.addresses)
     for address in (each for each, count in counts.items() if count > 1):
         links_of_both = [pod.interface for pod in pods if address in pod.addresses]
@@ -111,6 +115,12 @@ def astray(
             if to and not wrong and address not in found and (refused := _not_forwarded(address, to, peers)):
                 found[address] = refused
     return found
+
+
+def _taken_off(pod: Pod, address: str) -> str:
+    with contextlib.suppress(OSError), namespaces.inside(pod.path):
+        return f"`nsenter --net={pod.path} {take_off(address, links.read_node().held) or 'ip address'}`"
+    return "take it away"
 
 
 def _not_forwarded(address: str, to: links.Interface, peers: Iterable[str]) -> tuple[str, str] | None:
