@@ -1,4 +1,4 @@
-"""Aborts sockets of this namespace by sock_diag, named by their cookies: exact, whatever their addresses are.
+"""Sockets of this namespace by sock_diag: aborts some, named by their cookies, and finds listeners that are full.
 
 pyroute2's DiagSocket has the number of SOCK_DESTROY, and drops every error that the kernel answers with (its messages
 of type 2 are taken for sockets of AF_INET). So it cannot distinguish a socket that closed by itself from a kernel
@@ -19,9 +19,11 @@ from hybrid_proxy.dataplane.kernel.netlink import NLM_F_DUMP, SOCK_DIAG, Message
 SOCK_DIAG_BY_FAMILY, SOCK_DESTROY = 20, 21  # linux/sock_diag.h
 _REQUEST: Final = struct.Struct("=BBBBI")  # family, protocol, extensions, pad, states; an inet_diag_sockid follows
 _SOCKET_ID: Final = slice(4, 52)  # in an inet_diag_msg: ports, addresses, interface, cookie
-_OPEN_STATES: Final = 0xFFFFFFFF & ~(1 << 10 | 1 << 6)  # not TCP_LISTEN, TCP_TIME_WAIT
+_LISTEN: Final = 1 << 10  # TCP_LISTEN
+_OPEN_STATES: Final = 0xFFFFFFFF & ~(_LISTEN | 1 << 6)  # not TCP_TIME_WAIT
 _REQ_STORAGES, _REQ_MAP = 2, 1  # INET_DIAG_REQ_SK_BPF_STORAGES, SK_DIAG_BPF_STORAGE_REQ_MAP_FD
 _STORAGES, _STORAGE_VALUE = 20, 3  # INET_DIAG_SK_BPF_STORAGES, SK_DIAG_BPF_STORAGE_MAP_VALUE
+_PORT, _QUEUES = slice(4, 6), struct.Struct("=56x2I")  # in an inet_diag_msg; of a listener the second is the limit
 _ATTRIBUTES: Final = 72  # where those of an inet_diag_msg begin
 
 
@@ -51,6 +53,23 @@ def end_connections(storage: int, judge: Callable[[bytes], bool]) -> int:
                 if code != errno.ENOENT:  # it closed by itself
                     raise OSError(code, f"SOCK_DESTROY: {os.strerror(code)}")
     return ended
+
+
+def full_queues() -> dict[int, int]:
+    """Returns the TCP ports whose listener has as many connections as it takes until its process accepts some.
+
+    Raises:
+        NetlinkFailed: the kernel does not tell.
+    """
+    found = {}
+    with Netlink(SOCK_DIAG) as wire:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            asked = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _LISTEN) + bytes(48)
+            for answer in wire.dump(Message(SOCK_DIAG_BY_FAMILY, asked, NLM_F_DUMP, "reading TCP listeners")):
+                waiting, most = _QUEUES.unpack_from(answer)
+                if waiting > most:
+                    found[int.from_bytes(answer[_PORT])] = most
+    return found
 
 
 def _stored(answer: bytes) -> Iterator[bytes]:

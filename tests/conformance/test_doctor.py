@@ -14,7 +14,7 @@ import socket
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -1276,6 +1276,24 @@ def test_a_cluster_ip_on_an_interface_is_told_with_the_interface_and_the_command
     assert (code, found.cause, left.mark) == (0 if heard else 1, "left-to-node", "warning" if heard else "problem")
     assert f"{ADDRESSES[NAME]}, the ClusterIP of {NAME}, is on br7 of this node" in found.verdict
     assert f"`ip address del {address} dev br7`" in left.todo
+
+
+@only_in("ebpf", "nftables")
+def test_a_program_that_accepts_nothing_is_told_by_its_full_queue(clinic: Clinic) -> None:
+    recovered(clinic)
+    address = clinic.lab["pod1"].address4
+    with ExitStack() as stack:
+        listener = stack.enter_context(clinic.lab.socket("pod1"))
+        listener.bind((address, HANGS))
+        listener.listen(1)
+        for _ in range(2):  # the kernel takes one more than it was asked for
+            stack.enter_context(clinic.lab.socket("pod4")).connect((address, HANGS))
+        clinic.put("pod1", target=HANGS)
+        code, found = clinic.doctor(NAME)
+    clinic.put(*PODS)
+    assert (code, found.cause, found.certain) == (1, "backend-never-answers", True), found
+    assert f"{address}:{HANGS} listens, but its queue of 1 is full: the program does not accept" in found.verdict
+    assert [each.cause for each in found.findings if each.mark == "problem"] == [found.cause], found
 
 
 @only_in("ebpf", "userspace")

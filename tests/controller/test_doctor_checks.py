@@ -924,6 +924,25 @@ def test_where_a_node_port_is_served_is_told(at: tuple[str, ...], mark: str) -> 
     assert [each.mark for each in findings if each.subject == "node port"] == [mark]
 
 
+@pytest.mark.parametrize("others", [tried(B), tried(B, "silent", "silent")])
+@pytest.mark.parametrize("some", [("silent", "silent"), ("mute", "silent"), ("silent", "answered")])
+def test_a_full_queue_explains_what_its_connections_came_to(others: list[Tried], some: tuple[Outcome, Outcome]) -> None:
+    repeated = syns(A, "silent", "accepted", "silent")
+    known = facts(
+        tried(A, *some),
+        others,
+        tried(VIP, *some),
+        repeated=repeated,
+        links=(PodLink("v", ("10.0.0.1",), full={8080: 5}),),
+    )
+    bad = [each for each in service(known)[2] if each.mark == "problem"]
+    assert bad[0].text == f"{A} listens, but its queue of 5 is full: the program does not accept"
+    assert [each.cause for each in bad] == [
+        "backend-never-answers",
+        *["backend-silent"] * (others[0].outcome != "answered"),
+    ]
+
+
 def test_the_owner_of_an_address_hears_who_else_claims_it() -> None:
     message = "externalIP 1.2.3.4:80 TCP of shop/b:http is another's"
     node = msgspec.structs.replace(WELL, agent=agent_status(conflicts={"shop/b": {message: "shop/web"}}))

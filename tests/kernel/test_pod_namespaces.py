@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from hybrid_proxy.dataplane.kernel.diag import full_queues
 from hybrid_proxy.dataplane.kernel.namespaces import device_drops, listening, packet_size
 
 LISTENERS = [
@@ -32,6 +33,21 @@ def test_where_processes_listen_is_read_of_both_families(kind: socket.SocketKind
             found = set(listening(socket.getprotobyname(protocol)))
             assert wanted <= found
             assert client.getsockname() not in found, "a client does not listen"
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_a_queue_is_full_until_its_process_accepts(family: socket.AddressFamily, address: str) -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(family))
+        listener.bind((address, 0))
+        listener.listen(3)
+        port = listener.getsockname()[1]
+        for number in range(4):
+            assert port not in full_queues(), number
+            stack.enter_context(socket.create_connection((address, port)))
+        assert full_queues()[port] == 3
+        stack.enter_context(listener.accept()[0])
+        assert port not in full_queues()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

@@ -715,8 +715,17 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     made = [each for each in facts.tried if each.outcome != "failed" and each.source not in blamed]
     through = [each for each in made if each.via == "service"]
     direct = [each for each in made if each.via == "backend"]
-    dead = [each for each in direct if _host(each) in blamed and not is_good(each)]
+    full = {
+        (socket_text(end, port), "TCP"): size
+        for link in facts.links for end in link.addresses for port, size in link.full.items()
+    }  # fmt: skip
+    stuck = [each for each in direct if each.end in full and not is_good(each)]
+    dead = [each for each in direct if _host(each) in blamed and not is_good(each)] + stuck
     direct = [each for each in direct if each not in dead]
+    if stuck:
+        what = dict.fromkeys(f"{_end(each)} listens, but its queue of {full[each.end]} is full" for each in stuck)
+        text = f"{some([*what], '; ')}: the program does not accept"
+        yield Finding("problem", "connections", text, FAILURES["mute"][3], "backend-never-answers")
     for each in facts.tried:
         if each.outcome == "failed":
             yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
@@ -735,7 +744,10 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         )
         text = f"{len(left)} of {several(len(known), 'backend')} {_verb([*left], 'was', 'were')} not tried: {why}"
         yield Finding("unknown", "connections", text, cause="untried")
-    lossy = {key: rows for key, rows in _lossy(facts).items() if blamed.isdisjoint((key[0], _host(rows[0])))}
+    lossy = {
+        key: rows for key, rows in _lossy(facts).items()
+        if blamed.isdisjoint((key[0], _host(rows[0]))) and key[1:] not in full
+    }  # fmt: skip
     if lossy:
         yield _of_losses(facts, node, [row for rows in lossy.values() for row in rows])
         gone = {each.port for rows in lossy.values() for each in rows}

@@ -80,6 +80,7 @@ class PodLink(msgspec.Struct, frozen=True):
     mtu: int = 0  # of the node's end
     sends: int = 0  # the pod's largest packet: the MTU of its route
     drops: int = 0  # packets that both ends dropped during the connections
+    full: dict[int, int] = {}  # port of a listener whose queue is full -> how many connections that takes
     down: str = ""  # the command that sets the end up that is down
 
 

@@ -119,7 +119,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients.values()]
     second = _by_another_pod(tried.values(), attempts, others)
     again = try_all(second, args.timeout) if second else {}
-    after = {pod: link_of(pod, own).drops for pod in before}
+    after = {pod: link_of(pod, own) for pod in before}
     counters = counted(rules, read_rules(guarded)[0]) if any(rule.packets is not None for rule in rules) else {}
     since = _events(args.admin_socket, before_all.last) if before_all else None
     events = recent(since.events) if since else ()
@@ -136,7 +136,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 repeated=tuple(row for each, row in syns.items() if each.service_port in names),
                 own=tuple(own),
                 links=tuple(
-                    msgspec.structs.replace(link, drops=max(0, after[pod] - link.drops))
+                    msgspec.structs.replace(after[pod], drops=max(0, after[pod].drops - link.drops))
                     for pod, link in before.items()
                     if pod == clients.get(facts.asked) or not ours.keys().isdisjoint(pod.addresses)
                 ),

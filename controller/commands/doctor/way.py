@@ -12,6 +12,7 @@ from hybrid_proxy.controller.commands.doctor.facts import PodLink, Tried
 from hybrid_proxy.controller.commands.troubles import forwarding_off, take_off
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import links, namespaces, roles, sysctl
+from hybrid_proxy.dataplane.kernel.diag import full_queues
 from hybrid_proxy.dataplane.kernel.namespaces import Pod
 from hybrid_proxy.dataplane.kernel.roles import NUD_FAILED, NUD_PERMANENT, UNANSWERED
 from hybrid_proxy.dataplane.reports import some
@@ -22,20 +23,21 @@ VIRTUAL: Final = frozenset({"vxlan", "geneve"})  # whose neighbours the CNI plug
 
 
 def link_of(pod: Pod, own: Sequence[str]) -> PodLink:
-    """Read the MTUs of a pod's link, and how many packets both ends have dropped; `own` are the node's addresses."""
-    address, sends, drops, down = next(iter(pod.addresses), ""), 0, 0, ""
+    """Read MTUs and drops of a pod's link, and which queues are full in it; `own` are the node's addresses."""
+    address, sends, drops, down, full = next(iter(pod.addresses), ""), 0, 0, "", dict[int, int]()
     others = [each for each in own if each not in pod.addresses]
     node = next((each for each in others if address and family_of(each) == family_of(address)), None)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, DataplaneError):
         drops = namespaces.device_drops().get(pod.interface, 0)
         with namespaces.inside(pod.path):
             drops += sum(namespaces.device_drops().values())
             if pod.down == "pod":
                 down = f"nsenter --net={pod.path} ip link set {links.interface_name(pod.peer)} up"
             sends = namespaces.packet_size(node) if node else 0
+            full = full_queues()
     if pod.down == "node":
         down = f"ip link set {pod.interface} up"
-    return PodLink(pod.interface, pod.addresses, pod.mtu, sends, drops, down)
+    return PodLink(pod.interface, pod.addresses, pod.mtu, sends, drops, full, down)
 
 
 def astray(
