@@ -734,7 +734,29 @@ def test_the_changes_of_a_service_that_is_gone_are_told() -> None:
     assert cause == "no-such-service"
     assert findings[0].text == 'no service "shop/web"; it was deleted 10 s ago'
     (told,) = (each.text for each in findings if each.subject == "history")
-    assert told == "1 change in the last hour, the last 10 s ago: not served now"
+    assert told == "10 s ago: not served now"
+
+
+@pytest.mark.parametrize(("count", "more"), [(3, ""), (5, "; 2 more: `hybrid-proxy changes shop/web`")])
+def test_of_many_changes_the_newest_three_of_the_service_and_its_way_are_told(count: int, more: str) -> None:
+    whats = {"service": "ready: 10.0.0.1", "node": "route 10.0.0.1 by veth1 is gone", "endpoints": "ready: 10.0.0.2"}
+    kinds = [("service", "shop/web"), ("node", ""), ("endpoints", "shop/web"), ("node", ""), ("service", "shop/web")]
+    other = [
+        ("node", "", "link veth11: up → down"),
+        ("node", "", "+ route 10.0.0.11 by x"),
+        ("service", "shop/x", "came"),
+    ]
+    rows = [(kind, name, f"{number} {whats[kind]}") for number, (kind, name) in enumerate(kinds[-count:])]
+    changes = tuple(
+        ChangeRow(first=990.0 + at, last=990.0 + at, kind=kind, service=name, what=what)  # type: ignore[arg-type]
+        for at, (kind, name, what) in enumerate([*rows, *other])
+    )
+    links = (PodLink("veth1", ("10.0.0.1",)),)
+    findings = service(facts(*GOOD, links=links), msgspec.structs.replace(WELL, changes=changes))[2]
+    (told,) = (each.text for each in findings if each.subject == "history")
+    newest = rows[: -1 - 3 : -1]
+    ages = [f"{10 - (count - 1 - back)} s ago" for back in range(3)]
+    assert told == "; ".join(f"{age}: {row[2]}" for age, row in zip(ages, newest, strict=True)) + more
 
 
 @pytest.mark.parametrize(("stranger", "reported"), [("8.8.8.8", True), ("", False)])

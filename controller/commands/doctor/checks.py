@@ -47,7 +47,7 @@ from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow, last_known
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, ago, several, some
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, ago, several, shortened, some
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
@@ -62,12 +62,14 @@ FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting",
 OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
 # A ClusterIP that another service has (see `semantics.tables`), or that is none (see `kubernetes.parse`).
 _LOST_CLUSTER_IP: Final = re.compile(r"ClusterIP (\S+):\d+ |spec\.clusterIPs\[\d+\]: ")
+_WORD: Final = re.compile(r"[\w.:-]+\b")
 _ADDRESS: Final = re.compile(r"[0-9a-f:.]+")  # one, among other things
 # What names and what is programmed tell, and not objects: both are the former agent's before the first table.
 FROM_THE_FORMER: Final = frozenset(
     {"no-such-service", "no-such-port", "not-a-service", "no-endpoint", "no-local-endpoint"}
 )
 AS_LEFT: Final = ", as the agent before this one left it"
+NEWEST: Final = 3  # changes of a Service
 LOSSES: Final = {  # counters of conntrack
     "drop": "packets dropped because it was full",
     "early_drop": "flows forgotten because it was full",
@@ -391,15 +393,19 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
 
 
 def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
-    """What changed lately, in a line, and whether endpoints flap."""
+    """The last changes of it, or of the ways to its pods, and whether endpoints flap."""
     names = {port.name.partition(":")[0] for port in facts.ports} or {facts.asked.partition(":")[0]}  # gone, perhaps
-    own = [row for row in node.changes if row.service.partition(":")[0] in names]
+    ways = {word for link in facts.links for word in (link.interface, *link.addresses)}
+    own = [
+        row for row in node.changes
+        if (row.service.partition(":")[0] in names if row.service else not ways.isdisjoint(_WORD.findall(row.what)))
+    ]  # fmt: skip
     flapping = list(_flapping(own, node.now))
     yield from flapping
     if own and not flapping:
-        last, count = own[-1], sum(row.count for row in own)
-        text = f"{several(count, 'change')} in the last hour, the last {ago(node.now - last.last)}: {last.text}"
-        yield Finding("ok", "history", text)
+        newest = [f"{ago(node.now - row.last)}: {shortened(row.text)}" for row in own[: -1 - NEWEST : -1]]
+        newest += [f"{len(own) - NEWEST} more: `hybrid-proxy changes {min(names)}`"] * (len(own) > NEWEST)
+        yield Finding("ok", "history", "; ".join(newest))
 
 
 def _remembered(findings: Iterable[Finding], node: NodeFacts) -> Iterator[Finding]:
