@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import hashlib
 import json
 import os
@@ -111,6 +112,18 @@ def test_a_release_is_whole(dist: Path) -> None:
         assert not anchor or anchor in anchors(ROOT / name), f"{name}#{anchor}"
     assert section((ROOT / "CHANGELOG.md").read_text(), version_of(dist))[1] in page
     assert {known[name] for name in known if name != "RELEASE.md"} <= set(re.findall(r"`([0-9a-f]{64})`", page))
+
+
+def test_a_wheel_tells_packagers_that_there_is_no_licence_while_there_is_none(dist: Path) -> None:
+    with zipfile.ZipFile(wheel_of(dist, "x86_64")) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        about = email.message_from_bytes(archive.read(name))
+    unlicensed = "No licence has been chosen yet" in (ROOT / "README.md").read_text()
+    assert ("Private :: Do Not Upload" in about.get_all("Classifier", [])) == unlicensed
+    assert (about["License-Expression"] == "LicenseRef-All-Rights-Reserved") == unlicensed
+    assert about["Author"]
+    assert about.get_all("Project-URL", []) == [], "no address of this project is known"
+    assert about.get_payload().startswith("# hybrid-proxy\n")
 
 
 def test_the_image_is_built_from_the_release(dist: Path) -> None:
