@@ -25,11 +25,16 @@ from .manifests import ROOT, one
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes namespaces")]
 
-KUBECONFIG = "echo 'server: https://10.0.2.15:6443'"
+KUBECONFIG = 'echo "server: https://10.0.2.15:6443 # $*"'
 
 
 def lines(page: str, *words: str) -> str:
     return "\n".join(line for block in blocks(page, "sh", *words) if block.words[1:] == words for line in block.lines)
+
+
+def given(kubeconfig: str) -> dict[str, str]:
+    """The flags of kubeadm that made it."""
+    return dict(re.findall(r" (--[\w-]+) (\S+)", kubeconfig))
 
 
 def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
@@ -55,12 +60,25 @@ def test_nothing_of_a_service_stays(tmp_path: Path) -> None:
         there = node.run(look).split()
         assert {"/etc/hybrid-proxy/kubeconfig.conf", "/etc/systemd/system/hybrid-proxy.service"} <= set(there)
         node.run(lines("docs/operations.md", "service", "renewal"))
+        first = given(node.run("cat /etc/hybrid-proxy/kubeconfig.conf"))
+        of_node = {"--client-name": "hybrid-proxy:node-1", "--org": "hybrid-proxy:nodes", "--validity-period": "720h"}
+        assert of_node.items() <= first.items()
+        assert "--client-name hybrid-proxy:node-2 " in node.run("cat node-2.conf")
+        (bound,) = cluster.objects["clusterrolebindings"]["hybrid-proxy-nodes"]["subjects"]
+        assert (bound["kind"], bound["name"]) == ("Group", of_node["--org"])
         node.run("echo old >/etc/hybrid-proxy/kubeconfig.conf")
         renewal = ". /etc/hybrid-proxy/nodes; export NODES; $(sed -n s/^ExecStart=//p {})"
         unit = renewal.format("/etc/systemd/system/hybrid-proxy-kubeconfig.service")
         assert "node-2 has no new credentials" in node.run(f"{unit} && exit 1; true")
-        made = node.run("stat -c %a /etc/hybrid-proxy/kubeconfig.conf; cat /etc/hybrid-proxy/kubeconfig.conf")
-        assert made.split(maxsplit=1) == ["600", "server: https://10.0.2.15:6443\n"]
+        look_at = "stat -c %a /etc/hybrid-proxy/kubeconfig.conf; cat /etc/hybrid-proxy/kubeconfig.conf"
+        made = node.run(look_at)
+        assert made.startswith("600\nserver: https://10.0.2.15:6443 ")
+        assert of_node.items() <= given(made).items(), "the same for the first time and for a renewal"
+        other = {"--org": "hybrid-proxy:nodes-2"}
+        node.run(
+            f"echo GROUP={other['--org']} >>/etc/hybrid-proxy/nodes; {unit.replace('NODES', 'NODES GROUP')} || true"
+        )
+        assert (of_node | other).items() <= given(node.run(look_at)).items()
         assert {"hybrid-proxy", "hybrid-proxy-nodes"} == set(cluster.objects["clusterrolebindings"])
         node.run(lines("docs/operations.md", "service", "removal"))
         assert node.run(look) == ""

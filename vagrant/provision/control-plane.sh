@@ -15,15 +15,15 @@ if [ ! -e /etc/kubernetes/lab ]; then
     touch /etc/kubernetes/lab
 fi
 
-# The agents of all nodes: the rights of the manifests, for a user with a certificate instead of a pod's account.
+# The agents of all nodes: the rights of the manifests, for a group with a certificate instead of a pod's account.
 kubectl apply -f "$SOURCE/deploy/base/rbac.yaml" -n kube-system
-kubectl create clusterrolebinding hybrid-proxy-nodes --clusterrole hybrid-proxy --user hybrid-proxy \
+kubectl create clusterrolebinding hybrid-proxy-nodes --clusterrole hybrid-proxy --group hybrid-proxy:nodes \
     --dry-run=client -o yaml | kubectl apply -f -
 install -d -m 700 /etc/hybrid-proxy
 umask 077
 # kubeadm names the card of the default route here, which is not the one that the API server has a certificate for.
 [ -s /etc/hybrid-proxy/kubeconfig.conf ] ||
-    kubeadm kubeconfig user --client-name hybrid-proxy --validity-period 720h |
+    kubeadm kubeconfig user --client-name hybrid-proxy:lab --org hybrid-proxy:nodes --validity-period 720h |
     sed "s#server: .*#server: https://$NODE_ADDRESS:6443#" >/etc/hybrid-proxy/kubeconfig.conf
 sh "$here/provision/network.sh"
 
