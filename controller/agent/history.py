@@ -110,15 +110,16 @@ class History:
 
     def programmed(
         self, table: ServiceTable, zone: str = "", objects: Mapping[str, tuple[Service, Service | None]] | None = None
-    ) -> None:
+    ) -> list[ChangeRow]:
         """Remember what distinguishes a table from the one before; of this agent's first one, nothing.
 
-        `objects` are Services that were changed since, as they were and as they are.
+        `objects` are Services that were changed since, as they were and as they are. Returns the rows about Services.
         """
+        found: list[ChangeRow] = []
         before, self._table, word, self.word = self._table, table, self.word, ""
         moved, self._zone, objects = zone != self._zone, zone, objects or {}
         if (before is table and not objects) or before is EMPTY:
-            return
+            return found
         now = time.time()
         if moved:
             word = f"zone {zone or 'none'} of this node"
@@ -135,6 +136,8 @@ class History:
             by = word or ADDRESSES * (name in left)
             for row in change_of(name, was, new, now, by, objects.get(name, (None, None))):
                 self._add(row)
+                found.append(row)
+        return found
 
     def serves(self, version: str, mode: str, services: int) -> None:
         """Remember that a mode has programmed its first table; `version` is this agent's, which starts with it."""

@@ -334,7 +334,8 @@ class Agent:
             self._first_sync_done(at_start=at_start)
         node = self.syncer.cluster.node
         former = self.syncer.cluster.take_former()
-        self.history.programmed(self.syncer.builder.table, node.zone if node else "", former)
+        rows = self.history.programmed(self.syncer.builder.table, node.zone if node else "", former)
+        self.syncer.flush_log(rows)
         self._report_unprogrammed()
         self._announcements.external_ips(self.syncer.builder.external_ips)
         self._announcements.left_out(self.syncer.cluster.complaints.values())

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -35,6 +36,7 @@ from hybrid_proxy.controller.kubernetes.model import (
 )
 from hybrid_proxy.controller.semantics.cluster import Cluster
 from hybrid_proxy.controller.semantics.entries import Settings
+from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.semantics.lacks import lacks
 from hybrid_proxy.controller.semantics.node import NO_ROUTES, Routes
 from hybrid_proxy.controller.semantics.tables import Builder
@@ -42,7 +44,7 @@ from hybrid_proxy.controller.serving.counters import Counters
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.dataplane.errors import SyncError, Unsupported
 from hybrid_proxy.dataplane.mode import SyncResult
-from hybrid_proxy.dataplane.reports import several, some
+from hybrid_proxy.dataplane.reports import several, shortened, some
 from hybrid_proxy.dataplane.table import EMPTY, Entry, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
@@ -230,12 +232,12 @@ class Syncer:
             return None
         self._programmed(start)
         if not first:
-            self._log.add(result, self.sync_seconds, table.changed)
+            self._log.add(result, self.sync_seconds)
         return result
 
-    def flush_log(self) -> None:
-        """Write what the log is to say of the last syncs, if it is time."""
-        self._log.flush()
+    def flush_log(self, rows: Iterable[ChangeRow] = ()) -> None:
+        """Write what the log is to say of the last syncs, if it is time; `rows` are what the last one changed."""
+        self._log.flush(rows)
 
     def _on(self, happened: Input) -> None:
         self.state = TRANSITIONS[self.state][happened]
@@ -276,7 +278,7 @@ class _SyncLog:
     clock: Callable[[], float]
     next_at: float = 0.0
     syncs: list[tuple[SyncResult, float]] = field(default_factory=list)
-    services: dict[str, None] = field(default_factory=dict)  # that differ
+    rows: list[ChangeRow] = field(default_factory=list)  # of what differs
     before: dict[str, tuple[Entry, ...]] = field(default_factory=dict)  # what differs, as the log knows it; (): is new
     table: ServiceTable = EMPTY
     known: frozenset[tuple[str, str]] = frozenset()  # conflicts that were logged: the service that lost, and a message
@@ -297,22 +299,24 @@ class _SyncLog:
                 self.before.setdefault(name, before.services.get(name, ()))
         self.table = table
 
-    def add(self, result: SyncResult, seconds: float, services: Iterable[str]) -> None:
+    def add(self, result: SyncResult, seconds: float) -> None:
         """Count one sync; if it changed nothing, it counts as none."""
         if result.changed or result.removed:
             self.syncs.append((result, seconds))
-            self.services |= dict.fromkeys(services)
-            self.flush()
 
-    def flush(self) -> None:
+    def flush(self, rows: Iterable[ChangeRow]) -> None:
         now = self.clock()
-        if not self.syncs or now < self.next_at:
+        if not self.syncs:
+            return
+        self.rows += rows
+        if now < self.next_at:
             return
         times = f" by {len(self.syncs)} syncs" if len(self.syncs) > 1 else ""
         changed, removed = sum(each.changed for each, _ in self.syncs), sum(each.removed for each, _ in self.syncs)
+        names = some([*map(self._said, islice(self.before, 3)), *islice(self.before, 3, None)])
         log.info(
             "%s changed, %d removed, in %.1f ms%s: %s", several(changed, "service port"), removed,
-            1000 * sum(seconds for _, seconds in self.syncs), times, some(self.services),
+            1000 * sum(seconds for _, seconds in self.syncs), times, names,
         )  # fmt: skip
         former = _empty(self.before.values())
         empty = _empty(self.table.services.get(name) for name, entries in self.before.items() if entries)
@@ -323,7 +327,12 @@ class _SyncLog:
         self.next_at = now + LOG_SECONDS
         self.before.clear()
         self.syncs.clear()
-        self.services.clear()
+        self.rows.clear()
+
+    def _said(self, service: str) -> str:
+        """A Service, and what is different about it."""
+        text = "; ".join(row.text for row in folded(row for row in self.rows if row.service == service))
+        return f"{service} ({shortened(text)})" if text else service
 
 
 def _empty(services: Iterable[Iterable[Entry] | None]) -> set[str]:

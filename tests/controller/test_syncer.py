@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybrid_proxy.controller.agent.history import History
 from hybrid_proxy.controller.agent.syncer import (
     CEDE_SECONDS,
     FIRST_RETRY,
@@ -38,6 +40,7 @@ from hybrid_proxy.dataplane.mode import SyncResult
 from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable
 
 NEVER = float("inf")
+PORTS = (EndpointPort("http", Protocol.TCP, 80),)
 
 
 class Mode:
@@ -66,6 +69,7 @@ class World:
         self.now = 1000.0
         self.counters, self.health = Counters(), Health(60.0, needs_node=False)
         self.mode: Any = Mode()
+        self.history = History(Path("/nowhere"))
         self.syncer = Syncer(
             Cluster("me", ("Service", "Node")), Settings("me"), self.counters, self.health,
             clock=lambda: self.now, wall=lambda: self.now,
@@ -75,7 +79,9 @@ class World:
             self.syncer.observe(Replaced("Node", (Node("me"),)))
 
     def sync(self, *, first: bool = False) -> SyncResult | None:
-        return self.syncer.sync(self.mode, first=first)
+        result = self.syncer.sync(self.mode, first=first)
+        self.syncer.flush_log(self.history.programmed(self.syncer.builder.table))
+        return result
 
     def change(self, number: int = 1, received: float = 0.0, *superseded: Superseded) -> None:
         port = ServicePort("http", Protocol.TCP, 80)
@@ -243,7 +249,9 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
     for number in range(1, 4):
         world.change(number)
         world.sync()
-    assert [(line[0], line[-1]) for line in _logged(caplog)] == [("1 service port", "d/web-1")], "the first at once"
+    assert [(line[0], line[-1]) for line in _logged(caplog)] == [("1 service port", "d/web-1 (came)")], (
+        "the first at once"
+    )
     for number in range(4, 9):
         world.change(number)
     world.sync()
@@ -252,8 +260,23 @@ def test_the_log_has_one_line_a_second(world: World, caplog: pytest.LogCaptureFi
     world.syncer.flush_log()
     _, (count, *_, names) = _logged(caplog)
     assert count == "3 service ports"
-    assert names.startswith("d/web-2, d/web-3, d/web-")
+    assert names.startswith("d/web-2 (came), d/web-3 (came), d/web-")
     assert names.endswith(" and 4 more")
+
+
+def test_the_log_says_what_changed(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hybrid_proxy.controller.agent.syncer")
+    world.change()
+    world.sync(first=True)
+    for ends in (("10.1.0.1", "10.1.0.2"), ("10.1.0.2", "10.1.0.3"), ("10.1.0.2",), ("10.1.0.2", "10.1.0.3")):
+        slices = EndpointSlice("d", "web-1-a", "d/web-1", 4, PORTS, tuple(Endpoint(end) for end in ends))
+        world.syncer.observe(Upserted(slices))
+        world.sync()
+    world.now += 1.0
+    world.syncer.flush_log()
+    assert [line[-1] for line in _logged(caplog) if len(line) > 1] == [
+        "d/web-1 (ready: 10.1.0.1, 10.1.0.2)", "d/web-1 (no longer: 10.1.0.1, 10.1.0.3; ready: 10.1.0.3 (2 x))"
+    ]  # fmt: skip
 
 
 def _logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:
@@ -265,8 +288,7 @@ def test_the_log_warns_of_a_service_that_lost_its_last_backend(world: World, cap
     world.change()
     world.sync(first=True)
     for ends in ((), ("10.1.0.1",), (), ("10.1.0.1",)):
-        ports = (EndpointPort("http", Protocol.TCP, 80),)
-        slices = EndpointSlice("d", "web-1-a", "d/web-1", 4, ports, tuple(Endpoint(end) for end in ends))
+        slices = EndpointSlice("d", "web-1-a", "d/web-1", 4, PORTS, tuple(Endpoint(end) for end in ends))
         world.syncer.observe(Upserted(slices))
         world.now += 1.0
         world.sync()
