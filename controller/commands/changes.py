@@ -91,9 +91,9 @@ LIKELY: Final = ChangeRow(
 )
 
 _CHANGES: Final = """
-Endpoints, Services, modes, repairs, reloads of the configuration, ejections, and facts of the node. Changes of one kind
-that come within two minutes make one row. An endpoint that becomes ready three times in a row is FLAPPING. The command
-needs no agent: what former agents wrote down is there, too.
+Endpoints, Services, modes, repairs, reloads of the configuration, ejections, and facts of the node. Equal neighbours
+within two minutes make one row. An endpoint that becomes ready three times in a row is FLAPPING. The command needs no
+agent: what former agents wrote down is there, too.
 
 examples:
   hybrid-proxy changes                     what changed on this node

@@ -95,16 +95,21 @@ def _most(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, i
 
 
 def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
-    """Returns one row for those with one key that come close together; the oldest first, by the last time."""
+    """Returns one row for those with one key that come close together; the oldest first, by the last time.
+
+    Endpoints of a Service come and go in turns. Anything else about it, or about the node, that comes in between keeps
+    rows apart: a link that is down, up and down again.
+    """
     found: list[ChangeRow] = []
     open_rows: dict[tuple[str | bool, ...], ChangeRow] = {}
     for row in sorted(rows, key=lambda each: each.first):
-        last = open_rows.pop(row.key, None)  # rows of one moment stay in the order in which they came
-        if last is not None and row.first - last.last < FOLD_SECONDS:
+        about = row.key if row.kind == "endpoints" else row.key[:2]
+        last = open_rows.pop(about, None)  # rows of one moment stay in the order in which they came
+        if last is not None and last.key == row.key and row.first - last.last < FOLD_SECONDS:
             row = joined(last, row)  # noqa: PLW2901
         elif last is not None:
             found.append(last)
-        open_rows[row.key] = row
+        open_rows[about] = row
     return sorted([*found, *open_rows.values()], key=lambda each: each.last)
 
 

@@ -148,6 +148,15 @@ def test_rows_of_one_moment_stay_in_their_order_whatever_came_before(tmp_path: P
     assert [row.what for row in folded(rows)] == ["x", "y", "x"]
 
 
+def test_what_came_back_after_something_else_is_a_row_of_its_own() -> None:
+    whats = ("up → down", "down → up", "up → down", "up → down")
+    rows = [
+        ChangeRow(first=at, last=at, kind="node", what=what) for at, what in zip((0, 9, 20, 30), whats, strict=True)
+    ]
+    assert [(row.what, row.count) for row in folded(rows)] == [("up → down", 1), ("down → up", 1), ("up → down", 2)]
+    assert folded(folded(rows)) == folded(rows)
+
+
 def test_an_unknown_name_is_answered_with_the_last_change_of_its_service(tmp_path: Path) -> None:
     path = str(tmp_path / "admin.sock")
     history = History(changes_path(path))
