@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -183,33 +183,26 @@ def _write(path: Path, contents: dict[str, bytes], missing: dict[str, str]) -> i
 # The parts
 
 
-class _Process(NamedTuple):
-    """The agent's process, which may be gone."""
-
-    pid: int
-    argv: list[str]
-
-
-def _process(args: argparse.Namespace) -> _Process:
+def _process(args: argparse.Namespace) -> tuple[int, list[str]]:
     """The process that listens, with the command line that it wrote down; or that of the last agent."""
     memory = recall(memory_path(args.admin_socket))
     with contextlib.suppress(OSError):
         pid = listener(args.admin_socket)
         if memory is None or memory.pid != pid:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            return _Process(pid, command.rstrip("\0").split("\0"))
-    return _Process(memory.pid, memory.argv) if memory else _Process(0, [])
+            return pid, command.rstrip("\0").split("\0")
+    return (memory.pid, memory.argv) if memory else (0, [])
 
 
 def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
-    process, agent = _process(args), agent_at(args.admin_socket, args.pin_root)
+    (pid, argv), agent = _process(args), agent_at(args.admin_socket, args.pin_root)
     yield "versions/hybrid-proxy.json", _versions
     yield "agent/status.json", lambda: _json(agent.known())
     yield "agent/drops.json", lambda: _json({"events": agent.events()})
     yield "agent/changes.json", lambda: _json(folded(read_changes(changes_path(args.admin_socket))))
-    yield "agent/command-line.txt", lambda: " ".join(_known(process.argv))
-    yield "agent/configuration.yaml", lambda: _configuration(process.argv)
-    yield "agent/log.txt", lambda: _log(process.pid)
+    yield "agent/command-line.txt", lambda: " ".join(_known(argv))
+    yield "agent/configuration.yaml", lambda: _configuration(argv)
+    yield "agent/log.txt", lambda: _log(pid)
     yield "doctor.json", lambda: _doctor(args, agent)
     yield "dataplane/services.json", lambda: _json(_listed(agent, "services"))
     yield "dataplane/backends.json", lambda: _json(_listed(agent, "backends"))
@@ -224,17 +217,12 @@ def _parts(args: argparse.Namespace) -> Iterator[tuple[str, Part]]:
 
 
 def _versions() -> str:
-    def of(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
     packages = ("hybrid-proxy", "msgspec", "numpy", "pyroute2", "kubernetes", "cffi")
+    known = {each.name: each.version for each in distributions()}
     return _json(
         {
             "python": sys.version, "kernel": platform.release(), "machine": platform.machine(),
-            "cpus": os.cpu_count(), **{package: of(package) for package in packages},
+            "cpus": os.cpu_count(), **{package: known.get(package) for package in packages},
         }
     )  # fmt: skip
 
