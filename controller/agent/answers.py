@@ -121,6 +121,7 @@ class Answers:
                     ejections=programmer.ejections(),
                     without_backend=self.syncer.builder.lacks,
                     left_to_node=dict(self.syncer.builder.table.left_to_node),
+                    node_ports_at=list(self.syncer.builder.table.node.node_port_addresses),
                 )
             case p.GetTraffic():
                 each = (programmer, *self.mode.draining.programmers)  # at most one of them counts

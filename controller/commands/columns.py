@@ -106,7 +106,7 @@ class Layout(Generic[Row_contra]):
         for number in range(max(map(len, cells), default=0)):
             yield self._line([parts[number] if number < len(parts) else Cell("") for parts in cells])
         for column in self.below:
-            for cell in _cells(column.value(row), self.screen):
+            for cell in filter(lambda cell: cell.text, _cells(column.value(row), self.screen)):
                 for text in _lines(cell.text, (self.screen.width or 0) - INDENT):
                     yield " " * INDENT + painted(text, cell.tone, self.screen)
 
@@ -196,6 +196,11 @@ def _cells(value: Value, screen: Screen) -> list[Cell]:
             if screen.width is None:
                 parts = [Cell(",".join(part.text for part in parts))]
     return [Cell(printable(cell.text), cell.tone) for cell in parts]
+
+
+def text_of(value: Value) -> str:
+    """A value in one line."""
+    return _cells(value, Screen())[0].text
 
 
 def _fitted(places: list[_Place], width: int) -> list[_Place]:

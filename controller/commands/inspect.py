@@ -44,7 +44,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
-from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow
+from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow, some
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
 
 if TYPE_CHECKING:
@@ -88,12 +88,16 @@ def _read(args: argparse.Namespace, read: _Read) -> _Found:
 
 
 def _services(here: Programmed, args: argparse.Namespace) -> _Found:
+    from hybrid_proxy.controller.commands.views import NODE_PORT
+
     known = here.services()
     asked = here.asked(args.service, args.namespace, known)
     rows = [row for row in known if asked.has(row.name)]
     names = {(row.name or "").partition(":")[0] for row in rows}
     left = here.agent.left_to_node if here.agent else {}
     notes = [left_text(address, owner) for address, owner in left.items() if owner in names or not any(asked)]
+    if here.agent and any(text.startswith(NODE_PORT) for row in rows for text in row.frontends):
+        notes.append(f"node ports are served at {some(here.agent.node_ports_at) or 'no address'}")
     return _Found(rows, listings.service_columns(rows, here.agent.ejections if here.agent else ()), notes)
 
 
@@ -134,7 +138,8 @@ def _name_relay(here: Programmed, rows: Sequence[FlowRow]) -> None:
 def _watch(args: argparse.Namespace, read: _Read) -> int:
     """Print all rows, then each one that comes, changes or goes, until Ctrl-C."""
     first = _read(args, read)
-    start = [Change("added", row) for row in first.rows]
+    start = [Change("added", row, time.time()) for row in first.rows]
+    likely = [*start, *(msgspec.structs.replace(one, what="-" * 40) for one in start[-1:])]
 
     def following(before: _Found) -> _Found:
         """A service that goes is gone, and may come again."""
@@ -149,11 +154,11 @@ def _watch(args: argparse.Namespace, read: _Read) -> int:
         while True:
             time.sleep(WATCH_SECONDS)
             now = following(before)
-            yield from changes(before.rows, now.rows, now.columns)
+            yield from changes(before.rows, now.rows, now.columns, time.time())
             before = now
 
     with contextlib.suppress(KeyboardInterrupt):
-        print_stream(args, listings.change_columns(first.columns), followed(), start)
+        print_stream(args, listings.change_columns(first.columns), followed(), likely)
     return 0
 
 
@@ -172,10 +177,9 @@ def _show_modes(args: argparse.Namespace) -> int:
         left = without_agent(args.admin_socket, args.pin_root, error).programmed
         does = {mode: how if found.service_ports else "drains" for mode, found in left.items()}
     missing = probe_all(Options(ebpf=EbpfOptions(pin_root=args.pin_root or "")))
-    states = {mode: does.get(mode) or ("cannot work" if lacks else "works") for mode, lacks in missing.items()}
+    does = {mode: "cannot work" if lacks else "works" for mode, lacks in missing.items()} | does
     rows = [
-        ModeRow(mode, not lacks, states[mode].startswith("serves"), lacks, states[mode])
-        for mode, lacks in missing.items()
+        ModeRow(mode, not lacks, does[mode].startswith("serves"), lacks, does[mode]) for mode, lacks in missing.items()
     ]
     print_rows(args, listings.mode_columns(), rows)
     if note:

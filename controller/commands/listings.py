@@ -8,9 +8,9 @@ from typing import Final, Generic, Literal, TypeVar, cast
 
 import msgspec
 
-from hybrid_proxy.controller.commands.columns import Cell, Column, Tone, Value, duration
+from hybrid_proxy.controller.commands.columns import Cell, Column, Tone, Value, duration, text_of
 from hybrid_proxy.dataplane.first_packets import quantile
-from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow, TrafficCounts
+from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow, TrafficCounts, clock
 
 
 class ModeRow(msgspec.Struct, frozen=True):
@@ -32,6 +32,8 @@ class Change(msgspec.Struct, Generic[Row], frozen=True):
 
     event: Literal["added", "changed", "gone"]
     row: Row
+    time: float  # seconds since 1970
+    what: str = ""  # changed, from what to what
 
 
 def service_columns(rows: Sequence[ServiceRow], ejections: Iterable[Ejection] = ()) -> tuple[Column[ServiceRow], ...]:
@@ -102,23 +104,26 @@ def mode_columns() -> tuple[Column[ModeRow], ...]:
     )
 
 
-def changes(before: Sequence[Row], now: Sequence[Row], columns: Sequence[Column[Row]]) -> Iterator[Change[Row]]:
+def changes(
+    before: Sequence[Row], now: Sequence[Row], columns: Sequence[Column[Row]], at: float
+) -> Iterator[Change[Row]]:
     """Return what is different now. Values of live columns and of hidden ones make no difference."""
     judged = [column for column in columns if not (column.live or column.wide)]
-    former = {_key(row): row for row in before}
-    for row in now:
-        last = former.pop(_key(row), None)
+    former, latest = ({_key(row): row for row in rows} for rows in (before, now))
+    for key, row in latest.items():
+        last = former.pop(key, None)
         if last is None:
-            yield Change("added", row)
-        elif any(column.value(last) != column.value(row) for column in judged):
-            yield Change("changed", row)
-    yield from (Change("gone", row) for row in former.values())
+            yield Change("added", row, at)
+        elif those := [column for column in judged if column.value(last) != column.value(row)]:
+            both = (f"{one.header} {text_of(one.value(last))} -> {text_of(one.value(row))}" for one in those)
+            yield Change("changed", row, at, "; ".join(both))
+    yield from (Change("gone", row, at) for row in former.values())
 
 
 def _key(row: Listed) -> tuple[object, ...]:
     match row:
         case ServiceRow():
-            return row.mode, row.name, row.protocol, tuple(row.frontends)
+            return row.mode, row.name or tuple(row.frontends), row.protocol, _is_ipv6(row)
         case BackendRow():
             return row.mode, row.service, row.service_id, row.protocol, row.address
         case FlowRow():
@@ -127,7 +132,11 @@ def _key(row: Listed) -> tuple[object, ...]:
 
 def change_columns(columns: Sequence[Column[Row]]) -> tuple[Column[Change[Row]], ...]:
     """Return these columns for rows that change; the state of a row that was removed is `gone`."""
-    return tuple(_of_change(column) for column in columns)
+    return (
+        Column("TIME", lambda change: clock(change.time)),
+        *(_of_change(column) for column in columns),
+        Column("CHANGED", lambda change: change.what and f"changed: {change.what}", below=True),
+    )
 
 
 def _of_change(column: Column[Row]) -> Column[Change[Row]]:
@@ -172,7 +181,7 @@ def service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
     """Tell whether new connections are served, and where not, what happens to them."""
     if not row.backends and not row.local_backends:
         return Cell(f"no backends: {row.when_empty}s" if row.when_empty else "no backends", Tone.BAD)
-    ipv6 = any(frontend.startswith("[") for frontend in row.frontends)
+    ipv6 = _is_ipv6(row)
     own = [each for each in ejections if each.service == row.name and each.address.startswith("[") == ipv6]
     ejected, failing = row.ejected or sum(each.ejected for each in own), max(row.failing or 0, len(own))
     total = row.backends + (row.ejected or 0)
@@ -183,6 +192,10 @@ def service_state(row: ServiceRow, ejections: Sequence[Ejection]) -> Cell:
     if ejected:
         return Cell(f"{ejected} of {total} ejected", Tone.WARN)
     return Cell(f"{failing} of {total} failing", Tone.WARN) if failing else Cell("serving", Tone.GOOD)
+
+
+def _is_ipv6(row: ServiceRow) -> bool:
+    return any(frontend.startswith("[") for frontend in row.frontends)
 
 
 def _backend_state(row: BackendRow) -> tuple[Cell, str]:

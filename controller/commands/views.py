@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from ipaddress import ip_address
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -36,6 +35,7 @@ from hybrid_proxy.dataplane.table import Protocol
 
 ALL: Final = 1 << 30
 CHANGES_SECONDS: Final = 3600.0
+NODE_PORT: Final = "node port "
 
 Row = TypeVar("Row", ServiceRow, BackendRow)
 
@@ -59,6 +59,8 @@ class Programmed(NamedTuple):
         """A row for each service port (see `View.services`); of one service (namespace/name), for its own."""
         rows = _of_mode((name, view.services()) for name, view in self.views)
         note_lacks(rows, self.without_backend)
+        for row in rows:
+            row.frontends = sorted(map(_frontend, row.frontends), key=lambda text: text.startswith(NODE_PORT))
         return [row for row in rows if belongs(row.name, of)]
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
@@ -203,18 +205,18 @@ def _ends(row: FlowRow) -> tuple[str, str, str]:
     return row.protocol, row.client, row.frontend
 
 
-def frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
-    """Address, port and protocol of each frontend -> the name of its service port.
+def _frontend(text: str) -> str:
+    """The same words for a node port, which a mode may have as an address that is none."""
+    return f"{NODE_PORT}{text.rpartition(':')[2]}" if text.startswith(("0.0.0.0:", "[::]:", "*:")) else text
 
-    Each mode writes node ports in its own way: `node port 30080`, `*:30080`, `0.0.0.0:30080`, `[::]:30080`.
-    """
+
+def frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
+    """Address (None: a node port's), port and protocol of each frontend -> the name of its service port."""
     found: dict[conntrack.Key, str | None] = {}
     for row in rows:
         for text in row.frontends:
-            address, _, port = text.replace("node port ", "*:").rpartition(":")
-            address = address.strip("[]")
-            anywhere = address == "*" or ip_address(address).is_unspecified
-            found[None if anywhere else address, int(port), Protocol[row.protocol]] = row.name
+            address, _, port = text.replace(NODE_PORT, ":").rpartition(":")
+            found[address.strip("[]") or None, int(port), Protocol[row.protocol]] = row.name
     return found
 
 

@@ -424,7 +424,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     """Answers `GetNames`: modes, the folder of pins, names by number, failing backends.
 
     `draining` are the modes that drain, `without_backend` the service ports that have none on this node. `left_to_node`
-    is as in `AgentStatus`.
+    is as in `AgentStatus`, `node_ports_at` as in `TableAnswer`.
     """
 
     mode: str
@@ -434,6 +434,7 @@ class NamesAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="names"):
     ejections: list[Ejection]
     without_backend: list[Lack] = []
     left_to_node: dict[str, str] = {}
+    node_ports_at: list[str] = []
 
 
 class TrafficAnswer(msgspec.Struct, frozen=True, tag_field="answer", tag="traffic"):

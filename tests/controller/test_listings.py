@@ -11,9 +11,10 @@ import pytest
 from hybrid_proxy.controller.commands import listings
 from hybrid_proxy.controller.commands.columns import Column, Screen, table
 from hybrid_proxy.controller.commands.listings import Change, ModeRow
-from hybrid_proxy.controller.commands.views import Programmed
+from hybrid_proxy.controller.commands.views import Programmed, frontends
 from hybrid_proxy.dataplane.mode import View
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow
+from hybrid_proxy.dataplane.table import Protocol
 from tests.workshop.top.samples import backend, service
 
 SCREENS = Path(__file__).parent / "screens"
@@ -121,16 +122,36 @@ CHANGES = (
 def test_watching_reports_rows_that_differ(
     before: list[BackendRow], now: list[BackendRow], seen: list[tuple[str, BackendRow]]
 ) -> None:
-    found = listings.changes(before, now, listings.backend_columns(now))
+    found = listings.changes(before, now, listings.backend_columns(now), 0)
     assert [(change.event, change.row) for change in found] == seen
 
 
 def test_watching_reports_a_state_that_changes_and_names_what_went() -> None:
     columns: tuple[Column[BackendRow], ...] = listings.backend_columns(BACKENDS)
     well, out = backend("1.1.1.1:1", 5), backend("1.1.1.1:1", 5, state="ejected for 8 s: it failed")
-    assert [change.event for change in listings.changes([well], [out], columns)] == ["changed"]
-    (line,) = table(listings.change_columns(columns), [Change("gone", well)], Screen(80))[1:]
-    assert line.split()[-1] == "gone"
+    assert [change.event for change in listings.changes([well], [out], columns, 0)] == ["changed"]
+    (line,) = table(listings.change_columns(columns), [Change("gone", well, 61)], Screen(80))[1:]
+    assert (line.split()[:2], line.split()[-1]) == (["00:01:01", "UTC"], "gone")
+
+
+def test_watching_tells_from_what_to_what_a_frontend_changed() -> None:
+    def rows(*ports: int) -> list[ServiceRow]:
+        ends = [[f"10.96.0.10:{port}" for port in ports], ["[fd96::10]:80"]]
+        return [ServiceRow(name="a/b:c", frontends=each, protocol="TCP", backends=1) for each in ends]
+
+    columns: tuple[Column[ServiceRow], ...] = listings.service_columns(rows(80))
+    (found,) = listings.changes(rows(80), rows(80, 81), columns, 61)
+    assert (found.event, found.what) == ("changed", "FRONTEND 10.96.0.10:80 -> 10.96.0.10:80,10.96.0.10:81")
+    added = Change("added", rows(80)[1], 60)
+    shown = table(listings.change_columns(columns), [added, found], Screen(80))
+    assert [line.split()[0] for line in shown] == ["TIME", "00:01:00", "00:01:01", "10.96.0.10:81", "changed:"]
+    assert "changed: FRONTEND" in table(listings.change_columns(columns), [added, found], Screen())[2]
+
+
+def test_of_two_rows_that_look_alike_none_comes_again_and_again() -> None:
+    two = 2 * [ServiceRow(name="a/b:c", frontends=["node port 30080"], protocol="TCP", backends=1)]
+    columns: tuple[Column[ServiceRow], ...] = listings.service_columns(two)
+    assert [*listings.changes(two, two, columns, 0)] == []
 
 
 @pytest.mark.parametrize(
@@ -170,6 +191,17 @@ class _Two(View):
     def flows(self, limit: int) -> tuple[list[FlowRow], int]:
         over = flow("10.77.1.11:1", "10.96.0.10:80", "10.77.1.12:8080", "closed")
         return [over, msgspec.structs.replace(over, client="10.77.1.11:2", state="established", idle=0)], 2
+
+
+@pytest.mark.parametrize("text", ["node port 30080", "*:30080", "0.0.0.0:30080", "[::]:30080"])
+def test_a_node_port_as_each_mode_writes_it_is_called_that_and_comes_last(text: str) -> None:
+    class One(_Two):
+        def services(self) -> list[ServiceRow]:
+            return [ServiceRow(name="a/b:c", protocol="TCP", frontends=[text, "[fd96::10]:80"], backends=0)]
+
+    (row,) = Programmed([("any", One())], None).services()
+    assert row.frontends == ["[fd96::10]:80", "node port 30080"]
+    assert set(frontends([row])) == {("fd96::10", 80, Protocol.TCP), (None, 30080, Protocol.TCP)}
 
 
 def test_flows_that_are_over_are_listed_after_those_that_are_not() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from hybrid_proxy.controller.commands.views import programmed
+from hybrid_proxy.controller.commands.views import NODE_PORT, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving.admin import ask, listener
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
@@ -63,11 +63,11 @@ def look(name: str, admin_socket: str) -> Live:
     if not services:
         raise ConfigError(f"--live {name}: no such service is programmed here; `hybrid-proxy services` lists them")
     for row in services:
-        for frontend in row.frontends if row.protocol == "TCP" else ():
+        for frontend in [each for each in row.frontends if row.protocol == "TCP" and not each.startswith(NODE_PORT)]:
             address, port = _parted(frontend)
             of = [_parted(each.address) for each in backends if each.service == row.name]
             near = [known for known in of if family_of(known[0]) == family_of(address)]
-            if near and address not in ("0.0.0.0", "::"):  # noqa: S104 - a node port's row, not an address to bind
+            if near:
                 return Live(status.mode.effective, status.services, address, port, *near[0])
     raise ConfigError(f"--live {name}: has no TCP port with an address and an endpoint; HTTP is what is measured")
 

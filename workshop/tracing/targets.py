@@ -12,7 +12,7 @@ from hybrid_proxy.dataplane.table import socket_text
 
 PROTOCOLS: Final = {"TCP": 6, "UDP": 17, "SCTP": 132}
 _V4: Final = bytes(10) + b"\xff\xff"  # RFC 4291, 2.5.5.2
-_NODE_PORT: Final = re.compile(r"(?:node port |\*:)(\d+)")
+_NODE_PORT: Final = re.compile(r"node port (\d+)")
 
 
 class Place(NamedTuple):
@@ -85,12 +85,7 @@ def of_services(
 
 
 def _frontend(text: str, protocol: str, node: Sequence[str]) -> Iterable[Place]:
-    """The modes write a node port as `node port 30080`, `*:30080`, or at no address in particular."""
+    """A node port is served at addresses of the node."""
     if found := _NODE_PORT.fullmatch(text):
-        port = int(found[1])
-        return [Place(mapped(address), port, PROTOCOLS[protocol]) for address in node]
-    place = _place(text, protocol)
-    if not ip_address(unmapped(place.address)).is_unspecified:
-        return [place]
-    version = ip_address(unmapped(place.address)).version
-    return [place._replace(address=mapped(address)) for address in node if ip_address(address).version == version]
+        return [Place(mapped(address), int(found[1]), PROTOCOLS[protocol]) for address in node]
+    return [_place(text, protocol)]

@@ -109,6 +109,27 @@ def test_every_output_has_the_same_rows(node: Lab) -> None:
     assert sorted(line.split()[1] for line in lines) == sorted(row["address"] for row in rows)
 
 
+@pytest.mark.parametrize("mode", ["ebpf", "userspace"])
+def test_a_node_port_is_called_that_in_every_mode_and_its_addresses_are_named(node: Lab, mode: str) -> None:
+    """Both have it at 0.0.0.0 and [::]."""
+    manifest = node.folder / "manifests" / "outer.json"
+    spec = {"type": "NodePort", "clusterIP": "10.96.0.70", "ports": [{"port": 80, "nodePort": 30070}]}
+    manifest.write_text(
+        json.dumps({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "outer"}, "spec": spec})
+    )
+    try:
+        if mode != "ebpf":
+            assert run(node, f"switch {mode}").returncode == 0
+        until(lambda: run(node, "services default/outer").returncode == 0, "it is served", 30)
+        done = run(node, "services default/outer")
+        assert "10.96.0.70:80,node port 30070" in done.stdout
+        assert f"(node ports are served at {node['node'].address4}" in done.stderr
+    finally:
+        manifest.unlink()
+        if mode != "ebpf":
+            assert run(node, "switch --back").returncode == 0
+
+
 def test_backends_on_this_node_are_counted_also_without_a_local_policy(node: Lab) -> None:
     rows = json.loads(run(node, "services default/web -o json").stdout)
     assert {(row["backends"], row["local_backends"]) for row in rows} == {(3, 3)}
