@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from hybrid_proxy.dataplane.modes.ebpf.services.ejections import Ejection
-from hybrid_proxy.dataplane.modes.ebpf.services.lower import NO_EJECTIONS, lower
-from hybrid_proxy.dataplane.modes.ebpf.services.plan import Batch, Installed, Plan, Rings
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Adopted, Batch, Plan, Rings
 from hybrid_proxy.dataplane.table import Backend, BackendSet, Entry, Kind, Probe, Protocol
 from tests.tables import Front, entry_of
 
@@ -283,10 +282,9 @@ def test_an_ejected_backend_keeps_its_row() -> None:
 
 def test_what_a_former_process_installed_keeps_its_numbers_and_is_written_anew() -> None:
     entry = port([1, 2])
-    rows = lower(entry)
-    ids = array("I", [7, 8])
-    former = Installed(entry, rows, 3, ids, (ids,), ((16, 4),), 5, NO_EJECTIONS)
-    plan = Plan(SIZES, adopt=lambda entry, rows: former)
+    numbers = {("10.1.0.1", 8080): 7, ("10.1.0.2", 8080): 8}
+    former = Adopted(3, numbers, (array("I", [7, 8]),), ((16, 4),), 5)
+    plan = Plan(SIZES, adopt=lambda rows: former)
     batch = change(plan, entry)
     assert written(batch).keys() == {7, 8}
     assert (batch.rings, batch.words, batch.gone.ranges) == ([], [], []), "the slots are right as they are"

@@ -199,8 +199,8 @@ def range_word(offset: Word, count: Word, epoch: Word) -> Word:
     return word
 
 
-def split_range_word(word: int) -> tuple[int, int, int]:
-    """Returns offset, count and epoch of a `range_word`."""
+def split_range_word(word: Word) -> tuple[Word, Word, Word]:
+    """Returns offset, count and epoch of a `range_word`; takes a number or an array."""
     limits = abi_constants()
     bits, counts = limits["RANGE_OFFSET_BITS"], limits["RANGE_COUNT_BITS"]
     return word & ((1 << bits) - 1), word >> bits & ((1 << counts) - 1), word >> (bits + counts)

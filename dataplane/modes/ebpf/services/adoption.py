@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import chain, pairwise
 
 import numpy as np
@@ -13,10 +13,9 @@ from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.mapset import MapSet
 from hybrid_proxy.dataplane.modes.ebpf.maps.pools import InUse, Removed, size_class
-from hybrid_proxy.dataplane.modes.ebpf.services.lower import Key, Rows, Settings
-from hybrid_proxy.dataplane.modes.ebpf.services.plan import Installed, Plan
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import Key, Rows
+from hybrid_proxy.dataplane.modes.ebpf.services.plan import Adopted, Plan
 from hybrid_proxy.dataplane.modes.ebpf.services.writer import MapWriter
-from hybrid_proxy.dataplane.table import Backend, Entry
 
 _SERVICE = np.uint64(0xFFFFFFFF)  # the bits of a frontend's value that name its service
 
@@ -40,52 +39,39 @@ class Former:
         self._ids = array("I", order.astype(np.uint32).tobytes())
         self._flags = found["flags"].astype(np.uint8).tobytes()
         self._addresses, self._ports = found["address"].tobytes(), array("H", layout.swap16(found["port"]).tobytes())
-        self._sets, self._slots = writer.rows.services["sets"], writer.rows.slots["backend"]
         services = sorted({*self._frontends.values(), *self._members} - {0})
-        self._ranges = {service: self._ranges_of(service) for service in services}
+        words = layout.split_range_word(writer.rows.services["sets"][services])
+        self._sets = dict(zip(services, zip(*(column.tolist() for column in words), strict=True), strict=True))
+        self._ranges = {service: _ranges_of(offsets, counts) for service, (offsets, counts, _) in self._sets.items()}
+        end = max((offset + size for pieces in self._ranges.values() for offset, size in pieces), default=0)
+        self._slots = array("I", writer.rows.slots["backend"][:end].astype(np.uint32).tobytes())
         self._claimed: set[int] = set()
 
     def in_use(self) -> InUse:
         """Returns the ids and slots that the maps name. They are not free until they are claimed or released."""
         ranges = {piece for pieces in self._ranges.values() for piece in pieces if piece[1]}
-        return InUse(self._ranges.keys(), self._backends.tolist(), sorted(ranges))
+        return InUse(self._ranges.keys(), self._backends.tolist(), ranges)
 
-    def _ranges_of(self, service: int) -> tuple[tuple[int, int], ...]:
-        """Returns the slot ranges of the service; the second has size 0 when it shares the first."""
-        pieces: list[tuple[int, int]] = []
-        for word in self._sets[service].tolist():
-            offset, count, _ = layout.split_range_word(word)
-            shared = bool(pieces) and pieces[0][1] and offset == pieces[0][0]
-            pieces.append((offset, 0 if shared else size_class(count)))
-        return tuple(pieces)
-
-    def claim(self, entry: Entry, rows: Rows) -> Installed | None:
-        """Returns the rows of this service port. Its settings are unknown, and its backends have no weights."""
+    def claim(self, rows: Rows) -> Adopted | None:
+        """Returns what is known of the service port with these frontends."""
         for key, _, _ in rows.settings.frontends:
             service = self._frontends.get(key, 0)
             if service and service not in self._claimed:
                 self._claimed.add(service)
-                return self._describe(entry, rows, service)
+                return self._describe(key[0], service)
         return None
 
-    def _describe(self, entry: Entry, rows: Rows, service: int) -> Installed:
-        places = [place for place in range(*self._members.get(service, (0, 0))) if self._flags[place]]
-        members = [
-            Backend(layout.address_text(self._addresses[16 * at : 16 * at + 16], entry.family), self._ports[at])
-            for at in places
-        ]
-        rings, epoch = [], 0
-        for word in self._sets[service].tolist():
-            offset, count, epoch_of_word = layout.split_range_word(word)
-            rings.append(array("I", self._slots[offset : offset + count].astype(np.uint32).tobytes() if count else b""))
-            epoch = max(epoch, epoch_of_word)
+    def _describe(self, family: int, service: int) -> Adopted:
+        numbers = {
+            (layout.address_text(self._addresses[16 * at : 16 * at + 16], family), self._ports[at]): self._ids[at]
+            for at in range(*self._members.get(service, (0, 0)))
+            if self._flags[at]
+        }
+        offsets, counts, epochs = self._sets[service]
+        rings = [self._slots[offset : offset + count] for offset, count in zip(offsets, counts, strict=True)]
         while rings and not rings[-1]:
             rings.pop()
-        settings = Settings((), rows.settings.algorithm)
-        former = Rows(settings, tuple(members), bytes([self._flags[place] for place in places]), ())
-        ranges = self._ranges[service][: max(len(rings), 1)]
-        ids = array("I", [self._ids[place] for place in places])
-        return Installed(entry, former, service, ids, tuple(rings), ranges, epoch)
+        return Adopted(service, numbers, tuple(rings), self._ranges[service][: max(len(rings), 1)], max(epochs))
 
     def remove_leftovers(self, plan: Plan, node_ports_at: Collection[Key]) -> None:
         """Delete unclaimed rows: frontends first, then, after a grace period, the services and backends behind them."""
@@ -126,3 +112,12 @@ class Former:
                 port = int(layout.swap16([int(key["dport"])])[0])
                 found.add(((family, address, port, int(key["protocol"])), int(values["service"][position])))
         return sorted(found)
+
+
+def _ranges_of(offsets: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns the slot ranges of a service; the second has size 0 when it shares the first."""
+    pieces: list[tuple[int, int]] = []
+    for offset, count in zip(offsets, counts, strict=True):
+        shared = bool(pieces) and pieces[0][1] and offset == pieces[0][0]
+        pieces.append((offset, 0 if shared else size_class(count)))
+    return tuple(pieces)

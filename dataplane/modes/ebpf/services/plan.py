@@ -64,6 +64,21 @@ class Installed(msgspec.Struct, frozen=True, gc=False):
     ejections: Mapping[Socket, Ejection] = NO_EJECTIONS
     parts: Parts = NO_PARTS  # of the weights of backends that start slowly
 
+    @property
+    def numbers(self) -> dict[Socket, int]:
+        """The ids of its backends."""
+        return {(b.address, b.port): number for number, b in zip(self.ids, self.rows.members, strict=True)}
+
+
+class Adopted(NamedTuple):
+    """The numbers of a service port that the previous agent installed; the fields are those of `Installed`."""
+
+    service: int
+    numbers: dict[Socket, int]
+    rings: tuple[array[int], ...]
+    ranges: tuple[tuple[int, int], ...]
+    epoch: int
+
 
 class Members(NamedTuple):
     """New rows for backends of one service port; `kind` is family | protocol << 8."""
@@ -124,7 +139,7 @@ class Plan:
 
     def __init__(
         self, sizes: Mapping[str, int], used: InUse = NONE_IN_USE,
-        adopt: Callable[[Entry, Rows], Installed | None] | None = None, rings: Rings = RINGS, stamp: int = 0,
+        adopt: Callable[[Rows], Adopted | None] | None = None, rings: Rings = RINGS, stamp: int = 0,
     ) -> None:  # fmt: skip
         self.pools = Pools(sizes, used, stamp)
         self.adopt = adopt
@@ -278,9 +293,9 @@ class Plan:
         if not same_settings:
             self._check_room(entry, rows, old)
         # A port that a former process installed keeps its numbers. All of its rows are written again.
-        before = self.adopt(entry, rows) if old is None and self.adopt is not None else old
+        before = self.adopt(rows) if old is None and self.adopt is not None else old
         port = self._numbered(key, entry, rows, before)
-        _list_backends(batch, port, before, whole=old is None)
+        _list_backends(batch, port, None if before is None else before.ranges, old)
         if not same_settings or any(self.owners.get(row[0]) != port.service for row in rows.settings.frontends):
             self._list_settings(batch, port, old)
         if self.counts_flows or rows.settings.algorithm.spread is Spread.FEWEST:
@@ -293,14 +308,13 @@ class Plan:
         self.renumbered |= old is None
         return port
 
-    def _numbered(self, key: EntryKey, entry: Entry, rows: Rows, before: Installed | None) -> Installed:
+    def _numbered(self, key: EntryKey, entry: Entry, rows: Rows, before: Installed | Adopted | None) -> Installed:
         """Allocate a service port's ids and slots. It keeps its own id, and the ids of the backends that it has."""
         pools = self.pools
         if before is None:
             (service,), numbers = pools.services.take(1), [0] * len(rows.members)
         else:
-            service = before.service
-            known = {(b.address, b.port): number for b, number in zip(before.rows.members, before.ids, strict=True)}
+            service, known = before.service, before.numbers
             numbers = [known.pop((backend.address, backend.port), 0) for backend in rows.members]
         new: Sequence[int] = ()
         try:
@@ -348,7 +362,7 @@ class Plan:
         self.pools.check_room(entry.family, frontends, ranges)
 
     def _take_slots(
-        self, key: EntryKey, rows: Rows, ids: array[int], before: Installed | None
+        self, key: EntryKey, rows: Rows, ids: array[int], before: Installed | Adopted | None
     ) -> tuple[tuple[array[int], ...], tuple[tuple[int, int], ...]]:
         """Returns rings of backend ids, and slots for them: the present slots, where the rings are the same.
 
@@ -489,26 +503,28 @@ class Plan:
         self.installed[name] = tuple(new if port is old else port for port in self.installed[name])
 
 
-def _list_backends(batch: Batch, port: Installed, before: Installed | None, *, whole: bool) -> None:
-    """Plan what differs in backends and rings; `whole`: all rows, and nothing is removed.
+def _list_backends(
+    batch: Batch, port: Installed, ranges: tuple[tuple[int, int], ...] | None, old: Installed | None
+) -> None:
+    """Plan what differs from `old` in backends, and rings that are not in the slots at `ranges`; no `old`: all rows.
 
     Slots are planned with the words by which the service publishes them; the words of missing backend sets are 0.
     """
     service, rows = port.service, port.rows
-    if before is None or port.ranges is not before.ranges:
+    if port.ranges is not ranges:
         for number, (ring, (offset, size)) in enumerate(zip(port.rings, port.ranges, strict=True)):
             if size:
                 batch.rings.append((offset, service, ring))
             batch.words.append((service, number, offset, len(ring), port.epoch))
         for absent in range(len(port.rings), BACKEND_SETS):
             batch.words.append((service, absent, 0, 0, 0))
-        if before is not None:
-            batch.gone.ranges += [piece for piece in before.ranges if piece[1]]
+        if ranges is not None:
+            batch.gone.ranges += [piece for piece in ranges if piece[1]]
     kind = port.entry.family | int(port.entry.protocol) << 8
-    if before is None or whole:
+    if old is None:
         batch.members.append(Members(service, kind, port.ids, rows.members, rows.flags))
         return
-    former = dict(zip(before.ids, before.rows.flags, strict=True))
+    former = dict(zip(old.ids, old.rows.flags, strict=True))
     new = [place for place, number in enumerate(port.ids) if number not in former]
     if new:
         backends, flags = [rows.members[place] for place in new], [rows.flags[place] for place in new]

@@ -268,9 +268,7 @@ class Store:
     def numbers(self, key: EntryKey) -> dict[Socket, int]:
         """Returns the ids of the backends of a service port; empty if there is no such port."""
         known = self.plan.find(key)
-        if known is None:
-            return {}
-        return {(b.address, b.port): number for number, b in zip(known.ids, known.rows.members, strict=True)}
+        return {} if known is None else known.numbers
 
     def readmit(self, backend: int, count: int) -> None:
         """Lower the backend's count of failures to `count`."""
