@@ -75,13 +75,23 @@ def check(code: int, what: str, detail: str = "") -> int:
     raise BpfError(what, ffi.errno if code == -1 else -code, detail)
 
 
+def _options(call: str, **fields: object) -> Any:
+    """Returns the options of a call: its `struct bpf_CALL_opts`."""
+    kind = f"struct bpf_{call}_opts"
+    return ffi.new(f"{kind} *", {"sz": ffi.sizeof(kind), **fields})
+
+
+@lru_cache(maxsize=1)
+def _batch_options() -> Any:
+    return _options("map_batch")
+
+
 def await_grace_period() -> None:
     """Return when the kernel has passed an RCU grace period, on any number of CPUs and with `nohz_full`.
 
     The kernel delays a change of a map of maps until no program can see the former map (Linux 4.19, 1ae80cf31938).
     """
-    options = ffi.new("struct bpf_map_create_opts *")
-    options.sz = ffi.sizeof("struct bpf_map_create_opts")
+    options = _options("map_create")
     made = library().bpf_map_create(ARRAY, b"hp_grace_inner", 4, 4, 1, options)
     with scoped(check(made, "creating a map")) as inner:
         options.inner_map_fd = inner
@@ -160,7 +170,7 @@ class Map:
             return 0
         done = ffi.new("uint32_t *", total)
         code = library().bpf_map_update_batch(
-            self.fd, ffi.from_buffer(keys), ffi.from_buffer(values), done, self._batch_options()
+            self.fd, ffi.from_buffer(keys), ffi.from_buffer(values), done, _batch_options()
         )
         if code >= 0:
             return total
@@ -183,7 +193,7 @@ class Map:
         while start < len(keys):
             part = np.ascontiguousarray(keys[start:])
             done = ffi.new("uint32_t *", len(part))
-            code = library().bpf_map_delete_batch(self.fd, ffi.from_buffer(part), done, self._batch_options())
+            code = library().bpf_map_delete_batch(self.fd, ffi.from_buffer(part), done, _batch_options())
             if code >= 0:
                 return
             start += int(done[0])
@@ -197,7 +207,7 @@ class Map:
 
         keys, values = _untouched("char[]", FEW * self.key_size), _untouched("char[]", FEW * self.value_size)
         got, position = ffi.new("uint32_t *", FEW), ffi.new("char[]", max(self.key_size, 8))
-        call, options = library().bpf_map_lookup_batch, self._batch_options()
+        call, options = library().bpf_map_lookup_batch, _batch_options()
         code = self._batches and call(self.fd, ffi.NULL, position, keys, values, got, options)
         if code == -errno.ENOENT:
             raw = [bytes(ffi.buffer(keys, got[0] * self.key_size)), bytes(ffi.buffer(values, got[0] * self.value_size))]
@@ -220,7 +230,7 @@ class Map:
             got = ffi.new("uint32_t *", chunk)
             code = library().bpf_map_lookup_batch(
                 self.fd, first, position, ffi.from_buffer(part_keys), ffi.from_buffer(part_values), got,
-                self._batch_options(),
+                _batch_options(),
             )  # fmt: skip
             if code == -errno.ENOSPC:  # one bucket holds more than a chunk
                 chunk *= 2
@@ -301,11 +311,6 @@ class Map:
         """Close the descriptor; its number may be reused for another file. Views stay as long as they are held."""
         fd, self.fd = self.fd, -1
         os.close(fd)
-
-    @staticmethod
-    @lru_cache(maxsize=1)
-    def _batch_options() -> Any:
-        return ffi.new("struct bpf_map_batch_opts *", {"sz": ffi.sizeof("struct bpf_map_batch_opts")})
 
 
 class Ring:
@@ -453,9 +458,7 @@ def create_link(program: int, target: int, attach_type: int, what: str, flags: i
     Raises:
         BpfError: EINVAL where the kernel has no such link.
     """
-    options = ffi.new(
-        "struct bpf_link_create_opts *", {"sz": ffi.sizeof("struct bpf_link_create_opts"), "flags": flags}
-    )
+    options = _options("link_create", flags=flags)
     return check(library().bpf_link_create(program, target, attach_type, options), f"attaching to {what}")
 
 
@@ -484,8 +487,7 @@ def programs_at(target: int, attach_type: int) -> list[int]:
         BpfError: they cannot be read.
     """
     numbers = ffi.new("uint32_t[]", MOST_PROGRAMS)
-    options = ffi.new("struct bpf_prog_query_opts *")
-    options.sz, options.prog_ids, options.prog_cnt = ffi.sizeof("struct bpf_prog_query_opts"), numbers, MOST_PROGRAMS
+    options = _options("prog_query", prog_ids=numbers, prog_cnt=MOST_PROGRAMS)
     code = library().bpf_prog_query_opts(target, attach_type, options)
     if -code in (errno.EINVAL, errno.ENODEV):  # no such hook, or no interface any more
         return []
@@ -495,8 +497,7 @@ def programs_at(target: int, attach_type: int) -> list[int]:
 
 def with_programs(targets: Iterable[int], attach_types: Collection[int]) -> set[int]:
     """Returns those of the interfaces that have programs at one of these hooks; it asks for their number alone."""
-    options, query = ffi.new("struct bpf_prog_query_opts *"), library().bpf_prog_query_opts
-    options.sz = ffi.sizeof("struct bpf_prog_query_opts")
+    options, query = _options("prog_query"), library().bpf_prog_query_opts
     found = set()
     for target, attach_type in itertools.product(targets, attach_types):
         options.prog_cnt = 0  # room for none
@@ -553,12 +554,10 @@ def run_on_packet(
         The program's return value (unsigned 32 bit), the packet afterwards, nanoseconds for one run.
     """
     output = ffi.new("char[]", len(packet) + room)
-    data = ffi.from_buffer(packet)
-    options = ffi.new("struct bpf_test_run_opts *")
-    options.sz = ffi.sizeof("struct bpf_test_run_opts")
-    options.data_in, options.data_size_in = data, len(packet)
-    options.data_out, options.data_size_out = output, len(packet) + room
-    options.repeat = repeat
+    options = _options(
+        "test_run", data_in=ffi.from_buffer(packet), data_size_in=len(packet), data_out=output,
+        data_size_out=len(packet) + room, repeat=repeat,
+    )  # fmt: skip
     if context:
         import numpy as np
 

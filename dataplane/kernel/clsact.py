@@ -129,7 +129,7 @@ def detach(index: int) -> int:
         NetlinkFailed: the kernel refused to remove a filter.
     """
     with Netlink(ROUTE) as wire:
-        found = [parent for parent in (INGRESS, EGRESS) for _ in _ours(wire, index, parent)]
+        found = [parent for parent in (INGRESS, EGRESS) for one in _filters(wire, index, parent) if one.ours]
         requests = [
             Message(DELETE_FILTER, _TCMSG.pack(0, index, HANDLE, parent, _INFO) + string(TCA_KIND, "bpf"))
             for parent in found
@@ -164,13 +164,6 @@ class _Found(NamedTuple):
         return self.handle == HANDLE and self.name.startswith(NAME)
 
 
-def _ours(wire: Netlink, index: int, parent: int) -> Iterator[tuple[str, int]]:
-    """The name and the program's number of each of our filters."""
-    for one in _filters(wire, index, parent):
-        if one.ours:
-            yield one.name.removeprefix(NAME), one.program
-
-
 def _filters(wire: Netlink, index: int, parent: int) -> Iterator[_Found]:
     request = _TCMSG.pack(0, index, 0, parent, 0)
     message = Message(GET_FILTER, request, NLM_F_DUMP, f"reading the filters of interface {index}")
@@ -193,8 +186,8 @@ class FilterWatch:
 
     def __init__(self) -> None:
         self._events = Events(ROUTE, RTMGRP_TC)
-        self._missing: dict[int, list[str]] = {}  # by interface, of those read since their last change
-        self._others: dict[int, list[_Found]] = {}  # the same
+        self._read: dict[int, dict[bool, list[_Found]]] = {}  # by interface, unless changed since: at ingress or not
+        self._missing: dict[int, list[str]] = {}  # the same
         self._qdiscs: dict[int, list[str]] | None = None  # of all interfaces, since the last change of any
 
     def missing(self, index: int, programs: Mapping[tuple[str, bool], int]) -> list[str]:
@@ -203,12 +196,12 @@ class FilterWatch:
         `programs` has the descriptor of each program by the filter's name and whether it is at ingress.
         """
         if index not in self._missing:
-            with Netlink(ROUTE) as wire:
-                found = {ingress: dict(_ours(wire, index, INGRESS if ingress else EGRESS)) for ingress in (True, False)}
+            found = self._filters_of(index)
+            ours = {(one.name, ingress): one.program for ingress in found for one in found[ingress] if one.ours}
             self._missing[index] = [
                 name
                 for (name, ingress), program in programs.items()
-                if found[ingress].get(name) != program_number(program)
+                if ours.get((NAME + name, ingress)) != program_number(program)
             ]
         return self._missing[index]
 
@@ -217,11 +210,15 @@ class FilterWatch:
         return [one.name or one.kind for one in self._foreign(index)]
 
     def _foreign(self, index: int) -> list[_Found]:
-        if index not in self._others:
+        found = self._filters_of(index)
+        return [one for ingress in found for one in found[ingress] if one.handle and not one.ours]
+
+    def _filters_of(self, index: int) -> dict[bool, list[_Found]]:
+        if index not in self._read:
             with Netlink(ROUTE) as wire:
-                found = [one for parent in (INGRESS, EGRESS) for one in _filters(wire, index, parent)]
-            self._others[index] = [one for one in found if one.handle and not one.ours]
-        return self._others[index]
+                parents = {True: INGRESS, False: EGRESS}
+                self._read[index] = {at: list(_filters(wire, index, parent)) for at, parent in parents.items()}
+        return self._read[index]
 
     def shapers(self, index: int) -> list[str]:
         """The qdiscs and the filters of other kinds by which an interface may be limited."""
@@ -240,13 +237,13 @@ class FilterWatch:
             self._qdiscs = None
             if data is None:  # reports were lost
                 self._missing.clear()
-                self._others.clear()
+                self._read.clear()
                 continue
             for _, _, _, _, body in messages(data):
                 if len(body) >= _TCMSG.size:
                     index = _TCMSG.unpack_from(body)[1]
                     self._missing.pop(index, None)
-                    self._others.pop(index, None)
+                    self._read.pop(index, None)
 
     def close(self) -> None:
         """Stops listening to the kernel's reports."""

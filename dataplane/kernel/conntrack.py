@@ -13,7 +13,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -89,6 +89,10 @@ class Entry(NamedTuple):
     peer_port: bytes
     body: bytes  # of the message
 
+    @property
+    def family(self) -> int:
+        return 4 if len(self.source) == 4 else 6
+
 
 def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, int]:
     """Delete the conntrack entries of datagrams whose backend no longer serves.
@@ -115,7 +119,7 @@ def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, in
             chosen = list(_stale(family, wanted, judge)) if wanted else []
             for protocol in sorted(number for version, number in protocols if version == family):
                 chosen += _unanswered(family, protocol, openings)
-            deleted[family] = delete(family, chosen) if chosen else 0
+            deleted[family] = delete(chosen)
         except (OSError, NetlinkFailed) as error:
             log.warning("stale conntrack entries of IPv%d could not be deleted: %s", family, error)
     if any(deleted.values()):
@@ -142,7 +146,7 @@ def forget_ended() -> int:
                 != (entry.destination, entry.destination_port, entry.source, entry.source_port)
                 and stage_of(entry.protocol, fields(entry)) in CLOSING
             ]
-            deleted += delete(family, ended) if ended else 0
+            deleted += delete(ended)
         except (OSError, NetlinkFailed) as error:
             log.warning("conntrack entries of IPv%d connections that are over could not be deleted: %s", family, error)
     return deleted
@@ -200,10 +204,10 @@ def flows(services: Mapping[Key, str | None], limit: int) -> tuple[list[FlowRow]
     rows: list[FlowRow] = []
     total = 0
     timeouts = {name: _setting(name) for name in TIMEOUTS}
-    for family, entry, name in translated_entries(services):
+    for entry, name in translated_entries(services):
         total += 1
         if len(rows) < limit:
-            rows.append(_row(entry, family, name, timeouts))
+            rows.append(_row(entry, name, timeouts))
     return rows, total
 
 
@@ -216,7 +220,7 @@ def open_flows(
     """
     return Counter(
         Protocol(entry.protocol).name
-        for _, entry, _ in _answered_at(at, translated_entries(services, status=status))
+        for entry in _answered_at(at, translated_entries(services, status=status))
         if _state(entry) != "closed" and (status is None or _status(entry) & status[1] == status[0])
     )
 
@@ -249,10 +253,7 @@ def delete_translated(services: Mapping[Key, str | None], at: Collection[Place] 
 
     Args, raises: as `open_flows`.
     """
-    found: dict[int, list[bytes]] = {4: [], 6: []}
-    for family, entry, _ in _answered_at(at, translated_entries(services)):
-        found[family].append(entry.body)
-    return sum(delete(family, bodies) for family, bodies in found.items() if bodies)
+    return delete([entry.body for entry in _answered_at(at, translated_entries(services))])
 
 
 def forget_connections(services: Mapping[Key, str | None], at: Collection[Place]) -> list[FlowKey]:
@@ -262,14 +263,10 @@ def forget_connections(services: Mapping[Key, str | None], at: Collection[Place]
         OSError, NetlinkFailed: conntrack cannot be read or written.
     """
     found = [
-        (family, entry)
-        for family, entry, _ in _answered_at(at, translated_entries(services, Protocol.TCP))
-        if _state(entry) != "closed"
+        entry for entry in _answered_at(at, translated_entries(services, Protocol.TCP)) if _state(entry) != "closed"
     ]
-    for family in (4, 6):
-        if bodies := [entry.body for known, entry in found if known == family]:
-            delete(family, bodies)
-    return [_key(family, entry) for family, entry in found]
+    delete([entry.body for entry in found])
+    return list(map(_key, found))
 
 
 def forget_resumed(keys: Collection[FlowKey]) -> None:
@@ -278,17 +275,16 @@ def forget_resumed(keys: Collection[FlowKey]) -> None:
     Raises:
         OSError, NetlinkFailed: conntrack cannot be read or written.
     """
-    for family in {key.family for key in keys}:
-        delete(
-            family,
-            [
-                entry.body
-                for entry in dump(family, Protocol.TCP)
-                if _key(family, entry) in keys
-                and _state(entry) != "closed"
-                and _protocol_info(entry.protocol, fields(entry)).get(PROTOINFO_TCP_FLAGS, b"\0")[0] & TCP_BE_LIBERAL
-            ],
-        )
+    delete(
+        [
+            entry.body
+            for family in {key.family for key in keys}
+            for entry in dump(family, Protocol.TCP)
+            if _key(entry) in keys
+            and _state(entry) != "closed"
+            and _protocol_info(entry.protocol, fields(entry)).get(PROTOINFO_TCP_FLAGS, b"\0")[0] & TCP_BE_LIBERAL
+        ]
+    )
 
 
 class FlowKey(NamedTuple):
@@ -308,9 +304,9 @@ def translated_keys(services: Mapping[Key, str | None], kinds: Iterable[tuple[in
     Args, raises: as `flows`.
     """
     return frozenset(
-        _key(family, entry)
-        for version, protocol in kinds
-        for family, entry, _ in translated_entries(services, protocol, families=(version,))
+        _key(entry)
+        for family, protocol in kinds
+        for entry, _ in translated_entries(services, protocol, families=(family,))
         if _state(entry) != "closed"
     )
 
@@ -321,8 +317,8 @@ def half_open_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
     Args, raises: as `flows`.
     """
     return frozenset(
-        _key(family, entry)
-        for family, entry, _ in translated_entries(services, Protocol.TCP, status=NOT_ASSURED)
+        _key(entry)
+        for entry, _ in translated_entries(services, Protocol.TCP, status=NOT_ASSURED)
         if _state(entry) == "opening"
     )
 
@@ -333,14 +329,14 @@ def answer_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
     Args, raises: as `flows`.
     """
     return frozenset(
-        FlowKey(family, entry.protocol, entry.answerer, entry.answerer_port, entry.peer, entry.peer_port)
-        for family, entry, _ in translated_entries(services, status=MASQUERADED)
+        FlowKey(entry.family, entry.protocol, entry.answerer, entry.answerer_port, entry.peer, entry.peer_port)
+        for entry, _ in translated_entries(services, status=MASQUERADED)
         if (entry.peer, entry.peer_port) != (entry.source, entry.source_port) and _state(entry) != "closed"
     )
 
 
-def _key(family: int, entry: Entry) -> FlowKey:
-    return FlowKey(family, entry.protocol, entry.source, entry.source_port, entry.destination, entry.destination_port)
+def _key(entry: Entry) -> FlowKey:
+    return FlowKey(entry.family, *entry[:5])
 
 
 def entries_of(connections: Iterable[Connection]) -> dict[Connection, bytes]:
@@ -371,8 +367,8 @@ def translated_entries(
     *,
     status: Status | None = None,
     families: Iterable[int] = (4, 6),
-) -> Iterator[tuple[int, Entry, str | None]]:
-    """Yields each translated flow of these services: its family, its entry and the name of its service port.
+) -> Iterator[tuple[Entry, str | None]]:
+    """Yields each translated flow of these services: its entry and the name of its service port.
 
     `only` is the number of the wanted protocol, None: all. `status`: see `dump`.
     """
@@ -385,18 +381,18 @@ def translated_entries(
                 places = {(port.to_bytes(2, "big"), protocol) for _, port, protocol in services}
             if (entry.destination_port, entry.protocol) not in places:
                 continue
-            known, name = _service_of(entry, family, services)
-            if known:
-                yield family, entry, name
+            address, port = unpacked(entry.destination, entry.destination_port)
+            for key in ((address, port, entry.protocol), (None, port, entry.protocol)):
+                if key in services:
+                    yield entry, services[key]
+                    break
 
 
-def _answered_at(
-    places: Collection[Place] | None, entries: Iterable[tuple[int, Entry, str | None]]
-) -> Iterator[tuple[int, Entry, str | None]]:
+def _answered_at(places: Collection[Place] | None, entries: Iterable[tuple[Entry, str | None]]) -> Iterator[Entry]:
     packed = _packed(places or ())
-    for family, entry, name in entries:
+    for entry, _ in entries:
         if places is None or (entry.answerer, entry.answerer_port, entry.protocol) in packed:
-            yield family, entry, name
+            yield entry
 
 
 def _packed(places: Iterable[Place]) -> set[tuple[bytes, bytes, int]]:
@@ -406,30 +402,19 @@ def _packed(places: Iterable[Place]) -> set[tuple[bytes, bytes, int]]:
     }
 
 
-def unpacked(family: int, address: bytes, port: bytes) -> Socket:
+def unpacked(address: bytes, port: bytes) -> Socket:
     """Returns an address and a port in network order as others know them."""
-    return socket.inet_ntop(AF[family], address), int.from_bytes(port, "big")
+    return socket.inet_ntop(AF[4 if len(address) == 4 else 6], address), int.from_bytes(port, "big")
 
 
-def _service_of(entry: Entry, family: int, services: Mapping[Key, str | None]) -> tuple[bool, str | None]:
-    address, port = unpacked(family, entry.destination, entry.destination_port)
-    for key in ((address, port, entry.protocol), (None, port, entry.protocol)):
-        if key in services:
-            return True, services[key]
-    return False, None
-
-
-def _row(entry: Entry, family: int, service: str | None, timeouts: Mapping[str, int]) -> FlowRow:
-    def text(address: bytes, port: bytes) -> str:
-        return socket_text(*unpacked(family, address, port))
-
+def _row(entry: Entry, service: str | None, timeouts: Mapping[str, int]) -> FlowRow:
     return FlowRow(
         service=service,
         protocol=Protocol(entry.protocol).name,
-        client=text(entry.source, entry.source_port),
-        frontend=text(entry.destination, entry.destination_port),
-        backend=text(entry.answerer, entry.answerer_port),
-        source=text(entry.peer, entry.peer_port),
+        client=socket_text(*unpacked(entry.source, entry.source_port)),
+        frontend=socket_text(*unpacked(entry.destination, entry.destination_port)),
+        backend=socket_text(*unpacked(entry.answerer, entry.answerer_port)),
+        source=socket_text(*unpacked(entry.peer, entry.peer_port)),
         state=_state(entry),
         idle=_idle(entry, timeouts),
         fast_path=bool(_status(entry) & IPS_OFFLOAD),
@@ -500,8 +485,8 @@ def fields(entry: Entry) -> dict[int, bytes]:
 def _stale(family: int, wanted: set[bytes], judge: Judge) -> Iterator[bytes]:
     for entry in dump(family, socket.IPPROTO_UDP):
         if entry.protocol == socket.IPPROTO_UDP and entry.destination + entry.destination_port in wanted:
-            destination = unpacked(family, entry.destination, entry.destination_port)
-            if judge.stale(destination, unpacked(family, entry.answerer, entry.answerer_port)):
+            destination = unpacked(entry.destination, entry.destination_port)
+            if judge.stale(destination, unpacked(entry.answerer, entry.answerer_port)):
                 yield entry.body
 
 
@@ -510,7 +495,7 @@ def _unanswered(family: int, protocol: int, places: Collection[Place]) -> Iterat
     for entry in dump(family, protocol, status=NOT_ANSWERED):
         if entry.protocol != protocol or _is_translated(entry) or _status(entry) & IPS_SEEN_REPLY:
             continue
-        if (*unpacked(family, entry.destination, entry.destination_port), protocol) in places:
+        if (*unpacked(entry.destination, entry.destination_port), protocol) in places:
             yield entry.body
 
 
@@ -519,21 +504,23 @@ def _is_translated(entry: Entry) -> bool:
     return (entry.answerer, entry.answerer_port) != (entry.destination, entry.destination_port)
 
 
-def delete(family: int, entries: list[bytes]) -> int:
+def delete(entries: Sequence[bytes]) -> int:
     """Delete entries by their identity in the dump. Returns how many.
 
     An entry that ended meanwhile is no error, nor is one that a flowtable holds and the kernel keeps for as long
     (EBUSY: Linux 4.16 does, 6.1 does not).
     """
+    if not entries:
+        return 0
     with Netlink(NETFILTER) as wire:
-        failed = wire.send([_deletion(family, entry) for entry in entries])
+        failed = wire.send(list(map(_deletion, entries)))
     for _, code in failed:
         if code not in {errno.ENOENT, errno.EBUSY}:
             raise NetlinkFailed("deleting a conntrack entry", code)
     return len(entries) - len(failed)
 
 
-def _deletion(family: int, entry: bytes) -> Message:
+def _deletion(entry: bytes) -> Message:
     """Returns the request that deletes an entry by the tuple of its answers.
 
     A client's next entry that goes elsewhere has the same original tuple, and often the same id, which is made of the
@@ -544,7 +531,7 @@ def _deletion(family: int, entry: bytes) -> Message:
         for kind, value in attributes(entry, START)
         if kind in (CTA_TUPLE_REPLY, CTA_ID, CTA_ZONE)
     )
-    return Message(DELETE, NFGEN.pack(AF[family], 0, 0) + named, what="deleting a conntrack entry")
+    return Message(DELETE, entry[:START] + named, what="deleting a conntrack entry")  # with the entry's family
 
 
 # Reading

@@ -192,10 +192,10 @@ class TestStale:
         with socket.socket(V4, socket.SOCK_DGRAM) as client:
             client.sendto(b"?", (VIP[V4], PORT))
             old = [entry.body for entry in conntrack.dump(4)]
-            assert conntrack.delete(4, old) == 1
+            assert conntrack.delete(old) == 1
             rules(NEW)
             client.sendto(b"?", (VIP[V4], PORT))
-        assert conntrack.delete(4, old) == 0
+        assert conntrack.delete(old) == 0
         assert [row[3] for row in destinations()] == [NEW[V4]]
 
     def test_no_dump_without_a_datagram_service_that_changed(self, monkeypatch):
@@ -376,7 +376,7 @@ def test_entries_of_flows_are_found_by_client_frontend_and_backend():
     known = [flow(number, OLD) for number in (4, 6)]
     found = conntrack.entries_of([*known, *(flow(number, NEW) for number in (4, 6))])
     assert set(found) == set(known)
-    assert [conntrack.delete(each.family, [found[each]]) for each in known] == [1, 1]
+    assert [conntrack.delete([found[each]]) for each in known] == [1, 1]
     assert conntrack.entries_of(known) == {}
 
 

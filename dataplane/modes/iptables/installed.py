@@ -6,6 +6,7 @@ A table that cannot be read or written is an `XtablesError`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hybrid_proxy.dataplane import saved_rules
@@ -46,6 +47,15 @@ class Ruleset:
         return self._known is not None and self.xtables.generation() == self._known
 
 
+@dataclass(slots=True)
+class _Chain:
+    """A chain as we wrote it: its effect, how many rules it has, and the hash of what save prints, once it is known."""
+
+    shape: int
+    rules: int
+    printed: int | None = None
+
+
 class Installed:
     """The chains that we wrote into the tables of one family."""
 
@@ -54,9 +64,7 @@ class Installed:
         self.restores = 0
         self.last_rules = dict.fromkeys(TABLES, 0)  # table -> rules of the last change
         self._size = WHOLE if self.xtables.variant == "legacy" else PART  # chains in one restore
-        self._shapes: dict[str, dict[str, int]] = {table: {} for table in TABLES}
-        self._seen: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> hash of what save prints
-        self._rules: dict[str, dict[str, int]] = {table: {} for table in TABLES}  # chain -> how many
+        self._chains: dict[str, dict[str, _Chain]] = {table: {} for table in TABLES}
 
     def read(self, table: str) -> Saved:
         """Read a table, foreign chains included."""
@@ -73,7 +81,7 @@ class Installed:
             written = {name: rules for name, rules in wanted.items() if saved.get(name) != [*rules]}
             stale = [name for name in saved if name.startswith(MINE) and name not in wanted]
             entrances = [*_odd_entrances(table, saved), *jumps(table, _entrances(saved))]
-            self._shapes[table], self._seen[table], self._rules[table] = {}, {}, {}
+            self._chains[table] = {}
             for lines in parts(written, stale, entrances, self._size):
                 self._restore([(table, lines)])
             self._note(table, Delta(wanted, ()))
@@ -101,13 +109,9 @@ class Installed:
         self.restores += 1
 
     def _note(self, table: str, delta: Delta) -> None:
-        for name in (*delta.gone, *delta.written):
-            self._shapes[table].pop(name, None)
-            self._seen[table].pop(name, None)
-            self._rules[table].pop(name, None)
-        for name, rules in delta.written.items():
-            self._shapes[table][name] = shape(rules)
-            self._rules[table][name] = len(rules)
+        for name in delta.gone:
+            self._chains[table].pop(name, None)
+        self._chains[table] |= {name: _Chain(shape(rules), len(rules)) for name, rules in delta.written.items()}
         self.last_rules[table] = sum(map(len, delta.written.values()))
 
     # Drift
@@ -121,29 +125,27 @@ class Installed:
         return found
 
     def _damage_of(self, table: str, saved: Saved) -> list[str]:
-        found = []
-        seen, shapes = self._seen[table], self._shapes[table]
-        for name, expected in shapes.items():
+        found, chains = [], self._chains[table]
+        for name, known in chains.items():
             rules = saved.get(name)
             if rules is None:
                 found.append(f"chain {name} is gone")
                 continue
             digest = hash(tuple(rules))
-            known = seen.get(name)
-            if known is None and shape(rules) == expected:
-                seen[name] = digest
-            elif known != digest:
-                found.append(f"chain {name} was changed" if rules or not expected else f"chain {name} was emptied")
+            if known.printed is None and shape(rules) == known.shape:
+                known.printed = digest
+            elif known.printed != digest:
+                found.append(f"chain {name} was changed" if rules or not known.shape else f"chain {name} was emptied")
         found += [f"{chain} does not lead to us any more" for chain, _ in set(ENTRANCES[table]) - _entrances(saved)]
-        strange = [name for name in saved if name.startswith(MINE) and name not in shapes]
+        strange = [name for name in saved if name.startswith(MINE) and name not in chains]
         return found + [f"{name} is there again" for name in strange if name != PROBE_CHAIN]
 
     def chains(self) -> int:
-        return sum(len(shapes) for shapes in self._shapes.values())
+        return sum(map(len, self._chains.values()))
 
     def rules(self) -> dict[str, int]:
         """Count our rules: table -> number."""
-        return {table: sum(rules.values()) for table, rules in self._rules.items()}
+        return {table: sum(chain.rules for chain in chains.values()) for table, chains in self._chains.items()}
 
 
 def _entrances(saved: Saved) -> set[tuple[str, str]]:

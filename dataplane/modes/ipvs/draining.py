@@ -82,16 +82,14 @@ class Flows:
             each
             for each in self.read()
             if each.protocol == Protocol.UDP
-            and judge.stale(
-                unpacked(each.family, each.address, each.port), unpacked(each.family, each.backend, each.backend_port)
-            )
+            and judge.stale(unpacked(each.address, each.port), unpacked(each.backend, each.backend_port))
         )
 
     def _forget(self, chosen: Iterable[Connection]) -> Counter[int]:
         entries: dict[int, list[bytes]] = {}
         for each, entry in self._kernel.entries_of(chosen).items():
             entries.setdefault(each.family, []).append(entry)
-        return Counter({family: self._kernel.delete_entries(family, found) for family, found in entries.items()})
+        return Counter({family: self._kernel.delete_entries(found) for family, found in entries.items()})
 
 
 def sources(addresses: Iterable[str], node: NodeNetwork) -> dict[str, str]:

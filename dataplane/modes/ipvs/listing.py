@@ -91,7 +91,7 @@ class Programmed(View):
         }
         known = {
             (each.protocol, *(
-                socket_text(*unpacked(each.family, address, port))
+                socket_text(*unpacked(address, port))
                 for address, port in ((each.client, each.client_port), (each.address, each.port))
             ))
             for each in connections()

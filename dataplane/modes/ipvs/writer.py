@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,7 +51,7 @@ class Kernel:
     read_sysctl: Callable[[str], str | None] = sysctl.read
     connections: Callable[[], Iterable[Connection]] = connections
     entries_of: Callable[[Iterable[Connection]], Mapping[Connection, bytes]] = entries_of  # of conntrack
-    delete_entries: Callable[[int, list[bytes]], int] = delete  # of one family; how many went
+    delete_entries: Callable[[Sequence[bytes]], int] = delete  # how many went
     translated_at_sockets: Callable[[Server], bool] = translated_at_sockets
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
@@ -144,9 +144,8 @@ def open_client() -> RelayClient:
         Occupied: another agent has it, or has a relay of another version.
         DataplaneError: it does not start; the message says why.
     """
-    for address in other_relays():
-        if (other := connect(agent=True, address=address)) is not None:
-            other.close()
+    for _ in relays(other_relays(), agent=True):
+        pass  # they have no agent
     client = connect(agent=True)
     if client is not None:
         return client
@@ -168,9 +167,9 @@ def other_relays() -> list[str]:
     return sorted({f"\0{name}" for name in found} - {m.ADDRESS})
 
 
-def relays(*, agent: bool) -> Iterator[RelayClient]:
-    """Yields a client of each relay in this network namespace, those of other versions too; it is closed afterwards."""
-    for address in (m.ADDRESS, *other_relays()):
+def relays(addresses: Iterable[str] | None = None, *, agent: bool) -> Iterator[RelayClient]:
+    """Yields a client of each of these relays, closed afterwards; None: of all, also those of other versions."""
+    for address in (m.ADDRESS, *other_relays()) if addresses is None else addresses:
         if (client := connect(agent=agent, address=address)) is not None:
             with contextlib.closing(client):
                 yield client
@@ -180,10 +179,8 @@ def drain_other_relays() -> None:
     """Tells relays of other versions that no rule leads to them any more."""
     for address in other_relays():
         try:
-            other = connect(agent=True, address=address)
-            if other is not None:
-                with contextlib.closing(other):
-                    other.ask(m.Drain(), m.Done)
+            for other in relays((address,), agent=True):
+                other.ask(m.Drain(), m.Done)
         except DataplaneError as error:
             log.warning("the relay at @%s cannot be told to end with its last connection: %s", address[1:], error)
 

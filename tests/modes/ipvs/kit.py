@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_proxy.dataplane.mode import Options
@@ -91,9 +91,8 @@ class Node:
     def _entries_of(self, flows: Iterable[Connection]) -> dict[Connection, bytes]:
         return {flow: str(self.flows.index(flow)).encode() for flow in flows if flow not in self.forgotten}
 
-    def _delete_entries(self, family: int, entries: list[bytes]) -> int:
+    def _delete_entries(self, entries: Sequence[bytes]) -> int:
         gone = [self.flows[int(entry)] for entry in entries]
-        assert {flow.family for flow in gone} <= {family}
         self.forgotten += gone
         return len(gone)
 
