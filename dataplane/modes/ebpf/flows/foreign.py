@@ -111,7 +111,7 @@ class ForeignFlows:
         Raises:
             DataplaneError, OSError: conntrack cannot be read.
         """
-        found = _datagram_flows(*self._replaced[-1:], names=names)
+        found = datagram_flows(*self._replaced[-1:], names=names)
         with self._lock:
             self._change(found - self.known, ())
             self.known |= found
@@ -152,7 +152,7 @@ class ForeignFlows:
         """
         moves, tables = self._moves, self._replaced or (self.table,)
         services = ListedLater(lambda: {key: None for table in tables for key in frontends(table)})
-        found = _datagram_flows(*tables)
+        found = datagram_flows(*tables)
         if connections or any(key.protocol == Protocol.TCP for key in self.known):
             found |= self._bounded(half_open_keys(services))  # during a flood of SYNs none: it would fill the tables
         if connections or (self._answers and time.monotonic() - self._answers_at > ANSWERS_SECONDS):
@@ -219,16 +219,12 @@ def refuse_crowd(foreign: Iterable[FlowKey], room: Mapping[int, int]) -> None:
             )
 
 
-def datagram_flows(table: ServiceTable) -> frozenset[FlowKey]:
-    """Returns the datagram flows to services of the table that conntrack translates.
+def datagram_flows(*tables: ServiceTable, names: Collection[str] | None = None) -> frozenset[FlowKey]:
+    """Returns the datagram flows to services of the tables, or to those with these names, that conntrack translates.
 
     Raises:
         DataplaneError, OSError: conntrack cannot be read.
     """
-    return _datagram_flows(table)
-
-
-def _datagram_flows(*tables: ServiceTable, names: Collection[str] | None = None) -> frozenset[FlowKey]:
     services = ListedLater(lambda: {key: None for table in tables for key in frontends(table, DATAGRAMS, names)})
     entries = [entry for table in tables for entry in table.entries(names) if entry.protocol in DATAGRAMS]
     kinds = {(entry.family, int(entry.protocol)) for entry in entries}  # of the flows to dump

@@ -35,6 +35,10 @@ ARRIVES = {
     "external": "The packet comes from outside{interface}.",
     "node": "A socket of this node connects, or sends a datagram.",
 }
+PLACES = {  # by the name of the origin
+    "uplinks": "at the uplinks", "node": "from this node itself", "unknown": "where nobody knows yet",
+    "none": "where no route leads", "elsewhere": "behind an interface without programs",
+}  # fmt: skip
 
 
 class ExplainContext(NamedTuple):
@@ -180,17 +184,8 @@ class _Notes:
         self.step("origin", f"The flow's packets come in {self._place(origin)}; its sender lives {self._place(way)}.")
 
     def _place(self, number: int) -> str:
-        names = layout.abi_constants()
-        if number == names["ORIGIN_UPLINKS"]:
-            return "at the uplinks"
-        if number == names["ORIGIN_NODE"]:
-            return "from this node itself"
-        if number == names["ORIGIN_UNKNOWN"]:
-            return "where nobody knows yet"
-        if number == names["ORIGIN_NONE"]:
-            return "where no route leads"
-        if number == names["ORIGIN_ELSEWHERE"]:
-            return "behind an interface without programs"
+        if (origin := layout.named("ORIGIN_").get(number)) in PLACES:
+            return PLACES[origin]
         name = self.around.interface(number)
         return f"at {name}" if name else f"at interface {number}, which is gone"
 
