@@ -698,6 +698,19 @@ def test_what_a_new_agent_reads_itself_is_not_said_to_be_the_former_ones(
     assert [(each.mark, each.text) for each in found if each.cause == "object-refused"] == [(mark, REFUSED.text)]
 
 
+@pytest.mark.parametrize(
+    ("asked", "todo"),
+    [
+        ("shop/web:http", "ask by its address: --to ADDRESS:PORT"), ("10.96.0.1", "start one (`hybrid-proxy run`)"),
+        ("[fd96::1]:80", "start one (`hybrid-proxy run`)"), ("fd96::1", "start one (`hybrid-proxy run`)"),
+    ],
+)  # fmt: skip
+def test_who_asked_by_an_address_is_not_told_to_ask_by_one(asked: str, todo: str) -> None:
+    node = msgspec.structs.replace(WELL, agent=None)
+    findings = service(facts(asked=asked, name=asked, ports=(), rows=(), backends=()), node)[2]
+    assert todo in [each.todo for each in findings]
+
+
 @pytest.mark.parametrize("packet", [None, PACKET])
 def test_without_rights_no_service_is_said_to_be_missing(packet: Packet | None) -> None:
     node = msgspec.structs.replace(WELL, denied=True, unread="permission denied")

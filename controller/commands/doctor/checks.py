@@ -482,7 +482,9 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         return [Finding("problem", "object", text, AS_ROOT, "no-agent")]
     if agent is None and not facts.services:
         text = "its backends cannot be found by its name, because no agent answers"
-        return [Finding("problem", "object", text, "ask by its address: --to ADDRESS:PORT", "no-agent")]
+        by_address = "." in facts.asked or facts.asked.count(":") > 1  # no name has that
+        todo = "start one (`hybrid-proxy run`)" if by_address else "ask by its address: --to ADDRESS:PORT"
+        return [Finding("problem", "object", text, todo, "no-agent")]
     unknown = _unknown_name(facts, node)
     files = [problem.text for problem in agent.problems if problem.kind == "File"] if agent else []
     if files and unknown.cause == "no-such-service" and not left_out:
