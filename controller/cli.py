@@ -39,10 +39,10 @@ environment:
 """
 _MAIN: Final = """
 start here:
-  hybrid-proxy lab demo                        see it carry traffic, in a minute (as root)
-  hybrid-proxy run --manifests ./examples      serve the Services in a folder
-  hybrid-proxy explain --manifests ./examples --from 10.77.1.11 --to 10.96.0.10:80
-  hybrid-proxy COMMAND --help                  each command, with examples
+  hybrid-proxy lab demo               see it carry traffic, in a minute (as root)
+  hybrid-proxy modes                  what works on this node; nothing is changed
+  hybrid-proxy run --kubeconfig FILE  serve a cluster's Services here
+  hybrid-proxy COMMAND --help         each command, with examples
 """
 
 
@@ -169,14 +169,15 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         from hybrid_proxy.controller.commands.names import closest
         from hybrid_proxy.controller.settings.config import available_modes
 
-        flags = known[args.command]._option_string_actions  # noqa: SLF001 - argparse has no public name for it
+        own = commands_of(known[args.command])[args.action] if "action" in args else known[args.command]
+        flags = own._option_string_actions  # noqa: SLF001 - argparse has no public name for it
         word, _, value = "=".join(unknown).partition("=")
         hint = meant(word, flags)
         if "/" in word[1:] and "service" not in args:
             hint = f"; `hybrid-proxy services {word}` and `doctor {word}` look at a service"
         if word == "--mode" and "--proxy-mode" in flags:  # kube-proxy's word for it
             hint = f"; did you mean --proxy-mode {next(iter(closest(value, available_modes())), 'MODE')}?"
-        known[args.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        own.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args
 
 

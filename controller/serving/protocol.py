@@ -102,7 +102,8 @@ class DrainingMode(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """Describes the open flows in a sentence."""
-        return described(self.flows, *OPEN) if self.counted else "its flows are not counted yet"
+        uncounted = "its flows are not counted yet (`status` has them in two seconds)"
+        return described(self.flows, *OPEN) if self.counted else uncounted
 
 
 class QueueStatus(msgspec.Struct, frozen=True):

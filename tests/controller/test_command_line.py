@@ -15,6 +15,7 @@ WRONG = (
     pytest.param(["nonsense"],                     'no command "nonsense"',     id="no-such-command"),
     pytest.param([],                               "COMMAND",                   id="no-command"),
     pytest.param(["services", "--outptu", "json"], "did you mean --output",     id="a-mistyped-flag"),
+    pytest.param(["lab", "up", "--nmae", "x"],     "did you mean --name?",      id="a-mistyped-flag-of-an-action"),
     pytest.param(["flows", "--limits=3"],          "did you mean --limit?",     id="a-mistyped-flag-with-a-value"),
     pytest.param(["run", "--mode", "ebfp"],        "did you mean --proxy-mode ebpf?", id="a-shorter-flag-and-a-typo"),
     pytest.param(["cleanup", "--drain", "abc"],    "'abc' is not a number of seconds, such as 30", id="no-duration"),
@@ -80,6 +81,18 @@ def test_commands_stand_in_groups_and_are_one_table(columns: int, monkeypatch: p
     beside = re.findall(r"^( {4}([a-z]+) +)\S", table, re.MULTILINE)
     assert [name for _, name in beside] == list(cli.entries())
     assert len({len(first) for first, _ in beside}) == 1
+
+
+def test_help_begins_with_what_needs_no_file_that_an_installation_lacks() -> None:
+    begin = cli.parser().format_help().partition("start here:\n")[2].partition("\n\n")[0]
+    assert len(_commands(begin)) == 4
+    assert "./" not in begin
+
+
+def test_the_help_of_top_explains_its_percentile() -> None:
+    assert "99 got a first packet of their backend within `first p99`" in cli.entries()["top"].load().epilog.replace(
+        "\n", " "
+    )
 
 
 def test_help_breaks_no_flag_and_no_address() -> None:

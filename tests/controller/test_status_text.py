@@ -176,10 +176,8 @@ def test_a_long_repair_ends_with_a_whole_word() -> None:
 
 def test_flows_that_were_not_counted_yet_are_not_none() -> None:
     left = DrainingMode("ebpf", {}, 0.2, counted=False)
-    assert "its flows are not counted yet" in text(msgspec.structs.replace(WELL, draining=[left]))
-    assert "no flows are open" in text(
-        msgspec.structs.replace(WELL, draining=[msgspec.structs.replace(left, counted=True)])
-    )
+    shown = " ".join(text(msgspec.structs.replace(WELL, draining=[left])).split())
+    assert "its flows are not counted yet (`status` has them in two seconds)" in shown
 
 
 # fmt: off
