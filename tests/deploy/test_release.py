@@ -106,7 +106,7 @@ def test_a_release_is_whole(dist: Path) -> None:
     assert listed == known
     page = (dist / "RELEASE.md").read_text()
     named = set(re.findall(r"`((?:docs|deploy)/[\w/-]+\.md|[A-Z]+\.md)(?:#([\w-]+))?`", page))
-    assert ("docs/operations.md", "as-a-pod-or-as-a-systemd-service") in named
+    assert ("docs/operations.md", "as-a-systemd-service") in named
     for name, anchor in named:
         assert name in members
         assert not anchor or anchor in anchors(ROOT / name), f"{name}#{anchor}"
