@@ -1296,6 +1296,49 @@ def test_a_program_that_accepts_nothing_is_told_by_its_full_queue(clinic: Clinic
     assert [each.cause for each in found.findings if each.mark == "problem"] == [found.cause], found
 
 
+@only_in("ebpf")
+@pytest.mark.parametrize(
+    ("place", "to", "wrong", "pod"),
+    [
+        ("pod2", "default", "169.254.1.9", "pod2"),
+        ("node", "10.77.2.0/24", "192.168.77.99", "remote1"),
+        ("node", "default", "192.168.77.99", "remote1"),
+    ],
+)
+def test_a_gateway_that_became_wrong_is_put_right_by_the_command(
+    clinic: Clinic, place: str, to: str, wrong: str, pod: str
+) -> None:
+    """The node's route is the one that `changes` knows, a pod's the one that another pod has."""
+    recovered(clinic)
+    special = clinic.lab.run(place, ["ip", "route", "show", "10.77.2.0/24"]).stdout.split() if to == "default" else []
+    before = clinic.lab.run(place, ["ip", "route", "show", to]).stdout.split()
+    path = changes_path(str(clinic.agent.socket))
+    path.unlink(missing_ok=True)
+    try:
+        if special:  # what leads there is the default route now
+            clinic.run("node", "ip", "route", "replace", "default", "via", "192.168.77.3", "dev", "eth0")
+            clinic.run("node", "ip", "route", "del", *special)
+            until(lambda: "10.77.2.0/24 via" in str(read_changes(path)), "it is written down")
+        path.unlink(missing_ok=True)
+        clinic.put(pod)
+        clinic.run(place, "ip", "route", "replace", to, "via", wrong, "dev", "eth0", "onlink")
+        if place == "node":
+            until(lambda: any(row.what.endswith(GONE) for row in read_changes(path)), "it is written down")
+        code, found = clinic.doctor(NAME)
+        todo = next(each.todo for each in found.findings if each.cause == "endpoint-route")
+        (command,) = re.findall(r"`((?:nsenter \S+ )?ip route replace .+?)`", todo)
+        clinic.run("node", *command.split())
+        until(lambda: clinic.doctor(NAME)[1].well, "it is repaired")
+    finally:
+        if before:
+            clinic.run(place, "ip", "route", "replace", *before)
+        if special:
+            clinic.run("node", "ip", "route", "replace", *special)
+        clinic.put(*PODS)
+    assert (code, found.cause, found.certain) == (1, "endpoint-route", place != "node"), found
+    assert wrong in found.verdict, found
+
+
 @only_in("ebpf", "userspace")
 def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clinic: Clinic) -> None:
     recovered(clinic)

@@ -52,7 +52,6 @@ def astray(
     behind = {address: pod for pod in pods for address in pod.addresses}
     down = {address for pod in pods if pod.down for address in pod.addresses}  # the kernel takes its routes away
     inside = by_index.keys() - {each.index for each in uplinks}
-    lost = {ip_network(each.split()[3]): each for each in missing if each.startswith("ip route")}
     found: dict[str, tuple[str, str]] = {}
     near, todo = roles.neighbours(), "the CNI plugin makes this route: see its log"
     for command in here.held:
@@ -74,7 +73,8 @@ def astray(
             to = by_index.get(hop.index) if hop else None
             pod, via, name = behind.get(address), (hop.gateway if hop else "") or address, to.name if to else ""
             link = next((each for each in here.interfaces if pod is not None and each.name == pod.interface), None)
-            leads = f"the route leads to {name}" if to else "no route leads there"
+            leads = f"the route leads to {f'{via} on ' * (via != address)}{name}" if to else "no route leads there"
+            (length, way), (present, _) = _best(address, missing), _best(address, here.held)
             mac, state = near.get((to.index, via), (b"", 0)) if to else (b"", 0)
             entry = _entry(via, name, mac)
             again = f"`ip neigh del {via} dev {name}`"
@@ -92,7 +92,7 @@ def astray(
                 upper = by_index.get(link.master, link)
                 with namespaces.inside(pod.path):
                     own = links.hardware_address(pod.peer)
-                    back = _way_back(pod, asking, (upper.mac, link.mac), here.addresses if link.master else ())
+                    back = _way_back(pod, asking, (upper.mac, link.mac), here.addresses if link.master else (), pods)
                 if wrong:
                     repair = f"`ip route replace {address} dev {upper.name}`"
                     found[address] = f"its pod is behind {link.name}, and {leads}", f"{repair}; {todo}"
@@ -104,9 +104,11 @@ def astray(
                 has = f"no interface of the pod behind {bare[0].interface} has it ({some(bare[0].addresses) or 'none'})"
                 why = f"the API has it for an endpoint on this node, and {has}: is it lost?"  # gVisor keeps it inside
                 found[address] = why, "if so, delete the pod, so that another one is made; see the CNI plugin's log"
-            elif ways := [network for network in lost if ip_address(address) in network]:
-                way = max(ways, key=lambda network: network.prefixlen)
-                found[address] = f"this node lost its route to {way}, and {leads}", f"`{lost[way]}`; {todo}"
+            elif way and length >= present and not (hop and not hop.gateway):
+                why = f"this node lost its route to {way.split()[3]}, and {leads}" + ": is it right?" * (
+                    length == present
+                )
+                found[address] = why, f"`{way}`; {todo}"
             elif wrong or to is None:
                 found[address] = f"{leads}{', where no pod is' if to else ''}", todo
             elif state == NUD_FAILED or (state == NUD_PERMANENT and to.kind not in VIRTUAL):
@@ -117,6 +119,22 @@ def astray(
             if to and not wrong and address not in found and (refused := _not_forwarded(address, to, peers)):
                 found[address] = refused
     return found
+
+
+def _best(address: str, commands: Iterable[str]) -> tuple[int, str]:
+    """Return the longest prefix of an address for which there is such a command for a route, and that; else -1."""
+    ways = ((ip_network(each.split()[3]), each) for each in commands if each.startswith("ip route"))
+    return max(((to.prefixlen, each) for to, each in ways if ip_address(address) in to), default=(-1, ""))
+
+
+def _gateway(client: str, wrong: str, pods: Iterable[Pod]) -> str:
+    """Return the command for a pod's way to a client by another gateway, as one of these pods has it; else empty."""
+    for pod in pods:
+        with contextlib.suppress(OSError), namespaces.inside(pod.path):
+            way = _best(client, links.read_node().held)[1]
+            if " via " in way and wrong not in way.split():
+                return way.replace(" add ", " replace ")
+    return ""
 
 
 def _taken_off(pod: Pod, address: str) -> str:
@@ -142,7 +160,9 @@ def _entry(via: str, name: str | None, mac: bytes) -> str:
     return f"the neighbour entry of {via} on {name} {'is' if mac else 'has'} {mac.hex(':') or 'failed'}"
 
 
-def _way_back(pod: Pod, clients: Iterable[str], macs: Sequence[str], known: Collection[str]) -> tuple[str, str] | None:
+def _way_back(
+    pod: Pod, clients: Iterable[str], macs: Sequence[str], known: Collection[str], pods: Sequence[Pod]
+) -> tuple[str, str] | None:
     """Return what is wrong with a pod's way to these clients, from inside of it, and what to do.
 
     The node's end of its link has these hardware addresses and, where it is at a bridge, the addresses `known`: other
@@ -159,7 +179,8 @@ def _way_back(pod: Pod, clients: Iterable[str], macs: Sequence[str], known: Coll
         asked = hop.index == pod.peer and (not known or via in known) and (mac or state in UNANSWERED)
         if asked and mac.hex(":") not in macs:
             why = f"in its pod {_entry(via, name, mac)}, and the node's end of its link has {macs[0]}"
-            return why, f"`{enter} ip neigh replace {via} lladdr {macs[0]} dev {name} nud permanent`"
+            again = f"ip neigh replace {via} lladdr {macs[0]} dev {name} nud permanent"
+            return why, f"`{enter} {_gateway(client, via, pods) or again}`"
     return None
 
 
