@@ -35,7 +35,7 @@ class Announcements:
         for entry in reasons.keys() - self._unprogrammed:
             log.error("%s is not programmed: %s; the others are", entry, reasons[entry])
             note = f"{entry} is not served on this node: {reasons[entry]}"
-            self._events.of_service(entry, "Warning", "NotProgrammed", "ProgramService", note)
+            self._events.event("Warning", "NotProgrammed", "ProgramService", note, of=entry)
         for entry in self._unprogrammed - reasons.keys():
             log.info("%s is programmed now", entry)
         self._unprogrammed = frozenset(reasons)
@@ -50,11 +50,11 @@ class Announcements:
             known, former = now[name], before.get(name)
             if known.served and (former is None or former.served != known.served):
                 note = f"{name}: external IPs {', '.join(known.served)} are served. {EXTERNAL_IPS_END}"
-                self._events.of_service(name, "Normal", "ExternalIPsServed", "ProgramService", note, once=True)
+                self._events.event("Normal", "ExternalIPsServed", "ProgramService", note, of=name, once=True)
             if known.refused and (former is None or former.refused != known.refused):
                 note = f"{name}: {'; '.join(known.refused)}"
                 log.warning("%s", note)
-                self._events.of_service(name, "Warning", "ExternalIPsRefused", "ProgramService", note, once=True)
+                self._events.event("Warning", "ExternalIPsRefused", "ProgramService", note, of=name, once=True)
 
     def left_out(self, complaints: Collection[Problem]) -> None:
         """Objects of which a part is left out."""
@@ -62,5 +62,5 @@ class Announcements:
         for one in sorted(now - self._left_out, key=lambda one: one.text):
             log.warning("%s", one.text)
             if one.kind == "Service":
-                self._events.of_service(one.key, "Warning", "LeftOut", "ProgramService", one.text, once=True)
+                self._events.event("Warning", "LeftOut", "ProgramService", one.text, of=one.key, once=True)
         self._left_out = now

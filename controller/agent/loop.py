@@ -163,13 +163,14 @@ class Agent:
         self._drift = _Signal(self.queue.put, lambda: self.maintenance.request())  # noqa: PLW0108 (bound later)
         self.mode = ActiveMode(
             config, self._drift.send, self._mode_opened, put=self.queue.put,
-            report=partial(self._report_of_node, "Normal", "SwitchMode"), names=lambda: self.notebook.names,
+            report=lambda reason, note: self.events.event("Normal", reason, "SwitchMode", note),
+            names=lambda: self.notebook.names,
         )  # fmt: skip
         self.maintenance = Maintenance(self.mode, self.health, self.events)
         self.notebook = Notebook(path, former, self.mode, self.syncer)
         self.other_proxies = OtherProxiesWatcher(
             config.mode,
-            partial(self._report_of_node, "Warning", "FindOtherProxies", "OtherProxyFound"),
+            partial(self.events.event, "Warning", "OtherProxyFound", "FindOtherProxies"),
             former=lambda: self.mode.former_modes,
             beside=bool(config.settings.proxy_name),
         )
@@ -193,9 +194,6 @@ class Agent:
     @property
     def config(self) -> Config:
         return self.mode.config
-
-    def _report_of_node(self, kind: str, action: str, reason: str, note: str) -> None:
-        self.events.of_node(kind, reason, action, note)
 
     def run(self) -> int:
         """Serve until a message ends it; the exit code."""
@@ -412,11 +410,11 @@ class Agent:
         self.notebook.opened = True
         self.http.mode = self.other_proxies.mode = choice.effective
         if self.syncer.ready_seconds is None:
-            self.events.of_node("Normal", "Starting", "StartProxy", f"hybrid-proxy serves in mode {choice.effective}.")
+            self.events.event("Normal", "Starting", "StartProxy", f"hybrid-proxy serves in mode {choice.effective}.")
         if choice.degraded:
             message = f"mode {choice.effective} serves instead of {choice.requested}: {choice.reason}"
             log.warning("%s", message)
-            self.events.of_node("Warning", "ModeDegraded", "SelectMode", message)
+            self.events.event("Warning", "ModeDegraded", "SelectMode", message)
 
     def _config_changed(self, found: Loaded | ConfigError) -> None:
         """Apply what can be applied now."""

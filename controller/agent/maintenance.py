@@ -53,10 +53,7 @@ class Maintenance:
         drift: tuple[str, ...] = ()
         try:
             for event in programmer.maintain() or ():
-                if event.entry:
-                    self._events.of_service(event.entry, event.kind, event.reason, event.action, event.note)
-                else:
-                    self._events.of_node(event.kind, event.reason, event.action, event.note)
+                self._events.event(event.kind, event.reason, event.action, event.note, of=event.entry)
             drift = programmer.unrepaired
         except (DataplaneError, OSError) as error:
             log.warning("maintenance failed: %s", error)
@@ -72,4 +69,4 @@ class Maintenance:
         if repairs:
             note = f"{several(repairs, 'thing was', 'things were')} repaired in mode {self._mode.choice.effective}"
             note, by = "; ".join((note, *last)), programmer.repaired.by or "unknown program"
-            self._events.of_node("Warning", "Repaired", "RepairDataplane", note, by=by)
+            self._events.event("Warning", "Repaired", "RepairDataplane", note, by=by)

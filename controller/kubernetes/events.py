@@ -37,33 +37,13 @@ TRIES: Final = 12
 NOTE_BYTES: Final = 1024  # the API's limit
 
 
-class Regarding(NamedTuple):
-    """The object that an event is about."""
-
-    kind: str
-    name: str
-    uid: str = ""
-    namespace: str = ""
-
-
-def node(name: str) -> Regarding:
-    """A node; its uid is its name, as kubelet and kube-proxy have it, or `kubectl describe node` would not show it."""
-    return Regarding("Node", name, name)
-
-
-def service(entry: str) -> Regarding:
-    """The Service of a service port `namespace/name:port`."""
-    namespace, _, rest = entry.partition("/")
-    return Regarding("Service", rest.partition(":")[0], "", namespace)
-
-
-_Key = tuple[Regarding, str, str, str, str]
+_Key = tuple[str, str, str, str, str]
 
 
 class _Occurrence(NamedTuple):
     """One event as it was reported; without its note it is the key by which repeats are known."""
 
-    regarding: Regarding
+    service: str  # that it is about; empty: the node
     kind: str
     reason: str
     action: str
@@ -73,7 +53,7 @@ class _Occurrence(NamedTuple):
 
     @property
     def key(self) -> _Key:
-        return self.regarding, self.kind, self.reason, self.action, self.note if self.once else ""
+        return self.service, self.kind, self.reason, self.action, self.note if self.once else ""
 
 
 class _Recent(NamedTuple):
@@ -127,33 +107,25 @@ class Recorder:
         return self._queue.qsize()
 
     def event(
-        self, regarding: Regarding, kind: str, reason: str, action: str, note: str, *, once: bool = False, by: str = ""
+        self, kind: str, reason: str, action: str, note: str, *, of: str = "", once: bool = False, by: str = ""
     ) -> None:
-        """Tell what happened; never blocks and never raises.
+        """Tell what happened to this node, or to the Service `of` that name or service port; never blocks or raises.
 
         `kind` is `Normal` or `Warning`. `reason` and `action` are one word each, `reason` in upper camel case.
         `once`: other nodes find the same, and the first of them writes it, under a name that all of them give it. So
         thousands of nodes make one event of it, which they do not repeat. `by` is another program that interfered.
         """
-        of_service = regarding.kind == "Service"
-        self._remember(reason, f"{regarding.namespace}/{regarding.name}" if of_service else "", note, by)
+        service = of.partition(":")[0]
+        self._remember(reason, service, note, by)
         note = f"{by} changed what hybrid-proxy had programmed; {note}" if by else note
         if self._writer is None:
             return
         try:
-            self._queue.put_nowait(_Occurrence(regarding, kind, reason, action, redact(note), datetime.now(UTC), once))
+            self._queue.put_nowait(_Occurrence(service, kind, reason, action, redact(note), datetime.now(UTC), once))
         except queue.Full:
             if not self._dropping:
                 log.warning("events for the cluster are dropped until the API server takes the %d before them", QUEUE)
             self._dropping = True
-
-    def of_node(self, kind: str, reason: str, action: str, note: str, *, by: str = "") -> None:
-        """Report an event about this node. See `event`."""
-        self.event(node(self._instance), kind, reason, action, note, by=by)
-
-    def of_service(self, entry: str, kind: str, reason: str, action: str, note: str, *, once: bool = False) -> None:
-        """Report an event about the Service of a service port, or a Service. See `event`."""
-        self.event(service(entry), kind, reason, action, note, once=once)
 
     def _run(self, writer: Connection) -> None:
         while not self._stop.is_set():
@@ -180,9 +152,11 @@ class Recorder:
 
     def _create(self, writer: Connection, occurrence: _Occurrence) -> bool:
         """Writes an event. True: the server has it."""
-        namespace = occurrence.regarding.namespace or "default"
+        namespace, _, whose = (occurrence.service or f"default/{self._instance}").partition("/")
+        # A node's uid is its name, as kubelet and kube-proxy have it, or `kubectl describe node` would not show it.
+        about = {"namespace": namespace, "kind": "Service"} if occurrence.service else {"uid": whose, "kind": "Node"}
         self._last_name = max(time.time_ns(), self._last_name + 1)
-        name = f"{occurrence.regarding.name}.{_digest(occurrence) if occurrence.once else f'{self._last_name:x}'}"
+        name = f"{whose}.{_digest(occurrence) if occurrence.once else f'{self._last_name:x}'}"
         place = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
         body = {
             "apiVersion": "events.k8s.io/v1",
@@ -195,7 +169,7 @@ class Recorder:
             "reason": occurrence.reason,
             "action": occurrence.action,
             "note": _shortened(printable(occurrence.note)),
-            "regarding": _reference(occurrence.regarding),
+            "regarding": {"apiVersion": "v1", "name": whose, **about},
         }
         return self._write(writer, place, body)
 
@@ -228,10 +202,6 @@ class Recorder:
 def _digest(occurrence: _Occurrence) -> str:
     text = "/".join((occurrence.kind, occurrence.reason, occurrence.action, occurrence.note))
     return sha256(text.encode()).hexdigest()[:16]
-
-
-def _reference(regarding: Regarding) -> dict[str, str]:
-    return {name: text for name, text in {**regarding._asdict(), "apiVersion": "v1"}.items() if text}
 
 
 def _shortened(note: str) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from hybrid_proxy.controller.errors import ConfigError
-from hybrid_proxy.controller.kubernetes.events import Recorder, node, service
+from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.semantics.entries import HealthCheck
 from hybrid_proxy.controller.serving import protocol
 from hybrid_proxy.controller.serving.counters import Counters
@@ -166,14 +166,13 @@ class HttpHandlers:
     def _failed(self, key: str, trouble: str) -> None:
         if key not in _REASONS:
             note = f"node {self._config.settings.node_name}: {trouble}"
-            self._events.event(service(key), "Warning", "FailedToStartServiceHealthcheck", "Listen", note)
+            self._events.event("Warning", "FailedToStartServiceHealthcheck", "Listen", note, of=key)
             return
-        about = node(self._config.settings.node_name)
         if self._config.kube_proxy.bind_address_hard_fail:
-            self._events.event(about, "Warning", _REASONS[key], "StartProxy", trouble)
+            self._events.event("Warning", _REASONS[key], "StartProxy", trouble)
             self._end(ConfigError(f"{key}: {trouble}; --bind-address-hard-fail says to end then"))
         elif key == HEALTH:
-            self._events.event(about, "Warning", _REASONS[key], "StartProxy", trouble)
+            self._events.event("Warning", _REASONS[key], "StartProxy", trouble)
 
     # HttpHandlers
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hybrid_proxy.controller.kubernetes.connection import Connection
-from hybrid_proxy.controller.kubernetes.events import MOST_NOTES, QUEUE, Recorder, node, service
+from hybrid_proxy.controller.kubernetes.events import MOST_NOTES, QUEUE, Recorder
 from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from tests.waiting import until
 
@@ -56,7 +56,7 @@ def recording(
 
 
 def degraded(recorder: Recorder, note: str = "mode iptables serves instead of ipvs") -> None:
-    recorder.event(node(ME), "Warning", "ModeDegraded", "SelectMode", note)
+    recorder.event("Warning", "ModeDegraded", "SelectMode", note)
 
 
 def test_an_event_about_the_node(api):
@@ -75,7 +75,7 @@ def test_an_event_about_the_node(api):
 
 def test_an_event_about_a_service_is_in_its_namespace(api):
     with recording(api) as recorder:
-        recorder.event(service("shop/web:http"), "Warning", "NotProgrammed", "ProgramService", "the maps are full")
+        recorder.event("Warning", "NotProgrammed", "ProgramService", "the maps are full", of="shop/web:http")
         until(api.events, "the event")
     (event,) = api.events()
     assert event["regarding"] == {"kind": "Service", "name": "web", "namespace": "shop", "apiVersion": "v1"}
@@ -88,7 +88,7 @@ def test_repeats_are_written_again_some_time(api, step):
     with recording(api, clock) as recorder:
         for number in range(7):
             degraded(recorder)
-            recorder.event(node(f"{ME}-{number}"), "Normal", "Starting", "StartProxy", "after it")
+            recorder.event("Normal", "Starting", "StartProxy", f"after it {number}")
             until(lambda number=number: len(api.events("Starting")) == number + 1, "the event after it")
             assert len(api.events("ModeDegraded")) == (number + 1 if step == 400 else 1 + number // 6)
             clock.now += step
@@ -97,7 +97,7 @@ def test_repeats_are_written_again_some_time(api, step):
 def test_what_differs_is_no_repeat(api):
     with recording(api) as recorder:
         for entry in ("a/web:http", "b/web:http", "b/api:http"):
-            recorder.event(service(entry), "Warning", "NotProgrammed", "ProgramService", "the maps are full")
+            recorder.event("Warning", "NotProgrammed", "ProgramService", "the maps are full", of=entry)
         until(lambda: len(api.events()) == 3, "three events")
 
 
@@ -105,19 +105,19 @@ def test_other_words_are_another_event_up_to_a_number(api):
     with recording(api) as recorder:
         for note in (*(f"mode {number}" for number in range(MOST_NOTES)), "mode 0", "one too many"):
             degraded(recorder, note)
-        recorder.event(node(ME), "Normal", "Starting", "StartProxy", "after it")
+        recorder.event("Normal", "Starting", "StartProxy", "after it")
         until(lambda: api.events("Starting"), "the event after it")
     assert [event["note"] for event in api.events("ModeDegraded")] == [f"mode {n}" for n in range(MOST_NOTES)]
 
 
 def test_what_every_node_finds_is_one_event(api, caplog):
     def tell(recorder: Recorder, note: str) -> None:
-        recorder.event(service("shop/web"), "Warning", "ExternalIPsRefused", "ProgramService", note, once=True)
+        recorder.event("Warning", "ExternalIPsRefused", "ProgramService", note, of="shop/web", once=True)
 
     with recording(api) as first, recording(api) as second:
         for recorder in (first, second, first):
             tell(recorder, "192.0.2.1 is refused")
-            recorder.event(node(ME), "Normal", "Starting", "StartProxy", "after it")
+            recorder.event("Normal", "Starting", "StartProxy", "after it")
         until(lambda: len(api.events("Starting")) == 2, "the event after it")
         assert len(api.events("ExternalIPsRefused")) == 1, "two nodes say the same"
         tell(second, "192.0.2.2 is refused")
@@ -161,7 +161,7 @@ def test_a_refusal_is_logged_and_the_next_event_is_written(api, caplog):
     api.event_faults.answers.append((403, {}))
     with recording(api) as recorder:
         degraded(recorder)
-        recorder.event(node(ME), "Normal", "Starting", "StartProxy", "the next one")
+        recorder.event("Normal", "Starting", "StartProxy", "the next one")
         until(lambda: api.events("Starting"), "the next event")
     assert api.events("ModeDegraded") == []
     assert "403" in caplog.text

@@ -166,7 +166,7 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     else:
         yield Finding("ok", "other proxies", "there is none")
     for command in facts.missing:
-        if command.split()[3] in ("0.0.0.0/0", "::/0"):
+        if command.startswith(("ip route add 0.0.0.0/0 ", "ip route add ::/0 ")):
             text = "this node lost a default route: nothing leads to clients beyond its networks"
             yield Finding("warning", "node", text, f"`{command}` puts it back", "address-lost")
     yield from _forwarding(facts)
@@ -376,10 +376,7 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     found = _object(facts, node)
     yield from _remembered(found, node)
     yield from _history(facts, node)
-    if not facts.ports or (
-        any(each.mark == "problem" and each.cause != "left-to-node" for each in found)
-        and not any(port.frontends for port in facts.ports)
-    ):
+    if not facts.ports:
         return
     yield from _remembered(_table(facts), node)
     yield from _restrictions(facts, node)
@@ -436,10 +433,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     for problem in agent.problems if agent else ():
         if problem.service and facts.name and belongs(facts.name, problem.service):
             stays = STAYS if facts.ports and not problem.in_use else ""
-            outage = _outage(problem.report, facts) if problem.in_use else ""
-            mark: Mark = "warning" if facts.ports and not outage else "problem"
-            text = f"{problem.report}{stays}{outage}"
-            left_out.append(Finding(mark, "object", text, "correct the object", "object-refused"))
+            left_out.append(_refused(f"{problem.report}{stays}", "correct the object", facts))
     if facts.ports and facts.ignored:
         text = f"{'; '.join(facts.ignored.values())}{STAYS}"
         left_out.append(Finding("warning", "object", text, "correct the file", "object-refused"))
@@ -455,15 +449,10 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     if facts.packet is not None:
         return left or _destination(facts, node)
     lost = [
-        Finding(
-            "warning" if any(port.frontends for port in facts.ports) and not outage else "problem", "object",
-            f"{text}{outage}", "give one of both another address", "object-refused",
-        )
+        _refused(f"{service}: {'; '.join(messages)}", "give one of both another address", facts)
         for service, messages in (agent.conflicts.items() if agent else ())
         if facts.name and belongs(facts.name, service)
-        for text in (f"{service}: {'; '.join(messages)}",)
-        for outage in (_outage(text, facts),)
-    ]  # fmt: skip
+    ]
     if lost:
         return lost
     if facts.ports:
@@ -493,12 +482,16 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
     return left_out or [unknown]
 
 
-def _outage(text: str, facts: ServiceFacts) -> str:
-    """Whom it hits that a ClusterIP is not served, by what is said of the object; empty: all are."""
+def _refused(text: str, todo: str, facts: ServiceFacts) -> Finding:
+    """What is wrong with the object, and whose outage it is that a ClusterIP is not served, although others are."""
     lost = _LOST_CLUSTER_IP.search(text)
-    others = {port.family for port in facts.ports if port.frontends} if lost else set()
-    missing = {family_of(lost[1].strip("[]"))} if lost and lost[1] else {4, 6} - others
-    return f": an outage for clients that use IPv{min(missing)}" if others and missing else ""
+    missing = {4, 6} - {port.family for port in facts.ports} if lost and facts.ports else set()
+    if lost and lost[1] and facts.ports:
+        missing = {family_of(lost[1].strip("[]"))}
+    outage = f": an outage for clients that use IPv{min(missing)}" if missing else ""
+    return Finding(
+        "warning" if facts.ports and not missing else "problem", "object", text + outage, todo, "object-refused"
+    )
 
 
 def _unknown_name(facts: ServiceFacts, node: NodeFacts) -> Finding:

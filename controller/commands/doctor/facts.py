@@ -113,8 +113,7 @@ class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):
     events: tuple[PacketEvent, ...] = ()  # drops, rejects and failures of backends, of the last minutes
     changes: tuple[ChangeRow, ...] = ()  # of the last hour, the oldest first
     held: frozenset[str] = frozenset()  # the commands that add what addresses and routes there are
-    missing: tuple[str, ...] = ()  # commands for addresses and routes that it had in that hour
-    replaced: tuple[str, ...] = ()  # those for routes of which there is another one now
+    missing: tuple[str, ...] = ()  # commands for addresses and routes that it had in that hour, or has otherwise now
     cut: tuple[str, ...] = ()  # interfaces that are down, by which these were
     events_unknown: str = ""  # why they could not be read
 

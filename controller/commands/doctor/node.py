@@ -54,8 +54,10 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     services = {key[0]: (name or "-").partition(":")[0] for key, name in frontends(rows).items() if key[0]}
     gone = dict.fromkeys(row.what.split("`")[1] for row in changes if row.what.endswith(GONE))
     there = {each.split()[3] for each in interfaces.held}
-    missing = tuple(each for each in gone if each.split()[3] not in there)
-    replaced = (each.replace(" add ", " replace ") for each in gone if each not in interfaces.held)
+    missing = tuple(
+        each.replace(" add ", " replace ") if each.split()[3] in there else each
+        for each in gone if each not in interfaces.held
+    )  # fmt: skip
     lost_by = {each.split()[-1] for each in missing}
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
     facts = NodeFacts(
@@ -93,7 +95,6 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         changes=tuple(changes),
         held=interfaces.held,
         missing=missing,
-        replaced=tuple(each for each in replaced if each.startswith("ip route") and each.split()[3] in there),
         cut=tuple(each.name for each in interfaces.interfaces if not each.up and each.name in lost_by),
         events=recent(events or ()),
         events_unknown=events_unknown,

@@ -114,7 +114,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     ways = []  # read before more is tried: the kernel forgets a neighbour entry that failed within seconds
     for ours, mine in zip(backends, plans, strict=True):
         sources = dict.fromkeys(tried[attempt].source for attempt in mine)
-        ways.append(astray(ours, sources, pods, interfaces, uplinks, (*node.facts.replaced, *node.facts.missing)))
+        ways.append(astray(ours, sources, pods, interfaces, uplinks, node.facts.missing))
     syns = try_all(repeats(tried), REPEAT_SECONDS)
     others = [Origin("pod", pod.path, pod.addresses) for pod in pods if pod not in clients.values()]
     second = _by_another_pod(tried.values(), attempts, others)

@@ -24,7 +24,7 @@ from hybrid_proxy.controller.agent.process import start_logging
 from hybrid_proxy.controller.errors import SourceError
 from hybrid_proxy.controller.kubernetes.apiserver import Kubernetes
 from hybrid_proxy.controller.kubernetes.connection import Connection
-from hybrid_proxy.controller.kubernetes.events import Recorder, node
+from hybrid_proxy.controller.kubernetes.events import Recorder
 from hybrid_proxy.controller.redact import REMOVED, hold, redact
 from hybrid_proxy.controller.serving.memory import memory_path
 from hybrid_proxy.controller.settings.config import from_flags
@@ -243,7 +243,7 @@ def test_an_event_for_the_cluster_has_no_secret(api: ApiServer) -> None:
     connection.open()
     recorder = Recorder(connection, "node-0")
     recorder.start()
-    recorder.event(node("node-0"), "Warning", "ModeDegraded", "SelectMode", "x" * 1010 + f" {api.token}")
+    recorder.event("Warning", "ModeDegraded", "SelectMode", "x" * 1010 + f" {api.token}")
     until(lambda: api.events("ModeDegraded"), "the event")
     assert api.token[:6] not in api.events("ModeDegraded")[0]["note"]
     recorder.stop()
