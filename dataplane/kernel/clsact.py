@@ -10,22 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel.bpf import BpfError, program_number
-from hybrid_proxy.dataplane.kernel.netlink import (
-    NLM_F_CREATE,
-    NLM_F_DUMP,
-    NLM_F_EXCL,
-    ROUTE,
-    Events,
-    Message,
-    Netlink,
-    NetlinkFailed,
-    attribute,
-    attributes,
-    messages,
-    nested,
-    string,
-)
 
 # linux/rtnetlink.h, linux/pkt_sched.h, linux/pkt_cls.h
 NEW_QDISC, DELETE_QDISC, GET_QDISC, NEW_FILTER, DELETE_FILTER, GET_FILTER, RTMGRP_TC = 36, 37, 38, 44, 45, 46, 8
@@ -73,7 +59,7 @@ def attach(filters: Sequence[Filter]) -> dict[int, BpfError]:
     """
     failed: dict[int, BpfError] = {}
     indices = list(dict.fromkeys(one.interface for one in filters))
-    with Netlink(ROUTE) as wire:
+    with nl.Netlink(nl.ROUTE) as wire:
         codes = dict(wire.send([_qdisc(index) for index in indices]))
         others = _ingress_alone(wire) if errno.EEXIST in codes.values() else frozenset()
         for position, code in codes.items():
@@ -88,34 +74,34 @@ def attach(filters: Sequence[Filter]) -> dict[int, BpfError]:
     return failed
 
 
-def _qdisc(index: int) -> Message:
-    body = _TCMSG.pack(0, index, CLSACT, AT_CLSACT, 0) + string(TCA_KIND, "clsact")
-    return Message(NEW_QDISC, body, NLM_F_CREATE | NLM_F_EXCL, "making clsact qdiscs")
+def _qdisc(index: int) -> nl.Message:
+    body = _TCMSG.pack(0, index, CLSACT, AT_CLSACT, 0) + nl.string(TCA_KIND, "clsact")
+    return nl.Message(NEW_QDISC, body, nl.NLM_F_CREATE | nl.NLM_F_EXCL, "making clsact qdiscs")
 
 
-def _ingress_alone(wire: Netlink) -> frozenset[int]:
+def _ingress_alone(wire: nl.Netlink) -> frozenset[int]:
     """Interfaces with a foreign `ingress` qdisc in the place of clsact. It would run egress filters at ingress."""
     return frozenset(index for index, parent, kind in _qdiscs(wire) if parent == AT_CLSACT and kind != "clsact")
 
 
-def _qdiscs(wire: Netlink) -> Iterator[tuple[int, int, str]]:
+def _qdiscs(wire: nl.Netlink) -> Iterator[tuple[int, int, str]]:
     """Yields interface, parent and kind of each qdisc of this namespace."""
-    for body in wire.dump(Message(GET_QDISC, _TCMSG.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the qdiscs")):
+    for body in wire.dump(nl.Message(GET_QDISC, _TCMSG.pack(0, 0, 0, 0, 0), nl.NLM_F_DUMP, "reading the qdiscs")):
         _, index, _, parent, _ = _TCMSG.unpack_from(body)
-        kind = dict(attributes(body, _TCMSG.size)).get(TCA_KIND, b"")
+        kind = dict(nl.attributes(body, _TCMSG.size)).get(TCA_KIND, b"")
         yield index, parent, kind.rstrip(b"\0").decode(errors="replace")
 
 
-def _new(wanted: Filter) -> Message:
-    options = nested(
+def _new(wanted: Filter) -> nl.Message:
+    options = nl.nested(
         TCA_OPTIONS,
-        attribute(TCA_BPF_FD, _word(wanted.program)),
-        string(TCA_BPF_NAME, NAME + wanted.name),
-        attribute(TCA_BPF_FLAGS, _word(DIRECT_ACTION)),
-        attribute(TCA_BPF_CLASSID, _word(1)),
+        nl.attribute(TCA_BPF_FD, _word(wanted.program)),
+        nl.string(TCA_BPF_NAME, NAME + wanted.name),
+        nl.attribute(TCA_BPF_FLAGS, _word(DIRECT_ACTION)),
+        nl.attribute(TCA_BPF_CLASSID, _word(1)),
     )
-    body = _TCMSG.pack(0, wanted.interface, HANDLE, wanted.parent, _INFO) + string(TCA_KIND, "bpf") + options
-    return Message(NEW_FILTER, body, NLM_F_CREATE, "attaching tc filters")
+    body = _TCMSG.pack(0, wanted.interface, HANDLE, wanted.parent, _INFO) + nl.string(TCA_KIND, "bpf") + options
+    return nl.Message(NEW_FILTER, body, nl.NLM_F_CREATE, "attaching tc filters")
 
 
 def _word(value: int) -> bytes:
@@ -128,24 +114,24 @@ def detach(index: int) -> int:
     Raises:
         NetlinkFailed: the kernel refused to remove a filter.
     """
-    with Netlink(ROUTE) as wire:
+    with nl.Netlink(nl.ROUTE) as wire:
         found = [parent for parent in (INGRESS, EGRESS) for one in _filters(wire, index, parent) if one.ours]
         requests = [
-            Message(DELETE_FILTER, _TCMSG.pack(0, index, HANDLE, parent, _INFO) + string(TCA_KIND, "bpf"))
+            nl.Message(DELETE_FILTER, _TCMSG.pack(0, index, HANDLE, parent, _INFO) + nl.string(TCA_KIND, "bpf"))
             for parent in found
         ]
         for _, code in wire.send(requests):
             if code not in (errno.ENOENT, errno.EINVAL, errno.ENODEV):  # the interface is gone
-                raise NetlinkFailed(f"removing filters of interface {index}", code)
+                raise nl.NetlinkFailed(f"removing filters of interface {index}", code)
         if found and not any(True for parent in (INGRESS, EGRESS) for _ in _filters(wire, index, parent)):
-            body = _TCMSG.pack(0, index, CLSACT, AT_CLSACT, 0) + string(TCA_KIND, "clsact")
-            wire.send([Message(DELETE_QDISC, body)])
+            body = _TCMSG.pack(0, index, CLSACT, AT_CLSACT, 0) + nl.string(TCA_KIND, "clsact")
+            wire.send([nl.Message(DELETE_QDISC, body)])
     return len(found)
 
 
 def names(index: int, *, ingress: bool) -> list[tuple[str, bool]]:
     """The filters of an interface in the order in which they run: the name or else the kind, and whether it is ours."""
-    with Netlink(ROUTE) as wire:
+    with nl.Netlink(nl.ROUTE) as wire:
         filters = list(_filters(wire, index, INGRESS if ingress else EGRESS))
     return [(one.name or one.kind, one.ours) for one in filters if one.handle]  # without: the head of a list of filters
 
@@ -164,16 +150,16 @@ class _Found(NamedTuple):
         return self.handle == HANDLE and self.name.startswith(NAME)
 
 
-def _filters(wire: Netlink, index: int, parent: int) -> Iterator[_Found]:
+def _filters(wire: nl.Netlink, index: int, parent: int) -> Iterator[_Found]:
     request = _TCMSG.pack(0, index, 0, parent, 0)
-    message = Message(GET_FILTER, request, NLM_F_DUMP, f"reading the filters of interface {index}")
-    with contextlib.suppress(NetlinkFailed):  # no qdisc, or no interface any more
+    message = nl.Message(GET_FILTER, request, nl.NLM_F_DUMP, f"reading the filters of interface {index}")
+    with contextlib.suppress(nl.NetlinkFailed):  # no qdisc, or no interface any more
         for body in wire.dump(message):
             _, _, handle, _, _ = _TCMSG.unpack_from(body)
-            known = dict(attributes(body, _TCMSG.size))
+            known = dict(nl.attributes(body, _TCMSG.size))
             kind = known.get(TCA_KIND, b"").rstrip(b"\0").decode(errors="replace")
             # Of other kinds, the same numbers mean something else.
-            options = dict(attributes(known.get(TCA_OPTIONS, b""))) if kind == "bpf" else {}
+            options = dict(nl.attributes(known.get(TCA_OPTIONS, b""))) if kind == "bpf" else {}
             name = options.get(TCA_BPF_NAME, b"").rstrip(b"\0").decode(errors="replace")
             yield _Found(kind, handle, name, int.from_bytes(options.get(TCA_BPF_ID, b""), sys.byteorder))
 
@@ -185,7 +171,7 @@ class FilterWatch:
     """
 
     def __init__(self) -> None:
-        self._events = Events(ROUTE, RTMGRP_TC)
+        self._events = nl.Events(nl.ROUTE, RTMGRP_TC)
         self._read: dict[int, dict[bool, list[_Found]]] = {}  # by interface, unless changed since: at ingress or not
         self._missing: dict[int, list[str]] = {}  # the same
         self._qdiscs: dict[int, list[str]] | None = None  # of all interfaces, since the last change of any
@@ -215,7 +201,7 @@ class FilterWatch:
 
     def _filters_of(self, index: int) -> dict[bool, list[_Found]]:
         if index not in self._read:
-            with Netlink(ROUTE) as wire:
+            with nl.Netlink(nl.ROUTE) as wire:
                 parents = {True: INGRESS, False: EGRESS}
                 self._read[index] = {at: list(_filters(wire, index, parent)) for at, parent in parents.items()}
         return self._read[index]
@@ -225,7 +211,7 @@ class FilterWatch:
         found = {f"filter {one.kind}" for one in self._foreign(index) if one.kind != "bpf"}
         if self._qdiscs is None:
             self._qdiscs = {}
-            with Netlink(ROUTE) as wire:
+            with nl.Netlink(nl.ROUTE) as wire:
                 for interface, _, kind in _qdiscs(wire):
                     if kind not in HARMLESS:
                         self._qdiscs.setdefault(interface, []).append(f"qdisc {kind}")
@@ -239,7 +225,7 @@ class FilterWatch:
                 self._missing.clear()
                 self._read.clear()
                 continue
-            for _, _, _, _, body in messages(data):
+            for _, _, _, _, body in nl.messages(data):
                 if len(body) >= _TCMSG.size:
                     index = _TCMSG.unpack_from(body)[1]
                     self._missing.pop(index, None)

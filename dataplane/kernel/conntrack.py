@@ -19,21 +19,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel import sysctl
-from hybrid_proxy.dataplane.kernel.netlink import (
-    AF,
-    ATTRIBUTE,
-    NESTED,
-    NETFILTER,
-    NFGEN,
-    NLM_F_DUMP,
-    Message,
-    Netlink,
-    NetlinkFailed,
-    attribute,
-    attributes,
-    nested,
-)
 from hybrid_proxy.dataplane.reports import Fill, FlowRow
 from hybrid_proxy.dataplane.stale import FrontendKey, Judge, Place, Socket
 from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
@@ -46,7 +33,7 @@ LOSSES: Final = frozenset({"drop", "early_drop", "insert_failed"})
 MODULE: Final = Path("/sys/module/nf_conntrack")  # also where it is no module
 SUBSYSTEM: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK
 GET, DELETE = SUBSYSTEM | 1, SUBSYSTEM | 2
-START: Final = NFGEN.size  # of the attributes in the body of a message
+START: Final = nl.NFGEN.size  # of the attributes in the body of a message
 
 # linux/netfilter/nfnetlink_conntrack.h
 CTA_TUPLE_ORIG, CTA_TUPLE_REPLY, CTA_STATUS, CTA_PROTOINFO, CTA_TIMEOUT = 1, 2, 3, 4, 7
@@ -111,7 +98,7 @@ def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, in
     packed = {4: set[bytes](), 6: set[bytes]()}
     for address, port in judge.destinations:
         family = family_of(address)
-        packed[family].add(socket.inet_pton(AF[family], address) + port.to_bytes(2, "big"))
+        packed[family].add(socket.inet_pton(nl.AF[family], address) + port.to_bytes(2, "big"))
     protocols = {(family_of(address), protocol) for address, _, protocol in openings}
     deleted = {4: 0, 6: 0}
     for family, wanted in packed.items():
@@ -120,7 +107,7 @@ def delete_stale(judge: Judge, openings: Collection[Place] = ()) -> dict[int, in
             for protocol in sorted(number for version, number in protocols if version == family):
                 chosen += _unanswered(family, protocol, openings)
             deleted[family] = delete(chosen)
-        except (OSError, NetlinkFailed) as error:
+        except (OSError, nl.NetlinkFailed) as error:
             log.warning("stale conntrack entries of IPv%d could not be deleted: %s", family, error)
     if any(deleted.values()):
         log.info("%d stale conntrack entries deleted", sum(deleted.values()))
@@ -147,7 +134,7 @@ def forget_ended() -> int:
                 and stage_of(entry.protocol, fields(entry)) in CLOSING
             ]
             deleted += delete(ended)
-        except (OSError, NetlinkFailed) as error:
+        except (OSError, nl.NetlinkFailed) as error:
             log.warning("conntrack entries of IPv%d connections that are over could not be deleted: %s", family, error)
     return deleted
 
@@ -173,7 +160,7 @@ def largest_user(own: Collection[str]) -> str:
     `own` are the addresses of this node.
     """
     pairs, clients = Counter[tuple[bytes, bytes, bytes]](), Counter[bytes]()
-    with contextlib.suppress(OSError, NetlinkFailed):
+    with contextlib.suppress(OSError, nl.NetlinkFailed):
         for family in (4, 6):
             pairs.update((each.source, each.destination, each.destination_port) for each in dump(family))
     for (source, _, _), count in pairs.items():
@@ -397,14 +384,14 @@ def _answered_at(places: Collection[Place] | None, entries: Iterable[tuple[Entry
 
 def _packed(places: Iterable[Place]) -> set[tuple[bytes, bytes, int]]:
     return {
-        (socket.inet_pton(AF[family_of(address)], address), port.to_bytes(2, "big"), protocol)
+        (socket.inet_pton(nl.AF[family_of(address)], address), port.to_bytes(2, "big"), protocol)
         for address, port, protocol in places
     }
 
 
 def unpacked(address: bytes, port: bytes) -> Socket:
     """Returns an address and a port in network order as others know them."""
-    return socket.inet_ntop(AF[4 if len(address) == 4 else 6], address), int.from_bytes(port, "big")
+    return socket.inet_ntop(nl.AF[4 if len(address) == 4 else 6], address), int.from_bytes(port, "big")
 
 
 def _row(entry: Entry, service: str | None, timeouts: Mapping[str, int]) -> FlowRow:
@@ -470,13 +457,13 @@ def stage_of(protocol: int, known: Mapping[int, bytes]) -> int:
 
 
 def _protocol_info(protocol: int, known: Mapping[int, bytes]) -> dict[int, bytes]:
-    info = dict(attributes(known.get(CTA_PROTOINFO, b"")))
-    return dict(attributes(info.get(PROTOINFO_KINDS[protocol], b"")))
+    info = dict(nl.attributes(known.get(CTA_PROTOINFO, b"")))
+    return dict(nl.attributes(info.get(PROTOINFO_KINDS[protocol], b"")))
 
 
 def fields(entry: Entry) -> dict[int, bytes]:
     """Returns the attributes of an entry."""
-    return dict(attributes(entry.body, START))
+    return dict(nl.attributes(entry.body, START))
 
 
 # Deleting
@@ -512,26 +499,26 @@ def delete(entries: Sequence[bytes]) -> int:
     """
     if not entries:
         return 0
-    with Netlink(NETFILTER) as wire:
+    with nl.Netlink(nl.NETFILTER) as wire:
         failed = wire.send(list(map(_deletion, entries)))
     for _, code in failed:
         if code not in {errno.ENOENT, errno.EBUSY}:
-            raise NetlinkFailed("deleting a conntrack entry", code)
+            raise nl.NetlinkFailed("deleting a conntrack entry", code)
     return len(entries) - len(failed)
 
 
-def _deletion(entry: bytes) -> Message:
+def _deletion(entry: bytes) -> nl.Message:
     """Returns the request that deletes an entry by the tuple of its answers.
 
     A client's next entry that goes elsewhere has the same original tuple, and often the same id, which is made of the
     entry's place in memory.
     """
     named = b"".join(
-        attribute(kind | (NESTED if kind == CTA_TUPLE_REPLY else 0), value)
-        for kind, value in attributes(entry, START)
+        nl.attribute(kind | (nl.NESTED if kind == CTA_TUPLE_REPLY else 0), value)
+        for kind, value in nl.attributes(entry, START)
         if kind in (CTA_TUPLE_REPLY, CTA_ID, CTA_ZONE)
     )
-    return Message(DELETE, entry[:START] + named, what="deleting a conntrack entry")  # with the entry's family
+    return nl.Message(DELETE, entry[:START] + named, what="deleting a conntrack entry")  # with the entry's family
 
 
 # Reading
@@ -547,17 +534,17 @@ def dump(family: int, protocol: int | None = None, *, status: Status | None = No
         return
     if sysctl.read("net/netfilter/nf_conntrack_count") == "0":  # a dump reads all buckets of the machine, 8 ms
         return
-    wanted = NFGEN.pack(AF[family], 0, 0)
+    wanted = nl.NFGEN.pack(nl.AF[family], 0, 0)
     if protocol is not None:
-        number = attribute(CTA_PROTO_NUM, bytes((protocol,)))
-        flags = attribute(CTA_FILTER_ORIG_FLAGS, struct.pack("=I", FILTER_PROTO_NUM))
-        wanted += nested(CTA_TUPLE_ORIG, nested(CTA_TUPLE_PROTO, number)) + nested(CTA_FILTER, flags)
+        number = nl.attribute(CTA_PROTO_NUM, bytes((protocol,)))
+        flags = nl.attribute(CTA_FILTER_ORIG_FLAGS, struct.pack("=I", FILTER_PROTO_NUM))
+        wanted += nl.nested(CTA_TUPLE_ORIG, nl.nested(CTA_TUPLE_PROTO, number)) + nl.nested(CTA_FILTER, flags)
     if status is not None:
         value, mask = (bits.to_bytes(4, "big") for bits in status)
-        wanted += attribute(CTA_STATUS, value) + attribute(CTA_STATUS_MASK, mask)
+        wanted += nl.attribute(CTA_STATUS, value) + nl.attribute(CTA_STATUS_MASK, mask)
     unpack = partial(_unpack, *_LAYOUTS[family])
-    with Netlink(NETFILTER) as wire:
-        yield from filter(None, map(unpack, wire.dump(Message(GET, wanted, NLM_F_DUMP, "reading conntrack"))))
+    with nl.Netlink(nl.NETFILTER) as wire:
+        yield from filter(None, map(unpack, wire.dump(nl.Message(GET, wanted, nl.NLM_F_DUMP, "reading conntrack"))))
 
 
 # The layout of both tuples of TCP, UDP and SCTP: attribute headers, addresses, protocol, ports.
@@ -565,15 +552,15 @@ def _layout(address: int) -> tuple[struct.Struct, tuple[bytes, ...]]:
     """Returns the layout with addresses of this length, and the attribute headers in it."""
     first, second = (1, 2) if address == 4 else (3, 4)  # CTA_IP_V4_SRC and DST, CTA_IP_V6_SRC and DST
     size = 4 + 4 + 2 * (4 + address) + 28
-    own = [ATTRIBUTE.pack(size, kind | NESTED) for kind in (CTA_TUPLE_ORIG, CTA_TUPLE_REPLY)]
+    own = [nl.ATTRIBUTE.pack(size, kind | nl.NESTED) for kind in (CTA_TUPLE_ORIG, CTA_TUPLE_REPLY)]
     rest = (
-        ATTRIBUTE.pack(4 + 2 * (4 + address), CTA_TUPLE_IP | NESTED),
-        ATTRIBUTE.pack(4 + address, first),
-        ATTRIBUTE.pack(4 + address, second),
-        ATTRIBUTE.pack(28, CTA_TUPLE_PROTO | NESTED),
-        ATTRIBUTE.pack(5, CTA_PROTO_NUM),
-        ATTRIBUTE.pack(6, CTA_PROTO_SRC_PORT),
-        ATTRIBUTE.pack(6, CTA_PROTO_DST_PORT),
+        nl.ATTRIBUTE.pack(4 + 2 * (4 + address), CTA_TUPLE_IP | nl.NESTED),
+        nl.ATTRIBUTE.pack(4 + address, first),
+        nl.ATTRIBUTE.pack(4 + address, second),
+        nl.ATTRIBUTE.pack(28, CTA_TUPLE_PROTO | nl.NESTED),
+        nl.ATTRIBUTE.pack(5, CTA_PROTO_NUM),
+        nl.ATTRIBUTE.pack(6, CTA_PROTO_SRC_PORT),
+        nl.ATTRIBUTE.pack(6, CTA_PROTO_DST_PORT),
     )
     layout = struct.Struct("=" + 2 * f"4s4s4s{address}s4s{address}s4s4sB3x4s2s2x4s2s2x")
     return layout, (own[0], *rest, own[1], *rest)
@@ -599,13 +586,13 @@ def _unpack(layout: struct.Struct, headers: tuple[bytes, ...], body: bytes) -> E
 
 def _walk(body: bytes) -> Entry | None:
     """Unpacks an entry with another layout: in a zone, or without ports."""
-    fields = dict(attributes(body, START))
+    fields = dict(nl.attributes(body, START))
     ends: list[bytes] = []
     protocol = -1
     for kind in (CTA_TUPLE_ORIG, CTA_TUPLE_REPLY):
-        parts = dict(attributes(fields.get(kind, b"")))
-        addresses = [value for _, value in sorted(attributes(parts.get(CTA_TUPLE_IP, b"")))]
-        transport = dict(attributes(parts.get(CTA_TUPLE_PROTO, b"")))
+        parts = dict(nl.attributes(fields.get(kind, b"")))
+        addresses = [value for _, value in sorted(nl.attributes(parts.get(CTA_TUPLE_IP, b"")))]
+        transport = dict(nl.attributes(parts.get(CTA_TUPLE_PROTO, b"")))
         ports = [transport.get(CTA_PROTO_SRC_PORT), transport.get(CTA_PROTO_DST_PORT)]
         if len(addresses) != 2 or None in ports:
             return None

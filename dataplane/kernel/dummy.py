@@ -20,20 +20,10 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from hybrid_proxy.dataplane.errors import Unsupported
+from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel import sysctl
 from hybrid_proxy.dataplane.kernel.ipvs import load_module
 from hybrid_proxy.dataplane.kernel.links import SCOPE_HOST, SCOPE_LINK
-from hybrid_proxy.dataplane.kernel.netlink import (
-    NLM_F_CREATE,
-    NLM_F_DUMP,
-    ROUTE,
-    Events,
-    Message,
-    Netlink,
-    attribute,
-    attributes,
-    messages,
-)
 
 ALIAS: Final = "hybrid-proxy"  # on devices that we made
 # linux/rtnetlink.h, linux/if_addr.h
@@ -52,7 +42,7 @@ class Dummy:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._netlink = Netlink(ROUTE)
+        self._netlink = nl.Netlink(nl.ROUTE)
         self.index = 0
 
     def close(self) -> None:
@@ -97,8 +87,8 @@ class Dummy:
         """Returns its addresses without link-local ones; none when it does not exist."""
         found = set()
         for family in (socket.AF_INET, socket.AF_INET6):
-            request = Message(
-                RTM_GETADDR, _IFADDR.pack(family, 0, 0, 0, 0), NLM_F_DUMP, f"reading the addresses of {self.name}"
+            request = nl.Message(
+                RTM_GETADDR, _IFADDR.pack(family, 0, 0, 0, 0), nl.NLM_F_DUMP, f"reading the addresses of {self.name}"
             )
             for answer in self._netlink.dump(request):
                 address = _address(answer, self.index)
@@ -116,18 +106,18 @@ class Dummy:
         requests += [self._message(RTM_DELADDR, text) for text in remove]
         self._netlink.change(requests, ((RTM_NEWADDR, errno.EEXIST), (RTM_DELADDR, errno.EADDRNOTAVAIL)))
 
-    def _message(self, kind: int, text: str) -> Message:
+    def _message(self, kind: int, text: str) -> nl.Message:
         family = socket.AF_INET6 if ":" in text else socket.AF_INET
         packed = socket.inet_pton(family, text)
         body = _IFADDR.pack(family, 8 * len(packed), 0, SCOPE_HOST if family == socket.AF_INET else 0, self.index)
-        body += attribute(IFA_LOCAL, packed)
+        body += nl.attribute(IFA_LOCAL, packed)
         if kind == RTM_DELADDR:
-            return Message(kind, body, what=f"removing address {text} at {self.name}")
-        body += attribute(IFA_ADDRESS, packed)
+            return nl.Message(kind, body, what=f"removing address {text} at {self.name}")
+        body += nl.attribute(IFA_ADDRESS, packed)
         if family == socket.AF_INET6:
-            body += attribute(IFA_FLAGS, struct.pack("=I", IFA_F_NODAD | IFA_F_NOPREFIXROUTE))
-            body += attribute(IFA_CACHEINFO, _CACHEINFO.pack(0, FOREVER, 0, 0))
-        return Message(kind, body, NLM_F_CREATE, f"adding address {text} at {self.name}")
+            body += nl.attribute(IFA_FLAGS, struct.pack("=I", IFA_F_NODAD | IFA_F_NOPREFIXROUTE))
+            body += nl.attribute(IFA_CACHEINFO, _CACHEINFO.pack(0, FOREVER, 0, 0))
+        return nl.Message(kind, body, nl.NLM_F_CREATE, f"adding address {text} at {self.name}")
 
     def remove(self, *, of_others: bool = False) -> bool:
         """Remove it if it is ours, or another agent's, and has no address left. Returns whether it was removed."""
@@ -146,13 +136,13 @@ class Dummy:
 
         Take an address out of `wanted` before removing it, so that our own change is not reported.
         """
-        arguments = (Events(ROUTE, GROUPS), wanted, changed, stop)  # in the namespace of the calling thread
+        arguments = (nl.Events(nl.ROUTE, GROUPS), wanted, changed, stop)  # in the namespace of the calling thread
         thread = threading.Thread(target=self._watch, args=arguments, name=self.name, daemon=True)
         thread.start()
         return thread
 
     def _watch(
-        self, events: Events, wanted: Collection[str], changed: Callable[[], None], stop: threading.Event
+        self, events: nl.Events, wanted: Collection[str], changed: Callable[[], None], stop: threading.Event
     ) -> None:
         with events:
             for data in events.until(stop):
@@ -160,7 +150,7 @@ class Dummy:
                     changed()
 
     def _is_loss(self, data: bytes, wanted: Collection[str]) -> bool:
-        for kind, _, _, _, body in messages(data):
+        for kind, _, _, _, body in nl.messages(data):
             if kind == RTM_DELLINK and _IFINFO_INDEX.unpack_from(body)[3] == self.index:
                 return True
             if kind == RTM_DELADDR and _address(body, self.index) in wanted:
@@ -173,6 +163,6 @@ def _address(message: bytes, index: int) -> str:
     family, _, _, scope, of = _IFADDR.unpack_from(message)
     if of != index or scope == SCOPE_LINK:
         return ""
-    known = dict(attributes(message, _IFADDR.size))
+    known = dict(nl.attributes(message, _IFADDR.size))
     packed = known.get(IFA_LOCAL) or known.get(IFA_ADDRESS)
     return socket.inet_ntop(family, packed) if packed else ""

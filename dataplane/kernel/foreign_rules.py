@@ -15,17 +15,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
-from hybrid_proxy.dataplane.kernel.netlink import (
-    AF,
-    NETFILTER,
-    NLM_F_DUMP,
-    ROUTE,
-    XFRM,
-    Events,
-    Message,
-    Netlink,
-    NetlinkFailed,
-)
+from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes, generation
 from hybrid_proxy.dataplane.kernel.xtables import legacy_tables_with_rules, legacy_translates
 
@@ -67,7 +57,7 @@ def _base_chains() -> list[BaseChain]:
                 for number, family in _FAMILIES.items()
                 for chain in _chains(wire.dump(_GET_CHAIN, number), family)
             ]
-    except (NetlinkFailed, OSError):
+    except (nl.NetlinkFailed, OSError):
         return []
 
 
@@ -78,12 +68,12 @@ class PassingRules:
     """
 
     def __init__(self) -> None:
-        self._wires: dict[int, Netlink | None] = {}  # None: this kernel has no such protocol
+        self._wires: dict[int, nl.Netlink | None] = {}  # None: this kernel has no such protocol
         self._generation: int | None = None
         self._chains: list[str] = []
         self._translates = False
         self._listed_until = 0.0
-        self._routing_events = Events(ROUTE, _RULE_GROUPS)
+        self._routing_events = nl.Events(nl.ROUTE, _RULE_GROUPS)
         self._routing: list[str] | None = None
 
     def found(self) -> list[str]:
@@ -104,12 +94,12 @@ class PassingRules:
         return self._translates or legacy_translates()
 
     def _rules(self) -> list[str]:
-        wire = self._wire(NETFILTER)
+        wire = self._wire(nl.NETFILTER)
         if wire is None or (self._chains and time.monotonic() < self._listed_until):
             return self._chains
         try:
             now = generation(wire)
-        except (NetlinkFailed, OSError):  # no nf_tables
+        except (nl.NetlinkFailed, OSError):  # no nf_tables
             return []
         if now != self._generation:
             began = time.monotonic()
@@ -121,19 +111,19 @@ class PassingRules:
         return self._chains
 
     def _policies(self) -> Iterator[str]:
-        wire = self._wire(XFRM)
+        wire = self._wire(nl.XFRM)
         if wire is None:
             return
-        with contextlib.suppress(NetlinkFailed, OSError):
-            answer = wire.get(Message(_GET_POLICIES, bytes(4), what="counting IPsec policies")) or b""
+        with contextlib.suppress(nl.NetlinkFailed, OSError):
+            answer = wire.get(nl.Message(_GET_POLICIES, bytes(4), what="counting IPsec policies")) or b""
             counts = attributes(answer[4:]).get(_COUNTS, b"")
             if len(counts) >= _POLICIES.size and any(_POLICIES.unpack_from(counts)[:3]):
                 yield "IPsec policies"
 
-    def _wire(self, protocol: int) -> Netlink | None:
+    def _wire(self, protocol: int) -> nl.Netlink | None:
         if protocol not in self._wires:
             try:
-                self._wires[protocol] = Netlink(protocol)
+                self._wires[protocol] = nl.Netlink(protocol)
             except OSError:
                 self._wires[protocol] = None
         return self._wires[protocol]
@@ -146,10 +136,11 @@ class PassingRules:
 
 
 def _routing_rules() -> Iterator[str]:
-    with Netlink(ROUTE) as wire:
-        for number, family in AF.items():
-            request = Message(_GET_ROUTING_RULE, _ROUTING_RULE.pack(family, 0, 0, 0, 0), NLM_F_DUMP, "reading rules")
-            with contextlib.suppress(NetlinkFailed):  # the kernel has no such rules
+    with nl.Netlink(nl.ROUTE) as wire:
+        for number, family in nl.AF.items():
+            wanted = _ROUTING_RULE.pack(family, 0, 0, 0, 0)
+            request = nl.Message(_GET_ROUTING_RULE, wanted, nl.NLM_F_DUMP, "reading rules")
+            with contextlib.suppress(nl.NetlinkFailed):  # the kernel has no such rules
                 for body in wire.dump(request):
                     kind, _, _, tos, _ = _ROUTING_RULE.unpack_from(body)
                     known = attributes(body[_ROUTING_RULE.size :])

@@ -18,20 +18,7 @@ from pyroute2.netlink.nfnetlink import NFNL_SUBSYS_IPSET
 from pyroute2.netlink.nfnetlink.ipset import IPSET_CMD_ADD, IPSET_CMD_DEL, IPSET_CMD_LIST, IPSET_FLAG_LIST_SETNAME
 
 from hybrid_proxy.dataplane.errors import Unsupported
-from hybrid_proxy.dataplane.kernel.netlink import (
-    AF,
-    NET_BYTEORDER,
-    NETFILTER,
-    NFGEN,
-    NLM_F_DUMP,
-    Message,
-    Netlink,
-    NetlinkFailed,
-    attribute,
-    attributes,
-    nested,
-    string,
-)
+from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.virtual_servers import Edit, Element, Kind, Value
 
 LIMIT: Final = 1 << 20  # elements of one set; memory is taken as they come
@@ -57,7 +44,7 @@ class Ipsets:
         except (NetlinkError, OSError) as error:
             missing = f"the kernel has no ip_set, or it may not be used ({error}): load that module and run as root"
             raise Unsupported("ipsets", missing) from error
-        self._netlink = Netlink(NETFILTER)
+        self._netlink = nl.Netlink(nl.NETFILTER)
 
     def close(self) -> None:
         self._sets.close()
@@ -65,12 +52,12 @@ class Ipsets:
 
     def names(self, prefix: str) -> list[str]:
         """Returns sets whose names begin so."""
-        body = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + attribute(
-            _A_FLAGS | NET_BYTEORDER, _BE32.pack(IPSET_FLAG_LIST_SETNAME)
+        body = nl.attribute(_A_PROTOCOL, bytes([PROTOCOL])) + nl.attribute(
+            _A_FLAGS | nl.NET_BYTEORDER, _BE32.pack(IPSET_FLAG_LIST_SETNAME)
         )
         found = []
-        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, NLM_F_DUMP, "listing sets")):
-            known = dict(attributes(answer, NFGEN.size))
+        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, nl.NLM_F_DUMP, "listing sets")):
+            known = dict(nl.attributes(answer, nl.NFGEN.size))
             name = known.get(_A_SETNAME, b"").rstrip(b"\0").decode()
             if name.startswith(prefix):
                 found.append(name)
@@ -84,11 +71,11 @@ class Ipsets:
         """
         try:
             self._sets.create(
-                name, stype=kind.type, family=AF[family], exclusive=False, comment=kind.comments,
+                name, stype=kind.type, family=nl.AF[family], exclusive=False, comment=kind.comments,
                 skbinfo=kind.marks, maxelem=LIMIT,
             )  # fmt: skip
         except (IPSetError, NetlinkError) as error:
-            raise NetlinkFailed(f"making the set {name} ({kind.type})", error.code) from error
+            raise nl.NetlinkFailed(f"making the set {name} ({kind.type})", error.code) from error
 
     def destroy(self, name: str) -> None:
         """Remove a set, if it exists.
@@ -100,7 +87,7 @@ class Ipsets:
             self._sets.destroy(name)
         except (IPSetError, NetlinkError) as error:
             if error.code != errno.ENOENT:
-                raise NetlinkFailed(f"removing the set {name}", error.code) from error
+                raise nl.NetlinkFailed(f"removing the set {name}", error.code) from error
 
     def change(self, edits: Iterable[Edit]) -> None:
         """Carry out all of these in their order. Existing elements are set again, missing ones are ignored.
@@ -116,63 +103,63 @@ class Ipsets:
         Raises:
             NetlinkFailed: ENOENT, there is no such set.
         """
-        body = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + string(_A_SETNAME, name)
+        body = nl.attribute(_A_PROTOCOL, bytes([PROTOCOL])) + nl.string(_A_SETNAME, name)
         found: dict[Element, Value] = {}
-        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, NLM_F_DUMP, f"reading the set {name}")):
-            for kind, value in attributes(answer, NFGEN.size):
+        for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, nl.NLM_F_DUMP, f"reading the set {name}")):
+            for kind, value in nl.attributes(answer, nl.NFGEN.size):
                 if kind == _A_ADT:
-                    found.update(_read(data) for _, data in attributes(value))
+                    found.update(_read(data) for _, data in nl.attributes(value))
         return found
 
 
-def _message(command: int, family: int, body: bytes, flags: int, what: str) -> Message:
-    return Message(SUBSYSTEM | command, NFGEN.pack(AF[family], 0, 0) + body, flags, what)
+def _message(command: int, family: int, body: bytes, flags: int, what: str) -> nl.Message:
+    return nl.Message(SUBSYSTEM | command, nl.NFGEN.pack(nl.AF[family], 0, 0) + body, flags, what)
 
 
-def _edit_messages(edit: Edit) -> Iterator[Message]:
+def _edit_messages(edit: Edit) -> Iterator[nl.Message]:
     """Packs as many elements into each message as fit."""
     command = IPSET_CMD_ADD if edit.add else IPSET_CMD_DEL
     what = f"{'adding to' if edit.add else 'removing from'} the set {edit.name}"
-    start = attribute(_A_PROTOCOL, bytes([PROTOCOL])) + string(_A_SETNAME, edit.name)
-    start += attribute(_A_LINENO, bytes(4))
+    start = nl.attribute(_A_PROTOCOL, bytes([PROTOCOL])) + nl.string(_A_SETNAME, edit.name)
+    start += nl.attribute(_A_LINENO, bytes(4))
     parts: list[bytes] = []
     size = 0
     for element, value in edit.elements.items():
-        part = nested(_A_DATA, _write(edit.family, element, value if edit.add else None))
+        part = nl.nested(_A_DATA, _write(edit.family, element, value if edit.add else None))
         if size + len(part) > _ADT_BYTES:
-            yield _message(command, edit.family, start + nested(_A_ADT, *parts), 0, what)
+            yield _message(command, edit.family, start + nl.nested(_A_ADT, *parts), 0, what)
             parts, size = [], 0
         parts.append(part)
         size += len(part)
     if parts:
-        yield _message(command, edit.family, start + nested(_A_ADT, *parts), 0, what)
+        yield _message(command, edit.family, start + nl.nested(_A_ADT, *parts), 0, what)
 
 
 def _write(family: int, element: Element, value: Value) -> bytes:
-    parts = [nested(_IP, _address(family, element.address))]
+    parts = [nl.nested(_IP, _address(family, element.address))]
     if element.port or element.protocol:
-        parts.append(attribute(_PORT | NET_BYTEORDER, _BE16.pack(element.port)))
-        parts.append(attribute(_PROTO, bytes([element.protocol])))
+        parts.append(nl.attribute(_PORT | nl.NET_BYTEORDER, _BE16.pack(element.port)))
+        parts.append(nl.attribute(_PROTO, bytes([element.protocol])))
     if element.second:
         address, _, length = element.second.partition("/")
-        parts.append(nested(_IP2, _address(family, address)))
+        parts.append(nl.nested(_IP2, _address(family, address)))
         if length:
-            parts.append(attribute(_CIDR2, bytes([int(length)])))
+            parts.append(nl.attribute(_CIDR2, bytes([int(length)])))
     if isinstance(value, str):
-        parts.append(attribute(_COMMENT, value.encode()[:_LONGEST_COMMENT] + b"\0"))
+        parts.append(nl.attribute(_COMMENT, value.encode()[:_LONGEST_COMMENT] + b"\0"))
     elif isinstance(value, int):
-        parts.append(attribute(_MARK | NET_BYTEORDER, _MARK_AND_MASK.pack(value, 0xFFFFFFFF)))
+        parts.append(nl.attribute(_MARK | nl.NET_BYTEORDER, _MARK_AND_MASK.pack(value, 0xFFFFFFFF)))
     return b"".join(parts)
 
 
 def _address(family: int, text: str) -> bytes:
-    return attribute((1 if family == 4 else 2) | NET_BYTEORDER, socket.inet_pton(AF[family], text))
+    return nl.attribute((1 if family == 4 else 2) | nl.NET_BYTEORDER, socket.inet_pton(nl.AF[family], text))
 
 
 def _read(data: bytes) -> tuple[Element, Value]:
     address, port, protocol, second, length = "", 0, 0, "", None
     value: Value = None
-    for kind, found in attributes(data):
+    for kind, found in nl.attributes(data):
         if kind == _IP:
             address = _text(found)
         elif kind == _PORT:
@@ -193,6 +180,6 @@ def _read(data: bytes) -> tuple[Element, Value]:
 
 
 def _text(data: bytes) -> str:
-    for kind, value in attributes(data):
+    for kind, value in nl.attributes(data):
         return socket.inet_ntop(socket.AF_INET if kind == 1 else socket.AF_INET6, value)
     return ""

@@ -16,18 +16,7 @@ from typing import Final
 
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel import genetlink
-from hybrid_proxy.dataplane.kernel.netlink import (
-    AF,
-    GENERIC,
-    NLM_F_DUMP,
-    Message,
-    Netlink,
-    NetlinkFailed,
-    attribute,
-    attributes,
-    nested,
-    string,
-)
+from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel.tools import output
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Connection, Destination, Load, Server, Timeouts, Verb
 
@@ -65,7 +54,7 @@ def translated_at_sockets(server: Server) -> bool:
 
     Otherwise a bound address is the source of whatever the node sends there.
     """
-    with socket.socket(AF[server.family], socket.SOCK_DGRAM) as tried:
+    with socket.socket(nl.AF[server.family], socket.SOCK_DGRAM) as tried:
         try:
             tried.connect((server.address, server.port))
         except ConnectionRefusedError:  # by a program: nothing else refuses a datagram socket
@@ -105,7 +94,7 @@ class Ipvs:
     """
 
     def __init__(self) -> None:
-        self._netlink = Netlink(GENERIC)
+        self._netlink = nl.Netlink(nl.GENERIC)
         self._kind = genetlink.family(self._netlink, "IPVS")
         if self._kind is None:
             why = load_module("ip_vs")
@@ -134,12 +123,12 @@ class Ipvs:
         for position, code in self._netlink.send([self._message(each) for each in again]):
             refused = refused or (again[position], code)
         if refused is not None:
-            raise NetlinkFailed(_describe(refused[0]), refused[1])
+            raise nl.NetlinkFailed(_describe(refused[0]), refused[1])
 
     def servers(self) -> dict[Server, Config]:
         """Returns all virtual servers of this namespace, own and foreign."""
         found = {}
-        for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", NLM_F_DUMP, "reading virtual servers")):
+        for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", nl.NLM_F_DUMP, "reading virtual servers")):
             for kind, value in genetlink.fields(answer):
                 if kind == _ATTR_SERVICE:
                     server, config = _read_server(value)
@@ -151,7 +140,7 @@ class Ipvs:
         what = f"reading the real servers of {_text(server)}"
         found = {}
         for answer in self._netlink.dump(
-            self._request(_GET_DEST, nested(_ATTR_SERVICE, _name(server)), NLM_F_DUMP, what)
+            self._request(_GET_DEST, nl.nested(_ATTR_SERVICE, _name(server)), nl.NLM_F_DUMP, what)
         ):
             for kind, value in genetlink.fields(answer):
                 if kind == _ATTR_DEST:
@@ -170,7 +159,7 @@ class Ipvs:
         pairs = [(kind, value) for kind, value in zip(_TIMEOUTS, wanted, strict=True) if value]
         if not pairs:
             return
-        body = b"".join(attribute(kind, _U32.pack(value)) for kind, value in pairs)
+        body = b"".join(nl.attribute(kind, _U32.pack(value)) for kind, value in pairs)
         self._netlink.change([self._request(_SET_CONFIG, body, what=f"setting timeouts of IPVS to {wanted}")])
 
     def schedules(self, scheduler: str, family: int = 4) -> bool:
@@ -183,37 +172,37 @@ class Ipvs:
         made = Change(Verb.NEW_SERVER, probe, Config(scheduler))
         try:
             self.change([made])
-        except NetlinkFailed as error:
+        except nl.NetlinkFailed as error:
             if error.code == errno.ENOENT:
                 return False
             raise
         self.change([made._replace(verb=Verb.DELETE_SERVER)])
         return True
 
-    def _request(self, command: int, body: bytes, flags: int = 0, what: str = "a change of IPVS") -> Message:
+    def _request(self, command: int, body: bytes, flags: int = 0, what: str = "a change of IPVS") -> nl.Message:
         assert self._kind is not None
         return genetlink.request(self._kind, command, body, flags, what)
 
-    def _message(self, change: Change) -> Message:
+    def _message(self, change: Change) -> nl.Message:
         server = _name(change.server)
         if change.config is not None:
             server += _settings(change.server.family, change.config)
-        body = nested(_ATTR_SERVICE, server)
+        body = nl.nested(_ATTR_SERVICE, server)
         if change.destination is not None:
-            body += nested(_ATTR_DEST, _destination(change.server.family, change))
+            body += nl.nested(_ATTR_DEST, _destination(change.server.family, change))
         return self._request(change.verb, body)
 
 
 def _name(server: Server) -> bytes:
-    family = attribute(_AF_ATTR, _U16.pack(AF[server.family]))
+    family = nl.attribute(_AF_ATTR, _U16.pack(nl.AF[server.family]))
     if server.mark:
-        return family + attribute(_MARK, _U32.pack(server.mark))
+        return family + nl.attribute(_MARK, _U32.pack(server.mark))
     return b"".join(
         (
             family,
-            attribute(_PROTOCOL, _U16.pack(server.protocol)),
-            attribute(_ADDR, socket.inet_pton(AF[server.family], server.address).ljust(16, b"\0")),
-            attribute(_PORT, _BE16.pack(server.port)),
+            nl.attribute(_PROTOCOL, _U16.pack(server.protocol)),
+            nl.attribute(_ADDR, socket.inet_pton(nl.AF[server.family], server.address).ljust(16, b"\0")),
+            nl.attribute(_PORT, _BE16.pack(server.port)),
         )
     )
 
@@ -223,10 +212,10 @@ def _settings(family: int, config: Config) -> bytes:
     netmask = b"\xff" * 4 if family == 4 else _U32.pack(128)  # of a client: every address is one of its own
     return b"".join(
         (
-            string(_SCHEDULER, config.scheduler),
-            attribute(_FLAGS, _PAIR.pack(flags, 0xFFFFFFFF)),
-            attribute(_TIMEOUT, _U32.pack(config.persistent)),
-            attribute(_NETMASK, netmask),
+            nl.string(_SCHEDULER, config.scheduler),
+            nl.attribute(_FLAGS, _PAIR.pack(flags, 0xFFFFFFFF)),
+            nl.attribute(_TIMEOUT, _U32.pack(config.persistent)),
+            nl.attribute(_NETMASK, netmask),
         )
     )
 
@@ -234,17 +223,17 @@ def _settings(family: int, config: Config) -> bytes:
 def _destination(family: int, change: Change) -> bytes:
     assert change.destination is not None
     address, port = change.destination
-    name = attribute(_D_FAMILY, _U16.pack(AF[family]))
-    name += attribute(_D_ADDR, socket.inet_pton(AF[family], address).ljust(16, b"\0"))
-    name += attribute(_D_PORT, _BE16.pack(port))
+    name = nl.attribute(_D_FAMILY, _U16.pack(nl.AF[family]))
+    name += nl.attribute(_D_ADDR, socket.inet_pton(nl.AF[family], address).ljust(16, b"\0"))
+    name += nl.attribute(_D_PORT, _BE16.pack(port))
     if change.verb is Verb.DELETE_DESTINATION:
         return name
-    limits = attribute(_D_UPPER, _U32.pack(0)) + attribute(_D_LOWER, _U32.pack(0))
-    return name + attribute(_D_METHOD, _U32.pack(_MASQUERADE)) + attribute(_D_WEIGHT, _U32.pack(change.weight)) + limits
+    settings = ((_D_METHOD, _MASQUERADE), (_D_WEIGHT, change.weight), (_D_UPPER, 0), (_D_LOWER, 0))
+    return name + b"".join(nl.attribute(kind, _U32.pack(value)) for kind, value in settings)
 
 
 def _read_server(data: bytes) -> tuple[Server, Config]:
-    known = dict(attributes(data))
+    known = dict(nl.attributes(data))
     family = _FAMILY[socket.AddressFamily(_U16.unpack(known[_AF_ATTR])[0])]
     flags = _PAIR.unpack(known[_FLAGS])[0]
     persistent = _U32.unpack(known[_TIMEOUT])[0] if flags & PERSISTENT else 0
@@ -256,7 +245,7 @@ def _read_server(data: bytes) -> tuple[Server, Config]:
 
 
 def _read_destination(data: bytes, family: int) -> tuple[Destination, Load]:
-    known = dict(attributes(data))
+    known = dict(nl.attributes(data))
     if _D_FAMILY in known:
         family = _FAMILY[socket.AddressFamily(_U16.unpack(known[_D_FAMILY])[0])]
     counts = (_U32.unpack(known[kind])[0] for kind in (_D_WEIGHT, _D_ACTIVE, _D_INACTIVE, _D_PERSIST))
@@ -264,7 +253,7 @@ def _read_destination(data: bytes, family: int) -> tuple[Destination, Load]:
 
 
 def _address(packed: bytes, family: int) -> str:
-    return socket.inet_ntop(AF[family], packed[: 4 if family == 4 else 16])
+    return socket.inet_ntop(nl.AF[family], packed[: 4 if family == 4 else 16])
 
 
 def _text(server: Server) -> str:

@@ -19,17 +19,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.dataplane.kernel.netlink import (
-    AF,
-    NLM_F_DUMP,
-    ROUTE,
-    Events,
-    Message,
-    Netlink,
-    NetlinkFailed,
-    attribute,
-    attributes,
-)
+from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.table import family_of
 
 POD_KINDS = frozenset({"veth", "netkit"})
@@ -144,12 +134,12 @@ def interface_name(index: int) -> str | None:
 
 def hardware_address(index: int) -> bytes:
     """Returns the hardware address of an interface; zeros where there is none, as for loopback."""
-    request = Message(GET_LINK, _LINK.pack(0, 0, index, 0, 0), what=f"reading interface {index}")
+    request = nl.Message(GET_LINK, _LINK.pack(0, 0, index, 0, 0), what=f"reading interface {index}")
     found = None
     if index:
-        with Netlink(ROUTE) as wire, contextlib.suppress(NetlinkFailed):
+        with nl.Netlink(nl.ROUTE) as wire, contextlib.suppress(nl.NetlinkFailed):
             found = wire.get(request)
-    return _hardware_address(dict(attributes(found, _LINK.size)) if found else {})
+    return _hardware_address(dict(nl.attributes(found, _LINK.size)) if found else {})
 
 
 def _hardware_address(known: Mapping[int, bytes]) -> bytes:
@@ -159,18 +149,17 @@ def _hardware_address(known: Mapping[int, bytes]) -> bytes:
 
 def next_hop(address: str, source: str = "", index: int = 0) -> Hop | None:
     """Returns where packets to an address go, from this source, that come in at this interface; None: nowhere."""
-    with Netlink(ROUTE) as wire:
+    with nl.Netlink(nl.ROUTE) as wire:
         known = _route_to(wire, address, source, index)
     gateway = known.get(RTA_GATEWAY)
-    return (
-        Hop(_number(known.get(RTA_OIF)), _text(AF[family_of(address)], gateway) if gateway else "") if known else None
-    )
+    text = _text(nl.AF[family_of(address)], gateway) if gateway else ""
+    return Hop(_number(known.get(RTA_OIF)), text) if known else None
 
 
 def main_route(address: str) -> tuple[int, list[str], list[str]]:
     """Returns the interface to which the main table leads an address, 0: none; and the rules to it, and from it."""
-    family, to = AF[family_of(address)], ip_address(address)
-    with Netlink(ROUTE) as wire:
+    family, to = nl.AF[family_of(address)], ip_address(address)
+    with nl.Netlink(nl.ROUTE) as wire:
         routes = [each for each in read_routes(wire, family) if each.table == MAIN_TABLE and to in each.network]
         rules = [each for each in read_routes(wire, family, GET_RULE) if each.table != MAIN_TABLE]
     best = max(routes, key=lambda each: each.length, default=None)
@@ -180,19 +169,19 @@ def main_route(address: str) -> tuple[int, list[str], list[str]]:
     return _number(best.known.get(RTA_OIF)) if best and best.kind == UNICAST else 0, there, back
 
 
-def _route_to(wire: Netlink, address: str, source: str = "", index: int = 0) -> dict[int, bytes]:
+def _route_to(wire: nl.Netlink, address: str, source: str = "", index: int = 0) -> dict[int, bytes]:
     """Returns the route to an address, empty: there is none."""
-    family = AF[family_of(address)]
+    family = nl.AF[family_of(address)]
     packed = socket.inet_pton(family, address)
     bits = 8 * len(packed)
-    body = _ROUTE.pack(family, bits, bits * bool(source), 0, 0, 0, 0, 0, 0) + attribute(RTA_DST, packed)
-    body += attribute(RTA_SRC, socket.inet_pton(family, source)) if source else b""
-    body += attribute(RTA_IIF, index.to_bytes(4, sys.byteorder)) if index else b""
+    body = _ROUTE.pack(family, bits, bits * bool(source), 0, 0, 0, 0, 0, 0) + nl.attribute(RTA_DST, packed)
+    body += nl.attribute(RTA_SRC, socket.inet_pton(family, source)) if source else b""
+    body += nl.attribute(RTA_IIF, index.to_bytes(4, sys.byteorder)) if index else b""
     try:
-        found = wire.get(Message(GET_ROUTE, body, what=f"reading the route to {address}"))
-    except NetlinkFailed:
+        found = wire.get(nl.Message(GET_ROUTE, body, what=f"reading the route to {address}"))
+    except nl.NetlinkFailed:
         return {}
-    return dict(attributes(found, _ROUTE.size)) if found else {}
+    return dict(nl.attributes(found, _ROUTE.size)) if found else {}
 
 
 class Route(msgspec.Struct):
@@ -228,7 +217,7 @@ class Route(msgspec.Struct):
             length, _, _, index = _HOP.unpack_from(data, start)
             if length < _HOP.size:
                 return
-            known = dict(attributes(data[start : start + length], _HOP.size))
+            known = dict(nl.attributes(data[start : start + length], _HOP.size))
             via, gateway = known.get(RTA_VIA), known.get(RTA_GATEWAY)
             if via:  # a gateway of the other family, after the number of that
                 yield Hop(index, _text(int.from_bytes(via[:2], sys.byteorder), via[2:]))
@@ -239,12 +228,12 @@ class Route(msgspec.Struct):
 
 def read_node() -> Node:
     """Reads the present state, by one dump each of links, addresses and the routes of a family."""
-    with Netlink(ROUTE) as wire:
-        routes = [route for family in AF.values() for route in read_routes(wire, family)]
-        body = _LINK.pack(0, 0, 0, 0, 0) + attribute(IFLA_EXT_MASK, WITHOUT_STATISTICS.to_bytes(4, sys.byteorder))
+    with nl.Netlink(nl.ROUTE) as wire:
+        routes = [route for family in nl.AF.values() for route in read_routes(wire, family)]
+        body = _LINK.pack(0, 0, 0, 0, 0) + nl.attribute(IFLA_EXT_MASK, WITHOUT_STATISTICS.to_bytes(4, sys.byteorder))
         links = [
-            (kind, index, flags, dict(attributes(answer, _LINK.size)))
-            for answer in wire.dump(Message(GET_LINK, body, NLM_F_DUMP, "reading the interfaces"))
+            (kind, index, flags, dict(nl.attributes(answer, _LINK.size)))
+            for answer in wire.dump(nl.Message(GET_LINK, body, nl.NLM_F_DUMP, "reading the interfaces"))
             for _, kind, index, flags, _ in [_LINK.unpack_from(answer)]
         ]
         services = {index for _, index, _, known in links if _name(known) in SERVICES_DEVICES}
@@ -252,10 +241,10 @@ def read_node() -> Node:
         networks: list[tuple[int, str]] = []
         usable: list[str] = []
         held: list[tuple[int, str]] = []
-        wanted = Message(GET_ADDRESS, _ADDRESS.pack(0, 0, 0, 0, 0), NLM_F_DUMP, "reading the addresses")
+        wanted = nl.Message(GET_ADDRESS, _ADDRESS.pack(0, 0, 0, 0, 0), nl.NLM_F_DUMP, "reading the addresses")
         for answer in wire.dump(wanted):
             family, length, _, scope, index = _ADDRESS.unpack_from(answer)
-            known = dict(attributes(answer, _ADDRESS.size))
+            known = dict(nl.attributes(answer, _ADDRESS.size))
             text = _text(family, known.get(IFA_LOCAL) or known[IFA_ADDRESS])
             addresses.setdefault(index, []).append(text)
             if scope not in (SCOPE_LINK, SCOPE_HOST) and index not in services:
@@ -298,12 +287,12 @@ def _command(route: Route) -> tuple[int, str]:
     return _number(known.get(RTA_OIF)), f"ip route add {route.destination}/{route.length}{via}{onlink}"
 
 
-def _sources(wire: Netlink, interfaces: Iterable[Interface]) -> tuple[str, ...]:
+def _sources(wire: nl.Netlink, interfaces: Iterable[Interface]) -> tuple[str, ...]:
     """Returns the kernel's own sources to other hosts, then addresses of devices, where there is no default route.
 
     Bridges, veths and dummies may have addresses of pods' networks or of services, which mean nothing elsewhere.
     """
-    routes = [(AF[family_of(address)], _route_to(wire, address)) for address in ELSEWHERE]
+    routes = [(nl.AF[family_of(address)], _route_to(wire, address)) for address in ELSEWHERE]
     chosen = [_text(family, known[RTA_PREFSRC]) for family, known in routes if RTA_PREFSRC in known]
     devices = (i for i in interfaces if i.kind in UPLINK_KINDS and i.name != "lo")
     return tuple(dict.fromkeys(filter(is_usable, (*chosen, *(a for i in devices for a in i.addresses)))))
@@ -319,12 +308,12 @@ def _networks(routes: Iterable[Route]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def read_routes(wire: Netlink, family: int, what: int = GET_ROUTE) -> Iterator[Route]:
+def read_routes(wire: nl.Netlink, family: int, what: int = GET_ROUTE) -> Iterator[Route]:
     """Yields the routes of a family, or its rules."""
     body = _ROUTE.pack(family, 0, 0, 0, 0, 0, 0, 0, 0)
-    for answer in wire.dump(Message(what, body, NLM_F_DUMP, "reading the routes")):
+    for answer in wire.dump(nl.Message(what, body, nl.NLM_F_DUMP, "reading the routes")):
         found, length, _, _, table, protocol, _, kind, flags = _ROUTE.unpack_from(answer)
-        known = dict(attributes(answer, _ROUTE.size))
+        known = dict(nl.attributes(answer, _ROUTE.size))
         if found == family:  # a kernel without that family answers with all
             yield Route(family, length, _number(known.get(RTA_TABLE)) or table, kind, known, protocol, flags)
 
@@ -343,9 +332,11 @@ def _name(known: Mapping[int, bytes]) -> str:
 
 def read_reverse_path_filters() -> dict[int, int]:
     """Returns interface index -> effective `rp_filter`, the larger one of its own and of `all`."""
-    request = Message(RTM_GETNETCONF, bytes([socket.AF_INET, 0, 0, 0]), NLM_F_DUMP, "reading settings of interfaces")
-    with Netlink(ROUTE) as wire:
-        settings = [dict(attributes(answer, 4)) for answer in wire.dump(request)]
+    request = nl.Message(
+        RTM_GETNETCONF, bytes([socket.AF_INET, 0, 0, 0]), nl.NLM_F_DUMP, "reading settings of interfaces"
+    )
+    with nl.Netlink(nl.ROUTE) as wire:
+        settings = [dict(nl.attributes(answer, 4)) for answer in wire.dump(request)]
     own = {
         int.from_bytes(known[NETCONFA_IFINDEX], sys.byteorder, signed=True): _number(known[NETCONFA_RP_FILTER])
         for known in settings
@@ -359,7 +350,7 @@ def _interface(
     kind: int, index: int, flags: int, known: Mapping[int, bytes], defaults: Iterable[int],
     addresses: Mapping[int, Iterable[str]], hosts: Mapping[int, Iterable[str]],
 ) -> Interface:  # fmt: skip
-    info = dict(attributes(known.get(IFLA_LINKINFO, b"")))
+    info = dict(nl.attributes(known.get(IFLA_LINKINFO, b"")))
     return Interface(
         index=index,
         name=_name(known),
@@ -408,7 +399,7 @@ def is_pod(interface: Interface, patterns: tuple[str, ...], uplinks: tuple[str, 
 
 def watch(changed: Callable[[], None], stop: threading.Event) -> None:
     """Call `changed` soon after links, addresses, routes or settings change, until `stop`. Runs in its own thread."""
-    with Events(ROUTE, GROUPS) as events:
+    with nl.Events(nl.ROUTE, GROUPS) as events:
         for _ in events.until(stop):
             events.discard()  # whatever the reports say, the state is read from the kernel
             changed()

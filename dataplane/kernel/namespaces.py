@@ -15,16 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from hybrid_proxy.dataplane.kernel import netlink as nl
 from hybrid_proxy.dataplane.kernel.descriptors import scoped
 from hybrid_proxy.dataplane.kernel.links import POD_KINDS, read_node
-from hybrid_proxy.dataplane.kernel.netlink import (
-    ROUTE,
-    Message,
-    Netlink,
-    NetlinkFailed,
-    attribute,
-    attributes,
-)
 
 CLONE_NEWNET: Final = 0x40000000
 NAMED: Final = Path("/run/netns")  # where CNI plugins and `ip netns` bind namespaces
@@ -70,9 +63,9 @@ def pods() -> Iterator[Pod]:
     """
     pairs = [each for each in read_node().interfaces if each.kind in POD_KINDS and each.peer_elsewhere]
     interfaces = {each.namespace: each for each in pairs}
-    with Netlink(ROUTE) as wire:
+    with nl.Netlink(nl.ROUTE) as wire:
         for path in _candidates() if interfaces else ():
-            with contextlib.suppress(OSError, NetlinkFailed):
+            with contextlib.suppress(OSError, nl.NetlinkFailed):
                 link = interfaces.get(_number(wire, path))
                 if link is not None:
                     with inside(path):
@@ -144,10 +137,10 @@ def _candidates() -> Iterator[str]:
                 yield str(path)
 
 
-def _number(wire: Netlink, path: str) -> int:
+def _number(wire: nl.Netlink, path: str) -> int:
     """Returns the kernel's number for that namespace in this one; negative: it has none here."""
     with scoped(os.open(path, os.O_RDONLY)) as descriptor:
-        body = bytes(4) + attribute(NETNSA_FD, _INT.pack(descriptor))
-        answer = wire.get(Message(RTM_GETNSID, body, what="asking for the number of a namespace")) or b""
-    number: int = _INT.unpack(dict(attributes(answer, 4)).get(NETNSA_NSID, _INT.pack(-1)))[0]
+        body = bytes(4) + nl.attribute(NETNSA_FD, _INT.pack(descriptor))
+        answer = wire.get(nl.Message(RTM_GETNSID, body, what="asking for the number of a namespace")) or b""
+    number: int = _INT.unpack(dict(nl.attributes(answer, 4)).get(NETNSA_NSID, _INT.pack(-1)))[0]
     return number
