@@ -30,27 +30,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from hybrid_proxy.controller.errors import Refused, SourceError
-from hybrid_proxy.controller.kubernetes import Emit, parse
+from hybrid_proxy.controller.kubernetes import Emit, model, parse
 from hybrid_proxy.controller.kubernetes.changes import STEP, TICK, ticks
 from hybrid_proxy.controller.kubernetes.files import read, write
-from hybrid_proxy.controller.kubernetes.model import (
-    KINDS,
-    EndpointSlice,
-    Event,
-    Ignored,
-    KindState,
-    Node,
-    Object,
-    Problem,
-    Removed,
-    Replaced,
-    Service,
-    ServiceCIDR,
-    SourceState,
-    Upserted,
-    key_of,
-    kind_of,
-)
 from hybrid_proxy.controller.kubernetes.yamldoc import MAX_BYTES, MAX_DEPTH, MAX_VALUES, NotYamlError, documents
 from hybrid_proxy.dataplane.reports import several
 
@@ -88,7 +70,7 @@ class _Document(NamedTuple):
     """One object of one of our kinds; `place` is for people, `web.yaml:12`."""
 
     name: _Name
-    result: Object | Ignored | Refused
+    result: model.Object | model.Ignored | Refused
     place: str
 
 
@@ -129,10 +111,10 @@ def _is_ours(kind: str, version: str) -> bool:
 
 
 def _document(kind: str, version: str, value: object, place: str, proxy_name: str | None) -> _Document:
-    result: Object | Ignored | Refused
+    result: model.Object | model.Ignored | Refused
     try:
         result = parse.decode(kind, value, proxy_name)
-        key = result.key if isinstance(result, Ignored) else key_of(result)
+        key = result.key if isinstance(result, model.Ignored) else model.key_of(result)
         group, versions = _VERSIONS[kind]
         known = [f"{group}/{version}" if group else version for version in versions]
         if version and version not in known:
@@ -215,9 +197,9 @@ def _item_kind(kind: str, version: str) -> tuple[str, str]:
 class _Snapshot(NamedTuple):
     """All that the files say at one moment."""
 
-    objects: dict[_Name, Object]
+    objects: dict[_Name, model.Object]
     refused: frozenset[_Name]
-    problems: dict[_Name, Problem]
+    problems: dict[_Name, model.Problem]
     foreign: int
 
 
@@ -236,7 +218,9 @@ class _File(NamedTuple):
 
 _NO_FILE: Final = _File((), 0, _Content())
 _NEVER: Final = -1  # the hash of no content
-_TYPES: Final = {"Service": Service, "EndpointSlice": EndpointSlice, "Node": Node, "ServiceCIDR": ServiceCIDR}
+_TYPES: Final[Mapping[str, type[model.Object]]] = {
+    one.__name__: one for one in (model.Service, model.EndpointSlice, model.Node, model.ServiceCIDR)
+}
 
 
 def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collection[_Name] | None = None) -> _Snapshot:
@@ -245,16 +229,16 @@ def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collec
     `last` has the last good version of an object that is refused. Objects that are not in `names` are left out, None:
     none is.
     """
-    objects: dict[_Name, Object] = {}
+    objects: dict[_Name, model.Object] = {}
     refused: set[_Name] = set()
     places: dict[_Name, str] = {}
-    problems: dict[_Name, Problem] = {}
+    problems: dict[_Name, model.Problem] = {}
     foreign = 0
     for shown, file in files:
         foreign += file.content.foreign
         if file.error:
             kept = " Its last good objects stay." if file.content.documents else ""
-            problems[_FILE, shown] = Problem(_FILE, shown, f"{_reason(shown, file)}.{kept}", shown)
+            problems[_FILE, shown] = model.Problem(_FILE, shown, f"{_reason(shown, file)}.{kept}", shown)
         for document in file.content.documents:
             name = document.name
             if names is not None and name not in names:
@@ -269,7 +253,7 @@ def _snapshot(files: Iterable[tuple[str, _File]], last: _Snapshot, names: Collec
                 _add_problem(problems, name, str(document.result), document.place)
                 if name in last.objects:
                     objects[name] = last.objects[name]
-            elif not isinstance(document.result, Ignored):
+            elif not isinstance(document.result, model.Ignored):
                 objects[name] = document.result
     return _Snapshot(objects, frozenset(refused), problems, foreign)
 
@@ -289,39 +273,39 @@ def _merged(last: _Snapshot, part: _Snapshot, touched: Collection[_Name], foreig
     return _Snapshot(objects, last.refused.difference(touched) | part.refused, problems, foreign)
 
 
-def _add_problem(problems: dict[_Name, Problem], name: _Name, message: str, place: str) -> None:
+def _add_problem(problems: dict[_Name, model.Problem], name: _Name, message: str, place: str) -> None:
     known = problems.get(name)
     if known is None:
-        problems[name] = Problem(*name, message, place)
+        problems[name] = model.Problem(*name, message, place)
     elif not known.message.endswith(_MORE):
         added = f"; {message}" if len(known.message) < _MAX_MESSAGE else _MORE
-        problems[name] = Problem(*name, known.message + added, known.where)
+        problems[name] = model.Problem(*name, known.message + added, known.where)
 
 
-def complete_events(snapshot: _Snapshot) -> list[Event]:
+def complete_events(snapshot: _Snapshot) -> list[model.Event]:
     """Returns events with everything, for a listener that knows nothing."""
-    events: list[Event] = [
-        Replaced(
+    events: list[model.Event] = [
+        model.Replaced(
             kind,
             tuple(value for (of, _), value in snapshot.objects.items() if of == kind),
             frozenset(key for of, key in snapshot.refused if of == kind),
         )
-        for kind in KINDS
+        for kind in model.KINDS
     ]
     return events + list(snapshot.problems.values())
 
 
-def difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], received: float) -> list[Event]:
+def difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], received: float) -> list[model.Event]:
     """Returns the events that lead a listener from `old` to `new`. The two differ only in names that are `touched`."""
     touched = sorted(touched)
-    events: list[Event] = [
-        Upserted(value, received)
+    events: list[model.Event] = [
+        model.Upserted(value, received)
         for name in touched
         if (value := new.objects.get(name)) is not None
         and (known := old.objects.get(name)) is not value
         and known != value
     ]
-    events += [Removed(*name, received) for name in touched if name in old.objects and name not in new.objects]
+    events += [model.Removed(*name, received) for name in touched if name in old.objects and name not in new.objects]
     # A listener forgets the problem of an object that is removed, so report it again.
     events += [
         problem
@@ -330,7 +314,7 @@ def difference(old: _Snapshot, new: _Snapshot, touched: Iterable[_Name], receive
         and (old.problems.get(name) != problem or (name in old.objects and name not in new.objects))
     ]
     events += [
-        Problem(*name, "", problem.where)
+        model.Problem(*name, "", problem.where)
         for name in touched
         if name not in new.problems and (problem := old.problems.get(name)) is not None
     ]
@@ -403,7 +387,7 @@ class Folder:
         for shown, file in self.files.items():
             for name, result, _ in file.content.documents if file.error or self.snapshot.refused else ():
                 good = self.snapshot.objects.get(name) if isinstance(result, Refused) else file.error and result
-                if good and not isinstance(good, Ignored):
+                if good and not isinstance(good, model.Ignored):
                     found.setdefault(shown, []).append((name[0], good))
         return msgspec.json.encode(found)
 
@@ -500,8 +484,8 @@ def _restored(kept: bytes) -> dict[str, _File]:
     files = {}
     try:
         for shown, rows in msgspec.json.decode(kept, type=dict[str, list[tuple[str, msgspec.Raw]]]).items():
-            objects: list[Object] = [msgspec.json.decode(raw, type=_TYPES[kind]) for kind, raw in rows]
-            documents = [_Document((kind_of(one), key_of(one)), one, shown) for one in objects]
+            objects: list[model.Object] = [msgspec.json.decode(raw, type=_TYPES[kind]) for kind, raw in rows]
+            documents = [_Document((model.kind_of(one), model.key_of(one)), one, shown) for one in objects]
             files[shown] = _File((), _NEVER, _Content(tuple(documents)))
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:  # of another version
         log.warning("what manifests said before they could not be read is lost: %s", error)
@@ -611,7 +595,7 @@ def _add_target(link: Path, is_manifest: bool, found: list[Path], linked: list[P
 # --------------------------------------------------------------------------------------------- the source
 
 
-def load(path: Path, proxy_name: str | None = None) -> list[Event]:
+def load(path: Path, proxy_name: str | None = None) -> list[model.Event]:
     """Returns everything that the files say now: one `Replaced` for each kind, then the problems.
 
     `proxy_name` is as of `Folder`.
@@ -632,7 +616,7 @@ class Manifests:
     file `keep` has what it said before it could not be read any more.
     """
 
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = model.KINDS
     connection: None = None  # no API server
 
     def __init__(self, path: Path, proxy_name: str | None = None, keep: Path | None = None) -> None:
@@ -646,7 +630,7 @@ class Manifests:
         self._reported: _Snapshot | None = None
         self._healthy: bool | None = None
 
-    def states(self) -> list[KindState]:
+    def states(self) -> list[model.KindState]:
         """Files have all kinds together."""
         return []
 
@@ -655,10 +639,10 @@ class Manifests:
         found = {}
         for shown, file in list(self._folder.files.items()):
             for (kind, key), result, _ in file.content.documents:
-                owner = result.service if isinstance(result, EndpointSlice) else key if kind == "Service" else ""
+                owner = result.service if isinstance(result, model.EndpointSlice) else key if kind == "Service" else ""
                 if service not in (owner, owner.rpartition("/")[2]):
                     continue
-                if isinstance(result, Ignored):
+                if isinstance(result, model.Ignored):
                     found[owner] = result.why
                 elif isinstance(result, Refused):
                     found[owner] = f"refused: {result}"
@@ -734,4 +718,4 @@ class Manifests:
     def _health(self, emit: Emit, healthy: bool, message: str) -> None:
         if healthy is not self._healthy:
             self._healthy = healthy
-            emit(SourceState(healthy, message))
+            emit(model.SourceState(healthy, message))

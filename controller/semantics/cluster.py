@@ -14,22 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from hybrid_proxy.controller.kubernetes.model import (
-    KINDS,
-    EndpointSlice,
-    Event,
-    Node,
-    Object,
-    Problem,
-    Removed,
-    Replaced,
-    Service,
-    ServiceCIDR,
-    SourceState,
-    Upserted,
-    key_of,
-    kind_of,
-)
+from hybrid_proxy.controller.kubernetes import model
 from hybrid_proxy.dataplane.table import family_of
 
 
@@ -52,43 +37,48 @@ class Cluster:
     """
 
     def __init__(
-        self, node_name: str, kinds: Iterable[str] = KINDS, *, shares: bool = False, last: Node | None = None
+        self,
+        node_name: str,
+        kinds: Iterable[str] = model.KINDS,
+        *,
+        shares: bool = False,
+        last: model.Node | None = None,
     ) -> None:
         self._node_name = node_name
         self._shares = shares
-        self._moved: dict[str, Service] = {}
+        self._moved: dict[str, model.Service] = {}
         self._ceded: set[str] = set()  # of these
         self._awaited = set(kinds)
-        self._services: dict[str, Service] = {}
-        self._former: dict[str, Service] = {}  # Services that were changed, as they were at the last `take_former`
-        self._slices: dict[str, EndpointSlice] = {}
-        self._of_service: dict[str, dict[str, EndpointSlice]] = {}
-        self._nodes: dict[str, Node] = {}  # at most this node's
+        self._services: dict[str, model.Service] = {}
+        self._former: dict[str, model.Service] = {}  # that were changed, as they were at the last `take_former`
+        self._slices: dict[str, model.EndpointSlice] = {}
+        self._of_service: dict[str, dict[str, model.EndpointSlice]] = {}
+        self._nodes: dict[str, model.Node] = {}  # at most this node's
         # A zone that was removed while no agent ran is meant to be gone; addresses and podCIDRs never are.
         self._last = replace(last, zone="") if last is not None and last.name == node_name else None
         self._unread: dict[str, str] = {}
-        self._cidrs: dict[str, ServiceCIDR] = {}
-        self._problems: dict[tuple[str, str], Problem] = {}
-        self._complaints: dict[tuple[str, str], Problem] = {}  # of objects that were accepted all the same
+        self._cidrs: dict[str, model.ServiceCIDR] = {}
+        self._problems: dict[tuple[str, str], model.Problem] = {}
+        self._complaints: dict[tuple[str, str], model.Problem] = {}  # of objects that were accepted all the same
         self._dirty: set[str] | None = None  # None: everything, before the first call
         self._node_dirty = True
-        self.source_state: SourceState | None = None
+        self.source_state: model.SourceState | None = None
 
-    def apply(self, event: Event) -> bool:
+    def apply(self, event: model.Event) -> bool:
         """Apply one event. True: the table may differ now."""
         match event:
-            case Upserted():
+            case model.Upserted():
                 return self._put(event.object)
-            case Removed():
+            case model.Removed():
                 self._problems.pop((event.kind, event.key), None)
                 return self._drop(event.kind, event.key)
-            case Replaced():
+            case model.Replaced():
                 return self._replace(event)
-            case Problem(kind, key, message) if message:
+            case model.Problem(kind, key, message) if message:
                 self._problems[kind, key] = event
-            case Problem(kind, key):
+            case model.Problem(kind, key):
                 self._problems.pop((kind, key), None)
-            case SourceState():
+            case model.SourceState():
                 self.source_state = event
         return False
 
@@ -105,14 +95,14 @@ class Cluster:
         self._node_dirty = False
         return answer
 
-    def take_former(self) -> dict[str, tuple[Service, Service | None]]:
+    def take_former(self) -> dict[str, tuple[model.Service, model.Service | None]]:
         """Returns the Services that were changed since the last call, as they were and as they are."""
         found = {name: (former, self._services.get(name)) for name, former in self._former.items()}
         self._former.clear()
         return found
 
     @property
-    def services(self) -> Mapping[str, Service]:
+    def services(self) -> Mapping[str, model.Service]:
         """All services by `namespace/name`."""
         return MappingProxyType(self._services)
 
@@ -124,14 +114,14 @@ class Cluster:
         return ports, endpoints
 
     @property
-    def moved(self) -> Mapping[str, Service]:
+    def moved(self) -> Mapping[str, model.Service]:
         """The Services that another proxy of this node serves since they left the watch, as they were.
 
         Our flows to them go on for as long as they have endpoints: a Service that is deleted loses its EndpointSlices.
         """
         return MappingProxyType(self._moved)
 
-    def served(self, name: str) -> Service | None:
+    def served(self, name: str) -> model.Service | None:
         """Returns the Service of this name, or its last state if it moved."""
         return self._services.get(name) or self._moved.get(name)
 
@@ -147,16 +137,16 @@ class Cluster:
             self._mark_dirty(name)
         return bool(new)
 
-    def slices_of(self, service: str) -> Collection[EndpointSlice]:
+    def slices_of(self, service: str) -> Collection[model.EndpointSlice]:
         return self._of_service.get(service, {}).values()
 
     @property
-    def node(self) -> Node | None:
+    def node(self) -> model.Node | None:
         """This node as its object said last, fact by fact: facts that are gone from the API stay. None: never seen."""
         return self._last
 
     @property
-    def reported(self) -> Node | None:
+    def reported(self) -> model.Node | None:
         """This node's object as it is now, None: there is none."""
         return self._nodes.get(self._node_name)
 
@@ -174,7 +164,7 @@ class Cluster:
         return key in self.held(kind)
 
     @property
-    def problems(self) -> Mapping[tuple[str, str], Problem]:
+    def problems(self) -> Mapping[tuple[str, str], model.Problem]:
         """The refused objects by kind and key. A problem stays until it is cleared or its object is gone.
 
         It includes complaints about objects of which the rest is in use.
@@ -182,21 +172,21 @@ class Cluster:
         return MappingProxyType(self._complaints | self._problems)
 
     @property
-    def complaints(self) -> Mapping[tuple[str, str], Problem]:
+    def complaints(self) -> Mapping[tuple[str, str], model.Problem]:
         """Complaints about objects of which the rest is in use."""
         return MappingProxyType(self._complaints)
 
     # One object
 
-    def _put(self, obj: Object) -> bool:
+    def _put(self, obj: model.Object) -> bool:
         match obj:
-            case Service():
+            case model.Service():
                 return self._put_service(obj)
-            case EndpointSlice():
+            case model.EndpointSlice():
                 return self._put_slice(obj)
-            case Node():
+            case model.Node():
                 return self._put_node(obj)
-            case ServiceCIDR():
+            case model.ServiceCIDR():
                 if self._cidrs.get(obj.name) == obj:
                     return False
                 self._complain("ServiceCIDR", obj.name, obj.complaints)
@@ -204,7 +194,7 @@ class Cluster:
                 self._node_dirty = True
                 return True
 
-    def _put_service(self, service: Service) -> bool:
+    def _put_service(self, service: model.Service) -> bool:
         key = f"{service.namespace}/{service.name}"
         known = self._services.get(key)
         if known == service:
@@ -217,7 +207,7 @@ class Cluster:
         self._mark_dirty(key)
         return True
 
-    def _put_slice(self, one: EndpointSlice) -> bool:
+    def _put_slice(self, one: model.EndpointSlice) -> bool:
         key = f"{one.namespace}/{one.name}"
         old = self._slices.get(key)
         if old == one:
@@ -235,11 +225,11 @@ class Cluster:
         if complaints:
             rest = "what is wrong is left out" if in_use else "nothing of it is served"
             message = f"{kind} {key}: {'; '.join(complaints)}; {rest}"
-            self._complaints[kind, key] = Problem(kind, key, message, in_use=in_use)
+            self._complaints[kind, key] = model.Problem(kind, key, message, in_use=in_use)
         elif self._complaints:
             self._complaints.pop((kind, key), None)
 
-    def _put_node(self, node: Node) -> bool:
+    def _put_node(self, node: model.Node) -> bool:
         if node.name != self._node_name:
             return False
         self._complain("Node", node.name, node.complaints)
@@ -277,7 +267,7 @@ class Cluster:
             self._moved[key] = service
         return True
 
-    def _unlink(self, key: str, one: EndpointSlice) -> bool:
+    def _unlink(self, key: str, one: model.EndpointSlice) -> bool:
         """Remove a slice from the service that it belonged to."""
         siblings = self._of_service[one.service]
         del siblings[key]
@@ -300,14 +290,13 @@ class Cluster:
 
     # Lists and problems
 
-    def _replace(self, event: Replaced) -> bool:
+    def _replace(self, event: model.Replaced) -> bool:
         self._awaited.discard(event.kind)
         self._unread[event.kind] = event.absent
         changed = False
         if self.held(event.kind) or self._problems:
-            changed = self._forget_all_but(
-                event.kind, {key_of(obj) for obj in event.objects if kind_of(obj) == event.kind} | event.kept
-            )
+            listed = {model.key_of(obj) for obj in event.objects if model.kind_of(obj) == event.kind}
+            changed = self._forget_all_but(event.kind, listed | event.kept)
         for obj in event.objects:
             changed |= self._put(obj)
         return changed
@@ -328,14 +317,14 @@ class Cluster:
         return held.get(kind, {})
 
 
-def _with_former_facts(node: Node, former: Node | None) -> Node:
+def _with_former_facts(node: model.Node, former: model.Node | None) -> model.Node:
     """Returns a Node without the fields of health checks, and with former facts that it does not give any more.
 
     Addresses and podCIDRs are facts of each family.
     """
-    former = former or Node(node.name)
+    former = former or model.Node(node.name)
     addresses, pod_cidrs = (
         now + tuple(text for text in before if family_of(text) not in map(family_of, now))
         for now, before in ((node.addresses, former.addresses), (node.pod_cidrs, former.pod_cidrs))
     )
-    return Node(node.name, addresses, pod_cidrs, node.zone or former.zone)
+    return model.Node(node.name, addresses, pod_cidrs, node.zone or former.zone)

@@ -11,15 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
-from hybrid_proxy.controller.kubernetes.model import (
-    EndpointSlice,
-    Event,
-    Removed,
-    Replaced,
-    Superseded,
-    Upserted,
-    kind_of,
-)
+from hybrid_proxy.controller.kubernetes import model
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Kind, ServiceTable, WhenEmpty
 
 FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
@@ -128,7 +120,7 @@ class Counters:
         return self.sync, self.change, self._sync_of_family, self._programming
 
     def record_event(
-        self, event: Event, *, changed: bool, wall: float, superseded: Collection[Superseded] = ()
+        self, event: model.Event, *, changed: bool, wall: float, superseded: Collection[model.Superseded] = ()
     ) -> None:
         """Count an event; `changed`: it makes something to program."""
         kind, count = _about(event)
@@ -144,7 +136,7 @@ class Counters:
         self.last_queued = wall
         for older in superseded:
             self._note_trigger(older.family, older.triggered)
-        if isinstance(event, Upserted) and isinstance(event.object, EndpointSlice):
+        if isinstance(event, model.Upserted) and isinstance(event.object, model.EndpointSlice):
             self._note_trigger(event.object.family, event.triggered)
 
     def _note_trigger(self, family: int, triggered: float) -> None:
@@ -167,13 +159,13 @@ class Counters:
         self.last_synced = wall
 
 
-def _about(event: Event) -> tuple[str, int]:
+def _about(event: model.Event) -> tuple[str, int]:
     """Returns the kind that an event is about and how many objects."""
     match event:
-        case Upserted():
-            return kind_of(event.object), 1
-        case Removed():
+        case model.Upserted():
+            return model.kind_of(event.object), 1
+        case model.Removed():
             return event.kind, 1
-        case Replaced():
+        case model.Replaced():
             return event.kind, len(event.objects)
     return "", 0
