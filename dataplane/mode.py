@@ -168,7 +168,6 @@ class Programmer(ABC):
 
     def traffic(self, *, by_backend: bool) -> list[TrafficRow]:
         """Returns a row for each service port that had traffic, or for each backend of each; empty if not counted."""
-        del by_backend
         return []
 
     def first_packets(self) -> Mapping[str, list[int]]:
@@ -184,7 +183,6 @@ class Programmer(ABC):
         Raises:
             DataplaneError: this mode cannot run a probe packet.
         """
-        del packet
         raise DataplaneError(f"mode {self.name} cannot be asked about a packet")
 
     def packet_events(self, after: int) -> tuple[list[PacketEvent], int]:
@@ -224,12 +222,10 @@ class View(ABC):
 
         `cgroup` is the folder of the node's own processes, None: the default one.
         """
-        del cgroup
         return []
 
     def remembered(self, table: ServiceTable) -> list[Remembered]:
         """Returns the clients of the table's service ports with session affinity."""
-        del table
         return []
 
     def close(self) -> None:  # noqa: B027

@@ -167,7 +167,6 @@ class NetfilterMode(Programmer):
 
     def _why_unsupported(self, entry: Entry) -> str:
         """Says why a service port cannot be programmed; empty: it can."""
-        del entry
         return ""
 
     def _supported(self, table: ServiceTable, names: Iterable[str], family: int) -> tuple[Entry, ...]:

@@ -55,7 +55,6 @@ def turns(backends: Sequence[Backend], shares: Sequence[int], limit: int) -> lis
 
     Shares that need more than `limit` places are rounded to that many. A `Ring` in which nothing else counts.
     """
-    del backends
     if min(shares) == max(shares):
         return list(range(len(shares)))
     common = gcd(*shares)

@@ -141,7 +141,7 @@ class IptablesView(View):
         with self.lab.inside("node"):
             self._tables.restore(4, text)
 
-    def state(self, index: int) -> object:  # noqa: ARG002 - the tables have one number
+    def state(self, index: int) -> object:
         return self._tables.generation()
 
     def backends(self) -> Backends:

@@ -365,7 +365,6 @@ class Ebpf(Programmer):
         self.sync(msgspec.structs.replace(table, node=_without_cidrs(table.node)))
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        del table
         forget_half_open(self.maps.maps, self.options, self.gc.clock(), self.gc.hz)
         return open_flows(self.maps.maps)
 

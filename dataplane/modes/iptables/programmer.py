@@ -82,7 +82,6 @@ class Iptables(TranslatingMode):
     # Changes
 
     def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
-        del names
         return self._nodes(table) != {family: plan.node for family, plan in self._plans.items()}
 
     def _replace(self, table: ServiceTable) -> None:
@@ -272,7 +271,6 @@ def _ability(xtables: Xtables, family: int) -> Able:
 
 def probe(options: Options) -> str | None:
     """Try the rules that this mode consists of, in chains that nothing leads to."""
-    del options
     try:
         find(needs)
     except Unsupported as error:
@@ -291,7 +289,6 @@ def clean(options: Options) -> int:
 
 def look(options: Options, names: Mapping[int, str]) -> listing.Programmed | None:
     """Open the chains for reading, with or without a running agent."""
-    del options, names
     for xtables in present():
         tables = {family: xtables.save(family, "nat") for family in xtables.families}
         if any(listing.is_ours(text) for text in tables.values()):

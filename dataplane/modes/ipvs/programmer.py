@@ -148,13 +148,12 @@ class Ipvs(NetfilterMode):
         self.sync(table)
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
-        del table  # the virtual servers are known, those of services that are gone, too
+        # Of the table nothing is needed: the virtual servers are known, also those of services that are gone.
         if not self._programmed:  # by another process
             self._adopt(self.needs.node)
         return self._flows.count()
 
     def abandon(self, table: ServiceTable) -> None:
-        del table
         self._flows.forget()
 
     def _quiet(self, table: ServiceTable) -> None:
@@ -318,7 +317,6 @@ def probe(options: Options) -> str | None:
 
 def look(options: Options, names: Mapping[int, str]) -> Programmed | None:
     """Read what is programmed, with or without a running agent."""
-    del options, names
     try:
         sets = Ipsets()
     except Unsupported:

@@ -62,7 +62,6 @@ class Nftables(TranslatingMode):
     # Changes
 
     def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
-        del names
         return _of_node(table.node) != _of_node(self.table.node)
 
     def _replace(self, table: ServiceTable) -> None:
@@ -266,7 +265,6 @@ def clean(options: Options) -> int:
 
 def probe(options: Options) -> str | None:
     """Make the kernel accept a table like ours, and delete it in the same transaction."""
-    del options
     node = NodeNetwork(service_cidrs=("192.0.2.0/24", "2001:db8::/108"))
     pick = Pick("internal", 2, Masquerade.ALWAYS, 60)
     work: list[op.Work] = [
@@ -281,7 +279,6 @@ def probe(options: Options) -> str | None:
 
 def look(options: Options, names: Mapping[int, str]) -> Tables | None:
     """Open the tables for reading, with or without a running agent."""
-    del options, names
     try:
         kernel = Kernel(TABLE, AllSets(), chain_named)
     except OSError:

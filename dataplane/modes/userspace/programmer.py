@@ -111,7 +111,6 @@ class Userspace(NetfilterMode):
     # Sync
 
     def _must_replace(self, table: ServiceTable, names: Collection[str]) -> bool:
-        del names
         return self._lost.is_set() or self.table.node != table.node
 
     def _replace(self, table: ServiceTable) -> None:
@@ -378,7 +377,6 @@ def _has_sctp() -> bool:
 
 def probe(options: Options) -> str | None:
     """Returns what the kernel lacks for the tables, by creating and deleting them in one transaction."""
-    del options
     node = NodeNetwork(primary=("192.0.2.1", "2001:db8::1"), service_cidrs=("192.0.2.0/24", "2001:db8::/108"))
     work: list[op.Work] = [(family, tables.replace(family, node, {})) for family in FAMILIES.values()]
     return missing(TRIAL, SETS, work)
@@ -390,7 +388,6 @@ def drain(options: Options) -> bool:
     Raises:
         Occupied: an agent in this mode runs.
     """
-    del options
     found = False
     for relay in relays(agent=False):  # each is connected until the next one
         found = True
@@ -414,7 +411,6 @@ def clean(options: Options) -> int:
     Open connections end: the relay resets them while conntrack still translates. The redirections of datagrams are
     deleted, too: they would lead to no socket for as long as a client sends.
     """
-    del options
     removed = 0
     for relay in relays(agent=True):  # Occupied, if an agent runs
         removed += 1
@@ -431,7 +427,6 @@ def clean(options: Options) -> int:
 
 def look(options: Options, names: Mapping[int, str]) -> Relayed | None:
     """Returns a view of what the relay serves; None: there is no relay."""
-    del options, names
     client = connect(agent=False)
     if client is None:
         return None

@@ -184,7 +184,6 @@ class State:
 
     def note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Counts an exception of a callback, and has `status` show it. It broke one conversation; the rest goes on."""
-        del loop
         self.counters["failures"] += 1
         error = context.get("exception")
         where = traceback.extract_tb(error.__traceback__)[-1] if isinstance(error, BaseException) else None

@@ -262,13 +262,11 @@ class Datapath:
 
     def damage(self, pins: Pins) -> Iterator[str]:
         """Yields a message for each datapath that hooks do not call any more."""
-        del pins
         if self.programs is not None:
             yield from missing_datapaths(self._maps.maps["datapaths"], self.programs.datapaths)
 
     def repair(self, pins: Pins) -> None:
         """Has hooks call the datapaths again."""
-        del pins
         if self.programs is not None:
             put_datapaths(self._maps.maps["datapaths"], self.programs.datapaths)
 

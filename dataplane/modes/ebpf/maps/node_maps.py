@@ -176,7 +176,6 @@ class NodeMaps:
 
     def damage(self, pins: Pins) -> Iterator[str]:
         """Yields a message for each map whose contents differ from what was written."""
-        del pins
         for name, wanted in self._wanted.items():
             found = self._maps[name].elements()
             if found != wanted and found != self._possible(name):
@@ -187,7 +186,6 @@ class NodeMaps:
 
     def repair(self, pins: Pins) -> None:
         """Writes everything again."""
-        del pins
         for name in self._wanted:
             set_elements(self._maps[name], self._possible(name))
         self._write_columns()

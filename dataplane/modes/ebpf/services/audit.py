@@ -28,7 +28,6 @@ class Audit:
 
     def damage(self, pins: Pins) -> list[str]:
         """Returns a message for each service port and frontend with rows that are not as they were written."""
-        del pins
         if self._store.unwritten or self._store.late:
             return []
         found = self._compare([self._at])
@@ -42,7 +41,6 @@ class Audit:
 
     def repair(self, pins: Pins) -> None:
         """Write again what differs."""
-        del pins
         for start in self._wrong:
             self._store.writer.write(self._slice(start))
         self._store.writer.restore()
