@@ -209,17 +209,13 @@ def of_service_account() -> Access:
 
 def _parsed(path: Path) -> _Found:
     try:
-        values = [document.value for document in documents(read(path, _MAX_FILE))]
-    except OSError as error:
-        raise SourceError(f"kubeconfig {path}: {error.strerror}") from None
-    except NotYamlError as error:
-        raise SourceError(f"kubeconfig {path}: {error}") from None
-    if not values or values[0] is None:
+        first, *_ = [document.value for document in documents(read(path, _MAX_FILE))] or [None]
+        found = None if first is None else msgspec.convert(first, _File)
+    except (OSError, NotYamlError, msgspec.ValidationError) as error:
+        raise SourceError(f"kubeconfig {path}: {getattr(error, 'strerror', None) or error}") from None
+    if found is None:
         raise SourceError(f"kubeconfig {path}: the file is empty")
-    try:
-        return _Found(path, msgspec.convert(values[0], _File), values[0])
-    except msgspec.ValidationError as error:
-        raise SourceError(f"kubeconfig {path}: {error}") from None
+    return _Found(path, found, first)
 
 
 def _named(
