@@ -29,17 +29,8 @@ from hybrid_proxy.controller.commands.names import UnknownName
 from hybrid_proxy.controller.commands.terminal import print_lines, print_rows, print_stream, print_value, say, screen
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict, left_text
+from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, NoAgentError, StartingError, UnansweredError, ask
-from hybrid_proxy.controller.serving.protocol import (
-    AgentStatus,
-    ExplainAnswers,
-    GetNames,
-    GetTable,
-    NamesAnswer,
-    RunExplain,
-    StartingAnswer,
-    TableAnswer,
-)  # fmt: skip
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
@@ -169,7 +160,7 @@ def _show_modes(args: argparse.Namespace) -> int:
 
     note = ""
     try:
-        agent = ask(args.admin_socket, GetNames(), NamesAnswer, FIRST_SECONDS)
+        agent = ask(args.admin_socket, p.GetNames(), p.NamesAnswer, FIRST_SECONDS)
         does = {**dict.fromkeys(agent.draining, "drains"), agent.mode: "serves"}
     except UnansweredError as error:
         note = str(error)
@@ -194,24 +185,24 @@ def _show_status(args: argparse.Namespace) -> int:
     from hybrid_proxy.controller.commands.views import agent_at
 
     status = agent_at(args.admin_socket, args.pin_root).known()
-    if isinstance(status, AgentStatus):
+    if isinstance(status, p.AgentStatus):
         with contextlib.suppress(ControllerError, DataplaneError, OSError):  # a mode may end while it is read
             status = _with_quiet_flows(args, status) if status.draining else status
             status = _with_former(args, status) if status.starting else status
     if args.output in ("json", "yaml"):
         print_value(args.output, status)
-    elif isinstance(status, AgentStatus):
+    elif isinstance(status, p.AgentStatus):
         print_lines(text.lines(status, screen(), time.time(), wide=args.output == "wide"))
     else:
         print_lines(text.lines_without_agent(status, screen(), time.time()))
-    if isinstance(status, AgentStatus):
+    if isinstance(status, p.AgentStatus):
         verdict = text.verdict(status)
         worse = verdict is Verdict.DEGRADED and args.exit_code == "degraded"
         return int(bool(args.exit_code) and (worse or verdict is Verdict.NOT_IN_SYNC))
     return 1
 
 
-def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentStatus:
+def _with_quiet_flows(args: argparse.Namespace, status: p.AgentStatus) -> p.AgentStatus:
     """What somebody who waits for the end of a mode may close."""
     from hybrid_proxy.controller.commands.views import ALL, programmed
 
@@ -224,11 +215,11 @@ def _with_quiet_flows(args: argparse.Namespace, status: AgentStatus) -> AgentSta
     return msgspec.structs.replace(status, draining=draining)
 
 
-def _with_former(args: argparse.Namespace, status: AgentStatus) -> AgentStatus:
+def _with_former(args: argparse.Namespace, status: p.AgentStatus) -> p.AgentStatus:
     """What serves while the agent waits for its first table."""
     from hybrid_proxy.controller.commands.views import without_agent
 
-    starting = StartingError(StartingAnswer(status.pid, status.starting, status.uptime_seconds))
+    starting = StartingError(p.StartingAnswer(status.pid, status.starting, status.uptime_seconds))
     return msgspec.structs.replace(status, former=without_agent(args.admin_socket, args.pin_root, starting))
 
 
@@ -242,24 +233,24 @@ def explain_live(args: argparse.Namespace, packets: list[Packet]) -> int:
         if family_of(each.src) != family_of(each.dst):
             raise ControllerError(f"{each.src} and {each.dst} are of different address families")
     probes = [
-        ProbePacket(p.src, p.dst, p.port, Protocol[p.protocol.upper()], p.source_class, args.source_port)
-        for p in packets
+        ProbePacket(each.src, each.dst, each.port, Protocol[each.protocol.upper()], each.source_class, args.source_port)
+        for each in packets
     ]
     try:
-        agent = ask(args.admin_socket, GetNames(), NamesAnswer)
+        agent = ask(args.admin_socket, p.GetNames(), p.NamesAnswer)
     except StartingError as error:
-        agent = NamesAnswer("", [], None, {}, [])
+        agent = p.NamesAnswer("", [], None, {}, [])
         _say(f"{error}; this is what the agent before it left")
     known = _flows_of_drained(args, packets, agent)
     asked = [probe for packet, probe in zip(packets, probes, strict=True) if packet not in known]
     try:
-        answers = iter(ask(args.admin_socket, RunExplain(asked), ExplainAnswers).answers if asked else ())
+        answers = iter(ask(args.admin_socket, p.RunExplain(asked), p.ExplainAnswers).answers if asked else ())
     except UnansweredError:
         raise
     except ControllerError as error:
         _say(f"{error}: the agent's service table answers")
         rest = [packet for packet in packets if packet not in known]
-        answers = map(_by_table, ask(args.admin_socket, GetTable(None, rest), TableAnswer).verdicts)
+        answers = map(_by_table, ask(args.admin_socket, p.GetTable(None, rest), p.TableAnswer).verdicts)
     rows = [_as_drained(known[packet], agent) if packet in known else next(answers) for packet in packets]
     for packet, row in zip(packets, rows, strict=True):
         row.name, row.mode = packet.name, row.mode or agent.mode
@@ -281,7 +272,7 @@ def _by_table(verdict: Verdict) -> ExplainAnswer:
     return ExplainAnswer(backends=list(verdict.backends), steps=steps, **facts)
 
 
-def _flows_of_drained(args: argparse.Namespace, packets: list[Packet], agent: NamesAnswer) -> dict[Packet, FlowRow]:
+def _flows_of_drained(args: argparse.Namespace, packets: list[Packet], agent: p.NamesAnswer) -> dict[Packet, FlowRow]:
     """The flows that packets belong to, of modes that drain."""
     if not agent.draining or not args.source_port:
         return {}
@@ -298,7 +289,7 @@ def _flows_of_drained(args: argparse.Namespace, packets: list[Packet], agent: Na
     return found
 
 
-def _as_drained(flow: FlowRow, agent: NamesAnswer) -> ExplainAnswer:
+def _as_drained(flow: FlowRow, agent: p.NamesAnswer) -> ExplainAnswer:
     text = f"Mode {flow.mode}, which drains, has this flow until it is over. New ones go to mode {agent.mode}."
     return ExplainAnswer(
         mode=flow.mode,

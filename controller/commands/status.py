@@ -10,14 +10,7 @@ import msgspec
 
 from hybrid_proxy.controller.commands.columns import Screen, duration, painted
 from hybrid_proxy.controller.commands.troubles import SEE_FAILURES, Trouble, Verdict, missing, troubles
-from hybrid_proxy.controller.serving.protocol import (
-    AgentStatus,
-    ChangeLatency,
-    ConfigurationStatus,
-    DrainingMode,
-    NoAgentStatus,
-    SourceStatus,
-)
+from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
 from hybrid_proxy.dataplane.reports import EbpfStatus, Status, clock, several, start_lines
@@ -27,7 +20,7 @@ FIRST: Final = 3  # reasons in the first line
 SEVERAL: Final = ("configuration", "last sync failed")  # our own errors, which may have several lines
 
 
-def verdict(status: AgentStatus) -> Verdict:
+def verdict(status: p.AgentStatus) -> Verdict:
     """Judge the whole status."""
     return max((trouble.verdict for trouble in troubles(status)), key=list(Verdict).index, default=Verdict.OK)
 
@@ -35,7 +28,7 @@ def verdict(status: AgentStatus) -> Verdict:
 # ------------------------------------------------------------------------------------------------ the lines
 
 
-def lines(status: AgentStatus, screen: Screen, now: float, *, wide: bool = False) -> Iterator[str]:
+def lines(status: p.AgentStatus, screen: Screen, now: float, *, wide: bool = False) -> Iterator[str]:
     """All lines, folded where the screen ends; `now` are seconds since 1970."""
     found = troubles(status)
     yield from _first_lines(verdict(status), [trouble.reason for trouble in found if trouble.reason], screen)
@@ -43,7 +36,7 @@ def lines(status: AgentStatus, screen: Screen, now: float, *, wide: bool = False
         yield from _folded(line, screen)
 
 
-def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, wide: bool) -> Iterator[str]:
+def _other_lines(status: p.AgentStatus, found: Sequence[Trouble], now: float, *, wide: bool) -> Iterator[str]:
     for trouble in found:
         yield from _detail_lines(trouble.label, trouble.details)
         if trouble.todo and trouble.verdict is not Verdict.OK and trouble.todo not in trouble.details:
@@ -69,7 +62,7 @@ def _other_lines(status: AgentStatus, found: Sequence[Trouble], now: float, *, w
         yield f"served: {several(status.health_checks.served, 'health-check node port')}"
 
 
-def lines_without_agent(status: NoAgentStatus, screen: Screen, now: float) -> Iterator[str]:
+def lines_without_agent(status: p.NoAgentStatus, screen: Screen, now: float) -> Iterator[str]:
     """Return the lines about what still serves while no agent answers, and what the last agent knew."""
     reason = status.gone.text(now) if status.gone and not status.starting else status.reason
     yield from _first_lines(Verdict.NOT_IN_SYNC, [reason], screen)
@@ -78,7 +71,7 @@ def lines_without_agent(status: NoAgentStatus, screen: Screen, now: float) -> It
         yield from _folded(line, screen)
 
 
-def _lines_without_agent(status: NoAgentStatus) -> Iterator[str]:
+def _lines_without_agent(status: p.NoAgentStatus) -> Iterator[str]:
     if status.error:
         yield from _detail_lines("last sync failed", [status.error])
     yield from _detail_lines("NOT PROGRAMMED", [f"{one.entry}: {one.reason}" for one in status.unprogrammed])
@@ -116,7 +109,7 @@ def _folded(line: str, screen: Screen) -> list[str]:
     return wrap(line, screen.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _agent_lines(status: AgentStatus) -> Iterator[str]:
+def _agent_lines(status: p.AgentStatus) -> Iterator[str]:
     mode = status.mode
     asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
     yield f"node {status.node}, mode {mode.effective}{asked}"
@@ -128,13 +121,13 @@ def _agent_lines(status: AgentStatus) -> Iterator[str]:
         yield f"  ready {status.ready_seconds:.2f} s after its start{_latency_text(status.change_seconds)}"
 
 
-def _latency_text(change: ChangeLatency) -> str:
+def _latency_text(change: p.ChangeLatency) -> str:
     if change.p50 is None or change.p99 is None:
         return ""
     return f"; a change takes effect in {1000 * change.p50:.1f} ms (p50), {1000 * change.p99:.1f} ms (p99)"
 
 
-def _draining_lines(left: DrainingMode, now: float) -> Iterator[str]:
+def _draining_lines(left: p.DrainingMode, now: float) -> Iterator[str]:
     listed = f"; `hybrid-proxy flows --mode {left.mode}` lists them" if left.quiet else ""
     since = f"{duration(left.seconds)}, since {clock(now - left.seconds)}"
     yield f"mode {left.mode} drains for {since}: {left.text}{listed}"
@@ -145,7 +138,7 @@ def _draining_lines(left: DrainingMode, now: float) -> Iterator[str]:
         yield from (f"  {line}" for line in _event_lines(left.counters))
 
 
-def _source_lines(source: SourceStatus, known: str, now: float) -> Iterator[str]:
+def _source_lines(source: p.SourceStatus, known: str, now: float) -> Iterator[str]:
     yield f"{known} from {source.description}"
     if good := [row.kind for row in source.kinds if row.state == "read"]:
         yield f"  read: {', '.join(f'{kind}s' for kind in good)}"
@@ -156,7 +149,7 @@ def _source_lines(source: SourceStatus, known: str, now: float) -> Iterator[str]
     yield from (f"  {missing(row)}" for row in source.kinds if row.state not in ("read", "waiting"))
 
 
-def _configuration_lines(configuration: ConfigurationStatus) -> Iterator[str]:
+def _configuration_lines(configuration: p.ConfigurationStatus) -> Iterator[str]:
     if configuration.file:
         yield f"configured by {configuration.file}"
     if configuration.waiting:

@@ -97,8 +97,8 @@ def _most(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, i
 def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     """Returns one row for those with one key that come close together; the oldest first, by the last time.
 
-    Endpoints of a Service come and go in turns. Anything else about it, or about the node, that comes in between keeps
-    rows apart: a link that is down, up and down again.
+    Endpoints of a Service are added and removed in turns. Anything else about it, or about the node, that happens in
+    between keeps rows apart: a link that is down, up and down again.
     """
     found: list[ChangeRow] = []
     open_rows: dict[tuple[str | bool, ...], ChangeRow] = {}
