@@ -6,13 +6,16 @@ Its rules have its shapes, and lead to another endpoint than ours: so an answer 
 from __future__ import annotations
 
 import itertools
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
+from hybrid_proxy.dataplane.kernel.ipset import Ipsets
+from hybrid_proxy.dataplane.kernel.ipvs import Ipvs
 from hybrid_proxy.workshop.lab import kube_proxy_rules
 from hybrid_proxy.workshop.lab.network import CLUSTER_CIDRS
 from hybrid_proxy.workshop.lab.traffic import Tally, load
@@ -88,7 +91,7 @@ class KubeProxy:
         """Whether it has rules; a chain is the kubelet's."""
         if self.mode == "ipvs":
             with self.bench.lab.inside("node"):
-                return bool(kube_proxy_rules.traces_of_ipvs())
+                return bool(traces_of_ipvs())
         text = self.text().replace("KUBE-FIREWALL", "")
         return "KUBE-" in text or "kube-proxy" in text
 
@@ -151,3 +154,13 @@ def new_flows(node: Node) -> tuple[dict[str, Tally], list[Callable[..., object]]
                         timeout=5 * PATIENCE, open_socket=partial(node.bench.lab.socket, place))
             )  # fmt: skip
     return tallies, clients
+
+
+def traces_of_ipvs() -> list[str]:
+    """Returns the traces of kube-proxy's mode ipvs in the calling thread's namespace, without the kubelet's chain."""
+    saved = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True).stdout
+    found = [line for line in saved.splitlines() if "KUBE-" in line.replace("KUBE-FIREWALL", "")]
+    with closing(Ipsets()) as sets, closing(Ipvs()) as ipvs:
+        found += sets.names("KUBE-")
+        found += [f"{server.address}:{server.port}" for server in ipvs.servers()]
+    return found + [name for _, name in socket.if_nameindex() if name == "kube-ipvs0"]

@@ -23,8 +23,9 @@ from hybrid_proxy.dataplane.kernel.ipset import Ipsets
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process, warnings
 from hybrid_proxy.dataplane.virtual_servers import Change, Config, Server, Verb
-from hybrid_proxy.workshop.lab.kube_proxy_rules import Row, Rows, put, traces_of_ipvs, virtual_servers
+from hybrid_proxy.workshop.lab.kube_proxy_rules import Row, Rows, put, virtual_servers
 from tests import namespaces
+from tests.conformance.kube_proxy import traces_of_ipvs
 
 pytestmark = pytest.mark.root
 HEALTHY = b'{"lastUpdated": "2026-01-01 00:00:00 +0000 UTC","currentTime": "2026-01-01 00:00:01 +0000 UTC"}'

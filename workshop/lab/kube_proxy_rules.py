@@ -318,16 +318,6 @@ def _ipvs(rows: Rows) -> Iterator[str]:
     yield "COMMIT"
 
 
-def traces_of_ipvs() -> list[str]:
-    """Returns the traces of kube-proxy's mode ipvs in the calling thread's namespace, without the kubelet's chain."""
-    saved = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True).stdout
-    found = [line for line in saved.splitlines() if "KUBE-" in line.replace("KUBE-FIREWALL", "")]
-    with closing(Ipsets()) as sets, closing(Ipvs()) as ipvs:
-        found += sets.names("KUBE-")
-        found += [f"{server.address}:{server.port}" for server in ipvs.servers()]
-    return found + [name for _, name in socket.if_nameindex() if name == _DEVICE]
-
-
 # Mode -> its rules, and the command that loads a file of them.
 MODES: Final[dict[str, tuple[Callable[[Rows], Iterator[str]], tuple[str, ...]]]] = {
     "iptables": (lambda rows: chain(_filter(rows.hooks), _nat(rows)), ("iptables-restore", "--noflush")),
