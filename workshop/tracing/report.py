@@ -19,7 +19,7 @@ WORDS: Final = {
 # Columns that a narrow screen may lack, the largest first; the others identify or judge.
 _LEAVE: Final = {
     "p50": 8, "mean": 7, "seen by": 6, "max": 5, "direction": 4, "protocol": 3, "SYNs repeated": 2,
-    "connections": 1, "where": 1, "in": 1, "repeated by": 1,
+    "connections": 1, "answered": 1, "where": 1, "in": 1, "repeated by": 1,
 }  # fmt: skip
 _WRAPPED: Final = frozenset({"reason"})
 
@@ -78,22 +78,17 @@ def _latency(answer: Row, on: Screen) -> Iterator[str]:
     if not answer["services"]:
         yield "nobody connected to a service"
         return
-    yield from _table(
-        on,
-        ("service", "connections", "answered", "refused", "unanswered", "SYNs repeated"),
-        (
-            [r["service"], r["connections"], r["answered"], r["refused"], r["unanswered"], r["syn_repeated"]]
-            for r in answer["services"]
-        ),
-    )
+    titles = ("service", "connections", "answered", "refused", "unanswered", "SYNs repeated")
+    keys = (*titles[:-1], "syn_repeated")
+    yield from _table(on, titles, ([row[key] for key in keys] for row in answer["services"]))
     if not any(row["backends"] for row in answer["services"]):
         return
     yield ""
     yield from _table(
         on,
-        ("service", "backend", "seen by", "answered", "refused", *_TIMES),
+        ("service", "backend", "seen by", "answered", "refused", "unanswered", *_TIMES),
         (
-            [row["service"], one["backend"], one["seen"], one["count"], one["refused"], *_times(one)]
+            [row["service"], one["backend"], one["seen"], one["count"], one["refused"], one["unanswered"], *_times(one)]
             for row in answer["services"]
             for one in row["backends"]
         ),

@@ -69,6 +69,7 @@ def answer_rows(
     counts: Mapping[tuple[int, int, bytes, int, int, int], int],
     sums: Mapping[tuple[int, int, bytes, int, int], tuple[int, int]],
     names: Sequence[str],
+    silent: Mapping[tuple[int, bytes, int, int], int],
 ) -> list[Row]:
     """Returns, for each service, its connections and their outcome, and for each backend the times until it answered.
 
@@ -76,6 +77,7 @@ def answer_rows(
         counts: (service, what, address, port, protocol, slot) -> how many.
         sums: the same without the slot -> nanoseconds in all, and the largest.
         names: of services.
+        silent: (service, address, port, protocol) of a backend -> connections that it has not answered.
     """
     totals: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     histograms: defaultdict[tuple[int, bytes, int, int], dict[int, int]] = defaultdict(dict)
@@ -91,13 +93,14 @@ def answer_rows(
     for service in sorted(totals, key=lambda number: names[number]):
         asked, answered, rejected, repeated = totals[service]
         backends = []
-        for backend in sorted({*histograms, *refused}):
+        for backend in sorted({*histograms, *refused, *silent}):
             number, address, port, protocol = backend
             if number == service:
                 times = _times(histograms[backend], *sums.get((service, ANSWERED, address, port, protocol), (0, 0)))
                 known = place_text(address, port) if any(address) else None
                 via = "socket of this node" if protocol == OF_SOCKET else "packets"
-                backends.append({"backend": known, "seen": via, "refused": refused[backend], **times})
+                failed = {"refused": refused[backend], "unanswered": silent.get(backend, 0)}
+                backends.append({"backend": known, "seen": via, **failed, **times})
         rows.append(
             {
                 "service": names[service], "connections": asked, "answered": answered, "refused": rejected,

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -32,6 +33,7 @@ _SUM: Final = struct.Struct("=QQ")
 _KEYS: Final = {
     "answers": _ANSWER, "drops": struct.Struct("=IIII Q 16sHBx 4x"), "repeats": struct.Struct("=II16sHBx"),
 }  # fmt: skip
+_ENDS, _WAITING = struct.Struct("=16s16sHHBxxx"), struct.Struct("=Q16s16sHHBxxxII")
 _COUNT: Final = struct.Struct("=Q")
 _NUMBER: Final = struct.Struct("=I")
 _RAW_TRACEPOINT: Final = 17  # BPF_PROG_TYPE_
@@ -64,7 +66,7 @@ class Session:
         self.plan = plan
         self.targets = targets
         self.missing: dict[str, str] = {}
-        self._records: list[bytes] = []
+        self.records: list[bytes] = []
         self._stack = ExitStack()
         self._maps: dict[str, Map] = {}
         self._ring: Ring | None = None
@@ -101,7 +103,7 @@ class Session:
         settings = _SETTINGS.pack(client or bytes(16), client is not None, self.plan.home)
         self._maps["settings"].update(bytes(4), settings)
         if "events" in self._maps:
-            self._ring = Ring(self._maps["events"], self._records.append)
+            self._ring = Ring(self._maps["events"], self.records.append)
             self._stack.callback(self._ring.close)
 
     def _attach(self, entry: Entry, programs: Programs) -> None:
@@ -118,11 +120,7 @@ class Session:
 
     def events(self) -> list[Event]:
         """Returns the events so far, in the order in which they arrived."""
-        return [_event(record) for record in self._records]
-
-    @property
-    def event_count(self) -> int:
-        return len(self._records)
+        return [_event(record) for record in self.records]
 
     def poll(self, seconds: float) -> None:
         """Reads events, or waits for some."""
@@ -143,6 +141,12 @@ class Session:
     def sums(self) -> dict[tuple[Any, ...], tuple[int, int]]:
         """Returns the sums that `rows.answer_rows` takes."""
         return {key[:5]: value for key, value in self._items("answer_sums", _ANSWER, _SUM)}
+
+    def waiting(self) -> list[tuple[int, str, str]]:
+        """Returns the connections without an answer: service, client, and what it asked for or was led to."""
+        rows = chain(self._items("waits", _ENDS, _WAITING), self._items("connecting", _COUNT, _WAITING))
+        waits = [row for key, row in rows if not any(key[2:4])]  # those with ports are the same ones as they left
+        return [(row[6], place_text(row[1], row[3]), place_text(row[2], row[4])) for row in waits]
 
 
 def _loaded(name: str, instructions: bytes) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.controller.commands.explain import ask_agent, ends, source_of
-from hybrid_proxy.controller.commands.views import programmed
+from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.semantics.explain import packet_from_dict
 from hybrid_proxy.controller.serving.admin import UnansweredError, ask
@@ -28,7 +28,7 @@ from hybrid_proxy.dataplane.reports import BackendRow, ServiceRow
 from hybrid_proxy.workshop.tracing import report, rows
 from hybrid_proxy.workshop.tracing.kernel_types import enum_names
 from hybrid_proxy.workshop.tracing.session import Plan, Session, symbol
-from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services
+from hybrid_proxy.workshop.tracing.targets import PROTOCOLS, Place, Targets, mapped, of_services, place_of
 from hybrid_proxy.workshop.tracing.text import View
 
 POLL_SECONDS: Final = 0.1
@@ -148,8 +148,8 @@ def _wait(session: Session, args: argparse.Namespace, asked: list[int]) -> None:
             time.sleep(min(POLL_SECONDS, end - now))
             continue
         session.poll(POLL_SECONDS)
-        if session.event_count != seen:
-            last, seen = time.monotonic(), session.event_count
+        if len(session.records) != seen:
+            last, seen = time.monotonic(), len(session.records)
         elif seen and time.monotonic() - last > QUIET_SECONDS and _closed(session):
             return
 
@@ -162,7 +162,8 @@ def _answer(view: View, session: Session, targets: Targets, args: argparse.Names
     home = session.plan.home
     match view:
         case View.LATENCY:
-            return {"services": rows.answer_rows(session.counts("answers"), session.sums(), targets.names)}
+            silent, counts = _silent(session, targets, args), session.counts("answers")
+            return {"services": rows.answer_rows(counts, session.sums(), targets.names, silent)}
         case View.DROPS:
             return {"drops": rows.drop_rows(session.counts("drops"), targets.names, _places(home), _reasons(), symbol)}
         case View.RETRANSMITS:
@@ -172,6 +173,16 @@ def _answer(view: View, session: Session, targets: Targets, args: argparse.Names
             flow = rows.one_flow(rows.ours(session.events(), home))[: args.limit]
             symbols = {at: symbol(at) for way in flow for event in way if (at := event.more & 0xFFFFFFFFFFFF)}
             return {"points": rows.flow_rows(flow, _places(home), targets.names, _reasons(), symbols)}
+
+
+def _silent(session: Session, targets: Targets, args: argparse.Namespace) -> Counter[tuple[int, bytes, int, int]]:
+    """Counts connections without an answer by service and backend, which no packet shows that bypasses the stack."""
+    waiting, chosen = session.waiting(), dict[tuple[str, str], str | None]()
+    with suppress(ControllerError), closing(programmed(args.admin_socket)) as here:
+        flows = here.flows(ALL)[0] if waiting else []
+        chosen = {(flow.client, flow.frontend): flow.backend for flow in flows if flow.protocol == "TCP"}
+    found = ((service, place_of(chosen.get((client, to)) or to, "TCP")) for service, client, to in waiting)
+    return Counter((service, *place) for service, place in found if place in targets.backends)
 
 
 def _places(home: int) -> rows.Places:

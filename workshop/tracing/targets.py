@@ -48,7 +48,7 @@ def place_text(address: bytes, port: int) -> str:
     return socket_text(text, port) if port else text
 
 
-def _place(text: str, protocol: str) -> Place:
+def place_of(text: str, protocol: str) -> Place:
     host, _, port = text.rpartition(":")
     return Place(mapped(host.strip("[]")), int(port), PROTOCOLS[protocol])
 
@@ -80,7 +80,7 @@ def of_services(
     if to is not None:
         names = [names[places[to]] if to in places else place_text(to.address, to.port)]
         places = {to: 0}
-    served = {_place(row.address, row.protocol): row.service for row in backends if row.service in names}
+    served = {place_of(row.address, row.protocol): row.service for row in backends if row.service in names}
     return Targets(tuple(names), places, {place: names.index(name) for place, name in served.items()})
 
 
@@ -88,4 +88,4 @@ def _frontend(text: str, protocol: str, node: Sequence[str]) -> Iterable[Place]:
     """A node port is served at addresses of the node."""
     if found := _NODE_PORT.fullmatch(text):
         return [Place(mapped(address), int(found[1]), PROTOCOLS[protocol]) for address in node]
-    return [_place(text, protocol)]
+    return [place_of(text, protocol)]

@@ -19,7 +19,9 @@ def answer(view: str, **rows: Any) -> dict[str, Any]:
 
 
 def connected(service: str, *backends: str) -> dict[str, Any]:
-    known = [{"backend": each, "seen": "socket of this node", "refused": 0, **TIMES} for each in backends]
+    known = [
+        {"backend": each, "seen": "socket of this node", "refused": 0, "unanswered": 1, **TIMES} for each in backends
+    ]
     return {
         "service": service, "connections": 100, "answered": 98, "refused": 1, "unanswered": 1, "syn_repeated": 3,
         "backends": known,

@@ -140,7 +140,10 @@ def test_answers_by_service_and_backend() -> None:
         (0, rows.REFUSED, pod, 8080, 6, 0): 1,
         (0, rows.REPEATED, none, 0, 0, 0): 2,
     }
-    (row,) = rows.answer_rows(counts, {(0, rows.ANSWERED, pod, 8080, 6): (7 * 2000, 2000)}, ["default/web:http"])
+    silent = mapped("10.77.1.12")
+    waits = {(0, silent, 8080, 6): 2}
+    sums = {(0, rows.ANSWERED, pod, 8080, 6): (7 * 2000, 2000)}
+    (row,) = rows.answer_rows(counts, sums, ["default/web:http"], waits)
     assert [row[name] for name in ("connections", "answered", "refused", "unanswered", "syn_repeated")] == [
         10,
         7,
@@ -148,8 +151,10 @@ def test_answers_by_service_and_backend() -> None:
         2,
         2,
     ]
-    (one,) = row["backends"]
-    assert (one["backend"], one["count"], one["refused"], one["mean_ns"]) == ("10.77.1.11:8080", 7, 1, 2000)
+    names = ("backend", "count", "refused", "unanswered", "mean_ns")
+    assert [tuple(one[name] for name in names) for one in row["backends"]] == [
+        ("10.77.1.11:8080", 7, 1, 0, 2000), ("10.77.1.12:8080", 0, 0, 2, 0),
+    ]  # fmt: skip
 
 
 ROWS = [

@@ -124,6 +124,9 @@ def test_connections_without_an_answer_show(stage: Stage) -> None:
             stage.undrop(pod)
     (row,) = report["services"]
     assert (row["connections"], row["answered"], row["unanswered"]) == (5, 0, 5)
+    silent = {each["backend"]: each["unanswered"] for each in row["backends"]}
+    assert sum(silent.values()) == 5
+    assert set(silent) <= {f"{stage.lab[pod].address4}:8080" for pod in ("pod1", "pod2", "pod3")}
 
 
 @pytest.mark.parametrize("by", ["backend", "node"])
