@@ -74,11 +74,14 @@ class Backend:
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while self.listener.fileno() >= 0:
+            try:
                 connection, _ = self.listener.accept()
-                self.accepted += 1
-                threading.Thread(target=self.talk, args=(connection,), daemon=True).start()
+            except OSError:  # closed; or the process is full (EMFILE), as a test wants it
+                time.sleep(0.05)
+                continue
+            self.accepted += 1
+            threading.Thread(target=self.talk, args=(connection,), daemon=True).start()
 
     def talk(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):

@@ -119,8 +119,9 @@ def test_the_control_is_sane(report: Report) -> None:
     assert 0 < control["connections"] < control["requests"]
     for rate, cost in (("connections", "connection_cost"), ("requests", "request_cost")):
         assert control[rate] * control[cost] < 1.2e6  # microseconds, of one CPU that clients and servers share
-    assert control["request_cpu"] < control["connection_cpu"]
-    assert control["request_cost"] < control["connection_cost"] < control["connection_cpu"] * 1.2
+    assert control["request_cost"] < control["connection_cost"]
+    for cost in ("request", "connection"):  # the machine may have more to do, but not less
+        assert control[f"{cost}_cost"] < control[f"{cost}_cpu"] * 1.2
     assert control["latency_p50"] <= control["latency_p90"] <= control["latency_p99"]
     datagrams = control["datagrams"] * 8 * DATAGRAM / 1e9
     assert 0 < datagrams < control["stream"]  # Gbit/s: small packets carry less than large ones
