@@ -14,6 +14,7 @@ from hybrid_proxy.dataplane.reports import age, ago, some
 from hybrid_proxy.dataplane.table import Entry, NodeNetwork, frontend_text
 
 FOLD_SECONDS: Final = 120.0  # changes of one kind that come closer together make one row
+LONGEST_ROW: Final = 600.0  # seconds: what goes on for hours has a row for each part
 FLAPS: Final = 3  # times that an endpoint becomes ready in one row: once is a rollout, twice a restart
 NAMED: Final = 8  # endpoints in a row
 OTHERS: Final = "many Services at once"
@@ -105,7 +106,8 @@ def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     for row in sorted(rows, key=lambda each: each.first):
         about = row.key if row.kind == "endpoints" else row.key[:2]
         last = open_rows.pop(about, None)  # rows of one moment stay in the order in which they came
-        if last is not None and last.key == row.key and row.first - last.last < FOLD_SECONDS:
+        near = last and row.first - last.last < FOLD_SECONDS and row.first - last.first < LONGEST_ROW
+        if last is not None and last.key == row.key and near:
             row = joined(last, row)  # noqa: PLW2901
         elif last is not None:
             found.append(last)

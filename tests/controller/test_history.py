@@ -148,6 +148,13 @@ def test_rows_of_one_moment_stay_in_their_order_whatever_came_before(tmp_path: P
     assert [row.what for row in folded(rows)] == ["x", "y", "x"]
 
 
+def test_what_goes_on_for_hours_is_no_single_row() -> None:
+    rows = [ChangeRow(first=at, last=at, kind="endpoints", service=NAME, gone={A: 1}) for at in range(0, 7200, 100)]
+    found = folded(rows)
+    assert [(row.count, row.last - row.first) for row in found] == 12 * [(6, 500)]
+    assert folded(found) == found
+
+
 def test_what_came_back_after_something_else_is_a_row_of_its_own() -> None:
     whats = ("up → down", "down → up", "up → down", "up → down")
     rows = [
