@@ -1339,6 +1339,26 @@ def test_a_gateway_that_became_wrong_is_put_right_by_the_command(
     assert wrong in found.verdict, found
 
 
+@only_in("ebpf")
+@pytest.mark.parametrize("how", ["drop", "reject with tcp reset"])
+def test_what_drops_has_of_doctors_own_connections_is_told(clinic: Clinic, how: str) -> None:
+    recovered(clinic)
+
+    def failures() -> list[str]:
+        rows = json.loads(clinic.agent.command("drops", NAME, "-o", "json").stdout)
+        return [f"{row['number']} {row['source']}" for row in rows]
+
+    clinic.put("pod1")
+    before = failures()
+    with clinic.rules("pod1", DEAF.replace("drop", how)):
+        found = clinic.doctor(NAME)[1]
+    new = [row for row in failures() if row not in before]
+    clinic.put(*PODS)
+    assert new
+    (told,) = (each for each in found.findings if each.subject == "drops" and each.mark == "ok")
+    assert re.search(rf"has {len(new)} rows? of doctor's own", told.text), (told, new)
+
+
 @only_in("ebpf", "userspace")
 def test_a_backend_that_was_repaired_is_not_blamed_although_no_client_came(clinic: Clinic) -> None:
     recovered(clinic)

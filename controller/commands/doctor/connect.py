@@ -166,7 +166,7 @@ async def _together(opened: Sequence[tuple[Attempt, socket.socket | OSError]], s
 
 async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float) -> Tried:
     began = time.monotonic()
-    detail, resent = "", 0
+    detail, resent, client_port = "", 0, 0
     if isinstance(made, OSError):
         outcome, detail = _failed(made), made.strerror or str(made)
     else:
@@ -175,7 +175,7 @@ async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float
                 outcome = await _converse(attempt, made, seconds)
             except OSError as error:
                 outcome, detail = _failed(error), error.strerror or str(error)
-            resent = _info(made)[1]
+            resent, client_port = _info(made)[1], made.getsockname()[1]
     return Tried(
         place=attempt.origin.place,
         source=attempt.origin.address(family_of(attempt.address)),
@@ -187,6 +187,7 @@ async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float
         detail=detail,
         port=attempt.service_port,
         resent=resent,
+        client_port=client_port,
     )
 
 

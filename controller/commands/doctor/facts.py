@@ -49,6 +49,7 @@ class Tried(msgspec.Struct, frozen=True):
         target: The address and port that were asked.
         protocol: TCP, UDP or SCTP.
         port: The service port (namespace/name:port) that it was tried for.
+        client_port: The client's port.
         resent: How many segments of TCP were lost, and sent again.
         outcome: What came of it.
         seconds: How long that took.
@@ -65,6 +66,7 @@ class Tried(msgspec.Struct, frozen=True):
     detail: str = ""
     port: str = ""
     resent: int = 0
+    client_port: int = 0
 
     @property
     def end(self) -> tuple[str, str]:
@@ -156,6 +158,7 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     counted: dict[Rule, int] = {}  # of these rules, what was counted during the connections
     rules_unknown: str = ""
     events: tuple[PacketEvent, ...] = ()  # drops and rejects during the connections
+    own_events: int = 0  # of these, and of failures, those of doctor's own connections
 
 
 # What explains most comes first: a missing Service makes every other question idle, and a backend that refuses does so

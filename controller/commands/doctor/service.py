@@ -128,12 +128,14 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         rows = [tried[attempt] for attempt in mine]
         names = {port.name for port in facts.ports}
         rows += [again[each] for each in second if each.service_port in names]
+        repeated = tuple(row for each, row in syns.items() if each.service_port in names)
+        ends = {socket_text(each.source, each.client_port) for each in (*rows, *repeated)}
         found.append(
             msgspec.structs.replace(
                 facts,
                 live=_live(args, facts, node, pods, own),
                 tried=tuple(rows),
-                repeated=tuple(row for each, row in syns.items() if each.service_port in names),
+                repeated=repeated,
                 own=tuple(own),
                 links=tuple(
                     msgspec.structs.replace(after[pod], drops=max(0, after[pod].drops - link.drops))
@@ -148,6 +150,7 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 counted=dict(counters),
                 rules_unknown=rules_unknown,
                 events=tuple(row for row in events if row.what != "fail" and is_about(row, facts, mine)),
+                own_events=sum(not ends.isdisjoint((row.source, row.destination)) for row in events),
             )
         )
     return found
