@@ -37,9 +37,6 @@ TRIES: Final = 12
 NOTE_BYTES: Final = 1024  # the API's limit
 
 
-_Key = tuple[str, str, str, str, str]
-
-
 class _Occurrence(NamedTuple):
     """One event as it was reported; without its note it is the key by which repeats are known."""
 
@@ -52,7 +49,7 @@ class _Occurrence(NamedTuple):
     once: bool = False  # every node says the same: one event of the cluster is enough
 
     @property
-    def key(self) -> _Key:
+    def key(self) -> tuple[str, ...]:
         return self.service, self.kind, self.reason, self.action, self.note if self.once else ""
 
 
@@ -86,7 +83,7 @@ class Recorder:
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._queue: queue.Queue[_Occurrence | None] = queue.Queue(QUEUE)  # None: it may be the end
-        self._recent: dict[_Key, _Recent] = {}
+        self._recent: dict[tuple[str, ...], _Recent] = {}
         self._stop = threading.Event()
         self._dropping = False
         self._last_name = 0

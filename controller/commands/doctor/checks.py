@@ -62,8 +62,7 @@ FORWARDED: Final = frozenset({"ingress", "prerouting", "forward", "postrouting",
 OWN: Final = FORWARDED - {"forward"} | {"input", "output"}
 # A ClusterIP that another service has (see `semantics.tables`), or that is none (see `kubernetes.parse`).
 _LOST_CLUSTER_IP: Final = re.compile(r"ClusterIP (\S+):\d+ |spec\.clusterIPs\[\d+\]: ")
-_WORD: Final = re.compile(r"[\w.:-]+\b")
-_ADDRESS: Final = re.compile(r"[0-9a-f:.]+")  # one, among other things
+_WORD: Final = re.compile(r"[\w.:-]+\b")  # such as an address or an interface
 # What names and what is programmed tell, and not objects: both are the former agent's before the first table.
 FROM_THE_FORMER: Final = frozenset(
     {"no-such-service", "no-such-port", "not-a-service", "no-endpoint", "no-local-endpoint"}
@@ -866,7 +865,7 @@ def _rules_at(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried], rul
     def may_be_met(rule: Rule) -> bool:
         if rule.pod and not any(each <= {*rule.pod} for each in (sources, hosts)):
             return False
-        named = known.intersection(_ADDRESS.findall(rule.text))
+        named = known.intersection(_WORD.findall(rule.text))
         own = rule in facts.counted and any(each.via == "service" for each in failed)  # see `_away`
         if rule.away and (own or not named & hosts):
             return False

@@ -168,13 +168,13 @@ async def _timed(attempt: Attempt, made: socket.socket | OSError, seconds: float
     began = time.monotonic()
     detail, resent, client_port = "", 0, 0
     if isinstance(made, OSError):
-        outcome, detail = _failed(made), made.strerror or str(made)
+        outcome, detail = _OUTCOMES.get(made.errno, "failed"), made.strerror or str(made)
     else:
         with made:
             try:
                 outcome = await _converse(attempt, made, seconds)
             except OSError as error:
-                outcome, detail = _failed(error), error.strerror or str(error)
+                outcome, detail = _OUTCOMES.get(error.errno, "failed"), error.strerror or str(error)
             resent, client_port = _info(made)[1], made.getsockname()[1]
     return Tried(
         place=attempt.origin.place,
@@ -241,7 +241,3 @@ def _info(made: socket.socket) -> tuple[int, int]:
         return 0, 0
     state, resent = _INFO.unpack(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
     return state, resent
-
-
-def _failed(error: OSError) -> Outcome:
-    return _OUTCOMES.get(error.errno, "failed")

@@ -44,7 +44,7 @@ class Node(NamedTuple):
 def at_node(asked: Agent, cgroup: str | None) -> Node:
     """Collect the facts of the node; what cannot be found out is noted as such, and nothing is raised."""
     agent, error = asked.status, asked.error
-    ebpf = agent.dataplane.ebpf if agent else None
+    cgroup = cgroup or (agent.dataplane.ebpf.sockets.cgroup if agent and agent.dataplane.ebpf else None)
     denied = error is not None and os.geteuid() != 0
     here, unread = (None, "permission denied") if denied else _read(asked.programmed)
     rows = [row for one in (here.by_mode() if here else ()) for row in _read(one.services)[0] or ()]
@@ -91,7 +91,9 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         down=_read(lambda: tuple(link_of(pod, ()) for pod in namespaces.pods() if pod.down))[0] or ()
         if agent and agent.down
         else (),
-        beside=_read(lambda: _beside(here, cgroup or (ebpf.sockets.cgroup if ebpf else None)))[0] or (),
+        beside=_read(lambda: tuple(text for _, view in here.views for text in view.shared_hooks(cgroup)))[0] or ()
+        if here
+        else (),
         changes=tuple(changes),
         held=interfaces.held,
         missing=missing,
@@ -120,11 +122,6 @@ def _read(read: Callable[[], Read]) -> tuple[Read | None, str]:
         return read(), ""
     except (ControllerError, DataplaneError, OSError) as reason:
         return None, str(reason)
-
-
-def _beside(here: Programmed | None, cgroup: str | None) -> tuple[str, ...]:
-    views = [view for _, view in here.views] if here else []
-    return tuple(text for view in views for text in view.shared_hooks(cgroup))
 
 
 def recent(events: Iterable[PacketEvent]) -> tuple[PacketEvent, ...]:

@@ -59,7 +59,9 @@ def astray(
         pod = behind.get(address) if command.startswith("ip address ") else None
         others = {each for each in (pod.addresses if pod else ()) if family_of(each) == family_of(address)} - {address}
         if pod and others:
-            found |= dict.fromkeys(others, (f"its pod has this node's {address} itself", _taken_off(pod, address)))
+            with contextlib.suppress(OSError), namespaces.inside(pod.path):
+                repair = f"`nsenter --net={pod.path} {take_off(address, links.read_node().held) or 'ip address'}`"
+                found |= dict.fromkeys(others, (f"its pod has this node's {address} itself", repair))
         elif pod and address in ends:
             found[address] = "this node has this address itself", f"`{take_off(address, here.held)}`"
     counts = Counter(address for pod in pods for address in pod.addresses)
@@ -135,12 +137,6 @@ def _gateway(client: str, wrong: str, pods: Iterable[Pod]) -> str:
             if " via " in way and wrong not in way.split():
                 return way.replace(" add ", " replace ")
     return ""
-
-
-def _taken_off(pod: Pod, address: str) -> str:
-    with contextlib.suppress(OSError), namespaces.inside(pod.path):
-        return f"`nsenter --net={pod.path} {take_off(address, links.read_node().held) or 'ip address'}`"
-    return "take it away"
 
 
 def _not_forwarded(address: str, to: links.Interface, peers: Iterable[str]) -> tuple[str, str] | None:
