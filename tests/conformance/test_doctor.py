@@ -615,7 +615,11 @@ def firewall(table: str) -> Provoke:
 
 
 def recovered(clinic: Clinic) -> None:
-    """Return when the status is OK after the incidents before this one: the Node is there, and backends answer."""
+    """Return when the status is OK after the incidents before this one: the Node is there, and backends answer.
+
+    Of their changes nothing is left, which would look like endpoints that flap.
+    """
+    changes_path(str(clinic.agent.socket)).unlink(missing_ok=True)
     clinic.api.put_all(json.loads(node_manifest(clinic.lab))["items"])
 
     def is_ok(status: AgentStatus) -> bool:
@@ -1313,12 +1317,12 @@ def test_a_gateway_that_became_wrong_is_put_right_by_the_command(
     special = clinic.lab.run(place, ["ip", "route", "show", "10.77.2.0/24"]).stdout.split() if to == "default" else []
     before = clinic.lab.run(place, ["ip", "route", "show", to]).stdout.split()
     path = changes_path(str(clinic.agent.socket))
-    path.unlink(missing_ok=True)
     try:
         if special:  # what leads there is the default route now
             clinic.run("node", "ip", "route", "replace", "default", "via", "192.168.77.3", "dev", "eth0")
             clinic.run("node", "ip", "route", "del", *special)
-            until(lambda: "10.77.2.0/24 via" in str(read_changes(path)), "it is written down")
+            gone = "route 10.77.2.0/24 via 192.168.77.3 dev eth0 is gone"
+            until(lambda: any(row.what.startswith(gone) for row in read_changes(path)), "it is written down")
         path.unlink(missing_ok=True)
         clinic.put(pod)
         clinic.run(place, "ip", "route", "replace", to, "via", wrong, "dev", "eth0", "onlink")
