@@ -370,10 +370,11 @@ def test_a_config_map_s_volume(tmp_path: Path, running: Watcher) -> None:
     (tmp_path / "link.yaml").symlink_to("..data/good.yaml")
     (tmp_path / "good.yaml").unlink()
     running.until(lambda: running.addresses == {"a": "10.96.0.2", "b": "10.96.0.1", "good": "10.96.0.2"})
+    before = len(running.events)  # `good` may have been without a file for a moment
     write("..2024_2", "10.96.0.3")
     running.until(lambda: running.addresses == {"a": "10.96.0.3", "b": "10.96.0.1", "good": "10.96.0.3"})
     assert not running.problems
-    assert not any(isinstance(event, Removed) for event in running.events)
+    assert not any(isinstance(event, Removed) for event in running.events[before:])
 
 
 def test_a_link_to_a_folder_below_another_one_is_reported(tmp_path: Path) -> None:
