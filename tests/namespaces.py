@@ -7,14 +7,18 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from socket import AF_INET6
+from typing import Final
 
 import pytest
 from pyroute2 import IPRoute
 
 from hybrid_proxy.workshop.lab.namespace import CLONE_NEWNET
 from hybrid_proxy.workshop.lab.network import Lab
+from tests.waiting import until
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+LOCAL: Final = 255  # RT_TABLE_LOCAL
 _LABS = itertools.count()
 
 
@@ -46,9 +50,18 @@ def new_lab(letter: str, pods: int, *, remote: int = 0) -> Iterator[Lab]:
 
 
 def loopback(*addresses: str) -> None:
-    """Bring up the loopback of the namespace that the calling thread is in, with these addresses."""
+    """Bring up the loopback of the namespace that the calling thread is in, with these addresses.
+
+    The kernel makes the local routes of IPv6 addresses later (addrconf_dad_work); until then, packets to them are lost.
+    """
     with IPRoute() as link:
         index = link.link_lookup(ifname="lo")[0]
         link.link("set", index=index, state="up")
         for address in addresses:
             link.addr("add", index=index, address=address, prefixlen=128 if ":" in address else 32)
+        wanted = {address for address in addresses if ":" in address}
+
+        until(
+            lambda: wanted <= {str(route.get("dst")) for route in link.get_routes(family=AF_INET6, table=LOCAL)},
+            f"local routes of {wanted}",
+        )
