@@ -104,13 +104,13 @@ def test_a_phase_has_nothing_of_the_agents_and_the_values_of_the_pods(phase: str
     """As with the values that a cluster gave the agents."""
     given = "serviceMonitor.enabled=true,prometheusRule.enabled=true,dashboard.enabled=true,seccompFolder=/kubelet"
     (daemonset,) = rendered(
-        "--set", f"phase={phase},mode=nftables,affinity=null,{given}",
+        "--set", f"phase={phase},mode=nftables,affinity=null,priorityClassName=mine,{given}",
         "--set", "image.repository=r.example/hp,image.tag=7,image.pullSecrets[0].name=secret,nodeSelector.pool=a",
     )  # fmt: skip
     pod = daemonset["spec"]["template"]["spec"]
     assert {each["image"] for each in (*pod["initContainers"], *pod["containers"])} == {"r.example/hp:7"}
     assert pod["imagePullSecrets"] == [{"name": "secret"}]
-    assert pod["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "a"}
+    assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"kubernetes.io/os": "linux", "pool": "a"}, "mine")
     folders = [volume["hostPath"]["path"] for volume in pod["volumes"] if volume["name"] == "seccomp"]
     assert folders == ["/kubelet"] * (phase != "takeover")
 
@@ -383,7 +383,7 @@ def test_the_test_is_a_pod_where_agents_are_and_none_of_theirs() -> None:
     agents = daemonset["spec"]["template"]["spec"]
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == "hybrid-proxy-test"
-    for field in ("hostNetwork", "nodeSelector", "affinity", "tolerations", "imagePullSecrets"):
+    for field in ("hostNetwork", "nodeSelector", "affinity", "tolerations", "imagePullSecrets", "priorityClassName"):
         assert pod["spec"][field] == agents[field], field
     assert pod["spec"]["containers"][0]["image"] == f"r.example/hp:{TAG}"
 

@@ -123,11 +123,16 @@ def test_the_role_has_what_the_agent_asks_for_and_nothing_else() -> None:
     assert binding["roleRef"]["name"] == one("base", "ClusterRole")["metadata"]["name"]
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_full_node_has_room_for_every_pod(folder: str) -> None:
+    """Also for those that abort a wave: a pod without priority stays Pending there."""
+    assert one(folder, "DaemonSet")["spec"]["template"]["spec"]["priorityClassName"] == "system-node-critical"
+
+
 @pytest.mark.parametrize("folder", AGENTS)
 def test_the_pod_is_one_of_the_node_on_every_node(folder: str) -> None:
     pod = one(folder, "DaemonSet")["spec"]["template"]["spec"]
     assert pod["hostNetwork"] is True
-    assert pod["priorityClassName"] == "system-node-critical"
     assert pod["tolerations"] == [{"operator": "Exists"}]
     assert pod.get("hostPID", False) == (folder == "base+debug")
     for container in (*pod["initContainers"], *pod["containers"]):
