@@ -96,7 +96,7 @@ compare-vm: vm ## the same, with mode ipvs too, in a virtual machine; under an h
 		--services 100 --changes 3 --state $(CURDIR)/build/compare-vm/state $(ARGS)
 	$(Q)$(VENV)/bin/hybrid-proxy compare --from build/compare-vm/state --report build/compare-vm/report.html
 
-setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab $(STAMPS)/trace ## install what is missing, in about three minutes: packages, the virtual environment, BPF objects
+setup: $(STAMPS)/apt $(STAMPS)/venv bpf $(STAMPS)/lab $(STAMPS)/trace ## install what is missing, in up to three minutes: packages, the virtual environment, BPF objects
 
 vm: setup $(STAMPS)/vm ## install what tests on other kernels need (QEMU)
 
