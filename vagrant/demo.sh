@@ -96,10 +96,10 @@ back() {
 }
 
 empty= # whether waves may be without nodes
-# block NAME [WAVE [MORE]]: the commands of a block of the page, typed one after the other; MORE is an argument of each.
+# block NAME [MORE]: the commands of a block of the page, typed one after the other; MORE is an argument of each.
 block() {
     awk -v first="\`\`\`sh cluster $1" '$0 == first { on = 1; next } /^```/ { on = 0 } on' "$SOURCE/docs/migration.md" |
-        sed "s/wave=1/wave=${2:-1}/g; s/\$/${3:+ $3}/" >typed
+        sed "s/\$/${2:+ $2}/" >typed
     [ -s typed ] || { echo "demo: docs/migration.md has no block $1" >&2; return 1; }
     while IFS= read -r line <&3; do
         echo "\$ $line"
@@ -126,20 +126,26 @@ waves() {
     empty=
     block "labels selector"
     block start
+    export wave
     for wave in $WAVES; do
-        block wave "$wave"
-        block gates "$wave" "$GATES"
+        echo "\$ wave=$wave"
+        block wave
+        block gates "$GATES"
         if [ "$wave" = 2 ]; then
             echo "wave 2 goes back, on purpose, and comes again"
-            block rollback 2
-            block wave 2
-            block gates 2 "$GATES"
+            block rollback
+            block wave
+            block gates "$GATES"
         fi
         block takeover
     done
 }
 unwind() {
-    for wave in $(for each in $WAVES; do echo "$each"; done | sort -r); do block rollback "$wave"; done
+    export wave
+    for wave in $(for each in $WAVES; do echo "$each"; done | sort -r); do
+        echo "\$ wave=$wave"
+        block rollback
+    done
     block back
 }
 
