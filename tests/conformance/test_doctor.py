@@ -205,10 +205,15 @@ def refused(port: int = 80, **spec: object) -> Provoke:
 
 @contextmanager
 def deleted(clinic: Clinic) -> Iterator[None]:
+
+    def is_written(said: str) -> None:
+        path = changes_path(str(clinic.agent.socket))
+        until(lambda: said in last_known(FIRST, read_changes(path), time.time()), said)
+
     clinic.put("pod1", name=FIRST)
+    is_written("ready: ")  # the incident before this one may have deleted it as well
     clinic.remove(FIRST)
-    path = changes_path(str(clinic.agent.socket))
-    until(lambda: "it was deleted" in last_known(FIRST, read_changes(path), time.time()), "it is written down")
+    is_written("it was deleted")
     yield
 
 
