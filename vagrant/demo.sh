@@ -99,7 +99,7 @@ empty= # whether waves may be without nodes
 # block NAME [MORE]: the commands of a block of the page, typed one after the other; MORE is an argument of each.
 block() {
     awk -v first="\`\`\`sh cluster $1" '$0 == first { on = 1; next } /^```/ { on = 0 } on' "$SOURCE/docs/migration.md" |
-        sed "s/\$/${2:+ $2}/" >typed
+        sed ":join; /\\\\\$/ { N; s/\\\\\n *//; b join; }; s/\$/${2:+ $2}/" >typed
     [ -s typed ] || { echo "demo: docs/migration.md has no block $1" >&2; return 1; }
     while IFS= read -r line <&3; do
         echo "\$ $line"
