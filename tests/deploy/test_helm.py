@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -31,7 +32,7 @@ SAME = {
     **{f"overlays/{mode}":      ("--set", f"mode={mode}") for mode in MODES},
     "overlays/kubeadm":         ("--set", "kubeProxyConfigMap=kube-proxy", "--set", "apiServer="),
     "overlays/kubeadm+per-service": (
-        "--set", "kubeProxyConfigMap=kube-proxy,apiServer=,affinity=null,extraArgs={--service-proxy-name=hybrid-proxy}",
+        "--set", "kubeProxyConfigMap=kube-proxy,apiServer=,extraArgs={--service-proxy-name=hybrid-proxy}",
     ),
     "base+on-delete":           ("--set", "updateStrategy.type=OnDelete,updateStrategy.rollingUpdate=null"),
     "base+servicemonitor":      ("--set", "serviceMonitor.enabled=true"),
@@ -104,7 +105,7 @@ def test_a_phase_has_nothing_of_the_agents_and_the_values_of_the_pods(phase: str
     """As with the values that a cluster gave the agents."""
     given = "serviceMonitor.enabled=true,prometheusRule.enabled=true,dashboard.enabled=true,seccompFolder=/kubelet"
     (daemonset,) = rendered(
-        "--set", f"phase={phase},mode=nftables,affinity=null,priorityClassName=mine,{given}",
+        "--set", f"phase={phase},mode=nftables,keepKubeProxy=false,priorityClassName=mine,{given}",
         "--set", "image.repository=r.example/hp,image.tag=7,image.pullSecrets[0].name=secret,nodeSelector.pool=a",
     )  # fmt: skip
     pod = daemonset["spec"]["template"]["spec"]
@@ -205,6 +206,7 @@ def test_the_notes_of_a_phase_name_its_objects(phase: str) -> None:
     ("updateStrategy.rollingUpdate.maxSurge=all",   "at '/updateStrategy/rollingUpdate/maxSurge': 'all' does not"),
     ("tolerations.operator=Exists",                 "at '/tolerations': got object, want array"),
     ("nodeSelector=linux",                          "at '/nodeSelector': got string, want object"),
+    ("keepKubeProxy=1",                             "at '/keepKubeProxy': got number, want boolean"),
     ("affinity=none",                               "at '/affinity': got string, want null or object"),
     ("seccompFolder=seccomp",                       "at '/seccompFolder': 'seccomp' does not match"),
 ])  # fmt: skip
@@ -389,8 +391,40 @@ def test_the_test_is_a_pod_where_agents_are_and_none_of_theirs() -> None:
 
 
 def test_a_node_that_keeps_kube_proxy_is_a_choice() -> None:
-    (daemonset,) = (item for item in rendered("--set", "affinity=null") if item["kind"] == "DaemonSet")
-    assert "affinity" not in daemonset["spec"]["template"]["spec"]
+    for value in ("keepKubeProxy=false", "hybridProxyConfiguration.serviceProxyName=mine"):
+        pod = substance(rendered("--set", value))["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"]
+        assert "affinity" not in pod
+
+
+@pytest.mark.parametrize(("value", "kept"), [
+    ("mode=auto", True), ("affinity.podAffinity.a=b", True), ("keepKubeProxy=false,affinity.podAffinity.a=b", False),
+    ("extraArgs={--service-proxy-name=mine}", False),
+])  # fmt: skip
+def test_the_notes_say_which_nodes_keep_kube_proxy(value: str, kept: bool) -> None:
+    values = ("--set", f"apiServer={SERVER},{value}")
+    notes = helm("install", "--dry-run=client", "hybrid-proxy", str(CHART), *values).stdout.partition("NOTES:")[2]
+    assert "Agents run on every Linux node" in notes
+    assert ("except those that keep kube-proxy" in notes) == kept
+
+
+def test_an_affinity_of_ones_own_leaves_kube_proxy_where_it_is() -> None:
+    """The scheduler takes a node that matches any of the terms."""
+    terms = [
+        {"matchExpressions": [{"key": "pool", "operator": "Exists"}]},
+        {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["a"]}]},
+    ]
+    preferred = [{"weight": 1, "preference": terms[0]}]
+    required, other = "requiredDuringSchedulingIgnoredDuringExecution", {"podAntiAffinity": {"note": []}}
+    own = {"nodeAffinity": {required: {"nodeSelectorTerms": terms}, "preferredDuringX": preferred}} | other
+    kept = {"key": "hybrid-proxy.io/kube-proxy", "operator": "NotIn", "values": ["yes"]}
+    for value, wanted in (
+        (own, [{"matchExpressions": [*terms[0]["matchExpressions"], kept]}, terms[1] | {"matchExpressions": [kept]}]),
+        (None, [{"matchExpressions": [kept]}]),
+    ):
+        objects = substance(rendered("--set-json", f"affinity={json.dumps(value)}"))
+        found = objects["DaemonSet", "hybrid-proxy"]["spec"]["template"]["spec"]["affinity"]
+        assert found["nodeAffinity"].pop(required) == {"nodeSelectorTerms": wanted}
+        assert found == ({"nodeAffinity": {"preferredDuringX": preferred}} | other if value else {"nodeAffinity": {}})
 
 
 def test_its_page_is_shown_and_names_the_values_that_exist_and_no_others() -> None:
@@ -417,7 +451,7 @@ def test_the_page_of_a_migration_gives_the_chart_the_image_and_all_flags() -> No
         )  # fmt: skip
         assert done.returncode == 0, (flag, done.stderr)
         assert f"image: {image[1].split(',')[0]}:" in done.stdout
-    assert sum("extraArgs" in flag and "affinity" not in flag for flag in flags) == 1, (
+    assert sum("extraArgs" in flag and "service-proxy-name" not in flag for flag in flags) == 1, (
         "of several lists the last counts"
     )
 

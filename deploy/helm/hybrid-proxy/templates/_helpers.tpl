@@ -92,6 +92,23 @@ at loopback alone, so Prometheus finds the pod by the name of its port. */ -}}
 {{- fail (printf "serviceMonitor: Prometheus reaches no metrics %s: leave that out, or name the node's address" ($served | ternary (printf "at %s" $metrics) "with serveMetrics: false")) }}
 {{- end }}
 scraped: {{ $scraped }}
+beside: {{ not (empty $name) }}
+{{- end }}
+
+{{- /* A cluster's own affinity, and in each of its terms the nodes that keep their kube-proxy are left out. */ -}}
+{{- define "hybrid-proxy.affinity" -}}
+{{- $affinity := deepCopy (.Values.affinity | default dict) -}}
+{{- if and .Values.keepKubeProxy (not (include "hybrid-proxy.ports" . | fromYaml).beside) -}}
+{{- $kept := dict "key" "hybrid-proxy.io/kube-proxy" "operator" "NotIn" "values" (list "yes") -}}
+{{- $required := dig "nodeAffinity" "requiredDuringSchedulingIgnoredDuringExecution" dict $affinity -}}
+{{- $terms := list -}}
+{{- range $required.nodeSelectorTerms | default (list dict) -}}
+{{- $terms = append $terms (merge (dict "matchExpressions" (append (.matchExpressions | default list) $kept)) .) -}}
+{{- end -}}
+{{- $node := dict "requiredDuringSchedulingIgnoredDuringExecution" (dict "nodeSelectorTerms" $terms) -}}
+{{- $affinity = mergeOverwrite $affinity (dict "nodeAffinity" $node) -}}
+{{- end -}}
+{{- with $affinity }}{{ toYaml . }}{{ end -}}
 {{- end }}
 
 {{- define "hybrid-proxy.capabilities" -}}
