@@ -147,8 +147,9 @@ def _unread(status: AgentStatus, *, serves: bool) -> tuple[str, str]:
     stays = "what was read last stays in use"
     if status.starting:
         stays = "what the agent before this one left serves" if serves else "nothing is served"
-    look = "the path and who may read it" if status.source.description.startswith("manifests") else LOOK
-    return f"{source.description}: {why or 'it has not answered yet'}; {stays}", f"check {look}"
+    look = "the path and who may read it" if source.description.startswith("manifests") else LOOK
+    what = source.description.partition(": ")[0]  # without how many objects are there
+    return f"{what}: {why or 'it has not answered yet'}; {stays}", f"check {look}"
 
 
 def _source_details(source: SourceStatus) -> list[str]:

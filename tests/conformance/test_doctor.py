@@ -1507,6 +1507,45 @@ def test_a_pod_whose_route_is_gone_is_not_believed_about_others(clinic: Clinic) 
     assert [each.cause for each in found.findings if each.mark == "problem"] == ["endpoint-route"], found
 
 
+def test_a_pod_that_drops_what_comes_in_is_blamed_and_no_other_problem(clinic: Clinic) -> None:
+    """It is a backend and a client: what it asks gets no answers either."""
+    clinic.put(*PODS, "pod4")
+    client = next(each.source for each in clinic.doctor(NAME)[1].connections if each.place == "pod")
+    pod = next(pod for pod in (*PODS, "pod4") if clinic.lab[pod].address4 == client)
+    with clinic.rules(pod, "table inet pod { chain input { type filter hook input priority 0 ; policy drop ; } ; }"):
+        found = clinic.doctor(NAME)[1]
+    clinic.put(*PODS)
+    assert found.verdict.startswith(f"1 of 4 backends gives no answer from the node and from a pod: {client}"), found
+    assert "policy drop" in found.verdict
+    assert "other problem" not in found.verdict
+
+
+def test_a_rule_that_rejects_where_a_process_listens_is_named_uncounted(clinic: Clinic) -> None:
+    with clinic.rules("pod1", DEAF.replace("drop", "ct state new reject with tcp reset")):
+        found = clinic.doctor(NAME)[1]
+    clinic.put(*PODS)
+    assert (found.cause, found.certain) == ("firewall", False), found
+    assert "ct state new reject with tcp reset" in found.verdict
+
+
+def test_what_hits_two_backends_comes_before_what_hits_one(clinic: Clinic) -> None:
+    clinic.put(*PODS, target=NOBODY)
+    with route("", "pod1")(clinic):
+        found = clinic.doctor(NAME)[1]
+    clinic.put(*PODS)
+    ends = [f"{clinic.lab[pod].address4}:{NOBODY}" for pod in PODS[1:]]
+    assert found.cause == "backend-refuses", found
+    assert all(end in found.verdict for end in ends)
+    assert {each.cause for each in found.findings if each.mark == "problem"} == {"backend-refuses", "endpoint-route"}
+
+
+def test_a_client_outside_is_not_let_in_at_node_ports_that_no_endpoint_here_serves(clinic: Clinic) -> None:
+    clinic.put("remote1", type="NodePort", externalTrafficPolicy="Local")
+    codes = [clinic.doctor(*asked)[0] for asked in (FROM_OUTSIDE, (NAME,))]
+    clinic.put(*PODS)
+    assert codes == [1, 0]
+
+
 def test_clients_that_affinity_keeps_with_a_bad_backend_are_named(clinic: Clinic, mode: str) -> None:
     """Modes that see how connections end lead them elsewhere."""
     with sticking(clinic):

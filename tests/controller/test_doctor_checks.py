@@ -47,7 +47,7 @@ from hybrid_proxy.dataplane.table import Backend, BackendSet, Frontend, Kind, Wh
 from tests.controller.test_status_text import ONE_TROUBLE
 from tests.workshop.top.samples import agent_status, dataplane, ebpf
 
-A, B = "10.0.0.1:8080", "10.0.0.2:8080"
+A, B, C = "10.0.0.1:8080", "10.0.0.2:8080", "10.0.0.3:8080"
 A6, VIP6 = "[fd00::1]:8080", "[fd00:96::1]:80"
 VIP = "10.96.0.1:80"
 WELL = NodeFacts(now=1000.0, forwarding={4: True}, no_agent="no agent listens")
@@ -113,6 +113,7 @@ def rule(hook: str, text: str = "tcp dport 8080 drop", packets: int | None = Non
 
 OWN_DROP = msgspec.structs.replace(rule("output", "counter drop"), pod=("10.0.0.9", "fd00::9"))
 AT_A = msgspec.structs.replace(rule("input"), pod=("10.0.0.1",))
+AT_A_REJECTS = msgspec.structs.replace(AT_A, text="ct state new reject with tcp reset")
 NAT_AT_A = msgspec.structs.replace(rule("prerouting", "ip daddr 10.0.0.1 counter dnat to 192.0.2.9"), away=True)
 SIX = TablePort(
     "shop/web:http",
@@ -227,13 +228,13 @@ UDP, SCTP = {"protocol": "UDP", "port": "shop/web:udp"}, {"protocol": "SCTP", "p
 # fmt: off
 # Two ends that are alike: what happens at one says nothing of the other.
 TWINS = [
-    pytest.param((tried(A), tried(VIP), tried(A, *CLOSED, **UDP), tried(VIP, *CLOSED, **UDP)), "backend-refuses", "1 of 1 backend refuses targetPort 8080/UDP from the node and from a pod", id="a UDP port where nobody listens"),
-    pytest.param((tried(A, *CLOSED), tried(A, "sent", "sent", **UDP)), "backend-refuses", "1 of 1 backend refuses targetPort 8080 from the node and from a pod", id="a TCP port where nobody listens"),
-    pytest.param((tried(A), tried(A, *CLOSED, **SCTP)), "backend-refuses", "1 of 1 backend refuses targetPort 8080/SCTP from the node and from a pod", id="an SCTP port where nobody listens"),
+    pytest.param((tried(A), tried(VIP), tried(A, *CLOSED, **UDP), tried(VIP, *CLOSED, **UDP)), "backend-refuses", "1 of 1 backend refuses targetPort 8080/UDP from the node and from a pod: 10.0.0.1:8080/UDP", id="a UDP port where nobody listens"),
+    pytest.param((tried(A, *CLOSED), tried(A, "sent", "sent", **UDP)), "backend-refuses", "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080", id="a TCP port where nobody listens"),
+    pytest.param((tried(A), tried(A, *CLOSED, **SCTP)), "backend-refuses", "1 of 1 backend refuses targetPort 8080/SCTP from the node and from a pod: 10.0.0.1:8080/SCTP", id="an SCTP port where nobody listens"),
     pytest.param((tried(A, "silent", "silent"), tried(A, **SCTP)), "backend-silent", "1 of 1 backend gives no answer from the node and from a pod: 10.0.0.1:8080", id="a TCP port that is silent"),
-    pytest.param((tried(A), tried(A6, *CLOSED)), "backend-refuses", "1 of 2 backends refuses targetPort 8080 from the node and from a pod", id="nobody listens at the IPv6 address"),
-    pytest.param((tried(A), tried("10.0.0.1:81", *CLOSED)), "backend-refuses", "1 of 2 backends refuses targetPort 81 from the node and from a pod", id="nobody listens at another port of the pod"),
-    pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.1:82", "sent", "refused", **UDP)), "backend-refuses", "2 of 2 backends refuse targetPort 81/UDP, 82/UDP from the node and from a pod", id="the host refuses no more datagrams of the node"),
+    pytest.param((tried(A), tried(A6, *CLOSED)), "backend-refuses", "1 of 2 backends refuses targetPort 8080 from the node and from a pod: [fd00::1]:8080", id="nobody listens at the IPv6 address"),
+    pytest.param((tried(A), tried("10.0.0.1:81", *CLOSED)), "backend-refuses", "1 of 2 backends refuses targetPort 81 from the node and from a pod: 10.0.0.1:81", id="nobody listens at another port of the pod"),
+    pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.1:82", "sent", "refused", **UDP)), "backend-refuses", "2 of 2 backends refuse targetPort 81/UDP, 82/UDP from the node and from a pod: 10.0.0.1:81/UDP, 10.0.0.1:82/UDP", id="the host refuses no more datagrams of the node"),
     pytest.param((tried("10.0.0.1:81", "refused", "refused", **UDP), tried("10.0.0.2:82", "sent", "refused", **UDP)), "forwarding-loses", "", id="another host refuses none of the node"),
     pytest.param((tried(A, pod="silent", **SCTP), tried(A)), "forwarding-loses", "this node loses forwarded packets: connections from a pod to 10.0.0.1:8080/SCTP fail, those from the node do not, and no rule that drops them was found", id="SCTP is lost on the way"),
     pytest.param((tried(A), tried(VIP, "silent", "silent"), tried("10.0.0.1:81", *CLOSED, port="shop/web:x")), "service-path", "", id="one port's address fails, and nobody listens at another port"),
@@ -285,10 +286,10 @@ TEXTS = [
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "headless: it has no ClusterIP"}), "shop/web is not served here: headless: it has no ClusterIP", id="a Service that is not meant to be served"),
     pytest.param(facts(ports=(), services=("shop/wen",), ignored={"shop/web": "refused: no port"}), "shop/web is not served here: refused: no port", id="a Service that is refused"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves"),), unready=("10.0.0.1", "fd00::1")), "0 of 1 endpoint is ready: 10.0.0.1: none serves (shop/web:http, IPv4)", id="which endpoints are not ready"),
-    pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
-    pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("8080",)}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod, although it listens there: a firewall rejects", id="a firewall in the pod rejects"),
-    pytest.param(facts(tried(A, "refused", None), tried(B, "refused", None), listening={(A, "TCP"): (), (B, "TCP"): ()}), "2 of 2 backends refuse targetPort 8080 from the node; nothing listens by TCP in pods 10.0.0.1, 10.0.0.2", id="nothing listens in the pods"),
-    pytest.param(facts(tried(A, "refused", None), tried(B), listening={(A, "TCP"): ()}), "1 of 2 backends refuses targetPort 8080 from the node; nothing listens by TCP in pod 10.0.0.1", id="nothing listens in a pod"),
+    pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("127.0.0.1:8080", "9090")}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080; it listens on 127.0.0.1:8080, 9090", id="where the pod listens"),
+    pytest.param(facts(tried(A, "refused", "refused"), ports=(port(A),), listening={(A, "TCP"): ("8080",)}), "1 of 1 backend refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080, although it listens there: a firewall rejects", id="a firewall in the pod rejects"),
+    pytest.param(facts(tried(A, "refused", None), tried(B, "refused", None), listening={(A, "TCP"): (), (B, "TCP"): ()}), "2 of 2 backends refuse targetPort 8080 from the node: 10.0.0.1:8080, 10.0.0.2:8080; nothing listens by TCP in pods 10.0.0.1, 10.0.0.2", id="nothing listens in the pods"),
+    pytest.param(facts(tried(A, "refused", None), tried(B), listening={(A, "TCP"): ()}), "1 of 2 backends refuses targetPort 8080 from the node: 10.0.0.1:8080; nothing listens by TCP in pod 10.0.0.1", id="nothing listens in a pod"),
     pytest.param(facts(ports=(port(why="the service has no endpoints"),), selector=""), "no endpoint is ready: the service has no endpoints (shop/web:http, IPv4)", id="no selector"),
     pytest.param(facts(tried(A, "silent", "silent"), tried(B), tried(VIP, pod="silent"), ports=(msgspec.structs.replace(port(A, B), affinity_seconds=60),)), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080; session affinity keeps 10.0.0.9 there until idle for 60 s", id="who sticks to a backend that fails"),
     pytest.param(facts(packet=PACKET, verdicts=(AWAY,), elsewhere={"10.0.1.1": "n2", "fd00::1": "n2"}), "externalTrafficPolicy Local drops it at this node: no endpoint here: 10.0.1.1 on n2", id="which policy drops, and where endpoints are"),
@@ -298,6 +299,10 @@ TEXTS = [
     pytest.param(facts(*GOOD, ports=(port(A, B), SIX), own=("10.0.9.9",)), "shop/web is well: 6 of 6 connections were answered; 1 of 3 backends was not tried: this node has no IPv6 address to try it from", id="why one was not tried"),
     pytest.param(facts(*LOST, by("10.0.0.8", *tried(A), *tried(B)), rules=(OWN_DROP,)), "pod 10.0.0.9 does not reach 10.0.0.1:8080, 10.0.0.2:8080; another pod and the node do; the firewall of pod 10.0.0.9 has `counter drop` in chain c of table inet fw, which may drop them", id="what the client's own firewall may do"),
     pytest.param(facts(*LOST, rules=(OWN_DROP,), counted={OWN_DROP: 4}), "the firewall of pod 10.0.0.9 drops packets in OUTPUT: `counter drop` in chain c of table inet fw counted 4 packets while connections from a pod to 10.0.0.1:8080, 10.0.0.2:8080 fail, those from the node do not", id="the client's own firewall"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B, *CLOSED), tried(C, *CLOSED), ports=(port(A, B, C),), astray={"10.0.0.1": ("no route leads there", "")}), "2 of 3 backends refuse targetPort 8080 from the node and from a pod: 10.0.0.2:8080, 10.0.0.3:8080 (and 1 other problem)", id="what hits two backends before what hits one"),
+    pytest.param(facts(tried(A, *CLOSED), tried(B), rules=(AT_A_REJECTS,), listening={(A, "TCP"): ("8080",)}), "the firewall of pod 10.0.0.1 probably rejects packets in INPUT: connections to 10.0.0.1:8080 failed from the node and from a pod; on their way is `ct state new reject with tcp reset` in chain c of table inet fw", id="a rule that rejects, where the pod listens, and is not understood"),
+    pytest.param(facts(tried(A, *CLOSED), tried(B), rules=(msgspec.structs.replace(AT_A_REJECTS, text="tcp dport 9 ct state new reject"),), listening={(A, "TCP"): ("8080",)}), "1 of 2 backends refuses targetPort 8080 from the node and from a pod: 10.0.0.1:8080, although it listens there: a firewall rejects", id="a rule that rejects what comes to another port"),
+    pytest.param(facts(tried(A, "silent", "silent"), tried(B), by("10.0.0.1", *tried(B, pod="silent")), rules=(msgspec.structs.replace(AT_A, text="policy drop"),)), "1 of 2 backends gives no answer from the node and from a pod: 10.0.0.1:8080; or the firewall of pod 10.0.0.1 drops it: `policy drop` in chain c of table inet fw", id="a client that answers nobody either"),
     pytest.param(facts(ports=(port(why="no endpoint is ready, and none serves while it terminates"),)), "no endpoint is ready: none serves while it terminates (shop/web:http, IPv4)", id="nothing is said twice"),
 ]
 # fmt: on
@@ -363,11 +368,10 @@ def test_a_pod_that_is_cut_off_is_not_believed_about_others(
 
 def test_backends_behind_a_bad_way_count_among_all() -> None:
     """That two of three answer is no reason to overlook the third."""
-    third = "10.0.0.3:8080"
     found = facts(
         *GOOD,
-        tried(third, "silent", "silent"),
-        ports=(port(A, B, third),),
+        tried(C, "silent", "silent"),
+        ports=(port(A, B, C),),
         astray={"10.0.0.3": ("no route leads there", "")},
     )
     assert "2 of 3 backends answer, from the node and from pod 10.0.0.9" in [each.text for each in service(found)[2]]
@@ -429,7 +433,7 @@ NODES = [
     pytest.param({"other_proxies": ("kube-proxy left its rules",)}, "other-proxy", "problem", id="another proxy"),
     pytest.param({"forwarding": {4: True, 6: False}}, "forwarding-off", "problem", id="no forwarding of IPv6"),
     pytest.param({"closed": (rule("forward", "policy drop", 9),)}, "firewall", "warning", id="the policy of FORWARD drops"),
-    pytest.param({"taken": (("a/b", "10.96.0.9", Rule("ip x", "c", ("prerouting",), "dnat to 10.0.0.1", 9, away=True)),)}, "foreign-nat", "warning", id="NAT of another program"),
+    pytest.param({"taken": (("a/b", "10.96.0.9", Rule("ip x", "c", ("prerouting",), "dnat to 10.0.0.1", 9, away=True)),)}, "foreign-nat", "problem", id="NAT of another program"),
     pytest.param({"conntrack": Fill(100, 100)}, "conntrack-full", "problem", id="conntrack is full"),
     pytest.param({"conntrack": Fill(95, 100)}, "conntrack-full", "problem", id="conntrack is nearly full"),
     pytest.param({"conntrack": Fill(5, 100), "lost": {"drop": (9, 2)}}, "conntrack-full", "warning", id="conntrack drops just now"),
@@ -1000,6 +1004,34 @@ def test_of_several_services_each_has_one_line(found: ServiceFacts, mark: str, t
     assert short.mark == mark
     assert short.text.startswith(text)
     assert todo in short.todo
+
+
+def test_of_a_node_without_an_agent_that_comes_first() -> None:
+    node = msgspec.structs.replace(WELL, forwarding={4: False})
+    assert diagnose("node", list(node_findings(node))).cause == "no-agent"
+
+
+@pytest.mark.parametrize(("stranger", "mark"), [("192.168.77.1", "problem"), ("", "warning")])
+def test_a_client_outside_that_no_endpoint_here_serves_is_not_let_in(stranger: str, mark: str) -> None:
+    _, _, findings = service(facts(*GOOD, ports=(port(A, B, external=True),), stranger=stranger))
+    assert [each.mark for each in findings if each.cause == "no-local-endpoint"] == [mark]
+
+
+@pytest.mark.parametrize(("pod", "mark"), [("silent", "problem"), ("answered", "warning")])
+def test_a_policy_of_forward_that_took_packets_of_pods_is_a_problem(pod: Outcome, mark: str) -> None:
+    policy = rule("forward", "policy drop", 4)
+    node = msgspec.structs.replace(WELL, closed=(policy,), tried=tuple(tried(A, pod=pod)))
+    assert [each.mark for each in node_findings(node) if each.cause == "firewall"] == [mark]
+
+
+def test_what_kube_proxy_left_is_called_so() -> None:
+    left = Rule("ip nat", "KUBE-SVC-X", ("prerouting",), "ip daddr 10.96.0.9 dnat to 10.0.0.1", 9, away=True)
+    node = msgspec.structs.replace(WELL, taken=(("shop/web", "10.96.0.9", left),))
+    counted = {msgspec.structs.replace(left, packets=None): 3}
+    for findings in (node_findings(node), service_findings(facts(*GOOD, counted=counted), node)):
+        found = next(each for each in findings if each.cause == "foreign-nat")
+        assert found.text.startswith("kube-proxy's NAT")
+        assert "`hybrid-proxy takeover`" in found.todo
 
 
 def test_a_lost_address_comes_before_a_full_map() -> None:

@@ -79,6 +79,7 @@ FLAPPING_SECONDS: Final = 600.0  # after which the end of it is believed
 AT_ONCE: Final = ("backend-closes", "backend-unreachable")  # one attempt shows it for sure
 LOOK_INSIDE: Final = "look at the pod's log; a proxy in the pod may have no server behind it"
 SLOW_SECONDS, SLOW_TIMES = 0.5, 10.0  # of an answer: at least, and as often as the others
+KUBE_NAT: Final = "stop kube-proxy if it runs, then `hybrid-proxy takeover` removes its rules"
 NO_NAT: Final = "delete this rule, or take the address out of it; its table and its comment tell whose it is"
 AGAIN: Final = f"ask again in a second, then {READ_LOG}"
 AS_ROOT: Final = "run as root, on the node itself"
@@ -101,9 +102,9 @@ FAILURES: Final[dict[str, tuple[str, str, Cause, str]]] = {
 
 def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = (), seconds: float = 0.0) -> Diagnosis:
     """The verdict: the problem that explains most, else the first warning, else that all is well, as far as is seen."""
-    bad = (f for f in findings if f.mark == "problem")
-    problems = sorted(bad, key=lambda f: (target == "node" and f.cause in OF_SOME, _rank(f)))
-    warnings = sorted((f for f in findings if f.mark == "warning"), key=_rank)
+    problems, warnings = _ordered(findings, "problem"), _ordered(findings, "warning")
+    if target == "node":
+        problems.sort(key=lambda f: (f.cause in OF_SOME, f.cause != "no-agent"))
     limits = [f for f in findings if f.cause == "restricted"]
     chosen = next(iter(problems or warnings or limits), None)
     unseen = [f for f in findings if f.mark == "unknown" and (f.subject == "backends" or f.cause == "untried")]
@@ -121,15 +122,18 @@ def diagnose(target: str, findings: Sequence[Finding], tried: Sequence[Tried] = 
     )
 
 
-def _rank(finding: Finding) -> int:
-    return CAUSES.index(finding.cause) or len(CAUSES)
+def _ordered(findings: Sequence[Finding], mark: Mark) -> list[Finding]:
+    """What explains most comes first; of causes that hit some backends or clients, the one that hits most of them."""
+    found = sorted((f for f in findings if f.mark == mark), key=lambda f: CAUSES.index(f.cause) or len(CAUSES))
+    hits = {cause: sum(f.hits for f in found if f.cause == cause) for cause in {f.cause for f in found}}
+    limited = iter(sorted((f for f in found if f.hits), key=lambda f: -hits[f.cause]))
+    return [next(limited) if each.hits else each for each in found]
 
 
 def _verdict(target: str, problems: list[Finding], warnings: list[Finding], tried: Sequence[Tried]) -> str:
     if problems or (warnings and (target == "node" or not tried)):
         first, *rest = problems or warnings
-        more = f" (and {several(len(rest), f'other {first.mark}')})" if rest else ""
-        return f"{first.text}{more}"
+        return first.text + f" (and {several(len(rest), f'other {first.mark}')})" * bool(rest)
     asked = [each for each in tried if each.outcome in ANSWERED]
     well = "the node is well" if target == "node" else f"{target} is well"
     if asked:
@@ -212,8 +216,7 @@ def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
     known = troubles(agent, serves=serves, answered=answered)
     found = [each for each in known if each.cause not in looked_at]
     drains = "".join(f"; mode {left.mode} drains, {left.text}" for left in agent.draining)
-    missed = len(facts.unprogrammed)
-    without = f", but for {several(missed, 'service port')}" if missed else ""
+    without = f", but for {several(len(facts.unprogrammed), 'service port')}" * bool(facts.unprogrammed)
     well = {
         "mode": f"{agent.mode.effective} serves{drains}",
         "sync": f"{several(agent.services, 'service')} in sync{without}",
@@ -264,20 +267,22 @@ def _closed(facts: NodeFacts) -> Iterator[Finding]:
     """What no rule of FORWARD accepts is dropped: whether that hinders pods, its counter tells."""
     for rule in facts.closed:
         todo = _count_it(rule) if rule.packets is None else f"if these are pods', {_accept(rule)}"
-        yield _counted("firewall", "FORWARD drops what no rule of it accepts", rule, rule.packets, todo)
+        bad: Mark = "problem" if lost_on_the_way(facts.tried) else "warning"
+        yield _counted("firewall", "FORWARD drops what no rule of it accepts", rule, rule.packets, todo, bad)
 
 
 def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Finding]:
     """NAT of other programs for addresses of Services, or of this one: its counter tells whether it was before ours."""
     for service, address, rule in node.taken:
-        text = f"another program's NAT sends packets to {address} ({service}) elsewhere"
+        whose = "kube-proxy" if rule.chain.startswith("KUBE-") else "another program"
+        text = f"{whose}'s NAT sends packets to {address} ({service}) elsewhere"
         if facts is None:
-            yield _counted("NAT", text, rule, rule.packets, NO_NAT)
-        elif rule.packets is None and any(_is_about(rule, each) for each in _failing(facts.tried)):
+            yield _counted("NAT", text, rule, rule.packets, _accept(rule), "problem")
+        elif rule.packets is None and any(_is_about(rule, each, facts) for each in _failing(facts.tried)):
             continue  # the finding about what fails names it
         elif belongs(facts.name, service):
             own = msgspec.structs.replace(rule, packets=None)
-            yield _counted("NAT", text, rule, facts.counted.get(own, rule.packets and 0), NO_NAT, "problem")
+            yield _counted("NAT", text, rule, facts.counted.get(own, rule.packets and 0), _accept(rule), "problem")
 
 
 def _counted(subject: str, text: str, rule: Rule, packets: int | None, todo: str, bad: Mark = "warning") -> Finding:
@@ -338,8 +343,7 @@ def _flapping(changes: Sequence[ChangeRow], now: float) -> Iterator[Finding]:
 
 def _empty(facts: NodeFacts) -> Finding:
     if not facts.empty and (facts.unread or not any(facts.programmed.values())):
-        todo = AS_ROOT if facts.denied else ""
-        return Finding("unknown", "endpoints", facts.unread or "no service port is programmed", todo)
+        return Finding("unknown", "endpoints", facts.unread or "no service port is programmed", AS_ROOT * facts.denied)
     if not facts.empty:
         return Finding("ok", "endpoints", "each service port has some")
     last = {row.service: row.last for row in facts.changes}
@@ -423,7 +427,7 @@ def in_short(facts: ServiceFacts, node: NodeFacts) -> Finding:
         return Finding("ok", "service", found.verdict)
     mark: Mark = "warning" if found.well else "problem"
     # Without "(and 1 other problem)": the verdict on all services counts them.
-    worst = min((each for each in findings if each.mark == mark), key=_rank)
+    worst = _ordered(findings, mark)[0]
     text = found.verdict if found.well and facts.tried else f"{facts.asked}: {worst.text}"
     return Finding(mark, "service", text, worst.todo, found.cause, found.certain)
 
@@ -569,14 +573,15 @@ def _sets(port: TablePort, facts: ServiceFacts) -> Iterator[Finding]:
     why = cluster[0].why if cluster else ""
     more = f"; not ready: {some(unready)}" if unready else ""
     yield Finding("ok", "table", f"{port.name}, IPv{port.family}: {several(len(ends), 'backend')} ({why}{more})")
-    if facts.packet is None:
+    if facts.packet is None and all(verdict.verdict != "drop" for verdict in facts.verdicts):
         for each in port.frontends:
             inside = each.kind is Kind.CLUSTER_IP
             local = port.backend_sets[each.internal if inside else each.external]
             if not local.backends and local.when_empty is WhenEmpty.DROP:
                 whose = f"packets of clients {'of this node' if inside else 'outside'} to its {each.kind.value}"
                 text, todo = _policy(local.why, facts, port.family, whose)
-                yield Finding("problem" if inside else "warning", "table", text, todo, "no-local-endpoint")
+                mark: Mark = "problem" if inside or facts.stranger else "warning"
+                yield Finding(mark, "table", text, todo, "no-local-endpoint")
                 break
 
 
@@ -640,13 +645,13 @@ def _links(facts: ServiceFacts) -> Iterator[Finding]:
                 f"end of its link, drops what is larger than {each.mtu}{lost}"
             )
             todo = f"`ip link set {each.interface} mtu {each.sends}`, and correct the CNI plugin's MTU"
-            yield Finding("problem", "links", text, todo, "mtu")
+            yield Finding("problem", "links", text, todo, "mtu", hits=1)
         elif each.drops and not all(map(is_good, facts.tried)):
             text = f"the link of {where} ({each.interface}) dropped {several(each.drops, 'packet')} just now"
             yield Finding("warning", "links", text, "`ip -s link` counts them", "drops")
     for address, (why, todo) in _misled(facts).items():
         text, sure = f"the way to {address} is wrong: {why}", not why.endswith("?")
-        yield Finding("problem", "routes", text, todo, "endpoint-route", sure)
+        yield Finding("problem", "routes", text, todo, "endpoint-route", sure, 1)
 
 
 def _misled(facts: ServiceFacts) -> dict[str, tuple[str, str]]:
@@ -660,7 +665,7 @@ def _link_down(link: PodLink) -> Finding:
     end = "the pod's end" if link.down.startswith("nsenter") else "the node's end"
     text = f"the link of pod {' '.join(link.addresses)} is down, at {end} ({link.interface} on the node)"
     todo = f"`{link.down}`; the CNI plugin's log may say who took it down"
-    return Finding("problem", "links", text, todo, "link-down")
+    return Finding("problem", "links", text, todo, "link-down", hits=1)
 
 
 def _ends(port: TablePort) -> list[Backend]:
@@ -703,8 +708,7 @@ def _programmed(facts: ServiceFacts, ejected: set[tuple[str, str]]) -> Finding:
         text = f"the kernel lacks {some(lacking)}, which the table has"
         return Finding("problem", "kernel", text, AGAIN, "kernel-differs")
     if wanted and not facts.rows:
-        text = "the service is not among what is programmed"
-        return Finding("problem", "kernel", text, AGAIN, "not-programmed")
+        return Finding("problem", "kernel", "the service is not among what is programmed", AGAIN, "not-programmed")
     return Finding("ok", "kernel", f"{several(len(wanted), 'backend')} programmed, as the table has them")
 
 
@@ -728,7 +732,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if stuck:
         what = dict.fromkeys(f"{_end(each)} listens, but its queue of {full[each.end]} is full" for each in stuck)
         text = f"{some([*what], '; ')}: the program does not accept"
-        yield Finding("problem", "connections", text, FAILURES["mute"][3], "backend-never-answers")
+        yield Finding("problem", "connections", text, FAILURES["mute"][3], "backend-never-answers", hits=len(what))
     for each in facts.tried:
         if each.outcome == "failed":
             yield Finding("unknown", "connections", f"{_end(each)} could not be tried: {each.detail}")
@@ -765,12 +769,16 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         todo = "look at that pod: its routes, its firewall, its network policies"
         if any(is_good(each) for each in direct if each.source == sick[0].source):
             todo = "look at firewalls and network policies between these two, in both pods"
-        if explaining := _explaining(facts, node, mine):
+        to_it = [each.outcome in LOST for each in direct if _host(each) == sick[0].source]
+        if to_it and all(to_it):
+            pass  # it answers nobody either, which is a finding of its own
+        elif explaining := _explaining(facts, node, mine):
             yield _blamed(facts, explaining, mine, text)
         else:
             may = _without_counter(facts, node, mine)[:1]
             text += "".join(f"; {_firewall(rule)} has {_rule(rule)}, which may drop them" for rule in may)
-            yield Finding("problem", "client", text, "; else ".join([*map(_accept, may), todo]), "client-pod", not may)
+            todo = "; else ".join([*map(_accept, may), todo])
+            yield Finding("problem", "client", text, todo, "client-pod", not may, 1)
         lost = [each for each in lost if each.source != sick[0].source]
         direct = [each for each in direct if each.source != sick[0].source]
         through = [each for each in through if each.source != sick[0].source]
@@ -841,7 +849,8 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
     text = f"packets are lost: {answered} of {several(len(syns), 'SYN')} to {_targets(syns)} {_from(syns)} "
     text += f"{_verb(range(answered), 'was', 'were')} answered{where}"
     todo = "look at the link (`tc -s qdisc`, `ip -s link`), and whether the pod's queue is full (`ss -ltn` in the pod)"
-    return Finding("problem", "connections", text, _accept(rule) if rule else todo, "lossy")
+    hits = len({each.end for each in syns if each.via == "backend"})
+    return Finding("problem", "connections", text, _accept(rule) if rule else todo, "lossy", hits=hits)
 
 
 def _is_sure(failing: Sequence[Tried], facts: ServiceFacts) -> bool:
@@ -881,9 +890,11 @@ def _explaining(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Tried]) -
     Where there is none, those without a counter that take each of them, as they read, and none that succeeded.
     """
     counted = [rule for rule in _rules_at(facts, node, failed, facts.counted) if facts.counted[rule] >= len(failed)]
-    read = [rule for rule in _without_counter(facts, node, failed) if all(_is_about(rule, each) for each in failed)]
+    read = [
+        rule for rule in _without_counter(facts, node, failed) if all(_is_about(rule, each, facts) for each in failed)
+    ]
     good = [each for each in facts.tried if is_good(each)]
-    met = {rule for each in good for rule in _rules_at(facts, node, [each], read) if _is_about(rule, each)}
+    met = {rule for each in good for rule in _rules_at(facts, node, [each], read) if _is_about(rule, each, facts)}
     return counted or [rule for rule in read if rule not in met]
 
 
@@ -891,11 +902,14 @@ def _without_counter(facts: ServiceFacts, node: NodeFacts, failed: Sequence[Trie
     return [rule for rule in _rules_at(facts, node, failed, facts.rules) if rule.packets is None]
 
 
-def _is_about(rule: Rule, each: Tried) -> bool:
+def _is_about(rule: Rule, each: Tried, facts: ServiceFacts) -> bool:
     """Return whether a rule takes the packets of a connection, or the answers, by what it says."""
+    # Where a process listens, a firewall rejects for sure: not all words of such a rule need be understood.
+    listens = each.outcome == "refused" and each.target.rpartition(":")[2] in facts.listening.get(each.end, ())
+    surely = not listens or _does(rule) != "rejects"
     ends, protocol = ((each.source, ""), (_host(each), each.target.rpartition(":")[2])), each.protocol.lower()
     packets = (zip(FIELDS, (*start, *end, protocol), strict=True) for start, end in (ends, ends[::-1]))
-    return any(takes(rule.text, dict(packet)) for packet in packets)
+    return any(takes(rule.text, dict(packet), surely=surely) for packet in packets)
 
 
 def _blamed(
@@ -911,7 +925,8 @@ def _blamed(
         todo = f"it has no counter: {_count_it(rule)}, then ask doctor again, which names the rule that counts"
     own = rule.pod and {each.source for each in failed} <= {*rule.pod}
     cause: Cause = "foreign-nat" if rule.away else "client-pod" if own else "firewall"
-    return Finding(mark, "firewall", text, todo, cause, sure)
+    hits = 1 if own else len({each.end for each in failed if each.via == "backend"})
+    return Finding(mark, "firewall", text, todo, cause, sure, hits)
 
 
 def is_good(each: Tried) -> bool:
@@ -974,7 +989,8 @@ def _on_the_way(
             "`hybrid-proxy trace --drops` says for which reason the kernel drops them, though not by which rule; check "
             "network policies and routes"
         )
-        yield Finding(mark, "forwarding", text, todo, "forwarding-loses", certain=False)
+        hits = len({each.end for each in failed})
+        yield Finding(mark, "forwarding", text, todo, "forwarding-loses", certain=False, hits=hits)
 
 
 def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
@@ -1002,6 +1018,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 at = list(dict.fromkeys(place for one in worsts for place in facts.listening.get(one.end, ())))
                 dead = list(dict.fromkeys(_host(one) for one in worsts if facts.listening.get(one.end) == ()))
                 text = f"{count} {_verb(targets, 'refuses', 'refuse')} targetPort {', '.join(numbers)}{where}"
+                text += f": {some(targets)}"
                 todo = "compare targetPort with the port that the container listens on, at all of its addresses"
                 listens = _verb(targets, "it listens", "they listen")
                 if not set(numbers).isdisjoint(at):
@@ -1013,7 +1030,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                     todo = "the process does not run, or has not opened its port yet: see the container's log and state"
                 if dead:
                     text += f"; nothing listens by {protocol} in {_verb(dead, 'pod', 'pods')} {some(dead)}"
-                yield Finding("problem", "connections", f"{text}{stays}", todo, "backend-refuses")
+                yield Finding("problem", "connections", f"{text}{stays}", todo, "backend-refuses", hits=len(targets))
             case "answered":
                 yield Finding(well, "connections", f"{count} {_verb(targets, 'answers', 'answer')}, {_places(direct)}")
             case "accepted":
@@ -1032,7 +1049,8 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                     text += f"; or {_firewall(suspects[0])} {_does(suspects[0])} it: {_rule(suspects[0])}"
                     todo, sure = f"{_accept(suspects[0])}; else {todo}", False
                 mark: Mark = "warning" if cause == "backend-closes" else "problem"
-                yield Finding(mark, "connections", f"{text}{stays}", todo, cause, sure or cause in AT_ONCE)
+                sure = sure or cause in AT_ONCE
+                yield Finding(mark, "connections", f"{text}{stays}", todo, cause, sure, len(targets))
 
 
 def _slow(direct: Sequence[Tried]) -> Iterator[Finding]:
@@ -1110,7 +1128,7 @@ def _rule(rule: Rule) -> str:
 
 def _accept(rule: Rule) -> str:
     if rule.away:
-        return NO_NAT
+        return KUBE_NAT if rule.chain.startswith("KUBE-") else NO_NAT
     own = {"input", "output"}.issuperset(rule.hooks)  # packets of pods do not pass there
     whose = (
         "this pod's connections" if rule.pod else "this node's own connections to pods" if own else "the pods' traffic"

@@ -187,6 +187,7 @@ class Finding(msgspec.Struct, frozen=True):
         todo: What to do about it.
         cause: The kind of problem, for programs; empty where all is well.
         certain: Whether this is known, and not only the likeliest explanation.
+        hits: How many backends or clients; 0: all.
     """
 
     mark: Mark
@@ -195,6 +196,7 @@ class Finding(msgspec.Struct, frozen=True):
     todo: str = ""
     cause: Cause = ""
     certain: bool = True
+    hits: int = 0
 
 
 class Diagnosis(msgspec.Struct, kw_only=True, frozen=True):

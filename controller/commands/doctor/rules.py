@@ -90,8 +90,8 @@ def of_iptables(text: str, family: str) -> tuple[Rule, ...]:
     return tuple(_rules(chains.values()))
 
 
-def takes(text: str, packet: Mapping[str, str]) -> bool:
-    """Return whether a rule without a counter, thus of nft, takes a packet by what it says: all of it is understood."""
+def takes(text: str, packet: Mapping[str, str], *, surely: bool = True) -> bool:
+    """Return whether a rule of nft takes a packet by what it says; `surely`: all of it is understood."""
     words = _SET.sub(lambda found: found[1].replace(", ", ","), _ENDS.split(text)[0]).split()
     named = False
     while words:
@@ -100,9 +100,9 @@ def takes(text: str, packet: Mapping[str, str]) -> bool:
             named = True
             if not any(_covers(value, packet[word]) for value in words.pop(0).split(",")):
                 return False
-        elif word not in _IDLE and word != packet["l4proto"]:
+        elif surely and word not in _IDLE and word != packet["l4proto"]:
             return False
-    return named
+    return named or not surely
 
 
 def _covers(value: str, actual: str) -> bool:

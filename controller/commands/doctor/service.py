@@ -287,7 +287,8 @@ def _by_another_pod(tried: Iterable[Tried], attempts: Iterable[Attempt], pods: S
     for each in attempts:
         family, end = family_of(each.address), (socket_text(each.address, each.port), each.protocol)
         if each.via == "backend" and (end, each.origin.address(family)) in lost:
-            others = (pod for pod in pods if pod.address(family) and each.address not in pod.addresses)
+            not_these = ("", each.origin.address(family))
+            others = (pod for pod in pods if pod.address(family) not in not_these and each.address not in pod.addresses)
             found += [each._replace(origin=pod) for pod in itertools.islice(others, 1)]
     return found
 
