@@ -168,16 +168,7 @@ def _differences(one: Settings, other: Settings) -> str:
     return ", ".join(f"{name} {getattr(one, name)}" for name in fields if getattr(one, name) != getattr(other, name))
 
 
-def _lacking(settings: Settings) -> dict[str, str]:
-    return missing_tools(("wrk",)) if settings.live else missing_tools()  # a live service answers itself
-
-
 def _new(settings: Settings) -> Run:
-    lacking = _lacking(settings)
-    for reason in lacking.values():
-        print(f"compare  {reason}", file=sys.stderr)
-    if "wrk" in lacking and (settings.live or "iperf3" in lacking):
-        print("compare  no traffic is measured, only starts, changes and memory", file=sys.stderr)
     modes = (ModeState(settings.modes[0], True),) if settings.live else tuple(_tried(settings.modes))
     works = tuple(state.mode for state in modes if state.works)
     machine = describe()
@@ -199,7 +190,11 @@ def _tried(modes: tuple[str, ...]) -> list[ModeState]:
 def _go_on(run: Run, state: State, live: Live | None) -> Run:
     done = {cell.step.key for cell in run.cells}
     left = [step for step in steps(run.settings, run.works) if step.key not in done]
-    lacking = _lacking(run.settings)
+    lacking = missing_tools(("wrk",)) if live else missing_tools()  # a live service answers itself
+    for reason in lacking.values():
+        print(f"compare  {reason}", file=sys.stderr)
+    if "wrk" in lacking and (live or "iperf3" in lacking):
+        print("compare  no traffic is measured, only starts, changes and memory", file=sys.stderr)
     cells = list(run.cells)
     broken = {(cell.step.mode, cell.step.size): cell for cell in cells if _gives_up(cell)}
     shown = Progress(run.planned, left, cells)

@@ -98,7 +98,7 @@ def _row(run: Run, metric: Metric, mode: str, size: int) -> Row:
     cells = _cells(run, metric, mode, size)
     value = estimate([cell.values[metric.name] for cell in cells.values() if metric.name in cell.values])
     if value is None:
-        return Row(metric.name, mode, size, None, missing=_why(run, metric, cells, mode, size))
+        return Row(metric.name, mode, size, None, missing=_why(run, metric, mode, size))
     controls = [cell.controls[metric.name] for cell in cells.values() if metric.name in cell.controls]
     own = _relative(metric, cells)
     first = run.settings.modes[0]
@@ -115,34 +115,23 @@ def _row(run: Run, metric: Metric, mode: str, size: int) -> Row:
 
 def _relative(metric: Metric, cells: Mapping[int, Cell]) -> dict[int, float]:
     """Returns, by round, the value relative to its control, or the value itself without one."""
-    found: dict[int, float] = {}
-    for number, cell in cells.items():
-        value, control = cell.values.get(metric.name), cell.controls.get(metric.name)
-        if value is not None and not metric.control:
-            found[number] = value
-        elif value is not None and control:
-            found[number] = value / control
-    return found
+    measured = {number: cell for number, cell in cells.items() if metric.name in cell.values}
+    controls = {n: cell.controls.get(metric.name) if metric.control else 1.0 for n, cell in measured.items()}
+    return {n: cell.values[metric.name] / control for n, cell in measured.items() if (control := controls[n])}
 
 
-def _why(run: Run, metric: Metric, cells: Mapping[int, Cell], mode: str, size: int) -> str:
-    known = [cell.missing[metric.name] for cell in cells.values() if metric.name in cell.missing]
-    if known:
-        return known[-1]
-    for cell in run.cells:  # a mode that did not start was not measured any further
-        if (cell.step.mode, cell.step.size) == (mode, size) and "all" in cell.missing:
-            return cell.missing["all"]
-    return "not measured yet" if not run.complete else "not measured"
+def _why(run: Run, metric: Metric, mode: str, size: int) -> str:
+    here = [cell.missing for cell in run.cells if (cell.step.mode, cell.step.size) == (mode, size)]
+    # A mode that did not start was not measured any further.
+    known = [why for missing in here if (why := missing.get(metric.name) or missing.get("all"))]
+    return known[-1] if known else "not measured" if run.complete else "not measured yet"
 
 
 def _noise(run: Run) -> Iterator[Noise]:
     for size in run.settings.sizes:
+        each = [cell.controls for cell in run.cells if cell.step.size == size]
         for metric in METRICS:
-            values = [
-                cell.controls[metric.name]
-                for cell in run.cells
-                if cell.step.size == size and metric.name in cell.controls
-            ]
+            values = [known[metric.name] for known in each if metric.name in known]
             if len(values) > 1:
                 yield Noise(metric.name, size, spread(values))
 
@@ -161,9 +150,19 @@ def _limits(run: Run, rows: Sequence[Row]) -> Iterator[str]:
     if not run.complete:
         yield f"The run is not finished: {len(run.cells)} of {run.planned} measurements."
     judged = [known for row in rows if (known := row.lead if row.verdict else row.ratio)]
+    for reason, titles in absent(run, rows).items():
+        yield f"Not measured: {', '.join(titles)}. {reason}; afterwards the same command with --fresh measures them."
     least = min((known.sure for known in judged), default=1.0)
     if least < SURE:
         yield f"Too few rounds to be sure: some intervals hold with {100 * least:.0f} % only; six rounds make 97 %."
+
+
+def absent(run: Run, rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Returns the titles of the metrics that could not be measured in any mode, by the reason."""
+    measured = {row.metric for row in rows if row.value}
+    why = {row.metric: row.missing for row in rows if row.mode in run.works and row.metric not in measured}
+    found = {reason: [_TITLES[name] for name in why if why[name] == reason] for reason in why.values()}
+    return {reason: titles for reason, titles in found.items() if not reason.startswith("not measured")}
 
 
 def _certainty(rows: Sequence[Row], noise: Sequence[Noise]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from hybrid_proxy.workshop.compare.findings import Row, shown
 from hybrid_proxy.workshop.compare.plan import METRICS, Metric, metric
 from hybrid_proxy.workshop.compare.report import Report
 from hybrid_proxy.workshop.compare.result import BINS, Run
-from hybrid_proxy.workshop.compare.tables import times
+from hybrid_proxy.workshop.compare.tables import ends, times
 from hybrid_proxy.workshop.measuring.stats import Estimate, estimate
 
 _FARTHEST: Final = 2.5  # what is farther from 1 is an arrow at the edge, so that small differences stay visible
@@ -134,7 +134,7 @@ def forest(report: Report, size: int) -> list[Panel]:
     made = []
     for title, hint, control, better in groups:
         chosen = [known for known in METRICS if (known.control, known.better) == (control, better)]
-        lines = [(known.title, list(_rows(report, known, size))) for known in chosen]
+        lines = [(known.title, _rows(report, known, size)) for known in chosen]
         lines = [(name, rows) for name, rows in lines if any(row.points for row in rows)]
         if lines:
             reach = _reach([row for _, rows in lines for row in rows])
@@ -145,12 +145,9 @@ def forest(report: Report, size: int) -> list[Panel]:
     return made
 
 
-def _rows(report: Report, metric: Metric, size: int) -> Iterator[Row]:
-    """Yields rows with a value."""
-    for mode in report.run.settings.modes:
-        row = report.findings.row(metric.name, mode, size)
-        if row is not None and row.value is not None:
-            yield row
+def _rows(report: Report, metric: Metric, size: int) -> list[Row]:
+    """Returns rows with a value."""
+    return [row for row in report.findings.rows if (row.metric, row.size) == (metric.name, size) and row.value]
 
 
 def _reach(rows: Sequence[Row]) -> float:
@@ -169,7 +166,7 @@ def _mark(axis: Axis, row: Row, run: Run) -> Mark:
         label=row.mode,
         tip="; ".join(_tip(row, known, emulated=run.machine.emulated)),
         value=times(known.median),
-        interval=f"{times(known.low)}-{times(known.high)}" if known.count > 1 and row.points else "",
+        interval="-".join(ends(known)) if known.count > 1 and row.points else "",
         absolute="" if run.machine.emulated else f"{shown(row.value.median)} {metric(row.metric).unit}",
         even=bool(row.points) and not known.differs,
         at=place,
@@ -182,7 +179,7 @@ def _mark(axis: Axis, row: Row, run: Run) -> Mark:
 def _tip(row: Row, known: Estimate, *, emulated: bool) -> Iterator[str]:
     unit = metric(row.metric).unit
     if row.points:
-        yield f"{times(known.median)} × ({times(known.low)} to {times(known.high)})"
+        yield f"{times(known.median)} × ({' to '.join(ends(known))})"
         yield f"{known.count} pairs, {100 * known.sure:.0f} % sure" if known.count > 1 else "one pair"
     if row.value is not None and not emulated:
         yield f"{shown(row.value.median)} {unit} ({shown(row.value.low)} to {shown(row.value.high)})"

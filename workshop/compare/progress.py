@@ -16,17 +16,18 @@ class Progress:
     """Counts `total` steps, of which some are `left` and others `done`."""
 
     def __init__(self, total: int, left: Sequence[Step], done: Sequence[Cell]) -> None:
-        self._total, self._left, self.done = total, list(left), list(done)
+        self._total, self._left, self.done, self._said = total, list(left), list(done), set[str]()
 
     def begins(self, step: Step) -> None:
         print(f"compare  {len(self.done) + 1}/{self._total}  {_describe(step)}{self._eta()}", file=sys.stderr)
 
     def ends(self, cell: Cell) -> None:
-        """Counts a finished step, and shows what it could not measure."""
+        """Counts a finished step, and shows each reason why something could not be measured once."""
         self.done.append(cell)
         self._left.remove(cell.step)
-        missing = (f"not measured in mode {cell.step.mode}: {why}" for why in sorted(set(cell.missing.values())))
-        for message in (*missing, *cell.notes):
+        missing = sorted(set(cell.missing.values()) - self._said)
+        self._said.update(missing)
+        for message in (*(f"not measured: {why}" for why in missing), *cell.notes):
             print(f"         {message}", file=sys.stderr)
 
     def _eta(self) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.workshop.compare.findings import MANY, Findings, Row, findings
+from hybrid_proxy.workshop.compare.findings import MANY, Findings, Row, absent, findings
 from hybrid_proxy.workshop.compare.plan import metric
 from hybrid_proxy.workshop.compare.result import Run
 from hybrid_proxy.workshop.measuring.stats import LEAST, SURE, Estimate
@@ -40,16 +40,21 @@ def _summary(run: Run, found: Findings) -> Iterator[str]:
     size = run.size
     if not any(row.value for row in found.rows):
         return
+    for reason, titles in absent(run, found.rows).items():
+        yield f"{len(titles)} rows are missing, {titles[0]} among them: {reason}."
     if not others:
         yield from _alone(run, found)
         return
     here = [mode for mode in others if mode != "ipvs"]
-    if needs := _needs(found, here, size):
-        few = any(row.lead.sure < LEAST for row in found.rows if row.lead and row.verdict)
-        yield f"With {size:,} services, {first} {'may need' if few else 'needs'} {needs}."
+    judged = [row.lead.sure for row in found.rows if row.mode in here and row.lead and row.verdict]
+    if judged:
+        few, who = min(judged) < LEAST, f"With {size:,} services, {first}"
+        if needs := _needs(found, here, size):
+            yield f"{who} {'may need' if few else 'needs'} {needs}."
+            who = "It"
         behind = "; ".join(f"{mode} in {rows}" for mode in here if (rows := _behind(found, mode, size)))
-        nowhere = "Too few rounds to say where it is behind." if few else "It is significantly behind them in nothing."
-        yield f"It is behind {behind}." if behind else nowhere
+        nowhere = "Too few rounds to say where it is behind." if few else f"{who} is significantly behind in nothing."
+        yield f"{who} is behind {behind}." if behind else nowhere
     if first != "ipvs":
         yield _ipvs(run, found)
 

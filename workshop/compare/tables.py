@@ -71,26 +71,29 @@ def _field(row: Row | None, metric: Metric, *, hide: bool) -> Text:
     unit = "" if row.ratio or row.lead else "1 ×"  # of those without a control, the first mode is the measure
     return Text(
         value=unit if hide else shown(row.value.median, whole),
-        interval="" if hide or row.value.count < 2 else _interval(row.value),
+        interval="" if hide or row.value.count < 2 else f"{shown(row.value.low)} to {shown(row.value.high)}",
         ratio=_times(row.ratio) if row.ratio else "",
         lead=_times(row.lead) if row.lead and row.verdict else "",
         verdict=row.verdict,
     )
 
 
-def _interval(known: Estimate) -> str:
-    return f"{shown(known.low)} to {shown(known.high)}"
-
-
 def _times(ratio: Estimate) -> str:
     if ratio.count < 2:
         return f"{times(ratio.median)} ×"
-    return f"{times(ratio.median)} × ({times(ratio.low)} to {times(ratio.high)})"
+    return f"{times(ratio.median)} × ({' to '.join(ends(ratio))})"
 
 
-def times(ratio: float) -> str:
+def times(ratio: float, digits: int = 2) -> str:
     """Returns a ratio, how many times as much, as text."""
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+    return f"{ratio:.{digits}f}" if ratio < 10 else f"{ratio:,.0f}"
+
+
+def ends(ratio: Estimate) -> tuple[str, str]:
+    """Returns the ends of an interval as texts, with the digits that show on which side of 1 it is."""
+    apart = (n for n in range(2, 9) if ratio.holds(1.0) or not round(ratio.low, n) <= 1 <= round(ratio.high, n))
+    digits = next(apart, 9)
+    return times(ratio.low, digits), times(ratio.high, digits)
 
 
 def place(run: Run) -> list[tuple[str, str]]:

@@ -9,8 +9,12 @@ import pytest
 
 from hybrid_proxy.controller import cli
 from hybrid_proxy.workshop.compare.pages import html, markdown
+from hybrid_proxy.workshop.compare.plan import METRICS
+from hybrid_proxy.workshop.compare.progress import Progress
 from hybrid_proxy.workshop.compare.report import Report, report
 from hybrid_proxy.workshop.compare.result import Run
+from hybrid_proxy.workshop.compare.tables import ends
+from hybrid_proxy.workshop.measuring.stats import Estimate
 from tests.workshop.compare.kit import EVERY, MACHINE, all_modes, made_up, swung
 
 
@@ -83,7 +87,7 @@ def test_all_other_modes_are_in_one_sentence() -> None:
 
 
 def test_the_second_sentence_is_of_what_it_costs() -> None:
-    assert report(made_up()).summary[1] == "It is significantly behind them in nothing."
+    assert report(made_up()).summary[1] == "It is significantly behind in nothing."
     few = report(made_up(rounds=2))
     assert "ebpf may need 19 % less CPU for a connection than nftables (19 %, 50 % sure)" in few.summary[0]
     assert few.summary[1] == "Too few rounds to say where it is behind."
@@ -108,6 +112,58 @@ def test_the_third_sentence_is_of_ipvs() -> None:
     assert last == f"IPVS was left out. {elsewhere}"
     *_, last = report(all_modes()).summary
     assert last == f"IPVS does not work here: the kernel has no <ip_vs> & more. {elsewhere}"
+
+
+NGINX = "nginx is not installed: apt-get install nginx"
+
+
+def without_nginx(run: Run) -> Run:
+    """The same, measured where nginx is not installed."""
+    lost = dict.fromkeys((known.name for known in METRICS if known.load in ("connections", "requests")), NGINX)
+    cells = [
+        msgspec.structs.replace(
+            cell, missing=lost, values={name: value for name, value in cell.values.items() if name not in lost}
+        ) if cell.step.kind == "traffic" else cell
+        for cell in run.cells
+    ]  # fmt: skip
+    return msgspec.structs.replace(run, cells=tuple(cells))
+
+
+@pytest.mark.parametrize("modes", [("ebpf", "nftables"), ("ebpf",)], ids=["several modes", "one mode"])
+def test_rows_that_no_mode_has_are_named_with_what_they_need(modes: tuple[str, ...]) -> None:
+    made = report(without_nginx(made_up(modes=modes)))
+    assert made.findings.trust == "limited"
+    warning = next(text for text in made.findings.warnings if "--fresh" in text)
+    for words in ("cost of a connection", "requests on open connections", "latency, p99", NGINX):
+        assert words in warning
+    assert "small UDP packets" not in warning
+    assert made.summary[0] == f"9 rows are missing, cost of a connection among them: {NGINX}."
+    if len(modes) > 1:
+        assert made.summary[1] == "With 1,000 services, ebpf is significantly behind in nothing."
+    assert not any("--fresh" in text for text in report(all_modes()).findings.warnings), "a mode alone has the reason"
+
+
+def test_a_reason_is_shown_at_the_first_step_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run = without_nginx(made_up())
+    progress = Progress(run.planned, [cell.step for cell in run.cells], [])
+    for cell in run.cells:
+        progress.begins(cell.step)
+        progress.ends(cell)
+    assert capsys.readouterr().err.count(NGINX) == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"),
+    [
+        pytest.param(1.003, 1.44, ("1.003", "1.440"), id="above"),
+        pytest.param(0.5, 0.99996, ("0.50000", "0.99996"), id="below"),
+        pytest.param(1.0, 1.44, ("1.00", "1.44"), id="no difference"),
+        pytest.param(0.999, 1.44, ("1.00", "1.44"), id="hardly around it"),
+        pytest.param(1.02, 12.3, ("1.02", "12"), id="two digits are enough"),
+    ],
+)
+def test_the_ends_of_an_interval_show_on_which_side_of_1_it_is(low: float, high: float, shown: tuple[str, str]) -> None:
+    assert ends(Estimate((low + high) / 2, low, high, 0.97, 6)) == shown
 
 
 def test_a_mode_alone_is_beside_no_proxy() -> None:
