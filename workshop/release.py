@@ -49,20 +49,20 @@ def stamp(tree: Path, commit: str, tags: Collection[str]) -> None:
 def section(changelog: str, version: str) -> tuple[str, str]:
     """The date of a version, and what its section says; links become the names of pages and their sections.
 
-    A build behind a version also has what is not released yet.
+    A build behind a version has no date; what came since then is before what the version has.
 
     Raises:
         ValueError: the version has no section, or no date.
     """
     version, _, commit = version.partition("+")
-    unreleased = ""
+    since = ""
     for part in changelog.split("\n## "):
         heading, _, text = part.partition("\n\n")
         text = re.sub(r"\[[^]]+\]\((?!https?:)([^)]+)\)", r"`\1`", text)
-        if commit and heading == "Unreleased":
-            unreleased = f"## {heading}\n\n{text}\n## {version}\n\n"
+        if heading == "Unreleased":
+            since = f"## Since {version}\n\n{text}\n"
         if found := re.fullmatch(rf"{re.escape(version)} \((\d{{4}}-\d\d-\d\d)\)", heading):
-            return found[1], unreleased + text
+            return ("no release", f"{since}## {heading}\n\n{text}") if commit else (found[1], text)
     raise ValueError(f"CHANGELOG.md has no section with the heading `## {version} (DATE)`")
 
 

@@ -270,10 +270,11 @@ def test_a_build_between_versions_has_what_is_not_released_yet() -> None:
     text = "#\n\n## Unreleased\n\n- New.\n\n## 0.2.0 (2026-12-01)\n\n- [Old](docs/old.md).\n\n## 0.1.0 (2026-11-28)"
     assert section(text, "0.2.0") == ("2026-12-01", "- `docs/old.md`.\n")
     assert section(text, "0.2.0+g0123456789") == (
-        "2026-12-01", "## Unreleased\n\n- New.\n\n## 0.2.0\n\n- `docs/old.md`.\n",
+        "no release", "## Since 0.2.0\n\n- New.\n\n## 0.2.0 (2026-12-01)\n\n- `docs/old.md`.\n",
     )  # fmt: skip
     released = text.replace("## Unreleased\n\n- New.\n\n", "")
-    assert section(released, "0.2.0+g0123456789") == section(released, "0.2.0")
+    assert section(released, "0.2.0+g0123456789") == ("no release", "## 0.2.0 (2026-12-01)\n\n- `docs/old.md`.\n")
+    assert section(released, "0.2.0") == section(text, "0.2.0")
     with pytest.raises(ValueError, match=r"## 0\.3\.0 \(DATE\)"):
         section(text, "0.3.0")
 
