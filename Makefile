@@ -105,9 +105,12 @@ bpf: $(BUILT) ## compile the BPF programs (clang)
 docs: setup ## write what is generated from definitions: docs/configuration.md, its JSON schema, that of the chart, docs/output.md, docs/hybrid-proxy.8, the tree in docs/architecture.md
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.pages
 
-pictures: setup ## make the moving picture of the demo and that of `top` anew, on a machine with nothing else to do (root)
+pictures: setup ## make the pictures of the demo, of `top` and of a report anew, on a machine with nothing else to do (root)
 	$(Q)$(PYTHON) -m hybrid_proxy.workshop.lab.recording docs/demo.svg
 	$(Q)$(PYTHON) -m tests.workshop.top.screenshot docs/top.svg
+	$(Q)PATH="$(CURDIR)/$(TOOLS):$$PATH" $(VENV)/bin/hybrid-proxy compare --fresh --report build/compare-sample/report.html \
+		--modes ebpf,nftables,iptables --services 1000 --rounds 3 --changes 3
+	$(Q)$(PYTHON) -m tests.workshop.compare.screenshot build/compare-sample/report.html docs/compare.png
 
 # From the last commit, in a folder of its own: nothing that is not committed, and no umask, gets in. setuptools gives the
 # source distribution the times of the build. Both wheels are built from it; only a C file's object differs.
