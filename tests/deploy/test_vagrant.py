@@ -44,6 +44,44 @@ def test_vagrant_understands_the_file_and_finds_its_scripts(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("tool", "answer", "environment", "lack"),
+    [
+        ("", "", {}, ""),
+        ("vagrant", "echo Vagrant 2.2.19; echo 'vagrant-libvirt (0.9.0, system)'", {}, "Vagrant 2.3"),
+        ("vagrant", "echo Vagrant 2.4.1", {}, "plugin for libvirt"),  # it lists no plugins
+        ("virsh", "exit 1", {}, "libvirt "),
+        ("ip", "echo 192.168.56.10 dev eth1 src 192.168.56.1", {}, "192.168.56.0/24"),
+        ("ip", "echo 192.168.56.10 dev virbr1 src 192.168.56.1", {}, ""),
+        ("df", "printf 'Filesystem 1024-blocks Used Available\\n/dev/sda1 9 9 9\\n'", {}, "60 GiB"),
+        ("curl", "exit 22", {}, "the internet"),
+        ("", "", {"MEMORY": "99999999"}, "299999997 MiB"),
+        ("", "", {"KVM": "/dev/none"}, "KVM"),
+        ("", "", {"KVM": "/dev/none", "EMULATE": "yes"}, ""),
+        ("VBoxManage", "exit 1", {"KVM": "/dev/none"}, "VirtualBox "),
+    ],
+)  # fmt: skip
+def test_what_a_machine_lacks_is_named(
+    tool: str, answer: str, environment: dict[str, str], lack: str, tmp_path: Path
+) -> None:
+    tools = {
+        "vagrant": "echo Vagrant 2.3.4; [ $1 = --version ] || echo 'vagrant-libvirt (0.11.2, system)'",
+        "virsh": "", "rsync": "", "curl": "", "ip": "echo 192.168.56.10 via 10.0.0.1 dev eth0",
+        "df": "printf 'Filesystem 1024-blocks Used Available\\n/dev/sda1 9 9 99999999\\n'",
+        tool or "virsh": answer,
+    }  # fmt: skip
+    for name, text in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/", "KVM": "/dev/null", "MEMORY": "1", **environment}
+    done = subprocess.run(["sh", VAGRANT / "check.sh"], env=env, capture_output=True, text=True, check=False)
+    lacks = [line.removeprefix("✗ ") for line in done.stdout.splitlines() if not line.startswith("✓ ")]
+    if tool == "VBoxManage":  # a virtual machine without nested virtualisation has no such processor
+        lacks = [line for line in lacks if not line.startswith("a processor")]
+    assert (len(lacks), done.returncode) == ((1, 1) if lack else (0, 0)), done.stdout + done.stderr
+    assert all(line.startswith(lack) or ("plugin" in lack and lack in line) for line in lacks)
+
+
 def test_the_demonstration_counts_answers() -> None:
     text = "web-a\nweb-b\nweb-a\n\nweb-a\n"
     done = subprocess.run(
