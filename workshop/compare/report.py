@@ -53,7 +53,8 @@ def _summary(run: Run, found: Findings) -> Iterator[str]:
             yield f"{who} {'may need' if few else 'needs'} {needs}."
             who = "It"
         behind = "; ".join(f"{mode} in {rows}" for mode in here if (rows := _behind(found, mode, size)))
-        nowhere = "Too few rounds to say where it is behind." if few else f"{who} is significantly behind in nothing."
+        nothing = f"{who} is significantly behind in nothing."
+        nowhere = f"Too few rounds to say where {first} is behind." if few else nothing
         yield f"{who} is behind {behind}." if behind else nowhere
     if first != "ipvs":
         yield _ipvs(run, found)

@@ -90,7 +90,7 @@ def test_the_second_sentence_is_of_what_it_costs() -> None:
     assert report(made_up()).summary[1] == "It is significantly behind in nothing."
     few = report(made_up(rounds=2))
     assert "ebpf may need 19 % less CPU for a connection than nftables (19 %, 50 % sure)" in few.summary[0]
-    assert few.summary[1] == "Too few rounds to say where it is behind."
+    assert few.summary[1] == "Too few rounds to say where ebpf is behind."
     run = made_up()
     slow = [
         msgspec.structs.replace(cell, values=cell.values | {"start": cell.values["start"] * 2})
@@ -136,6 +136,7 @@ def test_rows_that_no_mode_has_are_named_with_what_they_need(modes: tuple[str, .
     warning = next(text for text in made.findings.warnings if "--fresh" in text)
     for words in ("cost of a connection", "requests on open connections", "latency, p99", NGINX):
         assert words in warning
+    assert "; latency, p90; " in warning
     assert "small UDP packets" not in warning
     assert made.summary[0] == f"9 rows are missing, cost of a connection among them: {NGINX}."
     if len(modes) > 1:
