@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import astuple, replace
 
-from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, Value, duration, fits
+from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, duration, fits
 from hybrid_proxy.dataplane.reports import PacketEvent, clock, several
 
 VERDICTS: Final = {
@@ -52,25 +52,29 @@ def event_columns(
 ) -> list[Column[PacketEvent]]:
     """Return columns for events of the past, with their ages, or for a `stream` from now on, with milliseconds.
 
-    Where the screen is too narrow for such rows, the packet is in a line of its own.
+    Where the screen is too narrow for such rows, the packet is in a line of its own, with how often it came.
     """
     many = {id(each.last): each for each in groups if each.times > 1}
 
-    def when(row: PacketEvent) -> Value:
+    def when(row: PacketEvent) -> str:
         moment = datetime.fromtimestamp(row.time, UTC)
         return f"{moment:%H:%M:%S.%f}"[:-3] if stream else clock(row.time, now)
+
+    def often(row: PacketEvent) -> str:
+        return f"{many[id(row)].times} x" if id(row) in many else ""
 
     begin: list[Column[PacketEvent]] = [
         Column("TIME (UTC)" if stream else "TIME", when),
         *([Column[PacketEvent]("AGE", lambda row: duration(max(0.0, now - row.time)), leave=4)] * (not stream)),
         Column("VERDICT", _verdict, least=max(len(cell.text) for cell in VERDICTS.values())),
     ]
+    times = Column("TIMES", often, right=True)
     rest: list[Column[PacketEvent]] = [
         Column("WHERE", lambda row: row.where, leave=2),
         Column("INTERFACE", lambda row: row.interface, leave=3, wide=True),
         Column("COUNTER", lambda row: row.reason, wide=True),
         Column("MODE", lambda row: row.mode or None, wide=True),
-        Column("TIMES", lambda row: f"{many[id(row)].times} x" if id(row) in many else "", right=True),
+        times,
         Column("SINCE", lambda row: clock(many[id(row)].since, now) if id(row) in many else "", leave=1),
     ]
     line: list[Column[PacketEvent]] = [
@@ -83,12 +87,12 @@ def event_columns(
     ]
     if fits(line, rows, screen):
         return line
-    room = (screen.width or 0) - sum(map(len, ("hh:mm:ss.mmm", "  ", "REJECTED", "  ")))
+    room = (screen.width or 0) - max((len(when(row)) for row in rows), default=0) - len("  REJECTED  ")
     return [
         *begin,
         Column("EVENT", _event, wrap=True, least=max(REASON, min(EVENT, room))),
-        *rest,
-        Column("PACKET", lambda row: f"{_packet(row)} {row.flags or ''}".rstrip(), below=True),
+        *(column for column in rest if column is not times),
+        Column("PACKET", lambda row: f"{often(row)} {_packet(row)} {row.flags or ''}".strip(), below=True),
     ]
 
 

@@ -80,6 +80,20 @@ def test_the_screen(width: int | None) -> None:
     assert width is None or all(len(line) <= width for line in lines)
 
 
+@pytest.mark.parametrize("age", [8, 100_000], ids=["today", "before"])
+@pytest.mark.parametrize("width", [50, 80, 100])
+def test_rows_that_are_folded_fit_the_screen(width: int, age: float) -> None:
+    """How often it was and the packet are in one line: no number stands alone."""
+    reasons = ("backend_refused", BACKEND, CLIENT), ("drop_source_ranges", CLIENT, FRONTEND)
+    known = [event(age - part, *each, backend=BACKEND) for each in reasons for part in (0, 1)]
+    groups = grouped(known)
+    rows = [each.last for each in groups]
+    lines = table(event_columns(Screen(width), rows, NOW, groups), rows, Screen(width))
+    assert all("TCP" in line for line in lines if "2 x" in line), lines
+    assert sum("2 x" in line for line in lines) == 2
+    assert all(len(line) <= (width if age < 9 or width > 50 else 59) for line in lines)  # a date needs its room
+
+
 @pytest.mark.parametrize("width", [80, 120], ids=["80", "120"])
 def test_the_screen_of_a_trace(width: int) -> None:
     """Two lines a packet, on a screen that is laid out before any packet came."""
