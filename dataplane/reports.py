@@ -238,12 +238,12 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         what: The kind of event. `fail`: a backend failed. `trace`: the packet was traced on request.
         reason: The name of its counter.
         message: The reason as text.
-        service: The service port, or the service that owns the address; null if neither is known.
+        service: The service port, or the service that owns the address; null: unknown.
         protocol: TCP, UDP, SCTP, or the number of another protocol.
-        source: The source address and port.
+        source: The source address and port; of a failure, the client's.
         destination: The destination address and port.
         backend: The backend that the packet was sent to.
-        where: The hook.
+        where: The hook; `reply, from a pod` where a reply told of the failure.
         interface: The incoming or outgoing interface.
         flags: TCP flags, such as `SYN` or `RST ACK`; null for other protocols and for sockets.
     """

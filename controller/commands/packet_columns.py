@@ -39,8 +39,7 @@ def grouped(rows: Iterable[PacketEvent]) -> list[Group]:
     """Group what differs by its time and its client's port alone, which is left out; in the order of the last ones."""
     groups: dict[tuple[object, ...], Group] = {}
     for row in rows:
-        client = "destination" if _is_answer(row) else "source"
-        address = replace(row, number=0, time=0.0, **{client: getattr(row, client).rpartition(":")[0]})
+        address = replace(row, number=0, time=0.0, source=row.source.rpartition(":")[0])
         known = groups.pop(key := astuple(address), None)
         last = replace(address, number=row.number, time=row.time) if known else row
         groups[key] = Group(last, known.times + 1, known.since) if known else Group(last, 1, row.time)
@@ -128,18 +127,11 @@ def _reason(row: PacketEvent) -> str:
 
 
 def _packet(row: PacketEvent) -> str:
-    """From the client to the backend, whose refusal is a packet the other way; the reply of a backend as it went."""
+    """From the client to the backend; the reply of a backend as it went."""
     ends = [row.source, row.destination]
-    if row.what == "fail" and _is_answer(row):
-        ends.reverse()
     if row.backend and row.backend not in ends:
         ends.insert(0 if row.reason.endswith("reply") else len(ends), row.backend)
     return f"{row.protocol} {' -> '.join(ends)}"
-
-
-def _is_answer(row: PacketEvent) -> bool:
-    """Whether the client is the destination."""
-    return row.source == row.backend or row.reason.endswith("reply")
 
 
 def _event(row: PacketEvent) -> str:

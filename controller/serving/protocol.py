@@ -181,7 +181,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         leaving: Whether load balancers should send nothing to this node (`hybrid-proxy drain`).
         synced: Whether everything known is programmed and in place.
         starting: What the agent waits for until its first table is programmed; empty after that.
-        former: Until then, what the former agent left in place; `status` fills it in.
+        former: Until then, what the former agent left in place.
         drift: Foreign changes that the agent could not repair yet.
         generation: The number of the service table; each change makes another table.
         services: How many Services the table has.
@@ -202,7 +202,7 @@ class AgentStatus(msgspec.Struct, kw_only=True, frozen=True):
         health_checks: The health-check node ports of load balancers, and the agent's own pages.
         conntrack: The kernel's table of flows; null where it is not loaded.
         requests: Requests to the API server by their answer.
-        repairs: What other programs changed in the last hour, and the agent repaired; `status` fills it in.
+        repairs: What other programs changed in the last hour, and the agent repaired.
         error: Why the last sync failed; empty if it succeeded.
         ready_seconds: The age of the process at its first programmed table; null until then.
         last_sync_seconds: The duration of the last sync.

@@ -39,8 +39,8 @@ EVENTS = [
     event(95, "reject_no_port", "10.77.1.11:40230", "10.96.0.10:81", service="default/web"),
     event(12, "drop_source_ranges", "192.168.77.1:60526", "198.51.100.7:80", service="default/lb:http",
           where="from outside", interface="eth0"),
-    event(8, "backend_refused", "10.77.1.12:8080", "10.77.1.11:40232", backend="10.77.1.12:8080", flags="RST ACK",
-          where="to a pod"),
+    event(8, "backend_refused", "10.77.1.11:40232", "10.77.1.12:8080", backend="10.77.1.12:8080", flags="RST ACK",
+          where="reply, to a pod"),
     event(7, "backend_unanswered", "[fd77:1::11]:40232", "[fd96::10]:80", backend="[fd77:2::12]:8080"),
     event(0.4, "socket_refused", "10.77.1.1:0", "10.96.0.99:53", service="default/empty:dns", protocol="UDP",
           where="socket of this node", interface=None, flags=None),
@@ -62,7 +62,7 @@ TRACED = [
     [
         (TRACED[0], f"TCP {CLIENT} -> {FRONTEND} -> {BACKEND}"),
         (TRACED[2], f"TCP {BACKEND} -> {FRONTEND} -> {CLIENT}"),
-        (event(0, "backend_refused", BACKEND, CLIENT, backend=BACKEND), f"TCP {CLIENT} -> {BACKEND}"),
+        (event(0, "backend_refused", CLIENT, BACKEND, backend=BACKEND), f"TCP {CLIENT} -> {BACKEND}"),
         (event(0, "backend_unanswered", CLIENT, FRONTEND, backend=BACKEND), f"TCP {CLIENT} -> {FRONTEND} -> {BACKEND}"),
         (event(0, "reject", CLIENT, FRONTEND), f"TCP {CLIENT} -> {FRONTEND}"),
     ],
@@ -84,7 +84,7 @@ def test_the_screen(width: int | None) -> None:
 @pytest.mark.parametrize("width", [50, 80, 100])
 def test_rows_that_are_folded_fit_the_screen(width: int, age: float) -> None:
     """How often it was and the packet are in one line: no number stands alone."""
-    reasons = ("backend_refused", BACKEND, CLIENT), ("drop_source_ranges", CLIENT, FRONTEND)
+    reasons = ("backend_refused", CLIENT, BACKEND), ("drop_source_ranges", CLIENT, FRONTEND)
     known = [event(age - part, *each, backend=BACKEND) for each in reasons for part in (0, 1)]
     groups = grouped(known)
     rows = [each.last for each in groups]
@@ -162,7 +162,7 @@ def test_the_verdict_is_one_word(reason: str, what: str, verdict: str) -> None:
     ("reason", "ends", "shown"),
     [
         ("reject", ("10.77.1.11:{}", FRONTEND), f"TCP 10.77.1.11 -> {FRONTEND}"),
-        ("backend_refused", (BACKEND, "[fd77:1::11]:{}"), f"TCP [fd77:1::11] -> {BACKEND}"),
+        ("backend_refused", ("[fd77:1::11]:{}", BACKEND), f"TCP [fd77:1::11] -> {BACKEND}"),
         ("backend_unanswered", ("10.77.1.11:{}", FRONTEND), f"TCP 10.77.1.11 -> {FRONTEND} -> {BACKEND}"),
     ],
 )

@@ -91,18 +91,24 @@ def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> Pa
     family = int(event["family"])
     reason = layout.named("COUNT_")[int(event["reason"])]
     service, protocol, ifindex = int(event["service"]), int(event["protocol"]), int(event["ifindex"])
+    what = "trace" if event["traced"] else kind_of(reason)
+    ends = [layout.end_text(event, family, *each) for each in (("saddr", "sport"), ("daddr", "dport"))]
+    where = HOOKS[layout.named("HOOK_")[int(event["hook"])]]
+    if what == "fail" and reason == "backend_refused":  # seen in the reply; every failure is told the client's way
+        ends.reverse()
+        where = f"reply, {where}"
     return PacketEvent(
         number=number,
         time=time.time() - (time.monotonic() - int(event["time"]) / 1e9),
-        what="trace" if event["traced"] else kind_of(reason),
+        what=what,
         reason=reason,
         message=WORDS.get(reason, ""),
         service=names.get(service),
         protocol=Protocol.name_of(protocol),
-        source=layout.end_text(event, family, "saddr", "sport"),
-        destination=layout.end_text(event, family, "daddr", "dport"),
+        source=ends[0],
+        destination=ends[1],
         backend=_backend(backends, int(event["backend"]), service, family),
-        where=HOOKS[layout.named("HOOK_")[int(event["hook"])]],
+        where=where,
         interface=interface_name(ifindex) if ifindex else None,
         flags=_flags(int(event["tcp_flags"])) if protocol == Protocol.TCP else None,
     )
