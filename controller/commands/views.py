@@ -184,6 +184,8 @@ def note_lacks(rows: Iterable[ServiceRow], lacks: Iterable[Lack]) -> None:
         family = 6 if any(frontend.startswith("[") for frontend in row.frontends) else 4
         if lack := known.get((row.name or "", family)):
             row.without_backend, row.reason = lack.clients, lack.why
+            if lack.clients == "all":
+                row.when_empty = row.when_empty or ("drop" if lack.drops else "reject")
 
 
 def _of_mode(found: Iterable[tuple[str, list[Row]]]) -> list[Row]:

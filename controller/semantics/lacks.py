@@ -9,7 +9,7 @@ import msgspec
 
 from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.reports import PacketEvent
-from hybrid_proxy.dataplane.table import EMPTY, Entry, Kind, ServiceTable
+from hybrid_proxy.dataplane.table import EMPTY, BackendSet, Entry, Kind, ServiceTable, WhenEmpty
 
 Clients = Literal["all", "outside", "inside"]
 
@@ -22,12 +22,14 @@ class Lack(msgspec.Struct, frozen=True, gc=False):
         family: 4 or 6.
         clients: The clients without a backend: `all`, those `outside` the cluster, or those `inside`, at the ClusterIP.
         why: A message.
+        drops: Their packets are dropped, not rejected.
     """
 
     service: str
     family: int
     clients: Clients
     why: str
+    drops: bool = False
 
 
 def lacks(entries: Iterable[Entry]) -> Iterator[Lack]:
@@ -44,31 +46,35 @@ class KnownLacks:
 
     def __init__(self) -> None:
         self._table = EMPTY
-        self._lacks: dict[str, list[Lack]] = {}  # by service
+        self._lacks: dict[str, tuple[bool, str, list[Lack]]] = {}  # by service; first those that had backends before
         self._listed: list[Lack] = []
 
     def of(self, table: ServiceTable) -> list[Lack]:
-        """Returns the lacks of this table, in the order of services: the same object for the same table."""
+        """Returns the lacks of this table, first of services that had backends: the same object for the same table."""
         if table is self._table:
             return self._listed
         for name in changed_services(self._table, table):
-            self._lacks[name] = list(lacks(table.services.get(name, ())))
-            if not self._lacks[name]:
-                del self._lacks[name]
+            known = self._lacks.pop(name, None)
+            new = known[0] if known else name not in self._table.services
+            if found := list(lacks(table.services.get(name, ()))):
+                self._lacks[name] = new, name, found
         self._table = table
-        self._listed = [lack for name in sorted(self._lacks) for lack in self._lacks[name]]
+        self._listed = [lack for *_, found in sorted(self._lacks.values()) for lack in found]
         return self._listed
 
 
 def _lack(entry: Entry) -> Iterator[Lack]:
+    def lack(clients: Clients, those: BackendSet) -> Lack:
+        return Lack(entry.name, entry.family, clients, those.why, drops=those.when_empty is WhenEmpty.DROP)
+
     if not any(each.backends for each in entry.backend_sets):
-        yield Lack(entry.name, entry.family, "all", entry.backend_sets[0].why)
+        yield lack("all", entry.backend_sets[0])
         return
     for frontend in entry.frontends:
         inside = frontend.kind is Kind.CLUSTER_IP
         backend_set = entry.backend_sets[frontend.internal if inside else frontend.external]
         if not backend_set.backends:
-            yield Lack(entry.name, entry.family, "inside" if inside else "outside", backend_set.why)
+            yield lack("inside" if inside else "outside", backend_set)
             return
 
 

@@ -11,7 +11,8 @@ import pytest
 from hybrid_proxy.controller.commands import listings
 from hybrid_proxy.controller.commands.columns import Column, Screen, table
 from hybrid_proxy.controller.commands.listings import Change, ModeRow
-from hybrid_proxy.controller.commands.views import Programmed, frontends
+from hybrid_proxy.controller.commands.views import Programmed, frontends, note_lacks
+from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.dataplane.mode import View
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow
 from hybrid_proxy.dataplane.table import Protocol
@@ -175,6 +176,20 @@ def test_a_service_whose_backends_fail_does_not_serve(fields: dict[str, Any], st
     (column,) = (column for column in listings.service_columns([row]) if column.header == "STATE")
     cell = column.value(row)
     assert getattr(cell, "text", cell) == state
+
+
+@pytest.mark.parametrize(
+    ("lack", "state"),
+    [
+        (Lack("a/b:c", 4, "all", "no endpoint is ready"), "no backends: rejects"),
+        (Lack("a/b:c", 4, "all", "internalTrafficPolicy Local: none here", drops=True), "no backends: drops"),
+    ],
+    ids=["rejects", "drops"],
+)
+def test_what_clients_get_is_told_in_modes_whose_objects_do_not_tell(lack: Lack, state: str) -> None:
+    row = ServiceRow(name="a/b:c", frontends=["1.2.3.4:1"], protocol="TCP", backends=0)
+    note_lacks([row], [lack])
+    assert listings.service_state(row, ()).text == state
 
 
 class _Two(View):

@@ -40,6 +40,7 @@ def test_a_port_without_a_backend_here_is_told_with_the_reason(
     found = list(lacks([only(service(**fields), endpoint_slice(*endpoints))]))
     assert [lack.clients for lack in found] == clients
     assert all(lack.why.startswith(why) and lack.service == "default/web:http" for lack in found)
+    assert all(lack.drops is ("Local" in why) for lack in found)
 
 
 def test_known_lacks_follow_the_table() -> None:
@@ -53,6 +54,23 @@ def test_known_lacks_follow_the_table() -> None:
     ):
         table = ServiceTable(services, EMPTY.node)
         assert known.of(table) == list(lacks(table.entries(sorted(services))))
+
+
+def test_services_that_lost_their_last_backend_come_first() -> None:
+    made = {name: [only(service(name), endpoint_slice(*ends)) for ends in ([], HERE)] for name in "ab"}
+    known = KnownLacks()
+
+    def order(**having: bool) -> list[str]:
+        table = ServiceTable({name: (made[name][has],) for name, has in having.items()}, EMPTY.node)
+        return [lack.service.partition("/")[2][0] for lack in known.of(table)]
+
+    assert order(b=True) == []
+    assert order(a=False, b=False) == ["b", "a"]
+    assert order(a=False, b=True) == ["a"]
+    assert order(a=True, b=True) == []
+    assert order(a=False, b=False) == ["a", "b"]
+    assert order(a=False) == ["a"]
+    assert order() == []
 
 
 DROPPED = PacketEvent(
