@@ -128,8 +128,7 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         ejected: How many further backends are ejected.
         failing: How many failed at their last connection, ejected ones included.
         when_empty: What happens to new connections while there is no backend.
-        without_backend: The clients that find no backend on this node: `all`, those from `outside` the cluster,
-            or those from `inside` it at the ClusterIP; null: none, or no agent knows.
+        without_backend: The clients that find no backend on this node, as in Lack; null: none, or no agent knows.
         reason: Why; null as before.
         id: The number of the service port in the maps.
         chosen_by: What selects the backend: `connection` (its tuple), `client` (its address), `round-robin`, `random`,
@@ -137,9 +136,9 @@ class ServiceRow(msgspec.Struct, kw_only=True):
         scheduler: The IPVS scheduler.
         slots: The size of each backend set's slot range.
         proxy_ports: How many ports the relay listens on for it.
-        traffic: Its traffic; null in a mode that does not count.
+        traffic: Its traffic; null: not counted.
         first_packets: First packets of backends, by the longest time of their step of the histogram, in nanoseconds;
-            null in a mode that does not count.
+            null: not counted.
     """
 
     mode: str = ""
@@ -174,11 +173,11 @@ class BackendRow(msgspec.Struct, kw_only=True):
         used: Whether new connections may go there.
         state: A message; for an ejected backend it says until when, and why.
         failures: Consecutive connections that the backend refused or did not answer.
-        history: Failed connections; null in a mode that does not know, or where none failed.
+        history: Failed connections; null: unknown, or none failed.
         conversations: Connections and datagram sessions of the relay to it.
         service_id: The number of the service port in the maps.
         id: The number of the backend in the maps.
-        traffic: Its traffic; null in a mode that does not count.
+        traffic: Its traffic; null: not counted.
     """
 
     mode: str = ""
@@ -235,7 +234,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         mode: The mode whose programs reported it.
         number: Events are numbered from 1.
         time: Seconds since 1970.
-        what: The kind of event. `fail`: a backend failed. `trace`: the packet was traced on request.
+        what: The kind of event. `fail`: a backend failed. `trace`: it was traced on request.
         reason: The name of its counter.
         message: The reason as text.
         service: The service port, or the service that owns the address; null: unknown.
@@ -243,9 +242,9 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         source: The source address and port; of a failure, the client's.
         destination: The destination address and port.
         backend: The backend that the packet was sent to.
-        where: The hook; `reply, from a pod` where a reply told of the failure.
+        where: The hook; `reply, from a pod` where a reply told.
         interface: The incoming or outgoing interface.
-        flags: TCP flags, such as `SYN` or `RST ACK`; null for other protocols and for sockets.
+        flags: TCP flags, such as `SYN` or `RST ACK`; null for other protocols and sockets.
     """
 
     mode: str = ""

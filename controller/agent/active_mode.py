@@ -35,7 +35,7 @@ from hybrid_proxy.controller.agent.modes import (
     outlived,
     remembered,
 )
-from hybrid_proxy.controller.serving.protocol import ModeStatus
+from hybrid_proxy.controller.serving.protocol import ModeStatus, Switch
 from hybrid_proxy.controller.settings.config import Config
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.mode import Programmer
@@ -95,6 +95,7 @@ class ActiveMode:
         self.config = config
         self.draining = Draining(lambda name: put(partial(self._remove_drained, name)), report)
         self.phase = Phase.STARTING
+        self.switched: Switch | None = None  # what `hybrid-proxy switch` has put in place of the configured mode
         self.former: str | None = None  # the mode before the last replacement by another one
         self._request_maintenance = request_maintenance
         self._opened = opened

@@ -151,10 +151,12 @@ class Answers:
                     raise ControllerError(str(error)) from None
                 return p.FoundAnswer(found.address, found.port, int(found.protocol), found.left)
             case p.GetEvents(after):
+                before = [row for row in self.notebook.events_before() if row.number > after] if after < 0 else []
+                if before and self.mode.reporter is None:
+                    return p.EventsAnswer(before, 0, "", [self.mode.choice.effective])
                 reports = self._packet_events()
                 silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {reports.name})
                 rows, last = reports.packet_events(after)
-                before = [row for row in self.notebook.events_before() if row.number > after] if after < 0 else []
                 rows = [with_policy(row, lambda: self.syncer.builder.lacks) for row in rows]
                 return p.EventsAnswer(before + rows, last, reports.name, silent)
             case p.SetTrace(service, client, seconds):
@@ -223,7 +225,7 @@ class Answers:
             version=__version__,
             pid=os.getpid(),
             node=self.mode.config.settings.node_name,
-            mode=self.mode.choice,
+            mode=msgspec.structs.replace(self.mode.choice, switched=self.mode.switched),
             draining=self.mode.draining.rows(),
             leaving=self.health.leaving,
             synced=syncer.ready_seconds is not None and not syncer.waits and not drift,

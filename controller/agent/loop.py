@@ -57,6 +57,7 @@ from hybrid_proxy.controller.serving.protocol import (
     ModeStatus,
     Request,
     StartingAnswer,
+    Switch,
     SwitchAnswer,
 )
 from hybrid_proxy.controller.settings.config import Config, available_modes, needs_reopening
@@ -184,7 +185,6 @@ class Agent:
         )  # fmt: skip
         self._prints_timings = bool(flags.get("timings"))
         self._busy_with = ""  # the part of the start in which no query is answered
-        self._switched: tuple[str, str] | None = None  # the configured mode, and the one that was asked for instead
         self._announcements = Announcements(self.events)
         self._pods: dict[str, str] = {}  # facts of their links
         self._roles = Roles((), ())  # an uplink that is down is no pod's link
@@ -424,10 +424,10 @@ class Agent:
             return
         self.history.word = self.follower.file
         config = proposed.now.config
-        if self._switched is not None and config.mode == self._switched[0]:
-            config = replace(config, mode=self._switched[1])
+        if (switched := self.mode.switched) is not None and config.mode == switched.configured:
+            config = replace(config, mode=switched.mode)
         else:
-            self._switched = None
+            self.mode.switched = None
         if (reverted := self._apply(config)) is not None:
             self._reverted(reverted)
         else:
@@ -450,11 +450,11 @@ class Agent:
         self._check_switch(mode)
         log.info("mode %s is asked for, in place of %s", mode, before)
         self.history.word = "`hybrid-proxy switch`"
-        configured = self._switched[0] if self._switched else self.config.mode
+        configured = self.mode.switched.configured if self.mode.switched else self.config.mode
         if (error := self._apply(replace(self.config, mode=mode))) is not None:
             self._go_on_as_before()
             raise ControllerError(f"mode {mode} cannot serve, and {before} does: {error}")
-        self._switched = (configured, mode)
+        self.mode.switched = Switch(configured, mode, time.time()) if mode != configured else None
         return SwitchAnswer(before, mode)
 
     def _check_switch(self, mode: str) -> None:

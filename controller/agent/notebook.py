@@ -130,6 +130,7 @@ class Notebook:
             self._reporter, self._recent = reporter, []
         if reporter is not None:
             rows = reporter.packet_events(0)[0][-MOST:]
+            rows = [replace(row, mode=reporter.name) for row in rows]  # which is not known of it later
             self._recent = [with_policy(row, lambda: self._syncer.builder.lacks) for row in rows]
 
     def _gather(self) -> Memory:

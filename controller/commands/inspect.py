@@ -156,12 +156,14 @@ def _watch(args: argparse.Namespace, read: _Read) -> int:
 def _show_modes(args: argparse.Namespace) -> int:
     """Which modes work here, and what each does."""
     from hybrid_proxy.controller.agent.modes import probe_all
+    from hybrid_proxy.controller.commands.status import switched
     from hybrid_proxy.controller.commands.views import without_agent
 
     note = ""
     try:
-        agent = ask(args.admin_socket, p.GetNames(), p.NamesAnswer, FIRST_SECONDS)
-        does = {**dict.fromkeys(agent.draining, "drains"), agent.mode: "serves"}
+        status = ask(args.admin_socket, p.GetStatus(), p.StatusAnswer, FIRST_SECONDS).status
+        does = {**dict.fromkeys((one.mode for one in status.draining), "drains"), status.mode.effective: "serves"}
+        note = switched(status)
     except UnansweredError as error:
         note = str(error)
         how = "serves without an agent" if isinstance(error, NoAgentError) else "serves as last programmed"

@@ -115,10 +115,20 @@ def _agent_lines(status: p.AgentStatus) -> Iterator[str]:
     yield f"node {status.node}, mode {mode.effective}{asked}"
     if mode.reason and not mode.degraded:
         yield f"  {mode.reason}"
+    if note := switched(status):
+        yield f"  {note}"
     memory = f"{status.memory_bytes / 1e6:.0f} MB"
     yield f"agent {status.version}, PID {status.pid}, up {duration(status.uptime_seconds)}, {memory}"
     if status.ready_seconds is not None:
         yield f"  ready {status.ready_seconds:.2f} s after its start{_latency_text(status.change_seconds)}"
+
+
+def switched(status: p.AgentStatus) -> str:
+    """Say that the mode is not the configured one, and what ends that; empty: it is."""
+    if (one := status.mode.switched) is None:
+        return ""
+    back = f"unless {status.configuration.file or 'its flags'} then asks for {one.mode}; `hybrid-proxy switch --back`"
+    return f"switched from {one.configured} at {clock(one.time)}: the next start returns to it, {back} does so now"
 
 
 def _latency_text(change: p.ChangeLatency) -> str:

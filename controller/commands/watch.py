@@ -45,9 +45,10 @@ def _show(command: str, args: argparse.Namespace) -> int:
         args.client = _address(args.client)
     since = started(args.since) if command == "drops" else None
     try:
-        silent = ask(args.admin_socket, GetEvents(NO_EVENT), EventsAnswer, FIRST_SECONDS).silent
+        coming = command == "trace" or args.follow  # of a mode that reports none, there is only what was before
+        silent = ask(args.admin_socket, GetEvents(NO_EVENT if coming else ALL), EventsAnswer, FIRST_SECONDS).silent
     except UnansweredError as error:
-        if command == "trace" or args.follow:
+        if coming:
             raise
         # What the agent that was here wrote down, and what the programs have reported to nobody since then.
         names, events, note = remembered_events(args.admin_socket, error)
@@ -119,7 +120,7 @@ def _events(args: argparse.Namespace, after: int) -> tuple[list[PacketEvent], in
     answer = ask(args.admin_socket, GetEvents(after), EventsAnswer)
     for row in answer.events:
         row.mode = row.mode or answer.mode
-        if answer.silent and args.output == "text":
+        if answer.silent and row.mode and args.output == "text":
             row.where = f"mode {row.mode}, {row.where}"
     traced = args.command == "trace"
     rows = [row for row in answer.events if traced or row.what != "trace"]

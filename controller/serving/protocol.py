@@ -38,12 +38,21 @@ NO_EVENT: Final = 1 << 62  # no event has a larger number
 # The status of an agent
 
 
+class Switch(msgspec.Struct, frozen=True):
+    """A `switch` in effect: the configured mode, the one instead, and since when."""
+
+    configured: str
+    mode: str
+    time: float
+
+
 class ModeStatus(msgspec.Struct, frozen=True):
-    """The configured mode and the one that serves; `reason` says why they differ."""
+    """The mode asked for and the one that serves; `reason` says why they differ."""
 
     requested: str
     effective: str
     reason: str = ""
+    switched: Switch | None = None
 
     @property
     def degraded(self) -> bool:
@@ -89,7 +98,7 @@ class DrainingMode(msgspec.Struct, frozen=True):
         seconds: For how long it has drained; every flow is older.
         counted: Whether its flows were counted yet.
         counters: Events by reason, as of the mode that serves.
-        quiet: The open flows that were idle for longest, at most three. `status` fills it in, unless there are many.
+        quiet: The open flows that were idle for longest, at most three, unless there are many.
     """
 
     mode: str

@@ -10,6 +10,7 @@ import http.client
 import itertools
 import json
 import socket
+import subprocess
 from collections.abc import Iterator
 from functools import partial
 
@@ -18,7 +19,7 @@ import pytest
 from hybrid_proxy.workshop.lab.agent import Agent
 from hybrid_proxy.workshop.lab.network import Lab
 from hybrid_proxy.workshop.lab.traffic import ask_tcp
-from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, eventually, forget_connections, node_manifest, said
+from tests.conformance.kit import HTTP, UDP, V4, V6, Bench, Service, eventually, forget_connections, node_manifest, said
 from tests.namespaces import new_lab
 from tests.served import Altered
 from tests.switching import left_of
@@ -171,6 +172,38 @@ def test_where_no_packets_are_reported_the_views_that_measure_are_named(bench: B
     done = bench.agent.command(command, "--admin-socket", str(bench.agent.socket))
     assert done.returncode == 1
     assert all(f"--{view}" in done.stderr for view in ("drops", "latency", "retransmits", "from"))
+
+
+def test_what_the_mode_before_reported_is_listed_when_it_is_gone(bench: Bench) -> None:
+    """And `status` and `modes` say that the mode is not the configured one."""
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return bench.agent.command(*arguments, "--admin-socket", str(bench.agent.socket))
+
+    empty = bench.service(settle=False)
+    eventually(lambda: refuses(bench, empty) and command("drops").stdout.count(empty.name), 10, "no refusal is listed")
+    switch(bench, "nftables", "--wait")
+    back = "switched from ebpf at "
+    listed = command("drops")
+    assert (listed.returncode, "mode nftables reports no packets" in listed.stderr) == (0, True), listed.stderr
+    assert f"conformance/{empty.name}" in listed.stdout
+    assert "mode ebpf, from a pod" in listed.stdout
+    rows = json.loads(command("drops", "-o", "json").stdout)
+    assert {row["mode"] for row in rows} == {"ebpf"}
+    for shown in (command("status").stdout, command("modes").stderr):
+        assert back in shown, shown
+        assert "the next start returns to it" in " ".join(shown.split()), shown
+    switch(bench, "--back", "--wait")
+    assert back not in command("status").stdout + command("modes").stderr
+    assert empty.name in command("drops").stdout
+
+
+def refuses(bench: Bench, service: Service) -> bool:
+    try:
+        bench.connect("pod1", service.vip(V4), V4, timeout=1).close()
+    except OSError:
+        return True
+    return False
 
 
 SEARCHING = """

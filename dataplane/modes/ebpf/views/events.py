@@ -94,7 +94,7 @@ def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> Pa
     what = "trace" if event["traced"] else kind_of(reason)
     ends = [layout.end_text(event, family, *each) for each in (("saddr", "sport"), ("daddr", "dport"))]
     where = HOOKS[layout.named("HOOK_")[int(event["hook"])]]
-    if what == "fail" and reason == "backend_refused":  # seen in the reply; every failure is told the client's way
+    if what == "fail" and reason == "backend_refused":  # seen in the reply; a failure has the client's direction
         ends.reverse()
         where = f"reply, {where}"
     return PacketEvent(
