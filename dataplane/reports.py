@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
+BY_DOCTOR: Final = ", of doctor's own connection"  # ends the message of such an event
 # The sysctl that has the kernel forward packets, by address family.
 FORWARDING: Final = {4: "net.ipv4.ip_forward", 6: "net.ipv6.conf.all.forwarding"}
 

@@ -372,9 +372,10 @@ class FindIgnored(msgspec.Struct, frozen=True, tag_field="command", tag="ignored
 
 
 class GetEvents(msgspec.Struct, frozen=True, tag_field="command", tag="events"):
-    """Requests packet events with larger numbers. Those of former agents have numbers up to 0."""
+    """Requests packet events with larger numbers; those of its `own` ends are doctor's. Former agents' go up to 0."""
 
     after: int
+    own: frozenset[str] = frozenset()
 
 
 class SetTrace(msgspec.Struct, frozen=True, tag_field="command", tag="trace"):

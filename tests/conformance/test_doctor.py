@@ -31,6 +31,7 @@ from hybrid_proxy.controller.commands.troubles import SEE_FAILURES
 from hybrid_proxy.controller.semantics.history import GONE, folded, last_known
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_path, read_changes, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
+from hybrid_proxy.dataplane.reports import BY_DOCTOR
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from hybrid_proxy.workshop.lab.network import NODE_NAMES
@@ -1350,22 +1351,26 @@ def test_a_gateway_that_became_wrong_is_put_right_by_the_command(
 
 @only_in("ebpf")
 @pytest.mark.parametrize("how", ["drop", "reject with tcp reset"])
-def test_what_drops_has_of_doctors_own_connections_is_told(clinic: Clinic, how: str) -> None:
+def test_doctors_own_connections_are_no_failures_of_clients(clinic: Clinic, how: str) -> None:
     recovered(clinic)
 
-    def failures() -> list[str]:
+    def failures() -> dict[int, str]:
         rows = json.loads(clinic.agent.command("drops", NAME, "-o", "json").stdout)
-        return [f"{row['number']} {row['source']}" for row in rows]
+        return {row["number"]: row["message"] for row in rows}
+
+    def of_clients() -> list[str]:
+        return [each.text for each in clinic.doctor()[1].findings if each.subject == "drops"]
 
     clinic.put("pod1")
-    before = failures()
+    before, known = failures(), of_clients()
     with clinic.rules("pod1", DEAF.replace("drop", how)):
-        found = clinic.doctor(NAME)[1]
-    new = [row for row in failures() if row not in before]
-    clinic.put(*PODS)
+        clinic.doctor(NAME)
+    new = [message for number, message in failures().items() if number not in before]
     assert new
-    (told,) = (each for each in found.findings if each.subject == "drops" and each.mark == "ok")
-    assert re.search(rf"has {len(new)} rows? of doctor's own", told.text), (told, new)
+    assert all(message.endswith(BY_DOCTOR) for message in new)
+    counted = [re.findall(r"(\d+) x", text) for text in (*known, *of_clients())]
+    clinic.put(*PODS)
+    assert counted[0] == counted[1]
 
 
 @only_in("ebpf", "userspace")

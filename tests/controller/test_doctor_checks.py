@@ -30,9 +30,10 @@ from hybrid_proxy.controller.commands.troubles import troubles
 from hybrid_proxy.controller.kubernetes.model import KindState, Problem
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
 from hybrid_proxy.controller.semantics.history import NOT_SERVED, ChangeRow
-from hybrid_proxy.controller.semantics.lacks import Lack
+from hybrid_proxy.controller.semantics.lacks import Lack, with_policy
 from hybrid_proxy.controller.serving.protocol import SourceStatus, TablePort
 from hybrid_proxy.dataplane.reports import (
+    BY_DOCTOR,
     BackendRow,
     Ejection,
     ExplainAnswer,
@@ -1090,3 +1091,9 @@ def test_a_service_without_a_ready_endpoint_is_a_problem_to_who_asks_for_it() ->
 def test_backends_that_answer_are_not_well_while_others_fail() -> None:
     _, _, findings = service(facts(tried(A, "silent", "silent"), tried(B), tried(VIP)))
     assert [each.mark for each in findings if each.text.startswith("1 of 2 backends answers")] == ["warning"]
+
+
+def test_an_event_keeps_its_doctor_when_it_gets_its_policy() -> None:
+    own = msgspec.structs.replace(EVENT, reason="drop_empty", message=f"no backend{BY_DOCTOR}")
+    why = "internalTrafficPolicy Local: no endpoint on this node"
+    assert with_policy(own, lambda: [Lack("shop/web:http", 4, "node", why)]).message == f"{why}{BY_DOCTOR}"

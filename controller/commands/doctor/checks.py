@@ -390,9 +390,6 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if facts.events:
         text = f"during these connections: {_by_reason(facts.events)}"
         yield Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
-    if facts.own_events:
-        rows = several(facts.own_events, "row")
-        yield Finding("ok", "drops", f"`hybrid-proxy drops` has {rows} of doctor's own connections")
 
 
 def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:

@@ -158,7 +158,6 @@ class ServiceFacts(msgspec.Struct, kw_only=True, frozen=True):
     counted: dict[Rule, int] = {}  # of these rules, what was counted during the connections
     rules_unknown: str = ""
     events: tuple[PacketEvent, ...] = ()  # drops and rejects during the connections
-    own_events: int = 0  # of these, and of failures, those of doctor's own connections
 
 
 # What explains most comes first: a missing Service makes every other question idle, and a backend that refuses does so

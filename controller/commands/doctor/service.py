@@ -97,10 +97,8 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         if ranked:
             origins.append(chosen[0])
             clients[facts.asked] = ranked[0]
-        ports = tuple(port for port in facts.ports if port.name not in idle)
-        mine = _attempts(args, msgspec.structs.replace(facts, ports=ports), origins, chosen[1:])
-        if len(attempts) >= MOST_ATTEMPTS:
-            mine = []
+        served = msgspec.structs.replace(facts, ports=tuple(port for port in facts.ports if port.name not in idle))
+        mine = _attempts(args, served, origins, chosen[1:]) if len(attempts) < MOST_ATTEMPTS else []
         plans.append(mine)
         attempts |= dict.fromkeys(mine)
     backends = [_ends(facts) for facts in services]
@@ -121,7 +119,9 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
     again = try_all(second, args.timeout) if second else {}
     after = {pod: link_of(pod, own) for pod in before}
     counters = counted(rules, read_rules(guarded)[0]) if any(rule.packets is not None for rule in rules) else {}
-    since = _events(args.admin_socket, before_all.last) if before_all else None
+    made = (*tried.values(), *syns.values(), *again.values())
+    own_ends = frozenset(socket_text(each.source, each.client_port) for each in made)
+    since = _events(args.admin_socket, before_all.last, own_ends) if before_all else None
     events = recent(since.events) if since else ()
     found = []
     for facts, ours, mine, way in zip(services, backends, plans, ways, strict=True):
@@ -129,7 +129,6 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
         names = {port.name for port in facts.ports}
         rows += [again[each] for each in second if each.service_port in names]
         repeated = tuple(row for each, row in syns.items() if each.service_port in names)
-        ends = {socket_text(each.source, each.client_port) for each in (*rows, *repeated)}
         found.append(
             msgspec.structs.replace(
                 facts,
@@ -150,7 +149,6 @@ def _with_connections(args: argparse.Namespace, services: Sequence[ServiceFacts]
                 counted=dict(counters),
                 rules_unknown=rules_unknown,
                 events=tuple(row for row in events if row.what != "fail" and is_about(row, facts, mine)),
-                own_events=sum(not ends.isdisjoint((row.source, row.destination)) for row in events),
             )
         )
     return found
@@ -343,9 +341,9 @@ def _addresses(port: TablePort, facts: ServiceFacts, source: str, node: Origin) 
             yield address, frontend.port
 
 
-def _events(admin_socket: str, after: int) -> EventsAnswer | None:
+def _events(admin_socket: str, after: int, own: frozenset[str] = frozenset()) -> EventsAnswer | None:
     with contextlib.suppress(ControllerError):
-        return ask(admin_socket, GetEvents(after), EventsAnswer)
+        return ask(admin_socket, GetEvents(after, own), EventsAnswer)
     return None
 
 
