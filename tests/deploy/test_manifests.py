@@ -27,7 +27,7 @@ from hybrid_proxy.controller.settings import configfile
 from hybrid_proxy.controller.settings.config import MODES, Config, Endpoint
 
 from . import manifests
-from .manifests import DEPLOY, OVERLAYS, PROBES, ROOT, agent_of, build, capabilities, one, text
+from .manifests import DEPLOY, OVERLAYS, PROBES, ROOT, agent_of, build, capabilities, kustomized, one, text
 from .promtool import answered, promtool
 
 COMPONENTS = tuple(sorted(path.name for path in DEPLOY.glob("components/*")))
@@ -121,6 +121,26 @@ def test_the_role_has_what_the_agent_asks_for_and_nothing_else() -> None:
     account = one("base", "ServiceAccount")["metadata"]
     assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
     assert binding["roleRef"]["name"] == one("base", "ClusterRole")["metadata"]["name"]
+
+
+def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
+    """The page's own block and example, next to a tree that has other files than before."""
+    page = (DEPLOY / "README.md").read_text()
+    (block,) = re.findall(r"^```sh site\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    example, _ = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    shutil.copytree(DEPLOY, tmp_path / "hybrid-proxy/deploy")
+    subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)
+    tag = one("base", "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["image"]
+    for folder in (tmp_path / "site").iterdir():
+        if folder.name != "image":
+            assert kustomized(folder) == text(f"overlays/{folder.name}").replace(
+                f" {tag}\n", f" registry.example/{tag}\n"
+            )
+    (tmp_path / "site/kubeadm/kustomization.yaml").write_text(example)
+    (monitor,) = (
+        item for item in yaml.safe_load_all(kustomized(tmp_path / "site/kubeadm")) if item["kind"] == "ServiceMonitor"
+    )
+    assert monitor["metadata"]["labels"]["release"] == "monitoring"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -230,14 +250,13 @@ def test_overlays_change_what_they_say_and_no_other_setting(tmp_path: Path) -> N
 
 
 def kubeadms(tmp_path: Path, components: str) -> str:
-    """The overlay for kubeadm with components, added as docs/migration.md says."""
-    page = (ROOT / "docs/migration.md").read_text()
-    line = re.findall(r"add `(components: .*?)` to `deploy/overlays/kubeadm/kustomization.yaml`", page)[0]
-    shutil.copytree(DEPLOY, tmp_path / "deploy")
-    taken = ", ".join(f"../../components/{name}" for name in components.split())
-    with (tmp_path / "deploy/overlays/kubeadm/kustomization.yaml").open("a") as file:
-        file.write(re.sub(r"\[.*\]", f"[{taken}]", line) + "\n")
-    return manifests.kustomized(tmp_path / "deploy/overlays/kubeadm")
+    """The overlay of your own over the one for kubeadm, with components that docs/migration.md adds."""
+    (tmp_path / "hybrid-proxy").symlink_to(ROOT)
+    (tmp_path / "site").mkdir()
+    taken = [f"../hybrid-proxy/deploy/components/{name}" for name in components.split()]
+    kustomization = {"resources": ["../hybrid-proxy/deploy/overlays/kubeadm"], "components": taken}
+    (tmp_path / "site/kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return manifests.kustomized(tmp_path / "site")
 
 
 def mine(tmp_path: Path, components: str) -> str:
@@ -245,7 +264,7 @@ def mine(tmp_path: Path, components: str) -> str:
     (tmp_path / "hybrid-proxy").symlink_to(ROOT)
     folder = tmp_path / "mine"
     folder.mkdir()
-    (text,) = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
+    _, text = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
     kustomization = yaml.safe_load(text)
     kustomization["components"] = [f"../hybrid-proxy/deploy/components/{name}" for name in components.split()]
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
@@ -302,13 +321,13 @@ def test_the_overlay_for_kubeadm_takes_kube_proxys_own_configuration() -> None:
 
 
 def test_one_file_names_the_image_of_every_overlay(tmp_path: Path) -> None:
-    """The page's own command, in a copy."""
+    """A release writes its tag there."""
     shutil.copytree(DEPLOY, tmp_path / "deploy")
-    (command,) = re.findall(r"^sed .*components/image.*$", (DEPLOY / "README.md").read_text(), re.MULTILINE)
-    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+    file = tmp_path / "deploy/components/image/kustomization.yaml"
+    file.write_text(file.read_text().replace("newTag: 0.1.0", "newTag: 0.1.0-g1"))
     for folder in FOLDERS:
         found = set(re.findall(r"\bimage: (.*)", text(folder, tmp_path / "deploy")))
-        assert found == {"registry.example/hybrid-proxy:0.1.0"}, folder
+        assert found == {"hybrid-proxy:0.1.0-g1"}, folder
 
 
 def test_the_placeholder_of_the_base_is_one_that_the_agent_refuses() -> None:

@@ -417,7 +417,7 @@ def test_a_wave_names_the_nodes_whose_kube_proxy_still_runs(tmp_path: Path) -> N
 
 def test_metrics_come_before_the_agents() -> None:
     before, _, _ = (ROOT / PAGE).read_text().partition("```sh cluster start\n")
-    assert "add `components: [../../components/servicemonitor]` to" in before
+    assert "add `components/servicemonitor` to" in before
 
 
 def test_a_bundle_comes_out_of_a_pod(tmp_path: Path) -> None:
