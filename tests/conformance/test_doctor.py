@@ -1119,7 +1119,13 @@ INCIDENTS = [
         noted="forgotten because it was full",
         dear=True,
     ),
-    Incident("the folder of the objects is gone", from_files(shutil.rmtree), (), "api-unreachable", said="objects: No such file"),
+    Incident(
+        "the folder of the objects is gone",
+        from_files(shutil.rmtree),
+        (),
+        "api-unreachable",
+        said="objects: No such file",
+    ),
     Incident("a file of objects is no YAML", from_files(spoil), (), "refused-objects"),
     Incident("a file is no YAML, asked about a service", from_files(spoil), (FIRST,), "object-refused", certain=False),
     Incident(
