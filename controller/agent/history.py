@@ -177,6 +177,8 @@ class History:
                 end = "can be read again, or is deleted" if one.kind == "File" else end
                 what = f"{one.kind} {one.key} {end}" if over else one.report
                 self.record("service" if one.service else "source", what, one.kind, one.service)
+                if over:  # that it began, the log has already
+                    log.info("%s", what)
 
     def flush(self) -> None:
         """Append what came since the last call."""

@@ -105,11 +105,11 @@ class SourceHealth:
             if self._told and (not sort or sort in self._told):
                 return ""
             self._told.add(sort)
-            stays = "what is programmed stays" if before.listed else "nothing is programmed before"
+            stays = "what is programmed stays" if before.listed else "this agent programs nothing before"
             self._reported = False
             what = f"{kind}s cannot" if sort else f"objects ({kind}s first) cannot"
             text = f"{self._where()}: {what} be read since {clock(since)}: {why}; {stays}, "
-            return f"{text}next try in {pause:.1f} s"
+            return f"{text}first tried again after {pause:.1f} s"
 
     def found(self, kind: str, absent: str = "") -> None:
         """Reports that this kind is read, or (`absent` says why) that the service works without it."""

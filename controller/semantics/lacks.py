@@ -35,10 +35,20 @@ class Lack(msgspec.Struct, frozen=True, gc=False):
 def lacks(entries: Iterable[Entry]) -> Iterator[Lack]:
     """Returns the lacks of a service table."""
     for entry in entries:
-        for backend_set in entry.backend_sets:
-            if not backend_set.backends:
-                yield from _lack(entry)
+        if all(each.backends for each in entry.backend_sets):
+            continue
+        for clients, those in _by_clients(entry):
+            if not those.backends:
+                yield Lack(entry.name, entry.family, clients, those.why, drops=those.when_empty is WhenEmpty.DROP)
                 break
+
+
+def _by_clients(entry: Entry) -> Iterator[tuple[Clients, BackendSet]]:
+    if not any(each.backends for each in entry.backend_sets):
+        yield "all", entry.backend_sets[0]
+    for frontend in entry.frontends:
+        inside = frontend.kind is Kind.CLUSTER_IP
+        yield "inside" if inside else "outside", entry.backend_sets[frontend.internal if inside else frontend.external]
 
 
 class KnownLacks:
@@ -61,21 +71,6 @@ class KnownLacks:
         self._table = table
         self._listed = [lack for *_, found in sorted(self._lacks.values()) for lack in found]
         return self._listed
-
-
-def _lack(entry: Entry) -> Iterator[Lack]:
-    def lack(clients: Clients, those: BackendSet) -> Lack:
-        return Lack(entry.name, entry.family, clients, those.why, drops=those.when_empty is WhenEmpty.DROP)
-
-    if not any(each.backends for each in entry.backend_sets):
-        yield lack("all", entry.backend_sets[0])
-        return
-    for frontend in entry.frontends:
-        inside = frontend.kind is Kind.CLUSTER_IP
-        backend_set = entry.backend_sets[frontend.internal if inside else frontend.external]
-        if not backend_set.backends:
-            yield lack("inside" if inside else "outside", backend_set)
-            return
 
 
 def with_policy(event: PacketEvent, known: Callable[[], Iterable[Lack]]) -> PacketEvent:

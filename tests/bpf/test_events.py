@@ -216,7 +216,7 @@ def test_the_log_has_one_line_for_many_drops(events: EventReader, caplog: pytest
     events.journal.log_drops()
     events.journal.log_drops()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"{seen} x drop_empty default/web:http" in line
+    assert f"{seen} x {WORDS['drop_empty']} (default/web:http)" in line
 
 
 def test_drops_that_go_on_are_logged_ever_less_often_with_their_number(
@@ -231,7 +231,7 @@ def test_drops_that_go_on_are_logged_ever_less_often_with_their_number(
         events.bench.ingress(frame(net, net.client, net.vip, syn()))
         assert len(events.rows()) == 1
         events.journal.log_drops()
-        said += [(second, record.getMessage().partition(" drop_empty ")[0]) for record in caplog.records]
+        said += [(second, record.getMessage().partition(f" {WORDS['drop_empty']}")[0]) for record in caplog.records]
         caplog.clear()
     assert dict(said) == {
         0: "dropped: 1 x", 2: "dropped in 2 s: 1 x", 6: "dropped in 4 s: 2 x", 14: "dropped in 8 s: 4 x",

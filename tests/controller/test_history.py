@@ -285,7 +285,10 @@ def test_an_agent_that_was_killed_or_stopped_leaves_a_gap_that_the_next_one_know
 @pytest.mark.parametrize(
     ("there", "end"), [(True, "is used whole again"), (False, "was refused, and is deleted or not served here")]
 )
-def test_objects_that_are_refused_are_remembered_until_they_are_not(tmp_path: Path, there: bool, end: str) -> None:
+def test_objects_that_are_refused_are_remembered_until_they_are_not(
+    tmp_path: Path, there: bool, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     path = tmp_path / "admin.changes"
     history = History(path)
     slices = Problem("EndpointSlice", "shop/web-x2z4k", "EndpointSlice shop/web-x2z4k: 99999 is no port")
@@ -298,6 +301,7 @@ def test_objects_that_are_refused_are_remembered_until_they_are_not(tmp_path: Pa
         ("source", "", f"refused: {file.message}", "File"),
         ("service", NAME, f"EndpointSlice shop/web-x2z4k {end}", "EndpointSlice"),
     ]
+    assert [each.getMessage() for each in caplog.records] == [f"EndpointSlice shop/web-x2z4k {end}"]
 
 
 def table(

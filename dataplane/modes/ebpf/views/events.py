@@ -71,7 +71,7 @@ class Journal:
         new = self._unlogged.keys() - self._logged
         if not self._unlogged or seconds < (LOG_SECONDS if new else self._rest):
             return
-        drops = [f"{count} x {reason} {whose}" for (reason, whose), count in self._unlogged.most_common()]
+        drops = [f"{n} x {WORDS.get(why, why)} ({whose})" for (why, whose), n in self._unlogged.most_common()]
         during = "" if new else f" in {seconds:.0f} s"
         log.warning("dropped%s: %s; `hybrid-proxy drops` shows them", during, some(drops))
         self._rest = min(2 * (LOG_SECONDS if new else self._rest), LONGEST_SECONDS)
@@ -91,24 +91,20 @@ def _row(number: int, event: Any, names: Mapping[int, str], backends: Any) -> Pa
     family = int(event["family"])
     reason = layout.named("COUNT_")[int(event["reason"])]
     service, protocol, ifindex = int(event["service"]), int(event["protocol"]), int(event["ifindex"])
-    what = "trace" if event["traced"] else kind_of(reason)
-    ends = [layout.end_text(event, family, *each) for each in (("saddr", "sport"), ("daddr", "dport"))]
-    where = HOOKS[layout.named("HOOK_")[int(event["hook"])]]
-    if what == "fail" and reason == "backend_refused":  # seen in the reply; a failure has the client's direction
-        ends.reverse()
-        where = f"reply, {where}"
+    replied = reason == "backend_refused" and not event["traced"]  # a reply: source and destination are swapped
+    ends = (("saddr", "sport"), ("daddr", "dport"))[:: -1 if replied else 1]
     return PacketEvent(
         number=number,
         time=time.time() - (time.monotonic() - int(event["time"]) / 1e9),
-        what=what,
+        what="trace" if event["traced"] else kind_of(reason),
         reason=reason,
         message=WORDS.get(reason, ""),
         service=names.get(service),
         protocol=Protocol.name_of(protocol),
-        source=ends[0],
-        destination=ends[1],
+        source=layout.end_text(event, family, *ends[0]),
+        destination=layout.end_text(event, family, *ends[1]),
         backend=_backend(backends, int(event["backend"]), service, family),
-        where=where,
+        where="reply, " * replied + HOOKS[layout.named("HOOK_")[int(event["hook"])]],
         interface=interface_name(ifindex) if ifindex else None,
         flags=_flags(int(event["tcp_flags"])) if protocol == Protocol.TCP else None,
     )
