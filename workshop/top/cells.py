@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from hybrid_proxy.controller.commands.columns import duration
 from hybrid_proxy.controller.commands.packet_columns import VERDICTS
+from hybrid_proxy.controller.commands.status import verdict
 from hybrid_proxy.controller.commands.troubles import troubles
 from hybrid_proxy.controller.serving.protocol import described
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS
@@ -141,11 +142,10 @@ def matches(row: ServiceRates, text: str) -> bool:
 
 
 def arranged(rows: Iterable[AnyRow], column: Column, *, falling: bool) -> list[Any]:
-    """Sorts rows by a column, unknown values last, and equal rows by their keys."""
-    everything = sorted(rows, key=lambda row: row.key)
+    """Sorts rows by a column, unknown values last; of equal rows first those that fail, then by their keys."""
+    everything = sorted(rows, key=lambda row: (not getattr(row, "failing", False), row.key))
     known = [row for row in everything if column.value(row) is not None]
-    rest = [row for row in everything if column.value(row) is None]
-    return [*sorted(known, key=column.value, reverse=falling), *rest]
+    return [*sorted(known, key=column.value, reverse=falling), *(row for row in everything if row not in known)]
 
 
 def fitting(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> list[Column]:
@@ -169,7 +169,7 @@ def head(shown: Snapshot) -> Sequence[str]:
         return first + "   asking the agent ..." * (not shown.sample.trouble), _totals(shown)
     mode = status.mode
     asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
-    sync = "in sync" if status.synced else "NOT in sync"
+    sync = verdict(status).value[0].replace("OK", "in sync")
     drains = "".join(
         f"   {left.mode} drains for {duration(left.seconds)}: {described(left.flows)}" for left in status.draining
     )

@@ -127,6 +127,16 @@ def test_the_head_shows_mode_and_totals() -> None:
     assert cells.trouble(snapshot(before, before, now)) == []
 
 
+def test_the_head_has_the_verdict_of_status() -> None:
+    now = sample(0, status=agent_status(other_proxies=["kube-proxy is here"]))
+    assert "   DEGRADED   agent up" in cells.head(snapshot(now, now, now))[0]
+
+
+def test_of_services_that_carry_as_much_those_that_fail_come_first() -> None:
+    rows = [row("a", 0), row("b", 0, failing=True), row("c", 9), row("d", None, failing=True), row("e", None)]
+    assert [r.key for r in cells.arranged(rows, column("conn/s"), falling=True)] == ["c", "b", "a", "d", "e"]
+
+
 def test_a_mode_that_drains_is_shown_beside_the_one_that_serves() -> None:
     now = sample(0, status=agent_status(draining=[DrainingMode("nftables", {"TCP": 12}, 192.0)]))
     assert (
