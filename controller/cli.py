@@ -159,9 +159,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     typed = next(iter(words[asked:]), None)
     root = parser(typed or "")
     known = commands_of(root)
-    if asked and (typed is None or typed in known):
-        (known[typed] if typed else root).print_help()
-        root.exit(OK)
+    if not arguments or (asked and (typed is None or typed in known)):
+        (known[typed] if typed else root).print_help(None if asked else sys.stderr)
+        root.exit(OK if asked else USAGE)
     if typed is not None and typed not in known:
         root.error(f'no command "{typed}"{INSTEAD.get(typed) or meant(typed, known)}')
     args, unknown = root.parse_known_args(arguments)

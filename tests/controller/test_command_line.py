@@ -13,7 +13,7 @@ WRONG = (
     pytest.param(["stat"],                         "did you mean status?",      id="a-mistyped-command"),
     pytest.param(["service", "default/web"],       "did you mean services?",    id="a-command-in-the-singular"),
     pytest.param(["nonsense"],                     'no command "nonsense"',     id="no-such-command"),
-    pytest.param([],                               "COMMAND",                   id="no-command"),
+    pytest.param([],                               "start here:",               id="no-command"),
     pytest.param(["services", "--outptu", "json"], "did you mean --output",     id="a-mistyped-flag"),
     pytest.param(["lab", "up", "--nmae", "x"],     "did you mean --name?",      id="a-mistyped-flag-of-an-action"),
     pytest.param(["flows", "--limits=3"],          "did you mean --limit?",     id="a-mistyped-flag-with-a-value"),

@@ -174,6 +174,14 @@ def test_a_long_repair_ends_with_a_whole_word() -> None:
     assert f"{'x' * 150} [...]" in "\n".join(lines(msgspec.structs.replace(WELL, repairs=[row]), Screen(), NOW))
 
 
+def test_what_was_repaired_of_a_mode_that_is_gone_is_no_news() -> None:
+    whats = {mode: f"1 thing was repaired in mode {mode}; a filter is gone" for mode in ("ebpf", "iptables", "ipvs")}
+    rows = [ChangeRow(first=NOW, last=NOW, kind="repair", what=what) for what in whats.values()]
+    mode, draining = ModeStatus("ipvs", "ipvs"), [DrainingMode("iptables", {"TCP": 1}, 2.0)]
+    shown = text(agent_status(mode=mode, draining=draining, repairs=rows), 200)
+    assert [mode for mode, what in whats.items() if what in shown] == ["iptables", "ipvs"]
+
+
 def test_flows_that_were_not_counted_yet_are_not_none() -> None:
     left = DrainingMode("ebpf", {}, 0.2, counted=False)
     shown = " ".join(text(msgspec.structs.replace(WELL, draining=[left])).split())
