@@ -33,11 +33,11 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
         first: The time of the first one, in seconds since 1970.
         last: The time of the last one.
         kind: What changed.
-        service: The Service; empty: it is about the node.
+        service: The Service; empty: the node.
         what: What happened.
         by: On whose word.
-        count: How many changes these are.
-        ready: How often an endpoint became ready.
+        count: How many changes.
+        ready: How often an endpoint became ready; of equals, the newest first.
         gone: How often it ceased to be; a row has one of the two.
         flapping: Whether an endpoint became ready several times.
     """
@@ -77,7 +77,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def _counted(those: Mapping[str, int]) -> str:
-    named = sorted(those, key=lambda each: (-those[each], each))
+    named = sorted(those, key=lambda each: -those[each])
     return some([f"{each} ({those[each]} x)" if those[each] > 1 else each for each in named])
 
 
@@ -92,7 +92,7 @@ def joined(before: ChangeRow, after: ChangeRow) -> ChangeRow:
 
 
 def _most(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, int]:
-    return dict((Counter(before) + Counter(after)).most_common(NAMED))
+    return dict((Counter(after) + Counter(before)).most_common(NAMED))
 
 
 def folded(rows: Iterable[ChangeRow]) -> list[ChangeRow]:

@@ -148,6 +148,13 @@ def test_rows_of_one_moment_stay_in_their_order_whatever_came_before(tmp_path: P
     assert [row.what for row in folded(rows)] == ["x", "y", "x"]
 
 
+def test_of_endpoints_in_one_row_the_newest_comes_first():
+    """Who is there in the end: one is replaced by another, and put back."""
+    ways = [("gone", B), ("ready", C), ("gone", C), ("ready", B)]
+    rows = [ChangeRow(first=at, last=at, kind="endpoints", **{way: {pod: 1}}) for at, (way, pod) in enumerate(ways)]
+    assert [row.text for row in folded(rows)] == [f"no longer: {C}, {B}", f"ready: {B}, {C}"]
+
+
 def test_what_goes_on_for_hours_is_no_single_row() -> None:
     rows = [ChangeRow(first=at, last=at, kind="endpoints", service=NAME, gone={A: 1}) for at in range(0, 7200, 100)]
     found = folded(rows)
