@@ -243,7 +243,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         source: The source address and port; of a failure, the client's.
         destination: The destination address and port.
         backend: The backend that the packet was sent to.
-        where: The hook; `reply, from a pod` where a reply told.
+        where: The hook; `reply, from a pod` if from a reply.
         interface: The incoming or outgoing interface.
         flags: TCP flags, such as `SYN` or `RST ACK`; null for other protocols and sockets.
     """

@@ -157,7 +157,7 @@ class Answers:
                 reports = self._packet_events()
                 silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {reports.name})
                 rows, last = reports.packet_events(after)
-                for row in rows:  # the mode's own, which are asked for again
+                for row in rows if own else ():  # the mode's own, which are asked for again
                     row.message += BY_DOCTOR * (not own.isdisjoint((row.source, row.destination)))
                 rows = [with_policy(row, lambda: self.syncer.builder.lacks) for row in rows]
                 return p.EventsAnswer(before + rows, last, reports.name, silent)

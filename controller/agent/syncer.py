@@ -313,7 +313,7 @@ class _SyncLog:
             return
         times = f" by {len(self.syncs)} syncs" if len(self.syncs) > 1 else ""
         changed, removed = sum(each.changed for each, _ in self.syncs), sum(each.removed for each, _ in self.syncs)
-        names = some([*map(self._said, islice(self.before, 3)), *islice(self.before, 3, None)])
+        names = some([*map(self._described, islice(self.before, 3)), *islice(self.before, 3, None)])
         log.info(
             "%s changed, %d removed, in %.1f ms%s: %s", several(changed, "service port"), removed,
             1000 * sum(seconds for _, seconds in self.syncs), times, names,
@@ -329,7 +329,7 @@ class _SyncLog:
         self.syncs.clear()
         self.rows.clear()
 
-    def _said(self, service: str) -> str:
+    def _described(self, service: str) -> str:
         """A Service, and what is different about it."""
         text = "; ".join(row.text for row in folded(row for row in self.rows if row.service == service))
         return f"{service} ({shortened(text)})" if text else service
