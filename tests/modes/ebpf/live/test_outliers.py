@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -111,12 +112,15 @@ SHARES = [
     pytest.param([(100, 30), (100, 0)],              {A},    id="30 percent"),
     pytest.param([(100, 20), (100, 0)],              {A},    id="just as many as the limit"),
     pytest.param([(100, 19), (100, 0)],              set(),  id="fewer"),
-    pytest.param([(20, 4), (1, 0)],                  {A},    id="just enough connections"),
+    pytest.param([(20, 10), (100, 0)],              {A},    id="just enough connections"),
+    pytest.param([(20, 12), (40, 10)],               set(),  id="twice as often, which may be chance"),
+    pytest.param([(200, 120), (400, 100)],           {A},    id="twice as often, of more connections"),
+    pytest.param([(20, 20), (1, 0)],                 set(),  id="the others have hardly any"),
     pytest.param([(19, 19), (100, 0)],               set(),  id="too few connections"),
     pytest.param([(100, 30), (100, 30)],             set(),  id="all fail as often"),
-    pytest.param([(100, 60), (100, 30), (100, 30)],  {A},    id="twice as often as the others"),
-    pytest.param([(100, 59), (100, 30), (100, 30)],  set(),  id="less than twice"),
-    pytest.param([(100, 50), (100, 0), (100, 50)],   {A, C}, id="two of three"),
+    pytest.param([(200, 120), (200, 60), (200, 60)], {A},    id="twice as often as the others"),
+    pytest.param([(200, 119), (200, 60), (200, 60)], set(),  id="less than twice"),
+    pytest.param([(200, 100), (200, 0), (200, 100)], {A, C}, id="two of three"),
     pytest.param([(100, 90)],                        {A},    id="it is alone, which the map knows"),
     pytest.param([(10, 60), (100, 0)],               set(),  id="more failures than connections, too few of these"),
     pytest.param([(0, 0), (0, 0)],                   set(),  id="nothing"),
@@ -138,6 +142,24 @@ def test_who_fails_too_large_a_share(pairs: list[tuple[int, int]], expected: set
         assert found[A] == f"{failed} of {begun} connections failed within 3 s"
 
 
+def by_chance(seed: int) -> bool:
+    """All lose a third of 100 connections a second for a minute, and a second passes until that is counted."""
+    chosen, shares = random.Random(seed), FailureShares[str, str](20, 20)
+    begun, failed, lost = dict.fromkeys(ALL, 0), dict.fromkeys(ALL, 0), list[str]()
+    for second in range(60):
+        failed = {name: count + lost.count(name) for name, count in failed.items()}
+        served = chosen.choices(sorted(ALL), k=100)
+        lost = [name for name in served if chosen.random() < 1 / 3]
+        begun = {name: count + served.count(name) for name, count in begun.items()}
+        if shares.evaluate(second, {PORT: {name: Counts(begun[name], failed[name]) for name in ALL}}):
+            return True
+    return False
+
+
+def test_chance_hardly_ever_makes_an_outlier() -> None:
+    assert sum(by_chance(seed) for seed in range(100)) <= 1
+
+
 def test_an_interval_ends_and_the_next_begins_with_a_failure() -> None:
     shares = FailureShares[str, str](20, 20)
     shares.evaluate(0.0, counts((0, 0), (0, 0)))
@@ -152,7 +174,7 @@ def test_who_has_few_connections_gets_more_time() -> None:
     shares.evaluate(0.0, counts((0, 0), (0, 0)))
     assert shares.evaluate(INTERVAL, counts((10, 5), (10, 0))) == {}
     assert shares.open
-    assert shares.evaluate(25.0, counts((22, 11), (22, 0))).keys() == {A}
+    assert shares.evaluate(25.0, counts((22, 18), (50, 0))).keys() == {A}
     shares = FailureShares[str, str](20, 20)
     shares.evaluate(0.0, counts((0, 0), (0, 0)))
     assert shares.evaluate(LONGEST_INTERVAL, counts((19, 9), (19, 0))) == {}
