@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, IntEnum, IntFlag
 from ipaddress import IPv4Network, IPv6Network, collapse_addresses, ip_network
 from itertools import chain
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
+
+NODE_PORT: Final = "node port "  # in listings, which sort it behind addresses
 
 
 class Protocol(IntEnum):
@@ -227,7 +229,13 @@ def socket_text(address: str, port: int) -> str:
 
 def frontend_text(address: str | None, port: int) -> str:
     """Formats a frontend for listings. None: a node port, which every address of the node serves."""
-    return socket_text(address, port) if address else f"node port {port}"
+    return socket_text(address, port) if address else f"{NODE_PORT}{port}"
+
+
+def frontend_of(text: str) -> tuple[str | None, int]:
+    """Returns the address and port that `frontend_text` formatted."""
+    address, _, port = text.removeprefix(NODE_PORT).rpartition(":")
+    return address.strip("[]") or None, int(port)
 
 
 def disjoint(cidrs: Iterable[str]) -> list[str]:

@@ -36,7 +36,7 @@ from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep, FlowRow, some
-from hybrid_proxy.dataplane.table import Protocol, family_of, socket_text
+from hybrid_proxy.dataplane.table import NODE_PORT, Protocol, family_of, socket_text
 
 if TYPE_CHECKING:
     from hybrid_proxy.controller.commands.views import Programmed
@@ -79,8 +79,6 @@ def _read(args: argparse.Namespace, read: _Read) -> _Found:
 
 
 def _services(here: Programmed, args: argparse.Namespace) -> _Found:
-    from hybrid_proxy.controller.commands.views import NODE_PORT
-
     known = here.services()
     asked = here.asked(args.service, args.namespace, known)
     rows = [row for row in known if asked.has(row.name)]

@@ -31,11 +31,10 @@ from hybrid_proxy.dataplane.kernel import conntrack
 from hybrid_proxy.dataplane.mode import Options, View, belongs
 from hybrid_proxy.dataplane.options import EbpfOptions
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, PacketEvent, ServiceRow, ago
-from hybrid_proxy.dataplane.table import Protocol
+from hybrid_proxy.dataplane.table import Protocol, frontend_of
 
 ALL: Final = 1 << 30
 CHANGES_SECONDS: Final = 3600.0
-NODE_PORT: Final = "node port "
 
 Row = TypeVar("Row", ServiceRow, BackendRow)
 
@@ -59,8 +58,6 @@ class Programmed(NamedTuple):
         """A row for each service port (see `View.services`); of one service (namespace/name), for its own."""
         rows = _of_mode((name, view.services()) for name, view in self.views)
         note_lacks(rows, self.without_backend)
-        for row in rows:
-            row.frontends = sorted(map(_frontend, row.frontends), key=lambda text: text.startswith(NODE_PORT))
         return [row for row in rows if belongs(row.name, of)]
 
     def backends(self, of: str | None = None) -> list[BackendRow]:
@@ -207,19 +204,9 @@ def _ends(row: FlowRow) -> tuple[str, str, str]:
     return row.protocol, row.client, row.frontend
 
 
-def _frontend(text: str) -> str:
-    """The same words for a node port, which a mode may have as an address that is none."""
-    return f"{NODE_PORT}{text.rpartition(':')[2]}" if text.startswith(("0.0.0.0:", "[::]:", "*:")) else text
-
-
 def frontends(rows: Iterable[ServiceRow]) -> dict[conntrack.Key, str | None]:
     """Address (None: a node port's), port and protocol of each frontend -> the name of its service port."""
-    found: dict[conntrack.Key, str | None] = {}
-    for row in rows:
-        for text in row.frontends:
-            address, _, port = text.replace(NODE_PORT, ":").rpartition(":")
-            found[address.strip("[]") or None, int(port), Protocol[row.protocol]] = row.name
-    return found
+    return {(*frontend_of(text), Protocol[row.protocol]): row.name for row in rows for text in row.frontends}
 
 
 def programmed(admin_socket: str, pin_root: str | None = None, *, draining: bool = False) -> Programmed:

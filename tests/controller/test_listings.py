@@ -15,7 +15,7 @@ from hybrid_proxy.controller.commands.views import Programmed, frontends, note_l
 from hybrid_proxy.controller.semantics.lacks import Lack
 from hybrid_proxy.dataplane.mode import View
 from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow
-from hybrid_proxy.dataplane.table import Protocol
+from hybrid_proxy.dataplane.table import Protocol, frontend_text
 from tests.workshop.top.samples import backend, service
 
 SCREENS = Path(__file__).parent / "screens"
@@ -208,15 +208,11 @@ class _Two(View):
         return [over, msgspec.structs.replace(over, client="10.77.1.11:2", state="established", idle=0)], 2
 
 
-@pytest.mark.parametrize("text", ["node port 30080", "*:30080", "0.0.0.0:30080", "[::]:30080"])
-def test_a_node_port_as_each_mode_writes_it_is_called_that_and_comes_last(text: str) -> None:
-    class One(_Two):
-        def services(self) -> list[ServiceRow]:
-            return [ServiceRow(name="a/b:c", protocol="TCP", frontends=[text, "[fd96::10]:80"], backends=0)]
-
-    (row,) = Programmed([("any", One())], None).services()
-    assert row.frontends == ["[fd96::10]:80", "node port 30080"]
-    assert set(frontends([row])) == {("fd96::10", 80, Protocol.TCP), (None, 30080, Protocol.TCP)}
+@pytest.mark.parametrize("place", [("fd96::10", 80), ("10.96.0.10", 80), (None, 30080)])
+def test_a_frontend_is_known_by_its_text_and_a_node_port_comes_last(place: tuple[str | None, int]) -> None:
+    row = ServiceRow(name="a/b:c", protocol="TCP", frontends=[frontend_text(*place)], backends=0)
+    assert frontends([row]) == {(*place, Protocol.TCP): "a/b:c"}
+    assert sorted(["node port 1", *row.frontends])[place[0] is not None] == "node port 1"
 
 
 def test_flows_that_are_over_are_listed_after_those_that_are_not() -> None:

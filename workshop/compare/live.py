@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from hybrid_proxy.controller.commands.views import NODE_PORT, programmed
+from hybrid_proxy.controller.commands.views import programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving.admin import ask, listener
 from hybrid_proxy.controller.serving.protocol import GetStatus, StatusAnswer
-from hybrid_proxy.dataplane.table import family_of
+from hybrid_proxy.dataplane.table import NODE_PORT, family_of
 from hybrid_proxy.workshop.compare.measure import traffic
 from hybrid_proxy.workshop.compare.plan import Settings, Step
 from hybrid_proxy.workshop.compare.result import Cell

@@ -12,7 +12,7 @@ from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.userspace import messages as m
 from hybrid_proxy.dataplane.modes.userspace.relay_client import RelayClient
 from hybrid_proxy.dataplane.reports import BackendRow, FlowRow, ServiceRow
-from hybrid_proxy.dataplane.table import Protocol, socket_text
+from hybrid_proxy.dataplane.table import Protocol, frontend_of, socket_text
 
 MOST: Final = 1 << 20  # conntrack entries that are read
 
@@ -26,9 +26,7 @@ class Relayed(View):
         self.rows = self.listing.rows
         self.place = f"relay, process {self.listing.pid}"
         self._frontends: dict[conntrack.Key, str | None] = {
-            (None if address == "*" else address.strip("[]"), int(port), row.protocol): row.name
-            for row in self.rows
-            for address, _, port in (text.rpartition(":") for text in row.frontends)
+            (*frontend_of(text), row.protocol): row.name for row in self.rows for text in row.frontends
         }
 
     def services(self) -> list[ServiceRow]:
@@ -36,7 +34,7 @@ class Relayed(View):
         return [
             ServiceRow(
                 name=row.name,
-                frontends=list(row.frontends),
+                frontends=sorted(row.frontends),
                 protocol=Protocol(row.protocol).name,
                 backends=len(row.routes[0]) if row.routes else 0,
                 local_backends=len(row.routes[1]) if len(row.routes) > 1 else None,

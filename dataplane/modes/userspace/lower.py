@@ -17,7 +17,7 @@ from hybrid_proxy.dataplane.table import (
     WhenEmpty,
     disjoint,
     family_of,
-    socket_text,
+    frontend_text,
 )
 
 
@@ -79,7 +79,7 @@ def lower(entry: Entry, node: NodeNetwork) -> Lowered:
             tuple(ports),
             tuple((backend.address, backend.port) for backend in entry.serving),
             entry.affinity_seconds,
-            tuple(dict.fromkeys(socket_text(f.address or "*", f.port) for f in entry.frontends)),
+            tuple(dict.fromkeys(frontend_text(f.address, f.port) for f in entry.frontends)),
             entry.present,
         )
     return Lowered(row, tuple(redirects), tuple(dict.fromkeys(cluster_ips)), tuple(firewalled))

@@ -92,7 +92,7 @@ def test_service_ports(node, frontends, routes, ports, elements) -> None:
 def test_a_row_names_its_service_port_and_where_clients_find_it() -> None:
     found = lower(entry(vip(ALL), Front(Kind.NODE_PORT, None, 30080, ALL, ALL)), BY_CIDR)
     assert found.row is not None
-    assert (found.row.key, found.row.frontends) == ("d/web:http/TCP/4", ("10.96.0.1:80", "*:30080"))
+    assert (found.row.key, found.row.frontends) == ("d/web:http/TCP/4", ("10.96.0.1:80", "node port 30080"))
     assert found.row.serving == BOTH
 
 

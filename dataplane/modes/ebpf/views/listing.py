@@ -21,6 +21,7 @@ from hybrid_proxy.dataplane.modes.ebpf.maps.first_packets import by_bound, first
 from hybrid_proxy.dataplane.modes.ebpf.maps.flow_tables import flow_arrays
 from hybrid_proxy.dataplane.modes.ebpf.maps.traffic import Traffic, counts_of, traffic_of
 from hybrid_proxy.dataplane.modes.ebpf.services import affinity
+from hybrid_proxy.dataplane.modes.ebpf.services.lower import ANY
 from hybrid_proxy.dataplane.modes.ebpf.views.events import Addresses, Journal
 from hybrid_proxy.dataplane.reports import (
     BackendRow,
@@ -32,7 +33,7 @@ from hybrid_proxy.dataplane.reports import (
     TrafficCounts,
     TrafficRow,
 )
-from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, socket_text
+from hybrid_proxy.dataplane.table import Protocol, Remembered, ServiceTable, family_of, frontend_of, frontend_text
 
 CLOCK: Final = "read_clock"  # of bpf/inspect.bpf.c
 
@@ -84,19 +85,19 @@ def _frontends(maps: Maps) -> dict[int, list[tuple[str, str]]]:
         for key, value in zip(layout.frontend_keys(keys, family), values.tolist(), strict=True):
             if not value >> 32 & (names["FRONTEND_ADDRESS"] | names["FRONTEND_NODE_PORTS"]):
                 _, address, port, protocol = key
-                found.setdefault(value & 0xFFFFFFFF, []).append(
-                    (socket_text(address, port), Protocol.name_of(protocol))
-                )
+                text = frontend_text(None if address == ANY[family] else address, port)
+                found.setdefault(value & 0xFFFFFFFF, []).append((text, Protocol.name_of(protocol)))
     return found
 
 
 def _addresses(maps: Maps, names: Names) -> Addresses:
     """Returns the service of each family and address."""
     return {
-        (6 if address.startswith("[") else 4, address.rpartition(":")[0].strip("[]")): names[number].rpartition(":")[0]
+        (family_of(address), address): names[number].rpartition(":")[0]
         for number, rows in _frontends(maps).items()
         if number in names
-        for address, _ in rows
+        for text, _ in rows
+        if (address := frontend_of(text)[0])
     }
 
 
