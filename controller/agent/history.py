@@ -77,7 +77,8 @@ class History:
         if service and len(self._reported) >= MOST_ROWS:
             return  # what is about the node has room
         now, what = time.time(), shortened(redact(what), LONGEST)
-        self._reported.append(ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by))
+        mode = self._mode if kind == "repair" else ""
+        self._reported.append(ChangeRow(first=now, last=now, kind=kind, service=service, what=what, by=by, mode=mode))
 
     def event(self, reason: str, service: str, note: str, by: str) -> None:
         """Remember an event for the cluster."""

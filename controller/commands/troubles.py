@@ -24,7 +24,6 @@ LOOK: Final = "the route to it, its address, and the agent's credentials"
 READ_LOG: Final = f"read the agent's log ({LOGS})"
 SHOW_ADDRESS: Final = "`ip address` names the interface, `ss -ltun` what listens"
 WAIT: Final = f"ask again in some seconds, then {READ_LOG}"
-_MODE: Final = re.compile(r"repaired in mode ([a-z]+)")
 _FLAG: Final = re.compile(r"--max-[a-z-]+")
 
 
@@ -101,7 +100,7 @@ def troubles(status: AgentStatus, *, serves: bool = False, answered: Collection[
         text = f"{several(len(empty), 'service')} without a backend: {some(empty)} (`{_ask_doctor(empty[0])}`)"
         found.append(_note("endpoints", [text], "empty-services")._replace(label=EMPTY, mark=EMPTY))
     here = {"", status.mode.effective, *(left.mode for left in status.draining)}
-    if repairs := [row for row in status.repairs if "".join(_MODE.findall(row.what)[:1]) in here]:
+    if repairs := [row for row in status.repairs if row.mode in here]:
         details = [f"{clock(row.last)}, {row.count} x: {shorten(row.what, 160)}" for row in repairs[-REPAIRS:]]
         found.append(_note("drift", details)._replace(label="repaired"))
     return found

@@ -40,6 +40,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
         ready: How often an endpoint became ready; of equals, the newest first.
         gone: How often it ceased to be; a row has one of the two.
         flapping: Whether an endpoint became ready several times.
+        mode: The mode that repaired something; empty of anything else.
     """
 
     first: float
@@ -52,6 +53,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
     ready: Mapping[str, int] = {}
     gone: Mapping[str, int] = {}
     flapping: bool = False
+    mode: str = ""
 
     @property
     def key(self) -> tuple[str | bool, ...]:

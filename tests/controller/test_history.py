@@ -324,6 +324,7 @@ def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> No
     history.programmed(table(1, first, frozenset({NAME})))
     history.flush()
     assert not path.exists()  # what an agent finds when it starts is no change
+    history.serves("", "x", 1)
     history.programmed(table(2, first.replaced({NAME: entries(A, B)}), frozenset({NAME}), addresses=("192.0.2.1",)))
     programs = ("unknown program", "nft; x changed or removed y")
     for program in programs:
@@ -331,12 +332,12 @@ def test_an_agent_remembers_what_its_tables_and_others_say(tmp_path: Path) -> No
     history.event("ExternalIPsServed", NAME, "as at every start", "")
     history.flush()
     rows = read_changes(path)
-    found = {(row.kind, row.service, row.text, row.by) for row in rows if row.kind != "repair"}
+    found = {(row.kind, row.service, row.text, row.by) for row in rows if row.kind not in ("repair", "mode")}
     assert found == {
         ("endpoints", NAME, "ready: 10.0.0.2", "EndpointSlice"),
         ("node", "", "+ address 192.0.2.1", "its addresses and routes"),
     }
-    assert [row.by for row in rows if row.kind == "repair"] == [*programs]
+    assert [(row.by, row.mode) for row in rows if row.kind == "repair"] == [(by, "x") for by in programs]
     assert all(row.what.startswith("2 things were repaired in mode x; token=") for row in rows if row.kind == "repair")
     assert "abcdefghijkl" not in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600

@@ -176,7 +176,7 @@ def test_a_long_repair_ends_with_a_whole_word() -> None:
 
 def test_what_was_repaired_of_a_mode_that_is_gone_is_no_news() -> None:
     whats = {mode: f"1 thing was repaired in mode {mode}; a filter is gone" for mode in ("ebpf", "iptables", "ipvs")}
-    rows = [ChangeRow(first=NOW, last=NOW, kind="repair", what=what) for what in whats.values()]
+    rows = [ChangeRow(first=NOW, last=NOW, kind="repair", what=what, mode=mode) for mode, what in whats.items()]
     mode, draining = ModeStatus("ipvs", "ipvs"), [DrainingMode("iptables", {"TCP": 1}, 2.0)]
     shown = text(agent_status(mode=mode, draining=draining, repairs=rows), 200)
     assert [mode for mode, what in whats.items() if what in shown] == ["iptables", "ipvs"]
