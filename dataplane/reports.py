@@ -14,7 +14,6 @@ from typing import Final, Literal
 
 import msgspec
 
-BY_DOCTOR: Final = ", of doctor's own connection"  # ends the message of such an event
 # The sysctl that has the kernel forward packets, by address family.
 FORWARDING: Final = {4: "net.ipv4.ip_forward", 6: "net.ipv6.conf.all.forwarding"}
 
@@ -246,6 +245,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         where: The hook; `reply, from a pod` if from a reply.
         interface: The incoming or outgoing interface.
         flags: TCP flags, such as `SYN` or `RST ACK`; null for other protocols and sockets.
+        by_doctor: Whether doctor's own connection caused it.
     """
 
     mode: str = ""
@@ -262,6 +262,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
     where: str
     interface: str | None
     flags: str | None = None
+    by_doctor: bool = False
 
 
 class ExplainStep(msgspec.Struct, frozen=True):

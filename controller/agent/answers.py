@@ -37,7 +37,7 @@ from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
 from hybrid_proxy.dataplane.kernel import conntrack, namespaces, sysctl
 from hybrid_proxy.dataplane.mode import ProbePacket, Programmer, belongs
-from hybrid_proxy.dataplane.reports import BY_DOCTOR, ExplainAnswer, ExplainStep
+from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep
 from hybrid_proxy.dataplane.table import Entry, Kind, Protocol, ServiceTable
 from hybrid_proxy.dataplane.timings import START
 
@@ -158,7 +158,7 @@ class Answers:
                 silent = sorted({self.mode.choice.effective, *self.mode.draining.names} - {reports.name})
                 rows, last = reports.packet_events(after)
                 for row in rows if own else ():  # the mode's own, which are asked for again
-                    row.message += BY_DOCTOR * (not own.isdisjoint((row.source, row.destination)))
+                    row.by_doctor |= not own.isdisjoint((row.source, row.destination))
                 rows = [with_policy(row, lambda: self.syncer.builder.lacks) for row in rows]
                 return p.EventsAnswer(before + rows, last, reports.name, silent)
             case p.SetTrace(service, client, seconds):

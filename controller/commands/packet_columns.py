@@ -119,11 +119,9 @@ def _verdict(row: PacketEvent) -> Cell:
 
 
 def _reason(row: PacketEvent) -> str:
-    if row.what == "fail" and row.reason in FAILURES:
-        return FAILURES[row.reason]
-    if row.what == "trace" and row.reason in SEEN:
-        return SEEN[row.reason]
-    return (row.message.partition(": ")[2] if row.what == "refuse" else row.message) or row.reason
+    known = FAILURES if row.what == "fail" else SEEN if row.what == "trace" else {}
+    said = row.message.partition(": ")[2] if row.what == "refuse" else row.message
+    return known.get(row.reason, said or row.reason) + " (doctor's own)" * row.by_doctor
 
 
 def _packet(row: PacketEvent) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from hybrid_proxy.dataplane.diff import changed_services
-from hybrid_proxy.dataplane.reports import BY_DOCTOR, PacketEvent
+from hybrid_proxy.dataplane.reports import PacketEvent
 from hybrid_proxy.dataplane.table import EMPTY, BackendSet, Entry, Kind, ServiceTable, WhenEmpty
 
 Clients = Literal["all", "outside", "inside"]
@@ -80,5 +80,4 @@ def with_policy(event: PacketEvent, known: Callable[[], Iterable[Lack]]) -> Pack
     family = 6 if event.destination.startswith("[") else 4
     whys = (each.why for each in known() if (each.service, each.family) == (event.service, family))
     why = next(whys, "")
-    why += BY_DOCTOR * event.message.endswith(BY_DOCTOR)
     return msgspec.structs.replace(event, message=why) if "Local" in why else event

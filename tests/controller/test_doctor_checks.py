@@ -33,7 +33,6 @@ from hybrid_proxy.controller.semantics.history import NOT_SERVED, ChangeRow
 from hybrid_proxy.controller.semantics.lacks import Lack, with_policy
 from hybrid_proxy.controller.serving.protocol import SourceStatus, TablePort
 from hybrid_proxy.dataplane.reports import (
-    BY_DOCTOR,
     BackendRow,
     Ejection,
     ExplainAnswer,
@@ -1094,6 +1093,7 @@ def test_backends_that_answer_are_not_well_while_others_fail() -> None:
 
 
 def test_an_event_keeps_its_doctor_when_it_gets_its_policy() -> None:
-    own = msgspec.structs.replace(EVENT, reason="drop_empty", message=f"no backend{BY_DOCTOR}")
+    own = msgspec.structs.replace(EVENT, reason="drop_empty", by_doctor=True)
     why = "internalTrafficPolicy Local: no endpoint on this node"
-    assert with_policy(own, lambda: [Lack("shop/web:http", 4, "node", why)]).message == f"{why}{BY_DOCTOR}"
+    found = with_policy(own, lambda: [Lack("shop/web:http", 4, "node", why)])
+    assert (found.message, found.by_doctor) == (why, True)

@@ -73,6 +73,16 @@ def test_the_packet_goes_from_the_client_to_the_backend(row: PacketEvent, packet
     assert column.value(row) == packet
 
 
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("backend_refused", "the backend refused the connection"), ("drop_martian", WORDS["drop_martian"])],
+)
+def test_what_doctor_caused_is_said_to_be_its_own(reason: str, said: str) -> None:
+    rows = [event(0, reason, CLIENT, BACKEND, by_doctor=own) for own in (False, True)]
+    (column,) = (column for column in event_columns(Screen(None), rows, NOW) if column.header == "REASON")
+    assert [column.value(row) for row in rows] == [said, f"{said} (doctor's own)"]
+
+
 @pytest.mark.parametrize("width", [80, 120, 160, None], ids=["80", "120", "160", "pipe"])
 def test_the_screen(width: int | None) -> None:
     lines = table(event_columns(Screen(width), EVENTS, NOW), EVENTS, Screen(width))

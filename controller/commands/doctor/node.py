@@ -25,7 +25,7 @@ from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel import conntrack, links, namespaces, sysctl
 from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
 from hybrid_proxy.dataplane.other_proxies import warnings
-from hybrid_proxy.dataplane.reports import BY_DOCTOR, PacketEvent, ServiceRow
+from hybrid_proxy.dataplane.reports import PacketEvent, ServiceRow
 
 RECENT_SECONDS: Final = 300.0
 
@@ -98,7 +98,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         held=interfaces.held,
         missing=missing,
         cut=tuple(each.name for each in interfaces.interfaces if not each.up and each.name in lost_by),
-        events=recent(row for row in events or () if not row.message.endswith(BY_DOCTOR)),
+        events=recent(row for row in events or () if not row.by_doctor),
         events_unknown=events_unknown,
     )
     return Node(facts, here, rows)
