@@ -506,7 +506,7 @@ struct event {
 	__u8 hook;
 	__u8 family;	/* 4 or 6 */
 	__u8 traced;	/* emitted because of `trace` in map `node` */
-	__u32 saddr[4]; /* of the packet as it came */
+	__u32 saddr[4]; /* of the packet as it came; of COUNT_BACKEND_REFUSED, as it goes on */
 	__u32 daddr[4];
 	__u16 sport;
 	__u16 dport;

@@ -121,7 +121,7 @@ INLINE enum step first_reply(struct __sk_buff *skb, struct scratch *space, const
 	else if (!answers_past_stack(skb, p, found->entry, hook, v6))
 		return STEP_PASS;
 	if (note_reply(skb, p, found, v6))
-		report_failure(skb, space, found->entry, COUNT_BACKEND_REFUSED, hook, v6);
+		report_refusal(skb, space, found->entry, hook, v6);
 	return STEP_FOLLOW;
 }
 

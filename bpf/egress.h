@@ -69,7 +69,7 @@ INLINE bool note_answer(struct __sk_buff *skb, struct scratch *space, const stru
 	}
 	note_conversation(p, found->entry);
 	if (note_reply(skb, p, found, v6))
-		report_failure(skb, space, found->entry, COUNT_BACKEND_REFUSED, hook, v6);
+		report_refusal(skb, space, found->entry, hook, v6);
 	return true;
 }
 

@@ -3,6 +3,7 @@
 #define HYBRID_PROXY_PACKET_EVENTS_H
 
 #include "events.h"
+#include "flow.h"
 #include "maps.h"
 #include "packet.h"
 #include "scratch.h"
@@ -33,6 +34,7 @@ INLINE bool is_traced_packet(const struct scratch *space, enum counter reason)
 INLINE int emit_event(struct __sk_buff *skb, struct scratch *space, __u32 request, const bool v6)
 {
 	enum counter reason = request & EVENT_REASON_MASK;
+	const struct tuple *shown = reason == COUNT_BACKEND_REFUSED ? &space->result : &space->packet.tuple;
 	struct event *e;
 
 	if (request & EVENT_TRACED && !is_traced_packet(space, reason))
@@ -42,7 +44,7 @@ INLINE int emit_event(struct __sk_buff *skb, struct scratch *space, __u32 reques
 	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
 	if (!e)
 		return 0;
-	fill_event(e, &space->packet.tuple, reason, request >> EVENT_HOOK_SHIFT & EVENT_HOOK_MASK, v6);
+	fill_event(e, shown, reason, request >> EVENT_HOOK_SHIFT & EVENT_HOOK_MASK, v6);
 	e->service = space->service;
 	e->backend = space->backend;
 	e->ifindex = skb->ifindex;
@@ -68,6 +70,14 @@ INLINE void report_failure(struct __sk_buff *skb, struct scratch *space, const s
 	space->service = f->service;
 	space->backend = f->backend;
 	report_event(skb, how, hook, v6);
+}
+
+/* Reports that the backend refused the connection, by the packet that its client gets: it has the frontend. */
+INLINE void report_refusal(struct __sk_buff *skb, struct scratch *space, const struct flow *reply, enum hook hook,
+			   const bool v6)
+{
+	translated_tuple(&space->result, reply, space->packet.tuple.protocol);
+	report_failure(skb, space, reply, COUNT_BACKEND_REFUSED, hook, v6);
 }
 
 /* Reports the packet if it is traced. */

@@ -39,7 +39,7 @@ EVENTS = [
     event(95, "reject_no_port", "10.77.1.11:40230", "10.96.0.10:81", service="default/web"),
     event(12, "drop_source_ranges", "192.168.77.1:60526", "198.51.100.7:80", service="default/lb:http",
           where="from outside", interface="eth0"),
-    event(8, "backend_refused", "10.77.1.11:40232", "10.77.1.12:8080", backend="10.77.1.12:8080", flags="RST ACK",
+    event(8, "backend_refused", "10.77.1.11:40232", "10.96.0.10:80", backend="10.77.1.12:8080", flags="RST ACK",
           where="reply, to a pod"),
     event(7, "backend_unanswered", "[fd77:1::11]:40232", "[fd96::10]:80", backend="[fd77:2::12]:8080"),
     event(0.4, "socket_refused", "10.77.1.1:0", "10.96.0.99:53", service="default/empty:dns", protocol="UDP",
@@ -62,11 +62,12 @@ TRACED = [
     [
         (TRACED[0], f"TCP {CLIENT} -> {FRONTEND} -> {BACKEND}"),
         (TRACED[2], f"TCP {BACKEND} -> {FRONTEND} -> {CLIENT}"),
+        (event(0, "backend_refused", CLIENT, FRONTEND, backend=BACKEND), f"TCP {CLIENT} -> {FRONTEND} -> {BACKEND}"),
         (event(0, "backend_refused", CLIENT, BACKEND, backend=BACKEND), f"TCP {CLIENT} -> {BACKEND}"),
         (event(0, "backend_unanswered", CLIENT, FRONTEND, backend=BACKEND), f"TCP {CLIENT} -> {FRONTEND} -> {BACKEND}"),
         (event(0, "reject", CLIENT, FRONTEND), f"TCP {CLIENT} -> {FRONTEND}"),
     ],
-    ids=["to-a-backend", "a-reply", "refused", "not-answered", "rejected"],
+    ids=["to-a-backend", "a-reply", "refused", "refused-as-former-programs-report", "not-answered", "rejected"],
 )  # fmt: skip
 def test_the_packet_goes_from_the_client_to_the_backend(row: PacketEvent, packet: str) -> None:
     (column,) = (column for column in event_columns(Screen(None), [row], NOW) if column.header == "PACKET")
@@ -94,7 +95,7 @@ def test_the_screen(width: int | None) -> None:
 @pytest.mark.parametrize("width", [50, 80, 100])
 def test_rows_that_are_folded_fit_the_screen(width: int, age: float) -> None:
     """How often it was and the packet are in one line: no number stands alone."""
-    reasons = ("backend_refused", CLIENT, BACKEND), ("drop_source_ranges", CLIENT, FRONTEND)
+    reasons = ("backend_refused", CLIENT, FRONTEND), ("drop_source_ranges", CLIENT, FRONTEND)
     known = [event(age - part, *each, backend=BACKEND) for each in reasons for part in (0, 1)]
     groups = grouped(known)
     rows = [each.last for each in groups]
