@@ -67,7 +67,7 @@ class FailureHistory(msgspec.Struct, frozen=True):
         return max(self.last_refused or 0.0, self.last_unanswered or 0.0) < now - LATELY_SECONDS
 
     def text(self, now: float) -> str:
-        """The history for people: `3 x connection refused, last 2 min ago`; the latest kind of failure first."""
+        """The history for people: `3 x connection refused, last 2m5s ago`; the latest kind of failure first."""
         kinds = [
             (last, f"{count} x {name}, last {ago(now - last)}")
             for count, last, name in (
@@ -102,16 +102,17 @@ def clock(moment: float, now: float | None = None) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Formats the age of an event for people: `2 min ago`."""
+    """Formats the age of an event for people: `2m5s ago`."""
     return f"{age(seconds)} ago"
 
 
 def age(seconds: float) -> str:
-    """Formats a duration in a suitable unit: `8 s`, `2 min`, `3 h`, `4 d`."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{max(0, int(seconds))} s"
+    """Formats a duration: `3d4h`, `2h5m`, `3m12s`, `8s`."""
+    whole = max(0, int(seconds))
+    for first, second, size, part in (("d", "h", 86_400, 3_600), ("h", "m", 3_600, 60), ("m", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size}{first}{whole % size // part}{second}"
+    return f"{whole}s"
 
 
 class ServiceRow(msgspec.Struct, kw_only=True):

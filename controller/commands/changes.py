@@ -18,7 +18,7 @@ from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.history import ChangeRow, folded
 from hybrid_proxy.controller.serving.memory import changes_path, read_changes
 from hybrid_proxy.dataplane.errors import told
-from hybrid_proxy.dataplane.reports import ago, clock, shortened
+from hybrid_proxy.dataplane.reports import age, clock, shortened
 
 POLL_SECONDS: Final = 0.5
 
@@ -70,7 +70,7 @@ def columns(now: float, *, wide: bool = False) -> tuple[Column[ChangeRow], ...]:
     """Return the columns of a table of changes; where it is `wide`, what happened is whole."""
     return (
         Column("WHEN", lambda row: clock(row.last, now)),
-        Column("AGO", lambda row: ago(now - row.last), leave=4),
+        Column("AGE", lambda row: age(now - row.last), leave=4),
         Column("SERVICE", lambda row: row.service or None),
         Column("KIND", lambda row: row.kind, leave=3),
         Column("CHANGES", lambda row: row.often, leave=1, right=True),

@@ -156,15 +156,6 @@ def painted(text: str, tone: Tone, screen: Screen) -> str:
     return f"\x1b[{tone}m{text}\x1b[0m" if screen.colours and tone and text else text
 
 
-def duration(seconds: float) -> str:
-    """`3d4h`, `2h5m`, `3m12s`."""
-    whole = int(seconds)
-    for first, second, unit in (("d", "h", 86400), ("h", "m", 3600), ("m", "s", 60)):
-        if whole >= unit:
-            return f"{whole // unit}{first}{whole % unit // {'h': 3600, 'm': 60, 's': 1}[second]}{second}"
-    return f"{whole}s"
-
-
 def _place(column: Column[Any], rows: Iterable[Any], screen: Screen) -> _Place | None:
     """The width that shows every cell; None: there are rows, and none has anything to show."""
     values = [column.value(row) for row in rows]

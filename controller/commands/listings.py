@@ -8,9 +8,9 @@ from typing import Final, Generic, Literal, TypeVar, cast
 
 import msgspec
 
-from hybrid_proxy.controller.commands.columns import Cell, Column, Tone, Value, duration, text_of
+from hybrid_proxy.controller.commands.columns import Cell, Column, Tone, Value, text_of
 from hybrid_proxy.dataplane.first_packets import quantile
-from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow, TrafficCounts, clock
+from hybrid_proxy.dataplane.reports import BackendRow, Ejection, FlowRow, ServiceRow, TrafficCounts, age, clock
 
 
 class ModeRow(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ def flow_columns(rows: Sequence[FlowRow]) -> tuple[Column[FlowRow], ...]:
         Column("BACKEND", lambda row: row.backend),
         Column("PROTO", lambda row: row.protocol, leave=2),
         Column("STATE", lambda row: Cell(row.state, Tone.DIM if row.state == "closed" else Tone.PLAIN)),
-        Column("IDLE", lambda row: None if row.idle is None else duration(row.idle), leave=1, right=True, live=True),
+        Column("IDLE", lambda row: None if row.idle is None else age(row.idle), leave=1, right=True, live=True),
         Column("SEEN FROM", lambda row: row.source, wide=True),
         Column("FAST PATH", lambda row: _yes(known=row.fast_path), wide=True),
         Column("DSR", lambda row: _yes(known=row.direct), wide=True),

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import astuple, replace
 
-from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, duration, fits
-from hybrid_proxy.dataplane.reports import PacketEvent, clock, several
+from hybrid_proxy.controller.commands.columns import Cell, Column, Screen, Tone, fits
+from hybrid_proxy.dataplane.reports import PacketEvent, age, clock, several
 
 VERDICTS: Final = {
     "drop": Cell("DROPPED", Tone.BAD), "refuse": Cell("REJECTED", Tone.BAD), "fail": Cell("FAILED", Tone.BAD),
@@ -64,7 +64,7 @@ def event_columns(
 
     begin: list[Column[PacketEvent]] = [
         Column("TIME (UTC)" if stream else "TIME", when),
-        *([Column[PacketEvent]("AGE", lambda row: duration(max(0.0, now - row.time)), leave=4)] * (not stream)),
+        *([Column[PacketEvent]("AGE", lambda row: age(now - row.time), leave=4)] * (not stream)),
         Column("VERDICT", _verdict, least=max(len(cell.text) for cell in VERDICTS.values())),
     ]
     times = Column("TIMES", often, right=True)

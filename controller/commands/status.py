@@ -8,12 +8,12 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.columns import Screen, duration, painted
+from hybrid_proxy.controller.commands.columns import Screen, painted
 from hybrid_proxy.controller.commands.troubles import SEE_FAILURES, Trouble, Verdict, missing, troubles
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.text import printable
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS, kind_of
-from hybrid_proxy.dataplane.reports import EbpfStatus, Status, clock, several, start_lines
+from hybrid_proxy.dataplane.reports import EbpfStatus, Status, age, ago, clock, several, start_lines
 
 LATE: Final = 90.0  # seconds after which a stream is late: bookmarks come once a minute
 FIRST: Final = 3  # reasons in the first line
@@ -118,7 +118,7 @@ def _agent_lines(status: p.AgentStatus) -> Iterator[str]:
     if note := switched(status):
         yield f"  {note}"
     memory = f"{status.memory_bytes / 1e6:.0f} MB"
-    yield f"agent {status.version}, PID {status.pid}, up {duration(status.uptime_seconds)}, {memory}"
+    yield f"agent {status.version}, PID {status.pid}, up {age(status.uptime_seconds)}, {memory}"
     if status.ready_seconds is not None:
         yield f"  ready {status.ready_seconds:.2f} s after its start{_latency_text(status.change_seconds)}"
 
@@ -139,7 +139,7 @@ def _latency_text(change: p.ChangeLatency) -> str:
 
 def _draining_lines(left: p.DrainingMode, now: float) -> Iterator[str]:
     listed = f"; `hybrid-proxy flows --mode {left.mode}` lists them" if left.quiet else ""
-    since = f"{duration(left.seconds)}, since {clock(now - left.seconds)}"
+    since = f"{age(left.seconds)}, since {clock(now - left.seconds)}"
     yield f"mode {left.mode} drains for {since}: {left.text}{listed}"
     for row in left.quiet:
         idle = "" if row.idle is None else f"idle for {row.idle} s: "
@@ -154,8 +154,8 @@ def _source_lines(source: p.SourceStatus, known: str, now: float) -> Iterator[st
         yield f"  read: {', '.join(f'{kind}s' for kind in good)}"
     if heard := max((row.heard for row in source.kinds), default=0.0):
         late = [row for row in source.kinds if row.state == "read" and now - row.heard > LATE]
-        others = (f", {row.kind}s {duration(now - row.heard)} ago" for row in late)
-        yield f"  something last came {duration(now - heard)} ago{''.join(others)}"
+        others = (f", {row.kind}s {ago(now - row.heard)}" for row in late)
+        yield f"  something last came {ago(now - heard)}{''.join(others)}"
     yield from (f"  {missing(row)}" for row in source.kinds if row.state not in ("read", "waiting"))
 
 

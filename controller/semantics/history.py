@@ -62,7 +62,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def often(self) -> str:
-        """The number of changes, and the time that they took: `24 in 12 s`."""
+        """The number of changes, and the time that they took: `24 in 12s`."""
         return f"{self.count} in {age(max(1.0, self.last - self.first + 0.5))}" if self.count > 1 else "1"
 
     @property

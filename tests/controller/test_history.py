@@ -179,9 +179,9 @@ def test_an_unknown_name_is_answered_with_the_last_change_of_its_service(tmp_pat
     history.flush()
     for name in ("shop/web", "shop/web:http"):
         told = str(why_unknown(path, UnknownName("service", name, [])))
-        assert re.fullmatch(rf'no service "{name}"; it was deleted \d s ago', told)
+        assert re.fullmatch(rf'no service "{name}"; it was deleted \ds ago', told)
     told = str(why_unknown(path, UnknownName("service", "shop/own", [])))
-    assert re.fullmatch(r'no service "shop/own"; its last change was \d s ago: not served now', told)
+    assert re.fullmatch(r'no service "shop/own"; its last change was \ds ago: not served now', told)
     assert str(why_unknown(path, UnknownName("service", "shop/wbe", [NAME]))).endswith(f"did you mean {NAME}?")
 
 
@@ -202,7 +202,7 @@ def rollout() -> Iterator[ChangeRow]:
 
 def test_an_endpoint_that_comes_again_and_again_flaps_and_a_rollout_does_not() -> None:
     _, flaps = folded(toggles(24, 0.5))
-    assert (flaps.flapping, flaps.often, flaps.ready) == (True, "12 in 11 s", {B: 12})
+    assert (flaps.flapping, flaps.often, flaps.ready) == (True, "12 in 11s", {B: 12})
     rolled = folded(rollout())
     assert [(row.flapping, row.count, len(row.ready or row.gone)) for row in rolled] == 2 * [(False, 20, NAMED)]
 

@@ -86,11 +86,11 @@ def test_a_process_that_does_not_listen_is_told_from_one_that_is_gone(tmp_path: 
     ("gone", "text"),
     [
         (Gone(7, NOW - 60, NOW - 5, exact=True, why="it was stopped by SIGTERM"),
-         "agent 7 is gone since 07:59:55 UTC, 5 s ago: it was stopped by SIGTERM"),
+         "agent 7 is gone since 07:59:55 UTC, 5s ago: it was stopped by SIGTERM"),
         (Gone(7, NOW - 60, NOW - 150, exact=False, why="it was killed"),
-         "agent 7 is gone since about 07:57:30 UTC, 2 min ago: it was killed"),
+         "agent 7 is gone since about 07:57:30 UTC, 2m30s ago: it was killed"),
         (Gone(7, NOW - 9e5, NOW - 2 * 86_400, exact=True, why="it ended"),
-         "agent 7 is gone since 2027-01-13 08:00:00 UTC, 2 d ago: it ended"),
+         "agent 7 is gone since 2027-01-13 08:00:00 UTC, 2d0h ago: it ended"),
     ],
     ids=["seconds", "minutes", "days"],
 )  # fmt: skip

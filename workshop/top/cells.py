@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from hybrid_proxy.controller.commands.columns import duration
 from hybrid_proxy.controller.commands.packet_columns import VERDICTS
 from hybrid_proxy.controller.commands.status import verdict
 from hybrid_proxy.controller.commands.troubles import troubles
 from hybrid_proxy.controller.serving.protocol import described
 from hybrid_proxy.dataplane.modes.ebpf.maps.reasons import WORDS
+from hybrid_proxy.dataplane.reports import age
 from hybrid_proxy.workshop.top.rates import KINDS, BackendRates, MapRow, ReasonRow, ServiceRates, Snapshot
 
 UNKNOWN: Final = "-"
@@ -171,9 +171,9 @@ def head(shown: Snapshot) -> Sequence[str]:
     asked = "" if mode.requested == mode.effective else f" ({mode.requested} was asked for)"
     sync = verdict(status).value[0].replace("OK", "in sync")
     drains = "".join(
-        f"   {left.mode} drains for {duration(left.seconds)}: {described(left.flows)}" for left in status.draining
+        f"   {left.mode} drains for {age(left.seconds)}: {described(left.flows)}" for left in status.draining
     )
-    agent = f"agent up {duration(status.uptime_seconds)}, {size(status.memory_bytes)}"
+    agent = f"agent up {age(status.uptime_seconds)}, {size(status.memory_bytes)}"
     return f"node {status.node}   mode {mode.effective}{asked}{drains}   {sync}   {agent}", _totals(shown)
 
 

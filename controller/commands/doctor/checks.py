@@ -11,7 +11,6 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.columns import duration
 from hybrid_proxy.controller.commands.doctor.facts import (
     ANSWERED,
     CAUSES,
@@ -47,7 +46,7 @@ from hybrid_proxy.controller.semantics.explain import left_text
 from hybrid_proxy.controller.semantics.history import FOLD_SECONDS, ChangeRow, last_known
 from hybrid_proxy.controller.serving.protocol import AgentStatus, TablePort
 from hybrid_proxy.dataplane.mode import belongs
-from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, ago, several, shortened, some
+from hybrid_proxy.dataplane.reports import FORWARDING, Fill, PacketEvent, age, ago, several, shortened, some
 from hybrid_proxy.dataplane.table import Backend, Kind, WhenEmpty, family_of, socket_text
 
 # The node's own facts say this, too, and more recently than the agent.
@@ -207,7 +206,7 @@ def _without_agent(facts: NodeFacts) -> Finding:
 
 
 def _agent_findings(agent: AgentStatus, facts: NodeFacts) -> Iterator[Finding]:
-    yield Finding("ok", "agent", f"it runs on node {agent.node}, up {duration(agent.uptime_seconds)}")
+    yield Finding("ok", "agent", f"it runs on node {agent.node}, up {age(agent.uptime_seconds)}")
     looked_at = LOOKED_AT | ({"link-down"} if facts.down else set())
     serves = any(facts.programmed.values())
     names = [(each, (each.port, f"{each.target} of {each.port}")) for each in facts.tried]

@@ -37,7 +37,7 @@ def test_latencies(value: float | None, text: str) -> None:
     ("seconds", "text"), [(5.9, "5s"), (192, "3m12s"), (7_500, "2h5m"), (273_600, "3d4h"), (60, "1m0s")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert cells.duration(seconds) == text
+    assert cells.age(seconds) == text
 
 
 def row(key: str, connections: float | None, **more: object) -> ServiceRates:
