@@ -129,7 +129,7 @@ release: setup ## build what is released from the last commit: dist/RELEASE.md t
 		for machine in x86_64 aarch64; do $(call step,build    the wheel for $$machine,CC=$$machine-linux-gnu-gcc $(abspath $(PYTHON)) -m build \
 		--no-isolation --wheel --outdir . -C--build-option=--plat-name=linux_$$machine $$tree) && rm -r $$tree/build || exit 1; done; rm -r $$tree; done
 	$(Q)umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && cd build/release/deploy/helm && \
-		$(SAME_TAR) --dereference hybrid-proxy | gzip -9n > ../../dist/hybrid-proxy-$$(sed -n 's/^version: //p' hybrid-proxy/Chart.yaml).tgz
+		$(SAME_TAR) hybrid-proxy | gzip -9n > ../../dist/hybrid-proxy-$$(sed -n 's/^version: //p' hybrid-proxy/Chart.yaml).tgz
 	$(Q)umask 022 && cp build/release/dist/* $(addprefix build/release/deploy/image/,requirements.txt workshop.txt) dist && \
 		sed '$(if $(BASE),s|^ARG BASE=.*|ARG BASE=$(BASE)|)' build/release/deploy/image/Dockerfile > dist/Dockerfile
 	$(Q)umask 022 && cd build/release && $(abspath $(PYTHON)) -m hybrid_proxy.workshop.release ../../dist $$(git rev-parse HEAD) "$(BASE)"

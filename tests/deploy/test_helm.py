@@ -338,6 +338,11 @@ def test_alerts_and_dashboard_are_those_of_the_folder() -> None:
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
+def test_the_chart_has_no_link_out_of_its_folder() -> None:
+    """Helm warns of each, and an archive that `helm package` makes elsewhere would lack the file."""
+    assert [path for path in CHART.rglob("*") if path.is_symlink()] == []
+
+
 def test_alerts_link_to_the_pages_where_they_are_read() -> None:
     base = "https://git.example/hybrid-proxy/blob/main"
     urls = []
