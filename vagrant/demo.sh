@@ -107,11 +107,14 @@ block() {
     done 3<typed
 }
 
-# in_folder COMMAND ...: in a folder with `deploy`, where the blocks leave their lists.
+# in_folder COMMAND ...: in a folder with `deploy`, where the blocks leave their lists, beside the overlays of deploy/README.md,
+# for the image that each node has.
 in_folder() {
     folder=$(mktemp -d)
-    ln -s "$SOURCE/deploy" "$folder/deploy"
-    (cd "$folder" && "$@")
+    mkdir "$folder/hybrid-proxy"
+    ln -s "$SOURCE/deploy" "$folder/hybrid-proxy/deploy"
+    awk '/^```/ { on = $0 == "```sh site"; next } on' "$SOURCE/deploy/README.md" | sed 's#registry.example/##' >"$folder/site.sh"
+    (cd "$folder/hybrid-proxy" && sh -e ../site.sh && "$@")
     rm -r "$folder"
 }
 

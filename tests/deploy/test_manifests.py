@@ -262,11 +262,11 @@ def kubeadms(tmp_path: Path, components: str) -> str:
 def mine(tmp_path: Path, components: str) -> str:
     """The overlay of your own that deploy/README.md describes, with other components."""
     (tmp_path / "hybrid-proxy").symlink_to(ROOT)
-    folder = tmp_path / "mine"
-    folder.mkdir()
+    folder = tmp_path / "site/agents"
+    folder.mkdir(parents=True)
     _, text = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
     kustomization = yaml.safe_load(text)
-    kustomization["components"] = [f"../hybrid-proxy/deploy/components/{name}" for name in components.split()]
+    kustomization["components"] = [f"../../hybrid-proxy/deploy/components/{name}" for name in components.split()]
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     kubeconfig = (DEPLOY / "base/kubeconfig.conf").read_text().replace("control-plane.invalid", "10.0.0.1")
     (folder / "kubeconfig.conf").write_text(kubeconfig)
@@ -473,6 +473,31 @@ def test_the_service_monitor_finds_the_pods() -> None:
     assert service["spec"]["ports"][0]["targetPort"] == port["name"] == monitor["spec"]["endpoints"][0]["port"]
 
 
+def understood(text: str, folder: Path) -> None:
+    """Prometheus reads it, beside the alerts; Debian's is built without Kubernetes' discovery."""
+    shutil.copy(DEPLOY / "monitoring/alerts.yaml", folder)
+    (folder / "config.yaml").write_text(re.sub(r"kubernetes_sd_configs:\n( {6}.*\n)+", "static_configs: []\n", text))
+    checked = promtool(folder, "check", "config", "config.yaml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_agents_of_systemd_are_scraped_as_the_same_job_and_kube_proxies_are_not(tmp_path: Path) -> None:
+    text = (DEPLOY / "monitoring/prometheus-systemd.yaml").read_text()
+    (job,), (pods,) = (
+        yaml.safe_load(each)["scrape_configs"] for each in (text, (DEPLOY / "monitoring/prometheus.yaml").read_text())
+    )
+    rules = job["relabel_configs"]
+    assert rules[-1] == {"target_label": "job", "replacement": pods["job_name"]}
+    assert pods["relabel_configs"][-1]["target_label"] == rules[-2]["target_label"] == "node"
+    term = one("overlays/kubeadm", "DaemonSet")["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    ((kept,),) = (
+        each["matchExpressions"] for each in term["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    )
+    label = "__meta_kubernetes_node_label_" + re.sub(r"\W", "_", kept["key"])
+    assert {"source_labels": [label], "regex": kept["values"][0], "action": "drop"} in rules
+    understood(text, tmp_path)
+
+
 def test_the_scrape_configuration_finds_the_same_pods(tmp_path: Path) -> None:
     text = (DEPLOY / "monitoring/prometheus.yaml").read_text()
     (job,) = yaml.safe_load(text)["scrape_configs"]
@@ -483,10 +508,7 @@ def test_the_scrape_configuration_finds_the_same_pods(tmp_path: Path) -> None:
     name, _, value = source["selectors"][0]["label"].partition("=")
     assert daemonset["spec"]["template"]["metadata"]["labels"][name] == value
     assert keep["regex"] == agent_of("base+metrics")["ports"][0]["name"]
-    shutil.copy(DEPLOY / "monitoring/alerts.yaml", tmp_path)
-    (tmp_path / "config.yaml").write_text(re.sub(r"kubernetes_sd_configs:\n( {6}.*\n)+", "static_configs: []\n", text))
-    checked = promtool(tmp_path, "check", "config", "config.yaml")  # Debian's is built without Kubernetes' discovery
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    understood(text, tmp_path)
 
 
 def test_the_profile_allows_no_call_that_leads_out() -> None:

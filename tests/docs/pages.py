@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PAGES", "ROOT", "Block", "anchors", "blocks", "commands", "documented", "table"]
+__all__ = ["PAGES", "ROOT", "Block", "anchors", "blocks", "commands", "documented", "table", "tree"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("controller", "dataplane", "workshop", "deploy", "vagrant", "tests")
@@ -41,6 +42,18 @@ def blocks(page: str, *words: str) -> Iterator[Block]:
         if info[: len(words)] == words:
             lines = re.sub(r"\\\n\s*", "", found["body"]).splitlines()
             yield Block(page, info, tuple(line for line in lines if line.strip() and not line.startswith("#")))
+
+
+def tree(folder: Path) -> Path:
+    """A folder to type commands in: it has `deploy` as the tree has, and deploy/README.md has made `../site` of it."""
+    made = folder / "hybrid-proxy"
+    made.mkdir()
+    (made / "deploy").symlink_to(ROOT / "deploy")
+    (block,) = (
+        found["body"] for found in FENCE.finditer((ROOT / "deploy/README.md").read_text()) if found["info"] == "sh site"
+    )
+    subprocess.run(["sh", "-ec", block], cwd=made, check=True)
+    return made
 
 
 def commands(program: str) -> Iterator[tuple[str, list[str]]]:

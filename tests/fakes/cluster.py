@@ -117,9 +117,11 @@ class Cluster:
         name, generation = daemonset["metadata"]["name"], daemonset["metadata"]["generation"]
         pods, names = self.pods(name), self.wanted(daemonset)
         is_of = {"of": name, "generation": str(generation)}
-        if old := [node for node, pod in pods.items() if node not in names or pod["metadata"]["annotations"] != is_of]:
+        old = [node for node, pod in pods.items() if node not in names or pod["metadata"]["annotations"] != is_of]
+        missing = [node for node in names if node not in pods]
+        if old:
             del self.objects["pods"][f"{name}-{old[0]}"]
-        elif missing := [node for node in names if node not in pods]:
+        elif missing:
             pod = copy.deepcopy(daemonset["spec"]["template"])
             pod["metadata"] |= {"name": f"{name}-{missing[0]}", "namespace": "kube-system", "annotations": is_of}
             pod["spec"]["nodeName"] = missing[0]
@@ -130,7 +132,7 @@ class Cluster:
         ready = sum(READY in self.objects["nodes"][node]["status"]["conditions"] for node in nodes)
         status |= dict.fromkeys(("numberReady", "numberAvailable"), ready)
         if status == daemonset.get("status"):
-            return False
+            return bool(old or missing)  # a pod less on a node that wants none does not count there
         self.put("daemonsets", daemonset | {"status": status})
         return True
 

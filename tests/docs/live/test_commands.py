@@ -16,7 +16,7 @@ from hybrid_proxy.workshop.lab.network import Lab
 from tests.deploy import helm, manifests
 
 from ..kit import run_blocks, shell, start_agent
-from ..pages import PAGES, ROOT, blocks, commands
+from ..pages import PAGES, ROOT, blocks, commands, tree
 
 OURS = tuple(commands("hybrid-proxy"))
 CLUSTER = tuple(
@@ -56,8 +56,8 @@ def test_every_target_of_make_is_there() -> None:
 @pytest.mark.parametrize(("page", "line"), CLUSTER, ids=[f"{page}-{n}" for n, (page, _) in enumerate(CLUSTER)])
 def test_kubectl_and_helm_understand_it(page: str, line: str, tmp_path: Path) -> None:
     """The real ones do everything but talk to a server: they read flags, patches, kustomizations and charts first."""
-    (tmp_path / "deploy").symlink_to(ROOT / "deploy")  # files that a line writes do not land in the tree
-    (tmp_path / "workers.txt").write_text("".join(f"node/worker{n}\n" for n in range(60)))  # an earlier line wrote it
+    folder = tree(tmp_path)  # files that a line writes do not land in the repository
+    (folder / "workers.txt").write_text("".join(f"node/worker{n}\n" for n in range(60)))  # an earlier line wrote it
     for name, there in (
         ("helm", f'{helm.program()} "$@" --kube-apiserver={NOWHERE}'),
         ("kubectl", f'{manifests.kubectl()} --server={NOWHERE} --request-timeout=2s "$@"'),
@@ -66,7 +66,7 @@ def test_kubectl_and_helm_understand_it(page: str, line: str, tmp_path: Path) ->
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     argv = ["sh", "-c", line]
-    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "refused" in done.stderr, f"{page}: {line}: {done.stderr}"
 

@@ -26,13 +26,14 @@ from hybrid_proxy.workshop.lab.traffic import ask_tcp
 from tests.deploy import helm, manifests
 from tests.deploy.promtool import answered
 from tests.fakes.cluster import NOT_READY, READY, Cluster, Execute
-from tests.waiting import bound
+from tests.waiting import bound, until
 
 from ..kit import start_agent
-from ..pages import ROOT, blocks, table
+from ..pages import ROOT, blocks, table, tree
 
 PAGE = "docs/migration.md"
-GATES = {title: (row["query"].strip("`"), row["must be"]) for title, row in table(PAGE, "| gate |").items()}
+(QUERIES,) = re.findall(r"^```promql\n(.*?)^```", (ROOT / PAGE).read_text(), re.MULTILINE | re.DOTALL)
+GATES = {title: (query, must) for title, must, query in re.findall(r"^# (.*): (.*)\n(.*)$", QUERIES, re.MULTILINE)}
 WAVES = {1: 1, 2: 5, 3: 14, 4: 1, 5: 1}  # nodes: the third takes what there is, then Windows, then the control plane
 KUBE_PROXY = """
 {kind: DaemonSet, apiVersion: apps/v1, metadata: {name: kube-proxy, namespace: kube-system}, spec: {
@@ -110,8 +111,8 @@ class Walk:
     """A shell before a cluster; after each command every node has one proxy, and helpers only where they belong."""
 
     def __init__(self, folder: Path, execute: Execute | None = None) -> None:
-        self.cluster, self.folder = Cluster(execute), folder
-        (folder / "deploy").symlink_to(ROOT / "deploy")
+        self.cluster, self.folder, self.agents = Cluster(execute), tree(folder), folder / "agents"
+        self.agents.mkdir()
         for name in ("cp", *(f"worker{n}" for n in range(1, 21)), "windows"):
             labels = {"kubernetes.io/os": "windows" if name == "windows" else "linux"}
             node = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": name, "labels": labels}, "spec": {}}
@@ -122,13 +123,17 @@ class Walk:
             self.cluster.put("nodes", node)
         self.nodes = self.cluster.objects["nodes"].keys() - {"windows"}
         self.cluster.put("daemonsets", yaml.safe_load(KUBE_PROXY))
-        program = folder / "kubectl"  # there is no schema to check fields with: tests/deploy does that
+        # There is no schema to check fields with: tests/deploy does that.
         unchecked = '[ $1 = apply ] && set -- "$@" --validate=false'
-        program.write_text(f'#!/bin/sh\n{unchecked}\nexec {manifests.kubectl()} --server={self.cluster.url} "$@"\n')
+        self.program("kubectl", f'{unchecked}\nexec {manifests.kubectl()} --server={self.cluster.url} "$@"')
+
+    def program(self, name: str, text: str) -> None:
+        program = self.folder.parent / name
+        program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
 
     def shell(self, line: str, code: int = 0, **variables: str) -> str:
-        environment = os.environ | {"PATH": f"{self.folder}:{os.environ['PATH']}"} | variables
+        environment = os.environ | {"PATH": f"{self.folder.parent}:{os.environ['PATH']}"} | variables
         done = subprocess.run(["sh", "-c", line], cwd=self.folder, env=environment, text=True, timeout=bound(60),
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
         assert done.returncode == code, f"{line}: {done.stdout}"
@@ -148,13 +153,17 @@ class Walk:
                 assert self.pods("hybrid-proxy-cleanup") == self.nodes & self.labelled("wave", str(wave)), line
         return said
 
+    def services(self) -> set[str]:
+        """The nodes where an agent of systemd runs."""
+        return {path.name for path in self.agents.iterdir()}
+
     def labelled(self, name: str, value: str) -> set[str]:
         nodes = self.cluster.objects["nodes"].items()
         return {node for node, each in nodes if each["metadata"]["labels"].get(f"hybrid-proxy.io/{name}") == value}
 
     def look(self, line: str) -> None:
         wanted = {name: set(self.cluster.wanted(each)) for name, each in self.cluster.objects["daemonsets"].items()}
-        ours, theirs = wanted.get("hybrid-proxy", set()), wanted["kube-proxy"]
+        ours, theirs = wanted.get("hybrid-proxy", set()) | self.services(), wanted["kube-proxy"]
         assert not ours & theirs, f"{line}: two proxies"
         assert ours | theirs == self.nodes, f"{line}: no proxy"
         for name, nodes in wanted.items():
@@ -185,7 +194,7 @@ def test_the_census_counts_nodes_beside_one_without_a_log(tmp_path: Path) -> Non
     walk.cluster.log = subprocess.run(modes, capture_output=True, text=True, check=True).stdout
     walk.cluster.waiting = {"hybrid-proxy-census-worker3"}
     counted = walk.type("census").splitlines()
-    logs, pods = ((tmp_path / f"{name}.txt").read_text() for name in ("census", "census-pods"))
+    logs, pods = ((walk.folder / f"{name}.txt").read_text() for name in ("census", "census-pods"))
     names = re.findall(r"^\[pod/hybrid-proxy-census-(\w+)/modes\] \[$", logs, re.MULTILINE)
     assert set(names) == walk.nodes - {"worker3"}
     assert ["hybrid-proxy-census-worker3", "worker3"] in [line.split() for line in pods.splitlines()]
@@ -296,6 +305,77 @@ def test_wave_after_wave_with_an_abort(way: Callable[[str], str], tmp_path: Path
     assert not walk.labelled("rollback", "yes")
     walk.type("back", change=way)
     assert (walk.pods("kube-proxy"), walk.pods("hybrid-proxy")) == (walk.nodes, set())
+
+
+# What a node's shell finds: an agent of systemd runs where there is a file; kube-proxy has synced when it was
+# asked before.
+NODE = {
+    "systemctl": """case "$*" in
+            "enable -q --now hybrid-proxy") : >"$A/$N" ;;
+            "disable -q --now hybrid-proxy") rm -f "$A/$N" ;;
+        esac""",
+    "beside": "kubectl get pods -n kube-system -l k8s-app=kube-proxy -o wide | grep -qw $N",
+    "hybrid-proxy": """case "$*" in
+            status*) [ "$N" != "$ILL" ] && [ -e "$A/$N" ] && echo "OK: serves" ;;
+            takeover) [ -e "$A/$N" ] && ! beside ;;
+            "cleanup --drain") [ ! -e "$A/$N" ] && beside && [ -e "$A/../$N.asked" ] ;;
+            *) false ;;
+        esac""",
+    "python3": """if [ "$1" = - ]; then [ -e "$A/$N" ] && cat "$A/../exported"; exit; fi
+        beside || exit 1
+        name=kubeproxy_sync_proxy_rules_last
+        echo "${name}_queued_timestamp_seconds{ip_family=\\"IPv4\\"} 1e9"
+        [ ! -e "$A/../$N.asked" ] || echo "${name}_timestamp_seconds{ip_family=\\"IPv4\\"} 1e9"
+        : >"$A/../$N.asked" """,
+}
+
+
+def test_wave_after_wave_with_services_of_systemd(tmp_path: Path) -> None:
+    """In the place of pods, by ssh: the page's blocks, an agent that does not start, and an abort."""
+    walk = Walk(tmp_path)
+    tools = tmp_path / "node"
+    tools.mkdir()
+    for name, text in NODE.items():
+        walk.program(f"node/{name}", text)
+    ssh = f'export N="${{3#root@}}" A={walk.agents} PATH="{tools}:$PATH"; shift 3; exec "$@"'
+    walk.program("ssh", f'[ "$1 $2" = "-o BatchMode=yes" ] || exit 255\n{ssh}')
+    (tmp_path / "exported").write_text(exported("-", 10))
+
+    def type_service(name: str, wave: int, ill: str = "") -> str:
+        said = ""
+        for line in typed(f"services {name}"):
+            failed = (ill or wave == 4) and ".sh " in line  # the fourth has no node of Linux
+            said += walk.shell(
+                line + " 1" * (name == "gates"),
+                int(bool(failed)),
+                wave=str(wave),
+                ILL=ill,
+                LONGEST="1" if ill else "60",
+            )
+        walk.look(name)
+        return said
+
+    walk.type("labels")
+    for wave, nodes in WAVES.items():
+        linux = nodes * (wave != 4)
+        if wave == 2:
+            assert "worker11: FAILED (1)" in type_service("wave", wave, "worker11")
+            type_service("rollback", wave)
+            assert walk.services() == walk.labelled("wave", "1")
+            for path in tmp_path.glob("*.asked"):
+                path.unlink()
+        said = type_service("wave", wave)
+        assert len(re.findall(r"^\w+: OK: serves$", said, re.MULTILINE)) == linux
+        until(lambda: not walk.shell(typed("wave")[-1], wave=str(wave)), "no kube-proxy of the wave still runs")  # noqa: B023
+        assert type_service("gates", wave).count("PASS ") == linux
+        type_service("takeover", wave)
+    assert (walk.services(), walk.pods("kube-proxy")) == (walk.nodes, set())
+    for wave in reversed(WAVES):
+        type_service("rollback", wave)
+    _, *lines = typed("back")
+    for line in lines:
+        walk.shell(line)
+    assert (walk.services(), walk.pods("kube-proxy")) == (set(), walk.nodes)
 
 
 def test_the_machines_of_vagrant_rehearse_the_page(tmp_path: Path) -> None:
@@ -433,7 +513,7 @@ def test_a_bundle_comes_out_of_a_pod(tmp_path: Path) -> None:
         "bundle",
         change=lambda line: line.replace("POD", "hybrid-proxy-worker1").replace("/tmp/", f"{tmp_path}/in-the-pod-"),
     )
-    with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
+    with tarfile.open(walk.folder / "bundle.tar.gz") as archive:
         assert any(name.endswith("index.html") for name in archive.getnames())
 
 
