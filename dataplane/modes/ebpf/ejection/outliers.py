@@ -8,7 +8,7 @@ as it was out, the times start over. A backend that fails its health probes is e
 One that fails now and then hardly ever fails several times in a row. So it is ejected likewise when too large a share
 of its connections fails within an interval (Envoy's `failure_percentage_threshold`), and at least twice the share of
 the service port's other backends: where all lose as many, the fault is not this one's (`FailureShares`). The
-difference must be larger than chance makes it, because a port is judged every second, by few connections.
+difference must be significant, because a port is judged every second, by few connections.
 
 At most half of the backends of a set are ejected at a time, so never the last one. When more of them fail, the fault is
 likelier elsewhere (a policy between this node and all of them, an uplink), and the remaining ones would get more than
@@ -126,7 +126,7 @@ class FailureShares(Generic[Group, Subject]):
 
 
 def _differs(mine: Counts, others: Counts) -> bool:
-    """Returns whether this backend's share of failures is larger than the others', by more than chance.
+    """Returns whether this backend's share of failures is significantly larger than that of the rest.
 
     A failure is counted a second after its connection began. So both counts of a share vary as those of Poisson do.
     """
