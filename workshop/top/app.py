@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from textwrap import wrap
 from typing import Any, ClassVar, Final
 
 from rich.text import Text
@@ -41,6 +42,7 @@ class Listing(DataTable[Text]):
         self.sort_by = next(position for position, column in enumerate(columns) if column.title == sort)
         self.falling = columns[self.sort_by].falling
         self._rows: list[Any] = []
+        self._room = cells.LEAST  # characters in a line of a text that is wrapped
         self._held = False  # the user moved the cursor: it stays with its row
 
     def on_key(self, event: events.Key) -> None:
@@ -90,6 +92,7 @@ class Listing(DataTable[Text]):
         width = self.size.width - self.styles.scrollbar_size_vertical
         shown = cells.arranged(self._rows, self._columns_of[self.sort_by], falling=self.falling)[:MOST]
         self._shown_columns = cells.fitting(self._columns_of, shown, width)
+        self._room = cells.room(self._shown_columns, shown, width)
         return self._shown_columns != before
 
     def show(self, rows: Sequence[Any]) -> None:
@@ -101,15 +104,19 @@ class Listing(DataTable[Text]):
         self.clear()
         self._fill(at)
 
+    def _text(self, column: cells.Column, row: Any) -> str:
+        text = column.text(row)
+        return "\n".join(wrap(text, self._room)) if column.wrap else text
+
     def _fill(self, cursor: str | None) -> None:
         column = self._columns_of[self.sort_by]
         shown = cells.arranged(self._rows, column, falling=self.falling)[:MOST]
         for row in shown:
-            texts = (
-                Text(each.text(row), style=_style(row, each.title), justify="right" if each.right else "left")
+            texts = [
+                Text(self._text(each, row), style=_style(row, each.title), justify="right" if each.right else "left")
                 for each in self._shown_columns
-            )
-            self.add_row(*texts, key=row.key)
+            ]
+            self.add_row(*texts, key=row.key, height=1 + max(text.plain.count("\n") for text in texts))
         if self._held and cursor is not None and cursor in self.rows:
             self.move_cursor(row=self.get_row_index(cursor), animate=False, scroll=False)
 

@@ -26,6 +26,7 @@ class Column(NamedTuple):
     falling: bool = True  # sorted in falling order at first
     right: bool = True
     leave: int = 0  # 0: it always stays; of the others, the largest is left out first
+    wrap: bool = False  # where it is narrow, its texts go on in further lines
 
 
 def number(value: int | None) -> str:
@@ -112,13 +113,13 @@ BACKENDS: Final = (
     _text("state", "health", lambda state: state.partition(": ")[0]),
     _TOTAL,
     _text("protocol", "protocol", leave=8),
-    _text("state", "reason", lambda state: state.partition(": ")[2], leave=10),
+    _text("state", "reason", lambda state: state.partition(": ")[2], leave=1)._replace(wrap=True),
 )
 REASONS: Final = (
     _text("kind", "verdict", lambda kind: VERDICTS[kind].text)._replace(value=lambda row: KINDS.index(row.kind)),
     Column("each second", _of("rate"), _shown("rate", rate)),
     Column("total", _of("total"), _shown("total", number)),
-    _text("key", "reason", lambda key: WORDS.get(key.partition(" ")[0], key)),
+    _text("key", "reason", lambda key: WORDS.get(key.partition(" ")[0], key))._replace(wrap=True),
     _text("key", "counter", leave=1),
 )
 MAPS: Final = (
@@ -131,6 +132,7 @@ MAPS: Final = (
 )
 PADDING: Final = 2  # characters of a column besides its text
 ARROW: Final = 1  # after the title of the column by which rows are sorted
+LEAST: Final = 30  # characters in a line of a text that is wrapped
 
 AnyRow = ServiceRates | BackendRates | ReasonRow | MapRow
 
@@ -151,14 +153,26 @@ def arranged(rows: Iterable[AnyRow], column: Column, *, falling: bool) -> list[A
 def fitting(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> list[Column]:
     """Returns the columns that fit with all of their texts; of a mode that does not count, those that it fills."""
     uncounted = bool(rows) and all(getattr(row, "total", 0) is None for row in rows)
-    sizes = {
-        column.title: PADDING + max(len(column.title) + ARROW, *(len(column.text(row)) for row in rows), 0)
-        for column in columns
-    }
+    sizes = _sizes(columns, rows)
     shown = [each for each in columns if not uncounted or any(each.value(row) is not None for row in rows)]
     while sum(sizes[column.title] for column in shown) > width and any(column.leave for column in shown):
         shown.remove(max(reversed(shown), key=lambda column: column.leave))
     return shown
+
+
+def room(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> int:
+    """Returns how many characters a line has in the column that wraps, beside all of the others."""
+    others = _sizes([column for column in columns if not column.wrap], rows)
+    return max(LEAST, width - sum(others.values()) - PADDING)
+
+
+def _sizes(columns: Sequence[Column], rows: Sequence[AnyRow]) -> dict[str, int]:
+    """Returns the least width of each column."""
+    sizes = {}
+    for column in columns:
+        text = max((len(column.text(row)) for row in rows), default=0)
+        sizes[column.title] = PADDING + max(len(column.title) + ARROW, min(text, LEAST) if column.wrap else text)
+    return sizes
 
 
 def head(shown: Snapshot) -> Sequence[str]:
@@ -183,9 +197,11 @@ def _totals(shown: Snapshot) -> str:
         parts += [f"conn/s {rate(shown.all('connections'))}", f"packets/s {rate(shown.all('packets'))}"]
         parts += [f"in {size(shown.all('request_bytes'))}/s", f"out {size(shown.all('reply_bytes'))}/s"]
     if shown.sample.status is not None:
-        parts += [f"dropped/s {rate(shown.rate('drop'))}", f"refused/s {rate(shown.rate('refuse'))}"]
+        parts += [f"dropped/s {rate(shown.rate('drop'))}", f"rejected/s {rate(shown.rate('refuse'))}"]
+        failed = shown.rate("fail")  # a mode that does not see how connections to backends end has no such counter
+        parts += [f"failed/s {rate(failed)}"] if failed is not None else []
         flows = shown.sample.status.dataplane.fill.get("flows")
-        parts += [f"flow entries {flows.used:,} of {flows.limit:,}"] if flows else []
+        parts += [f"flow entries {flows.used:,}/{flows.limit:,}"] if flows else []
     return "  ".join(parts)
 
 

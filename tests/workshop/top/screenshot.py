@@ -26,7 +26,7 @@ SECONDS = 20
 
 async def _shoot(agent: Agent) -> str:
     screen = Top(NodeReader(str(agent.socket), None), 1.0)
-    async with screen.run_test(size=(118, 30)):
+    async with screen.run_test(size=(120, 30)):
         await asyncio.sleep(SECONDS)
         return screen.export_screenshot(title="hybrid-proxy top", simplify=True)
 

@@ -12,7 +12,7 @@ import pytest
 from hybrid_proxy.controller.serving.protocol import DrainingMode, ModeStatus
 from hybrid_proxy.workshop.top import cells
 from hybrid_proxy.workshop.top.rates import ServiceRates, snapshot
-from tests.workshop.top.samples import agent_status, dataplane, sample, service, status
+from tests.workshop.top.samples import agent_status, backend, dataplane, sample, service, status
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_the_head_shows_mode_and_totals() -> None:
     now = sample(1, service("ns/a:http", 5), status=counters)
     first, second = cells.head(snapshot(before, before, now))
     assert first == "node n1   mode ebpf (auto was asked for)   in sync   agent up 3m12s, 45.0MB"
-    assert second.startswith("conn/s 5  packets/s 100  in 5.0kB/s  out 5.0kB/s  dropped/s 0  refused/s 0  ")
-    assert second.endswith("  flow entries 12 of 524,288")
+    assert second.startswith("conn/s 5  packets/s 100  in 5.0kB/s  out 5.0kB/s  dropped/s 0  rejected/s 0  ")
+    assert second.endswith("  flow entries 12/524,288")
     assert cells.trouble(snapshot(before, before, now)) == []
 
 
@@ -184,6 +184,24 @@ def test_reasons_have_the_words_of_drops_and_what_fails_comes_first() -> None:
         ("FAILED", "a backend refused a connection: it answered a SYN with a reset", "backend_refused"),
         ("NOTED", "a flow to a backend was created", "new_flow"),
     ]
+
+
+@pytest.mark.parametrize("width", [70, 80, 120, 200])
+def test_a_long_reason_has_the_room_that_the_other_columns_leave(width: int) -> None:
+    rows = snapshot(*[sample(0, status=status(drop_reverse_path=9, drop_fragment=1))] * 3).reasons
+    shown = cells.fitting(cells.REASONS, rows, width)
+    (reason,) = (each for each in shown if each.wrap)
+    room = cells.room(shown, rows, width)
+    others = [max(len(each.title) + 1, *(len(each.text(row)) for row in rows)) for each in shown if each is not reason]
+    assert room == width - 2 * len(shown) - sum(others)
+    assert room >= cells.LEAST
+    assert ("counter" in [each.title for each in shown]) == (width > 80)
+
+
+def test_a_backend_that_is_ejected_says_why_on_a_usual_screen() -> None:
+    out = backend("10.77.1.11:8080", 7, failures=3, state=f"ejected for 8 s: {'refused ' * 8}")
+    rows = snapshot(*[sample(0, service("a/b:c", 1), chosen="a/b:c", backends=(out,))] * 3).backends
+    assert "reason" in [each.title for each in cells.fitting(cells.BACKENDS, rows, 120)]
 
 
 @pytest.mark.parametrize("columns", [cells.SERVICES, cells.BACKENDS], ids=["services", "backends"])

@@ -206,7 +206,7 @@ def test_refusals_and_maps_are_shown_below(lab: Lab, agent: Agent) -> None:
             return any(row[0] == "REJECTED" and row[1] not in "-0" and "no ready endpoints" in row[3] for row in first)
 
         await until(refused, "rejections are not shown")
-        assert re.search(r"refused/s [1-9]", text(screen, "head"))
+        assert re.search(r"rejected/s [1-9]", text(screen, "head"))
         await pilot.press("m")
         assert screen.query_one("#below", TabbedContent).active == "tab-maps"
         assert {"flows4", "services", "backends"} <= {row[0] for row in lines(screen, "maps")}
