@@ -77,11 +77,13 @@ def of_services(
         for text in row.frontends:
             for place in _frontend(text, row.protocol, node):
                 places.setdefault(place, names.index(name))
-    if to is not None:
-        names = [names[places[to]] if to in places else place_text(to.address, to.port)]
-        places = {to: 0}
     served = {place_of(row.address, row.protocol): row.service for row in backends if row.service in names}
-    return Targets(tuple(names), places, {place: names.index(name) for place, name in served.items()})
+    if to is not None and to not in places:
+        own = f" (a backend of {served[to]})" if to in served else ""
+        return Targets((place_text(to.address, to.port) + own,), {to: 0}, {to: 0})
+    if to is not None:
+        names, places = [names[places[to]]], {to: 0}
+    return Targets(tuple(names), places, {at: names.index(name) for at, name in served.items() if name in names})
 
 
 def _frontend(text: str, protocol: str, node: Sequence[str]) -> Iterable[Place]:

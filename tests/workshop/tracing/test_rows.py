@@ -188,6 +188,10 @@ def test_one_destination() -> None:
     named = of_services(ROWS, BACKENDS, [], to=Place(mapped("10.96.0.10"), 80, 6))
     assert (named.names, list(named.places.values())) == (("default/web:http",), [0])
     assert of_services(ROWS, BACKENDS, [], to=Place(mapped("10.0.0.1"), 80, 6)).names == ("10.0.0.1:80",)
+    to = Place(mapped("fd77:1::11"), 8080, 6)
+    backend = of_services(ROWS, BACKENDS, [], to=to)
+    assert backend.names == ("[fd77:1::11]:8080 (a backend of default/web:http)",)
+    assert (backend.places, backend.backends) == ({to: 0}, {to: 0})  # its connections are shown as its own
 
 
 def test_the_text_has_an_entry_for_each_tracepoint() -> None:
