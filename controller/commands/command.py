@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import hybrid_proxy
 from hybrid_proxy.controller.errors import ConfigError
 from hybrid_proxy.controller.redact import redact
-from hybrid_proxy.controller.settings.config import ADMIN_SOCKET, available_modes
+from hybrid_proxy.controller.settings.config import ADMIN_SOCKET
 from hybrid_proxy.controller.settings.given import add_flag
 from hybrid_proxy.dataplane.settings import duration
 
@@ -213,14 +213,6 @@ def started(since: str | None) -> float | None:
     if seconds is None or seconds <= 0:
         raise ConfigError(f"--since {since!r}: is not a duration, such as 30s, 5m or 2h")
     return time.time() - seconds
-
-
-def mode_name(text: str) -> str:
-    """The type of a mode's name."""
-    modes = available_modes()
-    if text not in modes:
-        raise argparse.ArgumentTypeError(f"there is no mode {text!r}; there are {', '.join(modes)}")
-    return text
 
 
 # Flags

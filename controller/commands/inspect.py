@@ -20,7 +20,6 @@ from hybrid_proxy.controller.commands.command import (
     add_folders,
     add_service,
     add_table,
-    mode_name,
     number_from,
 )
 from hybrid_proxy.controller.commands.explain import lines, sentences
@@ -31,6 +30,7 @@ from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict, left_text
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import FIRST_SECONDS, NoAgentError, StartingError, UnansweredError, ask
+from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.errors import DataplaneError
 from hybrid_proxy.dataplane.kernel.links import read_node
 from hybrid_proxy.dataplane.mode import Options, ProbePacket
@@ -369,7 +369,8 @@ def _listing_arguments(parser: argparse.ArgumentParser) -> None:
 def _flows_arguments(parser: argparse.ArgumentParser) -> None:
     _listing_arguments(parser)
     parser.add_argument("--limit", type=number_from(1), default=1000, metavar="N", help="at most N (default: 1000)")
-    parser.add_argument("--mode", type=mode_name, metavar="MODE", help="only those of this mode, serving or draining")
+    text = "only those of this mode, serving or draining"
+    parser.add_argument("--mode", choices=available_modes(), metavar="MODE", help=text)
 
 
 STATUS: Final = Command(_status_arguments, _show_status, _STATUS)

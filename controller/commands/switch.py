@@ -12,12 +12,13 @@ from typing import Final
 
 import msgspec
 
-from hybrid_proxy.controller.commands.command import Command, add_admin, add_output, mode_name, positive_seconds
+from hybrid_proxy.controller.commands.command import Command, add_admin, add_output, positive_seconds
 from hybrid_proxy.controller.commands.terminal import print_value, say
 from hybrid_proxy.controller.commands.views import ALL, programmed
 from hybrid_proxy.controller.errors import ConfigError, ControllerError
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.admin import BusyError, ask
+from hybrid_proxy.controller.settings.config import available_modes
 from hybrid_proxy.dataplane.reports import FlowRow
 
 SERVE_SECONDS: Final = 60.0  # until another mode has programmed its first table
@@ -58,6 +59,8 @@ class Left(msgspec.Struct, frozen=True):
 def _switch(args: argparse.Namespace) -> int:
     if bool(args.mode) == args.back:
         raise ConfigError("give a mode, or --back")
+    if args.mode not in (None, *(modes := available_modes())):  # not by the parser: a flag may be misspelt, too
+        raise ConfigError(f"there is no mode {args.mode!r}; there are {', '.join(modes)}")
     # This reports an agent that hangs before the timeout of a switch.
     if ask(args.admin_socket, p.GetNames(), p.NamesAnswer).mode == args.mode:
         _print(args, Switched(args.mode, args.mode, False, "", {}), f"mode {args.mode} serves already")
@@ -203,7 +206,7 @@ examples:
 
 
 def _switch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("mode", nargs="?", type=mode_name, metavar="MODE", help="one of those that `modes` lists")
+    parser.add_argument("mode", nargs="?", metavar="MODE", help="one of those that `modes` lists")
     parser.add_argument("--back", action="store_true", help="to the mode before the last switch")
     parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would happen")
     parser.add_argument("--wait", action="store_true", help="return when the last flow of the mode before is over")

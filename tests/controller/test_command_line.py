@@ -26,8 +26,8 @@ WRONG = (
     pytest.param(["flows", "--limit", "-1"],       "'-1' is not a whole number", id="a-limit-below-one"),
     pytest.param(["trace", "--seconds", "-1"],     "'-1' is not a number of",  id="no-time"),
     pytest.param(["trace", "--seconds", "nan"],    "'nan' is not a number of", id="no-number"),
-    pytest.param(["switch", "ebfp"],               "no mode 'ebfp'; there are ebpf", id="no-such-mode"),
-    pytest.param(["flows", "--mode", "foo"],       "no mode 'foo'",            id="flows-of-no-mode"),
+    pytest.param(["switch", "--outptu", "json"],   "did you mean --output",     id="a-mistyped-flag-before-a-mode"),
+    pytest.param(["flows", "--mode", "foo"],       "'foo' is none of ebpf",    id="flows-of-no-mode"),
     pytest.param(["version"],                      "did you mean --version?",   id="the-version-as-a-command"),
     pytest.param(["logs"],                         "journalctl -u hybrid-proxy", id="the-log-as-a-command"),
     pytest.param(["lab", "ups"],                   "did you mean up?",          id="a-mistyped-action"),
@@ -44,6 +44,11 @@ def test_wrong_use_exits_with_2_and_suggests(argv: list[str], said: str, capsys:
         cli.main(argv)
     assert caught.value.code == cli.USAGE
     assert said in capsys.readouterr().err
+
+
+def test_a_mode_that_there_is_not_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["switch", "ebfp"]) == cli.USAGE
+    assert "no mode 'ebfp'; there are ebpf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("argv", "usage"), [(["help"], "hybrid-proxy "), (["help", "doctor"], "hybrid-proxy doctor")])
