@@ -246,7 +246,7 @@ class PacketEvent(msgspec.Struct, kw_only=True):
         where: The hook; `reply, from a pod` if from a reply.
         interface: The incoming or outgoing interface.
         flags: TCP flags, such as `SYN` or `RST ACK`; null for other protocols and sockets.
-        by_doctor: Whether doctor's own connection caused it.
+        by_doctor: Whether doctor's connection caused it.
     """
 
     mode: str = ""

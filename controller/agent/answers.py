@@ -29,7 +29,7 @@ from hybrid_proxy.controller.agent.syncer import Syncer
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.kubernetes import Source
 from hybrid_proxy.controller.kubernetes.model import Service
-from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of, left_text
+from hybrid_proxy.controller.semantics.explain import Explainer, Packet, destination_of
 from hybrid_proxy.controller.semantics.lacks import with_policy
 from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
@@ -180,13 +180,12 @@ class Answers:
     def _explained(self, programmer: Programmer, packet: ProbePacket) -> ExplainAnswer:
         """Returns what the loaded programs say, and of an address of a Service what they do not know of it."""
         answer = programmer.explain(packet)
-        if answer.verdict == "reject" and answer.service is None:  # an address and a port that is none of its Service
+        if answer.service is None:
             asked = Packet("", packet.src, packet.dst, packet.port, Protocol(packet.protocol).name)
-            answer.reason = _of_table(self.syncer.builder.table, None, [asked]).verdicts[0].reason
-            answer.steps.append(ExplainStep("table", answer.reason))
-        if owner := self.syncer.builder.table.left_to_node.get(packet.dst):
-            answer.reason = left_text(packet.dst, owner)
-            answer.steps.append(ExplainStep("left", f"{answer.reason}."))
+            told = _of_table(self.syncer.builder.table, None, [asked]).verdicts[0]
+            if told.verdict == answer.verdict:
+                answer.reason = told.reason
+                answer.steps.append(ExplainStep("table", answer.reason))
         return answer
 
     def _missing_for(self, mode: str) -> str:
@@ -289,6 +288,7 @@ def _of_table(table: ServiceTable, service: str | None, packets: Sequence[Packet
         name: entries
         for name, entries in (table.services.items() if packets else ())
         if any(f.address is None or f.address in meant for entry in entries for f in entry.frontends)
+        or any(backend.address in meant for entry in entries for backend in entry.serving)
     }
     explainer = Explainer(msgspec.structs.replace(table, services=near))
     verdicts = [explainer.explain(packet) for packet in packets]

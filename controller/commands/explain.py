@@ -68,6 +68,12 @@ class NamedTarget(NamedTuple):
 Find = Callable[[NamedTarget, int], Fields]  # the packet's fields for a service and a family (0: any)
 
 
+def as_doctor(args: argparse.Namespace) -> str:
+    """The words by which doctor, which needs no agent, tries the packet that `explain --live` was asked about."""
+    source, named = args.source, named_target(args.target or "")
+    return f" {named.service} --from {source}" if named else f" --from {source} --to {args.target}" * bool(source)
+
+
 def packets_of(args: argparse.Namespace, find: Find) -> list[Any]:
     """The packets that `explain` is asked about, of `--from` and `--to` or of `--flows`.
 

@@ -331,8 +331,8 @@ def remembered_events(admin_socket: str, error: UnansweredError) -> tuple[list[s
     return sorted(names), events, unanswered(admin_socket, memory, error)
 
 
-def explained(admin_socket: str, error: UnansweredError) -> str:
-    """Tell people who need an agent why none answers, since when, and what to do."""
+def explained(admin_socket: str, error: UnansweredError, asked: str = "") -> str:
+    """Tell people who need an agent why none answers, since when, and what to do. `asked` is what doctor can try."""
     if isinstance(error, StartingError):
         return f"{error}; try again when `hybrid-proxy status` says that it serves"
     if isinstance(error, BusyError):
@@ -341,7 +341,7 @@ def explained(admin_socket: str, error: UnansweredError) -> str:
     if memory is None:
         return f"{error}, and nothing is known of one that was here: start one (`hybrid-proxy run`)"
     gone = how_it_ended(memory_path(admin_socket), memory).text(time.time())
-    return f"{error}: {gone}; start it again. What it programmed serves meanwhile: `hybrid-proxy doctor` looks at that"
+    return f"{error}: {gone}; start it again. What it programmed serves: `hybrid-proxy doctor{asked}` looks at that"
 
 
 def _as_of(admin_socket: str) -> str:

@@ -7,6 +7,7 @@ is built once for each table, so that thousands of packets are quick.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Final, Literal, NamedTuple
 
@@ -272,7 +273,14 @@ class Explainer:
             reason = f"{what}: {dst} is the {outer[1].value} of {outer[0]}, which has no such port; the packet is left"
             ipvs = "in mode ipvs it is refused, because the address is the node's own there"
             return Verdict(packet.name, "untouched", f"{reason} alone ({ipvs}).")
-        return Verdict(packet.name, "untouched", f"{what} is no address and port of a service.")
+        backend = protocol and self._backends.get((text, packet.port, int(protocol)))
+        meant = f"a backend of {backend} itself" if backend else "no address and port of a service"
+        return Verdict(packet.name, "untouched", f"{what} is {meant}.")
+
+    @cached_property
+    def _backends(self) -> dict[tuple[str, int, int], str]:
+        """The service port of each backend. Few packets are to a backend itself."""
+        return {(b.address, b.port, int(e.protocol)): e.name for e in self.table.entries() for b in e.serving}
 
     # A frontend
 

@@ -40,7 +40,7 @@ class ChangeRow(msgspec.Struct, kw_only=True, frozen=True):
         ready: How often an endpoint became ready; of equals, the newest first.
         gone: How often it ceased to be; a row has one of the two.
         flapping: Whether an endpoint became ready several times.
-        mode: The mode that repaired something; empty of anything else.
+        mode: The mode of a repair; else empty.
     """
 
     first: float

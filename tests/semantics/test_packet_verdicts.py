@@ -139,7 +139,9 @@ CASES = [
     pytest.param(OTHER_POD, "10.96.9.9",  80,    "tcp",  "drop",      [],               False, None,              ["service range 10.96.0.0/16"], id="unallocated address in the service range"),
     pytest.param(OTHER_POD, "10.96.9.9",  0,     "icmp", "drop",      [],               False, None,              [], id="ping of an unallocated address"),
     pytest.param(OTHER_POD, "5.5.5.5",    0,     "icmp", "untouched", [],               False, None,              [], id="ping of a load-balancer IP"),
-    pytest.param(OTHER_POD, "9.9.9.9",    80,    "tcp",  "untouched", [],               False, None,              [], id="no service"),
+    pytest.param(OTHER_POD, "9.9.9.9",    80,    "tcp",  "untouched", [],               False, None,              ["no address and port of a service"], id="no service"),
+    pytest.param(OTHER_POD, "10.1.1.5",   5353,  "udp",  "untouched", [],               False, None,              ["10.1.1.5:5353/UDP is a backend of default/six:dns itself"], id="a backend itself"),
+    pytest.param(OTHER_POD, "10.1.1.5",   5353,  "tcp",  "untouched", [],               False, None,              ["no address and port of a service"], id="a backend of another protocol"),
     # source ranges
     pytest.param("198.51.100.1", "5.5.5.7", 80,  "tcp",  "drop",      [],               False, "default/none:http", ["loadBalancerSourceRanges"], id="outside the ranges and no endpoints: the drop comes first"),
     pytest.param(OUT,       "5.5.5.7",    80,    "tcp",  "reject",    [],               False, "default/none:http", [], id="inside the ranges and no endpoints: refused"),

@@ -358,6 +358,7 @@ def test_a_mode_without_programs_answers_by_the_table_and_one_that_drains_is_sai
     asked = "explain --live --from pod/pod1 --to"
     closed = run(node, f"{asked} 10.96.0.10:81").stdout
     assert "the ClusterIP of default/web, and the service has no such port; it has 80/TCP" in closed
+    assert "10.77.1.12:8080/TCP is a backend of default/web:http itself" in run(node, f"{asked} 10.77.1.12:8080").stdout
     with node.socket("pod4") as client:
         client.connect(("10.96.0.10", 80))
         assert run(node, "switch nftables").returncode == 0

@@ -126,6 +126,19 @@ class TestADeadAgent:
         for part in ("no agent listens", "is gone since", "killed, or crashed", "start it again"):
             assert part in done.stderr
 
+    @pytest.mark.parametrize(
+        ("target", "asked"),
+        [
+            ("default/web:80", "default/web --from 10.77.1.11"),
+            ("10.96.0.10:80", "--from 10.77.1.11 --to 10.96.0.10:80"),
+        ],
+    )
+    def test_explain_says_how_doctor_tries_the_packet(self, dead: Agent, target: str, asked: str) -> None:
+        done = dead.command("explain", "--live", "--from", "10.77.1.11", "--to", target)
+        assert f"`hybrid-proxy doctor {asked}` looks at that" in done.stderr
+        tried = json.loads(dead.command("doctor", *asked.split(), "-o", "json").stdout)
+        assert any(each["subject"] == "table" and "default/web:http" in each["text"] for each in tried["findings"])
+
     def test_modes_say_which_one_serves(self, dead: Agent) -> None:
         states = {row["mode"]: row["state"] for row in json.loads(dead.command("modes", "-o", "json").stdout)}
         assert (states["ebpf"], states["nftables"]) == ("serves without an agent", "works")

@@ -26,6 +26,7 @@ CLIENTS = ("a pod", "this node", "outside the cluster")
 Verdict = Literal["dnat", "reject", "drop", "untouched"]
 VERDICTS: tuple[Verdict, ...] = ("untouched", "dnat", "reject", "drop")
 SERVED = frozenset({"new_flow", "dnat", "reply", "fast", "encap"})
+ENDS = {"untouched": "It is left to the stack as it is.", "drop": "It is dropped.", "reject": "It is rejected at once."}
 PASS = 0xFFFFFFFF
 ETHERNET, SOURCE_PORT, SYN = bytes(12), 40_000, 0x02  # of a packet that has none of its own
 HOPS = {0: "found", 7: "found, its neighbour is to be asked for", 8: "the packet does not fit"}  # BPF_FIB_LKUP_RET_*
@@ -236,9 +237,7 @@ def explain(
     for record in _read(programs):
         getattr(notes, f"note_{layout.named('NOTE_')[int(record['what'])]}")(int(record["a"]), int(record["b"]))
     if len(notes.steps) == 1:
-        notes.step(
-            "prefilter", f"{notes.target()} is no service's, and neither end is a backend: nothing is looked up."
-        )
+        notes.step("prefilter", f"{notes.target()} is no service's: nothing is looked up.")
     verdict = VERDICTS[code] if place == "node" else _verdict(notes)
     source = _source(out, notes.family) if verdict == "dnat" and place != "node" else question.src
     notes.step("verdict", _conclusion(verdict, notes, code, source, place))
@@ -278,12 +277,8 @@ def _source(out: bytes, family: int) -> str:
 
 
 def _conclusion(verdict: str, notes: _Notes, code: int, source: str, place: str) -> str:
-    if verdict == "untouched":
-        return "It is left to the stack as it is."
-    if verdict == "drop":
-        return "It is dropped."
-    if verdict == "reject":
-        return "It is rejected at once."
+    if verdict in ENDS:
+        return ENDS[verdict]
     target = notes.address(notes.backend) if notes.backend else "its backend"
     if place == "node":
         return f"The socket is connected to {target}; no packet is translated."
