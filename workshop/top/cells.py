@@ -161,7 +161,7 @@ def fitting(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> li
 
 
 def room(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> int:
-    """Returns how many characters a line has in the column that wraps, beside all of the others."""
+    """Returns how many characters a line has in the column that wraps, next to all of the others."""
     others = _sizes([column for column in columns if not column.wrap], rows)
     return max(LEAST, width - sum(others.values()) - PADDING)
 
