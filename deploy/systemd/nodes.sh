@@ -1,6 +1,6 @@
 #!/bin/sh
-# Steps of docs/migration.md (With services of systemd) on the Ready nodes of Linux with a label: ten at a time, by ssh as
-# root at the node's name. Each line begins with the node that says it.
+# Steps of docs/migration.md (With services of systemd) on the Ready nodes of Linux with a label: ten at a time, by ssh
+# at the node's name, as root or as LOGIN, who may use sudo without a password. Each line begins with the node that says it.
 #
 #   sh nodes.sh start hybrid-proxy.io/wave=1       starts the service, and waits until its agent serves
 #   sh nodes.sh takeover hybrid-proxy.io/wave=1    removes what kube-proxy left
@@ -10,7 +10,7 @@
 # Exit code 1: it failed on a node, or no Ready node has the label. LONGEST is how many seconds it waits for a proxy, DRAIN
 # how many for open flows (default: until the last one is over), METRICS another address of kube-proxy's metrics.
 set -eu
-: "${LONGEST:=600}" "${DRAIN:=}" "${METRICS:=http://127.0.0.1:10249/metrics}"
+: "${LOGIN:=root}" "${LONGEST:=600}" "${DRAIN:=}" "${METRICS:=http://127.0.0.1:10249/metrics}"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
@@ -57,7 +57,9 @@ kubectl get nodes -l "$2,kubernetes.io/os=linux" -o "jsonpath={range .items[*]}{
 awk '$2 == "True" { print $1 }' "$folder/nodes" >"$folder/reached"
 awk '$2 != "True" { print $1 ": left out, because it is not Ready" }' "$folder/nodes" >&2
 [ -s "$folder/reached" ] || { echo "nodes: no Ready node of Linux has the label $2" >&2; exit 1; }
+[ "$LOGIN" = root ] && shell="sh" || shell='sudo -n sh'
+export LOGIN shell
 # shellcheck disable=SC2016 # the inner shell's
-xargs -n 1 -P 10 sh -c '{ ssh -o BatchMode=yes "root@$1" sh <"$0" 2>&1 || echo "FAILED ($?)"; } | sed -u "s/^/$1: /"' \
+xargs -n 1 -P 10 sh -c '{ ssh -o BatchMode=yes "$LOGIN@$1" "$shell" <"$0" 2>&1 || echo "FAILED ($?)"; } | sed -u "s/^/$1: /"' \
     "$folder/script" <"$folder/reached" | tee "$folder/said"
 ! grep -q ': FAILED ([0-9]*)$' "$folder/said"

@@ -337,8 +337,9 @@ def test_wave_after_wave_with_services_of_systemd(tmp_path: Path) -> None:
     tools.mkdir()
     for name, text in NODE.items():
         walk.program(f"node/{name}", text)
-    ssh = f'export N="${{3#root@}}" A={walk.agents} PATH="{tools}:$PATH"; shift 3; exec "$@"'
-    walk.program("ssh", f'[ "$1 $2" = "-o BatchMode=yes" ] || exit 255\n{ssh}')
+    ssh = f'export N="${{3#*@}}" A={walk.agents} PATH="{tools}:$PATH"; shift 3; exec sh -c "$*"'
+    walk.program("ssh", f'[ "$1 $2 ${{3%@*}}" = "-o BatchMode=yes ${{LOGIN:-root}}" ] || exit 255\n{ssh}')
+    walk.program("node/sudo", '[ "$1 $LOGIN" = "-n admin" ] || exit 1\nshift; exec "$@"')
     (tmp_path / "exported").write_text(exported("-", 10))
 
     def type_service(name: str, wave: int, ill: str = "") -> str:
@@ -351,11 +352,13 @@ def test_wave_after_wave_with_services_of_systemd(tmp_path: Path) -> None:
                 wave=str(wave),
                 ILL=ill,
                 LONGEST="1" if ill else "60",
+                **login,
             )
         walk.look(name)
         return said
 
     walk.type("labels")
+    login: dict[str, str] = {}
     for wave, nodes in WAVES.items():
         linux = nodes * (wave != 4)
         if wave == 2:
@@ -369,6 +372,7 @@ def test_wave_after_wave_with_services_of_systemd(tmp_path: Path) -> None:
         until(lambda: not walk.shell(typed("wave")[-1], wave=str(wave)), "no kube-proxy of the wave still runs")  # noqa: B023
         assert type_service("gates", wave).count("PASS ") == linux
         type_service("takeover", wave)
+        login = {"LOGIN": "admin"}
     assert (walk.services(), walk.pods("kube-proxy")) == (walk.nodes, set())
     for wave in reversed(WAVES):
         type_service("rollback", wave)

@@ -7,14 +7,14 @@
 #   sh gates.sh hybrid-proxy.io/wave                  all waves
 #
 # Exit code 1: a gate failed. METRICS is another address than kube-proxy's default. With AGENTS=systemd the agents run outside
-# of pods, and are asked by ssh as root at the node's name.
+# of pods, and are asked by ssh at the node's name, as root or as LOGIN.
 set -eu
 [ $# -ge 1 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 label=$1 seconds=${2:-300} longest=${3:-}
-: "${METRICS:=http://127.0.0.1:10249/metrics}"
+: "${METRICS:=http://127.0.0.1:10249/metrics}" "${LOGIN:=root}"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-export METRICS folder
+export METRICS LOGIN folder
 
 kubectl get nodes -l "$label,kubernetes.io/os=linux,hybrid-proxy.io/kube-proxy!=yes" -o name | sed 's#.*/##' >"$folder/nodes"
 [ -s "$folder/nodes" ] || { echo "gates: no node has an agent and the label $label" >&2; exit 1; }
@@ -28,7 +28,7 @@ ASK
 look() {
     if [ "${AGENTS:-}" = systemd ]; then
         awk '{ print $1, "'"$folder"'/" $1 ".'"$1"'" }' "$folder/nodes" |
-            xargs -r -n 2 -P 10 sh -c 'ssh -o BatchMode=yes "root@$0" python3 - "$METRICS" <"$folder/ask" >"$1" 2>&1 || :'
+            xargs -r -n 2 -P 10 sh -c 'ssh -o BatchMode=yes "$LOGIN@$0" python3 - "$METRICS" <"$folder/ask" >"$1" 2>&1 || :'
         return
     fi
     while read -r node; do echo "no pod of an agent" >"$folder/$node.$1"; done <"$folder/nodes"
