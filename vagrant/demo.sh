@@ -1,8 +1,9 @@
 #!/bin/sh
 # On a machine of the lab: `demo check` says whether the Service answers, from everywhere, and who serves.
 # `demo waves` types the blocks of docs/migration.md, with pods: node after node, one rolled back in between, under load, and
-# `demo unwind` goes back. `demo migrate` and `demo back` do that with services of systemd; in between, `demo` shows a service
-# balanced in each mode; `demo nftables ebpf` in these.
+# `demo unwind` goes back; `demo waves services` and `demo unwind services` type those for services of systemd. `demo migrate`
+# and `demo back` move all nodes to such services at once; in between, `demo` shows a service balanced in each mode; `demo
+# nftables ebpf` in these.
 # `demo compare` measures the modes beside each other, in namespaces of this machine; more flags are those of the command.
 set -eu
 : "${SOURCE:=/hybrid-proxy}" "${WAVES:=1 2 5}" "${GATES:=30}"
@@ -73,7 +74,7 @@ under_load() {
     rm "$answers"
 }
 
-# The steps of docs/migration.md without pods, on all nodes. A node with the label keeps its kube-proxy; none has it.
+# The shortest way, without waves and gates: a node with the label keeps its kube-proxy; none has it.
 OFF='{"spec":{"template":{"spec":{"nodeSelector":{"hybrid-proxy.io/kube-proxy":"yes"}}}}}'
 ON='[{"op":"remove","path":"/spec/template/spec/nodeSelector/hybrid-proxy.io~1kube-proxy"}]'
 migrate() {
@@ -96,10 +97,11 @@ back() {
 }
 
 empty= # whether waves may be without nodes
-# block NAME [MORE]: the commands of a block of the page, typed one after the other; MORE is an argument of each.
+# block NAME [MORE [FIRST]]: the commands of a block of the page, typed one after the other; MORE is an argument of each, FIRST
+# the number of the first one.
 block() {
     awk -v first="\`\`\`sh cluster $1" '$0 == first { on = 1; next } /^```/ { on = 0 } on' "$SOURCE/docs/migration.md" |
-        sed ":join; /\\\\\$/ { N; s/\\\\\n *//; b join; }; s/\$/${2:+ $2}/" >typed
+        sed ":join; /\\\\\$/ { N; s/\\\\\n *//; b join; }; s/\$/${2:+ $2}/" | tail -n "+${3:-1}" >typed
     [ -s typed ] || { echo "demo: docs/migration.md has no block $1" >&2; return 1; }
     while IFS= read -r line <&3; do
         echo "\$ $line"
@@ -120,7 +122,8 @@ in_folder() {
 
 # Here wave 1 and 2 are a worker each, and 5 is the control plane; 3 and 4 have no nodes, which the page allows.
 waves() {
-    block census
+    kind=${1:+$1 }
+    [ -n "$kind" ] || block census
     block labels
     block "labels list"
     empty=waves
@@ -128,28 +131,28 @@ waves() {
     block "labels rest"
     empty=
     block "labels selector"
-    block start
-    export wave
+    [ -n "$kind" ] || block start
+    export wave LOGIN="${LOGIN-$(id -un)}"
     for wave in $WAVES; do
         echo "\$ wave=$wave"
-        block wave
-        block gates "$GATES"
+        block "${kind}wave"
+        block "${kind}gates" "$GATES"
         if [ "$wave" = 2 ]; then
             echo "wave 2 goes back, on purpose, and comes again"
-            block rollback
-            block wave
-            block gates "$GATES"
+            block "${kind}rollback"
+            block "${kind}wave"
+            block "${kind}gates" "$GATES"
         fi
-        block takeover
+        block "${kind}takeover"
     done
 }
 unwind() {
-    export wave
+    export wave LOGIN="${LOGIN-$(id -un)}"
     for wave in $(for each in $WAVES; do echo "$each"; done | sort -r); do
         echo "\$ wave=$wave"
-        block rollback
+        block "${1:+$1 }rollback"
     done
-    block back
+    block back "" "${1:+2}" # its first command removes the pods
 }
 
 # Whether every request is answered, and who serves.
@@ -202,7 +205,7 @@ main() {
     case "${1:-}" in
         check) REQUESTS=10; check; return ;;
         migrate | back) under_load "$1"; return ;;
-        waves | unwind) under_load in_folder "$1"; return ;;
+        waves | unwind) under_load in_folder "$@"; return ;;
     esac
     on "$(hostname)" systemctl is-active -q hybrid-proxy || { echo "demo: no agent of systemd serves here: demo migrate" >&2; return 1; }
     [ $# -gt 0 ] || set -- ebpf nftables iptables ipvs userspace

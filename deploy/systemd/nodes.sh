@@ -30,7 +30,14 @@ start() {
     await hybrid-proxy status --exit-code || { hybrid-proxy status; return 1; }
     hybrid-proxy status | head -n 1
 }
-takeover() { hybrid-proxy takeover; }
+# It is refused while a kube-proxy is about to end.
+takeover() {
+    for _ in $(seq 0 3 "$LONGEST"); do
+        hybrid-proxy takeover && return
+        sleep 3
+    done
+    return 1
+}
 stop() { systemctl disable -q --now hybrid-proxy; }
 # Each address family that asked kube-proxy for a sync has had one. An agent that is about to end has the same port.
 serves() {
@@ -48,6 +55,9 @@ cleanup() {
 set -e
 "$step"
 STEPS
+# What is said again and again is printed once.
+# shellcheck disable=SC2016 # awk's
+echo '$0 != last { print node ": " $0; fflush() } { last = $0 }' >"$folder/lines"
 
 case "${1:-}" in start | takeover | stop | cleanup) ;; *) set -- ;; esac
 [ $# -eq 2 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
@@ -58,8 +68,8 @@ awk '$2 == "True" { print $1 }' "$folder/nodes" >"$folder/reached"
 awk '$2 != "True" { print $1 ": left out, because it is not Ready" }' "$folder/nodes" >&2
 [ -s "$folder/reached" ] || { echo "nodes: no Ready node of Linux has the label $2" >&2; exit 1; }
 [ "$LOGIN" = root ] && shell="sh" || shell='sudo -n sh'
-export LOGIN shell
+export LOGIN shell folder
 # shellcheck disable=SC2016 # the inner shell's
-xargs -n 1 -P 10 sh -c '{ ssh -o BatchMode=yes "$LOGIN@$1" "$shell" <"$0" 2>&1 || echo "FAILED ($?)"; } | sed -u "s/^/$1: /"' \
-    "$folder/script" <"$folder/reached" | tee "$folder/said"
+xargs -n 1 -P 10 sh -c '{ ssh -o BatchMode=yes "$LOGIN@$1" "$shell" <"$folder/script" 2>&1 || echo "FAILED ($?)"; } | awk -v node="$1" -f "$folder/lines"' \
+    nodes <"$folder/reached" | tee "$folder/said"
 ! grep -q ': FAILED ([0-9]*)$' "$folder/said"

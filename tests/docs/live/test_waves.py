@@ -153,6 +153,16 @@ class Walk:
                 assert self.pods("hybrid-proxy-cleanup") == self.nodes & self.labelled("wave", str(wave)), line
         return said
 
+    def reaches_nodes(self) -> None:
+        """From here on ssh leads to shells of nodes: as root, or as LOGIN, who has sudo."""
+        tools = self.folder.parent / "node"
+        tools.mkdir()
+        for name, text in NODE.items():
+            self.program(f"node/{name}", text)
+        (self.folder.parent / "exported").write_text(exported("-", 10))
+        shell = f'export N="${{3#*@}}" A={self.agents} PATH="{tools}:$PATH"; shift 3; exec sh -c "$*"'
+        self.program("ssh", f'[ "$1 $2 ${{3%@*}}" = "-o BatchMode=yes ${{LOGIN:-root}}" ] || exit 255\n{shell}')
+
     def services(self) -> set[str]:
         """The nodes where an agent of systemd runs."""
         return {path.name for path in self.agents.iterdir()}
@@ -314,6 +324,7 @@ NODE = {
             "enable -q --now hybrid-proxy") : >"$A/$N" ;;
             "disable -q --now hybrid-proxy") rm -f "$A/$N" ;;
         esac""",
+    "sudo": '[ "$1 ${LOGIN:-root}" = "-n admin" ] || exit 1\nshift; exec "$@"',
     "beside": "kubectl get pods -n kube-system -l k8s-app=kube-proxy -o wide | grep -qw $N",
     "hybrid-proxy": """case "$*" in
             status*) [ "$N" != "$ILL" ] && [ -e "$A/$N" ] && echo "OK: serves" ;;
@@ -333,14 +344,7 @@ NODE = {
 def test_wave_after_wave_with_services_of_systemd(tmp_path: Path) -> None:
     """In the place of pods, by ssh: the page's blocks, an agent that does not start, and an abort."""
     walk = Walk(tmp_path)
-    tools = tmp_path / "node"
-    tools.mkdir()
-    for name, text in NODE.items():
-        walk.program(f"node/{name}", text)
-    ssh = f'export N="${{3#*@}}" A={walk.agents} PATH="{tools}:$PATH"; shift 3; exec sh -c "$*"'
-    walk.program("ssh", f'[ "$1 $2 ${{3%@*}}" = "-o BatchMode=yes ${{LOGIN:-root}}" ] || exit 255\n{ssh}')
-    walk.program("node/sudo", '[ "$1 $LOGIN" = "-n admin" ] || exit 1\nshift; exec "$@"')
-    (tmp_path / "exported").write_text(exported("-", 10))
+    walk.reaches_nodes()
 
     def type_service(name: str, wave: int, ill: str = "") -> str:
         said = ""
@@ -382,7 +386,8 @@ def test_wave_after_wave_with_services_of_systemd(tmp_path: Path) -> None:
     assert (walk.services(), walk.pods("kube-proxy")) == (set(), walk.nodes)
 
 
-def test_the_machines_of_vagrant_rehearse_the_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["", "services"])
+def test_the_machines_of_vagrant_rehearse_the_page(kind: str, tmp_path: Path) -> None:
     """Its own demo.sh, on three nodes: it types what the page has, and the second worker goes back in between."""
     looks: Counter[str] = Counter()
 
@@ -395,25 +400,26 @@ def test_the_machines_of_vagrant_rehearse_the_page(tmp_path: Path) -> None:
         del walk.cluster.objects["nodes"][name]
     walk.nodes = {"cp", "worker1", "worker2"}
     demo = f"set -e; . {ROOT}/vagrant/demo.sh; in_folder"
-    settings = {"DEMO_SOURCED": "yes", "SOURCE": str(ROOT), "GATES": "1"}
+    settings = {"DEMO_SOURCED": "yes", "SOURCE": str(ROOT), "GATES": "1", "LOGIN": "admin", "ILL": ""}
+    walk.reaches_nodes()
 
     def rehearsed(way: str, *steps: str) -> str:
-        said = walk.shell(f"{demo} {way}", **settings)
-        expected = [
-            line + " 1" * (name == "gates") for name in steps for line in ([name] if "=" in name else typed(name))
-        ]
+        said = walk.shell(f"{demo} {way} {kind}", **settings)
+        found = [(name, [name] if "=" in name else typed(name)[bool(kind) * (name == "back") :]) for name in steps]
+        expected = [line + " 1" * name.endswith("gates") for name, lines in found for line in lines]
         assert re.findall(r"^\$ (.*)$", said, re.MULTILINE) == expected
         return said
 
-    one = ("wave", "gates")
+    wave, gates, takeover, rollback = (f"{kind} {name}".strip() for name in ("wave", "gates", "takeover", "rollback"))
+    pods = (["census"], ["start"]) if not kind else ([], [])
     said = rehearsed(
-        "waves", "census", "labels", "start", "wave=1", *one, "takeover",
-        "wave=2", *one, "rollback", *one, "takeover", "wave=5", *one, "takeover",
+        "waves", *pods[0], "labels", *pods[1], "wave=1", wave, gates, takeover,
+        "wave=2", wave, gates, rollback, wave, gates, takeover, "wave=5", wave, gates, takeover,
     )  # fmt: skip
     assert re.findall(r"^PASS (\w+),", said, re.MULTILINE) == ["worker1", "worker2", "worker2", "cp"]
-    assert (walk.pods("hybrid-proxy"), walk.pods("kube-proxy")) == (walk.nodes, set())
-    rehearsed("unwind", "wave=5", "rollback", "wave=2", "rollback", "wave=1", "rollback", "back")
-    assert (walk.pods("hybrid-proxy"), walk.pods("kube-proxy")) == (set(), walk.nodes)
+    assert (walk.pods("hybrid-proxy") | walk.services(), walk.pods("kube-proxy")) == (walk.nodes, set())
+    rehearsed("unwind", "wave=5", rollback, "wave=2", rollback, "wave=1", rollback, "back")
+    assert (walk.pods("hybrid-proxy") | walk.services(), walk.pods("kube-proxy")) == (set(), walk.nodes)
 
 
 def test_the_operator_gets_the_alerts(tmp_path: Path) -> None:
