@@ -224,6 +224,9 @@ class View(ABC):
         """
         return []
 
+    def reserve_ports(self) -> None:  # noqa: B027
+        """Make the ports that masqueraded flows of the mode have known to conntrack, for other modes."""
+
     def remembered(self, table: ServiceTable) -> list[Remembered]:
         """Returns the clients of the table's service ports with session affinity."""
         return []

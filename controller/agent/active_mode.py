@@ -175,9 +175,10 @@ class ActiveMode:
         self._on(Input.PROGRAMMED)
 
     def remembered(self, table: ServiceTable) -> list[Remembered]:
-        """Returns where former modes send clients of services with session affinity; the last one knows best."""
-        if not any(entry.affinity_seconds for entry in table.entries()):
-            return []
+        """Returns where former modes send clients of services with session affinity; the last one knows best.
+
+        Their flows keep the ports of this node that they have.
+        """
         drains = {row.mode for row in self.draining.rows()}
         names = sorted(left_here(self.choice.effective, self.config.options), key=drains.__contains__)
         return [client for name in names for client in remembered(name, table, self.config.options)]

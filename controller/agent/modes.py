@@ -148,13 +148,17 @@ def left_here(effective: str, options: Options) -> tuple[str, ...]:
 
 
 def remembered(name: str, table: ServiceTable, options: Options) -> list[Remembered]:
-    """Returns where a former mode sends clients of the table's services. A failure is logged: they get any backend."""
+    """Returns where a former mode sends clients of the table's services, and has its flows keep their ports.
+
+    A failure is logged: clients get any backend.
+    """
     try:
         view = open_mode(name).look(options, {})
         if view is None:
             return []
         with contextlib.closing(view):
-            return view.remembered(table)
+            view.reserve_ports()
+            return view.remembered(table) if any(entry.affinity_seconds for entry in table.entries()) else []
     except (DataplaneError, OSError, ValueError) as error:
         log.warning("session affinity of mode %s does not go on: %s", name, error)
         return []

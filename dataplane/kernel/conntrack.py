@@ -32,7 +32,7 @@ COUNTERS: Final = Path("/proc/thread-self/net/stat/nf_conntrack")
 LOSSES: Final = frozenset({"drop", "early_drop", "insert_failed"})
 MODULE: Final = Path("/sys/module/nf_conntrack")  # also where it is no module
 SUBSYSTEM: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK
-GET, DELETE = SUBSYSTEM | 1, SUBSYSTEM | 2
+NEW, GET, DELETE = SUBSYSTEM, SUBSYSTEM | 1, SUBSYSTEM | 2
 START: Final = nl.NFGEN.size  # of the attributes in the body of a message
 
 # linux/netfilter/nfnetlink_conntrack.h
@@ -45,7 +45,9 @@ FILTER_PROTO_NUM: Final = 1 << 3  # CTA_FILTER_F_CTA_PROTO_NUM, net/netfilter/nf
 PROTOINFO_KINDS: Final = {socket.IPPROTO_TCP: 1, socket.IPPROTO_SCTP: 3}
 PROTOINFO_STATE, PROTOINFO_TCP_FLAGS = 1, 4  # the latter: of the original direction
 TCP_BE_LIBERAL: Final = 1 << 3  # linux/netfilter/nf_conntrack_tcp.h
-IPS_SEEN_REPLY, IPS_ASSURED, IPS_SRC_NAT, IPS_DST_NAT, IPS_OFFLOAD = 1 << 1, 1 << 2, 1 << 4, 1 << 5, 1 << 14
+IPS_SEEN_REPLY, IPS_ASSURED, IPS_CONFIRMED, IPS_SRC_NAT, IPS_DST_NAT, IPS_OFFLOAD = (
+    1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 14
+)  # fmt: skip
 NOT_ASSURED, MASQUERADED = (0, IPS_ASSURED), (IPS_SRC_NAT, IPS_SRC_NAT)  # value and mask of a status: `dump`
 NOT_ANSWERED: Final = (0, IPS_SEEN_REPLY)
 BY_CONNTRACK = IPS_DST_NAT, IPS_DST_NAT  # flows of a service that IPVS translates do not have it
@@ -320,6 +322,43 @@ def answer_keys(services: Mapping[Key, str | None]) -> frozenset[FlowKey]:
         for entry, _ in translated_entries(services, status=MASQUERADED)
         if (entry.peer, entry.peer_port) != (entry.source, entry.source_port) and _state(entry) != "closed"
     )
+
+
+def reserve(answers: Sequence[FlowKey], seconds: int) -> None:
+    """Enter flows that conntrack does not see: for so long, masquerading gives their ports to no other flow.
+
+    At most half of the free entries are used. An entry that exists is prolonged. Errors are logged, never raised.
+
+    Args:
+        answers: tuples of answers of flows of TCP or UDP.
+        seconds: how long the entries last.
+    """
+    known = fill()
+    chosen = answers[: (known.limit - known.used) // 2] if known else ()
+    if not chosen:
+        return
+    try:
+        with nl.Netlink(nl.NETFILTER) as wire:
+            failed = wire.send([_reservation(answer, seconds) for answer in chosen])
+    except (OSError, nl.NetlinkFailed) as error:
+        log.warning("another mode may give ports of open flows to new ones: conntrack cannot be told: %s", error)
+    else:
+        log.debug("conntrack knows the ports of %d flows, and refused %d", len(answers), len(failed))
+
+
+def _reservation(answer: FlowKey, seconds: int) -> nl.Message:
+    family, protocol, backend, port, own, own_port = answer
+    layout, (h0, h1, h2, h3, h4, h5, h6, h7, g0, g1, g2, g3, g4, g5, g6, g7) = _LAYOUTS[family]
+    tuples = layout.pack(
+        h0, h1, h2, own, h3, backend, h4, h5, protocol, h6, own_port, h7, port,
+        g0, g1, g2, backend, g3, own, g4, g5, protocol, g6, port, g7, own_port,
+    )  # fmt: skip
+    status = nl.attribute(CTA_STATUS, (IPS_CONFIRMED | IPS_SEEN_REPLY | IPS_ASSURED).to_bytes(4, "big"))
+    body = nl.NFGEN.pack(nl.AF[family], 0, 0) + tuples + status + nl.attribute(CTA_TIMEOUT, seconds.to_bytes(4, "big"))
+    if protocol == Protocol.TCP:
+        state = nl.attribute(PROTOINFO_STATE, bytes((TCP_ESTABLISHED,)))
+        body += nl.nested(CTA_PROTOINFO, nl.nested(PROTOINFO_KINDS[protocol], state))
+    return nl.Message(NEW, body, nl.NLM_F_CREATE, "making a conntrack entry")
 
 
 def _key(entry: Entry) -> FlowKey:

@@ -7,6 +7,7 @@ mode to itself is a restart: test_lifecycle.py.
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,9 +24,10 @@ from tests.waiting import slowness
 
 from .conftest import MODES, STRICT, bench_of, new_lab, route_services
 from .conversations import Flow, Scene
-from .kit import PATIENCE, Bench, Service, eventually, forget_connections, ruleset
-from .open_flows import answer_late, forget_rules, hold_back, lose_repeated, open_flows, services_of
+from .kit import PATIENCE, V4, V6, Bench, Service, eventually, forget_connections, ruleset
+from .open_flows import QUIET, answer_late, forget_rules, hold_back, lose_repeated, open_flows, services_of
 from .switches import CANNOT_BE, GOES_ON, PROPERTY
+from .test_rows import target_of
 
 # Agents are real processes: one that is forked starts half a second sooner, and then mode ebpf loses a datagram of
 # flows that mode iptables has.
@@ -208,6 +210,21 @@ def test_what_is_open_goes_on(
 def test_what_is_open_for_a_minute_goes_on(node: Node, mode: str, former: str) -> None:
     with flows_over_a_switch(node, former, mode, seconds=60, firewall="ip6") as (switch, flows):
         all_go_on(switch, flows)
+
+
+@pytest.mark.parametrize(("mode", "family"), [("nftables", V4), ("iptables", V6)], scope="session")
+def test_a_new_client_gets_the_port_of_no_open_flow(node: Node, mode: str, family: int) -> None:
+    """Both modes choose ports of the node at random. Of 900 clients, eight would get one of 600 that are in use."""
+    bench, target = node.bench, target_of(node.bench, node.services["quiet"], "nodeport", family)
+    with switching(node, "ebpf", mode) as switch, ExitStack() as stack:
+        backend = stack.enter_context(bench.socket("pod2", family, socket.SOCK_STREAM, QUIET))
+        backend.listen(2000)
+        for _ in range(600):
+            stack.enter_context(bench.connect("client", target, family))
+        switch.before.terminate()
+        switch.after.start()
+        for _ in range(900):
+            bench.connect("client", target, family, timeout=5.0).close()
 
 
 @pytest.mark.parametrize(("former", "mode"), CONTROL)

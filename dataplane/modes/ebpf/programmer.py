@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -38,7 +39,12 @@ from hybrid_proxy.dataplane.kernel.repairs import Repairs
 from hybrid_proxy.dataplane.mode import Event, Mode, Options, ProbePacket, Programmer, RequestMaintenance, SyncResult
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failover import Failover
 from hybrid_proxy.dataplane.modes.ebpf.flows.collector import FlowGC, forget_half_open, open_flows
-from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import ForeignFlows, newly_receiving
+from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import (
+    RESERVED_SECONDS,
+    ForeignFlows,
+    newly_receiving,
+    reserve_ports,
+)
 from hybrid_proxy.dataplane.modes.ebpf.flows.resets import Endpoint
 from hybrid_proxy.dataplane.modes.ebpf.generations.ahead import AHEAD, enough_processors
 from hybrid_proxy.dataplane.modes.ebpf.generations.datapath import Datapath
@@ -189,6 +195,7 @@ class Ebpf(Programmer):
         self.store = Store(self.maps, hz, rings=Rings(options.ebpf.limits.ring, options.ebpf.limits.slots))
         self.attachments = Attachments(self.folder, options, self.maps, lambda: self.datapath.load_xdp())  # noqa: PLW0108 (bound later)
         self.foreign = ForeignFlows(self.maps.flows(), inspect.program("leave"), lambda: self.gc.scan_now())  # noqa: PLW0108 (bound later)
+        self._reserved = -math.inf  # when the ports of flows were reserved
         self.gc = FlowGC(
             self.maps.maps, inspect.program("sweep"), inspect.program("read_clock"), hz, options, self.foreign.scan
         )
@@ -365,6 +372,10 @@ class Ebpf(Programmer):
         self.sync(msgspec.structs.replace(table, node=_without_cidrs(table.node)))
 
     def open_flows(self, table: ServiceTable) -> Mapping[str, int]:
+        """Counts the open flows, and renews their entries in conntrack: the mode that serves uses other ports."""
+        if time.monotonic() - self._reserved > RESERVED_SECONDS / 3:
+            reserve_ports(self.maps.maps)
+            self._reserved = time.monotonic()
         forget_half_open(self.maps.maps, self.options, self.gc.clock(), self.gc.hz)
         return open_flows(self.maps.maps)
 

@@ -3,11 +3,13 @@
 A segment in the middle of a TCP connection shows that its flow is foreign; a datagram or a repeated SYN does not. So
 foreign UDP and SCTP flows and half-open connections have entries in the tables of flows for as long as conntrack has
 theirs. So have the answers to connections that conntrack masquerades: both it and our programs assign ports of the
-node, and if both assigned one port for one backend, answers would reach the wrong client.
+node, and if both assigned one port for one backend, answers would reach the wrong client. Conntrack in turn gets entries
+for the ports of our flows before another mode serves, and while this one drains.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter, UserDict, deque
@@ -26,6 +28,7 @@ from hybrid_proxy.dataplane.kernel.conntrack import (
     answer_keys,
     delete_stale,
     half_open_keys,
+    reserve,
     translated_keys,
 )
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
@@ -36,6 +39,7 @@ from hybrid_proxy.dataplane.table import EMPTY, Protocol, ServiceTable
 
 DATAGRAMS = (Protocol.UDP, Protocol.SCTP)  # whose first packets do not say that they are the first
 FIRST_SCANS = 2  # after the first table: foreign flows may have begun while our programs were attached
+RESERVED_SECONDS = 300  # of an entry in conntrack that stands for one of our flows
 ANSWERS_SECONDS = 60.0  # after which all connections are read again, to forget the answers to those that are over
 
 
@@ -245,10 +249,29 @@ def _with_unbound(keys: frozenset[FlowKey], own: Iterable[str]) -> frozenset[Flo
     }
 
 
+def reserve_ports(maps: Mapping[str, Map]) -> None:
+    """Enter our flows whose backend sees a port of the node in conntrack, for the mode or proxy that serves next."""
+    names = layout.abi_constants()
+    reserve(
+        [
+            answer
+            for family, masquerades in itertools.product((4, 6), ("FLOW_MASQUERADE", "FLOW_HAIRPIN"))
+            for answer in _keys(maps[f"flows{family}"], family, names["FLOW_REPLY"] | names[masquerades])
+            if answer.protocol != Protocol.SCTP
+        ],
+        RESERVED_SECONDS,
+    )
+
+
 def _foreign(flows: Map, family: int) -> Iterator[FlowKey]:
     """Returns the foreign flows that are in the table."""
+    return _keys(flows, family, layout.abi_constants()["FLOW_OTHERS"])
+
+
+def _keys(flows: Map, family: int, flags: int) -> Iterator[FlowKey]:
+    """Returns the flows in the table that have all these flags."""
     keys, values = flow_arrays(flows, family)
-    for row in keys[values["flags"] & layout.abi_constants()["FLOW_OTHERS"] != 0]:
+    for row in keys[values["flags"] & flags == flags]:
         saddr, sport, daddr, dport = (row[name].tobytes() for name in ("saddr", "sport", "daddr", "dport"))
         yield FlowKey(family, int(row["protocol"]), saddr, sport, daddr, dport)
 

@@ -15,6 +15,7 @@ from hybrid_proxy.dataplane.kernel.bpf import Map, Object, run_on_packet
 from hybrid_proxy.dataplane.kernel.grace import jiffies_per_second
 from hybrid_proxy.dataplane.mode import View, belongs
 from hybrid_proxy.dataplane.modes.ebpf.ejection.failures import histories
+from hybrid_proxy.dataplane.modes.ebpf.flows.foreign import reserve_ports
 from hybrid_proxy.dataplane.modes.ebpf.hooks import co_attached
 from hybrid_proxy.dataplane.modes.ebpf.maps import layout
 from hybrid_proxy.dataplane.modes.ebpf.maps.first_packets import by_bound, first_packets_of
@@ -64,6 +65,9 @@ class Pinned(View):
         table = self._maps["backends"].view(layout.dtype_of("backend"))
         journal.add(raw, self._names, lambda: _addresses(self._maps, self._names), table)
         return journal.rows(0)
+
+    def reserve_ports(self) -> None:
+        reserve_ports(self._maps)
 
     def remembered(self, table: ServiceTable) -> list[Remembered]:
         return affinity.remembered(self._maps, table, _clock(self._maps), jiffies_per_second())
