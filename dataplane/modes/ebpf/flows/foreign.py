@@ -3,8 +3,8 @@
 A segment in the middle of a TCP connection shows that its flow is foreign; a datagram or a repeated SYN does not. So
 foreign UDP and SCTP flows and half-open connections have entries in the tables of flows for as long as conntrack has
 theirs. So have the answers to connections that conntrack masquerades: both it and our programs assign ports of the
-node, and if both assigned one port for one backend, answers would reach the wrong client. Conntrack in turn gets entries
-for the ports of our flows before another mode serves, and while this one drains.
+node, and if both assigned one port for one backend, answers would reach the wrong client. Conntrack in turn gets
+entries for the ports of our flows before another mode serves, and while this one drains.
 """
 
 from __future__ import annotations
