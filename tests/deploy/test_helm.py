@@ -117,12 +117,11 @@ def test_a_phase_has_nothing_of_the_agents_and_the_values_of_the_pods(phase: str
 
 
 def test_a_rollback_reads_metrics_where_kube_proxy_has_them() -> None:
-    usual, moved = (
-        rendered("--set", f"phase=rollback{more}")[0]["spec"]["template"]["spec"]["initContainers"][0]["command"]
+    asked = [
+        rendered("--set", f"phase=rollback{more}")[0]["spec"]["template"]["spec"]["initContainers"][0]["env"]
         for more in ("", ",kubeProxyMetrics=10.0.0.1:1234")
-    )
-    assert moved == [word.replace("127.0.0.1:10249", "10.0.0.1:1234") for word in usual]
-    assert moved != usual
+    ]
+    assert asked == [[{"name": "METRICS", "value": value}] for value in ("127.0.0.1:10249", "10.0.0.1:1234")]
 
 
 @pytest.mark.parametrize("phase", PHASES)

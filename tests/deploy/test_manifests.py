@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -127,7 +128,7 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     """The page's own block and example, next to a tree that has other files than before."""
     page = (DEPLOY / "README.md").read_text()
     (block,) = re.findall(r"^```sh site\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    example, _ = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    example, moved, _ = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     shutil.copytree(DEPLOY, tmp_path / "hybrid-proxy/deploy")
     subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)
     tag = one("base", "DaemonSet")["spec"]["template"]["spec"]["containers"][0]["image"]
@@ -136,6 +137,11 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
             assert kustomized(folder) == text(f"overlays/{folder.name}").replace(
                 f" {tag}\n", f" registry.example/{tag}\n"
             )
+    with (tmp_path / "site/rollback/kustomization.yaml").open("a") as file:
+        file.write(moved)
+    (rollback,) = yaml.safe_load_all(kustomized(tmp_path / "site/rollback"))
+    first = rollback["spec"]["template"]["spec"]["initContainers"][0]
+    assert (first["name"], first["env"][0]["value"]) == ("kube-proxy-serves", "127.0.0.1:9249")
     (tmp_path / "site/kubeadm/kustomization.yaml").write_text(example)
     (monitor,) = (
         item for item in yaml.safe_load_all(kustomized(tmp_path / "site/kubeadm")) if item["kind"] == "ServiceMonitor"
@@ -264,7 +270,7 @@ def mine(tmp_path: Path, components: str) -> str:
     (tmp_path / "hybrid-proxy").symlink_to(ROOT)
     folder = tmp_path / "site/agents"
     folder.mkdir(parents=True)
-    _, text = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
+    *_, text = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
     kustomization = yaml.safe_load(text)
     kustomization["components"] = [f"../../hybrid-proxy/deploy/components/{name}" for name in components.split()]
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
@@ -413,9 +419,11 @@ def test_a_rollback_waits_for_kube_proxys_first_sync() -> None:
     answers = [f"{four}{six}hybrid_proxy_synced 1\n", f"{queued} 1.7e+09\n{synced} 0\n", both, both + four]
     with answering([*answers, both + four + six]) as (port, left):
         program, flags, script = first["command"]
-        assert "127.0.0.1:10249/" in script
-        argv = [program, flags, script.replace(":10249/", f":{port}/").replace("sleep(1)", "sleep(0)")]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+        assert first["env"] == [{"name": "METRICS", "value": "127.0.0.1:10249"}]
+        argv, environment = [program, flags, script.replace("sleep(1)", "sleep(0)")], {"METRICS": f"127.0.0.1:{port}"}
+        done = subprocess.run(
+            argv, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=True
+        )
     assert not left
     assert done.stdout.startswith("waiting for kube-proxy's first sync")
 
