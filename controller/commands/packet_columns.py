@@ -17,14 +17,14 @@ VERDICTS: Final = {
     "trace": Cell("SEEN", Tone.GOOD), "note": Cell("NOTED", Tone.WARN),
 }  # fmt: skip
 FAILURES: Final = {
-    "backend_refused": "the backend refused the connection", "backend_unanswered": "the backend did not answer a SYN",
+    "backend_refused": "refused by the backend", "backend_unanswered": "not answered by the backend",
 }  # fmt: skip
 SEEN: Final = {
     "new_flow": "a new flow", "dnat": "translated to the backend", "reply": "a reply, translated back",
     "fast": "redirected to the pod", "xdp_dnat": "translated in the driver", "xdp_reply": "a reply, in the driver",
 }  # fmt: skip
 REASON: Final = 20  # characters of a line
-EVENT: Final = 52
+EVENT: Final = 48
 
 
 class Group(NamedTuple):
@@ -64,17 +64,17 @@ def event_columns(
 
     begin: list[Column[PacketEvent]] = [
         Column("TIME (UTC)" if stream else "TIME", when),
-        *([Column[PacketEvent]("AGE", lambda row: age(now - row.time), leave=4)] * (not stream)),
+        *([Column[PacketEvent]("AGE", lambda row: age(now - row.time), leave=1)] * (not stream)),
         Column("VERDICT", _verdict, least=max(len(cell.text) for cell in VERDICTS.values())),
     ]
     times = Column("TIMES", often, right=True)
     rest: list[Column[PacketEvent]] = [
-        Column("WHERE", lambda row: row.where, leave=2),
-        Column("INTERFACE", lambda row: row.interface, leave=3, wide=True),
+        Column("WHERE", lambda row: row.where, leave=3),
+        Column("INTERFACE", lambda row: row.interface, wide=True),
         Column("COUNTER", lambda row: row.reason, wide=True),
         Column("MODE", lambda row: row.mode or None, wide=True),
         times,
-        Column("SINCE", lambda row: clock(many[id(row)].since, now) if id(row) in many else "", leave=1),
+        Column("SINCE", lambda row: clock(many[id(row)].since, now) if id(row) in many else "", leave=2),
     ]
     line: list[Column[PacketEvent]] = [
         *begin,

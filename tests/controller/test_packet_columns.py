@@ -76,7 +76,7 @@ def test_the_packet_goes_from_the_client_to_the_backend(row: PacketEvent, packet
 
 @pytest.mark.parametrize(
     ("reason", "said"),
-    [("backend_refused", "the backend refused the connection"), ("drop_martian", WORDS["drop_martian"])],
+    [("backend_refused", "refused by the backend"), ("drop_martian", WORDS["drop_martian"])],
 )
 def test_what_doctor_caused_is_said_to_be_its_own(reason: str, said: str) -> None:
     rows = [event(0, reason, CLIENT, BACKEND, by_doctor=own) for own in (False, True)]

@@ -39,9 +39,9 @@ WORDS: Final = {
     "socket_localhost_bound": "a socket that is bound to a loopback address was not connected to a node port there",
     # What was rejected
     "reject": "rejected: no ready endpoints",
-    "reject_no_port": "rejected: no such port, the address is a Service's",
+    "reject_no_port": "rejected: no such port of the Service",
     "socket_refused": "a socket of this node was refused: no ready endpoints",
-    "socket_refused_no_port": "a socket of this node was refused: no such port, the address is a Service's",
+    "socket_refused_no_port": "a socket of this node was refused: no such port of the Service",
     # What backends did
     "backend_refused": "a backend refused a connection: it answered a SYN with a reset",
     "backend_unanswered": "a backend did not answer a SYN",
