@@ -20,6 +20,7 @@ from hybrid_proxy.workshop.top.arguments import KEYS
 from hybrid_proxy.workshop.top.poller import NodeReader, Poller
 from hybrid_proxy.workshop.top.rates import BackendRates, MapRow, ReasonRow, Sample, ServiceRates, Snapshot, Window
 
+MESSAGES: Final = 3  # about what is wrong
 MOST: Final = 500  # rows of a table; each takes time to draw
 NEARLY_FULL: Final = 0.75
 RISING, FALLING = "▲", "▼"
@@ -260,7 +261,8 @@ class Top(App[None]):
         self.query_one("#head", Static).update("\n".join(lines))
         messages = cells.trouble(shown)
         trouble = self.query_one("#trouble", Static)
-        trouble.update("\n".join(messages[:3]))
+        more = [f"{len(messages) - MESSAGES} more: `hybrid-proxy status`"] if len(messages) > MESSAGES else []
+        trouble.update("\n".join([*messages[:MESSAGES], *more]))
         trouble.display = bool(messages)
 
     def _choose(self) -> None:

@@ -211,7 +211,11 @@ def trouble(shown: Snapshot) -> list[str]:
     if status is None:
         serves = "; what is programmed serves on, and changes are not followed" if sample.mode else ""
         return [f"{sample.trouble}{serves}"] if sample.trouble else []  # else it is asked just now
-    messages = [text for each in troubles(status) if each.reason for text in each.said or [each.reason]]
+    messages = [
+        "; ".join(each.said or [each.reason]) + (f" → {each.todo}" if each.todo else "")
+        for each in troubles(status)
+        if each.reason
+    ]
     if sample.services and not shown.counts:
         messages.append(f"mode {sample.mode} does not count what each service carries; mode ebpf does")
     return messages

@@ -150,11 +150,12 @@ def test_trouble_is_shown_and_without_an_agent_only_that() -> None:
     plain = service("ns/a", 0, traffic=None)
     now = sample(0, plain, status=status, mode="nftables")
     said = cells.trouble(snapshot(now, now, now))
-    assert said[:2] == ["the last sync failed: boom", "mode nftables serves instead of ebpf: no BTF"]
+    assert said[0].startswith("the last sync failed: boom → read the agent's log")
+    assert said[1] == "mode nftables serves instead of ebpf: no BTF → `hybrid-proxy modes` says what lacks"
     assert "mode nftables does not count" in said[2]
-    gone = sample(0, service("ns/a", 1), status=None, trouble="agent 7 is gone since 10:33:44 UTC, 2 min ago: SIGTERM")
+    gone = sample(0, service("ns/a", 1), status=None, trouble="agent 7 is gone since 10:33:44 UTC, 2m5s ago: SIGTERM")
     (message,) = cells.trouble(snapshot(gone, gone, gone))
-    assert message.startswith("agent 7 is gone since 10:33:44 UTC, 2 min ago: SIGTERM; what is programmed serves on")
+    assert message.startswith("agent 7 is gone since 10:33:44 UTC, 2m5s ago: SIGTERM; what is programmed serves on")
     empty = sample(0, status=None, mode="", trouble="no agent listens at /x")
     assert cells.head(snapshot(empty, empty, empty))[0] == "nothing is programmed here"
 
@@ -169,7 +170,8 @@ def test_until_the_agent_answers_it_shows_what_the_kernel_has() -> None:
 
 def test_services_whose_backends_all_fail_are_named() -> None:
     now = sample(0, status=agent_status(dataplane=dataplane(failing=["a/a:x", "a/b:x", "a/c:x", "a/d:x"])))
-    assert "all backends of a/a:x, a/b:x, a/c:x and 1 more fail" in cells.trouble(snapshot(now, now, now))
+    said = "all backends of a/a:x, a/b:x, a/c:x and 1 more fail → hybrid-proxy doctor a/a"
+    assert said in cells.trouble(snapshot(now, now, now))
 
 
 def test_reasons_have_the_words_of_drops_and_what_fails_comes_first() -> None:
