@@ -380,6 +380,33 @@ def test_entries_of_flows_are_found_by_client_frontend_and_backend():
     assert conntrack.entries_of(known) == {}
 
 
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("family", [V4, V6])
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_a_reserved_port_is_given_to_no_other_flow(kind: int, family: int) -> None:
+    """One port of eight is left."""
+    word, protocol = ("ip", "ip6")[family == V6], Protocol.TCP if kind == socket.SOCK_STREAM else Protocol.UDP
+    snat = f"{word} daddr {OLD[family]} meta l4proto {{ tcp, udp }} snat to {socket_text(NODE[family], 7000)}-7007"
+    chain = f"chain source {{ type nat hook postrouting priority 100; {snat} random; }}"
+    subprocess.run(["nft", f"table {word} test {{ {chain}; }}"], check=True)
+    backend, own = (socket.inet_pton(family, texts[family]) for texts in (OLD, NODE))
+    answers = [
+        conntrack.FlowKey(
+            4 if family == V4 else 6, int(protocol), backend, TARGET.to_bytes(2, "big"), own, port.to_bytes(2, "big")
+        )
+        for port in (7000, 7001, 7002, 7003, 7005, 7006, 7007)
+    ]
+    conntrack.reserve(answers, 60)
+    with socket.socket(family, kind) as server, socket.socket(family, kind) as client:
+        server.bind((OLD[family], TARGET))
+        if protocol == Protocol.TCP:
+            server.listen()
+        client.connect((OLD[family], TARGET))
+        client.send(b"?")
+        peer = server.accept()[1] if protocol == Protocol.TCP else server.recvfrom(9)[1]
+        assert peer[:2] == (NODE[family], 7004)
+
+
 @pytest.mark.parametrize(
     ("protocol", "status", "stage"),
     [
