@@ -145,7 +145,7 @@ def _explained(args: argparse.Namespace, error: Exception) -> str:
         from hybrid_proxy.controller.commands.explain import as_doctor
         from hybrid_proxy.controller.commands.views import explained
 
-        return explained(args.admin_socket, error, as_doctor(args) if args.command == "explain" else "")
+        return explained(args.admin_socket, error, as_doctor(args) if "target" in args else "")
     if isinstance(error, UnknownName) and getattr(args, "live", True):
         from hybrid_proxy.controller.commands.views import why_unknown
 

@@ -69,9 +69,9 @@ Find = Callable[[NamedTarget, int], Fields]  # the packet's fields for a service
 
 
 def as_doctor(args: argparse.Namespace) -> str:
-    """The words by which doctor, which needs no agent, tries the packet that `explain --live` was asked about."""
-    source, named = args.source, named_target(args.target or "")
-    return f" {named.service} --from {source}" if named else f" --from {source} --to {args.target}" * bool(source)
+    """The words by which doctor tries the packet that a command was asked about, and needs no agent to name it."""
+    source, named = f" --from {args.source}" * bool(args.source), named_target(args.target or "")
+    return f" {named.service}{source}" if named else f"{source} --to {args.target}" * bool(args.target)
 
 
 def packets_of(args: argparse.Namespace, find: Find) -> list[Any]:

@@ -136,6 +136,9 @@ class TestADeadAgent:
     def test_explain_says_how_doctor_tries_the_packet(self, dead: Agent, target: str, asked: str) -> None:
         done = dead.command("explain", "--live", "--from", "10.77.1.11", "--to", target)
         assert f"`hybrid-proxy doctor {asked}` looks at that" in done.stderr
+        if "--to" not in asked:  # nor does doctor, and trace, know a service by name then
+            for words in (("doctor", "--to", target), ("trace", "--latency", "--to", target)):
+                assert "`hybrid-proxy doctor default/web" in dead.command(*words).stderr
         tried = json.loads(dead.command("doctor", *asked.split(), "-o", "json").stdout)
         assert any(each["subject"] == "table" and "default/web:http" in each["text"] for each in tried["findings"])
 
