@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ NO_ANSWERS = DEAF.replace("dport", "sport")
 UNREAD = DEAF.replace(" drop", " ct state new drop")  # for doctor, which understands addresses and ports alone
 # Of SYNs alone: what else passes in between would decide which of them are lost.
 LOSSY = DEAF.replace("drop", "tcp flags syn numgen inc mod 2 0 drop")
+NO_RESETS = "table inet silence { chain o { type filter hook output priority 0 ; tcp flags rst drop ; } ; }"
 MUTE = DEAF.replace("input", "output").replace(" drop", " counter drop")
 GUARDING = "table inet somebody {{ chain c {{ type filter hook output priority 0 ; tcp dport 8080 {} ; }} ; }}"
 FIRST, MANY = "shop/a", "shop/many"
@@ -1224,6 +1226,36 @@ def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clin
     bad = [each for each in found.findings if each.mark != "ok"]
     assert (code, found.cause, found.certain, len(bad)) == (1, "foreign-nat", False, 1), found
     assert "192.0.2.9" in found.verdict, found
+
+
+@only_in("ebpf", "nftables")
+def test_nat_is_named_although_conntrack_knows_a_connection(clinic: Clinic) -> None:
+    """Of a connection of which neither end is left, the node knows the ports, and asks no NAT for one that has them."""
+    end = (clinic.lab["pod2"].address4, HTTP)
+    range_of_pod = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    nat, idle = "type nat hook prerouting priority -100", ENDPOINT_TAKEN.replace("10.77.1.12", "192.0.2.8")
+    with firewall(f"table ip somebody {{ chain c {{ {nat} ; {idle} ; }} ; chain d {{ {nat} ; }} ; }}")(clinic):
+        for first in range(40000, 40080, 10):  # until doctor does not begin with the one that is known
+            ports = range(first, first + 5)  # as many as it has SYNs at once
+            with clinic.rules("pod2", NO_RESETS), clinic.rules("pod4", NO_RESETS):
+                with clinic.lab.socket("pod4") as client:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    client.bind(("", ports[2]))
+                    client.connect(end)
+                clinic.run("pod2", "ss", "-K", "dport", "=", f":{ports[2]}")
+            clinic.run("node", "nft", f"add rule ip somebody d {ENDPOINT_TAKEN}")
+            with clinic.lab.inside("pod4"):
+                before = range_of_pod.read_text()
+                range_of_pod.write_text(f"{ports[0]} {ports[-1]}")
+            found = clinic.doctor(NAME)[1]
+            with clinic.lab.inside("pod4"):
+                range_of_pod.write_text(before)
+            clinic.run("node", "nft", "flush", "chain", "ip", "somebody", "d")
+            print(found)
+            if not found.well:
+                break
+    assert (found.cause, found.certain) == ("foreign-nat", True), found
+    assert "1 of 6 SYNs" in found.verdict
 
 
 @only_in("ebpf")

@@ -841,9 +841,12 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
     syns = [each for each in syns if each.via == "backend"] or syns
     answered = sum(each.outcome not in LOST for each in syns)
     rule = next(iter(_rules_at(facts, node, syns, facts.counted)), None)
+    seen = f"{answered} of {several(len(syns), 'SYN')} to {_targets(syns)} {_from(syns)} "
+    seen += f"{_verb(range(answered), 'was', 'were')} answered"
+    if rule and rule.away:  # conntrack may know the client's port from before: NAT is asked for new connections alone
+        return _blamed(facts, [rule], syns, seen)
     where = f"; {_rule(rule)} counted {several(facts.counted[rule], 'packet')}" if rule else ""
-    text = f"packets are lost: {answered} of {several(len(syns), 'SYN')} to {_targets(syns)} {_from(syns)} "
-    text += f"{_verb(range(answered), 'was', 'were')} answered{where}"
+    text = f"packets are lost: {seen}{where}"
     todo = "look at the link (`tc -s qdisc`, `ip -s link`), and whether the pod's queue is full (`ss -ltn` in the pod)"
     hits = len({each.end for each in syns if each.via == "backend"})
     return Finding("problem", "connections", text, _accept(rule) if rule else todo, "lossy", hits=hits)
