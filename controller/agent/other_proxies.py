@@ -1,20 +1,22 @@
-"""Searches for other proxies on this node, on a thread of its own: at the start and every minute."""
+"""Searches for other proxies here, on a thread of its own: at the start, when nftables' rules change, every minute."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from typing import Final
 
 import msgspec
 
-from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies
+from hybrid_proxy.dataplane.kernel.other_proxies import find_other_proxies, ruleset_generation
 from hybrid_proxy.dataplane.other_proxies import warnings
 
 log = logging.getLogger(__name__)
 
 SECONDS: Final = 60.0
+LOOK_SECONDS: Final = 1.0  # between two looks at the number of the ruleset: a search costs fifty times as much
 
 
 class OtherProxiesWatcher:
@@ -72,7 +74,10 @@ class OtherProxiesWatcher:
             log.info("there is no other proxy any more")
 
     def _run(self) -> None:
-        while True:
-            self.search()
-            if self._stop.wait(SECONDS):
-                return
+        due, known = 0.0, b""
+        while not self._stop.is_set():
+            generation = ruleset_generation()
+            if time.monotonic() >= due or generation != known:
+                due, known = time.monotonic() + SECONDS, generation
+                self.search()
+            self._stop.wait(LOOK_SECONDS)

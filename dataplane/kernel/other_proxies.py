@@ -17,13 +17,13 @@ import msgspec
 
 from hybrid_proxy.dataplane.errors import Unsupported
 from hybrid_proxy.dataplane.kernel.host_paths import netns_of, pin_folder
-from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, Message, Netlink, NetlinkFailed, string
+from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, Message, Netlink, NetlinkFailed, attributes, string
 from hybrid_proxy.dataplane.kernel.tools import call
 from hybrid_proxy.dataplane.other_proxies import HEALTH_PORT, OtherProxies, Process
 
 NFT: Final = 10 << 8  # NFNL_SUBSYS_NFTABLES
-GET_TABLE, GET_CHAIN = NFT | 1, NFT | 4
-TABLE_NAME, CHAIN_TABLE, CHAIN_NAME = 1, 1, 3  # linux/netfilter/nf_tables.h
+GET_TABLE, GET_CHAIN, GET_GENERATION = NFT | 1, NFT | 4, NFT | 16
+TABLE_NAME, CHAIN_TABLE, CHAIN_NAME, GENERATION = 1, 1, 3, 1  # linux/netfilter/nf_tables.h
 FAMILIES: Final = {"ip": 2, "ip6": 10}  # NFPROTO_IPV4, NFPROTO_IPV6
 ANSWER_SECONDS: Final = 1.0
 OURS: Final = b"\r\nserver: hybrid-proxy\r\n"  # in the answer of an agent of hybrid-proxy
@@ -97,21 +97,21 @@ def _listens(name: str) -> bool:
 def tables_named(name: str) -> list[str]:
     """Returns the families in which nf_tables has a table of that name."""
     wanted = string(TABLE_NAME, name)
-    return [family for family, number in FAMILIES.items() if _has(GET_TABLE, number, wanted)]
+    return [family for family, number in FAMILIES.items() if _get(GET_TABLE, number, wanted)]
 
 
 def _chains(name: str) -> Iterator[str]:
     """Returns the `nat` tables of iptables, of either variant, that have a chain of that name."""
     wanted = string(CHAIN_TABLE, "nat") + string(CHAIN_NAME, name)
     for family, number in FAMILIES.items():
-        if _has(GET_CHAIN, number, wanted):
+        if _get(GET_CHAIN, number, wanted):
             yield f"chain {name} in {family} nat"
     for family in FAMILIES:
-        if _legacy_has(family, name):
+        if _legacy_get(family, name):
             yield f"chain {name} in {family} nat (legacy)"
 
 
-def _legacy_has(family: str, chain: str) -> bool:
+def _legacy_get(family: str, chain: str) -> bool:
     with contextlib.suppress(OSError):
         if "nat" in Path(f"/proc/thread-self/net/{family}_tables_names").read_text().split():
             argv = (f"{family}tables-legacy", "-w", "1", "-t", "nat", "-S", chain, "1")
@@ -130,11 +130,16 @@ def _ipvs() -> Iterator[str]:
             yield f"{servers} IPVS virtual servers"
 
 
-def _has(kind: int, family: int, attributes: bytes) -> bool:
-    """True if nf_tables has the named object; False when the kernel does not answer."""
+def ruleset_generation() -> bytes:
+    """Returns what is another with each change of the nftables ruleset here; empty when the kernel does not answer."""
+    return dict(attributes(_get(GET_GENERATION, 0), NFGEN.size)).get(GENERATION, b"")
+
+
+def _get(kind: int, family: int, wanted: bytes = b"") -> bytes:
+    """Returns what nf_tables has of that name; empty, and when the kernel does not answer: nothing."""
     with contextlib.suppress(OSError, NetlinkFailed), Netlink(NETFILTER, ANSWER_SECONDS) as wire:
-        return wire.get(Message(kind, NFGEN.pack(family, 0, 0) + attributes)) is not None
-    return False
+        return wire.get(Message(kind, NFGEN.pack(family, 0, 0) + wanted)) or b""
+    return b""
 
 
 def _fetch(address: str) -> bytes:

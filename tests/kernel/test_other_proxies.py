@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute, IPSet
 
-from hybrid_proxy.controller.agent.other_proxies import OtherProxiesWatcher
+from hybrid_proxy.controller.agent.other_proxies import LOOK_SECONDS, OtherProxiesWatcher
 from hybrid_proxy.dataplane import kube_proxy
 from hybrid_proxy.dataplane.kernel import ipvs
 from hybrid_proxy.dataplane.kernel.ipset import Ipsets
@@ -26,6 +27,7 @@ from hybrid_proxy.dataplane.virtual_servers import Change, Config, Server, Verb
 from hybrid_proxy.workshop.lab.kube_proxy_rules import Row, Rows, put, virtual_servers
 from tests import namespaces
 from tests.conformance.kube_proxy import traces_of_ipvs
+from tests.waiting import until
 
 pytestmark = pytest.mark.root
 HEALTHY = b'{"lastUpdated": "2026-01-01 00:00:00 +0000 UTC","currentTime": "2026-01-01 00:00:01 +0000 UTC"}'
@@ -339,6 +341,24 @@ class TestWatching:
         nft("delete table ip kube-proxy")
         watcher.search()
         assert watcher.warnings == ()
+
+    def test_rules_that_come_are_noticed_in_seconds_and_those_that_stay_are_not_searched(self, monkeypatch):
+        searches = []
+        monkeypatch.setattr(
+            "hybrid_proxy.controller.agent.other_proxies.find_other_proxies",
+            lambda *modes: searches.append(modes) or find_other_proxies(*modes),
+        )
+        watcher = OtherProxiesWatcher("ebpf", lambda _: None)
+        watcher.start()
+        time.sleep(3.5 * LOOK_SECONDS)
+        assert len(searches) <= 2
+        try:
+            nft("table ip kube-proxy {}")
+            until(lambda: watcher.warnings, "kube-proxy's table is noticed", 3)
+            nft("delete table ip kube-proxy")
+            until(lambda: not watcher.warnings, "it is gone", 3)
+        finally:
+            watcher.stop()
 
     def test_the_mode_before_is_no_other_proxy_until_the_new_one_serves(self):
         reported: list[str] = []
