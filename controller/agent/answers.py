@@ -244,6 +244,7 @@ class Answers:
             ),
             problems=list(cluster.problems.values()),
             node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
+            lost_routes=sorted(self.history.lost),
             left_to_node=dict(builder.table.left_to_node),
             down=[name for name, since in self.down.items() if time.monotonic() - since > NEW_SECONDS],
             not_forwarding=[

@@ -71,6 +71,7 @@ class History:
         self._failed = False
         self._facts: dict[str, Mapping[str, str]] = {}
         self._held: frozenset[str] | None = None  # addresses and routes of this node; None: not read yet
+        self.lost = set[str]()  # of these the default routes that it had, and has no other instead
 
     def record(self, kind: Kind, what: str, by: str = "hybrid-proxy", service: str = "") -> None:
         """Remember something that is not in a table."""
@@ -99,6 +100,8 @@ class History:
     def held(self, now: frozenset[str]) -> None:
         """Remember which of this node's addresses and routes, as commands that add them, went or came."""
         before, self._held = now if self._held is None else self._held, now
+        wanted = {"0.0.0.0/0", "::/0"} - {each.split()[3] for each in now}
+        self.lost = {each for each in self.lost | before if each.split()[3] in wanted}
         names = {each: each.removeprefix("ip ").replace(" add ", " ") for each in before ^ now}
         self._of_kernel([f"{names[each]} is gone: `{each}`{GONE}" for each in sorted(before - now)], worse=True)
         self._of_kernel([f"{names[each]} came" for each in sorted(now - before)], worse=False)

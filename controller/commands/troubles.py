@@ -13,6 +13,7 @@ from hybrid_proxy.controller.commands.doctor.facts import Cause, Mark
 from hybrid_proxy.controller.errors import LOGS
 from hybrid_proxy.controller.kubernetes.model import KindState
 from hybrid_proxy.controller.semantics.explain import left_text
+from hybrid_proxy.controller.semantics.history import GONE
 from hybrid_proxy.controller.serving.protocol import AgentStatus, SourceStatus
 from hybrid_proxy.dataplane.reports import FORWARDING, Fill, Status, Unprogrammed, clock, several, some
 
@@ -200,6 +201,9 @@ def _object_troubles(status: AgentStatus) -> Iterator[Trouble]:
     if status.node_faults:
         what, todo = _many(status.node_faults, "fact of this node", "facts of this node"), "correct it, or the setting"
         yield Trouble("node", "node-faults", f"{what} missing or wrong", "node", status.node_faults, todo=todo)
+    for route in status.lost_routes:
+        text, lost = "a default route is gone", ["this node lost a default route: nothing leads beyond its networks"]
+        yield Trouble("node", "address-lost", text, "node", lost, todo=f"`{route}`{GONE}")
     if status.conflicts:
         details = [f"{service}: {text}" for service, texts in status.conflicts.items() for text in texts]
         yield Trouble("objects", "refused-objects", f"{_many(details, 'frontend')} of another service too", "conflict",

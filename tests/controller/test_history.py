@@ -277,6 +277,16 @@ def test_addresses_that_went_and_came_are_told_each_and_the_log_has_a_line_for_m
     assert caplog.records[1].getMessage().endswith("; address 10.0.0.3/24 dev eth0 came and 1 more")
 
 
+def test_a_default_route_is_lost_until_there_is_one_again(tmp_path: Path) -> None:
+    history = History(tmp_path / "admin.changes")
+    old, new = (f"ip route add ::/0 via fe80::{host} dev eth0" for host in (1, 2))
+    other = "ip route add 10.0.0.0/8 via 10.1.0.1 dev eth0"
+    steps = [([old, other], set()), ([new, other], set()), ([], {new}), ([other], {new}), ([old], set())]
+    for held, lost in steps:
+        history.held(frozenset(held))
+        assert history.lost == lost
+
+
 def test_an_agent_that_was_killed_or_stopped_leaves_a_gap_that_the_next_one_knows(tmp_path: Path) -> None:
     path = tmp_path / "admin.changes"
     history = History(path)

@@ -200,6 +200,7 @@ ONE_TROUBLE = (
     pytest.param({"problems": [Problem("Service", "a/b", "x", in_use=True)]}, Verdict.DEGRADED, id="a-part-left-out"),
     pytest.param({"configuration": ConfigurationStatus("f", ["w"], ["x"], "")}, Verdict.OK,   id="a-warning"),
     pytest.param({"node_faults": ["there is no Node"]},                  Verdict.DEGRADED,    id="no-node"),
+    pytest.param({"lost_routes": ["ip route add ::/0 via fe80::1 dev a"]}, Verdict.DEGRADED,  id="no-default-route"),
     pytest.param({"left_to_node": {"10.96.0.10": "a/b"}},                Verdict.OK,          id="own-cluster-ip"),
     pytest.param({"conntrack": Fill(100, 100)},                          Verdict.DEGRADED,    id="conntrack-is-full"),
     pytest.param({"conntrack": Fill(9, 100)},                            Verdict.OK,          id="conntrack-has-room"),
