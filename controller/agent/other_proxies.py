@@ -16,7 +16,7 @@ from hybrid_proxy.dataplane.other_proxies import warnings
 log = logging.getLogger(__name__)
 
 SECONDS: Final = 60.0
-LOOK_SECONDS: Final = 1.0  # between two looks at the number of the ruleset: a search costs fifty times as much
+READ_SECONDS: Final = 1.0  # between two readings of the number of the ruleset: a search costs fifty times as much
 
 
 class OtherProxiesWatcher:
@@ -80,4 +80,4 @@ class OtherProxiesWatcher:
             if time.monotonic() >= due or generation != known:
                 due, known = time.monotonic() + SECONDS, generation
                 self.search()
-            self._stop.wait(LOOK_SECONDS)
+            self._stop.wait(READ_SECONDS)

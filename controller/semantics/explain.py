@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from hybrid_proxy.dataplane.balancing import find
+from hybrid_proxy.dataplane.reports import some
 from hybrid_proxy.dataplane.table import (
     BackendSet,
     Entry,
@@ -194,17 +195,14 @@ class Explainer:
         self.table = table
         self._node = node = table.node
         self._at: dict[tuple[str | int, int, int], tuple[Entry, Frontend]] = {}
-        self._owner: dict[str, str] = {}  # ClusterIP -> service
-        self._outer: dict[str, tuple[str, Kind]] = {}  # external and load-balancer IP -> service
+        self._owner: dict[str, tuple[str, Kind]] = {}  # an address of a service, and its first kind -> service
         for service, entries in table.services.items():
             for entry in entries:
                 for frontend in entry.frontends:
                     key = (frontend.address or entry.family, frontend.port, int(entry.protocol))
                     self._at[key] = (entry, frontend)
-                    if frontend.kind is Kind.CLUSTER_IP and frontend.address:
-                        self._owner[frontend.address] = service
-                    elif frontend.address:
-                        self._outer.setdefault(frontend.address, (service, frontend.kind))
+                    if frontend.address and (frontend.kind is Kind.CLUSTER_IP or frontend.address not in self._owner):
+                        self._owner[frontend.address] = service, frontend.kind
         self._own = frozenset((*node.addresses, *node.primary))
         self._node_port_addresses = frozenset(node.node_port_addresses)
         self._loopback = frozenset(node.loopback)
@@ -248,11 +246,11 @@ class Explainer:
         if text in self.table.left_to_node:
             reason = f"{what}: {left_text(text, self.table.left_to_node[text])}."
             return Verdict(packet.name, "untouched", reason)
-        owner = self._owner.get(text)
-        if owner is not None:
+        owner, kind = self._owner.get(text, ("", Kind.NODE_PORT))
+        ends = ((f, e.protocol.name) for e in self.table.services.get(owner, ()) for f in e.frontends)
+        ports = ", ".join(sorted({f"{f.port}/{name}" for f, name in ends if f.address == text}))
+        if kind is Kind.CLUSTER_IP:
             nothing = "the service has no such port" if protocol else "only its ports are served"
-            ends = [(f, e.protocol.name) for e in self.table.services[owner] for f in e.frontends]
-            ports = ", ".join(sorted({f"{f.port}/{name}" for f, name in ends if f.address == text}))
             reason = f"{what}: {dst} is the ClusterIP of {owner}, and {nothing}; it has {ports}."
             return Verdict(packet.name, "reject", reason)
         for cidr in self._service_cidrs:
@@ -268,19 +266,27 @@ class Explainer:
             served = ", ".join(a for a in self._node.node_port_addresses if ip_address(a).version == dst.version)
             reason = f"{what}: {packet.port} is a node port of {other[0].name}, but node ports are not served at {dst}"
             return Verdict(packet.name, "untouched", f"{reason} (only at {served or 'no address of this family'}).")
-        outer = self._outer.get(text)
-        if outer is not None and protocol:
-            reason = f"{what}: {dst} is the {outer[1].value} of {outer[0]}, which has no such port; the packet is left"
+        if owner and protocol:
+            reason = f"{what}: {dst} is the {kind.value} of {owner}, which has {ports} there alone; the packet is left"
             ipvs = "in mode ipvs it is refused, because the address is the node's own there"
             return Verdict(packet.name, "untouched", f"{reason} alone ({ipvs}).")
         backend = protocol and self._backends.get((text, packet.port, int(protocol)))
-        meant = f"a backend of {backend} itself" if backend else "no address and port of a service"
-        return Verdict(packet.name, "untouched", f"{what} is {meant}.")
+        meant = f"no address and port of a service: {dst} is {self._whose(packet, dst)}"
+        return Verdict(packet.name, "untouched", f"{what} is {f'a backend of {backend} itself' if backend else meant}.")
 
     @cached_property
     def _backends(self) -> dict[tuple[str, int, int], str]:
         """The service port of each backend. Few packets are to a backend itself."""
         return {(b.address, b.port, int(e.protocol)): e.name for e in self.table.entries() for b in e.serving}
+
+    def _whose(self, packet: Packet, dst: Address) -> str:
+        """Describes an address that no service has, and what near it a service has."""
+        if near := {f"{name} (at port {port})" for (at, port, _), name in self._backends.items() if at == str(dst)}:
+            return f"a backend of {some(sorted(near))}"
+        given, how = self._classify(msgspec.structs.replace(packet, source_class=None), dst)
+        ports = [f"{port} ({entry.name})" for (at, port, _), (entry, _) in self._at.items() if at == dst.version]
+        more = f"; node ports are {some(sorted(ports))}" if ports and given == "node" else ""
+        return f"{_A_CLASS[given]} ({how}{more})"
 
     # A frontend
 

@@ -32,6 +32,7 @@ from hybrid_proxy.controller.commands.troubles import SEE_FAILURES
 from hybrid_proxy.controller.semantics.history import GONE, folded, last_known
 from hybrid_proxy.controller.serving.memory import Memory, changes_path, memory_path, read_changes, recall
 from hybrid_proxy.controller.serving.protocol import AgentStatus
+from hybrid_proxy.dataplane.table import socket_text
 from hybrid_proxy.workshop.lab.frames import SET_GSO, SET_TSO, set_feature
 from hybrid_proxy.workshop.lab.namespace import DEADLINES
 from hybrid_proxy.workshop.lab.network import NODE_NAMES
@@ -1229,6 +1230,40 @@ def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clin
 
 
 @only_in("ebpf", "nftables")
+@pytest.mark.parametrize("policy", ["action block", "tmpl src {node} dst {end} proto esp mode tunnel"])
+def test_a_policy_of_ipsec_that_drops_is_named(clinic: Clinic, policy: str) -> None:
+    clinic.put(*PODS)
+    end = clinic.lab["pod2"].address4
+    words = policy.format(node="192.168.77.2", end=end).split()
+    clinic.run("node", "ip", "xfrm", "policy", "add", "dst", f"{end}/32", "dir", "out", *words)
+    try:
+        found = clinic.doctor(NAME)[1]
+    finally:
+        clinic.run("node", "ip", "xfrm", "policy", "flush")
+    assert (found.cause, found.certain) == ("firewall", False), found
+    assert "IPsec refused packets: XfrmOut" in found.verdict
+
+
+@only_in("ebpf", "nftables")
+def test_of_an_address_that_no_service_has_doctor_tells_whose_it_is(clinic: Clinic) -> None:
+    clinic.put(*PODS)
+    backend, other = (clinic.lab[pod].address4 for pod in ("pod1", "pod4"))
+    for asked, cause, said in (
+        (
+            f"{ADDRESSES[NAME]}:81",
+            "no-such-port",
+            f"is the ClusterIP of {NAME}, and the service has no such port; it has 80",
+        ),
+        (f"{backend}:{NOBODY}", "not-a-service", f"is a backend of {NAME}:http (at port {HTTP})"),
+        (f"{other}:80/udp", "not-a-service", f"{other} is a pod"),
+        ("192.168.77.2:22", "not-a-service", "192.168.77.2 is this node"),
+        ("203.0.113.1:80", "not-a-service", "203.0.113.1 is outside the cluster"),
+    ):
+        code, found = clinic.doctor(asked)
+        assert (code, found.cause, said in found.verdict) == (1, cause, True), found
+
+
+@only_in("ebpf", "nftables")
 def test_nat_is_named_although_conntrack_knows_a_connection(clinic: Clinic) -> None:
     """Of a connection of which neither end is left, the node knows the ports, and asks no NAT for one that has them."""
     end = (clinic.lab["pod2"].address4, HTTP)
@@ -1252,10 +1287,28 @@ def test_nat_is_named_although_conntrack_knows_a_connection(clinic: Clinic) -> N
                 range_of_pod.write_text(before)
             clinic.run("node", "nft", "flush", "chain", "ip", "somebody", "d")
             print(found)
-            if not found.well:
+            if any((each.target, each.outcome) == (socket_text(*end), "silent") for each in found.connections):
                 break
     assert (found.cause, found.certain) == ("foreign-nat", True), found
     assert "1 of 6 SYNs" in found.verdict
+
+
+def test_the_status_tells_at_once_that_a_default_route_is_gone(clinic: Clinic) -> None:
+    """Another one in its place is none that is gone."""
+    recovered(clinic)
+    routes = [("default", "via", f"192.168.77.{host}", "dev", "eth0") for host in (1, 3)]
+    try:
+        clinic.run("node", "ip", "route", "del", *routes[0])
+        status = clinic.agent.wait(lambda status: status.lost_routes, 2)
+        found = clinic.doctor()[1]
+        clinic.run("node", "ip", "route", "add", *routes[1])
+        clinic.agent.wait(lambda status: not status.lost_routes, 2)
+    finally:
+        clinic.run("node", "ip", "route", "replace", *routes[0])
+    assert judged(status) is Verdict.DEGRADED
+    assert status.lost_routes == ["ip route add 0.0.0.0/0 via 192.168.77.1 dev eth0"]
+    assert (found.cause, found.well) == ("address-lost", False), found
+    assert [each.cause for each in found.findings].count("address-lost") == 1, found
 
 
 @only_in("ebpf")

@@ -702,19 +702,6 @@ def test_what_a_new_agent_reads_itself_is_not_said_to_be_the_former_ones(
     assert [(each.mark, each.text) for each in found if each.cause == "object-refused"] == [(mark, REFUSED.text)]
 
 
-@pytest.mark.parametrize(
-    ("asked", "todo"),
-    [
-        ("shop/web:http", "ask by its address: --to ADDRESS:PORT"), ("10.96.0.1", "start one (`hybrid-proxy run`)"),
-        ("[fd96::1]:80", "start one (`hybrid-proxy run`)"), ("fd96::1", "start one (`hybrid-proxy run`)"),
-    ],
-)  # fmt: skip
-def test_who_asked_by_an_address_is_not_told_to_ask_by_one(asked: str, todo: str) -> None:
-    node = msgspec.structs.replace(WELL, agent=None)
-    findings = service(facts(asked=asked, name=asked, ports=(), rows=(), backends=()), node)[2]
-    assert todo in [each.todo for each in findings]
-
-
 @pytest.mark.parametrize("packet", [None, PACKET])
 def test_without_rights_no_service_is_said_to_be_missing(packet: Packet | None) -> None:
     node = msgspec.structs.replace(WELL, denied=True, unread="permission denied")
@@ -789,14 +776,31 @@ def test_a_client_elsewhere_whose_packets_the_programs_drop_is_reported(stranger
     assert (found.mark, "the way back" in found.text) == ("problem" if reported else "ok", True)
 
 
-@pytest.mark.parametrize(("to", "reported"), [("0.0.0.0/0", True), ("::/0", True), ("10.77.3.0/24", False)])
-def test_a_default_route_that_is_gone_is_reported(to: str, reported: bool) -> None:
-    """Another one may have gone with its node."""
-    command = f"ip route add {to} via 192.0.2.1 dev eth0"
-    found = [
-        each for each in node_findings(msgspec.structs.replace(WELL, missing=(command,))) if each.mark == "warning"
-    ]
-    assert [(each.cause, command in each.todo) for each in found] == [("address-lost", True)] * reported
+def test_a_default_route_that_is_gone_is_reported_with_the_command() -> None:
+    command = "ip route add 0.0.0.0/0 via 192.0.2.1 dev eth0"
+    node = msgspec.structs.replace(WELL, agent=agent_status(lost_routes=[command]))
+    found = [each for each in node_findings(node) if each.mark == "problem"]
+    assert [(each.cause, each.todo) for each in found] == [("address-lost", f"`{command}` puts it back")]
+
+
+def test_a_link_that_drops_what_is_larger_than_its_pod_takes_is_told_with_both_sizes() -> None:
+    link = PodLink("veth7", ("10.0.0.1",), mtu=1500, sends=1300, drops=3)
+    (found,) = (each for each in service(facts(tried(A, "stalled"), links=(link,)))[2] if each.subject == "links")
+    assert found.text.endswith("dropped 3 packets just now; the pod takes up to 1300 bytes, the node sends 1500")
+    assert "`ip -s link show veth7`" in found.todo
+
+
+def test_commands_are_ready_to_be_pasted() -> None:
+    silent, pod = tried(VIP, "silent"), "10.0.0.9"
+    todos = [each.todo for each in service(facts(tried(A), tried(B), silent))[2]]
+    assert f"`hybrid-proxy trace --from 10.0.9.9 --to {VIP}` follows" in " ".join(todos)
+    losing = service(facts(tried(A, node="answered", pod="silent"), tried(B)))[2]
+    assert f"`hybrid-proxy trace --drops --from {pod} --to {A}`" in " ".join(each.todo for each in losing)
+    stalled = service(facts(tried(A, "stalled"), tried(B)))[2]
+    assert f"`hybrid-proxy trace --retransmits --to {A}`" in " ".join(each.todo for each in stalled)
+    links = (PodLink("veth7", ("10.0.0.1",), path="/run/netns/a"),)
+    lossy = service(facts(tried(A, "silent"), tried(B), repeated=syns(A, "answered", "silent"), links=links))[2]
+    assert "`nsenter --net=/run/netns/a ss -ltn`" in " ".join(each.todo for each in lossy)
 
 
 def test_a_problem_makes_the_exit_code_and_a_warning_does_not() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute, IPSet
 
-from hybrid_proxy.controller.agent.other_proxies import LOOK_SECONDS, OtherProxiesWatcher
+from hybrid_proxy.controller.agent.other_proxies import READ_SECONDS, OtherProxiesWatcher
 from hybrid_proxy.dataplane import kube_proxy
 from hybrid_proxy.dataplane.kernel import ipvs
 from hybrid_proxy.dataplane.kernel.ipset import Ipsets
@@ -350,7 +350,7 @@ class TestWatching:
         )
         watcher = OtherProxiesWatcher("ebpf", lambda _: None)
         watcher.start()
-        time.sleep(3.5 * LOOK_SECONDS)
+        time.sleep(3.5 * READ_SECONDS)
         assert len(searches) <= 2
         try:
             nft("table ip kube-proxy {}")

@@ -93,7 +93,7 @@ FAILURES: Final[dict[str, tuple[str, str, Cause, str]]] = {
     "mute": ("accepts and never answers", "accept and never answer", "backend-never-answers",
              "the process hangs, or waits for something: look at the pod, and let a readiness probe ask it"),
     "stalled": ("begins an answer that does not end", "begin answers that do not end", "backend-stalls",
-                "large packets are lost? compare MTUs, let ICMP pass; `hybrid-proxy trace --retransmits` counts"),
+                "large packets are lost? compare MTUs, let ICMP pass: `hybrid-proxy trace --retransmits --to {}`"),
     "closed": ("closes without an answer", "close without an answer", "backend-closes", LOOK_INSIDE),
     "reset": ("resets without an answer", "reset without an answer", "backend-closes", LOOK_INSIDE),
 }  # fmt: skip
@@ -160,17 +160,11 @@ def node_findings(facts: NodeFacts) -> Iterator[Finding]:
     else:
         yield from _agent_findings(agent, facts)
         yield from (_link_down(link) for link in facts.down if link.interface in agent.down)
-    if facts.other_proxies:
-        for text in facts.other_proxies:
-            yield Finding("problem", "other proxies", text, "see docs/migration.md", "other-proxy")
-    elif facts.denied:
-        yield Finding("unknown", "other proxies", "permission denied", AS_ROOT)
-    else:
-        yield Finding("ok", "other proxies", "there is none")
-    for command in facts.missing:
-        if command.startswith(("ip route add 0.0.0.0/0 ", "ip route add ::/0 ")):
-            text = "this node lost a default route: nothing leads to clients beyond its networks"
-            yield Finding("warning", "node", text, f"`{command}` puts it back", "address-lost")
+    none = Finding("ok", "other proxies", "there is none")
+    if facts.denied:
+        none = Finding("unknown", "other proxies", "permission denied", AS_ROOT)
+    found, todo = facts.other_proxies, "see docs/migration.md"
+    yield from [Finding("problem", none.subject, text, todo, "other-proxy") for text in found] or [none]
     yield from _forwarding(facts)
     yield from _closed(facts)
     yield from _away(facts)
@@ -253,11 +247,8 @@ def _lost_address(fault: str, facts: NodeFacts) -> Finding | None:
 
 def _forwarding(facts: NodeFacts) -> Iterator[Finding]:
     for family, on in facts.forwarding.items():
-        if on:
-            yield Finding("ok", "forwarding", f"{FORWARDING[family]} is on")
-        else:
-            off = forwarding_trouble(family)
-            yield Finding(off.mark, off.subject, off.said[0], off.todo, off.cause)
+        off, well = forwarding_trouble(family), Finding("ok", "forwarding", f"{FORWARDING[family]} is on")
+        yield well if on else Finding(off.mark, off.subject, off.said[0], off.todo, off.cause)
     if facts.stopped and facts.forwarding.get(4):
         yield Finding("problem", "links", *forwarding_off(facts.stopped), "endpoint-route")
 
@@ -386,9 +377,15 @@ def service_findings(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     yield from _links(facts)
     yield from _away(node, facts)
     yield from _connections(facts, node)
+    ipsec = [f"{name} {now}" for name, (_, now) in node.lost.items() if now and name.startswith("Xfrm")]
+    if ipsec and _failing(facts.tried):
+        text = f"while connections failed, IPsec refused packets: {some(ipsec)} (/proc/net/xfrm_stat)"
+        todo = "`ip xfrm policy` and `ip xfrm state`: which policy has a backend's address, and has it a state?"
+        yield Finding("problem", "IPsec", text, todo, "firewall", certain=False)
     if facts.events:
         text = f"during these connections: {_by_reason(facts.events)}"
-        yield Finding("warning", "drops", text, "`hybrid-proxy drops` lists them", "drops")
+        name = f" {facts.name}" * bool(facts.name)
+        yield Finding("warning", "drops", text, f"`hybrid-proxy drops{name}` lists them", "drops")
 
 
 def _history(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
@@ -473,9 +470,7 @@ def _object(facts: ServiceFacts, node: NodeFacts) -> list[Finding]:
         return [Finding("problem", "object", text, AS_ROOT, "no-agent")]
     if agent is None and not facts.services:
         text = "its backends cannot be found by its name, because no agent answers"
-        by_address = "." in facts.asked or facts.asked.count(":") > 1  # no name has that
-        todo = "start one (`hybrid-proxy run`)" if by_address else "ask by its address: --to ADDRESS:PORT"
-        return [Finding("problem", "object", text, todo, "no-agent")]
+        return [Finding("problem", "object", text, "ask by its address: --to ADDRESS:PORT", "no-agent")]
     unknown = _unknown_name(facts, node)
     files = [problem.text for problem in agent.problems if problem.kind == "File"] if agent else []
     if files and unknown.cause == "no-such-service" and not left_out:
@@ -644,7 +639,8 @@ def _links(facts: ServiceFacts) -> Iterator[Finding]:
             yield Finding("problem", "links", text, todo, "mtu", hits=1)
         elif each.drops and not all(map(is_good, facts.tried)):
             text = f"the link of {where} ({each.interface}) dropped {several(each.drops, 'packet')} just now"
-            yield Finding("warning", "links", text, "`ip -s link` counts them", "drops")
+            text += f"; the pod takes up to {each.sends} bytes, the node sends {each.mtu}" * (0 < each.sends < each.mtu)
+            yield Finding("warning", "links", text, f"`ip -s link show {each.interface}` counts them", "drops")
     for address, (why, todo) in _misled(facts).items():
         text, sure = f"the way to {address} is wrong: {why}", not why.endswith("?")
         yield Finding("problem", "routes", text, todo, "endpoint-route", sure, 1)
@@ -691,7 +687,9 @@ def _kernel(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             yield Finding("problem", "explain --live", text, f"{READ_LOG}; report it", "kernel-differs")
         elif facts.stranger and facts.live.verdict == "drop" and all(each.verdict != "drop" for each in facts.verdicts):
             text = f"a packet from {facts.stranger} is dropped: {steps}"
-            yield Finding("problem", "explain --live", text, "`explain --live -v` shows each step", "service-path")
+            to = facts.asked.partition(" -> ")[2] or facts.ports[0].name
+            todo = f"`hybrid-proxy explain --live -v --from {facts.stranger} --to {to}` shows each step"
+            yield Finding("problem", "explain --live", text, todo, "service-path")
         else:
             yield Finding("ok", "explain --live", f"{facts.live.verdict}: {steps}")
 
@@ -804,7 +802,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     if bad:
         good = _good_words([each for each in direct if each.port == bad[0].port])
         text = f"every backend {good}, but {_end(bad[0])} {_words(bad[0])} {_from(bad)}"
-        todo = "`hybrid-proxy trace --from SRC --to DST:PORT` follows a connection, point by point"
+        todo = f"`hybrid-proxy trace {_packets(bad[0])}` follows a connection of this client, point by point"
         yield Finding("problem", "service address", text, todo, "service-path", _is_sure(bad, facts))
     elif served:
         many = len({each.end for each in through}) > 1
@@ -847,7 +845,9 @@ def _of_losses(facts: ServiceFacts, node: NodeFacts, syns: Sequence[Tried]) -> F
         return _blamed(facts, [rule], syns, seen)
     where = f"; {_rule(rule)} counted {several(facts.counted[rule], 'packet')}" if rule else ""
     text = f"packets are lost: {seen}{where}"
-    todo = "look at the link (`tc -s qdisc`, `ip -s link`), and whether the pod's queue is full (`ss -ltn` in the pod)"
+    link = next((each for each in facts.links if _host(syns[0]) in each.addresses), None)
+    of, enter = (f" show dev {link.interface}", f"nsenter --net={link.path} ") if link else ("", "")
+    todo = f"look at the link (`tc -s qdisc{of}`, `ip -s link{of}`), and at the pod's queue (`{enter}ss -ltn`)"
     hits = len({each.end for each in syns if each.via == "backend"})
     return Finding("problem", "connections", text, _accept(rule) if rule else todo, "lossy", hits=hits)
 
@@ -985,8 +985,8 @@ def _on_the_way(
         more = f" ({facts.rules_unknown})" if facts.rules_unknown else ""
         text = f"this node loses forwarded packets: {seen}, and no rule that drops them was found{more}"
         todo = (
-            "`hybrid-proxy trace --drops` says for which reason the kernel drops them, though not by which rule; check "
-            "network policies and routes"
+            f"`hybrid-proxy trace --drops {_packets(failed[0])}` says for which reason the kernel drops them, though "
+            "not by which rule; check network policies and routes"
         )
         hits = len({each.end for each in failed})
         yield Finding(mark, "forwarding", text, todo, "forwarding-loses", certain=False, hits=hits)
@@ -1022,7 +1022,8 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 listens = _verb(targets, "it listens", "they listen")
                 if not set(numbers).isdisjoint(at):
                     text += f", although {listens} there: a firewall rejects"
-                    todo = "look at firewalls in the pod (`nsenter`, then `nft list ruleset`), and at network policies"
+                    path = next((link.path for link in facts.links if _host(each) in link.addresses), "")
+                    todo = f"look at the pod's firewall (`nsenter --net={path} nft list ruleset`), and network policies"
                 elif at:
                     text += f"; {listens} on {some(at)}"
                 elif dead:
@@ -1041,6 +1042,7 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 yield Finding("unknown", "connections", text, cause="untold")
             case _:
                 one, many, cause, todo = FAILURES[outcome]
+                todo = todo.format(_end(each))
                 text = f"{count} {_verb(targets, one, many)}{where if outcome in LOST else ''}: {some(targets)}"
                 text += f": {each.detail}" if each.detail else ""
                 suspects = _without_counter(facts, node, failing)
@@ -1103,6 +1105,11 @@ def _targets(tried: Sequence[Tried]) -> str:
 
 def _end(each: Tried) -> str:
     return each.target if each.protocol == "TCP" else f"{each.target}/{each.protocol}"
+
+
+def _packets(each: Tried) -> str:
+    """The options that name the packets of a connection."""
+    return f"--from {each.source} --to {_end(each)}"
 
 
 def _host(each: Tried) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Iterator
 from functools import partial
+from ipaddress import ip_address
 from typing import Final
 
 import msgspec
@@ -39,6 +41,10 @@ def run(args: argparse.Namespace) -> int:
     before = losses()
     node = at_node(agent_at(args.admin_socket, args.pin_root), args.cgroup)
     args.service = args.service and at_address(args.service, node.rows)
+    with contextlib.suppress(ValueError):  # an address and a port that no service has
+        if args.service and ip_address(args.service.partition("/")[0].rpartition(":")[0].strip("[]")):
+            args.service, args.target = None, args.service
+            packet = _packet(args)
     several = args.namespace is not None and args.service is None
     services = []
     if several:

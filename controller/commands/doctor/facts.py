@@ -84,6 +84,7 @@ class PodLink(msgspec.Struct, frozen=True):
     drops: int = 0  # packets that both ends dropped during the connections
     full: dict[int, int] = {}  # port of a listener whose queue is full -> how many connections that takes
     down: str = ""  # the command that sets the end up that is down
+    path: str = ""  # of the pod's network namespace
 
 
 class NodeFacts(msgspec.Struct, kw_only=True, frozen=True):

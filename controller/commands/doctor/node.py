@@ -12,9 +12,8 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from hybrid_proxy.controller.commands.doctor.facts import NodeFacts
-from hybrid_proxy.controller.commands.doctor.firewall import read_rules
 from hybrid_proxy.controller.commands.doctor.rules import taken
-from hybrid_proxy.controller.commands.doctor.way import link_of
+from hybrid_proxy.controller.commands.doctor.way import link_of, read_rules
 from hybrid_proxy.controller.commands.troubles import NEARLY_FULL
 from hybrid_proxy.controller.commands.views import Agent, Programmed, frontends, last_changes
 from hybrid_proxy.controller.errors import ControllerError
@@ -28,8 +27,6 @@ from hybrid_proxy.dataplane.other_proxies import warnings
 from hybrid_proxy.dataplane.reports import PacketEvent, ServiceRow
 
 RECENT_SECONDS: Final = 300.0
-
-
 Read = TypeVar("Read")
 
 
@@ -60,6 +57,9 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     )  # fmt: skip
     lost_by = {each.split()[-1] for each in missing}
     families = {4, *(6 for row in rows for text in row.frontends if text.startswith("["))}
+    routed = (each for each in interfaces.interfaces if each.peer_elsewhere or each.default_route)
+    ways = [each.name for each in routed if not each.master]
+    pods, views = namespaces.pods() if agent and agent.down else (), here.views if here else ()
     facts = NodeFacts(
         now=time.time(),
         agent=agent,
@@ -69,16 +69,10 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         hung=(error.who, error.todo) if isinstance(error, BusyError) else None,
         unread=unread,
         starting=error.part if isinstance(error, StartingError) else "",
-        programmed={name: sum(row.mode == name for row in rows) for name, _ in here.views} if here else {},
+        programmed={name: sum(row.mode == name for row in rows) for name, _ in views},
         other_proxies=_other_proxies(agent, here),
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
-        stopped=tuple(
-            each.name
-            for each in interfaces.interfaces
-            if (each.peer_elsewhere or each.default_route)
-            and not each.master
-            and sysctl.read(f"net/ipv4/conf/{each.name}/forwarding") == "0"
-        ),
+        stopped=tuple(name for name in ways if sysctl.read(f"net/ipv4/conf/{name}/forwarding") == "0"),
         closed=tuple(rule for rule in rules if rule.hooks == ("forward",) and rule.text.lower() == "policy drop"),
         taken=tuple(taken(rules, services)),
         reverse_path=_read(_reverse_path)[0] or {},
@@ -88,12 +82,8 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         ),
         empty=tuple(sorted({row.name or row.frontends[0] for row in rows if not row.backends and row.frontends})),
         ejections=tuple(here.agent.ejections) if here and here.agent else (),
-        down=_read(lambda: tuple(link_of(pod, ()) for pod in namespaces.pods() if pod.down))[0] or ()
-        if agent and agent.down
-        else (),
-        beside=_read(lambda: tuple(text for _, view in here.views for text in view.shared_hooks(cgroup)))[0] or ()
-        if here
-        else (),
+        down=_read(lambda: tuple(link_of(pod, ()) for pod in pods if pod.down))[0] or (),
+        beside=_read(lambda: tuple(text for _, view in views for text in view.shared_hooks(cgroup)))[0] or (),
         changes=tuple(changes),
         held=interfaces.held,
         missing=missing,
@@ -105,14 +95,14 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
 
 
 def losses() -> dict[str, int]:
-    """Return how many packets the kernel dropped here by rp_filter and by conntrack, by counter, as far as it tells."""
-    found = conntrack.losses()
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = iter(Path("/proc/thread-self/net/netstat").read_text().splitlines())
-        for names, values in zip(lines, lines, strict=False):
-            known = dict(zip(names.split(), values.split(), strict=False))
-            if "IPReversePathFilter" in known:
-                found["rp_filter"] = int(known["IPReversePathFilter"])
+    """Return how many packets rp_filter, IPsec and conntrack dropped here, by counter, as far as the kernel tells."""
+    found, counters = conntrack.losses(), Path("/proc/thread-self/net")
+    with contextlib.suppress(OSError, ValueError):
+        lines = (counters / "netstat").read_text().splitlines()
+        known = zip(" ".join(lines[::2]).split(), " ".join(lines[1::2]).split(), strict=True)
+        found["rp_filter"] = int(dict(known).get("IPReversePathFilter", 0))
+        words = (counters / "xfrm_stat").read_text().split()
+        found |= dict(zip(words[::2], map(int, words[1::2]), strict=True))
     return found
 
 
@@ -136,8 +126,7 @@ def _other_proxies(agent: AgentStatus | None, here: Programmed | None) -> tuple[
     drains = [left.mode for left in agent.draining] if agent else []
     if here and (agent is None or agent.starting):  # which modes it follows nobody says yet
         modes, drains = [name for name, _ in here.views], [name for name, _ in here.views]
-    modes = modes or [""]
-    found = find_other_proxies(modes[0], drains)
+    found = find_other_proxies(next(iter(modes), ""), drains)
     if len(found.agents) < 2:  # the one is that of this node
         found = msgspec.structs.replace(found, agents=())
     return warnings(found, beside=bool(agent and agent.configuration.service_proxy_name))

@@ -65,8 +65,7 @@ def of_nft(text: str, filters: Iterable[BaseChain]) -> tuple[Rule, ...]:
         elif chain is not None and not line.startswith("type "):  # base chains come from the kernel
             _read_nft(chain, line)
     for each in chains:
-        base = bases.get((each.table, each.name))
-        if base is not None and base.packets is not None:
+        if (base := bases.get((each.table, each.name))) is not None and base.packets is not None:
             each.left = base.packets
     return tuple(_rules(chains))
 
@@ -120,8 +119,7 @@ def _read_nft(chain: _Chain, line: str) -> None:
     bare = _QUOTED.sub("", line).partition(" comment ")[0].partition("#")[0]
     if end := _ENDS.search(bare):
         counter = _COUNTER.search(bare)
-        away = end[1] in _AWAY
-        chain.ends.append((_COUNTER.sub("counter", line), int(counter[1]) if counter else None, away))
+        chain.ends.append((_COUNTER.sub("counter", line), int(counter[1]) if counter else None, end[1] in _AWAY))
     chain.leads_to.update(_JUMP.findall(bare))
 
 
@@ -134,8 +132,7 @@ def _rules(chains: Iterable[_Chain]) -> Iterator[Rule]:
             for name in _reached(chain, known):
                 hooks.setdefault((chain.table, name), set()).add(chain.hook)
     for chain in known:
-        by = hooks.get((chain.table, chain.name))
-        if by:
+        if by := hooks.get((chain.table, chain.name)):
             policy = [(chain.policy, chain.left, False)] * bool(chain.policy)
             for text, packets, away in (*policy, *chain.ends):
                 yield Rule(chain.table, chain.name, tuple(sorted(by)), " ".join(text.split()), packets, away)
@@ -152,15 +149,11 @@ def _reached(base: _Chain, chains: Iterable[_Chain]) -> set[str]:
 
 def counted(before: Iterable[Rule], after: Iterable[Rule]) -> Mapping[Rule, int]:
     """Return how many packets each rule counted between two readings, if any; of equal rules their sum."""
-    return _sums(after) - _sums(before)  # a Counter keeps what is above 0
-
-
-def _sums(rules: Iterable[Rule]) -> Counter[Rule]:
     found = Counter[Rule]()
-    for rule in rules:
-        if rule.packets is not None:
-            found[msgspec.structs.replace(rule, packets=None)] += rule.packets
-    return found
+    for sign, rules in ((-1, before), (1, after)):
+        for rule in rules:
+            found[msgspec.structs.replace(rule, packets=None)] += sign * (rule.packets or 0)
+    return +found  # what is above 0
 
 
 def taken(rules: Iterable[Rule], services: Mapping[str, str]) -> Iterator[tuple[str, str, Rule]]:

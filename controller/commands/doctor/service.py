@@ -14,10 +14,9 @@ import msgspec
 from hybrid_proxy.controller.commands.doctor.checks import lost_on_the_way
 from hybrid_proxy.controller.commands.doctor.connect import REPEAT_SECONDS, Attempt, Origin, repeats, speech_of, try_all
 from hybrid_proxy.controller.commands.doctor.facts import ServiceFacts, Tried
-from hybrid_proxy.controller.commands.doctor.firewall import read_rules
 from hybrid_proxy.controller.commands.doctor.node import Node, recent
 from hybrid_proxy.controller.commands.doctor.rules import counted
-from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listening
+from hybrid_proxy.controller.commands.doctor.way import astray, link_of, listening, read_rules
 from hybrid_proxy.controller.commands.names import Asked, checked
 from hybrid_proxy.controller.errors import ControllerError
 from hybrid_proxy.controller.semantics.explain import Packet, Verdict
@@ -173,14 +172,12 @@ def _objects(args: argparse.Namespace, packet: Packet | None, node: Node) -> Ser
     if packet is not None and verdicts:
         name = verdicts[0].service
     rows = [row for row in node.rows if _is_meant(row, name, packet)]
-    if not name and rows:
-        name = rows[0].name
+    name = name or (rows[0].name if rows else None)
     backends = _backends(node, rows, name) if rows or name else ()
+    ports = [_port_of(row, backends) for row in rows]
+    services = [] if rows else sorted({(row.name or "").partition(":")[0] for row in node.rows if row.name})
     if answer is not None:
         ports, services = answer.ports, answer.services
-    else:
-        ports = [_port_of(row, backends) for row in rows]
-        services = [] if rows else sorted({(row.name or "").partition(":")[0] for row in node.rows if row.name})
     return ServiceFacts(
         asked=asked,
         unready=tuple(answer.unready) if answer else (),

@@ -208,7 +208,7 @@ def refuses(bench: Bench, service: Service) -> bool:
 
 SEARCHING = """
 import sys, hybrid_proxy.controller.agent.other_proxies as watched
-watched.SECONDS = watched.LOOK_SECONDS = 0.02
+watched.SECONDS = watched.READ_SECONDS = 0.02
 from hybrid_proxy.controller.__main__ import main
 sys.exit(main())
 """
