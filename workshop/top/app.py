@@ -43,7 +43,7 @@ class Listing(DataTable[Text]):
         self.sort_by = next(position for position, column in enumerate(columns) if column.title == sort)
         self.falling = columns[self.sort_by].falling
         self._rows: list[Any] = []
-        self._room = cells.LEAST  # characters in a line of a text that is wrapped
+        self._room = 1  # characters in a line of a text that is wrapped
         self._held = False  # the user moved the cursor: it stays with its row
 
     def on_key(self, event: events.Key) -> None:

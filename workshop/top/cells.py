@@ -26,7 +26,7 @@ class Column(NamedTuple):
     falling: bool = True  # sorted in falling order at first
     right: bool = True
     leave: int = 0  # 0: it always stays; of the others, the largest is left out first
-    wrap: bool = False  # where it is narrow, its texts go on in further lines
+    wrap: int = 0  # where it is narrow, its texts go on in further lines, of at least so many characters
 
 
 def number(value: int | None) -> str:
@@ -113,13 +113,13 @@ BACKENDS: Final = (
     _text("state", "health", lambda state: state.partition(": ")[0]),
     _TOTAL,
     _text("protocol", "protocol", leave=8),
-    _text("state", "reason", lambda state: state.partition(": ")[2], leave=1)._replace(wrap=True),
+    _text("state", "reason", lambda state: state.partition(": ")[2], leave=1)._replace(wrap=22),
 )
 REASONS: Final = (
     _text("kind", "verdict", lambda kind: VERDICTS[kind].text)._replace(value=lambda row: KINDS.index(row.kind)),
     Column("each second", _of("rate"), _shown("rate", rate)),
     Column("total", _of("total"), _shown("total", number)),
-    _text("key", "reason", lambda key: WORDS.get(key.partition(" ")[0], key))._replace(wrap=True),
+    _text("key", "reason", lambda key: WORDS.get(key.partition(" ")[0], key))._replace(wrap=36),
     _text("key", "counter", leave=1),
 )
 MAPS: Final = (
@@ -132,7 +132,6 @@ MAPS: Final = (
 )
 PADDING: Final = 2  # characters of a column besides its text
 ARROW: Final = 1  # after the title of the column by which rows are sorted
-LEAST: Final = 30  # characters in a line of a text that is wrapped
 
 AnyRow = ServiceRates | BackendRates | ReasonRow | MapRow
 
@@ -163,7 +162,7 @@ def fitting(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> li
 def room(columns: Sequence[Column], rows: Sequence[AnyRow], width: int) -> int:
     """Returns how many characters a line has in the column that wraps, next to all of the others."""
     others = _sizes([column for column in columns if not column.wrap], rows)
-    return max(LEAST, width - sum(others.values()) - PADDING)
+    return max(*(column.wrap for column in columns), width - sum(others.values()) - PADDING)
 
 
 def _sizes(columns: Sequence[Column], rows: Sequence[AnyRow]) -> dict[str, int]:
@@ -171,7 +170,7 @@ def _sizes(columns: Sequence[Column], rows: Sequence[AnyRow]) -> dict[str, int]:
     sizes = {}
     for column in columns:
         text = max((len(column.text(row)) for row in rows), default=0)
-        sizes[column.title] = PADDING + max(len(column.title) + ARROW, min(text, LEAST) if column.wrap else text)
+        sizes[column.title] = PADDING + max(len(column.title) + ARROW, min(text, column.wrap or text))
     return sizes
 
 

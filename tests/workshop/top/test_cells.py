@@ -196,7 +196,7 @@ def test_a_long_reason_has_the_room_that_the_other_columns_leave(width: int) -> 
     room = cells.room(shown, rows, width)
     others = [max(len(each.title) + 1, *(len(each.text(row)) for row in rows)) for each in shown if each is not reason]
     assert room == width - 2 * len(shown) - sum(others)
-    assert room >= cells.LEAST
+    assert room >= reason.wrap
     assert ("counter" in [each.title for each in shown]) == (width > 80)
 
 
