@@ -143,6 +143,8 @@ def test_overlays_of_ones_own_are_outside_of_the_tree(tmp_path: Path) -> None:
     first = rollback["spec"]["template"]["spec"]["initContainers"][0]
     assert (first["name"], first["env"][0]["value"]) == ("kube-proxy-serves", "127.0.0.1:9249")
     (tmp_path / "site/kubeadm/kustomization.yaml").write_text(example)
+    subprocess.run(["sh", "-euc", block], cwd=tmp_path / "hybrid-proxy", check=True)  # a second time
+    assert (tmp_path / "site/kubeadm/kustomization.yaml").read_text() == example
     (monitor,) = (
         item for item in yaml.safe_load_all(kustomized(tmp_path / "site/kubeadm")) if item["kind"] == "ServiceMonitor"
     )
