@@ -35,7 +35,7 @@ from hybrid_proxy.controller.serving import protocol as p
 from hybrid_proxy.controller.serving.health import Health
 from hybrid_proxy.controller.serving.http_handlers import HttpHandlers
 from hybrid_proxy.dataplane.errors import DataplaneError, Unsupported
-from hybrid_proxy.dataplane.kernel import conntrack, namespaces, sysctl
+from hybrid_proxy.dataplane.kernel import conntrack, links, namespaces, sysctl
 from hybrid_proxy.dataplane.mode import ProbePacket, Programmer, belongs
 from hybrid_proxy.dataplane.reports import ExplainAnswer, ExplainStep
 from hybrid_proxy.dataplane.table import Entry, Kind, Protocol, ServiceTable
@@ -244,7 +244,7 @@ class Answers:
             ),
             problems=list(cluster.problems.values()),
             node_faults=list(builder.node_faults(cluster, needs_node=source.connection is not None)),
-            lost_routes=sorted(self.history.lost),
+            lost_routes=[r for r in sorted(self.history.lost) if not links.next_hop(links.ELSEWHERE["::/0" in r])],
             left_to_node=dict(builder.table.left_to_node),
             down=[name for name, since in self.down.items() if time.monotonic() - since > NEW_SECONDS],
             not_forwarding=[

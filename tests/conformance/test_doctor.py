@@ -1294,15 +1294,22 @@ def test_nat_is_named_although_conntrack_knows_a_connection(clinic: Clinic) -> N
 
 
 def test_the_status_tells_at_once_that_a_default_route_is_gone(clinic: Clinic) -> None:
-    """Another one in its place is none that is gone."""
+    """While another one, or several, lead to the same places, none is gone."""
     recovered(clinic)
     routes = [("default", "via", f"192.168.77.{host}", "dev", "eth0") for host in (1, 3)]
+    several = [word for host in (1, 3) for word in ("nexthop", "via", f"192.168.77.{host}", "dev", "eth0")]
+    halves = [(half, *routes[0][1:]) for half in ("0.0.0.0/1", "128.0.0.0/1")]
     try:
         clinic.run("node", "ip", "route", "del", *routes[0])
         status = clinic.agent.wait(lambda status: status.lost_routes, 2)
         found = clinic.doctor()[1]
-        clinic.run("node", "ip", "route", "add", *routes[1])
-        clinic.agent.wait(lambda status: not status.lost_routes, 2)
+        for others in ([routes[1]], [("default", *several)], halves):
+            for route in others:
+                clinic.run("node", "ip", "route", "add", *route)
+            clinic.agent.wait(lambda status: not status.lost_routes, 2)
+            for route in others:
+                clinic.run("node", "ip", "route", "del", *route)
+            clinic.agent.wait(lambda status: status.lost_routes, 2)
     finally:
         clinic.run("node", "ip", "route", "replace", *routes[0])
     assert judged(status) is Verdict.DEGRADED
