@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hybrid_proxy.workshop.lab.apiserver import ApiServer
 from hybrid_proxy.workshop.lab.network import Lab
 from tests.deploy.promtool import answered, promtool
-from tests.docs.pages import anchors, documented, table
+from tests.docs.pages import anchors, blocks, documented
 from tests.served import METRICS, Served, balanced, fetch, the_node
 from tests.waiting import until
 
@@ -144,8 +144,8 @@ def expressions() -> list[str]:
     asked = [v["query"]["query"] for v in dashboard()["templating"]["list"] if isinstance(v["query"], dict)]
     noted = [note["expr"] for note in dashboard()["annotations"]["list"]]
     asked = [re.sub(r"label_values\((\w+),.*", r"\1", query) for query in asked]
-    gates = [row["query"].strip("`") for row in table("docs/migration.md", "| gate |").values()]
-    return [rule["expr"] for rule in alerts()] + drawn + noted + asked + gates
+    (gates,) = blocks("docs/migration.md", "promql")
+    return [rule["expr"] for rule in alerts()] + drawn + noted + asked + list(gates.lines)
 
 
 def metrics_of(expression: str) -> set[str]:
@@ -164,7 +164,7 @@ def test_every_metric_that_is_used_is_exported(metrics: Metrics) -> None:
 
 
 def test_labels_that_are_used_are_exported(metrics: Metrics) -> None:
-    known = {label for labels in metrics.labels.values() for label in labels} | {"instance", "job", "le"}
+    known = {label for labels in metrics.labels.values() for label in labels} | {"instance", "node", "job", "le"}
     known |= {label for _, labels in documented().values() for label in labels}  # of what is exported at times
     for expression in expressions():
         for name, selector in re.findall(r"(\w+)\{([^}]*)\}", expression):
