@@ -5,7 +5,8 @@ Each field of a section has its description, flag, check and default in one plac
 
 # Annotations are values here, not text: msgspec would evaluate each of them again whenever a command starts.
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final
+from functools import partial
+from typing import Annotated, Final
 
 import msgspec
 
@@ -20,7 +21,6 @@ from hybrid_proxy.dataplane.settings import (
     PORTS,
     REOPENS,
     RESTART,
-    Form,
     Section,
     choice,
     define,
@@ -37,18 +37,10 @@ _NOT_IN_PODS: Final = (
 )
 
 
-def of_ipvs(text: str, form: Form, flag: str, effect: str = REOPENS, **more: Any) -> msgspec.Meta:
-    """The annotation of a setting that mode ipvs alone has."""
-    return define(text, form, flag, effect, IPVS_MODE, mode="ipvs", **more)
-
-
-def of_nftables(text: str, form: Form, flag: str, effect: str = REOPENS, **more: Any) -> msgspec.Meta:
-    """The annotation of a setting that mode nftables alone has."""
-    return define(text, form, flag, effect, mode="nftables", **more)
-
-
-def _ebpf(text: str, form: Form, flag: str = "", effect: str = REOPENS, **more: Any) -> msgspec.Meta:
-    return define(text, form, flag, effect, NODE, mode="ebpf", **more)
+# The annotations of settings that one mode alone has.
+of_ipvs: Final = partial(define, effect=REOPENS, group=IPVS_MODE, mode="ipvs")
+of_nftables: Final = partial(define, effect=REOPENS, mode="nftables")
+_ebpf: Final = partial(define, effect=REOPENS, group=NODE, mode="ebpf")
 
 
 # Every setting has one shape: name and type, description, form, flag and effect, default.
@@ -91,24 +83,24 @@ class Limits(Section, frozen=True):
 
     services: Annotated[int, _ebpf(
         f"Maps grow up to this many service ports; at least {FIRST_SIZES['services']:,}, with which they begin",
-        integer(FIRST_SIZES["services"], 1 << 24), "max-services", RESTART
+        integer(FIRST_SIZES["services"], 1 << 24), "max-services", effect=RESTART
     )] = 65_536
     backends: Annotated[int, _ebpf(
         f"Maps grow up to this many backends; at least {FIRST_SIZES['backends']:,}, with which they begin",
-        integer(FIRST_SIZES["backends"], 1 << 24), "max-backends", RESTART
+        integer(FIRST_SIZES["backends"], 1 << 24), "max-backends", effect=RESTART
     )] = 1 << 20
     slots: Annotated[int, _ebpf(
         f"Maps grow up to this many slots, the places in backend sets; at least {FIRST_SIZES['slots']:,}, with which "
         "they begin",
-        integer(FIRST_SIZES["slots"], 1 << 28), "max-slots", RESTART
+        integer(FIRST_SIZES["slots"], 1 << 28), "max-slots", effect=RESTART
     )] = 1 << 22
     ring: Annotated[int, _ebpf(
         "Slots that Maglev, source hash, weights and least connections may use for one service port; use the "
-        "same value on all nodes", integer(1, 65_521), "max-ring", RESTART
+        "same value on all nodes", integer(1, 65_521), "max-ring", effect=RESTART
     )] = 16_381
     flows: Annotated[int, _ebpf(
         "Entries of the tables of flows, two for each flow, in each address family; 0: by the node's memory, one for "
-        "each 48 KiB, a power of two from 65,536 to 1,048,576", integer(0, 1 << 26), "max-flows", RESTART
+        "each 48 KiB, a power of two from 65,536 to 1,048,576", integer(0, 1 << 26), "max-flows", effect=RESTART
     )] = 0
 
 
@@ -126,10 +118,10 @@ class EbpfOptions(Section, frozen=True):
         choice("host", "off", why=_NOT_IN_PODS), "socket-scope"
     )] = "host"
     cgroup: Annotated[str, _ebpf(
-        "The cgroup v2 folder of the node's own sockets (default: found)", FOLDER, "cgroup", RESTART
+        "The cgroup v2 folder of the node's own sockets (default: found)", FOLDER, "cgroup", effect=RESTART
     )] = ""
     pin_root: Annotated[str, _ebpf(
-        "A folder on a BPF file system for pinned objects (default: found)", FOLDER, "pin-root", RESTART
+        "A folder on a BPF file system for pinned objects (default: found)", FOLDER, "pin-root", effect=RESTART
     )] = ""
     fast_path: Annotated[str, _ebpf(
         "Which packets between pods of this node bypass the host's stack: none (`off`), those of flows that it has let "

@@ -203,7 +203,7 @@ class IPVS(IpvsOptions, frozen=True):
         help="as --iptables-sync-period"
     )] = _OPTIONS.sync_seconds
     min_sync_period: Annotated[float, of_ipvs(
-        "As `iptables.minSyncPeriod`", seconds(), "ipvs-min-sync-period", AT_ONCE,
+        "As `iptables.minSyncPeriod`", seconds(), "ipvs-min-sync-period", effect=AT_ONCE,
         help="as --iptables-min-sync-period, but every value counts"
     )] = 0.0
 
@@ -212,16 +212,16 @@ class NFTables(Section, frozen=True):
     """Settings of mode nftables; without a file the flags of the iptables section count."""
 
     masquerade_bit: Annotated[int, of_nftables(
-        "As `iptables.masqueradeBit`", integer(0, 31), "iptables-masquerade-bit", REOPENS
+        "As `iptables.masqueradeBit`", integer(0, 31), "iptables-masquerade-bit", effect=REOPENS
     )] = _SETTINGS.masquerade_bit
     masquerade_all: Annotated[bool, of_nftables(
-        "As `iptables.masqueradeAll`", BOOLEAN, "masquerade-all", AT_ONCE
+        "As `iptables.masqueradeAll`", BOOLEAN, "masquerade-all", effect=AT_ONCE
     )] = _SETTINGS.masquerade_all
     sync_period: Annotated[float, of_nftables(
-        "As `iptables.syncPeriod`", seconds(positive=True), "iptables-sync-period", REOPENS, zero=True
+        "As `iptables.syncPeriod`", seconds(positive=True), "iptables-sync-period", effect=REOPENS, zero=True
     )] = _OPTIONS.sync_seconds
     min_sync_period: Annotated[float, of_nftables(
-        "As `iptables.minSyncPeriod`", seconds(), "iptables-min-sync-period", AT_ONCE, zero=True
+        "As `iptables.minSyncPeriod`", seconds(), "iptables-min-sync-period", effect=AT_ONCE, zero=True
     )] = 1.0
 
 
