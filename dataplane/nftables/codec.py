@@ -85,9 +85,6 @@ class Codec:
 
         return lambda data: tuple([one(field, data[start:end]) for field, start, end in places])
 
-    def decode(self, fields: tuple[str, ...], data: bytes) -> Key:
-        return self.decoder(fields)(data)
-
 
 def cidr_between(first: str, last: str) -> str:
     """Returns the CIDR that begins and ends with these addresses."""

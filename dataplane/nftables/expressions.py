@@ -126,11 +126,6 @@ def ct(key: int, word: int) -> Expression:
     return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_DREG, _register(word))))
 
 
-def set_ct(key: int, word: int) -> Expression:
-    """Change a field of the packet's conntrack entry."""
-    return Expression("ct", ((nf.NFTA_CT_KEY, key), (nf.NFTA_CT_SREG, _register(word))))
-
-
 def compare(word: int, value: bytes, *, negate: bool = False) -> Expression:
     """Continue if a register holds the value, with `negate` if it does not."""
     operator = nf.NFT_CMP_NEQ if negate else nf.NFT_CMP_EQ
@@ -165,25 +160,19 @@ def random(modulus: int, word: int) -> Expression:
     )
 
 
-def lookup(name: str, word: int, *, into: int | None = None, negate: bool = False) -> Expression:
-    """Continue if a set has the key, or with `negate` if it has not; `into`: load the value that a map has for it."""
+def lookup(
+    name: str, word: int, *, into: int | None = None, verdict: bool = False, negate: bool = False
+) -> Expression:  # fmt: skip
+    """Continue if a set has the key, or with `negate` if it has not.
+
+    `into`: load the value that a map has for the key. `verdict`: apply it.
+    """
     attributes: Attributes = ((nf.NFTA_LOOKUP_SET, name), (nf.NFTA_LOOKUP_SREG, _register(word)))
-    if into is not None:
-        attributes += ((nf.NFTA_LOOKUP_DREG, _register(into)),)
+    if into is not None or verdict:
+        attributes += ((nf.NFTA_LOOKUP_DREG, nf.NFT_REG_VERDICT if into is None else _register(into)),)
     if negate:
         attributes += ((nf.NFTA_LOOKUP_FLAGS, nf.NFT_LOOKUP_F_INV),)
     return Expression("lookup", attributes)
-
-
-def lookup_verdict(name: str, word: int) -> Expression:
-    """Apply the verdict that a map has for the key; continue if it has none."""
-    return Expression(
-        "lookup",
-        (
-            (nf.NFTA_LOOKUP_SET, name), (nf.NFTA_LOOKUP_SREG, _register(word)),
-            (nf.NFTA_LOOKUP_DREG, nf.NFT_REG_VERDICT),
-        ),
-    )  # fmt: skip
 
 
 def dynset(name: str, operation: int, key: int, data: int | None = None) -> Expression:
@@ -224,19 +213,16 @@ def count(name: str) -> Part:
     return (Expression("objref", (kind, (nf.NFTA_OBJREF_IMM_NAME, name))),)
 
 
-def set_mark(bits: int) -> Part:
+def set_mark(bits: int, *, on: bool = True) -> Part:
+    """Set these bits of the packet's mark, or clear them."""
     mark = nf.NFT_META_MARK
-    return meta(mark, 0), bitwise(0, _host(~bits), _host(bits)), set_meta(mark, 0)
-
-
-def clear_mark(bits: int) -> Part:
-    mark = nf.NFT_META_MARK
-    return meta(mark, 0), bitwise(0, _host(~bits), bytes(4)), set_meta(mark, 0)
+    return meta(mark, 0), bitwise(0, _host(~bits), _host(bits if on else 0)), set_meta(mark, 0)
 
 
 def set_connection_mark(bits: int) -> Part:
     mark = nf.NFT_CT_MARK
-    return ct(mark, 0), bitwise(0, _host(~bits), _host(bits)), set_ct(mark, 0)
+    changed = Expression("ct", ((nf.NFTA_CT_KEY, mark), (nf.NFTA_CT_SREG, _register(0))))
+    return ct(mark, 0), bitwise(0, _host(~bits), _host(bits)), changed
 
 
 def clear_priority() -> Part:
@@ -349,7 +335,7 @@ class Family:
 
     def find_verdict(self, name: str, *, port_only: bool = False) -> Part:
         """Apply the verdict that a map has for the frontend."""
-        return *self.load_key(port_only=port_only), lookup_verdict(name, 0)
+        return *self.load_key(port_only=port_only), lookup(name, 0, verdict=True)
 
     def frontend_in(self, name: str, *, port_only: bool = False) -> Part:
         return *self.load_key(port_only=port_only), lookup(name, 0)
@@ -370,13 +356,9 @@ class Family:
         """Matches if the destination is in a range."""
         return self._within(self.load_destination(), cidr)
 
-    def source_within(self, cidr: str) -> Part:
-        """Matches if the source is in a range."""
-        return self._within(self.load_source(), cidr)
-
-    def source_outside(self, cidr: str) -> Part:
-        """Matches if the source is in no address of a range."""
-        return self._within(self.load_source(), cidr, negate=True)
+    def source_within(self, cidr: str, *, negate: bool = False) -> Part:
+        """Matches if the source is in a range, with `negate` if it is in none of its addresses."""
+        return self._within(self.load_source(), cidr, negate=negate)
 
     def _within(self, load: Expression, cidr: str, *, negate: bool = False) -> Part:
         network = ip_network(cidr, strict=False)
@@ -401,14 +383,10 @@ class Family:
         return self.load_destination(), beside, write, self.load_source(), beside, lookup(name, 0)
 
     def destination_local(self, *, negate: bool = False) -> Part:
-        """Matches if the destination is an address of this node."""
+        """Matches if the destination is an address of this node, with `negate` if it is none."""
         question = (nf.NFTA_FIB_RESULT, nf.NFT_FIB_RESULT_ADDRTYPE), (nf.NFTA_FIB_FLAGS, nf.NFTA_FIB_F_DADDR)
         fib = Expression("fib", ((nf.NFTA_FIB_DREG, _register(0)), *question))
         return fib, compare(0, _host(RTN_LOCAL), negate=negate)
-
-    def destination_not_local(self) -> Part:
-        """Matches if the destination is no address of this node."""
-        return self.destination_local(negate=True)
 
     def dnat(self) -> Part:
         """Translate to the address from word 0 on and the port after it, as a map with this data loads them."""

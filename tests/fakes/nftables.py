@@ -275,7 +275,7 @@ class _Walker:
                 return self._immediate(a)
             case "nat":
                 address = self._get(a[nf.NFTA_NAT_REG_ADDR_MIN], self.family.length)
-                self.dst = str(self.codec.decode((ADDRESS,), address)[0])
+                self.dst = str(self.codec.decoder((ADDRESS,))(address)[0])
                 self.port = int.from_bytes(self._get(a[nf.NFTA_NAT_REG_PROTO_MIN], 2), "big")
                 self.outcome.verdict, self.outcome.to = "dnat", (self.dst, self.port)
                 raise _Verdict
@@ -323,7 +323,7 @@ class _Walker:
     def _key(self, name: str, register: int) -> Key:
         fields = self.table.sets[name].key
         fields = tuple(ADDRESS if f == RANGE else f for f in fields)
-        return self.codec.decode(fields, self._get(register, 64 - self._place(register)))
+        return self.codec.decoder(fields)(self._get(register, 64 - self._place(register)))
 
     def _lookup(self, a: dict[int, Any]) -> Verdict | None:
         name = a[nf.NFTA_LOOKUP_SET]

@@ -153,15 +153,13 @@ def _marks(family: Family, node: NodeNetwork) -> Iterator[Chain]:
 
 def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     """Returns the rules that lead from a class of clients to the verdict maps."""
-    here = family.destination_in(NODE_PORT_ADDRESSES)
+    here, elsewhere = family.destination_in(NODE_PORT_ADDRESSES), family.destination_local(negate=True)
     yield Chain(
         ELSEWHERE,
         (
-            rule(family.destination_in(CLUSTER_IPS), family.destination_not_local(), x.goto("refuse-port")),
+            rule(family.destination_in(CLUSTER_IPS), elsewhere, x.goto("refuse-port")),
             *(
-                rule(
-                    family.destination_within(cidr), family.destination_not_local(), x.count("unallocated"), x.DROP
-                )
+                rule(family.destination_within(cidr), elsewhere, x.count("unallocated"), x.DROP)
                 for cidr in node.service_cidrs
                 if family_of(cidr) == family.version
             ),
@@ -186,7 +184,7 @@ def _lookups(family: Family, node: NodeNetwork) -> Iterator[Chain]:
 def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     pod = family.from_pod(node.pods)
     guard = rule(family.frontend_in(RESTRICTED), family.source_not_in(ALLOWED), x.count("source-not-allowed"), x.DROP)
-    masquerade_mark = 1 << node.masquerade_bit
+    mark = 1 << node.masquerade_bit
     yield Chain(
         "nat-prerouting",
         (guard, *((rule(pod, x.goto("from-internal")),) if pod else ()), rule(x.goto("from-external"))),
@@ -197,7 +195,7 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     here = tuple(
         rule(
             family.destination_is(a),
-            family.source_outside(LOOPBACK[family.version]),
+            family.source_within(LOOPBACK[family.version], negate=True),
             family.find_verdict("internal-ports", port_only=True),
         )
         for a in node.loopback
@@ -211,9 +209,7 @@ def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
     yield Chain(
         "nat-postrouting",
         (
-            rule(
-                x.mark_has_any(masquerade_mark), x.clear_mark(masquerade_mark), x.count("masqueraded"), x.masquerade()
-            ),
+            rule(x.mark_has_any(mark), x.set_mark(mark, on=False), x.count("masqueraded"), x.masquerade()),
             rule(x.translated(), family.hairpin(ITSELF), x.count("to-itself"), x.masquerade()),
         ),
         Hook(nf.NF_INET_POST_ROUTING, nf.NF_IP_PRI_NAT_SRC),

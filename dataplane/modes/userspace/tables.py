@@ -103,7 +103,7 @@ def _refusals(family: Family, node: NodeNetwork) -> Iterator[Chain]:
         "strangers",
         (
             rule(family.destination_in(CLUSTER_IPS), x.goto(REFUSE)),
-            *(rule(destination, family.destination_not_local(), DROP) for destination in unallocated),
+            *(rule(destination, family.destination_local(negate=True), DROP) for destination in unallocated),
         ),
     )
     for side in ("internal", "external"):
@@ -137,7 +137,7 @@ def _marks(bits: int) -> Iterator[Chain]:
     mangle = nf.NF_IP_PRI_MANGLE
     yield Chain("marks-prerouting", (rule(kept, x.set_mark(bits)),), Hook(nf.NF_INET_PRE_ROUTING, mangle, "filter"))
     yield Chain("marks-output", (begin, rule(kept, x.set_mark(bits))), Hook(nf.NF_INET_LOCAL_OUT, mangle, "route"))
-    yield Chain("marks-input", (rule(kept, x.clear_mark(bits)),), Hook(nf.NF_INET_LOCAL_IN, mangle, "filter"))
+    yield Chain("marks-input", (rule(kept, x.set_mark(bits, on=False)),), Hook(nf.NF_INET_LOCAL_IN, mangle, "filter"))
 
 
 def _base_chains(family: Family, node: NodeNetwork) -> Iterator[Chain]:
