@@ -69,5 +69,5 @@ def takes_frames(index: int) -> bool | None:
             if error.code == errno.ENODEV:
                 return False
             raise
-    features = dict(genetlink.fields(answer)).get(_DEV_FEATURES) if answer is not None else None
+    features = genetlink.fields(answer).get(_DEV_FEATURES)
     return None if features is None else bool(int.from_bytes(features, sys.byteorder) & _NDO_XMIT)

@@ -16,8 +16,9 @@ def request(kind: int, command: int, body: bytes, flags: int = 0, what: str = "a
     return Message(kind, _HEADER.pack(command, 1, 0) + body, flags, what)
 
 
-def fields(answer: bytes) -> list[tuple[int, bytes]]:
-    return list(attributes(answer, _HEADER.size))
+def fields(answer: bytes | None) -> dict[int, bytes]:
+    """Returns the attributes of an answer; of none there are none."""
+    return dict(attributes(answer or b"", _HEADER.size))
 
 
 def family(wire: Netlink, name: str) -> int | None:
@@ -25,6 +26,5 @@ def family(wire: Netlink, name: str) -> int | None:
     asked = request(
         _GENL_ID_CTRL, _CTRL_CMD_GETFAMILY, string(_CTRL_ATTR_FAMILY_NAME, name), what=f"looking for {name}"
     )
-    answer = wire.get(asked)
-    known = dict(fields(answer)) if answer is not None else {}
+    known = fields(wire.get(asked))
     return int.from_bytes(known[_CTRL_ATTR_FAMILY_ID], sys.byteorder) if _CTRL_ATTR_FAMILY_ID in known else None

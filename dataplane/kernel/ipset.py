@@ -52,9 +52,7 @@ class Ipsets:
 
     def names(self, prefix: str) -> list[str]:
         """Returns sets whose names begin so."""
-        body = nl.attribute(_A_PROTOCOL, bytes([PROTOCOL])) + nl.attribute(
-            _A_FLAGS | nl.NET_BYTEORDER, _BE32.pack(IPSET_FLAG_LIST_SETNAME)
-        )
+        body = nl.attribute(_A_FLAGS | nl.NET_BYTEORDER, _BE32.pack(IPSET_FLAG_LIST_SETNAME))
         found = []
         for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, nl.NLM_F_DUMP, "listing sets")):
             known = dict(nl.attributes(answer, nl.NFGEN.size))
@@ -103,7 +101,7 @@ class Ipsets:
         Raises:
             NetlinkFailed: ENOENT, there is no such set.
         """
-        body = nl.attribute(_A_PROTOCOL, bytes([PROTOCOL])) + nl.string(_A_SETNAME, name)
+        body = nl.string(_A_SETNAME, name)
         found: dict[Element, Value] = {}
         for answer in self._netlink.dump(_message(IPSET_CMD_LIST, 4, body, nl.NLM_F_DUMP, f"reading the set {name}")):
             for kind, value in nl.attributes(answer, nl.NFGEN.size):
@@ -113,15 +111,15 @@ class Ipsets:
 
 
 def _message(command: int, family: int, body: bytes, flags: int, what: str) -> nl.Message:
-    return nl.Message(SUBSYSTEM | command, nl.NFGEN.pack(nl.AF[family], 0, 0) + body, flags, what)
+    start = nl.NFGEN.pack(nl.AF[family], 0, 0) + nl.attribute(_A_PROTOCOL, bytes([PROTOCOL]))
+    return nl.Message(SUBSYSTEM | command, start + body, flags, what)
 
 
 def _edit_messages(edit: Edit) -> Iterator[nl.Message]:
     """Packs as many elements into each message as fit."""
     command = IPSET_CMD_ADD if edit.add else IPSET_CMD_DEL
     what = f"{'adding to' if edit.add else 'removing from'} the set {edit.name}"
-    start = nl.attribute(_A_PROTOCOL, bytes([PROTOCOL])) + nl.string(_A_SETNAME, edit.name)
-    start += nl.attribute(_A_LINENO, bytes(4))
+    start = nl.string(_A_SETNAME, edit.name) + nl.attribute(_A_LINENO, bytes(4))
     parts: list[bytes] = []
     size = 0
     for element, value in edit.elements.items():
@@ -157,26 +155,17 @@ def _address(family: int, text: str) -> bytes:
 
 
 def _read(data: bytes) -> tuple[Element, Value]:
-    address, port, protocol, second, length = "", 0, 0, "", None
+    known = dict(nl.attributes(data))
+    port, protocol = (int.from_bytes(known.get(kind, b""), "big") for kind in (_PORT, _PROTO))
+    second = _text(known.get(_IP2, b""))
+    if second and _CIDR2 in known:
+        second = f"{second}/{known[_CIDR2][0]}"
     value: Value = None
-    for kind, found in nl.attributes(data):
-        if kind == _IP:
-            address = _text(found)
-        elif kind == _PORT:
-            port = _BE16.unpack(found)[0]
-        elif kind == _PROTO:
-            protocol = found[0]
-        elif kind == _IP2:
-            second = _text(found)
-        elif kind == _CIDR2:
-            length = found[0]
-        elif kind == _COMMENT:
-            value = found.partition(b"\0")[0].decode(errors="replace")
-        elif kind == _MARK:
-            value = _MARK_AND_MASK.unpack(found)[0]
-    if second and length is not None:
-        second = f"{second}/{length}"
-    return Element(address, port, protocol, second), value
+    if _COMMENT in known:
+        value = known[_COMMENT].partition(b"\0")[0].decode(errors="replace")
+    elif _MARK in known:
+        value = _MARK_AND_MASK.unpack(known[_MARK])[0]
+    return Element(_text(known.get(_IP, b"")), port, protocol, second), value
 
 
 def _text(data: bytes) -> str:

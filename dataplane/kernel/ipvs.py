@@ -25,7 +25,7 @@ CONNECTIONS: Final = Path("/proc/thread-self/net/ip_vs_conn")
 _PROTOCOLS: Final = {"TCP": socket.IPPROTO_TCP, "UDP": socket.IPPROTO_UDP, "SCTP": socket.IPPROTO_SCTP}
 PERSISTENT, HASHED = 0x1, 0x2  # IP_VS_SVC_F_*; the second is the kernel's own mark
 _FAMILY: Final = {socket.AF_INET: 4, socket.AF_INET6: 6}
-_GET_SERVICE, _GET_DEST, _SET_CONFIG, _GET_CONFIG = 4, 8, 12, 13
+_GET_SERVICE, _GET_DEST, _SET_CONFIG = 4, 8, 12
 _ATTR_SERVICE, _ATTR_DEST = 1, 2
 _TIMEOUTS: Final = (4, 5, 6)  # TCP, TCP after FIN, UDP
 _AF_ATTR, _PROTOCOL, _ADDR, _PORT, _MARK, _SCHEDULER, _FLAGS, _TIMEOUT, _NETMASK = range(1, 10)
@@ -129,10 +129,8 @@ class Ipvs:
         """Returns all virtual servers of this namespace, own and foreign."""
         found = {}
         for answer in self._netlink.dump(self._request(_GET_SERVICE, b"", nl.NLM_F_DUMP, "reading virtual servers")):
-            for kind, value in genetlink.fields(answer):
-                if kind == _ATTR_SERVICE:
-                    server, config = _read_server(value)
-                    found[server] = config
+            server, config = _read_server(genetlink.fields(answer)[_ATTR_SERVICE])
+            found[server] = config
         return found
 
     def destinations(self, server: Server) -> dict[Destination, Load]:
@@ -142,17 +140,9 @@ class Ipvs:
         for answer in self._netlink.dump(
             self._request(_GET_DEST, nl.nested(_ATTR_SERVICE, _name(server)), nl.NLM_F_DUMP, what)
         ):
-            for kind, value in genetlink.fields(answer):
-                if kind == _ATTR_DEST:
-                    destination, load = _read_destination(value, server.family)
-                    found[destination] = load
+            destination, load = _read_destination(genetlink.fields(answer)[_ATTR_DEST], server.family)
+            found[destination] = load
         return found
-
-    def timeouts(self) -> Timeouts:
-        """Returns the kernel's timeouts of connections."""
-        answer = self._netlink.get(self._request(_GET_CONFIG, b"", what="reading timeouts"))
-        known = dict(genetlink.fields(answer)) if answer is not None else {}
-        return Timeouts(*(_U32.unpack(known[kind])[0] if kind in known else 0 for kind in _TIMEOUTS))
 
     def set_timeouts(self, wanted: Timeouts) -> None:
         """Set those that are not 0."""
