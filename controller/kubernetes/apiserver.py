@@ -151,11 +151,11 @@ class Kubernetes:
     ) -> None:
         self._node_name = node_name
         self._proxy_name = proxy_name
-        self._page_size = page_size
-        self._policy = policy
-        self._streams = streams
+        self.page_size = page_size
+        self.policy = policy
+        self.streams = streams
         self.connection = Connection(kubeconfig, master, rate_limit)
-        self._health = SourceHealth(self.connection, self.kinds)
+        self.health = SourceHealth(self.connection, self.kinds)
 
     def describe(self) -> str:
         return f"Kubernetes API at {self.connection.where}"
@@ -188,7 +188,7 @@ class Kubernetes:
 
     def states(self) -> list[KindState]:
         """Return how each kind is read; for any thread."""
-        return self._health.states()
+        return self.health.states()
 
     def run(self, emit: Emit, stop: threading.Event) -> None:
         """List and watch until `stop` is set; then every request is cut and nothing is emitted any more.
@@ -204,19 +204,16 @@ class Kubernetes:
             if not stop.is_set():
                 emit(*events)
 
-        self._health.emit = guarded
+        self.health.emit = guarded
         threads = []
         for resource in _resources(self._node_name, self._proxy_name):
-            reflector = _Reflector(
-                resource, connection, guarded, stop,
-                health=self._health, page_size=self._page_size, policy=self._policy, streams=self._streams,
-            )  # fmt: skip
+            reflector = _Reflector(resource, self, guarded, stop)
             threads.append(threading.Thread(target=reflector.run, name=f"watch-{resource.kind}", daemon=True))
         threads.append(threading.Thread(target=self._listen, args=(stop,), name="watch-silence", daemon=True))
         for thread in threads:
             thread.start()
         stop.wait()
-        self._health.close()
+        self.health.close()
         connection.close()
         deadline = time.monotonic() + _STOP_SECONDS
         for thread in threads:
@@ -228,10 +225,10 @@ class Kubernetes:
         TCP notices a peer that is gone, but no server that hangs, nor one behind a proxy. Bookmarks come once a minute,
         so an agent of a cluster in which nothing happens asks once or twice a minute.
         """
-        failures, quiet = 0, self._policy.quiet
+        failures, quiet = 0, self.policy.quiet
         soon = min(CHECK_SECONDS, quiet)
-        while not stop.wait(soon if failures else max(soon, quiet - self._health.silence())):
-            if self._health.silence() >= quiet:
+        while not stop.wait(soon if failures else max(soon, quiet - self.health.silence())):
+            if self.health.silence() >= quiet:
                 try:
                     body_of(self.connection.get("/version", {}, _ASK_SECONDS), _MAX_PAGE)
                 except (StatusError, TooLargeError):
@@ -239,11 +236,11 @@ class Kubernetes:
                 except Exception as error:
                     failures += 1
                     if failures > 1 and not stop.is_set():  # an idle connection may have ended, and the server not
-                        self._health.see(message_of(error))
+                        self.health.see(message_of(error))
                     continue
-                self._health.heard("")
+                self.health.heard("")
             failures = 0
-            self._health.see("")
+            self.health.see("")
 
 
 # ------------------------------------------------------------------------------------------- what can go wrong
@@ -267,35 +264,25 @@ class _PagesError(Exception):
 class _Reflector:
     """Lists and watches one kind, on the thread that calls `run`."""
 
-    def __init__(
-        self,
-        resource: _Resource,
-        connection: Connection,
-        emit: Emit,
-        stop: threading.Event,
-        *,
-        health: SourceHealth,
-        page_size: int,
-        policy: RetryPolicy,
-        streams: bool,
-    ) -> None:
+    def __init__(self, resource: _Resource, source: Kubernetes, emit: Emit, stop: threading.Event) -> None:
         self._resource = resource
         self._kind = resource.kind
-        self._connection = connection
+        self._connection = source.connection
         self._stop = stop
-        self._health = health
-        self._page_size = page_size
-        self._policy = policy
+        self._health = source.health
+        self._page_size = source.page_size
+        self._policy = source.policy
         self._version: str | None = None  # to go on from; None: list first
-        self._objects = KnownObjects(resource.kind, connection, emit)
+        self._objects = KnownObjects(resource.kind, source.connection, emit)
         self._was_read = False
         self._refused_since = 0.0  # monotonic; 0: the last answer was no refusal
         self._whole = False  # the next list comes in one piece
         self._initial: ObjectSet | None = None  # what a stream has sent so far of its initial events
         # A list that failed as a stream may work by pages.
         self._pages = False
-        self._pages_until = 0.0 if streams else float("inf")  # monotonic; lists are requested by pages until then
-        self._retry = Backoff(policy)
+        # Monotonic; lists are requested by pages until then.
+        self._pages_until = 0.0 if source.streams else float("inf")
+        self._retry = Backoff(source.policy)
 
     def run(self) -> None:
         """Until `stop` is set. Whatever goes wrong is reported and retried."""

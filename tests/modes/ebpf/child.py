@@ -124,7 +124,7 @@ class Commands:
             case ["check", *how]:
                 readback.check(self.mode.store, self.services, settled=bool(how))
             case ["waiting"]:
-                return not self.mode.store.settled
+                return bool(len(self.mode.store.plan.pools) or self.mode.store._exact_after)  # noqa: SLF001
             case ["die", "store", step, number]:
                 die_after(STEPS[step], step, int(number))
             case ["die", "steps", number]:

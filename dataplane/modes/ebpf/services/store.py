@@ -91,11 +91,6 @@ class Store:
     def services(self) -> NDArray[Any]:
         return self.writer.rows.services
 
-    @property
-    def settled(self) -> bool:
-        """True if nothing waits to be freed."""
-        return not len(self.plan.pools) and not self._exact_after
-
     def grown(self) -> None:
         """Write to the maps' replacements, which are larger and have the same content, from now on."""
         self.writer.grown()
