@@ -409,7 +409,8 @@ def _service(wire: _Service) -> Service | Ignored:
     if kind not in _SERVICE_TYPES:
         said.add("spec.type", f"{shown(kind)} is not one of {', '.join(sorted(_SERVICE_TYPES))}")
         kind = "ClusterIP"
-    ports, about_ports = _service_ports(said.few(spec.ports or [], "spec.ports", _MAX_PORTS))
+    wanted = said.few(spec.ports or [], "spec.ports", _MAX_PORTS)
+    ports, about_ports = _ports(wanted, _service_ports, _known_service_ports)
     said += about_ports
     ours = metadata.annotations
     annotated = {} if ours is None or ours == _NO_ANNOTATIONS else _annotated(ours, said)
@@ -493,16 +494,21 @@ def _load_balancer_ips(status: _ServiceStatus | None, said: _Complaints) -> tupl
     return tuple(said.each(_address, vips, "status.loadBalancer.ingress"))
 
 
-_Ports = tuple[tuple[ServicePort, ...], tuple[str, ...]]  # with complaints
+_AnyPort = TypeVar("_AnyPort", ServicePort, EndpointPort)
+_Ports = tuple[tuple[_AnyPort, ...], tuple[str, ...]]  # with complaints
+_WirePorts = tuple[tuple[str | None, str | None, int | None, int | None], ...]  # name, protocol, port, node port
+_Check = Callable[[_WirePorts], _Ports[_AnyPort]]
+_FEW_PORTS: Final = 8
 
 
-def _service_ports(wire: list[_Port | None]) -> _Ports:
+def _ports(wire: list[_Port | None], check: _Check[_AnyPort], known: _Check[_AnyPort]) -> _Ports[_AnyPort]:
+    """Most objects of a cluster have one of a few sets of ports: `known` checks, and keeps, each of these once."""
     ports = [item or _NO_PORT for item in wire]
-    check = _known_ports if len(ports) <= _FEW_PORTS else _checked_ports
-    return check(tuple([(port.name, port.protocol, port.port, port.node_port) for port in ports]))
+    taken = tuple([(port.name, port.protocol, port.port, port.node_port) for port in ports])
+    return known(taken) if len(ports) <= _FEW_PORTS else check(taken)
 
 
-def _checked_ports(wire: tuple[tuple[str | None, str | None, int | None, int | None], ...]) -> _Ports:
+def _service_ports(wire: _WirePorts) -> _Ports[ServicePort]:
     said = _Complaints()
     names: set[str] = set()
     numbers: set[tuple[str, int, int]] = set()
@@ -526,9 +532,6 @@ def _checked_ports(wire: tuple[tuple[str | None, str | None, int | None, int | N
         numbers |= {("port", made.protocol, made.port), ("nodePort", made.protocol, number)}
         ports.append(ServicePort(made.name, made.protocol, made.port, number) if number else made)
     return tuple(ports), said.texts()
-
-
-_AnyPort = TypeVar("_AnyPort", ServicePort, EndpointPort)
 
 
 def _checked_port(
@@ -654,7 +657,7 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
     said = _Complaints()
     endpoints = said.few(wire.endpoints or [], "endpoints", _MAX_ENDPOINTS)
     few = min(_MAX_PORTS, _MAX_BACKENDS // max(1, len(endpoints)))
-    ports, about_ports = _slice_ports(said.few(wire.ports or [], "ports", few))
+    ports, about_ports = _ports(said.few(wire.ports or [], "ports", few), _slice_ports, _known_slice_ports)
     said += about_ports
     return EndpointSlice(
         namespace,
@@ -668,29 +671,18 @@ def _slice(wire: _EndpointSlice) -> EndpointSlice | Ignored:
     )
 
 
-_SlicePorts = tuple[tuple[EndpointPort, ...], tuple[str, ...]]  # with complaints
-
-
-def _slice_ports(wire: list[_Port | None]) -> _SlicePorts:
+def _slice_ports(wire: _WirePorts) -> _Ports[EndpointPort]:
     """Returns the ports with a number; one without means "all ports", which no proxy can join to a service port."""
-    ports = [item or _NO_PORT for item in wire]
-    check = _known_slice_ports if len(ports) <= _FEW_PORTS else _checked_slice_ports
-    return check(tuple([(port.name, port.protocol, port.port) for port in ports]))
-
-
-def _checked_slice_ports(wire: tuple[tuple[str | None, str | None, int | None], ...]) -> _SlicePorts:
     said = _Complaints()
     ports = [
         said.part(None, _checked_port, EndpointPort, name, protocol, number, f"ports[{index}]")
-        for index, (name, protocol, number) in enumerate(wire)
+        for index, (name, protocol, number, _) in enumerate(wire)
         if number is not None
     ]
     return tuple([port for port in ports if port is not None]), said.texts()
 
 
-# Most objects of a cluster have one of a few sets of ports: each of these is checked, and kept, once.
-_FEW_PORTS: Final = 8
-_known_ports, _known_slice_ports = lru_cache(4096)(_checked_ports), lru_cache(4096)(_checked_slice_ports)
+_known_service_ports, _known_slice_ports = lru_cache(4096)(_service_ports), lru_cache(4096)(_slice_ports)
 
 
 def _endpoints(wire: list[_Endpoint | None], family: int, said: _Complaints) -> tuple[Endpoint, ...]:
