@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from hybrid_proxy.controller.kubernetes import model
+from hybrid_proxy.dataplane.diff import changed_services
 from hybrid_proxy.dataplane.table import EMPTY, Entry, Kind, ServiceTable, WhenEmpty
 
 FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
@@ -56,19 +57,10 @@ class TableTotals:
         self._table: ServiceTable = EMPTY
 
     def update(self, table: ServiceTable) -> None:
-        old, self._table = self._table, table
-        if table is old:
-            return
-        if not old.services:
-            for entries in table.services.values():
-                self._count(entries, 1)
-            return
-        names: Iterable[str] = table.changed
-        if table.base != old.generation:
-            names = {*old.services, *table.services}
-        for name in names:
-            self._count(old.services.get(name, ()), -1)
+        for name in changed_services(self._table, table):
+            self._count(self._table.services.get(name, ()), -1)
             self._count(table.services.get(name, ()), 1)
+        self._table = table
 
     def _count(self, entries: tuple[Entry, ...], sign: int) -> None:
         self.ports += sign * len(entries)
