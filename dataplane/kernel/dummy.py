@@ -85,16 +85,9 @@ class Dummy:
 
     def addresses(self) -> set[str]:
         """Returns its addresses without link-local ones; none when it does not exist."""
-        found = set()
-        for family in (socket.AF_INET, socket.AF_INET6):
-            request = nl.Message(
-                RTM_GETADDR, _IFADDR.pack(family, 0, 0, 0, 0), nl.NLM_F_DUMP, f"reading the addresses of {self.name}"
-            )
-            for answer in self._netlink.dump(request):
-                address = _address(answer, self.index)
-                if address:
-                    found.add(address)
-        return found
+        what = f"reading the addresses of {self.name}"  # of both families
+        request = nl.Message(RTM_GETADDR, _IFADDR.pack(0, 0, 0, 0, 0), nl.NLM_F_DUMP, what)
+        return set(filter(None, (_address(answer, self.index) for answer in self._netlink.dump(request))))
 
     def change(self, add: Iterable[str], remove: Iterable[str]) -> None:
         """Add and remove addresses. Existing ones are left as they are; missing ones are ignored.

@@ -34,11 +34,6 @@ class _Found(NamedTuple):
     target: str
 
 
-def is_ours(text: str) -> bool:
-    """True if a saved table has our chains."""
-    return f"\n:{MINE}" in text
-
-
 def datagram_frontends(chains: Saved) -> Iterator[Key]:
     """Returns the frontends of datagrams in our chains."""
     for name, rules in chains.items():

@@ -21,6 +21,7 @@ from hybrid_proxy.dataplane.mode import Mode, Options, RequestMaintenance
 from hybrid_proxy.dataplane.modes.iptables import affinity, listing
 from hybrid_proxy.dataplane.modes.iptables.installed import TABLES, Installed, Ruleset, remove
 from hybrid_proxy.dataplane.modes.iptables.lower import Node, node_of, usual_masquerade
+from hybrid_proxy.dataplane.modes.iptables.names import MINE
 from hybrid_proxy.dataplane.modes.iptables.plan import Plan
 from hybrid_proxy.dataplane.netfilter import TranslatingMode
 from hybrid_proxy.dataplane.reports import IptablesStatus, Status
@@ -291,7 +292,7 @@ def look(options: Options, names: Mapping[int, str]) -> listing.Programmed | Non
     """Open the chains for reading, with or without a running agent."""
     for xtables in present():
         tables = {family: xtables.save(family, "nat") for family in xtables.families}
-        if any(listing.is_ours(text) for text in tables.values()):
+        if any(f"\n:{MINE}" in text for text in tables.values()):
             return listing.Programmed(xtables.variant, tables)
     return None
 

@@ -160,11 +160,8 @@ class NodeMaps:
     def write_row(self, columns: Mapping[str, int | NDArray[Any]]) -> None:
         """Writes columns of map `node`, in this order."""
         self._columns = dict(columns)
-        self._write_columns()
-
-    def _write_columns(self) -> None:
         row = self._row()
-        for column, value in self._columns.items():
+        for column, value in columns.items():
             row[column] = value
 
     def _possible(self, name: str) -> Mapping[bytes, bytes]:
@@ -188,7 +185,7 @@ class NodeMaps:
         """Writes everything again."""
         for name in self._wanted:
             set_elements(self._maps[name], self._possible(name))
-        self._write_columns()
+        self.write_row(self._columns)
 
 
 def own_addresses(addresses: Iterable[str]) -> set[bytes]:
