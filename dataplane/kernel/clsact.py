@@ -88,8 +88,7 @@ def _qdiscs(wire: nl.Netlink) -> Iterator[tuple[int, int, str]]:
     """Yields interface, parent and kind of each qdisc of this namespace."""
     for body in wire.dump(nl.Message(GET_QDISC, _TCMSG.pack(0, 0, 0, 0, 0), nl.NLM_F_DUMP, "reading the qdiscs")):
         _, index, _, parent, _ = _TCMSG.unpack_from(body)
-        kind = dict(nl.attributes(body, _TCMSG.size)).get(TCA_KIND, b"")
-        yield index, parent, kind.rstrip(b"\0").decode(errors="replace")
+        yield index, parent, nl.text(dict(nl.attributes(body, _TCMSG.size)).get(TCA_KIND, b""))
 
 
 def _new(wanted: Filter) -> nl.Message:
@@ -157,10 +156,10 @@ def _filters(wire: nl.Netlink, index: int, parent: int) -> Iterator[_Found]:
         for body in wire.dump(message):
             _, _, handle, _, _ = _TCMSG.unpack_from(body)
             known = dict(nl.attributes(body, _TCMSG.size))
-            kind = known.get(TCA_KIND, b"").rstrip(b"\0").decode(errors="replace")
+            kind = nl.text(known.get(TCA_KIND, b""))
             # Of other kinds, the same numbers mean something else.
             options = dict(nl.attributes(known.get(TCA_OPTIONS, b""))) if kind == "bpf" else {}
-            name = options.get(TCA_BPF_NAME, b"").rstrip(b"\0").decode(errors="replace")
+            name = nl.text(options.get(TCA_BPF_NAME, b""))
             yield _Found(kind, handle, name, int.from_bytes(options.get(TCA_BPF_ID, b""), sys.byteorder))
 
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from hybrid_proxy.dataplane.base_chains import BaseChain, is_foreign
 from hybrid_proxy.dataplane.kernel import netlink as nl
+from hybrid_proxy.dataplane.kernel.links import GET_RULE, RTA_PRIORITY, read_routes
 from hybrid_proxy.dataplane.kernel.nfnetlink import Nfnetlink, attributes, generation
 from hybrid_proxy.dataplane.kernel.xtables import legacy_tables_with_rules, legacy_translates
 
@@ -37,10 +38,7 @@ _GET_POLICIES: Final = 0x25  # XFRM_MSG_GETSPDINFO
 _COUNTS: Final = 1  # XFRMA_SPD_INFO
 _POLICIES: Final = struct.Struct("=6I")  # in, out, forwarded; the same of sockets
 # linux/rtnetlink.h, linux/fib_rules.h
-_GET_ROUTING_RULE: Final = 34
 _RULE_GROUPS: Final = 0x80 | 0x40000  # IPv4's and IPv6's
-_ROUTING_RULE: Final = struct.Struct("=BBBB4xI")  # family, lengths of destination and source, tos, ..., flags
-_PRIORITY: Final = 6
 _BY_PACKET: Final = frozenset({22, 23, 24, 25, 26})  # protocol, source port, destination port, DSCP, flow label
 
 
@@ -138,14 +136,10 @@ class PassingRules:
 def _routing_rules() -> Iterator[str]:
     with nl.Netlink(nl.ROUTE) as wire:
         for number, family in nl.AF.items():
-            wanted = _ROUTING_RULE.pack(family, 0, 0, 0, 0)
-            request = nl.Message(_GET_ROUTING_RULE, wanted, nl.NLM_F_DUMP, "reading rules")
             with contextlib.suppress(nl.NetlinkFailed):  # the kernel has no such rules
-                for body in wire.dump(request):
-                    kind, _, _, tos, _ = _ROUTING_RULE.unpack_from(body)
-                    known = attributes(body[_ROUTING_RULE.size :])
-                    if kind == family and (tos or known.keys() & _BY_PACKET):
-                        priority = int.from_bytes(known.get(_PRIORITY, b""), sys.byteorder)
+                for rule in read_routes(wire, family, GET_RULE):
+                    if rule.tos or rule.known.keys() & _BY_PACKET:
+                        priority = int.from_bytes(rule.known.get(RTA_PRIORITY, b""), sys.byteorder)
                         yield f"IPv{number} routing rule {priority} by ports or DSCP"
 
 
@@ -163,20 +157,15 @@ def _chains(bodies: list[bytes], family: str) -> Iterator[BaseChain]:
         chain = attributes(body)
         if _HOOK not in chain:
             continue
-        table, name, kind = (chain[each].rstrip(b"\0").decode(errors="replace") for each in (_TABLE, _NAME, _TYPE))
+        table, name, kind = (nl.text(chain[each]) for each in (_TABLE, _NAME, _TYPE))
         counters = attributes(chain[_COUNTERS]) if _COUNTERS in chain else {}
-        number = _word(attributes(chain[_HOOK])[_NUMBER])
+        number = int.from_bytes(attributes(chain[_HOOK])[_NUMBER], "big")
         yield BaseChain(
             table=f"{family} {table}",
             name=name,
             type=kind,
             hook=hooks[number] if number < len(hooks) else str(number),
-            rules=_word(chain.get(_USE, b"\0\0\0\0")),
-            drops=_word(chain.get(_POLICY, b"\0\0\0\1")) == _DROP,
+            rules=int.from_bytes(chain.get(_USE, b""), "big"),
+            drops=int.from_bytes(chain.get(_POLICY, b"\1"), "big") == _DROP,
             packets=int.from_bytes(counters[_PACKETS], "big") if _PACKETS in counters else None,
         )
-
-
-def _word(value: bytes) -> int:
-    number: int = struct.unpack(">I", value)[0]
-    return number

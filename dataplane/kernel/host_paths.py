@@ -109,13 +109,6 @@ def cgroup_root() -> Path | None:
     return None
 
 
-def _own_cgroup() -> str:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            return line.removeprefix("0::")
-    return "/"
-
-
 def cgroup_of_node(asked: str | None) -> Path:
     """Returns the cgroup whose processes are the node's own.
 
@@ -136,7 +129,8 @@ def cgroup_of_node(asked: str | None) -> Path:
         )
     if in_initial_netns():
         return root
-    own = _own_cgroup()
+    cgroups = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((line.removeprefix("0::") for line in cgroups if line.startswith("0::")), "/")
     if own == "/":
         raise Unsupported(
             "socket hooks",

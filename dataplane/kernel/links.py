@@ -192,6 +192,7 @@ class Route(msgspec.Struct):
     table: int
     kind: int
     known: dict[int, bytes]
+    tos: int = 0
     protocol: int = 0  # who made it
     flags: int = 0
 
@@ -236,7 +237,7 @@ def read_node() -> Node:
             for answer in wire.dump(nl.Message(GET_LINK, body, nl.NLM_F_DUMP, "reading the interfaces"))
             for _, kind, index, flags, _ in [_LINK.unpack_from(answer)]
         ]
-        services = {index for _, index, _, known in links if _name(known) in SERVICES_DEVICES}
+        services = {index for _, index, _, known in links if nl.text(known.get(IFLA_IFNAME, b"")) in SERVICES_DEVICES}
         addresses: dict[int, list[str]] = {}
         networks: list[tuple[int, str]] = []
         usable: list[str] = []
@@ -312,10 +313,10 @@ def read_routes(wire: nl.Netlink, family: int, what: int = GET_ROUTE) -> Iterato
     """Yields the routes of a family, or its rules."""
     body = _ROUTE.pack(family, 0, 0, 0, 0, 0, 0, 0, 0)
     for answer in wire.dump(nl.Message(what, body, nl.NLM_F_DUMP, "reading the routes")):
-        found, length, _, _, table, protocol, _, kind, flags = _ROUTE.unpack_from(answer)
+        found, length, _, tos, table, protocol, _, kind, flags = _ROUTE.unpack_from(answer)
         known = dict(nl.attributes(answer, _ROUTE.size))
         if found == family:  # a kernel without that family answers with all
-            yield Route(family, length, _number(known.get(RTA_TABLE)) or table, kind, known, protocol, flags)
+            yield Route(family, length, _number(known.get(RTA_TABLE)) or table, kind, known, tos, protocol, flags)
 
 
 def _text(family: int, packed: bytes) -> str:
@@ -324,10 +325,6 @@ def _text(family: int, packed: bytes) -> str:
 
 def _number(value: bytes | None) -> int:
     return int.from_bytes(value or b"", sys.byteorder)
-
-
-def _name(known: Mapping[int, bytes]) -> str:
-    return known.get(IFLA_IFNAME, b"").rstrip(b"\0").decode()
 
 
 def read_reverse_path_filters() -> dict[int, int]:
@@ -353,8 +350,8 @@ def _interface(
     info = dict(nl.attributes(known.get(IFLA_LINKINFO, b"")))
     return Interface(
         index=index,
-        name=_name(known),
-        kind=info.get(IFLA_INFO_KIND, b"").rstrip(b"\0").decode(),
+        name=nl.text(known.get(IFLA_IFNAME, b"")),
+        kind=nl.text(info.get(IFLA_INFO_KIND, b"")),
         up=_number(known.get(IFLA_OPERSTATE)) not in OPERATION_DOWN,
         peer_elsewhere=IFLA_LINK_NETNSID in known,
         default_route=index in defaults,

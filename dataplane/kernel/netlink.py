@@ -86,6 +86,11 @@ def string(kind: int, value: str) -> bytes:
     return attribute(kind, value.encode() + b"\0")
 
 
+def text(value: bytes) -> str:
+    """Returns the text of such an attribute."""
+    return value.rstrip(b"\0").decode(errors="replace")
+
+
 def attributes(data: bytes, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yields type (without its flags) and value of each attribute from `start` on."""
     end = len(data)

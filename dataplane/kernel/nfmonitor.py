@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
-from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, Events, attributes, messages
+from hybrid_proxy.dataplane.kernel.netlink import NETFILTER, NFGEN, Events, attributes, messages, text
 
 NFNLGRP_NFTABLES: Final = 7
 NFNL_SUBSYS_NFTABLES: Final = 10
@@ -71,10 +71,6 @@ def _transactions(reports: Iterable[bytes | None]) -> Iterator[tuple[frozenset[s
             known = dict(attributes(body, NFGEN.size))
             if kind == _NEWGEN:
                 touched, tables = frozenset(tables), set()
-                yield touched, _text(known.get(_PROC_NAME, b""))
+                yield touched, text(known.get(_PROC_NAME, b""))
             elif _NAME in known:
-                tables.add(f"{_FAMILIES.get(body[0], str(body[0]))} {_text(known[_NAME])}")
-
-
-def _text(value: bytes) -> str:
-    return value.rstrip(bytes(1)).decode(errors="replace")
+                tables.add(f"{_FAMILIES.get(body[0], str(body[0]))} {text(known[_NAME])}")

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 
+from hybrid_proxy.dataplane.kernel.netlink import AF
 from hybrid_proxy.dataplane.nftables.expressions import Family
 from hybrid_proxy.dataplane.nftables.schema import ADDRESS, PORT, PROTOCOL, RANGE, SLOT, Key, width
 
@@ -16,7 +17,7 @@ class Codec:
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self._af = socket.AF_INET if family.version == 4 else socket.AF_INET6
+        self._af = AF[family.version]
 
     def address(self, text: str) -> bytes:
         """Encode an address as packets have it."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from hybrid_proxy.dataplane.kernel.netlink import NLM_F_APPEND, NLM_F_CREATE, attribute, nested, string
+from hybrid_proxy.dataplane.kernel.netlink import NLM_F_APPEND, NLM_F_CREATE, attribute, nested, string, text
 from hybrid_proxy.dataplane.kernel.netlink import attributes as each_attribute
 from hybrid_proxy.dataplane.kernel.nfnetlink import (
     NFPROTO,
@@ -177,31 +177,31 @@ class Kernel:
                 _integer(found[nf.NFTA_SET_KEY_LEN]), _integer(found.get(nf.NFTA_SET_DATA_TYPE, b"")),
                 _integer(found.get(nf.NFTA_SET_TIMEOUT, b"")) // 1000,
             )  # fmt: skip
-            yield _text(found[nf.NFTA_SET_NAME]), shape
+            yield text(found[nf.NFTA_SET_NAME]), shape
 
     def _read_chains(self, protocol: int) -> Iterator[tuple[str, Hook | None]]:
         """Chains of the table; None: no base chain."""
         for body in self._netlink.dump(nf.NFT_MSG_GETCHAIN, protocol):
             found = attributes(body)
-            if _text(found[nf.NFTA_CHAIN_TABLE]) != self._table:
+            if text(found[nf.NFTA_CHAIN_TABLE]) != self._table:
                 continue
             hook = None
             if nf.NFTA_CHAIN_HOOK in found:
                 place = attributes(found[nf.NFTA_CHAIN_HOOK])
                 hook = Hook(
                     _integer(place[nf.NFTA_HOOK_HOOKNUM]), _signed(place[nf.NFTA_HOOK_PRIORITY]),
-                    _text(found[nf.NFTA_CHAIN_TYPE]), _integer(found.get(nf.NFTA_CHAIN_POLICY, b"")),
+                    text(found[nf.NFTA_CHAIN_TYPE]), _integer(found.get(nf.NFTA_CHAIN_POLICY, b"")),
                 )  # fmt: skip
-            yield _text(found[nf.NFTA_CHAIN_NAME]), hook
+            yield text(found[nf.NFTA_CHAIN_NAME]), hook
 
     def _read_rules(self, protocol: int, chains: Iterable[str]) -> dict[str, tuple[str, ...]]:
         digests: dict[str, list[str]] = {name: [] for name in chains}
         question = string(nf.NFTA_RULE_TABLE, self._table)
         for body in self._netlink.dump(nf.NFT_MSG_GETRULE, protocol, question):
             found = attributes(body)
-            if _text(found[nf.NFTA_RULE_TABLE]) == self._table:
+            if text(found[nf.NFTA_RULE_TABLE]) == self._table:
                 digest = _user_data(found.get(nf.NFTA_RULE_USERDATA, b"")).get(_DIGEST, b"").decode()
-                digests.setdefault(_text(found[nf.NFTA_RULE_CHAIN]), []).append(digest)
+                digests.setdefault(text(found[nf.NFTA_RULE_CHAIN]), []).append(digest)
         return {name: tuple(found) for name, found in digests.items()}
 
     def contents(self, family: Family, name: str) -> dict[Key, tuple[Value, str]]:
@@ -221,7 +221,7 @@ class Kernel:
                 if nf.NFTA_SET_ELEM_DATA in found:
                     value = value_of(found[nf.NFTA_SET_ELEM_DATA])
                 if nf.NFTA_SET_ELEM_USERDATA in found:
-                    comment = _text(_user_data(found[nf.NFTA_SET_ELEM_USERDATA]).get(_COMMENT, b""))
+                    comment = text(_user_data(found[nf.NFTA_SET_ELEM_USERDATA]).get(_COMMENT, b""))
                 contents[key] = (value, comment)
         return contents
 
@@ -244,7 +244,7 @@ class Kernel:
 
     def _verdict(self, found: dict[int, bytes]) -> Verdict:
         chain = found.get(nf.NFTA_VERDICT_CHAIN)
-        return Verdict(_signed(found[nf.NFTA_VERDICT_CODE]), self._chain_named(_text(chain)) if chain else "")
+        return Verdict(_signed(found[nf.NFTA_VERDICT_CODE]), self._chain_named(text(chain)) if chain else "")
 
     def counters(self, family: Family) -> dict[str, int]:
         """Read the packets by counter."""
@@ -253,9 +253,9 @@ class Kernel:
         for body in self._netlink.dump(nf.NFT_MSG_GETOBJ, NFPROTO[family.version], question):
             found = attributes(body)
             is_counter = _integer(found[nf.NFTA_OBJ_TYPE]) == nf.NFT_OBJECT_COUNTER
-            if is_counter and _text(found[nf.NFTA_OBJ_TABLE]) == self._table:
+            if is_counter and text(found[nf.NFTA_OBJ_TABLE]) == self._table:
                 packets = attributes(found[nf.NFTA_OBJ_DATA]).get(nf.NFTA_COUNTER_PACKETS, b"")
-                counters[_text(found[nf.NFTA_OBJ_NAME])] = _integer(packets)
+                counters[text(found[nf.NFTA_OBJ_NAME])] = _integer(packets)
         return counters
 
 
@@ -412,10 +412,6 @@ def _chunks(name: str, elements: Iterable[bytes]) -> Iterator[bytes]:
 def _only_value(data: bytes) -> bytes:
     """The value of the only attribute in an attribute, behind its header of four bytes."""
     return data[4:]
-
-
-def _text(data: bytes) -> str:
-    return data.rstrip(b"\0").decode(errors="replace")
 
 
 def _integer(data: bytes) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from hybrid_proxy.dataplane.kernel.netlink import AF
 from hybrid_proxy.dataplane.modes.userspace.messages import KEEPING, PLAIN
 
 log = logging.getLogger(__name__)
@@ -40,10 +41,6 @@ REPORT_SECONDS: Final = 60.0
 EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-def family_of(number: int) -> socket.AddressFamily:
-    return socket.AF_INET if number == 4 else socket.AF_INET6
-
-
 def listening(family: int, protocol: int, address: str) -> socket.socket:
     """Opens a proxy port, whose number the kernel chooses.
 
@@ -63,7 +60,7 @@ def listening(family: int, protocol: int, address: str) -> socket.socket:
 def _made(family: int, protocol: int) -> Iterator[socket.socket]:
     """Opens a socket, which is closed if the block fails. Accepted sockets inherit its options."""
     kind = socket.SOCK_DGRAM if protocol == socket.IPPROTO_UDP else socket.SOCK_STREAM
-    made = socket.socket(family_of(family), kind | socket.SOCK_NONBLOCK, protocol)
+    made = socket.socket(AF[family], kind | socket.SOCK_NONBLOCK, protocol)
     try:
         if kind == socket.SOCK_STREAM:
             _tune(made, protocol)
@@ -128,7 +125,7 @@ def resetting(sock: socket.socket) -> None:
 def transparent_works(family: int) -> bool:
     """Tells whether this process may use addresses that are not the node's; it needs CAP_NET_ADMIN."""
     try:
-        with socket.socket(family_of(family), socket.SOCK_DGRAM) as probe:
+        with socket.socket(AF[family], socket.SOCK_DGRAM) as probe:
             probe.setsockopt(*TRANSPARENT[family], 1)
     except OSError:
         return False
