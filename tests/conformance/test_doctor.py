@@ -67,6 +67,7 @@ UNREAD = DEAF.replace(" drop", " ct state new drop")  # for doctor, which unders
 LOSSY = DEAF.replace("drop", "tcp flags syn numgen inc mod 2 0 drop")
 NO_RESETS = "table inet silence { chain o { type filter hook output priority 0 ; tcp flags rst drop ; } ; }"
 MUTE = DEAF.replace("input", "output").replace(" drop", " counter drop")
+REQUESTS, ANSWERS = "ip daddr 10.77.1.12 tcp flags psh counter", "ip saddr 10.77.1.12 meta length > 150"  # no SYN
 GUARDING = "table inet somebody {{ chain c {{ type filter hook output priority 0 ; tcp dport 8080 {} ; }} ; }}"
 FIRST, MANY = "shop/a", "shop/many"
 SECOND = "10.77.1.114"  # of a pod that has another one
@@ -754,6 +755,29 @@ INCIDENTS = [
         "firewall",
         said="the firewall of pod 10.77.1.11 drops packets in OUTPUT",
         alone=True,
+    ),
+    Incident(
+        "a pod drops requests, counted",
+        rules("pod1", DEAF.replace("tcp dport 8080", "tcp flags psh counter")),
+        (NAME,),
+        "firewall",
+        said="the firewall of pod 10.77.1.11 drops packets in INPUT",
+        alone=True,
+    ),
+    Incident(
+        "the firewall drops requests, counted",
+        firewall(UNCOUNTED.replace("tcp dport 8080", REQUESTS)),
+        (NAME,),
+        "firewall",
+        said="requests from a pod to 10.77.1.12:8080 fail, those from the node do not",
+    ),
+    Incident(
+        "the firewall drops answers, uncounted",
+        firewall(UNCOUNTED.replace("tcp dport 8080", ANSWERS)),
+        (NAME,),
+        "firewall",
+        certain=False,
+        noted=ANSWERS,
     ),
     Incident(
         "a pod rejects what comes in, counted",

@@ -16,6 +16,7 @@ from hybrid_proxy.controller.commands.doctor.facts import (
     CAUSES,
     LOST,
     REACHED,
+    UNANSWERED,
     Cause,
     Diagnosis,
     Finding,
@@ -756,7 +757,8 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
         direct = [each for each in direct if each.end not in ends]
         through = [each for each in through if each.port not in gone]
     lost = lost_on_the_way(direct)
-    reached = {each.end for each in direct if each.place == "pod" and (is_good(each) or each.outcome in REACHED)}
+    by_pods = [each for each in direct if each.place == "pod" and each not in lost]
+    reached = {each.end for each in by_pods if is_good(each) or each.outcome in REACHED}
     if sick := [each for each in lost if each.end in reached]:  # from another pod they succeed
         mine = [each for each in sick if each.source == sick[0].source]
         text = f"pod {sick[0].source} does not reach {_targets(mine)}; another pod and the node do"
@@ -779,12 +781,12 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
     served = bool(through) and all(map(is_good, through))
     explained = {each.port for each in (*_failing(direct), *dead)}  # a service port cannot be better than its backends
     bad = [each for each in _failing(through) if each.port not in explained]
-    ends = {each.end for each in lost}
+    ends = {each.end for each in lost if each.outcome != "stalled"}  # without a rule, MTUs are likelier
     for failed in filter(None, (lost or bad, lost_on_the_way(direct, "node"))):
         yield from (found := list(_on_the_way(facts, node, failed, lost=failed is not bad, served=served)))
         bad = [each for each in bad if each not in failed or not found]
         ends |= {each.end for each in failed if found}
-    for outcomes in (LOST, ("refused",)):
+    for outcomes in (LOST, ("refused",), UNANSWERED):
         failed = [each for each in direct if each.outcome in outcomes and each.end not in ends]
         # Best is one rule for all; one for the pods and another for the node explain as much; else backends' pods' own.
         halves = [[each for each in failed if (each.place == "node") is own] for own in (False, True)]
@@ -796,7 +798,7 @@ def _connections(facts: ServiceFacts, node: NodeFacts) -> Iterator[Finding]:
             named = pairs if len(dict(pairs)) >= least else named
         for rule, those in named:
             ends |= {each.end for each in those}
-            yield _blamed(facts, [rule], those, f"connections to {_targets(those)} failed {_from(those)}")
+            yield _blamed(facts, [rule], those, f"{_kind(those)} to {_targets(those)} failed {_from(those)}")
     yield from _of_backends([each for each in direct if each.end not in ends], facts, node)
     yield from _slow(direct)
     if bad:
@@ -946,11 +948,14 @@ def lost_on_the_way(direct: Sequence[Tried], place: Place = "pod") -> list[Tried
     ICMP errors at once, and then one a second (icmp_ratelimit), so the next closed port is silent.
     """
     others = [each for each in direct if each.place != place]
+    answered = {each.end for each in others if each.outcome == "answered"}
     reached = {each.end for each in others if each.outcome in REACHED or each.outcome == "sent"}
     limited = {_host(each) for each in others if each.outcome == "refused" and each.protocol == "UDP"}
 
     def is_lost(each: Tried) -> bool:
         untold = each.protocol == "UDP" and _host(each) in limited
+        if each.outcome in UNANSWERED:
+            return each.end in answered
         return each.end in reached and (each.outcome in LOST or (each.outcome == "refused" and not untold))
 
     return [each for each in direct if each.place == place and is_lost(each)]
@@ -973,7 +978,7 @@ def _on_the_way(
         if lost or not {"forward", "postrouting"}.issuperset(rule.hooks)
     ]
     forwarded = failed[0].place == "pod"
-    seen = f"connections {_from(failed)} to {_targets(failed)} fail"
+    seen = f"{_kind(failed)} {_from(failed)} to {_targets(failed)} fail"
     seen += f", those from {'the node' if forwarded else 'a pod'} do not" * lost
     # In other modes a connection that succeeded says nothing of the next one, which may be to another backend.
     harmless = served and bool(node.programmed) and WITHOUT_FORWARD.issuperset(node.programmed)
@@ -981,7 +986,7 @@ def _on_the_way(
     seen += "; the service is served all the same, because this mode does not forward its packets" * harmless
     if blamed:
         yield _blamed(facts, blamed, failed, seen, mark)
-    elif lost and forwarded:
+    elif lost and forwarded and (failed := [each for each in failed if each.outcome != "stalled"]):
         more = f" ({facts.rules_unknown})" if facts.rules_unknown else ""
         text = f"this node loses forwarded packets: {seen}, and no rule that drops them was found{more}"
         todo = (
@@ -1045,8 +1050,8 @@ def _of_backends(direct: Sequence[Tried], facts: ServiceFacts, node: NodeFacts) 
                 todo = todo.format(_end(each))
                 text = f"{count} {_verb(targets, one, many)}{where if outcome in LOST else ''}: {some(targets)}"
                 text += f": {each.detail}" if each.detail else ""
-                suspects = _without_counter(facts, node, failing)
-                if suspects and outcome == "silent":
+                suspects = [rule for rule in _without_counter(facts, node, failing) if rule.pod or outcome == "silent"]
+                if suspects and outcome in ("silent", *UNANSWERED):
                     text += f"; or {_firewall(suspects[0])} {_does(suspects[0])} it: {_rule(suspects[0])}"
                     todo, sure = f"{_accept(suspects[0])}; else {todo}", False
                 mark: Mark = "warning" if cause == "backend-closes" else "problem"
@@ -1097,6 +1102,10 @@ def _from(tried: Sequence[Tried]) -> str:
 def _places(tried: Sequence[Tried]) -> str:
     pods = sorted({each.source for each in tried if each.place == "pod"})
     return f"from the node and from pod {pods[0]}" if pods else "from the node"
+
+
+def _kind(tried: Sequence[Tried]) -> str:
+    return "requests" if all(each.outcome in UNANSWERED for each in tried) else "connections"
 
 
 def _targets(tried: Sequence[Tried]) -> str:

@@ -20,6 +20,7 @@ Outcome = Literal[
 ANSWERED: tuple[Outcome, ...] = ("answered", "accepted")
 # A connection was accepted.
 REACHED: tuple[Outcome, ...] = ("answered", "accepted", "mute", "stalled", "closed", "reset")
+UNANSWERED: tuple[Outcome, ...] = ("mute", "stalled")  # what was lost came after the handshake
 LOST: tuple[Outcome, ...] = ("silent", "unreachable", "failed")
 
 
