@@ -59,6 +59,7 @@ REDIRECTING = "table ip somebody {{ {} }}".format(
         for hook in ("prerouting", "output")
     )
 )
+UNCOUNTED_NAT = REDIRECTING.replace(" counter", "")
 DEAF = "table inet pod { chain input { type filter hook input priority 0 ; tcp dport 8080 drop ; } ; }"
 ENDPOINT_TAKEN = "ip daddr 10.77.1.12 tcp dport 8080 counter dnat to 192.0.2.9"
 NO_ANSWERS = DEAF.replace("dport", "sport")
@@ -691,6 +692,15 @@ INCIDENTS = [
         noted="another program's NAT sends packets to",
     ),
     Incident(
+        "uncounted NAT takes the ClusterIP",
+        rules("node", UNCOUNTED_NAT),
+        (),
+        "foreign-nat",
+        said="another program's NAT sends packets to",
+        advised="delete this rule, or take the address out of it",
+        own=True,
+    ),
+    Incident(
         "nothing is wrong, asked by address",
         lambda _: nullcontext(),
         (f"{ADDRESSES[NAME]}:80",),
@@ -1133,6 +1143,13 @@ INCIDENTS = [
         said="refuses what it sends: pref",
         repaired=True,
     ),
+    Incident(
+        "a routing rule drops the client's packets",
+        rule("from", "pod4"),
+        (NAME, "--from", "10.77.1.14"),
+        "endpoint-route",
+        said="the way to 10.77.1.14 is wrong: this node's routing refuses what it sends: pref",
+    ),
     Incident("forwarding is off", lambda clinic: clinic.setting("ipv4/ip_forward", "0"), (NAME,), "forwarding-off"),
     Incident("the API server is unreachable", no_api, (), "api-unreachable"),
     Incident("a new agent finds no API server", waiting, (), "api-unreachable"),
@@ -1246,11 +1263,12 @@ def test_a_node_with_a_failing_backend_is_not_well(clinic: Clinic) -> None:
 @only_in("nftables", "iptables")
 def test_nat_that_takes_the_cluster_ip_and_counts_nothing_is_likely(clinic: Clinic) -> None:
     recovered(clinic)
-    with clinic.rules("node", REDIRECTING.replace(" counter", "")):
+    with clinic.rules("node", UNCOUNTED_NAT):
         code, found = clinic.doctor(NAME)
     bad = [each for each in found.findings if each.mark != "ok"]
     assert (code, found.cause, found.certain, len(bad)) == (1, "foreign-nat", False, 1), found
     assert "192.0.2.9" in found.verdict, found
+    assert bad[0].todo.startswith("delete this rule"), found
 
 
 @only_in("ebpf", "nftables")

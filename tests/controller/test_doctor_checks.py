@@ -514,6 +514,10 @@ def test_nat_without_a_counter_that_takes_what_fails_is_likely_once() -> None:
     )
     (told,) = (each for each in findings if each.mark != "ok")
     assert (cause, certain, told.text.count("dnat to")) == ("foreign-nat", False, 1), findings
+    assert told.todo.startswith("delete this rule")
+    verdict = diagnose("node", list(node_findings(node)))
+    assert [each.mark for each in verdict.findings if each.subject == "NAT"] == ["warning"] * 2
+    assert [each.cause for each in verdict.findings if each.mark == "warning"] == ["foreign-nat"] * 2
     cause, _, findings = service(facts(*GOOD, rules=tuple(rules)), node)
     assert (cause, [each.mark for each in findings if each.subject == "NAT"]) == ("", ["unknown"] * 2)
 

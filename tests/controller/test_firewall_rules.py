@@ -7,6 +7,7 @@ import pytest
 from hybrid_proxy.controller.commands.doctor.facts import Rule
 from hybrid_proxy.controller.commands.doctor.rules import counted, of_iptables, of_nft, taken, takes
 from hybrid_proxy.dataplane.base_chains import BaseChain
+from hybrid_proxy.dataplane.table import Protocol
 
 NFT = """
 table inet fw {
@@ -101,7 +102,7 @@ def test_a_policy_counts_as_the_kernel_says() -> None:
     assert of_nft(NFT, [FILTERS[0]._replace(packets=7)])[0] == Rule("inet fw", "f", ("forward",), "policy drop", 7)
 
 
-WEB = {"10.96.0.9": "shop/web", "fd96::9": "shop/web"}
+WEB = {(address, 80, Protocol.TCP): "shop/web:http" for address in ("10.96.0.9", "fd96::9", None)}
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,8 @@ WEB = {"10.96.0.9": "shop/web", "fd96::9": "shop/web"}
         ("ip daddr 10.96.0.9 tcp dport 80 counter packets 3 bytes 180 dnat to 192.0.2.9:80", {"10.96.0.9"}),
         ("ip daddr { 10.96.0.8, 10.96.0.9 } redirect to :81", {"10.96.0.9"}),
         ("ip6 daddr fd96::9 tcp dport { 53, 80-90 } dnat to fd00::9", {"fd96::9"}),
+        ("ip daddr 10.96.0.9 tcp dport 81 dnat to 192.0.2.9", set()),
+        ("ip daddr != 10.96.0.9 tcp dport 80 dnat to 192.0.2.9", set()),
         ("ip daddr 10.96.0.99 dnat to 192.0.2.9", set()),
         ("ip daddr 192.0.2.9 dnat to 10.96.0.9", set()),
         ("tcp dport 80 dnat to 192.0.2.9", set()),

@@ -268,7 +268,7 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
         whose = "kube-proxy" if rule.chain.startswith("KUBE-") else "another program"
         text = f"{whose}'s NAT sends packets to {address} ({service}) elsewhere"
         if facts is None:
-            yield _counted("NAT", text, rule, rule.packets, _accept(rule), "problem")
+            yield _counted("NAT", text, rule, rule.packets, _accept(rule), "problem", "warning")
         elif rule.packets is None and any(_is_about(rule, each, facts) for each in _failing(facts.tried)):
             continue  # the finding about what fails names it
         elif belongs(facts.name, service):
@@ -276,10 +276,12 @@ def _away(node: NodeFacts, facts: ServiceFacts | None = None) -> Iterator[Findin
             yield _counted("NAT", text, rule, facts.counted.get(own, rule.packets and 0), _accept(rule), "problem")
 
 
-def _counted(subject: str, text: str, rule: Rule, packets: int | None, todo: str, bad: Mark = "warning") -> Finding:
+def _counted(
+    subject: str, text: str, rule: Rule, packets: int | None, todo: str, bad: Mark, unknown: Mark = "unknown"
+) -> Finding:
     count = "how often is not counted" if packets is None else f"{several(packets, 'packet')} so far"
-    mark: Mark = "unknown" if packets is None else bad if packets else "ok"
-    cause: Cause = "" if not packets else "foreign-nat" if rule.away else "firewall"
+    mark = unknown if packets is None else bad if packets else "ok"
+    cause: Cause = "" if mark in ("unknown", "ok") else "foreign-nat" if rule.away else "firewall"
     return Finding(mark, subject, f"{text}: {_rule(rule)}; {count}", todo, cause)
 
 
@@ -648,9 +650,10 @@ def _links(facts: ServiceFacts) -> Iterator[Finding]:
 
 
 def _misled(facts: ServiceFacts) -> dict[str, tuple[str, str]]:
-    """What is wrong with the ways to backends that fail, and to pods that alone do not reach one."""
+    """What is wrong with the ways to backends that fail, and to pods that alone do not reach one, or the service."""
     direct = [each for each in facts.tried if each.via == "backend"]
-    failing = {_host(each) for each in _failing(direct)} | {each.source for each in lost_on_the_way(direct)}
+    through = [each for each in _failing(facts.tried) if each.via == "service"]
+    failing = {_host(each) for each in _failing(direct)} | {each.source for each in lost_on_the_way(direct) + through}
     return {address: found for address, found in facts.astray.items() if address in failing}
 
 
@@ -924,6 +927,7 @@ def _blamed(
     else:
         text += f"{seen}; on their way {_verb(rules, 'is', 'are')} {some(list(map(_rule, rules)), '; ')}"
         todo = f"it has no counter: {_count_it(rule)}, then ask doctor again, which names the rule that counts"
+        todo = _accept(rule) if rule.away else todo
     own = rule.pod and {each.source for each in failed} <= {*rule.pod}
     cause: Cause = "foreign-nat" if rule.away else "client-pod" if own else "firewall"
     hits = 1 if own else len({each.end for each in failed if each.via == "backend"})

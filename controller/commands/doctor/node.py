@@ -48,7 +48,6 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
     events, events_unknown = (None, unread) if denied else _read(asked.events)
     table, rules, interfaces = conntrack.fill(), () if denied else read_rules()[0], links.read_node()
     changes = last_changes(asked.admin_socket, time.time())
-    services = {key[0]: (name or "-").partition(":")[0] for key, name in frontends(rows).items() if key[0]}
     gone = dict.fromkeys(row.what.split("`")[1] for row in changes if row.what.endswith(GONE))
     there = {each.split()[3] for each in interfaces.held}
     missing = tuple(
@@ -74,7 +73,7 @@ def at_node(asked: Agent, cgroup: str | None) -> Node:
         forwarding={each: sysctl.read(sysctl.FORWARDING[each]) != "0" for each in sorted(families)},
         stopped=tuple(name for name in ways if sysctl.read(f"net/ipv4/conf/{name}/forwarding") == "0"),
         closed=tuple(rule for rule in rules if rule.hooks == ("forward",) and rule.text.lower() == "policy drop"),
-        taken=tuple(taken(rules, services)),
+        taken=tuple(dict.fromkeys(taken(rules, frontends(rows)))),
         reverse_path=_read(_reverse_path)[0] or {},
         conntrack=table,
         conntrack_user=(

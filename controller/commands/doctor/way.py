@@ -150,13 +150,17 @@ def _gateway(client: str, wrong: str, pods: Iterable[Pod]) -> str:
 
 def _not_forwarded(address: str, to: links.Interface, peers: Iterable[str]) -> tuple[str, str] | None:
     """Return why the node does not forward what an address sends, which comes in there, and what to do."""
-    if all(links.next_hop(each, address, to.index) or not links.next_hop(each) for each in peers):
+    cut = [each for each in peers if links.next_hop(each) and not links.next_hop(each, address, to.index)]
+    if not cut:
         return None
     if sysctl.read(sysctl.FORWARDING[family_of(address)]) == "0":
         return None  # the node's own finding says so
     if sysctl.read(f"net/ipv4/conf/{to.name}/forwarding") == "0":
         return forwarding_off([to.name])
     rules = links.main_route(address)[2]
+    # With rp_filter the kernel refuses as well what goes to one whose own packets a rule drops.
+    if not rules and all(links.main_route(each)[2] for each in cut):
+        return None
     todo = ", ".join(f"`ip rule del {each}`" for each in rules) or f"`ip rule`; `sysctl net.ipv4.conf.{to.name}`"
     return ": ".join(("this node's routing refuses what it sends", *rules[:1])), todo
 
